@@ -1,0 +1,131 @@
+// What a kernel is told: raw pointers with shapes, strides and nullability, and the options of the call.
+// Plain data only. csrc/ops fills these structures after checking every argument; kernels trust them.
+#pragma once
+
+#include <cstdint>
+
+#include "dtype.h"
+
+namespace selfattn {
+
+// A four-dimensional tensor seen by a kernel. Strides count elements and may be 0 (broadcast or expanded).
+struct View {
+  void* data = nullptr;  // nullable where the field that holds the view says so
+  DType dtype = DType::kFloat32;
+  int64_t stride[4] = {0, 0, 0, 0};  // batch, head, row, column
+
+  SELFATTN_HOST_DEVICE int64_t offset(int64_t batch, int64_t head, int64_t row) const {
+    return batch * stride[0] + head * stride[1] + row * stride[2];
+  }
+};
+
+// A per-(batch, head) coefficient in the accumulation type; stride 0 along a broadcast dimension.
+struct HeadScalars {
+  const void* data = nullptr;  // nullable: the option is off
+  int64_t batch_stride = 0;
+  int64_t head_stride = 0;
+};
+
+struct Dropout {
+  bool enabled = false;
+  double probability = 0.0;
+  // Device pointer to one int64, so that a CUDA graph replays with the seed's current value.
+  const int64_t* seed = nullptr;  // nullable unless enabled
+};
+
+struct AttentionParams {
+  int64_t batch = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;  // divides heads; query head h reads kv head h / (heads / kv_heads)
+  int64_t queries = 0;   // L
+  int64_t keys = 0;      // S
+  int64_t head_dim = 0;  // E
+  int64_t value_dim = 0; // Ev
+  DType dtype = DType::kFloat32;
+
+  View query;  // (batch, heads, queries, head_dim), last stride 1
+  View key;    // (batch, kv_heads, keys, head_dim), last stride 1
+  View value;  // (batch, kv_heads, keys, value_dim), last stride 1
+  View mask;   // nullable; (batch, heads, queries, keys), stride 0 where broadcast; kBool or a float type
+
+  HeadScalars alibi_slopes;  // nullable
+  HeadScalars sinks;         // nullable
+  Dropout dropout;
+
+  double scale = 1.0;
+  double softcap = 0.0;  // 0: off
+  // Query i stands at position i + query_offset among the keys and sees keys in
+  // [position - window_left, position + window_right]; -1 leaves a side open. Causal is window_right = 0.
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  int64_t query_offset = 0;
+
+  SELFATTN_HOST_DEVICE int64_t kv_head(int64_t head) const { return head / (heads / kv_heads); }
+};
+
+// The accumulation type is double for float64 inputs and float otherwise. Row statistics are contiguous
+// (batch, heads, queries) arrays of it: weights = exp(score - row_max) / row_sum.
+struct ForwardOutputs {
+  View out;                 // (batch, heads, queries, value_dim), last stride 1
+  void* row_max = nullptr;  // -inf where a row sees nothing
+  void* row_sum = nullptr;  // 0 where a row sees nothing
+};
+
+struct WeightsOutputs {
+  const void* row_max = nullptr;
+  const void* row_sum = nullptr;
+  void* weights = nullptr;  // contiguous (batch, heads, queries, keys) of the params' dtype
+};
+
+struct BackwardArguments {
+  View grad_out;      // (batch, heads, queries, value_dim), last stride 1
+  View out;           // the forward's result, any strides with last stride 1
+  const void* row_max = nullptr;
+  const void* row_sum = nullptr;
+  const void* grad_row = nullptr;  // nullable; contiguous (batch, heads, queries), added to rowsum(grad_out * out)
+  View grad_weights;               // nullable; (batch, heads, queries, keys), any strides, the params' dtype
+
+  View grad_query;  // shaped as query, dense, last stride 1
+  View grad_key;
+  View grad_value;
+  View grad_mask;   // nullable; strides are 0 where the mask was broadcast: the kernel sums over those dimensions
+  // nullable; contiguous (batch, heads, queries) of the accumulation type: per-row sums of d(score) * bias / slope
+  // and d(sink). Summed over batch and queries by the caller, in a fixed order.
+  void* grad_slopes_rows = nullptr;
+  void* grad_sinks_rows = nullptr;
+  // Scratch of Kernel::backward_workspace() bytes, 64-byte aligned; nullable when that is 0.
+  void* workspace = nullptr;
+};
+
+struct ScoresParams {
+  int64_t batch = 0;
+  int64_t heads = 0;
+  int64_t kv_heads = 0;
+  int64_t queries = 0;
+  int64_t keys = 0;
+  int64_t head_dim = 0;
+  DType dtype = DType::kFloat32;
+  double scale = 1.0;
+  View query;   // last stride 1
+  View key;     // last stride 1
+  View scores;  // forward: written, contiguous; backward: the incoming gradient, last stride 1
+  View grad_query;  // backward only
+  View grad_key;    // backward only
+};
+
+struct SoftmaxParams {
+  int64_t batch = 0;
+  int64_t heads = 0;
+  int64_t queries = 0;
+  int64_t keys = 0;
+  DType dtype = DType::kFloat32;
+  double scale = 1.0;
+  int64_t window_right = -1;  // 0: causal, -1: every key
+  int64_t query_offset = 0;
+  View scores;   // forward input; backward: the forward's result
+  View mask;     // nullable; forward only
+  View grad;     // backward only: gradient of the weights
+  View result;   // contiguous: weights, or the gradient of the scores
+};
+
+}  // namespace selfattn

@@ -1,0 +1,29 @@
+// Which keys a query may see by its position: causal and sliding windows, before any mask tensor.
+#pragma once
+
+#include <cstdint>
+
+#include "attention_params.h"
+
+namespace selfattn {
+
+// Keys begin .. end - 1; empty when end <= begin.
+struct KeyRange {
+  int64_t begin;
+  int64_t end;
+};
+
+inline SELFATTN_HOST_DEVICE int64_t clamp_key(int64_t key, int64_t keys) {
+  return key < 0 ? 0 : (key > keys ? keys : key);
+}
+
+// The keys that some query of [first, last] may see. For one query, pass it twice.
+// csrc/ops clamps offsets and windows to ±2^40, so the sums cannot overflow.
+inline SELFATTN_HOST_DEVICE KeyRange visible_keys(const AttentionParams& p, int64_t first, int64_t last) {
+  KeyRange range{0, p.keys};
+  if (p.window_left >= 0) range.begin = clamp_key(first + p.query_offset - p.window_left, p.keys);
+  if (p.window_right >= 0) range.end = clamp_key(last + p.query_offset + p.window_right + 1, p.keys);
+  return range;
+}
+
+}  // namespace selfattn

@@ -1,0 +1,287 @@
+// Attention backward. A task owns a chunk of the keys of one (batch, kv head): it sums dK and dV of the chunk over all
+// queries of all heads of the group in scratch, and rounds them once. dQ gathers contributions of all chunks, in the
+// order of the chunks: the task of chunk c adds to a strip after chunk c - 1 has. No atomics on data, no partial copies
+// of dQ, and sums whose order depends on nothing but the shape. Chunks follow one another through the strips like a
+// wave, one strip behind, so they hardly ever wait.
+#pragma once
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// Keys per chunk: dK and dV of a chunk in T should fit the level-2 cache beside everything else. A function of the head
+// dims only, because the chunk is visible in the rounding of dQ.
+template <class T>
+int64_t chunk_keys(const AttentionParams& p) {
+  constexpr int64_t kBytes = 256 * 1024;
+  const int64_t row = (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim)) * sizeof(T);
+  int64_t keys = row > 0 ? kBytes / row : kBytes;
+  keys = keys / kKeyBlock * kKeyBlock;
+  return keys < kKeyBlock ? kKeyBlock : (keys > 512 ? 512 : keys);
+}
+
+template <class T>
+int64_t chunk_count(const AttentionParams& p) {
+  const int64_t chunk = chunk_keys<T>(p);
+  return p.keys == 0 ? 1 : (p.keys + chunk - 1) / chunk;
+}
+
+// dQ of 16-bit tensors is summed in float across chunks.
+template <class T>
+size_t backward_workspace(const AttentionParams& p) {
+  if (p.dtype == dtype_of<T>() || chunk_count<T>(p) == 1) return 0;
+  return static_cast<size_t>(p.batch * p.heads * p.queries * p.head_dim) * sizeof(T);
+}
+
+template <class T>
+class BackwardTask {
+ public:
+  BackwardTask(const AttentionParams& params, const BackwardArguments& arguments)
+      : p(params),
+        a(arguments),
+        chunk(chunk_keys<T>(params)),
+        chunks(chunk_count<T>(params)),
+        heads_kv(params.batch * params.kv_heads),
+        strips_done(new std::atomic<int64_t>[static_cast<size_t>(heads_kv * chunks)]) {
+    for (int64_t i = 0; i < heads_kv * chunks; ++i) strips_done[i].store(0, std::memory_order_relaxed);
+  }
+  int64_t items() const { return heads_kv * chunks; }
+
+  struct Scratch {
+    Arena arena;
+    GradientScratch<T> block;
+    GradientStrip<T> strip;
+    int64_t head_stride, value_stride;  // padded row lengths
+    T *query_rows, *grad_out_rows;      // [kLanes][padded] operands of dK and dV where the tensors cannot serve
+    T* grad_query_t;                    // [head_dim][kLanes]
+    T *key_rows, *value_rows;           // [chunk][padded] converted keys and values, for 16-bit tensors
+    T *grad_key, *grad_value;           // [chunk][padded]
+    T* scale;                           // [kLanes]
+    T* slope_rows;                      // [kLanes] the strip's share of grad_slopes_rows
+
+    static int64_t bytes(const BackwardTask& t) {
+      const int64_t e = round_up_to_vector<T>(t.p.head_dim), ev = round_up_to_vector<T>(t.p.value_dim);
+      return GradientScratch<T>::bytes() + GradientStrip<T>::bytes(t.p) + Arena::bytes_for<T>(kLanes<T> * e) +
+             Arena::bytes_for<T>(kLanes<T> * ev) + Arena::bytes_for<T>(t.p.head_dim * kLanes<T>) +
+             2 * (Arena::bytes_for<T>(t.chunk_rows() * e) + Arena::bytes_for<T>(t.chunk_rows() * ev)) +
+             2 * Arena::bytes_for<T>(kLanes<T>);
+    }
+    explicit Scratch(const BackwardTask& t)
+        : arena(bytes(t)),
+          block(arena),
+          head_stride(round_up_to_vector<T>(t.p.head_dim)),
+          value_stride(round_up_to_vector<T>(t.p.value_dim)) {
+      strip.allocate(t.p, arena);
+      query_rows = arena.take<T>(kLanes<T> * head_stride);
+      grad_out_rows = arena.take<T>(kLanes<T> * value_stride);
+      grad_query_t = arena.take<T>(t.p.head_dim * kLanes<T>);
+      key_rows = arena.take<T>(t.chunk_rows() * head_stride);
+      value_rows = arena.take<T>(t.chunk_rows() * value_stride);
+      grad_key = arena.take<T>(t.chunk_rows() * head_stride);
+      grad_value = arena.take<T>(t.chunk_rows() * value_stride);
+      scale = arena.take<T>(kLanes<T>);
+      slope_rows = arena.take<T>(kLanes<T>);
+    }
+  };
+
+  void operator()(int64_t item, Scratch& s) const {
+    // All heads' first chunks come before any second one: with enough heads nobody waits at all.
+    const int64_t index = item / heads_kv, head_index = item % heads_kv;
+    const int64_t batch = head_index / p.kv_heads, kv_head = head_index % p.kv_heads;
+    const int64_t begin = index * chunk, rest = p.keys - begin;
+    const int64_t keys = rest < chunk ? rest : chunk;
+    const Rows<T> key_rows = rows_as<T>(p.key, batch, kv_head, begin, keys, p.head_dim, false, s.key_rows);
+    const Rows<T> value_rows = rows_as<T>(p.value, batch, kv_head, begin, keys, p.value_dim, false, s.value_rows);
+    const bool finite = all_finite(key_rows.data, key_rows.stride, keys, p.head_dim) &&
+                        all_finite(value_rows.data, value_rows.stride, keys, p.value_dim);
+    memset(s.grad_key, 0, static_cast<size_t>(keys * s.head_stride) * sizeof(T));
+    memset(s.grad_value, 0, static_cast<size_t>(keys * s.value_stride) * sizeof(T));
+
+    const int64_t group = p.heads / p.kv_heads;
+    int64_t done = 0;
+    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
+      for (int64_t first = 0, count; first < p.queries; first += count) {
+        count = strip_queries<T>(first, p.queries);
+        const KeyRange visible = visible_keys(p, first, first + count - 1);
+        const bool contributes = visible.begin < begin + keys && visible.end > begin && visible.begin < visible.end;
+        if (contributes || index == 0) s.strip.begin_gradient(p, a, batch, head, first, count);
+        if (index == 0) sink_gradients(s.strip, s.scale);
+        if (contributes) add_strip(s, begin, keys, key_rows, value_rows, !finite);
+        publish(s, index, head_index, batch, head, first, count, done, contributes);
+        strips_done[index * heads_kv + head_index].store(++done, std::memory_order_release);
+      }
+    }
+    store_rows(a.grad_key, batch, kv_head, begin, keys, p.head_dim, s.grad_key, s.head_stride, static_cast<T>(p.scale));
+    store_rows(a.grad_value, batch, kv_head, begin, keys, p.value_dim, s.grad_value, s.value_stride, T(1));
+  }
+
+ private:
+  const AttentionParams& p;
+  const BackwardArguments& a;
+  int64_t chunk, chunks, heads_kv;
+  std::unique_ptr<std::atomic<int64_t>[]> strips_done;  // [chunks][heads_kv] strips whose dQ the chunk has added to
+
+  int64_t chunk_rows() const { return p.keys < chunk ? p.keys : chunk; }
+
+  // One strip against the chunk: dQ^T of the strip in s.grad_query_t, dK and dV added to the chunk's.
+  void add_strip(Scratch& s, int64_t begin, int64_t keys, const Rows<T>& key_rows, const Rows<T>& value_rows,
+                 bool leave_hidden_out) const {
+    constexpr int64_t ld = kLanes<T>;
+    const GradientStrip<T>& strip = s.strip;
+    memset(s.slope_rows, 0, static_cast<size_t>(ld) * sizeof(T));
+    for (int64_t e = 0; e < p.head_dim; ++e) {
+      memset(s.grad_query_t + e * ld, 0, static_cast<size_t>(strip.vecs) * Simd<T>::kWidth * sizeof(T));
+    }
+    const Rows<T> query_rows =
+        rows_as<T>(p.query, strip.batch, strip.head, strip.first, strip.count, p.head_dim, true, s.query_rows);
+    const Rows<T> grad_out_rows =
+        rows_as<T>(a.grad_out, strip.batch, strip.head, strip.first, strip.count, p.value_dim, true, s.grad_out_rows);
+    leave_hidden_out = leave_hidden_out ||
+                       !all_finite(query_rows.data, query_rows.stride, strip.count, p.head_dim) ||
+                       !all_finite(grad_out_rows.data, grad_out_rows.stride, strip.count, p.value_dim);
+    int64_t from = strip.keys.begin > begin ? (strip.keys.begin - begin) / kKeyBlock * kKeyBlock : 0;
+    const int64_t end = strip.keys.end < begin + keys ? strip.keys.end - begin : keys;
+    for (; from < end; from += kKeyBlock) {
+      const int64_t count = end - from < kKeyBlock ? end - from : kKeyBlock;
+      const Rows<T> k{key_rows.data + from * key_rows.stride, key_rows.stride};
+      const Rows<T> v{value_rows.data + from * value_rows.stride, value_rows.stride};
+      if (!grad_score_block<T>(p, a, strip, begin + from, count, k, v, s.block, leave_hidden_out)) continue;
+      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, begin + from, count, s.block.grad, s.slope_rows);
+      if (p.softcap > 0.0) apply_softcap_gradient(strip, count, s.block.block.capped, s.block.grad);
+
+      const Product<T> grad_value{strip.count,    s.block.weights,
+                                  ld,             grad_out_rows.data,
+                                  grad_out_rows.stride, s.grad_value + from * s.value_stride,
+                                  s.value_stride, Update::kAdd,
+                                  nullptr};
+      const Product<T> grad_key{strip.count,   s.block.grad, ld, query_rows.data, query_rows.stride,
+                                s.grad_key + from * s.head_stride, s.head_stride, Update::kAdd, nullptr};
+      const Product<T> grad_query{count, k.data, k.stride, s.block.grad, ld, s.grad_query_t, ld, Update::kAdd, nullptr};
+      const int64_t value_vecs = s.value_stride / Simd<T>::kWidth, head_vecs = s.head_stride / Simd<T>::kWidth;
+      if (leave_hidden_out) {
+        multiply_visible<T, false>(grad_value, count, value_vecs, s.block.visible, ld);
+        multiply_visible<T, false>(grad_key, count, head_vecs, s.block.visible, ld);
+        multiply_visible<T, true>(grad_query, p.head_dim, strip.vecs, s.block.visible, ld);
+      } else {
+        multiply<T, false>(grad_value, count, value_vecs);
+        multiply<T, false>(grad_key, count, head_vecs);
+        multiply<T, true>(grad_query, p.head_dim, strip.vecs);
+      }
+    }
+  }
+
+  // Waits for the chunk before, then writes (first chunk) or adds to dQ and the slope sums of the strip.
+  void publish(Scratch& s, int64_t index, int64_t head_index, int64_t batch, int64_t head, int64_t first,
+                      int64_t count, int64_t done, bool contributes) const {
+    using S = Simd<T>;
+    const bool last = index == chunks - 1, through_workspace = a.workspace != nullptr;
+    if (index > 0) {  // also with nothing to add: a later chunk takes this one's word that all before it are done
+      const std::atomic<int64_t>& before = strips_done[(index - 1) * heads_kv + head_index];
+      while (before.load(std::memory_order_acquire) <= done) std::this_thread::yield();
+    }
+    if (!contributes && index > 0 && !(last && through_workspace)) return;
+    const View& g = a.grad_query;
+    T* sum;  // where T sums of this strip are gathered between chunks
+    int64_t stride;
+    if (through_workspace) {
+      sum = static_cast<T*>(a.workspace) + ((batch * p.heads + head) * p.queries + first) * p.head_dim;
+      stride = p.head_dim;
+    } else {
+      sum = static_cast<T*>(element(g.data, p.dtype, g.offset(batch, head, first)));
+      stride = g.stride[2];
+    }
+    if (!contributes) {
+      memset(s.grad_query_t, 0, static_cast<size_t>(p.head_dim * kLanes<T>) * sizeof(T));
+      memset(s.slope_rows, 0, static_cast<size_t>(kLanes<T>) * sizeof(T));
+    }
+    if (a.grad_slopes_rows != nullptr) {
+      T* slopes = static_cast<T*>(a.grad_slopes_rows) + (batch * p.heads + head) * p.queries + first;
+      for (int64_t lane = 0; lane < count; ++lane) {
+        slopes[lane] = index == 0 ? s.slope_rows[lane] : slopes[lane] + s.slope_rows[lane];
+      }
+    }
+    for (int64_t lane = 0; lane < kLanes<T>; ++lane) s.scale[lane] = static_cast<T>(p.scale);
+    if (!through_workspace && chunks == 1) {  // the only chunk rounds to the tensor's dtype at once
+      store_transposed<T>(element(g.data, p.dtype, g.offset(batch, head, first)), p.dtype, stride, count, p.head_dim,
+                          s.grad_query_t, kLanes<T>, s.scale);
+      return;
+    }
+    if (index == 0) {
+      store_transposed<T>(sum, dtype_of<T>(), stride, count, p.head_dim, s.grad_query_t, kLanes<T>, s.scale);
+    } else {
+      T* rows = s.query_rows;  // free again: [kLanes][head_stride]
+      store_transposed<T>(rows, dtype_of<T>(), s.head_stride, count, p.head_dim, s.grad_query_t, kLanes<T>, s.scale);
+      for (int64_t row = 0; row < count; ++row) {
+        for (int64_t e = 0; e < p.head_dim; ++e) sum[row * stride + e] += rows[row * s.head_stride + e];
+      }
+    }
+    if (last && through_workspace) {
+      for (int64_t row = 0; row < count; ++row) {
+        void* to = element(g.data, p.dtype, g.offset(batch, head, first + row));
+        for (int64_t e = 0; e < p.head_dim; e += S::kWidth) {
+          store_row<T>(element(to, p.dtype, e), p.dtype, p.head_dim - e,
+                       load_row<T>(sum + row * stride + e, dtype_of<T>(), p.head_dim - e));
+        }
+      }
+    }
+  }
+
+  // d(sink) of a row is -P(sink) * delta.
+  void sink_gradients(const GradientStrip<T>& strip, T* weight) const {
+    if (a.grad_sinks_rows == nullptr) return;
+    const T sink = head_scalar<T>(p.sinks, strip.batch, strip.head);
+    for (int64_t lane = 0; lane < strip.vecs * Simd<T>::kWidth; lane += Simd<T>::kWidth) {
+      using S = Simd<T>;
+      S::store(weight + lane, exp_nonpositive<T>(S::sub(S::set(sink), S::load(strip.row_max + lane))));
+    }
+    T* rows = static_cast<T*>(a.grad_sinks_rows) + strip.row(p);
+    for (int64_t lane = 0; lane < strip.count; ++lane) {
+      const T probability = weight[lane] * strip.inverse_sum[lane];
+      rows[lane] = probability == T(0) ? T(0) : -probability * strip.delta[lane];
+    }
+  }
+
+  // The bias is -slope * |distance|, so d(slope) is the sum of dS times -|distance|: one sum per query of the strip.
+  void add_slope_rows(const GradientStrip<T>& strip, int64_t key, int64_t keys, const T* grad, T* slope_rows) const {
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t distance = strip.first + p.query_offset - key - j;
+      for (int64_t lane = 0; lane < strip.count; ++lane) {
+        const int64_t d = distance + lane;
+        slope_rows[lane] -= static_cast<T>(d < 0 ? -d : d) * grad[j * kLanes<T> + lane];
+      }
+    }
+  }
+
+  void apply_softcap_gradient(const GradientStrip<T>& strip, int64_t keys, const T* capped, T* grad) const {
+    using S = Simd<T>;
+    const auto zero = S::set(T(0)), one = S::set(T(1));
+    for (int64_t j = 0; j < keys; ++j) {
+      for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
+        const int64_t at = j * kLanes<T> + lane;
+        const auto t = S::load(capped + at);
+        const auto g = S::load(grad + at);
+        // Where the gradient is 0 the key may be hidden and t NaN.
+        S::store(grad + at, S::select(S::equal(g, zero), zero, S::mul(g, S::sub(one, S::mul(t, t)))));
+      }
+    }
+  }
+
+  void store_rows(const View& view, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t columns, const T* from,
+                  int64_t stride, T factor) const {
+    using S = Simd<T>;
+    for (int64_t row = 0; row < rows; ++row) {
+      void* to = element(view.data, p.dtype, view.offset(batch, head, first + row));
+      for (int64_t e = 0; e < columns; e += S::kWidth) {
+        store_row<T>(element(to, p.dtype, e), p.dtype, columns - e,
+                     S::mul(S::load(from + row * stride + e), S::set(factor)));
+      }
+    }
+  }
+};
+
+template <class T>
+void attention_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
+  const BackwardTask<T> task(p, a);
+  for_each_item(pool, task.items(), task);
+  if (a.grad_mask.data != nullptr) mask_gradient<T>(p, a, pool);
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

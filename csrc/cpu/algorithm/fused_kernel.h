@@ -1,0 +1,51 @@
+// The entry points of one instruction set, by accumulation type. Included last in a kernels_*.cpp.
+#pragma once
+
+#include "elementary.h"
+#include "rows.h"
+#include "tile_multiply.h"
+
+#include "query_strip.h"
+
+#include "forward.h"
+#include "gradient_strip.h"
+#include "mask_gradient.h"
+#include "backward.h"
+#include "masked_softmax.h"
+#include "scores.h"
+#include "weights.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+inline void fused_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? attention_forward<double>(p, o, pool) : attention_forward<float>(p, o, pool);
+}
+inline void fused_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? attention_weights<double>(p, o, pool) : attention_weights<float>(p, o, pool);
+}
+inline size_t fused_backward_workspace(const AttentionParams& p) {
+  return p.dtype == DType::kFloat64 ? backward_workspace<double>(p) : backward_workspace<float>(p);
+}
+inline void fused_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? attention_backward<double>(p, a, pool) : attention_backward<float>(p, a, pool);
+}
+inline void fused_scores(const ScoresParams& p, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? attention_scores<double>(p, pool) : attention_scores<float>(p, pool);
+}
+inline void fused_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? attention_scores_backward<double>(p, pool) : attention_scores_backward<float>(p, pool);
+}
+inline void fused_masked_softmax(const SoftmaxParams& p, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? masked_softmax<double>(p, pool) : masked_softmax<float>(p, pool);
+}
+inline void fused_masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? masked_softmax_backward<double>(p, pool) : masked_softmax_backward<float>(p, pool);
+}
+
+constexpr Kernel fused_kernel(const char* isa, const char* description) {
+  return {"fused",      isa,           description,           true,
+          fused_forward, fused_weights, fused_backward_workspace, fused_backward,
+          fused_scores, fused_scores_backward, fused_masked_softmax, fused_masked_softmax_backward};
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,0 +1,163 @@
+// Moving rows between the user's tensors and scratch: conversion to the accumulation type T, padding, transposition.
+#pragma once
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+template <class T>
+constexpr DType dtype_of() {
+  return sizeof(T) == 8 ? DType::kFloat64 : DType::kFloat32;
+}
+
+template <class T>
+int64_t round_up_to_vector(int64_t n) {
+  return (n + Simd<T>::kWidth - 1) / Simd<T>::kWidth * Simd<T>::kWidth;
+}
+
+inline const void* element(const void* data, DType dtype, int64_t index) {
+  return static_cast<const char*>(data) + index * size_of(dtype);
+}
+inline void* element(void* data, DType dtype, int64_t index) {
+  return static_cast<char*>(data) + index * size_of(dtype);
+}
+
+// One vector of n <= kWidth neighbouring elements; zeros fill the rest and nothing beyond them is read.
+template <class T>
+SELFATTN_INLINE typename Simd<T>::Vec load_row(const void* data, DType dtype, int64_t n) {
+  using S = Simd<T>;
+  if (n >= S::kWidth) {
+    if (dtype == dtype_of<T>()) return S::load(static_cast<const T*>(data));
+    if constexpr (sizeof(T) == 4) {
+      if (dtype == DType::kBFloat16) return S::load_bfloat16(static_cast<const uint16_t*>(data));
+      if (dtype == DType::kFloat16) return S::load_float16(static_cast<const uint16_t*>(data));
+    }
+  }
+  T buffer[S::kWidth] = {};
+  const int64_t count = n < S::kWidth ? n : S::kWidth;
+  for (int64_t i = 0; i < count; ++i) buffer[i] = load_element<T>(data, dtype, i);
+  return S::load(buffer);
+}
+
+template <class T>
+SELFATTN_INLINE void store_row(void* data, DType dtype, int64_t n, typename Simd<T>::Vec v) {
+  using S = Simd<T>;
+  if (n >= S::kWidth) {
+    if (dtype == dtype_of<T>()) return S::store(static_cast<T*>(data), v);
+    if constexpr (sizeof(T) == 4) {
+      if (dtype == DType::kBFloat16) return S::store_bfloat16(static_cast<uint16_t*>(data), v);
+      if (dtype == DType::kFloat16) return S::store_float16(static_cast<uint16_t*>(data), v);
+    }
+  }
+  T buffer[S::kWidth];
+  S::store(buffer, v);
+  const int64_t count = n < S::kWidth ? n : S::kWidth;
+  for (int64_t i = 0; i < count; ++i) store_element<T>(data, dtype, i, buffer[i]);
+}
+
+// Transposes kWidth vectors in place by log2(kWidth) rounds of interleaving the first half with the second.
+template <class T>
+SELFATTN_INLINE void transpose(typename Simd<T>::Vec (&rows)[Simd<T>::kWidth]) {
+  using S = Simd<T>;
+  constexpr int kHalf = S::kWidth / 2;
+  SELFATTN_UNROLL
+  for (int span = 1; span < S::kWidth; span *= 2) {
+    typename S::Vec next[S::kWidth];
+    SELFATTN_UNROLL
+    for (int i = 0; i < kHalf; ++i) {
+      next[2 * i] = S::interleave_low(rows[i], rows[i + kHalf]);
+      next[2 * i + 1] = S::interleave_high(rows[i], rows[i + kHalf]);
+    }
+    SELFATTN_UNROLL
+    for (int i = 0; i < S::kWidth; ++i) rows[i] = next[i];
+  }
+}
+
+// dst[column * ld + lane] = factor * src(row lane, column) for `rows` rows, zeros in the lanes up to a whole vector.
+// Source columns are neighbours in memory; rows are row_stride elements apart.
+template <class T>
+void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t row_stride, int64_t rows, int64_t columns,
+                     T factor) {
+  using S = Simd<T>;
+  const auto scale = S::set(factor);
+  for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
+    for (int64_t column = 0; column < columns; column += S::kWidth) {
+      const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
+      typename S::Vec tile[S::kWidth];
+      for (int i = 0; i < S::kWidth; ++i) {
+        tile[i] = lane + i < rows ? load_row<T>(element(src, dtype, (lane + i) * row_stride + column), dtype, n)
+                                  : S::set(T(0));
+      }
+      transpose<T>(tile);
+      for (int64_t i = 0; i < n; ++i) S::store(dst + (column + i) * ld + lane, S::mul(tile[i], scale));
+    }
+  }
+}
+
+// dst(row lane, column) = src[column * ld + lane] * lane_scale[lane], converted to dtype.
+template <class T>
+void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, int64_t columns, const T* src, int64_t ld,
+                      const T* lane_scale) {
+  using S = Simd<T>;
+  for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
+    const auto scale = S::load(lane_scale + lane);
+    const int64_t lanes = rows - lane < S::kWidth ? rows - lane : S::kWidth;
+    for (int64_t column = 0; column < columns; column += S::kWidth) {
+      const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
+      typename S::Vec tile[S::kWidth];
+      for (int i = 0; i < S::kWidth; ++i) {
+        tile[i] = i < n ? S::mul(S::load(src + (column + i) * ld + lane), scale) : S::set(T(0));
+      }
+      transpose<T>(tile);
+      for (int64_t i = 0; i < lanes; ++i) {
+        store_row<T>(element(dst, dtype, (lane + i) * row_stride + column), dtype, n, tile[i]);
+      }
+    }
+  }
+}
+
+// Rows of a tensor as T.
+template <class T>
+struct Rows {
+  const T* data;
+  int64_t stride;
+};
+
+// The tensor's own memory where it already holds T and nothing asks for padding; otherwise a converted copy in `buffer`
+// with rows padded by zeros to whole vectors.
+template <class T>
+Rows<T> rows_as(const View& view, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t columns,
+                bool whole_vectors, T* buffer) {
+  using S = Simd<T>;
+  const void* source = element(view.data, view.dtype, view.offset(batch, head, first));
+  if (view.dtype == dtype_of<T>() && !(whole_vectors && columns % S::kWidth != 0)) {
+    return {static_cast<const T*>(source), view.stride[2]};
+  }
+  const int64_t padded = round_up_to_vector<T>(columns);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t column = 0; column < columns; column += S::kWidth) {
+      const void* from = element(source, view.dtype, row * view.stride[2] + column);
+      S::store(buffer + row * padded + column, load_row<T>(from, view.dtype, columns - column));
+    }
+  }
+  return {buffer, padded};
+}
+
+template <class T>
+bool all_finite(const T* data, int64_t stride, int64_t rows, int64_t columns) {
+  using S = Simd<T>;
+  // x * 0 is 0 for finite x and NaN otherwise, and NaN survives addition.
+  auto sum = S::set(T(0));
+  const auto zero = S::set(T(0));
+  T rest = 0;
+  for (int64_t row = 0; row < rows; ++row) {
+    const T* p = data + row * stride;
+    int64_t column = 0;
+    for (; column + S::kWidth <= columns; column += S::kWidth) sum = S::fma(S::load(p + column), zero, sum);
+    for (; column < columns; ++column) rest += p[column] * T(0);
+  }
+  T buffer[S::kWidth];
+  S::store(buffer, sum);
+  for (int i = 0; i < S::kWidth; ++i) rest += buffer[i];
+  return rest == T(0);
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,0 +1,142 @@
+// attention_scores, the scaled dot product alone, and its gradients.
+#pragma once
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+template <class T>
+struct ScoresTask {
+  AttentionParams p;
+  const View& scores;
+  int64_t strips_per_head;
+
+  explicit ScoresTask(const ScoresParams& s) : scores(s.scores) {
+    p.batch = s.batch;
+    p.heads = s.heads;
+    p.kv_heads = s.kv_heads;
+    p.queries = s.queries;
+    p.keys = s.keys;
+    p.head_dim = s.head_dim;
+    p.dtype = s.dtype;
+    p.scale = s.scale;
+    p.query = s.query;
+    p.key = s.key;
+    strips_per_head = (p.queries + kLanes<T> - 1) / kLanes<T>;
+  }
+  int64_t items() const { return p.batch * p.heads * strips_per_head; }
+
+  struct Scratch {
+    Arena arena;
+    QueryStrip<T> strip;
+    T *scores, *key_buffer, *ones;
+
+    explicit Scratch(const ScoresTask& task)
+        : arena(Arena::bytes_for<T>(task.p.head_dim * kLanes<T>) + Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
+                Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim)) +
+                Arena::bytes_for<T>(kLanes<T>)) {
+      strip.query_t = arena.take<T>(task.p.head_dim * kLanes<T>);
+      scores = arena.take<T>(kKeyBlock * kLanes<T>);
+      key_buffer = arena.take<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim));
+      ones = arena.take<T>(kLanes<T>);
+      for (int64_t lane = 0; lane < kLanes<T>; ++lane) ones[lane] = T(1);
+    }
+  };
+
+  void operator()(int64_t item, Scratch& s) const {
+    const int64_t head_index = item / strips_per_head;
+    const int64_t batch = head_index / p.heads, head = head_index % p.heads;
+    const int64_t first = item % strips_per_head * kLanes<T>;
+    const int64_t count = p.queries - first < kLanes<T> ? p.queries - first : kLanes<T>;
+    s.strip.begin(p, batch, head, first, count);
+    for (int64_t key = 0; key < p.keys; key += kKeyBlock) {
+      const int64_t block = p.keys - key < kKeyBlock ? p.keys - key : kKeyBlock;
+      const Rows<T> keys = rows_as<T>(p.key, batch, p.kv_head(head), key, block, p.head_dim, false, s.key_buffer);
+      multiply<T, false>({p.head_dim, keys.data, keys.stride, s.strip.query_t, kLanes<T>, s.scores, kLanes<T>,
+                          Update::kStore, nullptr},
+                         block, s.strip.vecs);
+      void* to = element(scores.data, p.dtype, scores.offset(batch, head, first) + key);
+      store_transposed<T>(to, p.dtype, scores.stride[2], count, block, s.scores, kLanes<T>, s.ones);
+    }
+  }
+};
+
+// Both gradients are products of blocks of the incoming gradient, 64 x 64, with rows of the other input:
+// dQ[q][e] = scale * sum_k g[q][k] K[k][e],  dK[k][e] = scale * sum_q g[q][k] Q[q][e], over the heads of the group.
+template <class T, bool kKeyGradient>
+struct ScoresGradientTask {
+  const ScoresParams& p;
+  int64_t heads, rows, depth;  // of the result
+  int64_t blocks_per_head;
+
+  explicit ScoresGradientTask(const ScoresParams& params)
+      : p(params),
+        heads(kKeyGradient ? params.kv_heads : params.heads),
+        rows(kKeyGradient ? params.keys : params.queries),
+        depth(kKeyGradient ? params.queries : params.keys),
+        blocks_per_head((rows + kKeyBlock - 1) / kKeyBlock) {}
+  int64_t items() const { return p.batch * heads * blocks_per_head; }
+
+  struct Scratch {
+    Arena arena;
+    int64_t stride;
+    T *gradient, *other, *result;
+
+    explicit Scratch(const ScoresGradientTask& task)
+        : arena(Arena::bytes_for<T>(kKeyBlock * kKeyBlock) +
+                2 * Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim))),
+          stride(round_up_to_vector<T>(task.p.head_dim)),
+          gradient(arena.take<T>(kKeyBlock * kKeyBlock)),
+          other(arena.take<T>(kKeyBlock * stride)),
+          result(arena.take<T>(kKeyBlock * stride)) {}
+  };
+
+  void operator()(int64_t item, Scratch& s) const {
+    using S = Simd<T>;
+    const int64_t head_index = item / blocks_per_head;
+    const int64_t batch = head_index / heads, own_head = head_index % heads;
+    const int64_t first = item % blocks_per_head * kKeyBlock;
+    const int64_t count = rows - first < kKeyBlock ? rows - first : kKeyBlock;
+    const int64_t group = p.heads / p.kv_heads;
+    memset(s.result, 0, static_cast<size_t>(kKeyBlock * s.stride) * sizeof(T));
+    for (int64_t i = 0; i < (kKeyGradient ? group : 1); ++i) {
+      const int64_t head = kKeyGradient ? own_head * group + i : own_head;
+      const View& other_view = kKeyGradient ? p.query : p.key;
+      const int64_t other_head = kKeyGradient ? head : head / group;
+      for (int64_t at = 0; at < depth; at += kKeyBlock) {
+        const int64_t n = depth - at < kKeyBlock ? depth - at : kKeyBlock;
+        const Rows<T> other = rows_as<T>(other_view, batch, other_head, at, n, p.head_dim, true, s.other);
+        const int64_t query = kKeyGradient ? at : first, key = kKeyGradient ? first : at;
+        View gradient = p.scores;
+        gradient.data = element(gradient.data, gradient.dtype, key);
+        const Rows<T> g = rows_as<T>(gradient, batch, head, query, kKeyGradient ? n : count, kKeyGradient ? count : n,
+                                     false, s.gradient);
+        multiply<T, kKeyGradient>(
+            {n, g.data, g.stride, other.data, other.stride, s.result, s.stride, Update::kAdd, nullptr}, count,
+            s.stride / S::kWidth);
+      }
+    }
+    const View& to = kKeyGradient ? p.grad_key : p.grad_query;
+    for (int64_t row = 0; row < count; ++row) {
+      void* out = element(to.data, p.dtype, to.offset(batch, own_head, first + row));
+      for (int64_t e = 0; e < p.head_dim; e += S::kWidth) {
+        store_row<T>(element(out, p.dtype, e), p.dtype, p.head_dim - e,
+                     S::mul(S::load(s.result + row * s.stride + e), S::set(static_cast<T>(p.scale))));
+      }
+    }
+  }
+};
+
+template <class T>
+void attention_scores(const ScoresParams& p, const ThreadPool& pool) {
+  const ScoresTask<T> task(p);
+  for_each_item(pool, task.items(), task);
+}
+
+template <class T>
+void attention_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
+  const ScoresGradientTask<T, false> query_task(p);
+  for_each_item(pool, query_task.items(), query_task);
+  const ScoresGradientTask<T, true> key_task(p);
+  for_each_item(pool, key_task.items(), key_task);
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

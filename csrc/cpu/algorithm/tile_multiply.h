@@ -1,0 +1,140 @@
+// The one matrix product all kernels are made of:
+//
+//     C[row][lane]  (=, +=, or scaled +=)  sum over k of A(row, k) * B[k][lane]
+//
+// A is read one scalar at a time and broadcast, so it needs no packing and no alignment: it is a key or value row in the
+// user's tensor, or a row of weights. B and C are scratch with vectors of lanes. With `Transposed`, A(row, k) is
+// a[k * lda + row], otherwise a[row * lda + k]. Partial sums of one call stay in registers and meet C once, at the end,
+// so that rounding errors of long sums grow with the number of blocks and not with the number of terms.
+#pragma once
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+enum class Update { kStore, kAdd, kScaleAdd };  // C = AB, C += AB, C = C * lane_scale + AB
+
+// Operands of a product; lane_scale has one factor per lane and is read for kScaleAdd only.
+template <class T>
+struct Product {
+  int64_t depth;
+  const T* a;
+  int64_t lda;
+  const T* b;
+  int64_t ldb;
+  T* c;
+  int64_t ldc;
+  Update update;
+  const T* lane_scale;
+};
+
+template <class T, int kRows, int kVecs, bool kTransposed>
+__attribute__((noinline)) void multiply_tile(const Product<T>& p, int64_t row, int64_t lane) {
+  using S = Simd<T>;
+  typename S::Vec sum[kRows][kVecs];
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) sum[r][v] = S::set(T(0));
+  }
+  const T* a = p.a + (kTransposed ? row : row * p.lda);
+  const T* b = p.b + lane;
+  const int64_t a_row = kTransposed ? 1 : p.lda;
+  const int64_t a_step = kTransposed ? p.lda : 1;
+  const int64_t ldb = p.ldb;
+  for (int64_t k = p.depth; k > 0; --k) {
+    typename S::Vec vec[kVecs];
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) vec[v] = S::load(b + v * S::kWidth);
+    SELFATTN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const typename S::Vec broadcast = S::set(a[r * a_row]);
+      SELFATTN_UNROLL
+      for (int v = 0; v < kVecs; ++v) sum[r][v] = S::fma(broadcast, vec[v], sum[r][v]);
+    }
+    a += a_step;
+    b += ldb;
+  }
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    T* c = p.c + (row + r) * p.ldc + lane;
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) {
+      if (p.update == Update::kAdd) {
+        sum[r][v] = S::add(S::load(c + v * S::kWidth), sum[r][v]);
+      } else if (p.update == Update::kScaleAdd) {
+        const auto scale = S::load(p.lane_scale + lane + v * S::kWidth);
+        sum[r][v] = S::fma(S::load(c + v * S::kWidth), scale, sum[r][v]);
+      }
+      S::store(c + v * S::kWidth, sum[r][v]);
+    }
+  }
+}
+
+template <class T, int kVecs, bool kTransposed>
+void multiply_rows(const Product<T>& p, int64_t rows, int64_t lane) {
+  constexpr int kTile = Simd<T>::kTileRows;
+  int64_t row = 0;
+  for (; row + kTile <= rows; row += kTile) multiply_tile<T, kTile, kVecs, kTransposed>(p, row, lane);
+  if (kTile > 4 && row + 4 <= rows) {
+    multiply_tile<T, 4, kVecs, kTransposed>(p, row, lane);
+    row += 4;
+  }
+  if (row + 2 <= rows) {
+    multiply_tile<T, 2, kVecs, kTransposed>(p, row, lane);
+    row += 2;
+  }
+  if (row < rows) multiply_tile<T, 1, kVecs, kTransposed>(p, row, lane);
+}
+
+// How many vectors the next tile takes of `vecs` that are left: never one alone where two and two would do.
+template <class T>
+int next_tile_vecs(int64_t vecs) {
+  constexpr int kMost = Simd<T>::kTileVecs;
+  if (vecs <= kMost) return static_cast<int>(vecs);
+  return vecs == kMost + 1 && kMost > 2 ? kMost - 1 : kMost;
+}
+
+// The whole product: `rows` rows and `vecs` vectors of lanes.
+template <class T, bool kTransposed>
+void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
+  for (int64_t vec = 0; vec < vecs;) {
+    const int take = next_tile_vecs<T>(vecs - vec);
+    const int64_t lane = vec * Simd<T>::kWidth;
+    if (take == 3) {
+      multiply_rows<T, Simd<T>::kTileVecs, kTransposed>(p, rows, lane);
+    } else if (take == 2) {
+      multiply_rows<T, 2, kTransposed>(p, rows, lane);
+    } else {
+      multiply_rows<T, 1, kTransposed>(p, rows, lane);
+    }
+    vec += take;
+  }
+}
+
+// The slow product for data that holds Inf or NaN: a term whose key is hidden from its query is left out, where the
+// fast product would compute 0 * NaN. `visible` is laid out as the weights are (key rows, query lanes) and holds 1 or 0.
+// Weights are either B (lanes are queries: `visible` runs with B) or A (its rows and k).
+template <class T, bool kTransposed>
+void multiply_visible(const Product<T>& p, int64_t rows, int64_t vecs, const T* visible, int64_t ldv) {
+  using S = Simd<T>;
+  constexpr bool kWeightsAreB = kTransposed;  // out and grad_query; grad_key and grad_value have the weights in A
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t lane = 0; lane < vecs * S::kWidth; lane += S::kWidth) {
+      auto sum = S::set(T(0));
+      for (int64_t k = 0; k < p.depth; ++k) {
+        const T a = kTransposed ? p.a[k * p.lda + row] : p.a[row * p.lda + k];
+        const auto term = S::fma(S::set(a), S::load(p.b + k * p.ldb + lane), sum);
+        if (kWeightsAreB) {
+          sum = S::select(S::equal(S::load(visible + k * ldv + lane), S::set(T(0))), sum, term);
+        } else if (visible[row * ldv + k] != T(0)) {
+          sum = term;
+        }
+      }
+      T* c = p.c + row * p.ldc + lane;
+      if (p.update == Update::kAdd) sum = S::add(S::load(c), sum);
+      if (p.update == Update::kScaleAdd) sum = S::fma(S::load(c), S::load(p.lane_scale + lane), sum);
+      S::store(c, sum);
+    }
+  }
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

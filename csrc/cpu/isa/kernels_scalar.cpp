@@ -1,0 +1,21 @@
+// The fused kernel for any machine.
+#include "simd_common.h"
+
+#define SELFATTN_ISA scalar
+#if !defined(__clang__)
+#pragma GCC push_options
+#pragma GCC optimize("O3")
+#endif
+
+#include "simd_scalar.h"
+
+#include "../algorithm/fused_kernel.h"
+
+#if !defined(__clang__)
+#pragma GCC pop_options
+#endif
+
+namespace selfattn::cpu {
+extern const Kernel kFusedScalar;
+const Kernel kFusedScalar = scalar::fused_kernel("scalar", "tiled online softmax, the compiler's 128-bit vectors");
+}  // namespace selfattn::cpu

@@ -1,0 +1,31 @@
+// Included first by every simd_*.h, before its target region opens: whatever is shared between instruction sets must be
+// compiled for the baseline only, or one copy with wide instructions could be linked into all of them.
+#pragma once
+
+#include <atomic>
+#include <cmath>
+#include <cstddef>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <memory>
+#include <new>
+#include <thread>
+
+#include "../../core/attention_params.h"
+#include "../../core/dtype.h"
+#include "../../core/philox.h"
+#include "../../core/visible_range.h"
+#include "../kernel_table.h"
+#include "../parallel.h"
+
+// Inlining is forced, not hoped for: a helper left out of line would pass vectors through memory, and an extension
+// that is compiled without -O (torch.utils.cpp_extension.load passes none) would inline nothing at all.
+#define SELFATTN_INLINE inline __attribute__((always_inline))
+
+// The micro-kernels' loops over register tiles must vanish for the tile to live in registers.
+#if defined(__clang__)
+#define SELFATTN_UNROLL _Pragma("unroll")
+#else
+#define SELFATTN_UNROLL _Pragma("GCC unroll 16")
+#endif

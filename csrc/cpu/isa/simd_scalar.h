@@ -1,0 +1,79 @@
+// The portable instruction set: the compiler's own 128-bit vectors, which are SSE2 on any x86-64 and NEON on arm64.
+// The interface is documented in docs/cpu-kernels.md, "The SIMD interface".
+#pragma once
+
+namespace selfattn::cpu::scalar {
+
+template <class T>
+struct Simd;
+
+template <class T, class Bits, int kLanes>
+struct PortableSimd {
+  typedef T Vec __attribute__((vector_size(16)));
+  typedef Bits Mask __attribute__((vector_size(16)));
+  typedef T Unaligned __attribute__((vector_size(16), aligned(alignof(T)), may_alias));
+  static constexpr int kWidth = kLanes;
+  static constexpr int kTileRows = 4;
+  static constexpr int kTileVecs = 2;
+
+  static SELFATTN_INLINE Vec load(const T* p) { return *reinterpret_cast<const Unaligned*>(p); }
+  static SELFATTN_INLINE void store(T* p, Vec v) { *reinterpret_cast<Unaligned*>(p) = v; }
+  static SELFATTN_INLINE Vec set(T x) { return Vec{} + x; }
+  static SELFATTN_INLINE Vec add(Vec a, Vec b) { return a + b; }
+  static SELFATTN_INLINE Vec sub(Vec a, Vec b) { return a - b; }
+  static SELFATTN_INLINE Vec mul(Vec a, Vec b) { return a * b; }
+  static SELFATTN_INLINE Vec div(Vec a, Vec b) { return a / b; }
+  static SELFATTN_INLINE Vec fma(Vec a, Vec b, Vec c) { return a * b + c; }
+  static SELFATTN_INLINE Mask less(Vec a, Vec b) { return a < b; }
+  static SELFATTN_INLINE Mask equal(Vec a, Vec b) { return a == b; }
+  static SELFATTN_INLINE Mask either(Mask a, Mask b) { return a | b; }
+  static SELFATTN_INLINE Vec select(Mask m, Vec yes, Vec no) {
+    return (Vec)(((Mask)yes & m) | ((Mask)no & ~m));
+  }
+  static SELFATTN_INLINE Vec max(Vec a, Vec b) { return select(a > b, a, b); }
+  static SELFATTN_INLINE Vec abs(Vec a) { return (Vec)((Mask)a & ~(Mask)set(T(-0.0))); }
+  static SELFATTN_INLINE bool any(Mask m) {
+    Bits bits = 0;
+    for (int i = 0; i < kLanes; ++i) bits |= m[i];
+    return bits != 0;
+  }
+  // Adding 1.5 * 2^(mantissa bits) rounds to the nearest integer and leaves it in the sum's low bits.
+  static SELFATTN_INLINE Vec magic() { return set(sizeof(T) == 4 ? T(12582912.0) : T(6755399441055744.0)); }
+  static SELFATTN_INLINE Vec round(Vec a) { return (a + magic()) - magic(); }
+  static SELFATTN_INLINE Vec mul_pow2(Vec a, Vec n) {
+    constexpr int kBias = sizeof(T) == 4 ? 127 : 1023, kMantissa = sizeof(T) == 4 ? 23 : 52;
+    return a * (Vec)(((Mask)(n + magic()) + kBias) << kMantissa);
+  }
+};
+
+template <>
+struct Simd<float> : PortableSimd<float, int32_t, 4> {
+  static SELFATTN_INLINE Vec interleave_low(Vec a, Vec b) { return Vec{a[0], b[0], a[1], b[1]}; }
+  static SELFATTN_INLINE Vec interleave_high(Vec a, Vec b) { return Vec{a[2], b[2], a[3], b[3]}; }
+
+  static SELFATTN_INLINE Vec load_bfloat16(const uint16_t* p) {
+    return Vec{float_from_bfloat16(p[0]), float_from_bfloat16(p[1]), float_from_bfloat16(p[2]),
+               float_from_bfloat16(p[3])};
+  }
+  static SELFATTN_INLINE void store_bfloat16(uint16_t* p, Vec v) {
+    for (int i = 0; i < kWidth; ++i) p[i] = bfloat16_from_float(v[i]);
+  }
+  static SELFATTN_INLINE Vec load_float16(const uint16_t* p) {
+    return Vec{float_from_float16(p[0]), float_from_float16(p[1]), float_from_float16(p[2]), float_from_float16(p[3])};
+  }
+  static SELFATTN_INLINE void store_float16(uint16_t* p, Vec v) {
+    for (int i = 0; i < kWidth; ++i) p[i] = float16_from_float(v[i]);
+  }
+  static SELFATTN_INLINE Vec load_bool_bias(const uint8_t* p) {
+    const float hidden = -std::numeric_limits<float>::infinity();
+    return Vec{p[0] ? 0.0f : hidden, p[1] ? 0.0f : hidden, p[2] ? 0.0f : hidden, p[3] ? 0.0f : hidden};
+  }
+};
+
+template <>
+struct Simd<double> : PortableSimd<double, int64_t, 2> {
+  static SELFATTN_INLINE Vec interleave_low(Vec a, Vec b) { return Vec{a[0], b[0]}; }
+  static SELFATTN_INLINE Vec interleave_high(Vec a, Vec b) { return Vec{a[1], b[1]}; }
+};
+
+}  // namespace selfattn::cpu::scalar

@@ -1,0 +1,63 @@
+// How CPU kernels use threads: the caller lends a pool, kernels hand it numbered work items.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <exception>
+
+namespace selfattn::cpu {
+
+// The framework's thread pool behind a plain function, so that nothing here depends on the framework.
+// run() calls body(context) `workers` times, concurrently where threads allow, and returns when all have returned.
+struct ThreadPool {
+  int threads = 1;
+  void (*run)(int workers, void (*body)(void* context), void* context) = nullptr;  // nullable when threads == 1
+};
+
+// Runs task(item, scratch) for every item in [0, items). Items are claimed one by one in ascending order, so an item
+// may wait for a lower one: that one is running or done, on any number of threads. Which thread runs an item must not
+// change its result.
+//
+// Task has a type Scratch, constructed from the task once per worker before the worker claims anything: a worker that
+// cannot allocate leaves its share to the others. If items stay undone, because no worker could allocate or because a
+// task threw, the first exception is thrown here.
+template <class Task>
+void for_each_item(const ThreadPool& pool, int64_t items, const Task& task) {
+  struct Shared {
+    const Task* task = nullptr;
+    int64_t items = 0;
+    std::atomic<int64_t> next{0};
+    std::atomic<int64_t> done{0};
+    std::atomic<bool> failed{false};
+    std::exception_ptr error;
+
+    void work() {
+      int64_t mine = 0;
+      try {
+        typename Task::Scratch scratch(*task);
+        for (int64_t item; (item = next.fetch_add(1, std::memory_order_relaxed)) < items;) {
+          (*task)(item, scratch);
+          ++mine;
+        }
+      } catch (...) {
+        if (!failed.exchange(true)) error = std::current_exception();
+      }
+      done.fetch_add(mine);
+    }
+    static void body(void* context) { static_cast<Shared*>(context)->work(); }
+  };
+  if (items <= 0) return;
+  Shared shared;
+  shared.task = &task;
+  shared.items = items;
+  const int workers = static_cast<int>(items < pool.threads ? items : pool.threads);
+  if (workers <= 1) {
+    shared.work();
+  } else {
+    pool.run(workers, &Shared::body, &shared);
+  }
+  // A worker that failed to allocate matters only if the others could not do its share.
+  if (shared.done.load() < items) std::rethrow_exception(shared.error);
+}
+
+}  // namespace selfattn::cpu
