@@ -69,6 +69,9 @@ struct ForwardOutputs {
   View out;                 // (batch, heads, queries, value_dim), last stride 1
   void* row_max = nullptr;  // -inf where a row sees nothing
   void* row_sum = nullptr;  // 0 where a row sees nothing
+  // nullable; laid out as out: what rounding to a 16-bit dtype took away, itself rounded to that dtype. With it the
+  // backward knows rowsum(grad_out * out) to float accuracy, so that gradients carry no rounding but their own.
+  void* out_residual = nullptr;
 };
 
 struct WeightsOutputs {
@@ -80,6 +83,7 @@ struct WeightsOutputs {
 struct BackwardArguments {
   View grad_out;      // (batch, heads, queries, value_dim), last stride 1
   View out;           // the forward's result, any strides with last stride 1
+  View out_residual;  // nullable; see ForwardOutputs
   const void* row_max = nullptr;
   const void* row_sum = nullptr;
   const void* grad_row = nullptr;  // nullable; contiguous (batch, heads, queries), added to rowsum(grad_out * out)

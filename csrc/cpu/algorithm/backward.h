@@ -5,6 +5,9 @@
 // wave, one strip behind, so they hardly ever wait.
 #pragma once
 
+#include "gradient_strip.h"
+#include "mask_gradient.h"
+
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // Keys per chunk: dK and dV of a chunk in T should fit the level-2 cache beside everything else. A function of the head

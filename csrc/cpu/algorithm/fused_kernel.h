@@ -1,16 +1,8 @@
 // The entry points of one instruction set, by accumulation type. Included last in a kernels_*.cpp.
 #pragma once
 
-#include "elementary.h"
-#include "rows.h"
-#include "tile_multiply.h"
-
-#include "query_strip.h"
-
-#include "forward.h"
-#include "gradient_strip.h"
-#include "mask_gradient.h"
 #include "backward.h"
+#include "forward.h"
 #include "masked_softmax.h"
 #include "scores.h"
 #include "weights.h"

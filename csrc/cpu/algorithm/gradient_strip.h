@@ -3,22 +3,28 @@
 // delta = rowsum(P * dP) = rowsum(dO * O), the gradient of the scores is dS = P * (dP - delta).
 #pragma once
 
+#include "forward_strip.h"
+
 namespace selfattn::cpu::SELFATTN_ISA {
 
 template <class T>
 struct GradientStrip : QueryStrip<T> {
   T* grad_out_t;   // [value_dim][kLanes] dO^T
+  T* out_t;        // [value_dim][kLanes] O^T, and its residual
+  T* residual_t;
   T* delta;        // [kLanes]
   T* row_max;      // [kLanes] 0 where the row sees nothing, so that -inf scores give weights of 0 and not NaN
   T* inverse_sum;  // [kLanes] 0 where the row sees nothing
 
   static int64_t bytes(const AttentionParams& p) {
-    return Arena::bytes_for<T>(p.head_dim * kLanes<T>) + Arena::bytes_for<T>(p.value_dim * kLanes<T>) +
+    return Arena::bytes_for<T>(QueryStrip<T>::query_size(p)) + 3 * Arena::bytes_for<T>(p.value_dim * kLanes<T>) +
            3 * Arena::bytes_for<T>(kLanes<T>);
   }
   void allocate(const AttentionParams& p, Arena& arena) {
-    this->query_t = arena.take<T>(p.head_dim * kLanes<T>);
+    this->query_t = arena.take<T>(QueryStrip<T>::query_size(p));
     grad_out_t = arena.take<T>(p.value_dim * kLanes<T>);
+    out_t = arena.take<T>(p.value_dim * kLanes<T>);
+    residual_t = arena.take<T>(p.value_dim * kLanes<T>);
     delta = arena.take<T>(kLanes<T>);
     row_max = arena.take<T>(kLanes<T>);
     inverse_sum = arena.take<T>(kLanes<T>);
@@ -32,31 +38,37 @@ struct GradientStrip : QueryStrip<T> {
                       int64_t count) {
     using S = Simd<T>;
     this->begin(p, batch, head, first, count);
-    const void* grad_out = element(a.grad_out.data, p.dtype, a.grad_out.offset(batch, head, first));
-    const void* out = element(a.out.data, p.dtype, a.out.offset(batch, head, first));
-    load_transposed<T>(grad_out_t, kLanes<T>, grad_out, p.dtype, a.grad_out.stride[2], count, p.value_dim, T(1));
+    load_strip(p, a.grad_out, grad_out_t);
+    load_strip(p, a.out, out_t);
+    const bool residual = a.out_residual.data != nullptr;
+    if (residual) load_strip(p, a.out_residual, residual_t);
     const T* maxima = static_cast<const T*>(a.row_max) + row(p);
     const T* sums = static_cast<const T*>(a.row_sum) + row(p);
     const T* grad_row = a.grad_row != nullptr ? static_cast<const T*>(a.grad_row) + row(p) : nullptr;
-    for (int64_t lane = 0; lane < this->vecs * S::kWidth; ++lane) {
-      if (lane >= count) {
-        delta[lane] = row_max[lane] = inverse_sum[lane] = T(0);
-        continue;
-      }
+    // One multiply-add after another, as in the product dP = dO * V^T: where a row sees a single key, O is that key's
+    // value, both sums round alike, and dP - delta is exactly 0.
+    for (int64_t lane = 0; lane < this->vecs * S::kWidth; lane += S::kWidth) {
       auto sum = S::set(T(0));
-      for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
-        const auto g = load_row<T>(element(grad_out, p.dtype, lane * a.grad_out.stride[2] + e), p.dtype, p.value_dim - e);
-        const auto o = load_row<T>(element(out, p.dtype, lane * a.out.stride[2] + e), p.dtype, p.value_dim - e);
-        sum = S::fma(g, o, sum);
+      for (int64_t e = 0; e < p.value_dim; ++e) {
+        auto out = S::load(out_t + e * kLanes<T> + lane);
+        if (residual) out = S::add(out, S::load(residual_t + e * kLanes<T> + lane));
+        sum = S::fma(out, S::load(grad_out_t + e * kLanes<T> + lane), sum);
       }
-      T parts[S::kWidth];
-      S::store(parts, sum);
-      delta[lane] = grad_row != nullptr ? grad_row[lane] : T(0);
-      for (int i = 0; i < S::kWidth; ++i) delta[lane] += parts[i];
-      const bool nothing = maxima[lane] == -std::numeric_limits<T>::infinity();
-      row_max[lane] = nothing ? T(0) : maxima[lane];
-      inverse_sum[lane] = sums[lane] == T(0) ? T(0) : T(1) / sums[lane];
+      S::store(delta + lane, sum);
     }
+    for (int64_t lane = 0; lane < this->vecs * S::kWidth; ++lane) {
+      const bool past_last = lane >= count;
+      if (!past_last && grad_row != nullptr) delta[lane] += grad_row[lane];
+      const bool nothing = past_last || maxima[lane] == -std::numeric_limits<T>::infinity();
+      row_max[lane] = nothing ? T(0) : maxima[lane];
+      inverse_sum[lane] = past_last || sums[lane] == T(0) ? T(0) : T(1) / sums[lane];
+    }
+  }
+
+ private:
+  void load_strip(const AttentionParams& p, const View& view, T* transposed) const {
+    const void* source = element(view.data, p.dtype, view.offset(this->batch, this->head, this->first));
+    load_transposed<T>(transposed, kLanes<T>, source, p.dtype, view.stride[2], this->count, p.value_dim, T(1));
   }
 };
 

@@ -3,6 +3,8 @@
 // races nor a full-size temporary, and the order of each sum is fixed.
 #pragma once
 
+#include "gradient_strip.h"
+
 namespace selfattn::cpu::SELFATTN_ISA {
 
 constexpr int64_t kMaskGradientKeys = 4 * kKeyBlock;  // keys of one task; amortises the packing of its strips
@@ -84,6 +86,10 @@ struct MaskGradientTask {
       const Rows<T> k = rows_as<T>(p.key, batch, kv_head, key, block, p.head_dim, false, s.key_buffer);
       const Rows<T> v = rows_as<T>(p.value, batch, kv_head, key, block, p.value_dim, false, s.value_buffer);
       if (!grad_score_block<T>(p, a, s.strip, key, block, k, v, s.block, false)) continue;
+      // Lanes past the last query may see keys that no query does; nothing of theirs belongs into a sum over lanes.
+      for (int64_t j = 0; j < block; ++j) {
+        for (int64_t lane = count; lane < s.strip.vecs * S::kWidth; ++lane) s.block.grad[j * kLanes<T> + lane] = T(0);
+      }
       for (int64_t j = 0; j < block; ++j) {
         T* sum = s.sum + (kept(3) ? (key - keys.first + j) * kLanes<T> : 0);
         for (int64_t lane = 0; lane < s.strip.vecs * S::kWidth; lane += S::kWidth) {
@@ -109,7 +115,6 @@ struct MaskGradientTask {
           store_element<T>(g.data, g.dtype, g.offset(batch, head, query), sum[query - queries.first]);
         }
       } else {
-        // Lanes past the last query of a short strip hold 0: their row statistics are 0.
         T total = 0;
         for (int64_t lane = 0; lane < kLanes<T>; ++lane) total += sum[lane];
         store_element<T>(g.data, g.dtype, g.offset(batch, head, 0) + key_at + j * g.stride[3], total);

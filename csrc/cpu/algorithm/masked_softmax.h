@@ -2,6 +2,9 @@
 // lanes here: there is nothing to multiply, so nothing to transpose for.
 #pragma once
 
+#include "elementary.h"
+#include "rows.h"
+
 namespace selfattn::cpu::SELFATTN_ISA {
 
 template <class T>

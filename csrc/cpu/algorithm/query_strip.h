@@ -3,6 +3,11 @@
 // a row of the softmax are then plain vertical vector operations, and keys and values are used as they lie in memory.
 #pragma once
 
+#include "elementary.h"
+#include "rows.h"
+#include "thin_product.h"
+#include "tile_multiply.h"
+
 namespace selfattn::cpu::SELFATTN_ISA {
 
 constexpr int64_t kKeyBlock = 64;  // keys per block of scores; a multiple of 4, the keys of one Philox call
@@ -63,7 +68,10 @@ struct QueryStrip {
   int64_t batch, head, first, count;
   int64_t vecs;        // vectors in use
   KeyRange keys;       // all keys that some query of the strip may see by position
-  T* query_t;          // [head_dim][kLanes] scale * Q^T
+  bool thin;           // see thin_product.h
+  T* query_t;          // [head_dim][kLanes] scale * Q^T; of a thin strip [count][padded head_dim] scale * Q
+
+  static int64_t query_size(const AttentionParams& p) { return round_up_to_vector<T>(p.head_dim) * kLanes<T>; }
 
   void begin(const AttentionParams& p, int64_t batch_index, int64_t head_index, int64_t first_query, int64_t queries) {
     batch = batch_index;
@@ -72,9 +80,14 @@ struct QueryStrip {
     count = queries;
     vecs = (queries + Simd<T>::kWidth - 1) / Simd<T>::kWidth;
     keys = visible_keys(p, first, first + count - 1);
+    thin = p.queries <= kThinQueries;
     const void* source = element(p.query.data, p.dtype, p.query.offset(batch, head, first));
-    load_transposed<T>(query_t, kLanes<T>, source, p.dtype, p.query.stride[2], count, p.head_dim,
-                       static_cast<T>(p.scale));
+    if (thin) {
+      load_rows<T>(query_t, source, p.dtype, p.query.stride[2], count, p.head_dim, static_cast<T>(p.scale));
+    } else {
+      load_transposed<T>(query_t, kLanes<T>, source, p.dtype, p.query.stride[2], count, p.head_dim,
+                         static_cast<T>(p.scale));
+    }
   }
 };
 
@@ -178,6 +191,19 @@ bool window_of_block(const AttentionParams& p, const QueryStrip<T>& strip, int64
   return true;
 }
 
+// s[j][lane] = scale * <query, key>, leading dimension kLanes. Every pass gets its scores here, in one order of summation:
+// the backward's exp(s - row_max) is exact where it matters only if s is the forward's to the last bit.
+template <class T>
+void dot_block(const QueryStrip<T>& strip, const Rows<T>& key_rows, int64_t keys, int64_t head_dim, T* s) {
+  constexpr int64_t ld = kLanes<T>;
+  if (strip.thin) {
+    thin_scores<T>(strip.query_t, strip.count, key_rows.data, key_rows.stride, keys, head_dim, s, ld);
+  } else {
+    multiply<T, false>({head_dim, key_rows.data, key_rows.stride, strip.query_t, ld, s, ld, Update::kStore, nullptr}, keys,
+                       strip.vecs);
+  }
+}
+
 // Scores of keys key .. key + keys - 1, final up to the softmax, -inf where hidden: s[j][lane], leading dimension kLanes.
 // Returns false, with s untouched, when the mask hides the whole block.
 template <class T>
@@ -188,8 +214,7 @@ bool score_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t k
   const bool masked = p.mask.data != nullptr;
   if (masked && !load_mask_block(p, strip, key, keys, scratch.mask)) return false;
 
-  multiply<T, false>({p.head_dim, key_rows.data, key_rows.stride, strip.query_t, ld, s, ld, Update::kStore, nullptr}, keys,
-                     strip.vecs);
+  dot_block(strip, key_rows, keys, p.head_dim, s);
 
   const bool windowed = window_of_block(p, strip, key, keys, scratch);
   const bool capped = p.softcap > 0.0;

@@ -53,6 +53,18 @@ SELFATTN_INLINE void store_row(void* data, DType dtype, int64_t n, typename Simd
   for (int64_t i = 0; i < count; ++i) store_element<T>(data, dtype, i, buffer[i]);
 }
 
+// n elements of a result at `index`, and at the same place of the residual, where there is one, what the conversion to
+// dtype took away.
+template <class T>
+SELFATTN_INLINE void store_with_residual(void* data, void* residual, DType dtype, int64_t index, int64_t n,
+                                         typename Simd<T>::Vec v) {
+  store_row<T>(element(data, dtype, index), dtype, n, v);
+  if (residual != nullptr) {
+    const auto stored = load_row<T>(element(data, dtype, index), dtype, n);
+    store_row<T>(element(residual, dtype, index), dtype, n, Simd<T>::sub(v, stored));
+  }
+}
+
 // Transposes kWidth vectors in place by log2(kWidth) rounds of interleaving the first half with the second.
 template <class T>
 SELFATTN_INLINE void transpose(typename Simd<T>::Vec (&rows)[Simd<T>::kWidth]) {
@@ -92,10 +104,11 @@ void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t r
   }
 }
 
-// dst(row lane, column) = src[column * ld + lane] * lane_scale[lane], converted to dtype.
+// dst(row lane, column) = src[column * ld + lane] * lane_scale[lane], converted to dtype. `residual`, where given, is laid
+// out as dst and receives what the conversion took away.
 template <class T>
 void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, int64_t columns, const T* src, int64_t ld,
-                      const T* lane_scale) {
+                      const T* lane_scale, void* residual = nullptr) {
   using S = Simd<T>;
   for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
     const auto scale = S::load(lane_scale + lane);
@@ -108,8 +121,21 @@ void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, 
       }
       transpose<T>(tile);
       for (int64_t i = 0; i < lanes; ++i) {
-        store_row<T>(element(dst, dtype, (lane + i) * row_stride + column), dtype, n, tile[i]);
+        store_with_residual<T>(dst, residual, dtype, (lane + i) * row_stride + column, n, tile[i]);
       }
+    }
+  }
+}
+
+// dst[row][padded] = factor * src(row, column), zeros in the padding.
+template <class T>
+void load_rows(T* dst, const void* src, DType dtype, int64_t row_stride, int64_t rows, int64_t columns, T factor) {
+  using S = Simd<T>;
+  const int64_t padded = round_up_to_vector<T>(columns);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t column = 0; column < columns; column += S::kWidth) {
+      const auto x = load_row<T>(element(src, dtype, row * row_stride + column), dtype, columns - column);
+      S::store(dst + row * padded + column, S::mul(x, S::set(factor)));
     }
   }
 }
@@ -131,14 +157,8 @@ Rows<T> rows_as(const View& view, int64_t batch, int64_t head, int64_t first, in
   if (view.dtype == dtype_of<T>() && !(whole_vectors && columns % S::kWidth != 0)) {
     return {static_cast<const T*>(source), view.stride[2]};
   }
-  const int64_t padded = round_up_to_vector<T>(columns);
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t column = 0; column < columns; column += S::kWidth) {
-      const void* from = element(source, view.dtype, row * view.stride[2] + column);
-      S::store(buffer + row * padded + column, load_row<T>(from, view.dtype, columns - column));
-    }
-  }
-  return {buffer, padded};
+  load_rows<T>(buffer, source, view.dtype, view.stride[2], rows, columns, T(1));
+  return {buffer, round_up_to_vector<T>(columns)};
 }
 
 template <class T>

@@ -1,6 +1,8 @@
 // attention_scores, the scaled dot product alone, and its gradients.
 #pragma once
 
+#include "query_strip.h"
+
 namespace selfattn::cpu::SELFATTN_ISA {
 
 template <class T>
@@ -30,10 +32,10 @@ struct ScoresTask {
     T *scores, *key_buffer, *ones;
 
     explicit Scratch(const ScoresTask& task)
-        : arena(Arena::bytes_for<T>(task.p.head_dim * kLanes<T>) + Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
+        : arena(Arena::bytes_for<T>(QueryStrip<T>::query_size(task.p)) + Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
                 Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim)) +
                 Arena::bytes_for<T>(kLanes<T>)) {
-      strip.query_t = arena.take<T>(task.p.head_dim * kLanes<T>);
+      strip.query_t = arena.take<T>(QueryStrip<T>::query_size(task.p));
       scores = arena.take<T>(kKeyBlock * kLanes<T>);
       key_buffer = arena.take<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim));
       ones = arena.take<T>(kLanes<T>);
@@ -50,9 +52,7 @@ struct ScoresTask {
     for (int64_t key = 0; key < p.keys; key += kKeyBlock) {
       const int64_t block = p.keys - key < kKeyBlock ? p.keys - key : kKeyBlock;
       const Rows<T> keys = rows_as<T>(p.key, batch, p.kv_head(head), key, block, p.head_dim, false, s.key_buffer);
-      multiply<T, false>({p.head_dim, keys.data, keys.stride, s.strip.query_t, kLanes<T>, s.scores, kLanes<T>,
-                          Update::kStore, nullptr},
-                         block, s.strip.vecs);
+      dot_block(s.strip, keys, block, p.head_dim, s.scores);
       void* to = element(scores.data, p.dtype, scores.offset(batch, head, first) + key);
       store_transposed<T>(to, p.dtype, scores.stride[2], count, block, s.scores, kLanes<T>, s.ones);
     }

@@ -2,6 +2,8 @@
 // after dropout. The only pass that writes O(queries * keys) memory, because its result is that large.
 #pragma once
 
+#include "gradient_strip.h"
+
 namespace selfattn::cpu::SELFATTN_ISA {
 
 template <class T>
@@ -21,12 +23,12 @@ struct WeightsTask {
     T *scores, *key_buffer, *row_max, *inverse_sum, *ones;
 
     static int64_t bytes(const AttentionParams& p) {
-      return BlockScratch<T>::bytes(false) + Arena::bytes_for<T>(p.head_dim * kLanes<T>) +
+      return BlockScratch<T>::bytes(false) + Arena::bytes_for<T>(QueryStrip<T>::query_size(p)) +
              Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
              Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.head_dim)) + 3 * Arena::bytes_for<T>(kLanes<T>);
     }
     explicit Scratch(const WeightsTask& task) : arena(bytes(task.p)), block(arena, false) {
-      strip.query_t = arena.take<T>(task.p.head_dim * kLanes<T>);
+      strip.query_t = arena.take<T>(QueryStrip<T>::query_size(task.p));
       scores = arena.take<T>(kKeyBlock * kLanes<T>);
       key_buffer = arena.take<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim));
       row_max = arena.take<T>(kLanes<T>);

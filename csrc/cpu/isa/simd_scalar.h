@@ -18,7 +18,8 @@ struct PortableSimd {
 
   static SELFATTN_INLINE Vec load(const T* p) { return *reinterpret_cast<const Unaligned*>(p); }
   static SELFATTN_INLINE void store(T* p, Vec v) { *reinterpret_cast<Unaligned*>(p) = v; }
-  static SELFATTN_INLINE Vec set(T x) { return Vec{} + x; }
+  // Minus, since 0 + (-0.0) would lose the sign.
+  static SELFATTN_INLINE Vec set(T x) { return x - Vec{}; }
   static SELFATTN_INLINE Vec add(Vec a, Vec b) { return a + b; }
   static SELFATTN_INLINE Vec sub(Vec a, Vec b) { return a - b; }
   static SELFATTN_INLINE Vec mul(Vec a, Vec b) { return a * b; }

@@ -1,0 +1,105 @@
+# Everything from a fresh clone, on a machine with python3 (3.10 or newer), a C++17 compiler and make:
+#
+#   make demo    train a small transformer through the kernels        (ARGS="--text book.txt" hands on arguments)
+#   make test    the Python tests                                     (ARGS="-k causal -x" likewise)
+#   make build   only compile and install, in place
+#
+# They create .venv and install torch there; an activated environment that has torch 2.11 or newer is used instead.
+# TORCH chooses the torch of .venv and may hold any options of pip: make test TORCH="torch==2.14.1"
+
+TORCH ?= torch==2.13.0
+PYTHON3 ?= python3
+ARGS ?=
+
+export PIP_DISABLE_PIP_VERSION_CHECK = 1
+export PIP_NO_INPUT = 1
+
+# The folder of the activated environment if it can be used, else nothing.
+ACTIVE := $(shell [ -n "$$VIRTUAL_ENV$$CONDA_PREFIX" ] && python3 -c 'import runpy, sys; \
+	from importlib.metadata import version; \
+	supports = runpy.run_path("selfattn_ext/sources.py")["supports"]; \
+	print(sys.prefix if sys.version_info >= (3, 10) and supports(version("torch")) else "")' 2>/dev/null)
+ENV := $(or $(ACTIVE),.venv)
+BIN := $(ENV)/bin
+# What has been done in which environment; by checksum, because its path may hold spaces.
+STAMPS := build/make/$(shell printf %s '$(abspath $(ENV))' | cksum | cut -d ' ' -f 1)
+
+SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not -name __pycache__) \
+	setup.py pyproject.toml selfattn_ext/sources.py selfattn_ext/toolchain.py
+CPP_FILES = $(shell find csrc tests/cpp -name '*.cpp' -o -name '*.h')
+
+.PHONY: help build demo test cpp-test lint format wheel sdist clean
+help:
+	@sed -n '/^# /s/^# \{0,1\}//p;/^TORCH/q' Makefile
+
+build: $(STAMPS)/built
+
+demo: build
+	"$(BIN)/python" -m selfattn_ext demo $(ARGS)
+
+test: build
+	"$(BIN)/python" -m pytest $(ARGS)
+
+ifeq ($(ACTIVE),)
+# Made again when TORCH changes; .venv is told its torch by the stamp's text.
+ifneq ($(shell cat $(STAMPS)/torch 2>/dev/null),$(TORCH))
+.PHONY: $(STAMPS)/torch
+endif
+$(STAMPS)/torch: .venv/bin/python
+	.venv/bin/python -m pip install $(TORCH)
+	@mkdir -p $(STAMPS) && echo '$(TORCH)' > $@
+else
+$(STAMPS)/torch:
+	@echo "using the activated environment $(ENV)"
+	@mkdir -p $(STAMPS) && touch $@
+endif
+
+.venv/bin/python:
+	@$(PYTHON3) -c 'import sys; sys.exit(sys.version_info < (3, 10))' 2>/dev/null || { \
+		echo "selfattn_ext needs Python 3.10 or newer as $(PYTHON3); another one: make PYTHON3=python3.12 ..." >&2; exit 1; }
+	@$(PYTHON3) -c 'import ensurepip, venv' 2>/dev/null || { \
+		echo "$(PYTHON3) cannot create environments, its venv or ensurepip module is missing: install it" \
+		"(Debian, Ubuntu: apt install python3-venv), or activate an environment that has torch" >&2; exit 1; }
+	$(PYTHON3) -m venv .venv
+
+# Without build isolation, so that a rebuild needs no network; object files stay in build/, so it compiles what changed.
+$(STAMPS)/built: $(SOURCES) $(STAMPS)/torch
+	"$(BIN)/python" -m pip install --quiet 'setuptools>=77' ninja
+	@echo "compiling selfattn_ext: a minute or two the first time"
+	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[test,viz]'
+	@touch $@
+
+$(STAMPS)/lint-tools: pyproject.toml $(STAMPS)/built
+	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[lint]'
+	@touch $@
+
+lint: $(STAMPS)/lint-tools
+	"$(BIN)/ruff" check .
+	"$(BIN)/ruff" format --check .
+	"$(BIN)/clang-format" --dry-run -Werror $(CPP_FILES)
+	"$(BIN)/mypy"
+
+format: $(STAMPS)/lint-tools
+	"$(BIN)/ruff" check --fix .
+	"$(BIN)/ruff" format .
+	"$(BIN)/clang-format" -i $(CPP_FILES)
+
+# The C++ unit tests: a second compilation, without Python.
+$(STAMPS)/cpp-tools: pyproject.toml $(STAMPS)/built
+	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[cpp]'
+	@touch $@
+
+cpp-test: $(STAMPS)/cpp-tools
+	"$(BIN)/cmake" -S . -B build/cmake -G Ninja -DPython3_EXECUTABLE="$(abspath $(BIN))/python" \
+		-DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja"
+	"$(BIN)/cmake" --build build/cmake
+	cd build/cmake && "$(abspath $(BIN))/ctest" --output-on-failure
+
+wheel: build
+	"$(BIN)/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+
+sdist: build
+	"$(BIN)/python" setup.py --quiet sdist
+
+clean:
+	rm -rf build dist *.egg-info selfattn_ext/_C.*.so .pytest_cache .mypy_cache .ruff_cache

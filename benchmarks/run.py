@@ -1,0 +1,99 @@
+"""The full benchmark: more cases and more peers than ``python -m selfattn_ext bench``, and a picture.
+
+    python benchmarks/run.py                                 every table, against torch
+    python benchmarks/run.py --tables lengths --png t.png    ratios over the sequence length, drawn
+    python benchmarks/run.py --tables tiny --peers torch,formula,loops --threads 1
+
+Run it on an otherwise idle machine. tables.py holds the cases, peers.py the peers; timing, errors and
+printing are those of the package, selfattn_ext/bench/.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from peers import PEERS
+from tables import TABLES
+
+from selfattn_ext import bench
+from selfattn_ext.bench import peak, timer
+from selfattn_ext.bench.measure import measure
+from selfattn_ext.cli import parse_threads
+from selfattn_ext.terminal import PICTURE_FORMATS, CommandError, check_output
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--tables",
+        type=_names(TABLES),
+        default=list(TABLES),
+        metavar="NAME,NAME",
+        help=f"which tables, of {', '.join(TABLES)} (default: all)",
+    )
+    parser.add_argument(
+        "--peers",
+        type=_names(PEERS),
+        default=["torch"],
+        metavar="NAME,NAME",
+        help=f"whom to compare with, of {', '.join(PEERS)} (default: torch)",
+    )
+    parser.add_argument(
+        "--threads", type=parse_threads, metavar="N,N", help="numbers of threads (default: 1 and all)"
+    )
+    parser.add_argument("--quick", action="store_true", help="short runs, and only cases of up to 20 GFLOP")
+    parser.add_argument("--json", metavar="FILE", help="also write the results there; - is standard output")
+    parser.add_argument(
+        "--png", type=Path, metavar="FILE", help="draw the ratios over the sequence length (table lengths)"
+    )
+    parsed = parser.parse_args(arguments)
+    try:
+        return _run(parsed)
+    except (CommandError, ImportError) as error:
+        print(f"{parser.prog}: error: {error}", file=sys.stderr)
+        return error.exit_code if isinstance(error, CommandError) else 1
+
+
+def _run(parsed: argparse.Namespace) -> int:
+    bench.check_json(parsed.json)
+    if parsed.png is not None:
+        import picture
+
+        check_output("--png", parsed.png, PICTURE_FORMATS)
+        if "lengths" not in parsed.tables:
+            raise CommandError("--png draws the table lengths, which --tables leaves out")
+    cases = list(dict.fromkeys(case for name in parsed.tables for case in TABLES[name]()))
+    if parsed.quick:
+        cases = [case for case in cases if case.flops() <= 20e9]
+    rows = measure(
+        cases,
+        [PEERS[name] for name in parsed.peers],
+        bench.thread_counts(parsed.threads),
+        timer.QUICK if parsed.quick else timer.FULL,
+        peak.QUICK_SIZE if parsed.quick else peak.SIZE,
+    )
+    bench.publish(rows, parsed.json, " ".join(["benchmarks/run.py", *sys.argv[1:]]))
+    if parsed.png is not None:
+        message = f"ratios over the sequence length: {picture.draw(rows, parsed.peers[0], parsed.png)}"
+        print(message, file=sys.stderr if parsed.json == "-" else sys.stdout)
+    return 0
+
+
+def _names(known: dict[str, object]):
+    def parse(text: str) -> list[str]:
+        names = text.split(",")
+        unknown = [name for name in names if name not in known]
+        if unknown:
+            raise argparse.ArgumentTypeError(f"no {', '.join(unknown)}; there is {', '.join(known)}")
+        return list(dict.fromkeys(names))
+
+    return parse
+
+
+if __name__ == "__main__":
+    sys.exit(main())

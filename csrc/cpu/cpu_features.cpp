@@ -1,0 +1,111 @@
+#include "cpu_features.h"
+
+#include <cstdint>
+
+#if defined(__x86_64__)
+#include <cpuid.h>
+#endif
+
+namespace selfattn::cpu {
+
+namespace {
+
+#if defined(__x86_64__)
+
+struct Registers {
+  unsigned eax = 0, ebx = 0, ecx = 0, edx = 0;
+};
+
+// All zero for a leaf that the processor does not have.
+Registers cpuid(unsigned leaf, unsigned subleaf) {
+  Registers r;
+  __get_cpuid_count(leaf, subleaf, &r.eax, &r.ebx, &r.ecx, &r.edx);
+  return r;
+}
+
+bool bit(unsigned value, int index) { return ((value >> index) & 1u) != 0; }
+
+// Which registers the operating system saves. Written as an instruction because the intrinsic needs -mxsave.
+uint64_t saved_registers() {
+  unsigned low = 0, high = 0;
+  __asm__ volatile("xgetbv" : "=a"(low), "=d"(high) : "c"(0));
+  return (static_cast<uint64_t>(high) << 32) | low;
+}
+
+CpuFeatures detect() {
+  constexpr uint64_t kYmm = 0x6;       // xmm and ymm
+  constexpr uint64_t kZmm = 0xe6;      // and zmm, mask registers
+  constexpr uint64_t kTile = 0x60000;  // AMX configuration and tiles
+
+  CpuFeatures f{};
+  f.architecture = "x86-64";
+  const Registers basic = cpuid(1, 0);
+  const bool has_xgetbv = bit(basic.ecx, 27);
+  const uint64_t saved = has_xgetbv ? saved_registers() : 0;
+  const Registers extended = cpuid(7, 0);
+  const Registers extended1 = cpuid(7, 1);
+  if ((saved & kYmm) == kYmm && bit(basic.ecx, 28)) {
+    f.fma = bit(basic.ecx, 12);
+    f.f16c = bit(basic.ecx, 29);
+    f.avx2 = bit(extended.ebx, 5);
+  }
+  if ((saved & kZmm) == kZmm) {
+    f.avx512f = bit(extended.ebx, 16);
+    f.avx512dq = bit(extended.ebx, 17);
+    f.avx512bw = bit(extended.ebx, 30);
+    f.avx512vl = bit(extended.ebx, 31);
+    f.avx512_fp16 = bit(extended.edx, 23);
+    f.avx512_bf16 = bit(extended1.eax, 5);
+  }
+  if ((saved & kTile) == kTile) {
+    f.amx_tile = bit(extended.edx, 24);
+    f.amx_bf16 = bit(extended.edx, 22);
+  }
+  return f;
+}
+
+#else
+
+CpuFeatures detect() {
+  CpuFeatures f{};
+#if defined(__aarch64__)
+  f.architecture = "arm64";
+  f.neon = true;  // part of the base architecture
+#else
+  f.architecture = "other";
+#endif
+  return f;
+}
+
+#endif
+
+}  // namespace
+
+const CpuFeatures& cpu_features() {
+  static const CpuFeatures features = detect();
+  return features;
+}
+
+int cpu_feature_count() { return 12; }
+
+CpuFeature cpu_feature(int index) {
+  const CpuFeatures& f = cpu_features();
+  const CpuFeature features[] = {
+      {"avx2", f.avx2},
+      {"fma", f.fma},
+      {"f16c", f.f16c},
+      {"avx512f", f.avx512f},
+      {"avx512bw", f.avx512bw},
+      {"avx512dq", f.avx512dq},
+      {"avx512vl", f.avx512vl},
+      {"avx512_bf16", f.avx512_bf16},
+      {"avx512_fp16", f.avx512_fp16},
+      {"amx_tile", f.amx_tile},
+      {"amx_bf16", f.amx_bf16},
+      {"neon", f.neon},
+  };
+  static_assert(sizeof(features) / sizeof(features[0]) == 12);
+  return features[index];
+}
+
+}  // namespace selfattn::cpu

@@ -1,0 +1,26 @@
+// What the processor and the operating system offer, asked once.
+#pragma once
+
+namespace selfattn::cpu {
+
+struct CpuFeatures {
+  const char* architecture;  // "x86-64", "arm64", "other"
+  bool avx2, fma, f16c;
+  bool avx512f, avx512bw, avx512dq, avx512vl;
+  bool avx512_bf16, avx512_fp16;
+  bool amx_tile, amx_bf16;
+  bool neon;
+};
+
+// A vector feature counts only where the operating system saves its registers.
+const CpuFeatures& cpu_features();
+
+// One name and flag per feature, for people: cpu_feature(0..count-1).
+struct CpuFeature {
+  const char* name;
+  bool present;
+};
+int cpu_feature_count();
+CpuFeature cpu_feature(int index);
+
+}  // namespace selfattn::cpu

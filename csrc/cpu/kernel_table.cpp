@@ -1,0 +1,126 @@
+// The table itself: a kernel is in it, and then found by every op, once it has a line here.
+#include "kernel_table.h"
+
+#include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <mutex>
+#include <stdexcept>
+
+#include "cpu_features.h"
+#include "loops/loops.h"
+
+namespace selfattn::cpu {
+
+#if defined(__x86_64__)
+extern const Kernel kFusedAvx512;
+extern const Kernel kFusedAvx2;
+#endif
+extern const Kernel kFusedScalar;
+
+namespace {
+
+const Kernel* const kKernels[] = {
+#if defined(__x86_64__)
+    &kFusedAvx512,
+    &kFusedAvx2,
+#endif
+    &kFusedScalar,
+    &kLoops,
+};
+constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
+
+constexpr const char* kIsaVariable = "SELFATTN_CPU_ISA";
+constexpr const char* kAutomatic = "";
+
+bool equal(const char* a, const char* b) { return std::strcmp(a, b) == 0; }
+
+// What the table holds in one of its columns, each name once, for messages: "avx512", "avx2", "scalar".
+std::string known_names(const char* Kernel::* field) {
+  std::string names;
+  for (int n = 0; n < kKernelCount; ++n) {
+    bool repeated = false;
+    for (int m = 0; m < n; ++m) repeated |= equal(kKernels[m]->*field, kKernels[n]->*field);
+    if (!repeated) names += std::string(names.empty() ? "\"" : ", \"") + kKernels[n]->*field + "\"";
+  }
+  return names;
+}
+
+// The ISA as the table spells it, "" for "" (automatic).
+const char* checked_isa(const std::string& isa) {
+  if (isa.empty()) return kAutomatic;
+  const char* reason = nullptr;
+  for (const Kernel* kernel : kKernels) {
+    if (!kernel->automatic || isa != kernel->isa) continue;
+    reason = unavailable_reason(*kernel);
+    if (reason == nullptr) return kernel->isa;
+  }
+  const std::string asked =
+      std::string("the instruction set ") + "\"" + isa + "\" (see " + kIsaVariable + ") ";
+  if (reason != nullptr) throw std::invalid_argument(asked + "cannot be used: " + reason);
+  throw std::invalid_argument(asked + "is unknown; this library has " + known_names(&Kernel::isa));
+}
+
+// The forced ISA is read on every call of an op, hence the atomic beside the lock: nullptr until it is known.
+std::atomic<const char*> forced{nullptr};
+std::mutex forced_mutex;
+
+const char* current_isa() {
+  const char* isa = forced.load(std::memory_order_acquire);
+  if (isa != nullptr) return isa;
+  std::lock_guard<std::mutex> lock(forced_mutex);
+  isa = forced.load(std::memory_order_relaxed);
+  if (isa != nullptr) return isa;
+  const char* variable = std::getenv(kIsaVariable);
+  isa = checked_isa(variable != nullptr ? variable : "");
+  forced.store(isa, std::memory_order_release);
+  return isa;
+}
+
+}  // namespace
+
+const Kernel* const* all_kernels(int* count) {
+  *count = kKernelCount;
+  return kKernels;
+}
+
+const char* unavailable_reason(const Kernel& kernel) {
+  const CpuFeatures& f = cpu_features();
+  if (equal(kernel.isa, "avx512")) {
+    const bool present = f.avx512f && f.avx512bw && f.avx512dq && f.avx512vl && f.avx2 && f.fma && f.f16c;
+    return present ? nullptr : "this processor or operating system lacks AVX-512 (F, BW, DQ, VL)";
+  }
+  if (equal(kernel.isa, "avx2")) {
+    return f.avx2 && f.fma && f.f16c ? nullptr : "this processor or operating system lacks AVX2, FMA or F16C";
+  }
+  return nullptr;
+}
+
+const Kernel& choose_kernel(const char* name) {
+  const char* isa = current_isa();
+  bool known = false;
+  for (const Kernel* kernel : kKernels) {
+    const bool wanted = *name == '\0' ? kernel->automatic : equal(name, kernel->name);
+    if (!wanted) continue;
+    known = true;
+    // Kernels that are taken only by name exist once, whatever the instruction set.
+    if (kernel->automatic && *isa != '\0' && !equal(isa, kernel->isa)) continue;
+    if (unavailable_reason(*kernel) == nullptr) return *kernel;
+  }
+  if (known) {
+    throw std::invalid_argument(std::string("kernel \"") + name +
+                                "\" is not compiled for the forced instruction set \"" + isa + "\"");
+  }
+  throw std::invalid_argument(std::string("kernel must be \"\" (automatic) or one of ") +
+                              known_names(&Kernel::name) + ", but it is \"" + name + "\"");
+}
+
+std::string forced_isa() { return current_isa(); }
+
+void force_isa(const std::string& isa) {
+  const char* checked = checked_isa(isa);
+  std::lock_guard<std::mutex> lock(forced_mutex);
+  forced.store(checked, std::memory_order_release);
+}
+
+}  // namespace selfattn::cpu

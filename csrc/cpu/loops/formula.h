@@ -1,0 +1,153 @@
+// One score and what becomes of it, as the formula reads: for query i and key j of one batch b and head h,
+//
+//   s = scale · Σ_e q_ie k_je          dot product
+//   s = softcap · tanh(s / softcap)    when softcap > 0
+//   s = s − slope · |i + offset − j|   ALiBi
+//   s = s + mask_ij                    float mask
+//   P_ij = exp(s_ij − max_i) / sum_i   over the keys that i sees, and the sink
+//   W_ij = P_ij · keep_ij              dropout
+//
+// T is the accumulation type. Everything here is computed anew for each (i, j): no tile, no reuse, nothing to
+// get wrong. A key that the query may not see is never read.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <limits>
+
+#include "../../core/attention_params.h"
+#include "../../core/philox.h"
+#include "../../core/visible_range.h"
+
+namespace selfattn::cpu::loops {
+
+// Reads element (b, h, row, column) of a view.
+template <class T>
+T load(const View& view, int64_t b, int64_t h, int64_t row, int64_t column) {
+  return load_element<T>(view.data, view.dtype, view.offset(b, h, row) + column * view.stride[3]);
+}
+
+template <class T>
+void store(const View& view, int64_t b, int64_t h, int64_t row, int64_t column, T value) {
+  store_element<T>(view.data, view.dtype, view.offset(b, h, row) + column * view.stride[3], value);
+}
+
+// An additive mask value. A float64 mask may hold finite numbers beyond float32: they stay finite, for only
+// −inf hides a key.
+template <class T>
+T load_mask(const View& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
+  const double value = load<double>(mask, b, h, i, j);
+  const double limit = static_cast<double>(std::numeric_limits<T>::max());
+  if (std::isinf(value) || std::isnan(value)) return static_cast<T>(value);
+  return static_cast<T>(value > limit ? limit : (value < -limit ? -limit : value));
+}
+
+// False where a boolean mask holds False or a float mask −inf.
+inline bool mask_shows(const View& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
+  if (mask.data == nullptr) return true;
+  const double value = load<double>(mask, b, h, i, j);
+  return mask.dtype == DType::kBool ? value != 0.0 : value != -std::numeric_limits<double>::infinity();
+}
+
+template <class T>
+class Formula {
+ public:
+  explicit Formula(const AttentionParams& params) : p(params) {
+    if (p.dropout.enabled) {
+      seed_ = static_cast<uint64_t>(*p.dropout.seed);
+      threshold_ = dropout_threshold(p.dropout.probability);
+      keep_scale_ = static_cast<T>(dropout_keep_scale(p.dropout.probability));
+    }
+  }
+
+  bool sees(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    const KeyRange range = visible_keys(p, i, i);
+    return j >= range.begin && j < range.end && mask_shows(p.mask, b, h, i, j);
+  }
+
+  // s before the softcap.
+  T scaled_dot(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    T dot = 0;
+    for (int64_t e = 0; e < p.head_dim; ++e) {
+      dot += load<T>(p.query, b, h, i, e) * load<T>(p.key, b, p.kv_head(h), j, e);
+    }
+    return static_cast<T>(p.scale) * dot;
+  }
+
+  T softcap(T s) const {
+    if (p.softcap == 0.0) return s;
+    const T cap = static_cast<T>(p.softcap);
+    return cap * std::tanh(s / cap);
+  }
+
+  // d softcap(s) / ds
+  T softcap_slope(T s) const {
+    if (p.softcap == 0.0) return 1;
+    const T t = std::tanh(s / static_cast<T>(p.softcap));
+    return 1 - t * t;
+  }
+
+  // What ALiBi adds for a slope of 1.
+  T distance_bias(int64_t i, int64_t j) const {
+    const int64_t distance = i + p.query_offset - j;
+    return -static_cast<T>(distance < 0 ? -distance : distance);
+  }
+
+  // The finished score from its scaled dot product.
+  T score(int64_t b, int64_t h, int64_t i, int64_t j, T scaled_dot) const {
+    T s = softcap(scaled_dot);
+    if (p.alibi_slopes.data != nullptr) s += coefficient(p.alibi_slopes, b, h) * distance_bias(i, j);
+    if (p.mask.data != nullptr && p.mask.dtype != DType::kBool) s += load_mask<T>(p.mask, b, h, i, j);
+    return s;
+  }
+
+  T score(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    return score(b, h, i, j, scaled_dot(b, h, i, j));
+  }
+
+  // exp(score − row_max). A visible score of −inf has weight 0, also where every score is −inf.
+  static T exponential(T score, T row_max) {
+    return score == -std::numeric_limits<T>::infinity() ? T(0) : std::exp(score - row_max);
+  }
+
+  // A sink takes part in the maximum and the sum of each row; −inf is no sink.
+  T sink(int64_t b, int64_t h) const {
+    return p.sinks.data != nullptr ? coefficient(p.sinks, b, h) : -std::numeric_limits<T>::infinity();
+  }
+
+  // What dropout multiplies the weight by: 1 when it is off, else 0 or 1/(1 − probability).
+  T keep(int64_t b, int64_t h, int64_t i, int64_t j) const {
+    if (!p.dropout.enabled) return 1;
+    const Philox4 words = philox(seed_, static_cast<uint32_t>(j >> 2), static_cast<uint32_t>(i),
+                                 static_cast<uint32_t>(h), static_cast<uint32_t>(b));
+    return words.word[j & 3] < threshold_ ? T(0) : keep_scale_;
+  }
+
+  int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.heads + h) * p.queries + i; }
+
+  const AttentionParams& p;
+
+ private:
+  static T coefficient(const HeadScalars& scalars, int64_t b, int64_t h) {
+    return static_cast<const T*>(scalars.data)[b * scalars.batch_stride + h * scalars.head_stride];
+  }
+
+  uint64_t seed_ = 0;
+  uint64_t threshold_ = 0;
+  T keep_scale_ = 1;
+};
+
+// The (batch, head, row) that a flat work item stands for.
+struct RowIndex {
+  int64_t b, h, i;
+  RowIndex(int64_t item, int64_t heads, int64_t rows)
+      : b(item / (heads * rows)), h(item / rows % heads), i(item % rows) {}
+};
+
+// For tasks that need no memory of their own.
+struct NoScratch {
+  template <class Task>
+  explicit NoScratch(const Task&) {}
+};
+
+}  // namespace selfattn::cpu::loops

@@ -1,0 +1,23 @@
+// "loops": attention as three plain loops over queries, keys and dimensions. It is here to be read, and to be
+// what faster kernels are checked against and measured by; it is never chosen by itself.
+#pragma once
+
+#include "../kernel_table.h"
+
+namespace selfattn::cpu {
+
+extern const Kernel kLoops;
+
+namespace loops {
+
+void forward(const AttentionParams& params, const ForwardOutputs& outputs, const ThreadPool& pool);
+void weights(const AttentionParams& params, const WeightsOutputs& outputs, const ThreadPool& pool);
+size_t backward_workspace(const AttentionParams& params);
+void backward(const AttentionParams& params, const BackwardArguments& arguments, const ThreadPool& pool);
+void scores(const ScoresParams& params, const ThreadPool& pool);
+void scores_backward(const ScoresParams& params, const ThreadPool& pool);
+void masked_softmax(const SoftmaxParams& params, const ThreadPool& pool);
+void masked_softmax_backward(const SoftmaxParams& params, const ThreadPool& pool);
+
+}  // namespace loops
+}  // namespace selfattn::cpu

@@ -1,0 +1,105 @@
+// The forward, one query row at a time: scores, maximum, sum, weighted values.
+#include <algorithm>
+#include <vector>
+
+#include "formula.h"
+#include "loops.h"
+
+namespace selfattn::cpu::loops {
+
+namespace {
+
+template <class T>
+struct ForwardTask {
+  Formula<T> formula;
+  const ForwardOutputs& outputs;
+
+  struct Scratch {
+    std::vector<T> scores;  // of one row
+    std::vector<T> out;     // of one row
+    explicit Scratch(const ForwardTask& task)
+        : scores(static_cast<size_t>(task.formula.p.keys)),
+          out(static_cast<size_t>(task.formula.p.value_dim)) {}
+  };
+
+  void operator()(int64_t item, Scratch& scratch) const {
+    const AttentionParams& p = formula.p;
+    const auto [b, h, i] = RowIndex(item, p.heads, p.queries);
+
+    // The maximum first: subtracting it keeps every exponential at or below 1.
+    T row_max = formula.sink(b, h);
+    for (int64_t j = 0; j < p.keys; ++j) {
+      if (!formula.sees(b, h, i, j)) continue;
+      scratch.scores[j] = formula.score(b, h, i, j);
+      row_max = std::max(row_max, scratch.scores[j]);
+    }
+
+    T row_sum = formula.exponential(formula.sink(b, h), row_max);
+    std::fill(scratch.out.begin(), scratch.out.end(), T(0));
+    for (int64_t j = 0; j < p.keys; ++j) {
+      if (!formula.sees(b, h, i, j)) continue;
+      const T weight = formula.exponential(scratch.scores[j], row_max);
+      row_sum += weight;
+      const T kept = weight * formula.keep(b, h, i, j);
+      for (int64_t e = 0; e < p.value_dim; ++e) {
+        scratch.out[e] += kept * load<T>(p.value, b, p.kv_head(h), j, e);
+      }
+    }
+
+    for (int64_t e = 0; e < p.value_dim; ++e) {
+      const T out = row_sum == 0 ? T(0) : scratch.out[e] / row_sum;
+      store<T>(outputs.out, b, h, i, e, out);
+      if (outputs.out_residual != nullptr) {
+        View residual = outputs.out;
+        residual.data = outputs.out_residual;
+        store<T>(residual, b, h, i, e, out - load<T>(outputs.out, b, h, i, e));
+      }
+    }
+    static_cast<T*>(outputs.row_max)[item] = row_max;
+    static_cast<T*>(outputs.row_sum)[item] = row_sum;
+  }
+};
+
+template <class T>
+struct WeightsTask {
+  Formula<T> formula;
+  const WeightsOutputs& outputs;
+
+  using Scratch = NoScratch;
+
+  void operator()(int64_t item, Scratch&) const {
+    const AttentionParams& p = formula.p;
+    const auto [b, h, i] = RowIndex(item, p.heads, p.queries);
+    const T row_max = static_cast<const T*>(outputs.row_max)[item];
+    const T row_sum = static_cast<const T*>(outputs.row_sum)[item];
+    for (int64_t j = 0; j < p.keys; ++j) {
+      T weight = 0;
+      if (row_sum != 0 && formula.sees(b, h, i, j)) {
+        weight = formula.exponential(formula.score(b, h, i, j), row_max) / row_sum * formula.keep(b, h, i, j);
+      }
+      store_element<T>(outputs.weights, p.dtype, item * p.keys + j, weight);
+    }
+  }
+};
+
+template <class T>
+void forward_as(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
+  for_each_item(pool, p.batch * p.heads * p.queries, ForwardTask<T>{Formula<T>(p), outputs});
+}
+
+template <class T>
+void weights_as(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool& pool) {
+  for_each_item(pool, p.batch * p.heads * p.queries, WeightsTask<T>{Formula<T>(p), outputs});
+}
+
+}  // namespace
+
+void forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? forward_as<double>(p, outputs, pool) : forward_as<float>(p, outputs, pool);
+}
+
+void weights(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? weights_as<double>(p, outputs, pool) : weights_as<float>(p, outputs, pool);
+}
+
+}  // namespace selfattn::cpu::loops

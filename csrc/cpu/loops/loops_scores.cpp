@@ -1,0 +1,100 @@
+// The scaled dot product alone, S = scale · Q Kᵀ, and its backward: dQ = scale · dS K, dK = scale · dSᵀ Q.
+#include <algorithm>
+#include <vector>
+
+#include "formula.h"
+#include "loops.h"
+
+namespace selfattn::cpu::loops {
+
+namespace {
+
+template <class T>
+struct ScoresTask {
+  const ScoresParams& p;
+
+  using Scratch = NoScratch;
+
+  void operator()(int64_t item, Scratch&) const {
+    const auto [b, h, i] = RowIndex(item, p.heads, p.queries);
+    const int64_t kv_head = h / (p.heads / p.kv_heads);
+    for (int64_t j = 0; j < p.keys; ++j) {
+      T dot = 0;
+      for (int64_t e = 0; e < p.head_dim; ++e)
+        dot += load<T>(p.query, b, h, i, e) * load<T>(p.key, b, kv_head, j, e);
+      store<T>(p.scores, b, h, i, j, static_cast<T>(p.scale) * dot);
+    }
+  }
+};
+
+template <class T>
+struct RowScratch {
+  std::vector<T> sum;
+  template <class Task>
+  explicit RowScratch(const Task& task) : sum(static_cast<size_t>(task.p.head_dim)) {}
+};
+
+template <class T>
+struct GradQueryTask {
+  const ScoresParams& p;
+
+  using Scratch = RowScratch<T>;
+
+  void operator()(int64_t item, Scratch& scratch) const {
+    const auto [b, h, i] = RowIndex(item, p.heads, p.queries);
+    const int64_t kv_head = h / (p.heads / p.kv_heads);
+    std::fill(scratch.sum.begin(), scratch.sum.end(), T(0));
+    for (int64_t j = 0; j < p.keys; ++j) {
+      const T grad = load<T>(p.scores, b, h, i, j);
+      for (int64_t e = 0; e < p.head_dim; ++e) scratch.sum[e] += grad * load<T>(p.key, b, kv_head, j, e);
+    }
+    for (int64_t e = 0; e < p.head_dim; ++e) {
+      store<T>(p.grad_query, b, h, i, e, static_cast<T>(p.scale) * scratch.sum[e]);
+    }
+  }
+};
+
+template <class T>
+struct GradKeyTask {
+  const ScoresParams& p;
+
+  using Scratch = RowScratch<T>;
+
+  void operator()(int64_t item, Scratch& scratch) const {
+    const auto [b, kv_head, j] = RowIndex(item, p.kv_heads, p.keys);
+    const int64_t group = p.heads / p.kv_heads;
+    std::fill(scratch.sum.begin(), scratch.sum.end(), T(0));
+    for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
+      for (int64_t i = 0; i < p.queries; ++i) {
+        const T grad = load<T>(p.scores, b, h, i, j);
+        for (int64_t e = 0; e < p.head_dim; ++e) scratch.sum[e] += grad * load<T>(p.query, b, h, i, e);
+      }
+    }
+    for (int64_t e = 0; e < p.head_dim; ++e) {
+      store<T>(p.grad_key, b, kv_head, j, e, static_cast<T>(p.scale) * scratch.sum[e]);
+    }
+  }
+};
+
+template <class T>
+void scores_as(const ScoresParams& p, const ThreadPool& pool) {
+  for_each_item(pool, p.batch * p.heads * p.queries, ScoresTask<T>{p});
+}
+
+template <class T>
+void scores_backward_as(const ScoresParams& p, const ThreadPool& pool) {
+  for_each_item(pool, p.batch * p.heads * p.queries, GradQueryTask<T>{p});
+  for_each_item(pool, p.batch * p.kv_heads * p.keys, GradKeyTask<T>{p});
+}
+
+}  // namespace
+
+void scores(const ScoresParams& p, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? scores_as<double>(p, pool) : scores_as<float>(p, pool);
+}
+
+void scores_backward(const ScoresParams& p, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? scores_backward_as<double>(p, pool) : scores_backward_as<float>(p, pool);
+}
+
+}  // namespace selfattn::cpu::loops

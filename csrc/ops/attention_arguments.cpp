@@ -1,0 +1,168 @@
+#include "attention_arguments.h"
+
+#include <cmath>
+
+namespace selfattn::ops {
+
+namespace {
+
+// Sums of a query's index, its offset and a window stay far from overflow below these limits. A window of
+// 2^42 is as good as an open one for any tensor and offset, so wider ones are cut; an offset is refused,
+// since cutting it would change what it means together with a window.
+constexpr int64_t kMaxOffset = int64_t{1} << 40;
+constexpr int64_t kMaxWindow = int64_t{1} << 42;
+
+int64_t checked_window(const char* name, int64_t window) {
+  if (window < -1) refuse(name, " must be -1 (unbounded), 0 or positive, but it is ", window);
+  return window < kMaxWindow ? window : kMaxWindow;
+}
+
+HeadScalars head_scalars(const char* name, const TensorHandle& handle, const AttentionParams& params) {
+  if (!handle) return {};
+  const Input input = inspect(name, handle);
+  check_dtype(input, accumulation_dtype(params.dtype));
+  check_rank(input, 2);
+  if ((input.size[0] != 1 && input.size[0] != params.batch) || input.size[1] != params.heads) {
+    refuse(name, " must have the shape (", params.heads > 0 ? "1 or " : "", params.batch, ", ", params.heads,
+           "), one number per head, but its shape is ", shape_text(input.size, input.rank));
+  }
+  if (!is_contiguous(input)) refuse(name, " must be contiguous");
+  return {input.data, input.size[0] == 1 ? 0 : input.stride[0], input.stride[1]};
+}
+
+Dropout dropout(double probability, const TensorHandle& seed) {
+  if (!(probability >= 0.0 && probability <= 1.0)) {
+    refuse("dropout_p must lie between 0 and 1, but it is ", probability);
+  }
+  if (probability == 0.0) return {};
+  if (!seed) refuse("dropout_seed must be given where dropout_p > 0: an int64 tensor of one element");
+  const Input input = inspect("dropout_seed", seed);
+  int64_t count = 1;
+  for (int64_t d = 0; d < input.rank; ++d) count *= input.size[d];
+  if (input.dtype_code != dtype_codes().int64 || count != 1) {
+    refuse("dropout_seed must be an int64 tensor of one element, but it is ", dtype_text(input.dtype_code),
+           " of shape ", shape_text(input.size, input.rank));
+  }
+  return {true, probability, static_cast<const int64_t*>(input.data)};
+}
+
+// Every product of sizes that kernels form as an index, though no tensor of that shape need exist: expanded
+// dimensions cost no memory.
+void check_index_range(const AttentionParams& p) {
+  int64_t rows = p.batch;
+  bool overflow = __builtin_mul_overflow(rows, p.heads, &rows);
+  overflow = __builtin_mul_overflow(rows, p.queries, &rows) || overflow;
+  overflow =
+      overflow || rows > (int64_t{1} << 56) || p.keys > (int64_t{1} << 40) || p.queries > (int64_t{1} << 40);
+  if (overflow) {
+    refuse("query of ", p.batch, " batches, ", p.heads, " heads and ", p.queries, " rows against ", p.keys,
+           " keys is larger than memory can address");
+  }
+}
+
+}  // namespace
+
+Options::Options(Stack& stack)
+    : attn_mask(stack.optional_tensor()),
+      alibi_slopes(stack.optional_tensor()),
+      sinks(stack.optional_tensor()),
+      dropout_seed(stack.optional_tensor()),
+      dropout_p(stack.number()),
+      is_causal(stack.flag()),
+      window_left(stack.integer()),
+      window_right(stack.integer()),
+      query_offset(stack.integer()),
+      softcap(stack.number()),
+      kernel(stack.kernel_name()) {}
+
+double finite_scale(double scale) {
+  if (!std::isfinite(scale)) refuse("scale must be a finite number, but it is ", scale);
+  return scale;
+}
+
+int64_t checked_query_offset(int64_t query_offset) {
+  if (query_offset > kMaxOffset || query_offset < -kMaxOffset) {
+    refuse("query_offset must lie between -2^40 and 2^40, but it is ", query_offset);
+  }
+  return query_offset;
+}
+
+View mask_view(const Input& mask, int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
+  check_rank(mask, 4);
+  const int64_t full[kMaxRank] = {batch, heads, queries, keys};
+  for (int d = 0; d < kMaxRank; ++d) {
+    if (mask.size[d] != 1 && mask.size[d] != full[d]) {
+      refuse(mask.name, " of shape ", shape_text(mask.size, kMaxRank), " does not broadcast to ",
+             shape_text(full, kMaxRank), " (batch, heads, queries, keys)");
+    }
+  }
+  return broadcast_view(mask, mask.dtype_code == dtype_codes().boolean ? DType::kBool : float_dtype(mask));
+}
+
+void check_query_and_key(const Input& query, const Input& key) {
+  check_rank(query, 4);
+  check_rank(key, 4);
+  check_dtype(key, float_dtype(query));
+  if (key.size[0] != query.size[0] || key.size[3] != query.size[3]) {
+    refuse("key must agree with query in its batch size and last dimension, but query is ",
+           shape_text(query.size, kMaxRank), " and key ", shape_text(key.size, kMaxRank));
+  }
+  if (key.size[1] == 0 ? query.size[1] != 0 : query.size[1] % key.size[1] != 0) {
+    refuse("key has ", key.size[1], " heads, which does not divide the ", query.size[1], " heads of query");
+  }
+  check_last_stride(query);
+  check_last_stride(key);
+}
+
+AttentionParams attention_params(const Input& query, const Input& key, const Input* value, double scale,
+                                 const Options& options) {
+  check_query_and_key(query, key);
+  AttentionParams p;
+  p.dtype = float_dtype(query);
+  p.batch = query.size[0];
+  p.heads = query.size[1];
+  p.queries = query.size[2];
+  p.head_dim = query.size[3];
+  p.kv_heads = key.size[1];
+  p.keys = key.size[2];
+  p.query = plain_view(query, p.dtype);
+  p.key = plain_view(key, p.dtype);
+  if (value != nullptr) {
+    check_rank(*value, 4);
+    check_dtype(*value, p.dtype);
+    if (value->size[0] != p.batch || value->size[1] != p.kv_heads || value->size[2] != p.keys) {
+      refuse("value must agree with key in its first three dimensions, but key is ",
+             shape_text(key.size, kMaxRank), " and value ", shape_text(value->size, kMaxRank));
+    }
+    check_last_stride(*value);
+    p.value_dim = value->size[3];
+    p.value = plain_view(*value, p.dtype);
+  }
+  check_index_range(p);
+
+  if (options.attn_mask) {
+    p.mask = mask_view(inspect("attn_mask", options.attn_mask), p.batch, p.heads, p.queries, p.keys);
+  }
+  p.alibi_slopes = head_scalars("alibi_slopes", options.alibi_slopes, p);
+  p.sinks = head_scalars("sinks", options.sinks, p);
+  p.dropout = dropout(options.dropout_p, options.dropout_seed);
+  p.scale = finite_scale(scale);
+  if (!(options.softcap >= 0.0 && std::isfinite(options.softcap))) {
+    refuse("softcap must be 0 (off) or a positive finite number, but it is ", options.softcap);
+  }
+  p.softcap = options.softcap;
+  p.window_left = checked_window("window_left", options.window_left);
+  p.window_right = checked_window("window_right", options.window_right);
+  if (options.is_causal) p.window_right = 0;
+  p.query_offset = checked_query_offset(options.query_offset);
+  return p;
+}
+
+const void* row_statistics(TensorHandle& handle, Input& input, const AttentionParams& params) {
+  check_dtype(input, accumulation_dtype(params.dtype));
+  check_shape(input, {params.batch, params.heads, params.queries});
+  if (!is_contiguous(input)) make_contiguous(handle, input);
+  return input.data;
+}
+
+}  // namespace selfattn::ops

@@ -1,0 +1,45 @@
+// What attention_forward, attention_weights and attention_backward have in common: their arguments, checked
+// and turned into AttentionParams.
+#pragma once
+
+#include "../cpu/kernel_table.h"
+#include "checks.h"
+#include "outputs.h"
+
+namespace selfattn::ops {
+
+// The keyword arguments of SELFATTN_OPTIONS in library.cpp, in that order.
+struct Options {
+  TensorHandle attn_mask;
+  TensorHandle alibi_slopes;
+  TensorHandle sinks;
+  TensorHandle dropout_seed;
+  double dropout_p;
+  bool is_causal;
+  int64_t window_left;
+  int64_t window_right;
+  int64_t query_offset;
+  double softcap;
+  KernelName kernel;
+
+  explicit Options(Stack& stack);
+};
+
+// Checks everything that the three ops share and describes it for a kernel. `value` is nullptr for the op
+// that does without.
+AttentionParams attention_params(const Input& query, const Input& key, const Input* value, double scale,
+                                 const Options& options);
+
+// Shapes, dtypes and strides of (batch, heads, queries, head_dim) and (batch, kv_heads, keys, head_dim).
+void check_query_and_key(const Input& query, const Input& key);
+
+// (batch, heads, queries) statistics in the accumulation type; a copy is made where they are not contiguous.
+const void* row_statistics(TensorHandle& handle, Input& input, const AttentionParams& params);
+
+double finite_scale(double scale);
+int64_t checked_query_offset(int64_t query_offset);
+
+// The view of a mask that broadcasts to (batch, heads, queries, keys).
+View mask_view(const Input& mask, int64_t batch, int64_t heads, int64_t queries, int64_t keys);
+
+}  // namespace selfattn::ops

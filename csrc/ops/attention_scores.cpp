@@ -1,0 +1,80 @@
+// attention_scores: scale * query @ key^T, each query head against its key head; and its backward.
+#include "attention_arguments.h"
+#include "run_kernel.h"
+
+namespace selfattn::ops {
+
+namespace {
+
+ScoresParams scores_params(const Input& query, const Input& key, double scale) {
+  check_query_and_key(query, key);
+  ScoresParams p;
+  p.dtype = float_dtype(query);
+  p.batch = query.size[0];
+  p.heads = query.size[1];
+  p.queries = query.size[2];
+  p.head_dim = query.size[3];
+  p.kv_heads = key.size[1];
+  p.keys = key.size[2];
+  p.scale = finite_scale(scale);
+  p.query = plain_view(query, p.dtype);
+  p.key = plain_view(key, p.dtype);
+  return p;
+}
+
+void attention_scores(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  const TensorHandle query_handle = stack.tensor();
+  const TensorHandle key_handle = stack.tensor();
+  const double scale = stack.number();
+  const KernelName name = stack.kernel_name();
+
+  const Input query = inspect("query", query_handle);
+  const Input key = inspect("key", key_handle);
+  ScoresParams p = scores_params(query, key, scale);
+  const cpu::Kernel& kernel = cpu::choose_kernel(name.text);
+  Output scores = allocate("scores", {p.batch, p.heads, p.queries, p.keys}, p.dtype);
+  p.scores = scores.view(p.dtype);
+  if (scores.bytes > 0) run_kernel(kernel.scores, p);
+  stack.put(scores.handle);
+}
+
+void attention_scores_backward(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  TensorHandle grad_scores_handle = stack.tensor();
+  const TensorHandle query_handle = stack.tensor();
+  const TensorHandle key_handle = stack.tensor();
+  const double scale = stack.number();
+  const KernelName name = stack.kernel_name();
+
+  const Input query = inspect("query", query_handle);
+  const Input key = inspect("key", key_handle);
+  ScoresParams p = scores_params(query, key, scale);
+  Input grad_scores = inspect("grad_scores", grad_scores_handle);
+  check_shape(grad_scores, {p.batch, p.heads, p.queries, p.keys});
+  check_dtype(grad_scores, p.dtype);
+  if (!has_unit_last_stride(grad_scores)) make_contiguous(grad_scores_handle, grad_scores);
+  p.scores = plain_view(grad_scores, p.dtype);
+  const cpu::Kernel& kernel = cpu::choose_kernel(name.text);
+
+  Output grad_query = allocate_like("grad_query", {p.batch, p.heads, p.queries, p.head_dim}, p.dtype, query);
+  Output grad_key = allocate_like("grad_key", {p.batch, p.kv_heads, p.keys, p.head_dim}, p.dtype, key);
+  p.grad_query = grad_query.view(p.dtype);
+  p.grad_key = grad_key.view(p.dtype);
+  if (p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0) {
+    grad_query.fill_zero();
+    grad_key.fill_zero();
+  } else {
+    run_kernel(kernel.scores_backward, p);
+  }
+  stack.put(grad_query.handle, grad_key.handle);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
+  library.impl("attention_scores", &attention_scores);
+  library.impl("attention_scores_backward", &attention_scores_backward);
+}
+
+}  // namespace selfattn::ops

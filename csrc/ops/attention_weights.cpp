@@ -1,0 +1,40 @@
+// attention_weights: softmax(scores), after dropout, from the row statistics of attention_forward.
+#include "attention_arguments.h"
+#include "run_kernel.h"
+
+namespace selfattn::ops {
+
+namespace {
+
+void attention_weights(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  const TensorHandle query_handle = stack.tensor();
+  const TensorHandle key_handle = stack.tensor();
+  TensorHandle row_max_handle = stack.tensor();
+  TensorHandle row_sum_handle = stack.tensor();
+  const double scale = stack.number();
+  const Options options(stack);
+
+  const Input query = inspect("query", query_handle);
+  const Input key = inspect("key", key_handle);
+  Input row_max = inspect("row_max", row_max_handle);
+  Input row_sum = inspect("row_sum", row_sum_handle);
+  const AttentionParams p = attention_params(query, key, nullptr, scale, options);
+  WeightsOutputs outputs;
+  outputs.row_max = row_statistics(row_max_handle, row_max, p);
+  outputs.row_sum = row_statistics(row_sum_handle, row_sum, p);
+  const cpu::Kernel& kernel = cpu::choose_kernel(options.kernel.text);
+
+  Output weights = allocate("weights", {p.batch, p.heads, p.queries, p.keys}, p.dtype);
+  outputs.weights = weights.data;
+  if (weights.bytes > 0) run_kernel(kernel.weights, p, outputs);
+  stack.put(weights.handle);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
+  library.impl("attention_weights", &attention_weights);
+}
+
+}  // namespace selfattn::ops

@@ -1,0 +1,88 @@
+// Boxed calls without copies: arguments are read from the dispatcher's stack in schema order, results put
+// back there.
+//
+// TORCH_BOX would do the same through std::tuple, std::optional and std::string, at a heap allocation for
+// each; on a tiny input the call is all there is. Reading takes ownership, so an op reads all of its
+// arguments before it checks the first one: an exception in between would leak the rest.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+#include <optional>
+#include <utility>
+
+#include "stable.h"
+
+namespace selfattn::ops {
+
+// Owns one reference to a tensor, or none.
+class TensorHandle {
+ public:
+  TensorHandle() = default;
+  explicit TensorHandle(AtenTensorHandle handle) : handle_(handle) {}
+  TensorHandle(TensorHandle&& other) noexcept : handle_(other.release()) {}
+  TensorHandle& operator=(TensorHandle&& other) noexcept {
+    std::swap(handle_, other.handle_);
+    return *this;
+  }
+  ~TensorHandle() {
+    if (handle_ != nullptr) aoti_torch_delete_tensor_object(handle_);
+  }
+
+  AtenTensorHandle get() const { return handle_; }
+  AtenTensorHandle release() { return std::exchange(handle_, nullptr); }
+  explicit operator bool() const { return handle_ != nullptr; }
+
+ private:
+  AtenTensorHandle handle_ = nullptr;
+};
+
+// The name of a kernel, copied out of the dispatcher's string. Longer names are cut: none of ours is so long,
+// so that they stay unknown.
+struct KernelName {
+  char text[32] = "";
+};
+
+class Stack {
+ public:
+  explicit Stack(StableIValue* values) : values_(values) {}
+
+  TensorHandle tensor() { return TensorHandle(next<AtenTensorHandle>()); }
+  TensorHandle optional_tensor() {
+    return TensorHandle(next<std::optional<AtenTensorHandle>>().value_or(nullptr));
+  }
+  double number() { return next<double>(); }
+  int64_t integer() { return next<int64_t>(); }
+  bool flag() { return next<bool>(); }
+
+  KernelName kernel_name() {
+    const auto string = next<StringHandle>();
+    KernelName name;
+    size_t length = 0;
+    const char* text = nullptr;
+    if (torch_string_length(string, &length) == TORCH_SUCCESS && length > 0 &&
+        torch_string_c_str(string, &text) == TORCH_SUCCESS) {
+      std::memcpy(name.text, text, length < sizeof(name.text) ? length : sizeof(name.text) - 1);
+    }
+    torch_delete_string(string);
+    return name;
+  }
+
+  // Results overwrite the arguments from the start of the stack.
+  template <class... Results>
+  void put(Results&... results) {
+    int64_t index = 0;
+    ((values_[index++] = torch::stable::detail::from(results.release())), ...);
+  }
+
+ private:
+  template <class T>
+  T next() {
+    return torch::stable::detail::to<T>(values_[index_++]);
+  }
+
+  StableIValue* values_;
+  int64_t index_ = 0;
+};
+
+}  // namespace selfattn::ops

@@ -1,0 +1,19 @@
+// What a build may choose by macros. Includes nothing, so that the Python module can read it without the
+// framework.
+#pragma once
+
+// The oldest torch that can load the result: 2.11.
+#define SELFATTN_TORCH_TARGET 0x020b000000000000ULL
+
+// torch.ops.<SELFATTN_NAMESPACE>. Registering one namespace twice ends the process, so a build by
+// torch.utils.cpp_extension.load, which knows nothing of this macro, gets a namespace of its own name.
+#ifndef SELFATTN_NAMESPACE
+#ifdef TORCH_EXTENSION_NAME
+#define SELFATTN_NAMESPACE TORCH_EXTENSION_NAME
+#else
+#define SELFATTN_NAMESPACE selfattn
+#endif
+#endif
+
+#define SELFATTN_STRINGIZE_TOKEN(token) #token
+#define SELFATTN_STRINGIZE(token) SELFATTN_STRINGIZE_TOKEN(token)

@@ -1,0 +1,83 @@
+// Refusals, and what an op knows about a tensor before it trusts it.
+//
+// The checks here are the last: whatever a caller passes, no kernel reads or writes outside its tensors. A
+// refusal is std::invalid_argument, which Python sees as ValueError; its text names the argument, what was
+// given and what is allowed, and is put together only once something is wrong.
+#pragma once
+
+#include <cstdint>
+#include <new>
+#include <sstream>
+#include <stdexcept>
+#include <string>
+
+#include "../core/attention_params.h"
+#include "boxing.h"
+
+namespace selfattn::ops {
+
+template <class... Parts>
+[[noreturn]] void refuse(const Parts&... parts) {
+  std::ostringstream text;
+  (text << ... << parts);
+  throw std::invalid_argument(text.str());
+}
+
+// Reaches Python as MemoryError.
+class AllocationFailure : public std::bad_alloc {
+ public:
+  explicit AllocationFailure(std::string text) : text_(std::move(text)) {}
+  const char* what() const noexcept override { return text_.c_str(); }
+
+ private:
+  std::string text_;
+};
+
+// The framework's numbers for the dtypes that the ops accept; they are not constants of its ABI.
+struct DTypeCodes {
+  int32_t float64, float32, bfloat16, float16, boolean, int64;
+};
+const DTypeCodes& dtype_codes();
+int32_t code_of(DType dtype);
+
+constexpr int kMaxRank = 4;
+
+// The facts about one argument, asked once. Borrows from the handle.
+struct Input {
+  const char* name = "";
+  int64_t rank = 0;
+  const int64_t* size = nullptr;
+  const int64_t* stride = nullptr;
+  int32_t dtype_code = 0;
+  const void* data = nullptr;
+};
+
+Input inspect(const char* name, const TensorHandle& handle);
+
+// "(2, 8, 16, 64)"
+std::string shape_text(const int64_t* size, int64_t rank);
+
+// As Python spells it.
+const char* dtype_text(int32_t code);
+
+void check_rank(const Input& input, int64_t rank);
+void check_shape(const Input& input, std::initializer_list<int64_t> shape);
+// The last dimension must be dense: kernels load it as vectors.
+void check_last_stride(const Input& input);
+// float64, float32, bfloat16 or float16, else a refusal.
+DType float_dtype(const Input& input);
+void check_dtype(const Input& input, DType dtype);
+// A view for a kernel; dimensions of size 1 get stride 0, so that they broadcast.
+View broadcast_view(const Input& input, DType dtype);
+View plain_view(const Input& input, DType dtype);
+
+bool has_unit_last_stride(const Input& input);
+bool is_contiguous(const Input& input);
+// Replaces the tensor by a contiguous copy and looks at it again.
+void make_contiguous(TensorHandle& handle, Input& input);
+
+inline DType accumulation_dtype(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+}  // namespace selfattn::ops

@@ -1,0 +1,32 @@
+// Results: allocation, and the layout that they take from an input.
+#pragma once
+
+#include <initializer_list>
+
+#include "checks.h"
+
+namespace selfattn::ops {
+
+// A tensor that an op returns. The view is valid for four dimensions only.
+struct Output {
+  TensorHandle handle;
+  void* data = nullptr;
+  int64_t stride[kMaxRank] = {0, 0, 0, 0};
+  size_t bytes = 0;
+
+  View view(DType dtype) const;
+  void fill_zero() const;
+};
+
+// Uninitialised and contiguous. Throws AllocationFailure, or refuses a shape whose element count overflows.
+Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dtype);
+
+// As allocate(), for a (batch, heads, rows, columns) result that follows the layout of `like`: where that is
+// the transpose of a (batch, rows, heads, columns) tensor the result is one too, so that the caller's
+// transpose back costs no copy; else contiguous.
+Output allocate_like(const char* name, std::initializer_list<int64_t> shape, DType dtype, const Input& like);
+
+// The (0,) tensor that stands for a result nobody asked for.
+Output allocate_nothing(DType dtype);
+
+}  // namespace selfattn::ops

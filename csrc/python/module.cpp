@@ -1,0 +1,115 @@
+// The Python module: what was built, what this machine has, which kernel a call takes. The operators
+// themselves do not pass through here: loading the library registers them with torch, where `ops` looks them
+// up.
+#include <pybind11/pybind11.h>
+
+#include <string>
+
+#include "../cpu/cpu_features.h"
+#include "../cpu/kernel_table.h"
+#include "../ops/build_options.h"
+#include "../version.h"
+
+#include <torch/headeronly/version.h>
+
+namespace py = pybind11;
+using selfattn::cpu::Kernel;
+
+namespace {
+
+std::string compiler() {
+#if defined(__clang__)
+  return "clang " __clang_version__;
+#elif defined(__GNUC__)
+  return "gcc " __VERSION__;
+#else
+  return "unknown";
+#endif
+}
+
+std::string target_torch() {
+  const unsigned long long target = SELFATTN_TORCH_TARGET;
+  return std::to_string(target >> 56) + "." + std::to_string(target >> 48 & 0xff);
+}
+
+py::dict build_info() {
+  py::dict info;
+  info["version"] = SELFATTN_VERSION;
+  info["compiler"] = compiler();
+  info["cxx_standard"] = static_cast<long>(__cplusplus);
+  info["torch"] = TORCH_VERSION;           // whose headers were used
+  info["torch_minimum"] = target_torch();  // the oldest that loads the library
+  info["cuda"] = false;
+#ifdef __OPTIMIZE__
+  info["optimized"] = true;
+#else
+  info["optimized"] = false;
+#endif
+  return info;
+}
+
+py::dict cpu_features() {
+  py::dict features;
+  features["architecture"] = selfattn::cpu::cpu_features().architecture;
+  for (int i = 0; i < selfattn::cpu::cpu_feature_count(); ++i) {
+    const selfattn::cpu::CpuFeature feature = selfattn::cpu::cpu_feature(i);
+    features[feature.name] = feature.present;
+  }
+  return features;
+}
+
+py::dict describe(const Kernel& kernel, int priority) {
+  const char* reason = selfattn::cpu::unavailable_reason(kernel);
+  py::dict row;
+  row["name"] = kernel.name;
+  row["isa"] = kernel.isa;
+  row["description"] = kernel.description;
+  row["dtypes"] = py::make_tuple("float64", "float32", "bfloat16", "float16");
+  row["priority"] = priority;
+  row["automatic"] = kernel.automatic;
+  row["available"] = reason == nullptr;
+  row["reason"] = reason == nullptr ? py::object(py::none()) : py::str(reason);
+  return row;
+}
+
+py::list kernel_table() {
+  int count = 0;
+  const Kernel* const* kernels = selfattn::cpu::all_kernels(&count);
+  py::list table;
+  for (int i = 0; i < count; ++i) table.append(describe(*kernels[i], i));
+  return table;
+}
+
+py::dict choose_kernel(const std::string& name) {
+  const Kernel& chosen = selfattn::cpu::choose_kernel(name.c_str());
+  int count = 0;
+  const Kernel* const* kernels = selfattn::cpu::all_kernels(&count);
+  int priority = 0;
+  while (priority < count && kernels[priority] != &chosen) ++priority;
+  return describe(chosen, priority);
+}
+
+}  // namespace
+
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.doc() = "Introspection of the compiled selfattn_ext library; loading it registers the operators.";
+  const std::string op_namespace = SELFATTN_STRINGIZE(SELFATTN_NAMESPACE);
+  module.attr("op_namespace") = op_namespace;
+  module.attr("ops") = py::module_::import("torch").attr("ops").attr(op_namespace.c_str());
+
+  module.def("build_info", &build_info, "Version, compiler and torch of the build, as a dict.");
+  module.def("cpu_features", &cpu_features,
+             "The architecture (str), and which instruction sets this machine has (bool each).");
+  module.def("kernel_table", &kernel_table,
+             "Every compiled CPU kernel, best first, as dicts: name, isa, description, dtypes, priority, "
+             "automatic, available, reason (why not available, or None).");
+  module.def(
+      "choose_kernel", &choose_kernel, py::arg("name") = "",
+      "The row of kernel_table() that a call takes, given '' (automatic) or a kernel's name. ValueError "
+      "if there is none.");
+  module.def("cpu_isa", &selfattn::cpu::forced_isa,
+             "The forced instruction set, '' when the choice is automatic.");
+  module.def(
+      "set_cpu_isa", &selfattn::cpu::force_isa, py::arg("name"),
+      "Force an instruction set, '' for automatic. ValueError for one that is unknown or not available.");
+}

@@ -1,0 +1,30 @@
+"""Exact attention for PyTorch with hand-written C++ kernels, forward and backward.
+
+>>> import torch, selfattn_ext
+>>> query = key = value = torch.randn(2, 8, 128, 64)
+>>> selfattn_ext.scaled_dot_product_attention(query, key, value, is_causal=True).shape
+torch.Size([2, 8, 128, 64])
+"""
+
+from . import backends, jit, masks, nn, reference, sources
+from .functional import attention_scores, attention_weights, masked_softmax, scaled_dot_product_attention
+from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention
+
+__version__ = sources.version()
+
+__all__ = [
+    "MultiHeadSelfAttention",
+    "MultiheadAttention",
+    "SelfAttention",
+    "__version__",
+    "attention_scores",
+    "attention_weights",
+    "backends",
+    "jit",
+    "masked_softmax",
+    "masks",
+    "nn",
+    "reference",
+    "scaled_dot_product_attention",
+    "sources",
+]

@@ -1,0 +1,55 @@
+"""What user arguments mean to the operators: windows, causal biases, autocast."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, shapes
+
+__all__ = ["add_causal_bias", "add_window", "autocast"]
+
+
+def add_window(options: dict[str, Any], window_size: Sequence[int]) -> None:
+    """Adds the sides of a window that are limited to the options."""
+    left, right = checks.window(window_size)
+    if left >= 0:
+        options["window_left"] = left
+    if right >= 0:
+        options["window_right"] = right
+
+
+def add_causal_bias(options: dict[str, Any], bias: Any, form: shapes.Canonical, has_alibi: bool) -> None:
+    """Adds the rule that a CausalBias stands for, ``j <= i + limit``, to the options."""
+    length, keys = form.query.size(2), form.key.size(2)
+    if (bias.seq_len_q, bias.seq_len_kv) != (length, keys):
+        raise ValueError("a CausalBias of another size")
+    limit = 0 if bias.variant.name == "UPPER_LEFT" else keys - length
+    offset = options.get("query_offset", 0)
+    if not has_alibi and "window_left" not in options and "window_right" not in options:
+        # Nothing else counts positions, so that the offset may follow the rule.
+        options["query_offset"] = min(limit, offset) if "is_causal" in options else limit
+        options["is_causal"] = True
+    elif limit >= offset:
+        # A mask does not move positions: as a window it leaves them where they are.
+        options["window_right"] = min(limit - offset, options.get("window_right", limit - offset))
+    else:
+        raise ValueError(
+            f"attn_mask is a CausalBias that ends before the query's own position {offset}, which does not "
+            "combine with a window or ALiBi slopes; pass a bool tensor, or is_causal and query_offset"
+        )
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Under torch.autocast, casts as it does for torch's attention: all but float64 to the autocast dtype."""
+    device_type = tensors[0].device.type
+    if not torch.is_autocast_enabled(device_type):
+        return tensors
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(
+        tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
+        for tensor in tensors
+    )

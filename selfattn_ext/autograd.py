@@ -1,0 +1,428 @@
+"""Gradients of attention: autograd.Function classes over the operators, of any order and under torch.func.
+
+Note [Two forms of one function]
+    torch.func needs the setup_context form of autograd.Function, which costs an ordinary training step
+    several times the call overhead of the form with the context in forward. So attention has both:
+    ``_Attention`` for eager mode (and ``_PlainAttention``, the same with fewer arguments) and
+    ``_TransformedAttention``, used while a torch.func transform is active.
+
+Note [Second derivatives]
+    The first-order gradient is a function of its own, ``_AttentionBackward``, whose forward is the fused
+    backward operator. So ``create_graph=True`` and ``torch.func.grad`` run the kernels. Only differentiating
+    that gradient goes through the formula of :mod:`selfattn_ext.reference`, with its (L, S) matrices. The
+    formula is differentiable any number of times, hence so is attention.
+
+Note [Gradient of weights and lse]
+    With P the softmax, W the weights after dropout and dW, dl the gradients of W and lse, the score gradient
+    is ``dS = P * (dropout(grad_out @ value^T + dW) - delta)``, where ``delta = rowsum(grad_out * out) +
+    rowsum(W * dW) - dl``. The operator computes the first term of delta; ``grad_row`` carries the other two.
+
+Note [Rounded outputs]
+    delta wants the output as it was before it was rounded to 16 bits. The forward operator gives what
+    rounding took away as out_residual, where a backward is to come.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from . import ops, reference
+from .shapes import dense_rows
+from .vmap import each_slice, fold, fold_optional, slice_batch, unfold, unfold_gradient
+
+__all__ = ["attention", "formula", "plain_attention"]
+
+Options = dict[str, Any]
+Maybe = Tensor | None
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Maybe,
+    slopes: Maybe,
+    sinks: Maybe,
+    seed: Maybe,
+    scale: float,
+    options: Options,
+    want_weights: bool,
+    want_lse: bool,
+) -> tuple[Tensor, Maybe, Maybe]:
+    """Differentiable attention on four-dimensional tensors: (out, weights if wanted, lse if wanted).
+
+    ``options`` are the operators' keyword arguments that are no tensors, those at their default left out.
+    """
+    if forward_ad._current_level >= 0:
+        # Forward-mode derivatives go through the formula, which has them for every option.
+        result = formula(query, key, value, mask, slopes, sinks, seed, scale, options)
+        return result.out, result.weights if want_weights else None, result.lse if want_lse else None
+    if torch._C._are_functorch_transforms_active():
+        out, lse, _, _, *rest = _TransformedAttention.apply(
+            query, key, value, mask, slopes, sinks, seed, scale, options, want_weights
+        )
+        return out, rest[-1] if want_weights else None, lse if want_lse else None
+    if torch.is_grad_enabled() and any(
+        tensor is not None and tensor.requires_grad for tensor in (query, key, value, mask, slopes, sinks)
+    ):
+        results = _Attention.apply(
+            query, key, value, mask, slopes, sinks, seed, scale, options, want_weights, want_lse
+        )
+        if not want_weights and not want_lse:
+            return results, None, None
+        return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
+    keywords = _keywords(options, mask, slopes, sinks, seed)
+    out, row_max, row_sum, _ = ops.attention_forward(query, key, value, scale, **keywords)
+    weights = ops.attention_weights(query, key, row_max, row_sum, scale, **keywords) if want_weights else None
+    return out, weights, row_max + torch.log(row_sum) if want_lse else None
+
+
+def formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Maybe,
+    slopes: Maybe,
+    sinks: Maybe,
+    seed: Maybe,
+    scale: float,
+    options: Options,
+) -> reference.AttentionResult:
+    """The same attention by the formula of :mod:`selfattn_ext.reference`."""
+    return reference.attention(
+        query,
+        key,
+        value,
+        mask,
+        scale=scale,
+        is_causal=options.get("is_causal", False),
+        window_size=(options.get("window_left", -1), options.get("window_right", -1)),
+        query_offset=options.get("query_offset", 0),
+        softcap=options.get("softcap", 0.0),
+        alibi_slopes=slopes,
+        sinks=sinks,
+        dropout_p=options.get("dropout_p", 0.0),
+        dropout_seed=seed,
+    )
+
+
+def _keywords(options: Options, mask: Maybe, slopes: Maybe, sinks: Maybe, seed: Maybe) -> Options:
+    """The operators' keyword arguments: the options and those tensors that are there."""
+    if mask is None and slopes is None and sinks is None and seed is None:
+        return options
+    keywords = dict(options)
+    if mask is not None:
+        keywords["attn_mask"] = mask
+    if slopes is not None:
+        keywords["alibi_slopes"] = slopes
+    if sinks is not None:
+        keywords["sinks"] = sinks
+    if seed is not None:
+        keywords["dropout_seed"] = seed
+    return keywords
+
+
+def _contiguous(tensor: Maybe) -> Maybe:
+    return None if tensor is None else tensor.contiguous()
+
+
+def _backward(
+    grad_out: Tensor,
+    grad_weights: Maybe,
+    grad_lse: Maybe,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Maybe,
+    slopes: Maybe,
+    sinks: Maybe,
+    seed: Maybe,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    residual: Maybe,
+    weights: Maybe,
+    scale: float,
+    options: Options,
+    need_mask_grad: bool,
+) -> tuple[Tensor, ...]:
+    """The six gradients of the operator; see Note [Gradient of weights and lse]."""
+    keywords = _keywords(options, mask, slopes, sinks, seed)
+    if residual is not None or grad_weights is not None or grad_lse is not None or need_mask_grad:
+        keywords = dict(keywords)
+        if residual is not None:
+            keywords["out_residual"] = residual
+        grad_row = None
+        if grad_weights is not None:
+            assert weights is not None
+            keywords["grad_weights"] = grad_weights
+            grad_row = (weights.to(row_sum.dtype) * grad_weights.to(row_sum.dtype)).sum(-1)
+        if grad_lse is not None:
+            grad_row = grad_lse.neg() if grad_row is None else grad_row - grad_lse
+        if grad_row is not None:
+            keywords["grad_row"] = grad_row
+        if need_mask_grad:
+            keywords["need_mask_grad"] = True
+    return ops.attention_backward(grad_out, query, key, value, out, row_max, row_sum, scale, **keywords)
+
+
+class _PlainAttention(Function):
+    """Eager mode with no tensor but query, key and value, returning out: the least that a call can cost."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: tuple[float, Options]
+    ) -> Tensor:
+        scale, options = call
+        if query.dtype in ops.SIXTEEN_BITS:
+            out, row_max, row_sum, residual = ops.direct_forward(
+                query, key, value, scale, need_residual=True, **options
+            )
+            ctx.save_for_backward(query, key, value, out, row_max, row_sum, residual)
+        else:
+            out, row_max, row_sum, _ = ops.direct_forward(query, key, value, scale, **options)
+            ctx.save_for_backward(query, key, value, out, row_max, row_sum, None)
+        ctx.call = call
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
+        query, key, value, out, row_max, row_sum, residual = ctx.saved_tensors
+        scale, options = ctx.call
+        if (
+            torch.is_grad_enabled()
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
+            results = _AttentionBackward.apply(
+                grad_out, None, None, query, key, value, None, None, None, None, out, row_max, row_sum,
+                residual, None, scale, options, False,
+            )  # fmt: skip
+        else:
+            if residual is not None:
+                options = {"out_residual": residual, **options}
+            results = ops.direct_backward(
+                grad_out, query, key, value, out, row_max, row_sum, scale, **options
+            )
+        return results[0], results[1], results[2], None
+
+
+# Function.apply looks for the wrappers of torch.func in every argument; who calls this has made sure that no
+# transform is active.
+plain_attention = super(Function, _PlainAttention).apply
+
+
+class _Attention(Function):
+    """Eager mode: returns out, or (out, [weights], [lse])."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Maybe,
+        slopes: Maybe,
+        sinks: Maybe,
+        seed: Maybe,
+        scale: float,
+        options: Options,
+        want_weights: bool,
+        want_lse: bool,
+    ) -> Any:
+        keywords = _keywords(options, mask, slopes, sinks, seed)
+        statistics = _forward(query, key, value, scale, keywords)
+        out, row_max, row_sum, _ = statistics
+        weights = None
+        if want_weights:
+            weights = ops.attention_weights(query, key, row_max, row_sum, scale, **keywords)
+        ctx.save_for_backward(query, key, value, mask, slopes, sinks, seed, *statistics, weights)
+        ctx.call = (scale, options, want_weights, want_lse)
+        if not want_weights and not want_lse:
+            return out
+        ctx.set_materialize_grads(False)
+        results = [out]
+        if weights is not None:
+            results.append(weights)
+        if want_lse:
+            results.append(row_max + torch.log(row_sum))
+        return tuple(results)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        saved = ctx.saved_tensors
+        scale, options, want_weights, want_lse = ctx.call
+        needs = ctx.needs_input_grad
+        grad_out = grads[0] if grads[0] is not None else torch.zeros_like(saved[7])
+        grad_weights = grads[1] if want_weights else None
+        grad_lse = grads[-1] if want_lse else None
+        run: Any = _backward
+        if (
+            torch.is_grad_enabled()
+            or torch._C._are_functorch_transforms_active()
+            or forward_ad._current_level >= 0
+        ):
+            run = _AttentionBackward.apply
+        results = run(grad_out, grad_weights, grad_lse, *saved, scale, options, needs[3])
+        if not (needs[3] or needs[4] or needs[5]):
+            return (*results[:3], None, None, None, None, None, None, None, None)
+        return (*_only_needed(results, needs), None, None, None, None, None)
+
+
+def _forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, keywords: Options
+) -> tuple[Tensor, Tensor, Tensor, Maybe]:
+    """out, row_max, row_sum and, where the dtype has one, out_residual, for a backward to come."""
+    if query.dtype in ops.SIXTEEN_BITS:
+        return ops.attention_forward(query, key, value, scale, need_residual=True, **keywords)
+    return *ops.attention_forward(query, key, value, scale, **keywords)[:3], None
+
+
+def _only_needed(results: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Maybe, ...]:
+    return tuple(result if needed else None for result, needed in zip(results, needs, strict=False))
+
+
+class _TransformedAttention(Function):
+    """Under torch.func: returns (out, lse, row_max, row_sum, [out_residual], [weights])."""
+
+    @staticmethod
+    def forward(  # type: ignore[override]
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        mask: Maybe,
+        slopes: Maybe,
+        sinks: Maybe,
+        seed: Maybe,
+        scale: float,
+        options: Options,
+        want_weights: bool,
+    ) -> tuple[Tensor, ...]:
+        query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
+        keywords = _keywords(options, mask, _contiguous(slopes), _contiguous(sinks), seed)
+        out, row_max, row_sum, residual = _forward(query, key, value, scale, keywords)
+        results: tuple[Tensor, ...] = (out, row_max + torch.log(row_sum), row_max, row_sum)
+        if residual is not None:
+            results = (*results, residual)
+        if not want_weights:
+            return results
+        return (*results, ops.attention_weights(query, key, row_max, row_sum, scale, **keywords))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        out, _, row_max, row_sum, *rest = output
+        residual = rest.pop(0) if out.dtype in ops.SIXTEEN_BITS else None
+        ctx.mark_non_differentiable(row_max, row_sum, *([] if residual is None else [residual]))
+        ctx.save_for_backward(*inputs[:7], out, row_max, row_sum, residual, rest[0] if rest else None)
+        ctx.call = (inputs[7], inputs[8], inputs[9])
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        scale, options, want_weights = ctx.call
+        grad_out, grad_lse, grad_weights = grads[0], grads[1], grads[-1] if want_weights else None
+        needs = ctx.needs_input_grad
+        results = _AttentionBackward.apply(
+            grad_out, grad_weights, grad_lse, *ctx.saved_tensors, scale, options, needs[3]
+        )
+        return (*_only_needed(results, needs), None, None, None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        query, key, value, mask, slopes, sinks, seed, *rest = inputs
+        if seed is not None and info.batch_size:
+            # The dropout pattern counts the batch of one slice, which folding would change.
+            return each_slice(_TransformedAttention.apply, info.batch_size, in_dims, inputs)
+        size, batch = info.batch_size, slice_batch(query, in_dims[0])
+        results = _TransformedAttention.apply(
+            *(fold(tensor, dim, size) for tensor, dim in zip((query, key, value), in_dims, strict=False)),
+            *(
+                fold_optional(tensor, dim, size, batch)
+                for tensor, dim in zip((mask, slopes, sinks), in_dims[3:], strict=False)
+            ),
+            seed,
+            *rest,
+        )
+        return tuple(unfold(result, size, batch) for result in results), (0,) * len(results)
+
+
+class _AttentionBackward(Function):
+    """The gradient of attention as a function of its own; see Note [Second derivatives].
+
+    Differentiable in grad_out, grad_weights, grad_lse and in the six inputs of attention. out, the row
+    statistics and the weights only spare the operator their recomputation: what depends on them is counted
+    through the inputs.
+    """
+
+    @staticmethod
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        grad_out, grad_weights, grad_lse, query, key, value, *rest = inputs
+        query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
+        mask, slopes, sinks, *rest = rest
+        slopes, sinks = _contiguous(slopes), _contiguous(sinks)
+        return _backward(grad_out, grad_weights, grad_lse, query, key, value, mask, slopes, sinks, *rest)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
+        ctx.save_for_backward(*inputs[:10])
+        ctx.call = inputs[15:]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        scale, options, need_mask_grad = ctx.call
+        saved = list(ctx.saved_tensors)
+        incoming = [index for index in range(3) if saved[index] is not None]
+        sources = [
+            index for index in range(3, 9) if saved[index] is not None and (index != 6 or need_mask_grad)
+        ]
+
+        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
+            grads, points = tensors[: len(incoming)], tensors[len(incoming) :]
+
+            def outputs(*points: Tensor) -> tuple[Tensor, ...]:
+                inputs = dict(zip(sources, points, strict=True))
+                every: Any = [inputs.get(index, saved[index]) for index in range(3, 10)]
+                result = formula(*every, scale=scale, options=options)
+                return tuple(result[index] for index in incoming)
+
+            return torch.func.vjp(outputs, *points)[1](grads)
+
+        pull = torch.func.vjp(gradients, *(saved[index] for index in incoming + sources))[1]
+        pulled = pull(tuple(cotangents[index - 3] for index in sources))
+        results: list[Maybe] = [None] * 18
+        for index, gradient in zip(incoming + sources, pulled, strict=True):
+            results[index] = gradient
+        return tuple(results)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        if inputs[9] is not None and info.batch_size:
+            return each_slice(_AttentionBackward.apply, info.batch_size, in_dims, inputs)
+        size, batch = info.batch_size, slice_batch(inputs[3], in_dims[3])
+        need_mask_grad = inputs[17]
+        folded = list(inputs)
+        for index in (0, 1, 2, 3, 4, 5, 10, 11, 12, 13, 14):
+            if inputs[index] is not None:
+                folded[index] = fold(inputs[index], in_dims[index], size)
+        for index, expand in ((6, need_mask_grad), (7, True), (8, True)):
+            # Each slice has a gradient of its own, which needs an input of its own to be the gradient of.
+            folded[index] = fold_optional(inputs[index], in_dims[index], size, batch, expand=expand)
+        results = _AttentionBackward.apply(*folded)
+        unfolded = [
+            unfold(result, size, slice_batch(inputs[index], in_dims[index]))
+            for index, result in zip((3, 4, 5), results, strict=False)
+        ]
+        dims: list[int | None] = [0, 0, 0]
+        for index, result, wanted in zip((6, 7, 8), results[3:], (need_mask_grad, True, True), strict=True):
+            if wanted and inputs[index] is not None:
+                unfolded.append(
+                    unfold_gradient(result, size, batch, slice_batch(inputs[index], in_dims[index]))
+                )
+                dims.append(0)
+            else:
+                unfolded.append(result)
+                dims.append(None)
+        return tuple(unfolded), tuple(dims)

@@ -1,0 +1,205 @@
+"""Gradients of the two halves of attention, the scores and their softmax, of any order and under torch.func.
+
+As in :mod:`selfattn_ext.autograd`, each gradient is a function of its own whose forward is an operator, so
+that it can be differentiated again, and each function has a cheaper form for eager mode.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import Function, forward_ad
+
+from . import ops, reference
+from .autograd import Maybe, Options
+from .reference import accumulation_dtype
+from .shapes import dense_rows
+from .vmap import fold, fold_optional, slice_batch, unfold
+
+__all__ = ["attention_scores", "masked_softmax"]
+
+
+def _eager_form(function: Any) -> Any:
+    """The same function with its context in forward; Note [Two forms of one function] in autograd.py."""
+
+    class Eager(Function):
+        @staticmethod
+        def forward(ctx: Any, *inputs: Any) -> Any:
+            output = function.forward(*inputs)
+            function.setup_context(ctx, inputs, output)
+            return output
+
+        backward = staticmethod(function.backward)
+
+    Eager.__name__ = Eager.__qualname__ = function.__name__
+    return Eager
+
+
+def attention_scores(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
+    """Differentiable ``scale * query @ key^T`` on four-dimensional tensors."""
+    if forward_ad._current_level >= 0:
+        return reference.attention_scores(query, key, scale)
+    if torch._C._are_functorch_transforms_active():
+        return _Scores.apply(query, key, scale, kernel)
+    if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        return _EagerScores.apply(query, key, scale, kernel)
+    return ops.attention_scores(query, key, scale, kernel=kernel)
+
+
+class _Scores(Function):
+    @staticmethod
+    def forward(query: Tensor, key: Tensor, scale: float, kernel: str) -> Tensor:  # type: ignore[override]
+        return ops.attention_scores(dense_rows(query), dense_rows(key), scale, kernel=kernel)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.call = inputs[2:]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            grads = _ScoresBackward.apply(grad, *ctx.saved_tensors, *ctx.call)
+        else:
+            grads = _ScoresBackward.forward(grad, *ctx.saved_tensors, *ctx.call)
+        return (*grads, None, None)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], query: Tensor, key: Tensor, scale: float, kernel: str
+    ) -> Any:
+        size, batch = info.batch_size, slice_batch(query, in_dims[0])
+        scores = _Scores.apply(fold(query, in_dims[0], size), fold(key, in_dims[1], size), scale, kernel)
+        return unfold(scores, size, batch), 0
+
+
+_EagerScores = _eager_form(_Scores)
+
+
+class _ScoresBackward(Function):
+    @staticmethod
+    def forward(  # type: ignore[override]
+        grad: Tensor, query: Tensor, key: Tensor, scale: float, kernel: str
+    ) -> tuple[Tensor, Tensor]:
+        return ops.attention_scores_backward(grad, dense_rows(query), dense_rows(key), scale, kernel=kernel)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+        ctx.save_for_backward(*inputs[:3])
+        ctx.scale = inputs[3]
+
+    @staticmethod
+    def backward(ctx: Any, *cotangents: Any) -> Any:
+        scale = ctx.scale
+
+        def gradients(grad: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
+            return torch.func.vjp(lambda q, k: reference.attention_scores(q, k, scale), query, key)[1](grad)
+
+        return (*torch.func.vjp(gradients, *ctx.saved_tensors)[1](cotangents), None, None)
+
+    @staticmethod
+    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
+        size, batch = info.batch_size, slice_batch(inputs[1], in_dims[1])
+        tensors = (fold(tensor, dim, size) for tensor, dim in zip(inputs[:3], in_dims, strict=False))
+        grads = _ScoresBackward.apply(*tensors, *inputs[3:])
+        return tuple(unfold(result, size, batch) for result in grads), (0, 0)
+
+
+def masked_softmax(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:
+    """Differentiable ``softmax(scale * scores + mask)`` over the last of four dimensions."""
+    if forward_ad._current_level >= 0:
+        return _softmax_formula(scores, mask, scale, options)
+    if torch._C._are_functorch_transforms_active():
+        return _MaskedSoftmax.apply(scores, mask, scale, options)
+    if torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad)):
+        return _EagerMaskedSoftmax.apply(scores, mask, scale, options)
+    return ops.masked_softmax(scores, scale, mask=mask, **options)
+
+
+def _softmax_formula(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:
+    return reference.masked_softmax(
+        scores,
+        mask,
+        scale=scale,
+        is_causal=options.get("is_causal", False),
+        query_offset=options.get("query_offset", 0),
+    )
+
+
+class _MaskedSoftmax(Function):
+    @staticmethod
+    def forward(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:  # type: ignore[override]
+        return ops.masked_softmax(scores, scale, mask=mask, **options)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, mask, scale, options = inputs
+        ctx.save_for_backward(output)
+        ctx.call = (scale, options.get("kernel", ""))
+        ctx.mask = None if mask is None else (mask.shape, mask.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        (weights,) = ctx.saved_tensors
+        scale, kernel = ctx.call
+        run = _MaskedSoftmaxBackward.forward
+        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+            run = _MaskedSoftmaxBackward.apply
+        grad_scores = run(grad, weights, scale, kernel) if ctx.needs_input_grad[0] else None
+        grad_mask = None
+        if ctx.needs_input_grad[1]:
+            shape, dtype = ctx.mask
+            unscaled = (
+                grad_scores if grad_scores is not None and scale == 1.0 else run(grad, weights, 1.0, kernel)
+            )
+            grad_mask = unscaled.sum_to_size(shape).to(dtype)
+        return grad_scores, grad_mask, None, None
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], scores: Tensor, mask: Maybe, scale: float, options: Options
+    ) -> Any:
+        size, batch = info.batch_size, slice_batch(scores, in_dims[0])
+        folded = fold_optional(mask, in_dims[1], size, batch)
+        weights = _MaskedSoftmax.apply(fold(scores, in_dims[0], size), folded, scale, options)
+        return unfold(weights, size, batch), 0
+
+
+_EagerMaskedSoftmax = _eager_form(_MaskedSoftmax)
+
+
+class _MaskedSoftmaxBackward(Function):
+    """The weights are an output of the first function, so that their own dependence is counted there."""
+
+    @staticmethod
+    def forward(grad: Tensor, weights: Tensor, scale: float, kernel: str) -> Tensor:  # type: ignore[override]
+        return ops.masked_softmax_backward(grad, weights, scale, kernel=kernel)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.save_for_backward(*inputs[:2])
+        ctx.scale = inputs[2]
+
+    @staticmethod
+    def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
+        scale = ctx.scale
+
+        def gradient(grad: Tensor, weights: Tensor) -> Tensor:
+            dtype = accumulation_dtype(weights.dtype)
+            g, p = grad.to(dtype), weights.to(dtype)
+            products = torch.where(p == 0, 0.0, p * g)
+            return (scale * (products - p * products.sum(-1, keepdim=True))).to(weights.dtype)
+
+        return (*torch.func.vjp(gradient, *ctx.saved_tensors)[1](cotangent), None, None)
+
+    @staticmethod
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], grad: Tensor, weights: Tensor, scale: float, kernel: str
+    ) -> Any:
+        size, batch = info.batch_size, slice_batch(weights, in_dims[1])
+        result = _MaskedSoftmaxBackward.apply(
+            fold(grad, in_dims[0], size), fold(weights, in_dims[1], size), scale, kernel
+        )
+        return unfold(result, size, batch), 0

@@ -1,0 +1,220 @@
+"""Which kernel runs: what was compiled, what this machine can run, what a call takes, why the others do not.
+
+Each operator has several kernels. "fused" is tiled and vectorised, compiled once per instruction set, and
+chosen by itself; "loops" is the formula as three nested loops, to read and to compare with, and runs only
+when asked for::
+
+    with selfattn_ext.backends.use("loops"):
+        out = selfattn_ext.scaled_dot_product_attention(query, key, value)
+
+The environment variable SELFATTN_KERNEL names the kernel for a whole process, SELFATTN_CPU_ISA the
+instruction set (scalar, avx2, avx512); :func:`use_cpu_isa` sets the latter inside a process.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import checks, library
+
+__all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]
+
+_OF_THE_PROCESS: str = os.environ.get("SELFATTN_KERNEL", "")
+_forced: ContextVar[str] = ContextVar("selfattn_ext_kernel", default=_OF_THE_PROCESS)
+
+#: How many parts of the process ask for a kernel; while there are none, calls need not look which it is.
+forcing: int = 1 if _OF_THE_PROCESS else 0
+_lock = threading.Lock()
+
+
+def forced_kernel() -> str:
+    """The kernel that calls are to take, "" for the automatic choice."""
+    return _forced.get() if forcing else ""
+
+
+# torch.compiler.assume_constant_result does this too, and imports the compiler for it, which takes a second.
+forced_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One compiled kernel."""
+
+    name: str
+    isa: str
+    description: str
+    dtypes: tuple[str, ...]
+    automatic: bool
+    #: Why this machine cannot run it; None when it can.
+    reason: str | None
+
+    @property
+    def available(self) -> bool:
+        """Whether this machine can run it."""
+        return self.reason is None
+
+    def __str__(self) -> str:
+        state = "available" if self.reason is None else f"not available: {self.reason}"
+        return f"{self.name}/{self.isa}: {self.description} ({state})"
+
+
+@dataclass(frozen=True)
+class Explanation:
+    """Which kernel a call takes, and why each of the others does not run. ``str()`` of it is for people."""
+
+    kernel: str
+    isa: str
+    device: str
+    dtype: str
+    threads: int
+    refused: dict[str, str]
+
+    def __str__(self) -> str:
+        lines = [f"{self.kernel}/{self.isa} on {self.device}, {self.dtype}, {self.threads} threads"]
+        lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
+        return "\n".join(lines)
+
+
+def _row(row: dict[str, Any]) -> Kernel:
+    return Kernel(
+        name=row["name"],
+        isa=row["isa"],
+        description=row["description"],
+        dtypes=tuple(row["dtypes"]),
+        automatic=row["automatic"],
+        reason=row["reason"],
+    )
+
+
+def kernels() -> list[Kernel]:
+    """Every compiled kernel, best first, those that this machine cannot run too."""
+    return [_row(row) for row in library.extension().kernel_table()]
+
+
+def available() -> list[Kernel]:
+    """The kernels that this machine can run, best first."""
+    return [kernel for kernel in kernels() if kernel.available]
+
+
+def cpu_isas() -> list[str]:
+    """The instruction sets whose fused kernels this machine can run, best first."""
+    return list(dict.fromkeys(kernel.isa for kernel in available() if kernel.automatic))
+
+
+@contextmanager
+def use(name: str) -> Iterator[None]:
+    """Inside the ``with`` block, calls of this thread or task take the kernel ``name``; "" is the automatic
+    choice.
+
+    Raises:
+        ValueError: no kernel has that name, or this machine cannot run it.
+    """
+    global forcing
+    _choose(name)
+    token = _forced.set(name)
+    with _lock:
+        forcing += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            forcing -= 1
+        _forced.reset(token)
+
+
+@contextmanager
+def use_cpu_isa(name: str) -> Iterator[None]:
+    """Inside the ``with`` block, the whole process uses the kernels of one instruction set; "" is automatic.
+
+    Raises:
+        ValueError: the instruction set is unknown, or this machine lacks it.
+    """
+    extension = library.extension()
+    before = extension.cpu_isa()
+    extension.set_cpu_isa(name)
+    try:
+        yield
+    finally:
+        extension.set_cpu_isa(before)
+
+
+def _choose(name: str) -> Kernel:
+    return _row(library.extension().choose_kernel(name))
+
+
+def explain(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window_size: Sequence[int] = (-1, -1),
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    query_offset: int = 0,
+    return_weights: bool = False,
+    return_lse: bool = False,
+) -> Explanation:
+    """Which kernel :func:`selfattn_ext.scaled_dot_product_attention` takes for these arguments, and why no
+    other.
+
+    Takes the same arguments, computes nothing.
+
+    Raises:
+        ValueError, TypeError: for what the function itself would refuse, with the same message.
+    """
+    checks.attention(
+        query,
+        key,
+        value,
+        attn_mask,
+        dropout_p,
+        scale,
+        enable_gqa,
+        window_size=window_size,
+        softcap_=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        query_offset=query_offset,
+    )
+    forced = forced_kernel()
+    chosen = _choose(forced)
+    refused = {
+        f"{kernel.name}/{kernel.isa}": _refusal(kernel, chosen, forced)
+        for kernel in kernels()
+        if (kernel.name, kernel.isa) != (chosen.name, chosen.isa)
+    }
+    return Explanation(
+        kernel=chosen.name,
+        isa=chosen.isa,
+        device=str(query.device),
+        dtype=str(query.dtype).removeprefix("torch."),
+        threads=torch.get_num_threads(),
+        refused=refused,
+    )
+
+
+def _refusal(kernel: Kernel, chosen: Kernel, forced: str) -> str:
+    if kernel.reason is not None:
+        return kernel.reason
+    if forced and kernel.name != forced:
+        return f"{forced} is asked for"
+    if not kernel.automatic:
+        return f'runs only when asked for, with selfattn_ext.backends.use("{kernel.name}")'
+    if library.extension().cpu_isa():
+        return f"the instruction set {library.extension().cpu_isa()} is forced"
+    return f"{chosen.isa} is faster"

@@ -1,0 +1,79 @@
+"""``python -m selfattn_ext bench``: this package against torch's scaled_dot_product_attention, on this
+machine.
+
+cases says what is timed, contenders who, timer how; measure runs them, report prints. The benchmarks/ folder
+of a checkout adds more cases and more peers to the same machinery.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from selfattn_ext.bench import cases, peak, report, timer
+from selfattn_ext.bench.contenders import TORCH
+from selfattn_ext.bench.measure import Row, measure
+from selfattn_ext.terminal import CommandError, check_output
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line may choose; see ``python -m selfattn_ext bench --help``."""
+
+    threads: Sequence[int] | None = None  # 1 and all that torch would use
+    quick: bool = False
+    json: str | None = None  # a file, or - for standard output
+
+
+def run(options: Options) -> int:
+    """Measure, print the table, write the JSON. Returns 0."""
+    check_json(options.json)
+    rows = measure(
+        cases.standard(cases.QUICK_SHAPES if options.quick else cases.SHAPES),
+        [TORCH],
+        thread_counts(options.threads),
+        timer.QUICK if options.quick else timer.FULL,
+        peak.QUICK_SIZE if options.quick else peak.SIZE,
+    )
+    publish(rows, options.json, "bench --quick" if options.quick else "bench")
+    return 0
+
+
+def thread_counts(asked: Sequence[int] | None) -> list[int]:
+    """The numbers of threads to measure with.
+
+    Raises:
+        CommandError: more are asked for than there are processors, which would measure the scheduler.
+    """
+    available = os.cpu_count() or 1
+    if asked is None:
+        return list(dict.fromkeys([1, torch.get_num_threads()]))
+    for count in asked:
+        if count > available:
+            raise CommandError(f"--threads {count}: this machine has {available} logical processors")
+    return list(asked)
+
+
+def check_json(target: str | None) -> None:
+    """Raises CommandError when the JSON cannot be written there."""
+    if target not in (None, "-"):
+        check_output("--json", Path(str(target)))
+
+
+def publish(rows: Sequence[Row], target: str | None, command: str) -> None:
+    """Print the table, and write the JSON; with the latter on stdout, the table goes to stderr."""
+    print(report.text(rows), file=sys.stderr if target == "-" else sys.stdout, flush=True)
+    if target == "-":
+        print(report.dump(rows, command), end="")
+    elif target is not None:
+        path = Path(target).expanduser().absolute()
+        try:
+            path.write_text(report.dump(rows, command), encoding="utf-8")
+        except OSError as error:
+            raise CommandError(f"--json {target}: cannot be written: {error.strerror or error}") from error
+        print(f"\nresults: {path}")

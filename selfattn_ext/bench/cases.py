@@ -1,0 +1,192 @@
+"""What is timed: shapes, dtype, options and direction of one attention call, and the tensors for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from selfattn_ext import masks
+
+Mask = Literal["none", "bool", "gradient"]
+
+
+@dataclass(frozen=True)
+class Case:
+    """One row of a table. Fields that stay at their defaults are options that are off.
+
+    ``mask`` is "bool" for a chequered pattern of 64 x 64 blocks, half of them hidden, and "gradient" for a
+    float mask (length, keys) that gets a gradient where there is a backward pass.
+    """
+
+    batch: int
+    heads: int
+    length: int
+    head_dim: int
+    dtype: torch.dtype = torch.float32
+    causal: bool = False
+    backward: bool = False
+    keys: int | None = None
+    kv_heads: int | None = None
+    value_dim: int | None = None
+    window: int | None = None  # keys to the left that a query sees
+    mask: Mask = "none"
+    dropout: float = 0.0
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        return self.batch, self.heads, self.length, self.head_dim
+
+    @property
+    def key_count(self) -> int:
+        return self.length if self.keys is None else self.keys
+
+    @property
+    def kv_head_count(self) -> int:
+        return self.heads if self.kv_heads is None else self.kv_heads
+
+    @property
+    def value_dimension(self) -> int:
+        return self.head_dim if self.value_dim is None else self.value_dim
+
+    @property
+    def query_offset(self) -> int:
+        """Where the queries stand among more keys than queries: at the end, as in decoding."""
+        return self.key_count - self.length
+
+    @property
+    def dtype_name(self) -> str:
+        return str(self.dtype).removeprefix("torch.")
+
+    @property
+    def direction(self) -> str:
+        return "forward+backward" if self.backward else "forward"
+
+    def options(self) -> str:
+        """The options that are on, for people; "" for the plain call."""
+        found = []
+        if self.causal:
+            found.append("causal")
+        if self.keys is not None:
+            found.append(f"keys={self.keys}")
+        if self.kv_heads is not None:
+            found.append(f"kv_heads={self.kv_heads}")
+        if self.value_dim is not None:
+            found.append(f"value_dim={self.value_dim}")
+        if self.window is not None:
+            found.append(f"window={self.window}")
+        if self.mask != "none":
+            found.append(f"mask={self.mask}")
+        if self.dropout:
+            found.append(f"dropout={self.dropout:g}")
+        return " ".join(found)
+
+    def flops(self) -> float:
+        """Multiplications and additions of the matrix products over the pairs that the mask rule leaves
+        visible.
+
+        Two products forward and five backward, where the scores are computed again, as is usual in reports on
+        attention. A mask given as a tensor does not reduce the count.
+        """
+        positions = torch.arange(self.length) + self.query_offset
+        first = torch.zeros_like(positions) if self.window is None else (positions - self.window).clamp(min=0)
+        end = positions + 1 if self.causal else torch.full_like(positions, self.key_count)
+        pairs = int((end.clamp(max=self.key_count) - first).clamp(min=0).sum())
+        per_pair = 2 * (self.head_dim + self.value_dimension)
+        return float(per_pair * pairs * self.batch * self.heads) * (3.5 if self.backward else 1.0)
+
+    def visible(self) -> Tensor | None:
+        """The (length, keys) pattern of the causal rule and the window; None where every pair is visible."""
+        if not self.causal and self.window is None:
+            return None
+        return masks.visible_pairs(
+            self.length,
+            self.key_count,
+            is_causal=self.causal,
+            window_size=(-1 if self.window is None else self.window, -1),
+            query_offset=self.query_offset,
+        )
+
+
+@dataclass(frozen=True)
+class Inputs:
+    """query (B, H, L, E), key (B, Hk, S, E), value (B, Hk, S, Ev), grad_out (B, H, L, Ev), mask (L, S)."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    grad_out: Tensor
+    mask: Tensor | None
+
+    def leaves(self) -> list[Tensor]:
+        """What gets a gradient."""
+        tensors = [self.query, self.key, self.value, self.mask]
+        return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
+
+
+def inputs(case: Case, seed: int = 0) -> Inputs:
+    """Normally distributed tensors; they require gradients where the case has a backward pass."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int, grad: bool = case.backward) -> Tensor:
+        return torch.randn(shape, generator=generator).to(case.dtype).requires_grad_(grad)
+
+    mask: Tensor | None = None
+    if case.mask == "gradient":
+        mask = normal(case.length, case.key_count)
+    elif case.mask == "bool":
+        mask = _half_of_the_blocks(case.length, case.key_count)
+    return Inputs(
+        query=normal(case.batch, case.heads, case.length, case.head_dim),
+        key=normal(case.batch, case.kv_head_count, case.key_count, case.head_dim),
+        value=normal(case.batch, case.kv_head_count, case.key_count, case.value_dimension),
+        grad_out=normal(case.batch, case.heads, case.length, case.value_dimension, grad=False),
+        mask=mask,
+    )
+
+
+def _half_of_the_blocks(length: int, keys: int, block: int = 64) -> Tensor:
+    rows = torch.arange(length)[:, None] // block
+    columns = torch.arange(keys) // block
+    return (rows + columns) % 2 == 0
+
+
+#: (batch, heads, length, head_dim): a small batch, a short, a middle and a long sequence.
+SHAPES = ((4, 8, 64, 64), (1, 8, 512, 64), (1, 8, 2048, 64), (1, 4, 4096, 128))
+QUICK_SHAPES = SHAPES[:2]
+DTYPES = (torch.float32, torch.bfloat16)
+
+
+def standard(
+    shapes: Sequence[tuple[int, int, int, int]] = SHAPES, dtypes: Sequence[torch.dtype] = DTYPES
+) -> list[Case]:
+    """The table of ``bench``: each shape and dtype, causal or not, without and with the backward pass."""
+    plain = [Case(*shape, dtype=dtype) for dtype in dtypes for shape in shapes]
+    return [
+        replace(case, causal=causal, backward=backward)
+        for case in plain
+        for backward in (False, True)
+        for causal in (False, True)
+    ]
+
+
+def as_json(case: Case) -> dict[str, Any]:
+    """The case as plain data."""
+    return {
+        "batch": case.batch,
+        "heads": case.heads,
+        "length": case.length,
+        "head_dim": case.head_dim,
+        "dtype": case.dtype_name,
+        "causal": case.causal,
+        "direction": case.direction,
+        "keys": case.key_count,
+        "kv_heads": case.kv_head_count,
+        "value_dim": case.value_dimension,
+        "window": case.window,
+        "mask": case.mask,
+        "dropout": case.dropout,
+    }

@@ -1,0 +1,112 @@
+"""Who is timed: each contender turns a case and its tensors into a call without arguments."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfattn_ext.bench.cases import Case, Inputs
+from selfattn_ext.functional import scaled_dot_product_attention
+
+Call = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class Contender:
+    """A way to compute attention.
+
+    ``prepare`` does what a user would do once and not at every step (build a mask, compile); what it returns
+    is timed. It raises NotImplementedError, saying why, for a case that the contender cannot compute.
+    """
+
+    name: str
+    prepare: Callable[[Case, Inputs], Call]
+
+
+def _prepare_ours(case: Case, tensors: Inputs) -> Call:
+    options: dict[str, Any] = {}
+    if case.causal:
+        options["is_causal"] = True
+    if case.query_offset and (case.causal or case.window is not None):
+        options["query_offset"] = case.query_offset
+    if case.window is not None:
+        options["window_size"] = (case.window, -1)
+    if case.kv_head_count != case.heads:
+        options["enable_gqa"] = True
+    if case.dropout:
+        options["dropout_p"] = case.dropout
+    if tensors.mask is not None:
+        options["attn_mask"] = tensors.mask
+
+    def call() -> Tensor:
+        return scaled_dot_product_attention(tensors.query, tensors.key, tensors.value, **options)
+
+    return call
+
+
+def _prepare_torch(case: Case, tensors: Inputs) -> Call:
+    options: dict[str, Any] = {"enable_gqa": case.kv_head_count != case.heads, "dropout_p": case.dropout}
+    mask = tensors.mask
+    seen = None
+    if case.causal and case.query_offset == 0 and case.window is None and mask is None:
+        options["is_causal"] = True
+    else:
+        # torch takes one rule: all others have to go into the mask.
+        seen = case.visible()
+    if seen is not None:
+        mask = seen if mask is None else _both(mask, seen)
+    # A mask that is being trained has to meet the rule at every step.
+    trained = tensors.mask if seen is not None and case.backward and case.mask == "gradient" else None
+
+    def call() -> Tensor:
+        current = mask if trained is None or seen is None else _both(trained, seen)
+        return F.scaled_dot_product_attention(
+            tensors.query, tensors.key, tensors.value, attn_mask=current, **options
+        )
+
+    return call
+
+
+def _both(mask: Tensor, seen: Tensor) -> Tensor:
+    return mask & seen if mask.dtype == torch.bool else mask.masked_fill(~seen, -torch.inf)
+
+
+OURS = Contender("selfattn_ext", _prepare_ours)
+TORCH = Contender("torch", _prepare_torch)
+
+
+def runner(contender: Contender, case: Case, tensors: Inputs) -> Callable[[], object]:
+    """What the timer calls: the forward pass without a graph, or forward and backward of all gradients.
+
+    Raises:
+        NotImplementedError: the contender cannot compute the case.
+    """
+    call = contender.prepare(case, tensors)
+    if not case.backward:
+
+        def forward() -> Tensor:
+            with torch.no_grad():
+                return call()
+
+        return forward
+    leaves = tensors.leaves()
+
+    def forward_and_backward() -> tuple[Tensor, ...]:
+        return torch.autograd.grad(call(), leaves, tensors.grad_out)
+
+    return forward_and_backward
+
+
+def results(contender: Contender, case: Case, tensors: Inputs) -> list[Tensor]:
+    """Output, and with a backward pass the gradients of query, key, value (and mask)."""
+    call = contender.prepare(case, tensors)
+    if not case.backward:
+        with torch.no_grad():
+            return [call()]
+    out = call()
+    return [out.detach(), *torch.autograd.grad(out, tensors.leaves(), tensors.grad_out)]

@@ -1,0 +1,286 @@
+"""What is wrong with the arguments of a call: which one, what was given, what is allowed.
+
+The small functions at the top check and convert single values on the way into a call. ``attention``,
+``scores`` and ``softmax`` go through all arguments of a public function and are called once an operator has
+refused something (Note [Refusals] in :mod:`selfattn_ext.functional`); each raises for the first thing that is
+wrong and returns None when it finds nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import shapes
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES_TEXT = "float64, float32, bfloat16 or float16"
+_MAX_OFFSET = 2**40
+_MAX_ELEMENTS = 2**62
+
+
+def diagnose(check: Callable[..., None], *args: Any, **kwargs: Any) -> Exception | None:
+    """The exception that the check raises, None when it finds nothing."""
+    try:
+        check(*args, **kwargs)
+    except (ValueError, TypeError) as problem:
+        return problem
+    return None
+
+
+def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFFSET) -> int:
+    """An int from anything that is one, NumPy's and one-element integer tensors included."""
+    try:
+        result = operator.index(value)
+    except TypeError:
+        raise TypeError(f"{name} must be an int, got {_described(value)}") from None
+    if not low <= result <= high:
+        raise ValueError(f"{name} must lie between {low} and {high}, got {result}")
+    return result
+
+
+def number(name: str, value: Any) -> float:
+    """A finite float from a real number or a tensor of one element that requires no gradient."""
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise TypeError(f"{name} must be a real number, got {_described(value)}")
+        if value.requires_grad:
+            raise ValueError(f"{name} is a constant of differentiation, got a tensor with requires_grad=True")
+    elif isinstance(value, (str, bytes)):
+        raise TypeError(f"{name} must be a real number, got {value!r}")
+    try:
+        result = float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a real number, got {_described(value)}") from None
+    if not math.isfinite(result):
+        raise ValueError(f"{name} must be finite, got {result}")
+    return result
+
+
+def scale(value: Any) -> float:
+    """The factor of the scores. A learned one belongs into the query: ``query * factor``, ``scale=1.0``."""
+    return number("scale", value)
+
+
+def softcap(value: Any) -> float:
+    """The bound of the scores, 0 for none."""
+    result = number("softcap", value)
+    if result < 0:
+        raise ValueError(f"softcap must be 0 (off) or positive, got {result}")
+    return result
+
+
+def probability(name: str, value: Any) -> float:
+    """A float between 0 and 1."""
+    result = number(name, value)
+    if not 0.0 <= result <= 1.0:
+        raise ValueError(f"{name} must lie between 0 and 1, got {result}")
+    return result
+
+
+def window(value: Any) -> tuple[int, int]:
+    """A pair (left, right) of integers from -1."""
+    if isinstance(value, (str, bytes, Tensor)) or not isinstance(value, Sequence) or len(value) != 2:
+        raise TypeError(
+            f"window_size must be a pair (left, right) of ints, -1 for unbounded, got {_described(value)}"
+        )
+    left, right = (integer("window_size", side, -sys.maxsize, sys.maxsize) for side in value)
+    if left < -1 or right < -1:
+        raise ValueError(
+            f"window_size must be (left, right) with each from -1 (unbounded) on, got {(left, right)}"
+        )
+    return left, right
+
+
+def is_causal_bias(mask: Any) -> bool:
+    """Whether a mask is a torch.nn.attention.bias.CausalBias, a rule that only looks like a tensor."""
+    # Until somebody has imported the module there can be none, and importing it takes time.
+    module = sys.modules.get("torch.nn.attention.bias")
+    return module is not None and isinstance(mask, module.CausalBias)
+
+
+def mask(name: str, value: Any) -> Tensor:
+    """A mask of a dtype that the operators take."""
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {_described(value)}")
+    if value.dtype != torch.bool and value.dtype not in _DTYPES:
+        raise TypeError(
+            f"{name} must be bool (True = attend) or {_DTYPES_TEXT} (added to the scores), got "
+            f"{value.dtype}; make {name} != 0 of a mask of zeros and ones"
+        )
+    return value
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    hint = (
+        "; torch.from_numpy makes a tensor of it"
+        if type(value).__module__ == "numpy" and hasattr(value, "shape")
+        else ""
+    )
+    return f"{type(value).__name__} {value!r:.60}{hint}"
+
+
+def _dense_tensor(name: str, value: Any) -> Tensor:
+    if not isinstance(value, Tensor):
+        raise TypeError(f"{name} must be a torch.Tensor, got {_described(value)}")
+    if value.is_nested or value.layout != torch.strided or value.is_quantized:
+        kind = (
+            "a nested tensor" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
+        )
+        raise TypeError(f"{name} must be a dense tensor, but it is {kind}; {name}.to_dense() may help")
+    return value
+
+
+def _device(name: str, tensor: Tensor, first: str, device: torch.device) -> None:
+    if tensor.device != device:
+        raise ValueError(
+            f"{name} is on {tensor.device} and {first} on {device}: all tensors must be on one device"
+        )
+
+
+def _floats(tensors: dict[str, Any]) -> None:
+    """Dense floating tensors of one dtype on one device that has kernels."""
+    for name, tensor in tensors.items():
+        _dense_tensor(name, tensor)
+        if tensor.dtype not in _DTYPES:
+            raise TypeError(f"{name} must be {_DTYPES_TEXT}, got {tensor.dtype}")
+    first, reference = next(iter(tensors.items()))
+    for name, tensor in tensors.items():
+        _device(name, tensor, first, reference.device)
+        if tensor.dtype != reference.dtype:
+            raise TypeError(
+                f"{name} is {tensor.dtype} and {first} {reference.dtype}: they must have the same dtype"
+            )
+    if reference.device.type == "meta":
+        raise ValueError(f"{first} is on the meta device and has no data; allowed is cpu")
+    if reference.device.type != "cpu":
+        raise ValueError(
+            f"{first} is on {reference.device}, for which this build has no kernels; allowed is cpu"
+        )
+
+
+def _fits(name: str, sizes: Sequence[int]) -> None:
+    if math.prod(sizes) > _MAX_ELEMENTS or any(size > _MAX_OFFSET for size in sizes):
+        raise ValueError(f"{name} would have the shape {tuple(sizes)}: more elements than memory can address")
+
+
+def _broadcasts(name: str, shape: Sequence[int], full: Sequence[int], meaning: str) -> None:
+    given = list(shape)
+    while len(given) > len(full) and given[0] == 1:
+        given.pop(0)
+    if len(given) > len(full) or any(
+        size not in (1, wanted) for size, wanted in zip(reversed(given), reversed(full), strict=False)
+    ):
+        raise ValueError(f"{name} of shape {tuple(shape)} does not broadcast to {tuple(full)}, {meaning}")
+
+
+def _mask_of(name: str, value: Any, tensor: Tensor, full: Sequence[int], first: str) -> None:
+    if is_causal_bias(value):
+        if (value.seq_len_q, value.seq_len_kv) != tuple(full[-2:]):
+            raise ValueError(
+                f"{name} is a CausalBias for {value.seq_len_q} queries and {value.seq_len_kv} keys, but "
+                f"there are {full[-2]} queries and {full[-1]} keys"
+            )
+        return
+    mask(name, value)
+    _dense_tensor(name, value)
+    _device(name, value, first, tensor.device)
+    _broadcasts(name, value.shape, full, "the shape of the scores")
+
+
+def _head_numbers(name: str, value: Any, tensor: Tensor, full: Sequence[int]) -> None:
+    if value is None:
+        return
+    _dense_tensor(name, value)
+    if value.dtype not in _DTYPES:
+        raise TypeError(f"{name} must be {_DTYPES_TEXT}, got {value.dtype}")
+    _device(name, value, "query", tensor.device)
+    _broadcasts(name, value.shape, full, "one number per head")
+
+
+def _result_lead(form: shapes.Canonical) -> tuple[int, ...]:
+    """The dimensions of the scores before L and S, as the user counts them."""
+    if form.rank == 2:
+        return ()
+    heads = (form.query.size(1),)
+    return heads if form.rank == 3 else (*form.lead, *heads)
+
+
+def attention(
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    scale_: Any = None,
+    enable_gqa: bool = False,
+    *,
+    window_size: Any = (-1, -1),
+    softcap_: Any = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    query_offset: Any = 0,
+) -> None:
+    """Every argument of :func:`selfattn_ext.scaled_dot_product_attention`."""
+    _floats({"query": query, "key": key, "value": value})
+    for name, tensor in {"query": query, "key": key, "value": value}.items():
+        if tensor.dim() < 2:
+            raise ValueError(
+                f"{name} must have at least 2 dimensions, (..., length, head dim), got {tuple(tensor.shape)}"
+            )
+    if query.size(-1) != key.size(-1):
+        raise ValueError(
+            f"query and key must have the same last dimension (head dim), but query is {tuple(query.shape)} "
+            f"and key {tuple(key.shape)}"
+        )
+    if key.size(-2) != value.size(-2):
+        raise ValueError(
+            "key and value must have the same length (second dimension from the end), but key is "
+            f"{tuple(key.shape)} and value {tuple(value.shape)}"
+        )
+    form = shapes.canonical(query.detach(), key.detach(), value.detach(), enable_gqa, dense=False)
+    lead = _result_lead(form)
+    scores = (*lead, query.size(-2), key.size(-2))
+    _fits("the output", (*scores[:-1], value.size(-1)))
+    _fits("the scores", scores[-2:])
+
+    if dropout_p is not None:
+        probability("dropout_p", dropout_p)
+    if scale_ is not None:
+        scale(scale_)
+    window(window_size)
+    if softcap_ is not None:
+        softcap(softcap_)
+    integer("query_offset", query_offset)
+    if attn_mask is not None:
+        _mask_of("attn_mask", attn_mask, query, scores, "query")
+    _head_numbers("alibi_slopes", alibi_slopes, query, lead or (1,))
+    _head_numbers("sinks", sinks, query, lead or (1,))
+
+
+def scores(query: Any, key: Any, scale_: Any = None, enable_gqa: bool = False) -> None:
+    """Every argument of :func:`selfattn_ext.attention_scores`."""
+    _floats({"query": query, "key": key})
+    attention(query, key, key, None, 0.0, scale_, enable_gqa)
+    form = shapes.canonical(query.detach(), key.detach(), key.detach(), enable_gqa, dense=False)
+    _fits("the scores", (*_result_lead(form), query.size(-2), key.size(-2)))
+
+
+def softmax(scores: Any, mask: Any = None, *, scale_: Any = 1.0, query_offset: Any = 0) -> None:
+    """Every argument of :func:`selfattn_ext.masked_softmax`."""
+    _floats({"scores": scores})
+    if scores.dim() < 2:
+        raise ValueError(f"scores must have at least 2 dimensions, (..., L, S), got {tuple(scores.shape)}")
+    _fits("the weights", scores.shape)
+    scale(scale_)
+    integer("query_offset", query_offset)
+    if mask is not None:
+        _mask_of("mask", mask, scores, tuple(scores.shape), "scores")

@@ -1,0 +1,178 @@
+"""``python -m selfattn_ext demo``: a small transformer trains through this package's attention, and beside it
+twins of the same initial weights on the same batches through torch's fused attention and through the plain
+formula.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from selfattn_ext import viz
+from selfattn_ext.demo import text
+from selfattn_ext.demo.model import (
+    CharTransformer,
+    ModelSize,
+    extension_attention,
+    formula_attention,
+    torch_attention,
+)
+from selfattn_ext.demo.race import (
+    Contender,
+    held_out_loss,
+    largest_difference,
+    line_up,
+    train,
+    with_attention,
+)
+from selfattn_ext.terminal import PICTURE_FORMATS, CommandError, check_output, describe, table
+
+ATTENTIONS = (
+    ("selfattn_ext", extension_attention),
+    ("torch SDPA", torch_attention),
+    ("plain formula", formula_attention),
+)
+BATCH_SIZE = 8
+PROMPT_LENGTH = 32
+SAMPLE_LENGTH = 400
+DRAWN_LENGTH = 40
+# With the same weights the three differ by rounding only: about 1e-6 in float32 on a loss of a few nats.
+SAME_WEIGHTS_TOLERANCE = 1e-4
+
+
+@dataclass(frozen=True)
+class Options:
+    """What the command line may choose; see ``python -m selfattn_ext demo --help``."""
+
+    text: Path | None = None
+    steps: int = 400
+    seed: int = 0
+    device: str = "cpu"
+    out: Path = Path("demo_attention.png")
+    max_seconds: float = 45.0
+    size: ModelSize = field(default_factory=ModelSize)
+
+
+def run(options: Options) -> int:
+    """Train, compare, sample, draw. Returns 0, or 1 where the three do not compute the same."""
+    start = time.monotonic()
+    device = _usable_device(options.device)
+    check_output("--out", options.out, PICTURE_FORMATS)
+    torch.manual_seed(options.seed)
+    corpus_text = text.from_python() if options.text is None else text.from_file(options.text)
+    corpus = text.Corpus(corpus_text, options.size.context)
+    contenders = line_up(ATTENTIONS, len(corpus.symbols), options.size, device)
+    _print_setting(options, corpus_text, corpus, contenders[0].model, device)
+
+    done = train(contenders, corpus, options.steps, BATCH_SIZE, options.seed, device, options.max_seconds)
+    if done < options.steps:
+        print(
+            f"stopped after {done} of {options.steps} steps, as {options.max_seconds:g} s are over "
+            "(--max-seconds)"
+        )
+    print()
+    _print_comparison(contenders, corpus, device)
+    agree = _print_agreement(contenders, corpus, device)
+
+    model = contenders[0].model
+    sample = _print_sample(model, corpus, options.seed, device)
+    _draw_attention(model, sample[: min(DRAWN_LENGTH, options.size.context)], corpus, options.out)
+    print(f"\ntotal {time.monotonic() - start:.0f} s")
+    return 0 if agree else 1
+
+
+def _usable_device(name: str) -> torch.device:
+    try:
+        device = torch.device(name)
+        # One tiny call: a torch without CUDA, a missing GPU and a build without CUDA kernels all show here.
+        extension_attention(*torch.zeros(3, 1, 1, 1, 8, device=device))
+    except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
+        raise CommandError(f"device {name!r} cannot be used: {describe(error)}") from error
+    return device
+
+
+def _print_setting(
+    options: Options, source: text.Text, corpus: text.Corpus, model: CharTransformer, device: torch.device
+) -> None:
+    size = options.size
+    parameters = sum(parameter.numel() for parameter in model.parameters())
+    hint = "" if options.text else "; --text FILE for yours"
+    print(f"text    {len(source.content):,} characters, {len(corpus.symbols)} symbols: {source.origin}{hint}")
+    print(
+        f"model   {size.layers} layers of {size.heads} heads of {size.head_dim} dimensions, causal, float32, "
+        f"{parameters:,} parameters"
+    )
+    print(
+        f"steps   {options.steps} with {BATCH_SIZE} x {size.context} characters, three twins in turns, "
+        f"seed {options.seed}, {device.type}, {torch.get_num_threads()} threads\n",
+        flush=True,
+    )
+
+
+def _print_comparison(contenders: Sequence[Contender], corpus: text.Corpus, device: torch.device) -> None:
+    tokens = BATCH_SIZE * corpus.context
+    ours = contenders[0].step_seconds()
+    rows = []
+    for contender in contenders:
+        seconds = contender.step_seconds()
+        rows.append(
+            [
+                contender.name,
+                f"{contender.losses[0]:.4f}",
+                f"{statistics.fmean(contender.losses[-10:]):.4f}",
+                f"{held_out_loss(contender.model, corpus, device):.4f}",
+                f"{seconds * 1e3:.1f}",
+                f"{tokens / seconds:,.0f}",
+                f"{seconds / ours:.2f}",
+            ]
+        )
+    header = ["attention by", "first loss", "last losses", "held out", "ms/step", "tokens/s", "time / ours"]
+    print(table(header, rows))
+
+
+def _print_agreement(contenders: Sequence[Contender], corpus: text.Corpus, device: torch.device) -> bool:
+    ours, fused, formula = contenders
+    print(
+        f"\nlargest difference of the losses over {len(ours.losses)} steps: "
+        f"{largest_difference(ours, fused):.1e} to torch SDPA, "
+        f"{largest_difference(ours, formula):.1e} to the formula "
+        f"({largest_difference(fused, formula):.1e} between those two)"
+    )
+    held_out = [
+        held_out_loss(with_attention(ours.model, len(corpus.symbols), attention), corpus, device)
+        for _, attention in ATTENTIONS
+    ]
+    difference = max(held_out) - min(held_out)
+    agree = difference < SAME_WEIGHTS_TOLERANCE  # false for NaN too
+    verdict = "they agree" if agree else f"MORE than rounding explains ({SAME_WEIGHTS_TOLERANCE:.0e})"
+    print(f"the three on the same trained weights: held-out losses within {difference:.1e}: {verdict}")
+    return agree
+
+
+def _print_sample(model: CharTransformer, corpus: text.Corpus, seed: int, device: torch.device) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    prompt = corpus.prompt(PROMPT_LENGTH).to(device)
+    sample = model.sample(prompt, SAMPLE_LENGTH, generator).cpu()
+    print(f"\nsample, from {corpus.decode(prompt)!r} on:")
+    for line in corpus.decode(sample).splitlines():
+        print(f"  | {line}")
+    return sample
+
+
+def _draw_attention(model: CharTransformer, tokens: Tensor, corpus: text.Corpus, path: Path) -> None:
+    maps = model.attention_maps(tokens.to(model.head.weight.device))
+    try:
+        drawing = viz.plot_layers(
+            maps, [corpus.symbols[token] for token in tokens], title="attention in the demo"
+        )
+        print(f"\nattention heatmap: {viz.save(drawing, path)}")
+    except ImportError as error:
+        print(f"\nno attention heatmap: {describe(error)}")
+    except OSError as error:
+        raise CommandError(f"--out {path}: cannot write: {error.strerror or error}") from error

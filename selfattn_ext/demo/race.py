@@ -1,0 +1,125 @@
+"""Trains copies of one model side by side: the same weights at the start, the same batches, in turns."""
+
+from __future__ import annotations
+
+import math
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from selfattn_ext.demo.model import CausalAttention, CharTransformer, ModelSize
+from selfattn_ext.demo.text import Corpus
+from selfattn_ext.terminal import Progress
+
+# Twice the rate trains as well, but then rounding errors grow a thousandfold within 100 steps, and that the
+# contenders compute the same could no longer be read off their losses. The same holds for an Adam epsilon of
+# 1e-8.
+LEARNING_RATE = 3e-3
+ADAM_EPSILON = 1e-5
+WARM_UP_FRACTION = 0.1
+HELD_OUT_SEQUENCES = 64
+
+
+@dataclass
+class Contender:
+    """One copy of the model, its optimizer, and what was seen of it."""
+
+    name: str
+    model: CharTransformer
+    optimizer: torch.optim.Optimizer
+    losses: list[float] = field(default_factory=list)
+    seconds: list[float] = field(default_factory=list)
+
+    def step(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
+        """One optimizer step, timed from the batch to the new weights."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        start = time.perf_counter()
+        self.optimizer.zero_grad(set_to_none=True)
+        loss = self.model.loss(tokens, targets)
+        loss.backward()
+        self.optimizer.step()
+        self.losses.append(loss.item())
+        if tokens.is_cuda:
+            torch.cuda.synchronize(tokens.device)
+        self.seconds.append(time.perf_counter() - start)
+
+    def step_seconds(self) -> float:
+        """Median over the steps, so that the first one, which allocates and warms up, does not show."""
+        return statistics.median(self.seconds)
+
+
+@torch.no_grad()
+def held_out_loss(model: CharTransformer, corpus: Corpus, device: torch.device) -> float:
+    """The model's loss on a fixed part of the text that no training batch touches."""
+    tokens, targets = (part.to(device) for part in corpus.held_out_batch(HELD_OUT_SEQUENCES))
+    return model.loss(tokens, targets).item()
+
+
+def with_attention(model: CharTransformer, symbols: int, attention: CausalAttention) -> CharTransformer:
+    """A copy of the model, weights included, that attends by another function."""
+    twin = CharTransformer(symbols, model.size, attention).to(model.head.weight.device)
+    twin.load_state_dict(model.state_dict())
+    return twin
+
+
+def line_up(
+    attentions: Sequence[tuple[str, CausalAttention]], symbols: int, size: ModelSize, device: torch.device
+) -> list[Contender]:
+    """One contender for each (name, attention function), all with the same initial weights."""
+    first = CharTransformer(symbols, size, attentions[0][1]).to(device)
+    contenders = []
+    for name, attention in attentions:
+        model = with_attention(first, symbols, attention)
+        optimizer = torch.optim.AdamW(
+            model.parameters(), lr=LEARNING_RATE, betas=(0.9, 0.99), eps=ADAM_EPSILON, fused=True
+        )
+        contenders.append(Contender(name, model, optimizer))
+    return contenders
+
+
+def train(
+    contenders: Sequence[Contender],
+    corpus: Corpus,
+    steps: int,
+    batch_size: int,
+    seed: int,
+    device: torch.device,
+    max_seconds: float,
+) -> int:
+    """Run ``steps`` steps of every contender, A B C A B C, so that all see the machine in the same state.
+
+    Returns the number of steps done: fewer than asked where the machine is so slow that ``max_seconds`` ran
+    out.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    deadline = time.monotonic() + max_seconds
+    with Progress("training", steps) as progress:
+        for step in range(steps):
+            tokens, targets = (part.to(device) for part in corpus.batch(batch_size, generator))
+            for contender in contenders:
+                contender.step(tokens, targets, _learning_rate(step, steps))
+            speed = tokens.numel() / contenders[0].step_seconds()
+            progress.update(step + 1, f"loss {contenders[0].losses[-1]:.3f}  {speed:,.0f} tokens/s")
+            if time.monotonic() > deadline:
+                return step + 1
+    return steps
+
+
+def largest_difference(a: Contender, b: Contender) -> float:
+    """The largest absolute difference between two contenders' losses over all steps; NaN where one is NaN."""
+    differences = [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]
+    return math.nan if any(map(math.isnan, differences)) else max(differences)
+
+
+def _learning_rate(step: int, steps: int) -> float:
+    """Linear warm-up, then a cosine down to a tenth."""
+    warm_up = max(1, round(WARM_UP_FRACTION * steps))
+    if step < warm_up:
+        return LEARNING_RATE * (step + 1) / warm_up
+    progress = (step - warm_up) / max(1, steps - warm_up)
+    return LEARNING_RATE * (0.1 + 0.45 * (1 + math.cos(math.pi * progress)))

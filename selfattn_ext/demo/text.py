@@ -1,0 +1,127 @@
+"""Text to train on, as numbers: a file, or the documentation that Python carries with it."""
+
+from __future__ import annotations
+
+import builtins
+import inspect
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from selfattn_ext.terminal import CommandError
+
+UNKNOWN = "\N{REPLACEMENT CHARACTER}"
+MAX_SYMBOLS = 256
+HELD_OUT_FRACTION = 0.05
+
+
+@dataclass(frozen=True)
+class Text:
+    content: str
+    origin: str  # for people: where it was found
+
+
+def from_file(path: Path) -> Text:
+    """The text of a UTF-8 file; bytes that are not UTF-8 become replacement characters.
+
+    Raises:
+        CommandError: the file cannot be read.
+    """
+    try:
+        return Text(path.read_text(encoding="utf-8", errors="replace"), str(path))
+    except OSError as error:
+        raise CommandError(f"cannot read the text file {path}: {error.strerror or error}") from error
+
+
+def from_python() -> Text:
+    """The language reference that pydoc's help() shows, or the docstrings of the built-in types.
+
+    The first is about half a million characters in every CPython. Some distributions strip it from small
+    images; the docstrings (about 60,000 characters) are compiled into the interpreter and always there.
+    """
+    try:
+        from pydoc_data.topics import topics
+    except ImportError:
+        return Text(_builtin_docstrings(), "the docstrings of Python's built-in types")
+    return Text(
+        "\n\n".join(topics[name] for name in sorted(topics)), "the language reference of Python's help()"
+    )
+
+
+def _builtin_docstrings() -> str:
+    found: dict[str, None] = {}  # ordered and without duplicates: many methods inherit their docstring
+    for _, value in sorted(vars(builtins).items()):
+        members = [member for _, member in sorted(vars(value).items())] if inspect.isclass(value) else []
+        for thing in [value, *members]:
+            if callable(thing):
+                found[inspect.getdoc(thing) or ""] = None
+    return "\n\n".join(filter(None, found))
+
+
+class Corpus:
+    """A text as symbol numbers, split into a training part and a held-out tail.
+
+    The vocabulary is the most frequent MAX_SYMBOLS - 1 characters and, where the text has more, one symbol
+    for all others, so that a text in any script gives a small output layer.
+
+    Args:
+        text: what to train on.
+        context: length of a training sequence.
+
+    Raises:
+        CommandError: the text is too short to hold two sequences of that length out.
+    """
+
+    def __init__(self, text: Text, context: int) -> None:
+        minimum = 4 * (context + 1)
+        if len(text.content) < minimum:
+            raise CommandError(
+                f"the text of {text.origin} has {len(text.content)} characters; "
+                f"training with a context of {context} needs at least {minimum}"
+            )
+        counts = Counter(text.content)
+        if len(counts) > MAX_SYMBOLS:
+            kept = {symbol for symbol, _ in counts.most_common(MAX_SYMBOLS - 1)} | {UNKNOWN}
+        else:
+            kept = set(counts)
+        self.symbols = sorted(kept)
+        self._number = {symbol: number for number, symbol in enumerate(self.symbols)}
+        self.context = context
+        encoded = self.encode(text.content)
+        held_out = max(context + 1, int(len(encoded) * HELD_OUT_FRACTION))
+        self.training, self.held_out = encoded[:-held_out], encoded[-held_out:]
+
+    def encode(self, text: str) -> Tensor:
+        """Symbol numbers of a string of the text's characters, int64 (length,)."""
+        other = self._number.get(UNKNOWN, 0)
+        return torch.tensor([self._number.get(symbol, other) for symbol in text], dtype=torch.int64)
+
+    def decode(self, numbers: Tensor) -> str:
+        """The string of symbol numbers of shape (length,)."""
+        return "".join(self.symbols[number] for number in numbers.tolist())
+
+    def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
+        """Random training sequences and what follows each symbol: two int64 tensors (size, context)."""
+        starts = torch.randint(len(self.training) - self.context, (size,), generator=generator)
+        return self._sequences(self.training, starts)
+
+    def held_out_batch(self, size: int) -> tuple[Tensor, Tensor]:
+        """Up to ``size`` evenly spread held-out sequences, the same at every call; shapes as batch()."""
+        last = len(self.held_out) - self.context - 1
+        starts = torch.linspace(0, last, min(size, last + 1)).long()
+        return self._sequences(self.held_out, starts)
+
+    def prompt(self, length: int) -> Tensor:
+        """A beginning to continue, int64 (length,): the held-out line that opens with the most letters."""
+        text = self.decode(self.held_out)
+        last = len(text) - length
+        starts = [index + 1 for index, symbol in enumerate(text) if symbol == "\n" and index < last]
+        best = max(starts or [0], key=lambda start: sum(map(str.isalpha, text[start : start + length])))
+        return self.held_out[best : best + length]
+
+    def _sequences(self, source: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
+        positions = starts[:, None] + torch.arange(self.context)
+        return source[positions], source[positions + 1]

@@ -1,0 +1,369 @@
+"""The public functions: fill defaults, bring the arguments into the operators' form, call, explain refusals.
+
+Note [Refusals]
+    A dozen checks in Python cost as much as a small attention. The operators check everything themselves, so
+    the functions here call first and look for the reason in :mod:`selfattn_ext.checks`, in terms of the
+    user's own arguments, once something has refused. What the operators cannot see is checked beforehand.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import arguments, autograd, autograd_pieces, backends, checks, ops, shapes
+from .reference import accumulation_dtype, default_scale
+
+__all__ = ["attention_scores", "attention_weights", "masked_softmax", "scaled_dot_product_attention"]
+
+_EVERYTHING = (-1, -1)
+
+# What operators, torch's views and attributes of things that are no tensors raise for bad arguments.
+_REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, IndexError)
+
+# Looked up once: an attribute chain costs as much as the call at its end.
+_is_grad_enabled = torch.is_grad_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_dynamo_compiling
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    window_size: Sequence[int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    query_offset: int = ...,
+    return_weights: Literal[False] = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    window_size: Sequence[int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    query_offset: int = ...,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+) -> Any: ...
+
+
+def scaled_dot_product_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window_size: Sequence[int] = _EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    query_offset: int = 0,
+    return_weights: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Exact attention, ``softmax(scale * query @ key^T) @ value``, without holding the (L, S) matrix.
+
+    The first eight arguments are those of :func:`torch.nn.functional.scaled_dot_product_attention`, in
+    meaning and order. Every option combines with every other, forward and backward; memory beyond inputs and
+    outputs is O(L + S) unless the weights are asked for. The definition, step by step, is
+    :mod:`selfattn_ext.reference`.
+
+    Args:
+        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are taken too.
+        key: (..., H, S, E), same dtype. Leading dimensions broadcast; one kv head serves all query heads.
+        value: (..., H, S, Ev), same dtype; Ev may differ from E.
+        attn_mask: broadcastable to (..., H, L, S). bool: True = attend. Any floating dtype: added to the
+            scores, -inf hides; gets a gradient if it requires one. A
+            :class:`torch.nn.attention.bias.CausalBias` is taken as the rule that it stands for. Combines with
+            ``is_causal`` and the window.
+        dropout_p: probability with which each weight is dropped, whenever it is not 0: pass 0 in evaluation.
+            The pattern is drawn from torch's default generator (:func:`torch.manual_seed`) and does not
+            depend on threads or kernels.
+        is_causal: query i sees keys ``j <= i + query_offset``.
+        scale: factor of the scores, ``1 / sqrt(E)`` by default.
+        enable_gqa: allows H query heads against Hk kv heads where Hk divides H (Ainslie et al. 2023).
+        window_size: (left, right), query i sees keys from ``i + query_offset - left`` to
+            ``i + query_offset + right``; -1 is unbounded.
+        softcap: replaces scores s by ``softcap * tanh(s / softcap)``, before masks (Gemma 2); 0 is off.
+        alibi_slopes: (H,) or (B, H), adds ``-slope * |i + query_offset - j|`` to the scores
+            (Press et al. 2022); gets a gradient if it requires one.
+        sinks: (H,) or (B, H), a logit per head that takes part in the softmax without a value
+            (Xiao et al. 2024, as in gpt-oss); gets a gradient if it requires one.
+        query_offset: position of query 0 among the keys. 0 is torch's causal alignment, S - L the lower-right
+            one.
+        return_weights: also return the weights (..., H, L, S), after dropout, in the query's dtype.
+        return_lse: also return the log-sum-exp of the scores (..., H, L), sinks included, float64 for float64
+            inputs, else float32.
+
+    Returns:
+        out (..., H, L, Ev), or (out, weights), (out, lse), (out, weights, lse). All are differentiable, any
+        number of times, and in forward mode (through the formula, with its (L, S) matrices). A query that
+        sees no key has output 0, weights 0, lse -inf and gradient 0. A key that a query may not see has no
+        influence on it, even if it holds NaN. out is contiguous in the query's order of dimensions.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed.
+        MemoryError: there is no memory for the result.
+
+    The definition is that of Vaswani et al. (2017), "Attention Is All You Need"; the computation follows
+    Milakov and Gimelshein (2018), "Online normalizer calculation for softmax", and Dao (2023),
+    "FlashAttention-2".
+    """
+    try:
+        # An empty dict of options is the common case, and the cheapest to pass on.
+        options: dict[str, Any] = {}
+        if is_causal:
+            options["is_causal"] = True
+        if query_offset:
+            options["query_offset"] = checks.integer("query_offset", query_offset)
+        if window_size is not _EVERYTHING:
+            arguments.add_window(options, window_size)
+        if softcap:
+            options["softcap"] = checks.softcap(softcap)
+        if backends.forcing and (kernel := backends.forced_kernel()):
+            options["kernel"] = kernel
+
+        if (
+            attn_mask is None
+            and alibi_slopes is None
+            and sinks is None
+            and not dropout_p
+            and not return_weights
+            and not return_lse
+            and query.dim() == 4
+            and (query.size(1) == key.size(1) or enable_gqa)
+            and query.is_cpu
+            and not _is_any_autocast_enabled()
+            and not _are_transforms_active()
+            and forward_ad._current_level < 0
+            and not _is_compiling()
+        ):
+            try:
+                factor = query.size(3) ** -0.5 if scale is None else checks.scale(scale)
+                if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
+                    return autograd.plain_attention(query, key, value, (factor, options))
+                return ops.direct_forward(query, key, value, factor, **options)[0]
+            except (ValueError, ZeroDivisionError):
+                # Something to broadcast or to make dense, or a mistake: the general way finds out which.
+                pass
+
+        q, k, v = arguments.autocast(query, key, value)
+        form = shapes.canonical(q, k, v, enable_gqa)
+        mask = None
+        if attn_mask is not None:
+            if checks.is_causal_bias(attn_mask):
+                arguments.add_causal_bias(options, attn_mask, form, alibi_slopes is not None)
+            else:
+                mask = shapes.mask_four_dimensional(checks.mask("attn_mask", attn_mask), form)
+        dtype = accumulation_dtype(form.query.dtype)
+        seed = None
+        if dropout_p:
+            options["dropout_p"] = checks.probability("dropout_p", dropout_p)
+            seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+        out, weights, lse = autograd.attention(
+            form.query,
+            form.key,
+            form.value,
+            mask,
+            None if alibi_slopes is None else shapes.head_numbers(alibi_slopes, form, dtype),
+            None if sinks is None else shapes.head_numbers(sinks, form, dtype),
+            seed,
+            default_scale(form.query.size(3)) if scale is None else checks.scale(scale),
+            options,
+            return_weights,
+            return_lse,
+        )
+    except _REFUSALS:
+        problem = checks.diagnose(
+            checks.attention,
+            query,
+            key,
+            value,
+            attn_mask,
+            dropout_p,
+            scale,
+            enable_gqa,
+            window_size=window_size,
+            softcap_=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            query_offset=query_offset,
+        )
+        if problem is None:
+            raise
+        raise problem from None
+    if form.rank != 4:
+        out = shapes.restored(out, form)
+        weights = None if weights is None else shapes.restored(weights, form)
+        lse = None if lse is None else shapes.restored(lse, form)
+    if return_weights:
+        return (out, weights, lse) if return_lse else (out, weights)
+    return (out, lse) if return_lse else out
+
+
+def attention_weights(
+    query: Tensor,
+    key: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window_size: Sequence[int] = _EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    query_offset: int = 0,
+    return_lse: bool = False,
+) -> Any:
+    """The softmax weights (..., H, L, S) of :func:`scaled_dot_product_attention`, without a value to mix.
+
+    Takes the same arguments, with the same meaning and the same refusals; key heads stand for kv heads.
+
+    Returns:
+        weights in the query's dtype, after dropout; with ``return_lse`` also the log-sum-exp (..., H, L).
+        Both are differentiable. A row that sees no key is 0.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed.
+        MemoryError: there is no memory for the result.
+    """
+    if not isinstance(key, Tensor) or key.dim() < 2:
+        checks.scores(query, key)
+    results = scaled_dot_product_attention(
+        query,
+        key,
+        key[..., :0],
+        attn_mask,
+        dropout_p,
+        is_causal,
+        scale,
+        enable_gqa,
+        window_size=window_size,
+        softcap=softcap,
+        alibi_slopes=alibi_slopes,
+        sinks=sinks,
+        query_offset=query_offset,
+        return_weights=True,
+        return_lse=return_lse,
+    )
+    return results[1:] if return_lse else results[1]
+
+
+def attention_scores(
+    query: Tensor, key: Tensor, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:
+    """The scaled dot products ``scale * query @ key^T``, before any mask or softmax.
+
+    Args:
+        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are taken too.
+        key: (..., H, S, E), same dtype; leading dimensions broadcast.
+        scale: ``1 / sqrt(E)`` by default (Vaswani et al. 2017), which brings the variance of the scores of
+            independent unit-variance vectors back to 1.
+        enable_gqa: allows H query heads against Hk key heads where Hk divides H.
+
+    Returns:
+        (..., H, L, S), contiguous, in the query's dtype; differentiable any number of times.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed.
+        MemoryError: there is no memory for the result.
+    """
+    try:
+        q, k = arguments.autocast(query, key)
+        form = shapes.canonical(q, k, k, enable_gqa)
+        factor = default_scale(form.query.size(3)) if scale is None else checks.scale(scale)
+        scores = autograd_pieces.attention_scores(form.query, form.key, factor, backends.forced_kernel())
+    except _REFUSALS:
+        problem = checks.diagnose(checks.scores, query, key, scale, enable_gqa)
+        if problem is None:
+            raise
+        raise problem from None
+    return shapes.restored(scores, form)
+
+
+def masked_softmax(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    is_causal: bool = False,
+    query_offset: int = 0,
+) -> Tensor:
+    """Softmax over the last dimension of ``scale * scores + mask``, in one pass over memory.
+
+    Args:
+        scores: (..., L, S), float64, float32, bfloat16 or float16.
+        mask: broadcastable to scores. bool: True = keep. Any floating dtype: added, -inf hides; gets a
+            gradient if it requires one.
+        scale: factor of the scores.
+        is_causal: row i keeps columns ``j <= i + query_offset``.
+        query_offset: position of row 0 among the columns.
+
+    Returns:
+        Weights of the shape and dtype of scores, contiguous; differentiable any number of times. A hidden
+        entry is 0 and has no influence even if it is NaN; a row of hidden entries is 0.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed.
+        MemoryError: there is no memory for the result.
+    """
+    try:
+        if scores.dim() < 2:
+            raise ValueError("scores of less than two dimensions")
+        lead = tuple(scores.shape[:-3]) or (1,)
+        flat = shapes.four_dimensional(scores, lead)
+        options: dict[str, Any] = {}
+        if is_causal:
+            options["is_causal"] = True
+        if query_offset:
+            options["query_offset"] = checks.integer("query_offset", query_offset)
+        if kernel := backends.forced_kernel():
+            options["kernel"] = kernel
+        form = shapes.Canonical(flat, flat, flat, lead, scores.dim())
+        bias = None
+        if mask is not None:
+            if checks.is_causal_bias(mask):
+                raise TypeError(
+                    "a CausalBias is a mask of scaled_dot_product_attention; pass is_causal=True here"
+                )
+            bias = shapes.mask_four_dimensional(checks.mask("mask", mask), form)
+        weights = autograd_pieces.masked_softmax(flat, bias, checks.scale(scale), options)
+    except _REFUSALS:
+        problem = checks.diagnose(checks.softmax, scores, mask, scale_=scale, query_offset=query_offset)
+        if problem is None:
+            raise
+        raise problem from None
+    return shapes.restored(weights, form)

@@ -1,0 +1,119 @@
+"""The package's C++ sources through ``torch.utils.cpp_extension.load``.
+
+For experiments with the kernels: edit csrc, call :func:`load` in a new process, and the changed kernels are
+at hand as ``module.ops`` beside those of the installed library. The sources need no special flags, so the
+plain
+
+    torch.utils.cpp_extension.load(name="my_attention", sources=selfattn_ext.sources.extension_sources())
+
+does the same, without optimising the code between the kernels.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from . import sources, toolchain
+
+_loaded: dict[tuple[object, ...], ModuleType] = {}
+
+
+def is_registered(namespace: str) -> bool:
+    """Whether a loaded library has registered our operators in ``torch.ops.<namespace>``.
+
+    A second library in the same namespace would end the process, so this is asked before one is loaded.
+    """
+    return hasattr(getattr(torch.ops, namespace), "attention_forward")
+
+
+def load(
+    name: str = "selfattn_jit",
+    *,
+    extra_cflags: Sequence[str] = (),
+    build_directory: str | os.PathLike[str] | None = None,
+    verbose: bool = False,
+) -> ModuleType:
+    """Compile the package's C++ sources and load them under a name of their own.
+
+    The first call takes a minute or two; later ones, in other processes, compile only what has changed. A
+    second call in one process returns the module of the first.
+
+    Args:
+        name: name of the module, and namespace of its operators: ``torch.ops.<name>``.
+        extra_cflags: compiler flags after the package's own, for instance ``["-DNDEBUG"]``.
+        build_directory: where object files and library go; by default a folder of this Python, torch and name
+            in torch's cache of extensions (``TORCH_EXTENSIONS_DIR``).
+        verbose: print the compiler's commands and output.
+
+    Returns:
+        The pybind11 module; its ``ops`` are the operators, its ``op_namespace`` is their namespace.
+
+    Raises:
+        ValueError: the name is no identifier, or its operators are registered already.
+        ImportError: there is no compiler or no ninja; the message says what to install.
+        RuntimeError: the sources do not compile; the message holds the compiler's output.
+    """
+    if not isinstance(name, str) or not name.isidentifier():
+        raise ValueError(
+            f"name must be an identifier, for a module and its namespace of operators; got {name!r}"
+        )
+    key = (name, tuple(extra_cflags), None if build_directory is None else os.path.abspath(build_directory))
+    if key not in _loaded:
+        if is_registered(name):
+            raise ValueError(f"torch.ops.{name} holds a loaded library already; choose another name")
+        flags = [*sources.optimisation_flags(), *extra_cflags]
+        _loaded[key] = compile_and_load(name, flags, build_directory, verbose)
+    return _loaded[key]
+
+
+def compile_and_load(
+    name: str,
+    flags: Sequence[str],
+    build_directory: str | os.PathLike[str] | None = None,
+    verbose: bool = False,
+) -> ModuleType:
+    """``torch.utils.cpp_extension.load`` on the package's sources, after a look at the tools it needs.
+
+    Raises:
+        ImportError: there is no compiler or no ninja; the message says what to install.
+        RuntimeError: the sources do not compile.
+    """
+    problem = toolchain.compiler_problem()
+    if problem is None and toolchain.ninja_folder() is None:
+        problem = "selfattn_ext needs ninja to compile its sources: pip install ninja"
+    if problem is not None:
+        raise ImportError(problem)
+
+    # Imported late: it brings in setuptools, which takes longer than the rest of the package.
+    from torch.utils import cpp_extension
+
+    with toolchain.environment():
+        if build_directory is None:
+            root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+            # Another Python needs another module, and another torch would compile everything again in place.
+            build_directory = Path(root) / f"{sys.implementation.cache_tag}_torch{torch.__version__}" / name
+        folder = Path(build_directory)
+        folder.mkdir(parents=True, exist_ok=True)
+        lock = folder / "lock"
+        if lock.exists():
+            # torch waits for the lock's owner, forever if that was killed.
+            message = f"selfattn_ext: another process is compiling; if there is none, delete {lock}"
+            print(message, file=sys.stderr, flush=True)
+        try:
+            return cpp_extension.load(
+                name,
+                sources.extension_sources(),
+                extra_cflags=list(flags),
+                build_directory=str(folder),
+                verbose=verbose,
+            )
+        except RuntimeError:
+            # torch takes a failed build for done: a second attempt would look for the missing library.
+            cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
+            raise

@@ -1,0 +1,108 @@
+"""Finds and loads the compiled library.
+
+Importing ``selfattn_ext._C`` registers the operators with torch; ``ops()`` and ``extension()`` are the two
+ways in for the rest of the package. A checkout that was never installed has no compiled library: it is
+compiled then and there, through torch's cache of extensions.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import importlib
+import importlib.machinery
+import os
+import sys
+import zlib
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from . import jit, sources
+
+_MODULE = f"{__package__}._C"
+
+
+def ops() -> Any:
+    """The operators, ``torch.ops.selfattn``; loads the library on first use.
+
+    Raises:
+        ImportError: see :func:`extension`.
+    """
+    extension()
+    return getattr(torch.ops, sources.NAMESPACE)
+
+
+@functools.cache
+def extension() -> ModuleType:
+    """The pybind11 module ``_C``: build info, CPU features, kernel table; loads the library on first use.
+
+    Raises:
+        ImportError: torch is too old, the library does not load, or there is none and it cannot be compiled
+            here. The message says what to do.
+    """
+    if not sources.supports(torch.__version__):
+        wanted = ".".join(map(str, sources.MINIMUM_TORCH))
+        raise ImportError(
+            f"selfattn_ext needs torch {wanted} or newer, and this is {torch.__version__}: "
+            f"pip install --upgrade 'torch>={wanted}'"
+        )
+    # Beside this file and nowhere else: an editable install would offer that of another checkout.
+    spec = importlib.machinery.PathFinder.find_spec(_MODULE, [os.path.dirname(__file__)])
+    file = None if spec is None else spec.origin
+    if jit.is_registered(sources.NAMESPACE) and not (file is not None and _is_open(file)):
+        # A second registration would end the process without a message.
+        raise ImportError(
+            f"another library has registered torch.ops.{sources.NAMESPACE} in this process; "
+            "load that one under another name (-DSELFATTN_NAMESPACE=...)"
+        )
+    return _compile() if file is None else _import(file)
+
+
+def _import(file: str) -> ModuleType:
+    try:
+        module = importlib.import_module(_MODULE)
+    except ImportError as error:
+        raise ImportError(
+            f"{file} does not load under torch {torch.__version__} ({error}); "
+            "install selfattn_ext again, with --force-reinstall --no-deps"
+        ) from error
+    built = module.build_info()["version"]
+    if built != sources.version():
+        raise ImportError(
+            f"{file} is of version {built} and the Python files beside it are of {sources.version()}; "
+            "install selfattn_ext again, with --force-reinstall --no-deps"
+        )
+    return module
+
+
+def _compile() -> ModuleType:
+    nothing = "selfattn_ext has no compiled library here"
+    try:
+        folder = sources.root()
+    except FileNotFoundError as error:
+        raise ImportError(f"{nothing}, and {error}: install it again") from error
+    print(
+        f"selfattn_ext: no compiled library for this Python; compiling {folder}, "
+        "a minute or two the first time (pip install -e . does it ahead of time)",
+        file=sys.stderr,
+        flush=True,
+    )
+    # torch caches by name, so that two checkouts need two.
+    name = f"selfattn_ext_{zlib.crc32(os.fsencode(folder)):08x}"
+    try:
+        return jit.compile_and_load(name, sources.compile_flags())
+    except ImportError as error:
+        raise ImportError(f"{nothing}, and none can be made: {error}") from error
+    except RuntimeError as error:
+        raise ImportError(f"{nothing}, and its sources do not compile: {error}") from error
+
+
+def _is_open(file: str) -> bool:
+    """Whether the dynamic loader holds this file already, so that loading it runs no initialiser again."""
+    try:
+        ctypes.CDLL(file, mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
+    except OSError:
+        return False
+    return True

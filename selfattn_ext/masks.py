@@ -1,0 +1,141 @@
+"""Who sees whom: the positional rules of attention as small frozen dataclasses.
+
+Query ``i`` stands at position ``i + query_offset`` among the keys; key ``j`` stands at ``j``. The rules
+compare these positions, so one offset places a chunk of queries anywhere in a longer sequence
+(``query_offset=0`` is PyTorch's upper-left causal alignment, ``S - L`` the lower-right one).
+
+The kernels evaluate these rules from their numbers and never build them as tensors. ``visible`` and ``bias``
+build them, for the reference formula, for tests and to look at; ``options`` gives the keyword arguments that
+ask :func:`selfattn_ext.scaled_dot_product_attention` for the same rule::
+
+    rule = Window(left=128, right=0)
+    out = selfattn_ext.scaled_dot_product_attention(query, key, value, **rule.options())
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["Alibi", "Causal", "Window", "alibi_head_slopes"]
+
+Device = torch.device | str | None
+
+
+def _distance(query_length: int, key_length: int, query_offset: int, device: Device) -> Tensor:
+    """``j - (i + query_offset)`` for every query i and key j, int64 of shape (L, S)."""
+    rows = torch.arange(query_length, device=device).unsqueeze(-1) + query_offset
+    return torch.arange(key_length, device=device) - rows
+
+
+@dataclass(frozen=True)
+class Causal:
+    """Query i sees the keys ``j <= i + query_offset``."""
+
+    query_offset: int = 0
+
+    def visible(self, query_length: int, key_length: int, device: Device = None) -> Tensor:
+        """The rule as a bool tensor (L, S), True where the key is seen."""
+        return _distance(query_length, key_length, self.query_offset, device) <= 0
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`."""
+        return {"is_causal": True, "query_offset": self.query_offset}
+
+
+@dataclass(frozen=True)
+class Window:
+    """Query i sees the keys ``i + query_offset - left <= j <= i + query_offset + right``; -1 means no limit.
+
+    Sliding-window attention as in Longformer (Beltagy et al. 2020) and Mistral (Jiang et al. 2023); the pair
+    has the meaning of FlashAttention's ``window_size``.
+    """
+
+    left: int = -1
+    right: int = -1
+    query_offset: int = 0
+
+    def visible(self, query_length: int, key_length: int, device: Device = None) -> Tensor:
+        """The rule as a bool tensor (L, S), True where the key is seen."""
+        distance = _distance(query_length, key_length, self.query_offset, device)
+        seen = torch.ones_like(distance, dtype=torch.bool)
+        if self.left >= 0:
+            seen = seen & (distance >= -self.left)
+        if self.right >= 0:
+            seen = seen & (distance <= self.right)
+        return seen
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`."""
+        return {"window_size": (self.left, self.right), "query_offset": self.query_offset}
+
+
+def alibi_head_slopes(num_heads: int) -> tuple[float, ...]:
+    """The slopes that Press et al. (2022), "Train Short, Test Long", give to ``num_heads`` heads.
+
+    For a power of two, head h has the slope ``2 ** (-8 (h + 1) / num_heads)``; for other numbers the slopes
+    of the next lower power of two are followed by every other slope of the next higher one.
+    """
+    if num_heads < 1:
+        raise ValueError(f"num_heads must be at least 1, got {num_heads}")
+    lower = 2 ** int(math.log2(num_heads))
+    slopes = [2.0 ** (-8.0 * (head + 1) / lower) for head in range(lower)]
+    between = [2.0 ** (-8.0 * (head + 1) / (2 * lower)) for head in range(0, 2 * lower, 2)]
+    return tuple(slopes + between[: num_heads - lower])
+
+
+@dataclass(frozen=True)
+class Alibi:
+    """Adds ``-slope * |i + query_offset - j|`` to the scores of each head (Press et al. 2022)."""
+
+    slopes: tuple[float, ...]
+    query_offset: int = 0
+
+    @classmethod
+    def for_heads(cls, num_heads: int, query_offset: int = 0) -> Alibi:
+        """The rule with the paper's slopes."""
+        return cls(alibi_head_slopes(num_heads), query_offset)
+
+    def bias(
+        self,
+        query_length: int,
+        key_length: int,
+        device: Device = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> Tensor:
+        """The rule as an additive bias (H, L, S)."""
+        slopes = torch.tensor(self.slopes, dtype=dtype, device=device)
+        return alibi_bias(slopes, query_length, key_length, self.query_offset)
+
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`."""
+        return {"alibi_slopes": torch.tensor(self.slopes), "query_offset": self.query_offset}
+
+
+def alibi_bias(slopes: Tensor, query_length: int, key_length: int, query_offset: int = 0) -> Tensor:
+    """``-slope * |i + query_offset - j|``, (..., H, L, S) for slopes (..., H), with a gradient for them."""
+    distance = _distance(query_length, key_length, query_offset, slopes.device).abs().to(slopes.dtype)
+    return -slopes[..., None, None] * distance
+
+
+def visible_pairs(
+    query_length: int,
+    key_length: int,
+    *,
+    is_causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    query_offset: int = 0,
+    device: Device = None,
+) -> Tensor | None:
+    """The positional rules together as a bool tensor (L, S), or None when every query sees every key."""
+    left, right = window_size
+    if is_causal:
+        right = 0 if right < 0 else min(right, 0)
+    if left < 0 and right < 0:
+        return None
+    return Window(left, right, query_offset).visible(query_length, key_length, device)

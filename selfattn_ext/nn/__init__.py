@@ -1,0 +1,12 @@
+"""Attention layers.
+
+All of them project with torch's linear layers and attend with `selfattn_ext.scaled_dot_product_attention`, so
+that gradients, dtypes, devices and numerics are those of that function. A query that may see no key gets
+zeros from the attention, never NaN.
+"""
+
+from .multihead_attention import MultiheadAttention
+from .rotary import rotary_embedding
+from .self_attention import MultiHeadSelfAttention, SelfAttention
+
+__all__ = ["MultiHeadSelfAttention", "MultiheadAttention", "SelfAttention", "rotary_embedding"]

@@ -1,0 +1,235 @@
+"""The operators of the compiled library, one typed name per operator, and their fake kernels.
+
+All tensors are four-dimensional here; :mod:`selfattn_ext.functional` brings user input into that form. The
+names are the dispatcher's own callables, so that a call costs nothing on top. They know no gradients and no
+vmap: those are in :mod:`selfattn_ext.autograd`.
+
+The fake kernels give shapes, dtypes and strides without data, for torch.compile, torch.export and
+FakeTensorMode.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol, TypeVar
+
+import torch
+from torch import Tensor
+
+from . import library
+from .reference import accumulation_dtype
+
+__all__ = [
+    "NAMESPACE",
+    "attention_backward",
+    "attention_forward",
+    "attention_scores",
+    "attention_scores_backward",
+    "attention_weights",
+    "masked_softmax",
+    "masked_softmax_backward",
+]
+
+_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+
+
+class _AttentionForward(Protocol):
+    """(query (B,H,L,E), key (B,Hk,S,E), value (B,Hk,S,Ev), scale, *, need_residual, options)
+    -> (out, row_max, row_sum, out_residual).
+
+    out_residual is what rounding out to 16 bits took away; an empty tensor for other dtypes and where not
+    asked for.
+    """
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
+
+
+class _AttentionWeights(Protocol):
+    """(query, key, row_max, row_sum, scale, *, options) -> weights (B,H,L,S)."""
+
+    def __call__(
+        self, query: Tensor, key: Tensor, row_max: Tensor, row_sum: Tensor, scale: float, **options: Any
+    ) -> Tensor: ...
+
+
+class _AttentionBackward(Protocol):
+    """(grad_out, query, ..., *, out_residual, grad_row, grad_weights, need_mask_grad, options) -> six
+    gradients.
+
+    They are those of query, key, value, attn_mask, alibi_slopes and sinks; an empty tensor stands for a
+    gradient that was not asked for.
+    """
+
+    def __call__(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        row_max: Tensor,
+        row_sum: Tensor,
+        scale: float,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+
+
+class _AttentionScores(Protocol):
+    """(query, key, scale) -> scale * query @ key^T (B,H,L,S)."""
+
+    def __call__(self, query: Tensor, key: Tensor, scale: float, *, kernel: str = "") -> Tensor: ...
+
+
+class _AttentionScoresBackward(Protocol):
+    """(grad_scores, query, key, scale) -> (grad_query, grad_key)."""
+
+    def __call__(
+        self, grad_scores: Tensor, query: Tensor, key: Tensor, scale: float, *, kernel: str = ""
+    ) -> tuple[Tensor, Tensor]: ...
+
+
+class _MaskedSoftmax(Protocol):
+    """(scores (B,H,L,S), scale, *, mask, is_causal, query_offset) -> softmax(scale * scores + mask)."""
+
+    def __call__(
+        self,
+        scores: Tensor,
+        scale: float,
+        *,
+        mask: Tensor | None = None,
+        is_causal: bool = False,
+        query_offset: int = 0,
+        kernel: str = "",
+    ) -> Tensor: ...
+
+
+class _MaskedSoftmaxBackward(Protocol):
+    """(grad_weights, weights, scale) -> scale * weights * (grad - rowsum(weights * grad))."""
+
+    def __call__(
+        self, grad_weights: Tensor, weights: Tensor, scale: float, *, kernel: str = ""
+    ) -> Tensor: ...
+
+
+#: The dtypes whose rounding is worth remembering.
+SIXTEEN_BITS = (torch.bfloat16, torch.float16)
+
+_ops = library.ops()
+
+#: The dispatcher namespace of the operators: torch.ops.<NAMESPACE>.
+NAMESPACE: str = _ops.name
+
+attention_forward: _AttentionForward = _ops.attention_forward.default
+attention_weights: _AttentionWeights = _ops.attention_weights.default
+attention_backward: _AttentionBackward = _ops.attention_backward.default
+attention_scores: _AttentionScores = _ops.attention_scores.default
+attention_scores_backward: _AttentionScoresBackward = _ops.attention_scores_backward.default
+masked_softmax: _MaskedSoftmax = _ops.masked_softmax.default
+masked_softmax_backward: _MaskedSoftmaxBackward = _ops.masked_softmax_backward.default
+
+# The callables inside the overloads, for the path of least overhead. torch.compile traces the overloads only.
+direct_forward: _AttentionForward = getattr(_ops.attention_forward.default, "_op", attention_forward)
+direct_backward: _AttentionBackward = getattr(_ops.attention_backward.default, "_op", attention_backward)
+
+
+def _refuse_meta(*arguments: Any) -> None:
+    """Fake kernels also answer for the meta device, where a caller would get tensors without data for
+    results.
+    """
+    if any(isinstance(argument, Tensor) and argument.device.type == "meta" for argument in arguments):
+        raise RuntimeError(
+            "selfattn_ext runs on no meta tensors; use torch._subclasses.FakeTensorMode for shapes"
+        )
+
+
+def _fake(name: str) -> Callable[[_Kernel], _Kernel]:
+    return torch.library.register_fake(f"{NAMESPACE}::{name}")
+
+
+def _empty_like(layout: Tensor, length: int, width: int) -> Tensor:
+    """An empty (B, H, length, width) in the order of the tensor's head and sequence dimensions, dense."""
+    batch, heads, rows, _ = layout.shape
+    if heads > 1 and rows > 1 and layout.stride(1) != 0 and layout.stride(1) < layout.stride(2):
+        return layout.new_empty((batch, length, heads, width)).transpose(1, 2)
+    return layout.new_empty((batch, heads, length, width))
+
+
+@_fake("attention_forward")
+def _(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, need_residual: bool = False, **options: Any
+) -> tuple[Tensor, ...]:
+    _refuse_meta(query, key, value, *options.values())
+    batch, heads, length, _ = query.shape
+    statistics = (
+        query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype)) for _ in range(2)
+    )
+    out = _empty_like(query, length, value.shape[3])
+    residual = torch.empty_like(out) if need_residual and query.dtype in SIXTEEN_BITS else query.new_empty(0)
+    return (out, *statistics, residual)
+
+
+@_fake("attention_weights")
+def _(query: Tensor, key: Tensor, row_max: Tensor, row_sum: Tensor, scale: float, **options: Any) -> Tensor:
+    _refuse_meta(query, key, row_max, row_sum, *options.values())
+    return query.new_empty((*query.shape[:3], key.shape[2]))
+
+
+@_fake("attention_backward")
+def _(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    scale: float,
+    *,
+    attn_mask: Tensor | None = None,
+    need_mask_grad: bool = False,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    _refuse_meta(grad_out, query, key, value, attn_mask, alibi_slopes, sinks, *options.values())
+    statistics = accumulation_dtype(query.dtype)
+    optional = (
+        (attn_mask if need_mask_grad else None, query.dtype),
+        (alibi_slopes, statistics),
+        (sinks, statistics),
+    )
+    return (
+        *(_empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value)),
+        *(
+            query.new_empty(0, dtype=dtype) if tensor is None else tensor.new_empty(tensor.shape)
+            for tensor, dtype in optional
+        ),
+    )
+
+
+@_fake("attention_scores")
+def _(query: Tensor, key: Tensor, scale: float, *, kernel: str = "") -> Tensor:
+    _refuse_meta(query, key)
+    return query.new_empty((*query.shape[:3], key.shape[2]))
+
+
+@_fake("attention_scores_backward")
+def _(
+    grad_scores: Tensor, query: Tensor, key: Tensor, scale: float, *, kernel: str = ""
+) -> tuple[Tensor, Tensor]:
+    _refuse_meta(grad_scores, query, key)
+    return _empty_like(query, query.shape[2], query.shape[3]), _empty_like(key, key.shape[2], key.shape[3])
+
+
+@_fake("masked_softmax")
+def _(scores: Tensor, scale: float, **options: Any) -> Tensor:
+    _refuse_meta(scores, *options.values())
+    return scores.new_empty(scores.shape)
+
+
+@_fake("masked_softmax_backward")
+def _(grad_weights: Tensor, weights: Tensor, scale: float, *, kernel: str = "") -> Tensor:
+    _refuse_meta(grad_weights, weights)
+    return weights.new_empty(weights.shape)

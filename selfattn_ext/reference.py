@@ -1,0 +1,295 @@
+"""Attention as its formula, in plain PyTorch operations: what every kernel of this package is judged against.
+
+The functions here hold the whole (L, S) matrix, accept any floating dtype (16-bit inputs are computed in
+float32 and rounded once, at the end) and may be differentiated any number of times, in reverse and forward
+mode, under torch.func too. Tests, benchmarks, documentation and the second derivatives of
+:mod:`selfattn_ext.autograd` use them.
+
+The formula, after Vaswani et al. (2017), with every option of the package in its order::
+
+    s_ij = scale * <q_i, k_j>
+    s_ij = softcap * tanh(s_ij / softcap)                  where softcap > 0       (Gemma 2, 2024)
+    s_ij = s_ij - slope * |i + query_offset - j|           with ALiBi slopes       (Press et al. 2022)
+    s_ij = s_ij + attn_mask_ij                             with a float mask
+    s_ij = -inf                                            where i may not see j
+    p_ij = exp(s_ij - m_i) / (sum_j exp(s_ij - m_i) + exp(sink - m_i)),  m_i = max(s_i*, sink)
+    w_ij = p_ij * kept_ij / (1 - dropout_p)
+    out_i = sum_j w_ij v_j,    lse_i = m_i + log(sum_j exp(s_ij - m_i) + exp(sink - m_i))
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .masks import alibi_bias, visible_pairs
+
+__all__ = [
+    "AttentionResult",
+    "accumulation_dtype",
+    "attention",
+    "attention_scores",
+    "dropout_keep",
+    "masked_softmax",
+    "philox4x32",
+]
+
+_WORD = 0xFFFFFFFF
+
+
+class AttentionResult(NamedTuple):
+    """What :func:`attention` returns: out (..., L, Ev), weights (..., L, S), lse (..., L)."""
+
+    out: Tensor
+    weights: Tensor
+    lse: Tensor
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for float64, float32 for every other dtype: what sums, statistics and lse are held in."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def default_scale(head_dim: int) -> float:
+    """``1 / sqrt(E)``; 1 for E = 0, where every score is an empty sum and any factor leaves it 0."""
+    return head_dim**-0.5 if head_dim else 1.0
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    query_offset: int = 0,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    dropout_p: float = 0.0,
+    dropout_seed: Tensor | None = None,
+    compute_dtype: torch.dtype | None = None,
+) -> AttentionResult:
+    """Exact attention by the formula of this module.
+
+    Shapes: query (..., H, L, E), key (..., Hk, S, E), value (..., Hk, S, Ev) where Hk divides H (query head h
+    reads kv head ``h // (H // Hk)``); attn_mask broadcastable to (..., H, L, S), bool (True = attend) or
+    float; alibi_slopes and sinks broadcastable to (..., H). 2-D tensors are a single head. ``dropout_seed``
+    is an int64 tensor of one element. ``compute_dtype`` replaces the accumulation dtype, to see what a
+    formula written without care for 16-bit inputs would give. Returns out and weights in the query's dtype,
+    lse in the computation's.
+    """
+    if query.dim() == 2:
+        result = attention(
+            query.unsqueeze(0),
+            key.unsqueeze(0),
+            value.unsqueeze(0),
+            attn_mask,
+            scale=scale,
+            is_causal=is_causal,
+            window_size=window_size,
+            query_offset=query_offset,
+            softcap=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            dropout_p=dropout_p,
+            dropout_seed=dropout_seed,
+            compute_dtype=compute_dtype,
+        )
+        return AttentionResult(*(part.squeeze(0) for part in result))
+
+    dtype = compute_dtype or accumulation_dtype(query.dtype)
+    q = query.to(dtype)
+    k = _repeat_heads(key.to(dtype), query.size(-3))
+    v = _repeat_heads(value.to(dtype), query.size(-3))
+    length, keys = q.size(-2), k.size(-2)
+
+    seen = visible_pairs(
+        length,
+        keys,
+        is_causal=is_causal,
+        window_size=window_size,
+        query_offset=query_offset,
+        device=q.device,
+    )
+    shown, bias = _split_mask(attn_mask, dtype)
+    seen = _both(seen, shown)
+    # Once 0 * NaN can arise, the products must leave hidden pairs out one by one.
+    apart = None if seen is None or _all_finite(q, k, v) else seen
+
+    scores = (q @ k.mT if apart is None else _dot_visible(q, k, apart)) * (
+        default_scale(q.size(-1)) if scale is None else scale
+    )
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    if alibi_slopes is not None:
+        scores = scores + alibi_bias(alibi_slopes.to(dtype), length, keys, query_offset)
+    if bias is not None:
+        scores = scores + bias
+    if seen is not None:
+        scores = torch.where(seen, scores, -torch.inf)
+
+    weights, lse = _softmax_with_lse(scores, None if sinks is None else sinks.to(dtype))
+    if dropout_p:
+        assert dropout_seed is not None, "dropout_p > 0 needs a dropout_seed"
+        weights = _dropout(weights, dropout_p, dropout_seed)
+    out = weights @ v if apart is None else _mix_visible(weights, v, apart)
+    return AttentionResult(out.to(query.dtype), weights.to(query.dtype), lse)
+
+
+def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
+    """``scale * query @ key^T`` of shape (..., H, L, S), with grouped-query heads as in :func:`attention`."""
+    dtype = accumulation_dtype(query.dtype)
+    k = key.to(dtype) if query.dim() == 2 else _repeat_heads(key.to(dtype), query.size(-3))
+    factor = default_scale(query.size(-1)) if scale is None else scale
+    return (factor * (query.to(dtype) @ k.mT)).to(query.dtype)
+
+
+def masked_softmax(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    is_causal: bool = False,
+    query_offset: int = 0,
+) -> Tensor:
+    """Softmax over the last dimension of ``scale * scores + mask``; hidden entries and rows of hidden entries
+    are 0.
+
+    scores (..., L, S); mask broadcastable to it, bool (True = keep) or float (-inf hides). The result has the
+    shape and dtype of scores.
+    """
+    dtype = accumulation_dtype(scores.dtype)
+    seen = visible_pairs(
+        scores.size(-2), scores.size(-1), is_causal=is_causal, query_offset=query_offset, device=scores.device
+    )
+    shown, bias = _split_mask(mask, dtype)
+    seen = _both(seen, shown)
+    logits = scores.to(dtype) * scale
+    if bias is not None:
+        logits = logits + bias
+    if seen is not None:
+        logits = torch.where(seen, logits, -torch.inf)
+    weights, _ = _softmax_with_lse(logits, None)
+    return weights.to(scores.dtype)
+
+
+def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
+    """Repeats each kv head for its group of query heads, as torch's enable_gqa does."""
+    if tensor.size(-3) in (1, heads):
+        return tensor
+    return tensor.repeat_interleave(heads // tensor.size(-3), dim=-3)
+
+
+def _split_mask(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
+    """A mask as (what may be seen, what is added there); the bias is 0 where nothing may be seen."""
+    if mask is None:
+        return None, None
+    if mask.dtype == torch.bool:
+        return mask, None
+    bias = mask.to(dtype)
+    shown = bias != -torch.inf
+    return shown, torch.where(shown, bias, 0.0)
+
+
+def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    if first is None or second is None:
+        return second if first is None else first
+    return first & second
+
+
+def _all_finite(*tensors: Tensor) -> bool:
+    """Whether every element is finite, asked of the stored data where torch.func has wrapped the tensors."""
+    for tensor in tensors:
+        while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
+            tensor = torch._C._functorch.get_unwrapped(tensor)
+        if not bool(torch.isfinite(tensor.detach()).all()):
+            return False
+    return True
+
+
+def _dot_visible(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:
+    """``q @ k^T`` in which a hidden pair contributes nothing, forward or backward, even if it is NaN."""
+    pairs = seen.unsqueeze(-1)
+    return (torch.where(pairs, q.unsqueeze(-2), 0.0) * torch.where(pairs, k.unsqueeze(-3), 0.0)).sum(-1)
+
+
+def _mix_visible(weights: Tensor, v: Tensor, seen: Tensor) -> Tensor:
+    """``weights @ v`` in which a hidden pair contributes nothing, forward or backward, even if it is NaN."""
+    return (weights.unsqueeze(-1) * torch.where(seen.unsqueeze(-1), v.unsqueeze(-3), 0.0)).sum(-2)
+
+
+def _softmax_with_lse(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Softmax of (..., H, L, S) and its log-sum-exp (..., H, L); rows of -inf give weights 0 and lse -inf.
+
+    The weights are normalised by the row sum: exp(s - lse) would lose log(n) where |max| is large.
+    """
+    # Results do not depend on the maximum, so that it may be a constant of differentiation of any order.
+    fixed = scores.detach()
+    top = fixed.amax(-1) if scores.size(-1) else fixed.sum(-1) - torch.inf
+    if sinks is not None:
+        top = torch.maximum(top, sinks.detach().unsqueeze(-1))
+    top = torch.where(top == -torch.inf, 0.0, top)
+    exponentials = torch.exp(scores - top.unsqueeze(-1))
+    total = exponentials.sum(-1)
+    if sinks is not None:
+        total = total + torch.exp(sinks.unsqueeze(-1) - top)
+    empty = total == 0
+    divisor = torch.where(empty, 1.0, total)
+    return exponentials / divisor.unsqueeze(-1), torch.where(empty, -torch.inf, top + torch.log(divisor))
+
+
+def _dropout(weights: Tensor, p: float, seed: Tensor) -> Tensor:
+    """Weights (..., H, L, S) with the package's dropout pattern applied and the survivors scaled by 1 / (1 -
+    p).
+    """
+    heads, length, keys = weights.shape[-3:]
+    keep = dropout_keep(seed, p, (math.prod(weights.shape[:-3]), heads, length, keys))
+    return torch.where(keep.reshape(weights.shape), weights * (1.0 / (1.0 - p) if p < 1 else 0.0), 0.0)
+
+
+def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int]) -> Tensor:
+    """Which weights of (B, H, L, S) survive dropout with probability p: a bool tensor, the same on every
+    device.
+
+    Philox4x32-7 with the key (low, high 32 bits of seed) and the counter (j >> 2, i, h, b); key j takes
+    output word ``j & 3`` and is dropped when that word is below ``floor(p * 2**32)``.
+    """
+    batch, heads, length, keys = shape
+    seed = seed.reshape(())
+
+    def along(size: int, dim: int) -> Tensor:
+        return torch.arange(size, device=seed.device).reshape([-1 if d == dim else 1 for d in range(4)])
+
+    counter = (along((keys + 3) // 4, 3), along(length, 2), along(heads, 1), along(batch, 0))
+    words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
+    flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)
+    return flat[..., :keys] >= int(p * 2**32)
+
+
+def philox4x32(
+    counter: tuple[Tensor, Tensor, Tensor, Tensor], key: tuple[Tensor, Tensor], rounds: int = 7
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The counter-based generator Philox4x32 of Salmon et al. (2011), on int64 tensors that hold 32-bit
+    words.
+    """
+    c0, c1, c2, c3 = counter
+    k0, k1 = key
+    for index in range(rounds):
+        if index:
+            k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
+        # The 64-bit product wraps into the sign; shift and mask recover both words all the same.
+        first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
+        c0, c1, c2, c3 = (
+            ((second >> 32) & _WORD) ^ c1 ^ k0,
+            second & _WORD,
+            ((first >> 32) & _WORD) ^ c3 ^ k1,
+            first & _WORD,
+        )
+    return c0, c1, c2, c3

@@ -1,0 +1,281 @@
+"""``python -m selfattn_ext check``: every kernel on this machine against the formula, forward and backward.
+
+The judge is :mod:`selfattn_ext.reference` in float64. A result passes when its error, relative to the largest
+true value, is at most twice the error that the same formula makes in the result's own dtype, plus a few
+roundings; when it is infinite or NaN exactly where the formula is; and when one thread and several give the
+same bits.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from selfattn_ext import attention_scores, backends, masked_softmax, reference, scaled_dot_product_attention
+from selfattn_ext.terminal import Progress, describe, table
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Added to twice the formula's error: what a different, equally good order of operations may cost. More for
+# float64, in which the truth itself has been computed.
+ROUNDING = {
+    torch.float64: 64 * torch.finfo(torch.float64).eps,
+    torch.float32: 8 * torch.finfo(torch.float32).eps,
+    torch.bfloat16: 0.5 * torch.finfo(torch.bfloat16).eps,
+    torch.float16: 0.5 * torch.finfo(torch.float16).eps,
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One computation, by this package and by the formula.
+
+    Both functions take the inputs as keyword arguments and return a tensor or a tuple of them; the inputs are
+    float64 tensors, converted to the dtype under test, and all of them get gradients.
+    """
+
+    name: str
+    ours: Callable[..., Any]
+    formula: Callable[..., Any]
+    inputs: dict[str, Tensor]
+
+
+@dataclass
+class Verdict:
+    """What was found for one kernel and dtype over all cases: the worst error against what is allowed."""
+
+    forward: tuple[float, float] = (0.0, math.inf)
+    backward: tuple[float, float] = (0.0, math.inf)
+    same_bits: bool = True
+    failures: list[str] = field(default_factory=list)
+
+
+def cases(seed: int) -> list[Case]:
+    """Plain, and every option at least once; sizes around the edges of tiles."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64)
+
+    def qkv(heads: int, kv_heads: int, length: int, keys: int, dim: int, value_dim: int) -> dict[str, Tensor]:
+        return {
+            "query": normal(2, heads, length, dim),
+            "key": normal(2, kv_heads, keys, dim),
+            "value": normal(2, kv_heads, keys, value_dim),
+        }
+
+    shown = torch.rand(37, 53, generator=generator) < 0.7
+    shown[5] = False  # a query that sees nothing
+    bias = normal(2, 1, 37, 53).masked_fill(torch.rand(37, 53, generator=generator) < 0.2, -math.inf)
+    slopes = torch.tensor([0.5, 0.25, 0.125, 0.0625], dtype=torch.float64)
+    return [
+        _attention("plain", qkv(2, 2, 64, 64, 64, 64)),
+        _attention("causal", qkv(2, 2, 65, 65, 32, 32), is_causal=True),
+        _attention("one query, grouped heads", qkv(4, 1, 1, 300, 40, 40)),
+        _attention("causal, offset", qkv(2, 2, 33, 130, 17, 20), is_causal=True, query_offset=97),
+        _attention("bool mask, grouped heads", qkv(4, 2, 37, 53, 24, 24), attn_mask=shown),
+        _attention("float mask with gradient", {**qkv(2, 2, 37, 53, 16, 16), "attn_mask": bias}),
+        _attention("window, softcap", qkv(2, 2, 70, 70, 16, 16), window_size=(9, 4), softcap=5.0),
+        _attention("ALiBi, sinks", {**qkv(4, 4, 40, 40, 8, 8), "alibi_slopes": slopes, "sinks": normal(4)}),
+        _attention(
+            "weights, lse, all together",
+            {**qkv(4, 1, 37, 53, 20, 12), "attn_mask": bias, "alibi_slopes": slopes, "sinks": normal(4)},
+            want=("weights", "lse"),
+            is_causal=True,
+            query_offset=16,
+            window_size=(40, -1),
+            softcap=8.0,
+            scale=0.3,
+        ),
+        Case(
+            "masked_softmax",
+            partial(masked_softmax, scale=0.5, is_causal=True, query_offset=3),
+            partial(reference.masked_softmax, scale=0.5, is_causal=True, query_offset=3),
+            {"scores": normal(2, 2, 37, 53), "mask": bias},
+        ),
+        Case(
+            "attention_scores",
+            attention_scores,
+            reference.attention_scores,
+            {"query": normal(2, 2, 37, 24), "key": normal(2, 2, 53, 24)},
+        ),
+    ]
+
+
+def _attention(name: str, inputs: dict[str, Tensor], want: Sequence[str] = (), **options: Any) -> Case:
+    wanted = {f"return_{output}": True for output in want}
+    grouped = inputs["query"].shape[1] != inputs["key"].shape[1]
+
+    def formula(**tensors: Tensor) -> tuple[Tensor, ...]:
+        keywords: dict[str, Any] = {**tensors, **options}
+        result = reference.attention(**keywords)
+        return (result.out, *(getattr(result, output) for output in want))
+
+    return Case(
+        name, partial(scaled_dot_product_attention, enable_gqa=grouped, **wanted, **options), formula, inputs
+    )
+
+
+def run(seed: int = 0) -> int:
+    """Check everything, print the table. Returns 0, or 1 where something failed."""
+    kernels = backends.available()
+    verdicts = {(kernel, dtype): Verdict() for kernel in kernels for dtype in DTYPES}
+    todo = cases(seed)
+    threads = max(2, torch.get_num_threads())
+    # One thread, except where several are what is checked: the cases are too small to gain by more.
+    with Progress("checking", len(todo) * len(DTYPES)) as progress, _threads(1):
+        for done, (case, dtype) in enumerate([(case, dtype) for case in todo for dtype in DTYPES]):
+            judge = _Judge(case, dtype)
+            for kernel in kernels:
+                _check(judge, kernel, threads, verdicts[kernel, dtype])
+            progress.update(done + 1, case.name)
+    return _print(verdicts, len(todo), threads)
+
+
+class _Judge:
+    """One case in one dtype: its inputs, the truth in float64, and the errors that are allowed."""
+
+    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+        self.case = case
+        self.inputs = {name: tensor.to(dtype) for name, tensor in case.inputs.items()}
+        exact = {name: tensor.double() for name, tensor in self.inputs.items()}
+        self._truth = _evaluate(case.formula, exact)
+        plain = _evaluate(case.formula, self.inputs)
+        self.allowed = tuple(2 * error + ROUNDING[dtype] for error in self.errors(plain))
+
+    def errors(self, results: tuple[list[Tensor], list[Tensor]]) -> tuple[float, float]:
+        """The largest relative error among the outputs, and among the gradients."""
+        forward, backward = (
+            max(map(relative_error, found, truth)) for found, truth in zip(results, self._truth, strict=True)
+        )
+        return forward, backward
+
+
+def _check(judge: _Judge, kernel: backends.Kernel, threads: int, verdict: Verdict) -> None:
+    name = judge.case.name
+    try:
+        with _forced(kernel):
+            results = _evaluate(judge.case.ours, judge.inputs)
+            with _threads(threads):
+                again = _evaluate(judge.case.ours, judge.inputs)
+    except Exception as error:  # whatever goes wrong is what this command is there to report
+        verdict.failures.append(f"{name}: {type(error).__name__}: {describe(error)}")
+        return
+    errors = judge.errors(results)
+    verdict.forward = max(verdict.forward, (errors[0], judge.allowed[0]), key=_severity)
+    verdict.backward = max(verdict.backward, (errors[1], judge.allowed[1]), key=_severity)
+    for direction, found, allowed in zip(("forward", "backward"), errors, judge.allowed, strict=True):
+        if not found <= allowed:
+            verdict.failures.append(f"{name}: {direction} error {found:.1e}, allowed {allowed:.1e}")
+    if not all(map(_same_bits, [*results[0], *results[1]], [*again[0], *again[1]])):
+        verdict.same_bits = False
+        verdict.failures.append(f"{name}: one thread and {threads} threads give different results")
+
+
+def _severity(pair: tuple[float, float]) -> float:
+    error, allowed = pair
+    return math.inf if math.isnan(error) else error / allowed
+
+
+def _evaluate(function: Callable[..., Any], inputs: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs, and the gradients of all inputs for one fixed gradient of the outputs."""
+    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
+    outputs = function(**leaves)
+    outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    generator = torch.Generator().manual_seed(1)
+    gradients = [
+        torch.randn(output.shape, generator=generator, dtype=torch.float64).to(
+            next(iter(inputs.values())).dtype
+        )
+        for output in outputs
+    ]
+    grads = torch.autograd.grad(
+        outputs, list(leaves.values()), [g.to(out.dtype) for g, out in zip(gradients, outputs, strict=True)]
+    )
+    return [output.detach() for output in outputs], list(grads)
+
+
+@contextmanager
+def _forced(kernel: backends.Kernel) -> Iterator[None]:
+    """Makes all calls take this kernel, and makes sure of it."""
+    with backends.use_cpu_isa(kernel.isa if kernel.automatic else ""), backends.use(kernel.name):
+        tiny = torch.zeros(1, 1, 1, 8)
+        chosen = backends.explain(tiny, tiny, tiny)
+        if (chosen.kernel, chosen.isa) != (kernel.name, kernel.isa):
+            raise RuntimeError(
+                f"{kernel.name}/{kernel.isa} is forced and {chosen.kernel}/{chosen.isa} would run"
+            )
+        yield
+
+
+@contextmanager
+def _threads(count: int) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def relative_error(result: Tensor, truth: Tensor) -> float:
+    """Largest difference over the largest finite true value; inf where Inf or NaN stand elsewhere."""
+    result, truth = result.double(), truth.double()
+    finite = truth.isfinite()
+    if not torch.equal(result.isfinite(), finite) or not torch.equal(
+        result[~finite].nan_to_num(), truth[~finite].nan_to_num()
+    ):
+        return math.inf
+    if not finite.any():
+        return 0.0
+    difference = (result[finite] - truth[finite]).abs().max().item()
+    return difference / max(truth[finite].abs().max().item(), 1e-300)
+
+
+def _same_bits(a: Tensor, b: Tensor) -> bool:
+    return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8))
+
+
+def _print(verdicts: dict[tuple[backends.Kernel, torch.dtype], Verdict], count: int, threads: int) -> int:
+    rows = [
+        [
+            f"{kernel.name}/{kernel.isa}",
+            str(dtype).removeprefix("torch."),
+            *(f"{number:.1e}" for number in (*verdict.forward, *verdict.backward)),
+            "yes" if verdict.same_bits else "NO",
+            "FAILED" if verdict.failures else "ok",
+        ]
+        for (kernel, dtype), verdict in verdicts.items()
+    ]
+    header = [
+        "kernel",
+        "dtype",
+        "forward",
+        "allowed",
+        "backward",
+        "allowed",
+        f"1 = {threads} threads",
+        "result",
+    ]
+    print(table(header, rows, left=2))
+    failures = [
+        f"{kernel.name}/{kernel.isa} {str(dtype).removeprefix('torch.')}: {failure}"
+        for (kernel, dtype), verdict in verdicts.items()
+        for failure in verdict.failures
+    ]
+    if failures:
+        print("\nfailed:", *failures, sep="\n  ")
+        return 1
+    unavailable = [kernel for kernel in backends.kernels() if not kernel.available]
+    for kernel in unavailable:
+        print(f"not on this machine: {kernel.name}/{kernel.isa}: {kernel.reason}")
+    print(
+        f"all good: {count} cases each; errors against the formula in float64, relative to the largest value"
+    )
+    return 0

@@ -1,0 +1,142 @@
+"""From the shapes that users have to the four dimensions of the operators, and back.
+
+(L, E) is one head of one batch, (H, L, E) one batch, (B, H, L, E) the operators' own form; further leading
+dimensions are part of the batch. Leading dimensions broadcast, by views with stride 0 where that is possible.
+A kv head count of 1 is left as it is: the operators read that head for every query head.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Canonical",
+    "canonical",
+    "dense_rows",
+    "four_dimensional",
+    "head_numbers",
+    "mask_four_dimensional",
+    "restored",
+]
+
+
+class Canonical(NamedTuple):
+    """query, key and value in four dimensions; the leading dimensions and the rank of the result."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    lead: tuple[int, ...]
+    rank: int
+
+
+def dense_rows(tensor: Tensor) -> Tensor:
+    """The tensor with a last stride of 1, as the operators read it: itself where it has that."""
+    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
+
+
+def four_dimensional(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
+    """A tensor (..., H, L, E) whose leading dimensions broadcast to ``lead``, with these as one batch."""
+    rank = tensor.dim()
+    if rank < 4:
+        tensor = tensor.unsqueeze(0) if rank == 3 else tensor.unsqueeze(0).unsqueeze(0)
+    if len(lead) == 1:
+        return tensor if tensor.size(0) == lead[0] else tensor.expand(lead[0], -1, -1, -1)
+    return tensor.expand(*lead, *tensor.shape[-3:]).reshape(math.prod(lead), *tensor.shape[-3:])
+
+
+def canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dense: bool = True) -> Canonical:
+    """Brings the three into the operators' form, with last strides of 1 where ``dense``.
+
+    Raises:
+        ValueError: fewer than two dimensions, or leading dimensions or heads that do not go together.
+    """
+    tensors = {"query": query, "key": key, "value": value}
+    for name, tensor in tensors.items():
+        if tensor.dim() < 2:
+            raise ValueError(
+                f"{name} must have at least 2 dimensions, (..., length, head dim), but its shape is "
+                f"{tuple(tensor.shape)}"
+            )
+    rank = max(query.dim(), key.dim(), value.dim())
+    lead: tuple[int, ...] = (1,)
+    if rank >= 4:
+        try:
+            lead = tuple(torch.broadcast_shapes(query.shape[:-3], key.shape[:-3], value.shape[:-3]))
+        except RuntimeError:
+            raise ValueError(
+                "the batch dimensions of query, key and value (all before the last three) must be equal or "
+                f"broadcast, but their shapes are {_shapes(tensors)}"
+            ) from None
+    query, key, value = (four_dimensional(tensor, lead) for tensor in tensors.values())
+    if dense:
+        query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
+
+    heads, key_heads, value_heads = query.size(1), key.size(1), value.size(1)
+    if key_heads != value_heads:
+        if key_heads == 1:
+            key = key.expand(-1, value_heads, -1, -1)
+        elif value_heads == 1:
+            value = value.expand(-1, key_heads, -1, -1)
+        else:
+            raise ValueError(
+                "key and value must have the same number of heads (the third dimension from the end), or one "
+                f"of them a single head, but key has {key_heads} and value {value_heads}: {_shapes(tensors)}"
+            )
+    kv_heads = key.size(1)
+    if heads != kv_heads and kv_heads != 1:
+        if heads == 1:
+            query = query.expand(-1, kv_heads, -1, -1)
+        elif not enable_gqa:
+            raise ValueError(
+                f"query has {heads} heads and key and value have {kv_heads}: they must be equal, or key and "
+                f"value have 1, unless enable_gqa=True groups the query heads; shapes are {_shapes(tensors)}"
+            )
+        elif kv_heads == 0 or heads % kv_heads:
+            raise ValueError(
+                "with enable_gqa=True the heads of key and value must divide those of query, but query has "
+                f"{heads} and key and value have {kv_heads}: {_shapes(tensors)}"
+            )
+    return Canonical(query, key, value, lead, rank)
+
+
+def _shapes(tensors: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+
+
+def restored(tensor: Tensor, form: Canonical) -> Tensor:
+    """A result (B, H, ...) in the leading dimensions that the user gave."""
+    if form.rank == 4:
+        return tensor
+    if form.rank > 4:
+        return tensor.reshape(*form.lead, *tensor.shape[1:])
+    return tensor.squeeze(0) if form.rank == 3 else tensor.squeeze(0).squeeze(0)
+
+
+def mask_four_dimensional(mask: Tensor, form: Canonical) -> Tensor:
+    """A mask broadcastable to the scores (..., L, S) as (B | 1, H | 1, L | 1, S | 1), a view wherever
+    possible.
+    """
+    rank = mask.dim()
+    if rank == 4 and len(form.lead) == 1:
+        return mask
+    if rank < 4:
+        return mask.reshape((1,) * (4 - rank) + tuple(mask.shape))
+    if math.prod(mask.shape[:-3]) == 1:
+        return mask.reshape(1, *mask.shape[-3:])
+    return mask.expand(*form.lead, *mask.shape[-3:]).reshape(math.prod(form.lead), *mask.shape[-3:])
+
+
+def head_numbers(numbers: Tensor, form: Canonical, dtype: torch.dtype) -> Tensor:
+    """Numbers per head, broadcastable to (..., H), as a contiguous (B | 1, H) of the accumulation dtype."""
+    if not numbers.is_floating_point():
+        raise TypeError("numbers per head that are no floating-point numbers")
+    heads = form.query.size(1)
+    numbers = numbers.to(dtype)
+    if math.prod(numbers.shape[:-1]) == 1:
+        return numbers.reshape(1, -1).expand(1, heads).contiguous()
+    return numbers.expand(*form.lead, heads).reshape(-1, heads).contiguous()

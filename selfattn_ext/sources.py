@@ -1,0 +1,101 @@
+"""The one list of C++ sources and compiler flags.
+
+setup.py, jit.py and CMakeLists.txt read it, each in its own way, so this file needs neither torch nor the
+rest of the package: it is importable alone, and ``python selfattn_ext/sources.py library`` prints a list
+for CMake.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+#: The namespace of the compiled operators: ``torch.ops.selfattn``.
+NAMESPACE = "selfattn"
+
+#: The oldest torch that can load the library, as csrc/ops/build_options.h has it.
+MINIMUM_TORCH = (2, 11)
+
+#: Folders of csrc whose sources make the operator library; every ``*.cpp`` in them is compiled.
+LIBRARY_FOLDERS = ("core", "cpu", "ops")
+
+#: The folder of the pybind11 module, which Python needs and a C++ program does not.
+PYTHON_FOLDER = "python"
+
+
+def root() -> Path:
+    """The folder with the C++ sources: inside an installed package, beside the package in a checkout.
+
+    Raises:
+        FileNotFoundError: the sources are in neither place.
+    """
+    package = Path(__file__).resolve().parent
+    for folder in (package / "csrc", package.parent / "csrc"):
+        if (folder / "version.h").is_file():
+            return folder
+    raise FileNotFoundError(f"the C++ sources of selfattn_ext are neither in {package} nor beside it")
+
+
+def version() -> str:
+    """The version of the package, kept in csrc/version.h so that any build of the library knows it."""
+    text = (root() / "version.h").read_text(encoding="utf-8")
+    found = re.search(r'^#define SELFATTN_VERSION "([^"]+)"$', text, re.MULTILINE)
+    if found is None:
+        raise RuntimeError(f"{root() / 'version.h'} defines no SELFATTN_VERSION")
+    return found.group(1)
+
+
+def supports(torch_version: str) -> bool:
+    """Whether the compiled library works with this torch, told by ``torch.__version__``."""
+    found = re.match(r"(\d+)\.(\d+)", torch_version)
+    return found is not None and (int(found[1]), int(found[2])) >= MINIMUM_TORCH
+
+
+def _in_folders(folders: tuple[str, ...], pattern: str) -> list[str]:
+    # Sorted, so that two builds link in the same order and give the same library.
+    return sorted(str(path) for folder in folders for path in (root() / folder).rglob(pattern))
+
+
+def library_sources() -> list[str]:
+    """Absolute paths of the operator library's sources, without the pybind11 module."""
+    return _in_folders(LIBRARY_FOLDERS, "*.cpp")
+
+
+def extension_sources() -> list[str]:
+    """Absolute paths of all sources of the Python extension module.
+
+    They compile as they are with ``torch.utils.cpp_extension.load(name=..., sources=extension_sources())``.
+    """
+    return _in_folders((*LIBRARY_FOLDERS, PYTHON_FOLDER), "*.cpp")
+
+
+def headers() -> list[str]:
+    """Absolute paths of every file of csrc that sources include."""
+    return sorted(str(path) for pattern in ("*.h", "*.inc") for path in root().rglob(pattern))
+
+
+def definitions() -> list[str]:
+    """The macro definitions of the installed library, without a leading ``-D``."""
+    return [f"SELFATTN_NAMESPACE={NAMESPACE}"]
+
+
+def optimisation_flags() -> list[str]:
+    """Compiler flags of every build by setup.py and jit.py, for gcc and clang.
+
+    The instruction sets are chosen by regions in the sources and at run time, never by ``-march`` here.
+    ``-g0`` takes back the ``-g`` that many Python builds hand on, which makes the library ten times larger.
+    """
+    return ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden"]
+
+
+def compile_flags() -> list[str]:
+    """All compiler flags of the installed library."""
+    return [*optimisation_flags(), *(f"-D{definition}" for definition in definitions())]
+
+
+if __name__ == "__main__":
+    _LISTS = {"library": library_sources, "definitions": definitions, "version": lambda: [version()]}
+    if len(sys.argv) != 2 or sys.argv[1] not in _LISTS:
+        sys.exit(f"usage: python {sys.argv[0]} {{{','.join(_LISTS)}}}")
+    print("\n".join(_LISTS[sys.argv[1]]()))

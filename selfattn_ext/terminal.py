@@ -1,0 +1,125 @@
+"""What the subcommands share: a progress bar, aligned tables, an error for the user."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TextIO
+
+
+class CommandError(Exception):
+    """The command cannot do what was asked; the message is for the user.
+
+    Args:
+        message: one or two lines that say what was given and what is allowed or missing. exit_code: 2 for a
+        mistake in the arguments, as argparse has it; 1 for something that this machine lacks.
+    """
+
+    def __init__(self, message: str, exit_code: int = 2) -> None:
+        super().__init__(message)
+        self.exit_code = exit_code
+
+
+class Progress:
+    """A progress bar on stderr.
+
+    On a terminal one line is redrawn in place, at most ten times a second. Elsewhere (a log file, a pipe) a
+    plain line is written for every fifth of the work, so that logs stay short.
+
+    Args:
+        label: what is being done, shown before the bar.
+        total: number of units of work, at least 1.
+        stream: where to draw; stderr by default, so that stdout holds nothing but results.
+    """
+
+    _REDRAW_SECONDS = 0.1
+    _LOG_LINES = 5
+
+    def __init__(self, label: str, total: int, stream: TextIO | None = None) -> None:
+        self._label = label
+        self._total = max(1, total)
+        self._stream = sys.stderr if stream is None else stream
+        self._in_place = self._stream.isatty()
+        self._next_redraw = 0.0
+        self._lines_logged = 0
+        self._line = ""
+
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        if self._in_place and self._line:
+            self._stream.write("\n")
+            self._stream.flush()
+
+    def update(self, done: int, note: str = "") -> None:
+        """Show that ``done`` of the units are finished; ``note`` follows the bar."""
+        finished = done >= self._total
+        if self._in_place:
+            if finished or time.monotonic() >= self._next_redraw:
+                self._redraw(done, note)
+                self._next_redraw = time.monotonic() + self._REDRAW_SECONDS
+        elif done * self._LOG_LINES >= (self._lines_logged + 1) * self._total:
+            self._lines_logged = done * self._LOG_LINES // self._total
+            self._stream.write(f"{self._label} {done}/{self._total}{_spaced(note)}\n")
+            self._stream.flush()
+
+    def _redraw(self, done: int, note: str) -> None:
+        # One column stays free: a terminal that wraps at its last column would scroll on every redraw.
+        columns = shutil.get_terminal_size().columns - 1
+        count = f"{done}/{self._total}{_spaced(note)}"
+        width = max(0, min(30, columns - len(self._label) - len(count) - 4))
+        filled = width * min(done, self._total) // self._total
+        line = f"{self._label} [{'#' * filled}{'.' * (width - filled)}] {count}"[: max(0, columns)]
+        self._stream.write("\r" + line.ljust(len(self._line)))
+        self._stream.flush()
+        self._line = line
+
+
+def _spaced(note: str) -> str:
+    return f"  {note}" if note else ""
+
+
+def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
+    """Lines of aligned columns: the first ``left`` columns flush left, the others (numbers) flush right."""
+    widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
+
+    def line(cells: Sequence[str]) -> str:
+        padded = [
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(cells, widths, strict=True))
+        ]
+        return "  ".join(padded).rstrip()
+
+    return "\n".join([line(header), "  ".join("-" * width for width in widths), *map(line, rows)])
+
+
+PICTURE_FORMATS = (".png", ".pdf", ".svg")
+
+
+def check_output(option: str, path: Path, suffixes: Sequence[str] = ()) -> None:
+    """Makes the folder of a file that is to be written, and finds early what would fail after minutes of
+    work.
+
+    Raises:
+        CommandError: the name ends in none of ``suffixes``, or the file cannot be written there.
+    """
+    target = path.expanduser().absolute()
+    if suffixes and target.suffix.lower() not in suffixes:
+        raise CommandError(f"{option} {path}: the name must end in {' or '.join(suffixes)}")
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise CommandError(f"{option} {path}: cannot make its folder: {error.strerror or error}") from error
+    if target.is_dir() or not os.access(target if target.exists() else target.parent, os.W_OK):
+        raise CommandError(f"{option} {path}: cannot be written")
+
+
+def describe(error: BaseException) -> str:
+    """The first line of an exception's message, for a place with room for one; its type if it is empty."""
+    lines = str(error).strip().splitlines()
+    return lines[0] if lines else type(error).__name__

@@ -1,0 +1,339 @@
+"""Heatmaps of attention weights: one head, a grid of heads, a grid of layers and heads.
+
+Drawing needs matplotlib and seaborn, the optional extra `viz` (`pip install selfattn_ext[viz]`). Importing
+this module imports neither of them, so that a program can offer pictures without depending on them.
+
+Weights may be a torch tensor (any float dtype and device, with or without a graph), a NumPy array or nested
+lists. Rows are queries, columns are keys, as in softmax(Q Kᵀ / √d_k) (Vaswani et al. 2017, "Attention Is All
+You Need", https://arxiv.org/abs/1706.03762).
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+__all__ = ["plot_attention", "plot_heads", "plot_layers", "save"]
+
+# A tensor, a NumPy array or nested sequences: whatever torch.as_tensor takes.
+Weights: TypeAlias = Any
+
+# Beyond this many labels on an axis they overlap, so that only every n-th is drawn.
+_MAX_LABELS = 48
+# Numbers written into cells are legible up to this many keys.
+_MAX_ANNOTATED = 12
+_CONTROL_CHARACTERS = str.maketrans({"\n": "↵", "\r": "␍", "\t": "⇥"})
+
+
+def plot_attention(
+    weights: Weights,
+    tokens: Sequence[str] | None = None,
+    *,
+    key_tokens: Sequence[str] | None = None,
+    title: str | None = None,
+    ax: Axes | None = None,
+    cmap: str = "viridis",
+    vmin: float | None = 0.0,
+    vmax: float | None = None,
+    colorbar: bool = True,
+    annotate: bool | None = None,
+) -> Axes:
+    """Draws the attention weights of one head.
+
+    Args:
+        weights: (L, S), any number of leading dimensions of size 1 is dropped.
+        tokens: L labels of the queries, also those of the keys when L == S and key_tokens is not given.
+        key_tokens: S labels of the keys.
+        title: written above the picture.
+        ax: the axes to draw into; a new figure when not given.
+        cmap: a matplotlib colour map.
+        vmin, vmax: the weights at the ends of the colour map; None takes them from the data.
+        colorbar: whether to draw the scale beside the picture.
+        annotate: whether to write the numbers into the cells; by default with at most 12 keys.
+
+    Returns:
+        The axes; `.figure` is the figure, `save` writes either of them.
+
+    Raises:
+        ImportError: matplotlib or seaborn is missing.
+        TypeError: the weights are not numbers, or the tokens are not strings.
+        ValueError: the weights are not one (L, S) matrix, or the number of labels differs from its size.
+    """
+    pyplot, _ = _require()
+    matrix = _as_array(weights, 2, "weights", "plot_heads draws several heads")
+    rows, columns = matrix.shape
+    row_labels, column_labels = _labels(tokens, key_tokens, rows, columns)
+    if ax is None:
+        size = (_side(columns, 0.42, 3.2, 14.0) + (1.1 if colorbar else 0.0), _side(rows, 0.42, 2.6, 14.0))
+        _, ax = pyplot.subplots(figsize=size, layout="constrained")
+    if annotate is None:
+        annotate = max(rows, columns) <= _MAX_ANNOTATED
+    _draw(ax, matrix, cmap=cmap, vmin=vmin, vmax=vmax, colorbar=colorbar, annotate=annotate)
+    _label_axes(ax, row_labels, column_labels)
+    ax.set(xlabel="key", ylabel="query")
+    if title is not None:
+        ax.set_title(title)
+    return ax
+
+
+def plot_heads(
+    weights: Weights,
+    tokens: Sequence[str] | None = None,
+    *,
+    key_tokens: Sequence[str] | None = None,
+    heads: Sequence[int] | None = None,
+    columns: int | None = None,
+    title: str | None = None,
+    cmap: str = "viridis",
+    vmin: float | None = 0.0,
+    vmax: float | None = None,
+) -> Figure:
+    """Draws a grid with one picture for each head, all of them in one colour scale.
+
+    Args:
+        weights: (H, L, S), any number of leading dimensions of size 1 is dropped.
+        tokens, key_tokens, title, cmap, vmin, vmax: as in `plot_attention`.
+        heads: which heads to draw, in this order; all of them by default.
+        columns: pictures in a row; about the square root of their number by default, at most 4.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ImportError, TypeError, ValueError: as `plot_attention`; ValueError also for a head that does not
+            exist and for columns < 1.
+    """
+    stack = _as_array(weights, 3, "weights", "plot_attention draws one head, plot_layers several layers")
+    chosen = _choose(heads, stack.shape[0], "heads")
+    if columns is None:
+        columns = min(4, math.ceil(math.sqrt(len(chosen))))
+    elif columns < 1:
+        raise ValueError(f"columns must be at least 1, got {columns}")
+    columns = min(columns, len(chosen))
+    cells = [(stack[head], f"head {head}") for head in chosen]
+    grid = [cells[start : start + columns] for start in range(0, len(cells), columns)]
+    return _draw_grid(grid, tokens, key_tokens, title, cmap, vmin, vmax)
+
+
+def plot_layers(
+    weights: Weights | Sequence[Weights],
+    tokens: Sequence[str] | None = None,
+    *,
+    key_tokens: Sequence[str] | None = None,
+    layers: Sequence[int] | None = None,
+    heads: Sequence[int] | None = None,
+    title: str | None = None,
+    cmap: str = "viridis",
+    vmin: float | None = 0.0,
+    vmax: float | None = None,
+) -> Figure:
+    """Draws a grid whose rows are layers and whose columns are heads, all in one colour scale.
+
+    Args:
+        weights: (N, H, L, S), or a sequence of N tensors (H, L, S) as a model returns them layer by layer;
+            leading dimensions of size 1 are dropped. All layers have the same L and S; the number of heads
+            may differ.
+        tokens, key_tokens, title, cmap, vmin, vmax: as in `plot_attention`.
+        layers, heads: which of them to draw, in this order; all by default.
+
+    Returns:
+        The figure.
+
+    Raises:
+        ImportError, TypeError, ValueError: as `plot_attention`; ValueError also for layers of different L
+            or S and for a layer or head that does not exist.
+    """
+    hint = "give (N, H, L, S) or a list of (H, L, S)"
+    if isinstance(weights, (list, tuple)) and weights and isinstance(weights[0], torch.Tensor):
+        stacks = [_as_array(layer, 3, f"weights[{i}]", hint) for i, layer in enumerate(weights)]
+    else:
+        stacks = list(_as_array(weights, 4, "weights", hint))
+    sizes = {stack.shape[1:] for stack in stacks}
+    if len(sizes) > 1:
+        raise ValueError(f"weights must have the same (L, S) in all layers, got {sorted(sizes)}")
+    grid = [
+        [
+            (stacks[layer][head], f"layer {layer} head {head}")
+            for head in _choose(heads, len(stacks[layer]), "heads")
+        ]
+        for layer in _choose(layers, len(stacks), "layers")
+    ]
+    return _draw_grid(grid, tokens, key_tokens, title, cmap, vmin, vmax)
+
+
+def save(drawing: Axes | Figure, path: str | os.PathLike[str], *, dpi: int = 120, close: bool = True) -> Path:
+    """Writes a picture to a file, in the format that the file's suffix names (png, svg, pdf).
+
+    Args:
+        drawing: what one of the plot functions returned.
+        path: the file; missing parent folders are made.
+        dpi: pixels in an inch.
+        close: whether to close the figure, so that a loop over many pictures does not keep all in memory.
+
+    Returns:
+        The absolute path of the file.
+    """
+    pyplot, _ = _require()
+    figure: Any = getattr(drawing, "figure", drawing)
+    target = Path(path).expanduser().absolute()
+    target.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(target, dpi=dpi)
+    if close:
+        pyplot.close(figure)
+    return target
+
+
+def _require() -> tuple[Any, Any]:
+    try:
+        import matplotlib.pyplot as pyplot
+        import seaborn
+    except ImportError as error:
+        raise ImportError(
+            f"drawing attention weights needs matplotlib and seaborn ({error}): pip install selfattn_ext[viz]"
+        ) from error
+    return pyplot, seaborn
+
+
+def _as_array(weights: Weights, dims: int, name: str, hint: str) -> Any:
+    """The weights as a float32 NumPy array of `dims` dimensions."""
+    try:
+        tensor = torch.as_tensor(weights)
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise TypeError(f"{name} must be a tensor, an array or nested lists of numbers: {error}") from error
+    if tensor.is_complex():
+        raise TypeError(f"{name} must be real, got {tensor.dtype}")
+    shape = tuple(tensor.shape)
+    extra = len(shape) - dims
+    if extra < 0 or any(size != 1 for size in shape[: max(extra, 0)]) or 0 in shape:
+        wanted = "(" + ", ".join("NHLS"[4 - dims :]) + ")"
+        raise ValueError(f"{name} must be {wanted} with no empty dimension, got {shape}; {hint}")
+    return tensor.detach().reshape(shape[extra:]).to("cpu", torch.float32).numpy()
+
+
+def _choose(wanted: Sequence[int] | None, count: int, name: str) -> list[int]:
+    if wanted is None:
+        return list(range(count))
+    for index in wanted:
+        if not 0 <= index < count:
+            raise ValueError(f"{name} must lie in 0..{count - 1}, got {index}")
+    if not wanted:
+        raise ValueError(f"{name} must name at least one of 0..{count - 1}, got none")
+    return list(wanted)
+
+
+def _labels(
+    tokens: Sequence[str] | None, key_tokens: Sequence[str] | None, rows: int, columns: int
+) -> tuple[list[str] | None, list[str] | None]:
+    if key_tokens is None and tokens is not None and rows == columns:
+        key_tokens = tokens
+    return _check_tokens(tokens, rows, "tokens"), _check_tokens(key_tokens, columns, "key_tokens")
+
+
+def _check_tokens(tokens: Sequence[str] | None, count: int, name: str) -> list[str] | None:
+    if tokens is None:
+        return None
+    if not all(isinstance(token, str) for token in tokens):
+        raise TypeError(f"{name} must be strings, got {[type(token).__name__ for token in tokens]}")
+    if len(tokens) != count:
+        raise ValueError(f"{name} must have one label for each of {count} positions, got {len(tokens)}")
+    return [
+        "␣" * len(token) if token and not token.strip(" ") else token.translate(_CONTROL_CHARACTERS)
+        for token in tokens
+    ]
+
+
+def _side(cells: int, per_cell: float, smallest: float, largest: float) -> float:
+    return min(largest, max(smallest, 1.0 + per_cell * cells))
+
+
+def _draw(
+    ax: Axes,
+    matrix: Any,
+    *,
+    cmap: str,
+    vmin: float | None,
+    vmax: float | None,
+    colorbar: bool,
+    annotate: bool,
+) -> None:
+    _, seaborn = _require()
+    seaborn.heatmap(
+        matrix,
+        ax=ax,
+        cmap=cmap,
+        vmin=vmin,
+        vmax=vmax,
+        cbar=colorbar,
+        square=True,
+        annot=annotate,
+        fmt=".2f",
+        annot_kws={"fontsize": "small"},
+        cbar_kws={"label": "weight"} if colorbar else None,
+        xticklabels=False,
+        yticklabels=False,
+    )
+
+
+def _label_axes(ax: Axes, row_labels: list[str] | None, column_labels: list[str] | None) -> None:
+    # parse_math=False: a token such as "$x$" is text, not a formula.
+    for labels, set_ticks, rotation in ((column_labels, ax.set_xticks, 90), (row_labels, ax.set_yticks, 0)):
+        if labels is not None:
+            step = math.ceil(len(labels) / _MAX_LABELS)
+            shown = range(0, len(labels), step)
+            set_ticks(
+                [i + 0.5 for i in shown],
+                [labels[i] for i in shown],
+                rotation=rotation,
+                fontsize="small",
+                parse_math=False,
+            )
+
+
+def _draw_grid(
+    grid: list[list[tuple[Any, str]]],
+    tokens: Sequence[str] | None,
+    key_tokens: Sequence[str] | None,
+    title: str | None,
+    cmap: str,
+    vmin: float | None,
+    vmax: float | None,
+) -> Figure:
+    """One picture for each (matrix, title) of the grid, labels at its left and lower edge, one colour bar."""
+    pyplot, _ = _require()
+    matrices = [matrix for line in grid for matrix, _ in line]
+    rows, columns = matrices[0].shape
+    row_labels, column_labels = _labels(tokens, key_tokens, rows, columns)
+    vmin = float(min(matrix.min() for matrix in matrices)) if vmin is None else vmin
+    vmax = float(max(matrix.max() for matrix in matrices)) if vmax is None else vmax
+    height, width = len(grid), max(len(line) for line in grid)
+    cell = (_side(columns, 0.16, 1.6, 4.0), _side(rows, 0.16, 1.6, 4.0))
+    figure, axes = pyplot.subplots(
+        height,
+        width,
+        squeeze=False,
+        figsize=(min(40.0, width * cell[0] + 1.2), min(40.0, height * cell[1] + 0.6)),
+        layout="constrained",
+    )
+    for y, line in enumerate(axes):
+        for x, ax in enumerate(line):
+            if x >= len(grid[y]):
+                ax.set_axis_off()
+                continue
+            matrix, name = grid[y][x]
+            _draw(ax, matrix, cmap=cmap, vmin=vmin, vmax=vmax, colorbar=False, annotate=False)
+            is_lowest = y + 1 == height or x >= len(grid[y + 1])
+            _label_axes(ax, row_labels if x == 0 else None, column_labels if is_lowest else None)
+            ax.set_title(name, fontsize="small")
+    figure.colorbar(axes[0][0].collections[0], ax=axes, label="weight", shrink=0.8)
+    if title is not None:
+        figure.suptitle(title)
+    return figure

@@ -1,0 +1,86 @@
+"""Builds selfattn_ext._C; all metadata is in pyproject.toml, the list of sources in selfattn_ext/sources.py.
+
+``python setup.py build_ext --inplace`` rebuilds what has changed in a checkout.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import shutil
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+
+from setuptools import setup
+from setuptools.command.build_py import build_py
+
+try:
+    from torch.utils.cpp_extension import BuildExtension, CppExtension
+except ImportError:  # metadata and sdist need no torch; building says what is missing
+    from setuptools import Extension as CppExtension
+    from setuptools.command.build_ext import build_ext as BuildExtension
+
+    TORCH_FOUND = False
+else:
+    TORCH_FOUND = True
+
+ROOT = Path(__file__).resolve().parent
+
+# By path: importing the package would load the library that is about to be built.
+sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
+toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "toolchain.py")))
+
+
+def relative(paths: list[str]) -> list[str]:
+    return [os.path.relpath(path, ROOT) for path in paths]
+
+
+class BuildLibrary(BuildExtension):
+    """torch's build_ext, with its tools looked for first and its object files kept."""
+
+    def finalize_options(self) -> None:
+        super().finalize_options()
+        if self.editable_mode:
+            # setuptools gives editable builds a temporary folder, where every reinstall compiles everything.
+            build = self.get_finalized_command("build")
+            self.build_temp = os.path.join(
+                build.build_base, f"temp.{build.plat_name}-{sys.implementation.cache_tag}"
+            )
+
+    def run(self) -> None:
+        if not TORCH_FOUND:
+            raise SystemExit("selfattn_ext needs PyTorch to build: pip install 'torch>=2.11'")
+        problem = toolchain.compiler_problem()
+        if problem is not None:
+            raise SystemExit(problem)
+        with toolchain.environment():
+            super().run()
+
+
+class BuildPackage(build_py):
+    """build_py that ships csrc inside the package, so that an installed package can compile itself again."""
+
+    def run(self) -> None:
+        target = Path(self.build_lib) / "selfattn_ext"
+        if not self.editable_mode:
+            # What an earlier build left here and the checkout no longer has must not get into the wheel.
+            shutil.rmtree(target, ignore_errors=True)
+        super().run()
+        if not self.editable_mode:
+            shutil.copytree(sources.root(), target / "csrc", ignore=shutil.ignore_patterns(".*", "*~"))
+
+
+setup(
+    version=sources.version(),
+    ext_modules=[
+        CppExtension(
+            "selfattn_ext._C",
+            relative(sources.extension_sources()),
+            depends=relative(sources.headers()),
+            extra_compile_args={"cxx": sources.compile_flags()} if TORCH_FOUND else [],
+            language="c++",
+        )
+    ],
+    cmdclass={"build_ext": BuildLibrary, "build_py": BuildPackage},
+)

@@ -1,0 +1,233 @@
+"""Attention calls as data: a case makes its inputs, and runs them through the package, the exact formula and
+a peer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tolerances import assert_accurate
+from torch import Tensor
+
+import selfattn_ext
+from selfattn_ext import reference
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+NAMES = {torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16"}
+
+#: name -> (shape of the mask given B, H, L, S; dtype, None for that of the query).
+MASKS = {
+    "bool": (lambda b, h, q, k: (b, h, q, k), torch.bool),
+    "bool keys": (lambda b, h, q, k: (b, 1, 1, k), torch.bool),
+    "bool square": (lambda b, h, q, k: (q, k), torch.bool),
+    "float": (lambda b, h, q, k: (b, h, q, k), None),
+    "float heads": (lambda b, h, q, k: (h, q, k), None),
+    "float square": (lambda b, h, q, k: (q, k), None),
+    "float keys": (lambda b, h, q, k: (b, 1, 1, k), None),
+    "float rows": (lambda b, h, q, k: (1, h, q, 1), None),
+    "float32": (lambda b, h, q, k: (1, h, q, k), torch.float32),
+    "bfloat16": (lambda b, h, q, k: (b, 1, q, k), torch.bfloat16),
+}
+
+LAYOUTS = ("contiguous", "transposed", "expanded", "offset", "columns")
+
+
+def laid_out(tensor: Tensor, layout: str) -> Tensor:
+    """The same values, or for "expanded" those of the first batch entry, in another memory layout."""
+    if layout == "contiguous":
+        return tensor
+    if layout == "transposed":
+        return tensor.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "expanded":
+        return tensor[:1].expand(tensor.shape)
+    if layout == "offset":
+        padded = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 3), torch.nan, dtype=tensor.dtype)
+        padded[..., 2 : 2 + tensor.shape[-1]] = tensor
+        return padded[..., 2 : 2 + tensor.shape[-1]]
+    assert layout == "columns"
+    return tensor.transpose(2, 3).contiguous().transpose(2, 3)
+
+
+@dataclass(frozen=True)
+class Case:
+    batch: int = 2
+    heads: int = 2
+    kv_heads: int = 2
+    queries: int = 17
+    keys: int = 33
+    head_dim: int = 16
+    value_dim: int = 16
+    dtype: torch.dtype = torch.float32
+    layout: str = "contiguous"
+    mask: str | None = None
+    is_causal: bool = False
+    query_offset: int = 0
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    alibi: int = 0  # 0: none, 1: slopes (H,), 2: slopes (B, H)
+    sinks: bool = False
+    dropout_p: float = 0.0
+    weights: bool = False
+    lse: bool = False
+    seed: int = 0
+
+    def __str__(self) -> str:
+        shown = [NAMES[self.dtype]]
+        for field, default in Case.__dataclass_fields__.items():
+            value = getattr(self, field)
+            if field not in ("dtype", "seed") and value != default.default:
+                shown.append(f"{field}={value}".replace(" ", ""))
+        return "-".join(shown)
+
+    def inputs(self) -> dict[str, Tensor]:
+        """Query, key, value and the tensors among the options; the floating ones require grad."""
+        generator = torch.Generator().manual_seed(1000 + self.seed)
+
+        def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+        b, h, hk, q, k = self.batch, self.heads, self.kv_heads, self.queries, self.keys
+        tensors = {
+            "query": laid_out(normal(b, h, q, self.head_dim), self.layout),
+            "key": laid_out(normal(b, hk, k, self.head_dim), self.layout),
+            "value": laid_out(normal(b, hk, k, self.value_dim), self.layout),
+        }
+        if self.mask is not None:
+            shape, dtype = MASKS[self.mask]
+            shape = shape(b, h, q, k)
+            hidden = torch.rand(shape, generator=generator) < 0.3
+            if dtype == torch.bool:
+                tensors["attn_mask"] = ~hidden
+            else:
+                mask = normal(*shape, dtype=dtype or self.dtype)
+                tensors["attn_mask"] = mask if min(shape) == 1 else mask.masked_fill(hidden, -torch.inf)
+        if self.alibi:
+            shape = (h,) if self.alibi == 1 else (b, h)
+            tensors["alibi_slopes"] = torch.rand(shape, generator=generator)
+        if self.sinks:
+            tensors["sinks"] = normal(h, dtype=torch.float32)
+        return {
+            name: tensor.detach().requires_grad_(tensor.is_floating_point())
+            for name, tensor in tensors.items()
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        """The options that are no tensors, those at their default left out."""
+        options = {
+            "is_causal": self.is_causal,
+            "query_offset": self.query_offset,
+            "window_size": self.window,
+            "softcap": self.softcap,
+            "dropout_p": self.dropout_p,
+        }
+        defaults = {"window_size": (-1, -1)}
+        return {name: value for name, value in options.items() if value != defaults.get(name, 0)}
+
+    def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """Through the package."""
+        torch.manual_seed(self.seed)
+        results = selfattn_ext.scaled_dot_product_attention(
+            **tensors,
+            **self.numbers(),
+            enable_gqa=self.heads != self.kv_heads,
+            return_weights=self.weights,
+            return_lse=self.lse,
+        )
+        names = ["out", *(["weights"] if self.weights else []), *(["lse"] if self.lse else [])]
+        return dict(zip(names, results if len(names) > 1 else [results], strict=True))
+
+    def formula(self, tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+        """Through the reference."""
+        if self.dropout_p:
+            options["dropout_seed"] = dropout_seed(self.seed)
+        result = reference.attention(**tensors, **self.numbers(), **options)._asdict()
+        return {
+            name: result[name] for name in ("out", "weights", "lse") if name == "out" or getattr(self, name)
+        }
+
+
+def dropout_seed(manual_seed: int) -> Tensor:
+    """The seed that the package draws first after torch.manual_seed(manual_seed)."""
+    torch.manual_seed(manual_seed)
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64)
+
+
+def exact_inputs(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """The same numbers in float64."""
+    return {
+        name: tensor.detach().double().requires_grad_() if tensor.is_floating_point() else tensor
+        for name, tensor in tensors.items()
+    }
+
+
+def gradients(
+    results: dict[str, Tensor], cotangents: dict[str, Tensor], tensors: dict[str, Tensor]
+) -> dict[str, Tensor]:
+    """The gradient of every differentiable input, zero where the results do not depend on it."""
+    wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
+    # Rows that see nothing have lse -inf, whose cotangent must not turn up anywhere.
+    grads = torch.autograd.grad(
+        list(results.values()),
+        list(wanted.values()),
+        [cotangents[name].to(result.dtype) for name, result in results.items()],
+        allow_unused=True,
+    )
+    return {
+        f"grad of {name}": torch.zeros_like(tensor) if grad is None else grad
+        for (name, tensor), grad in zip(wanted.items(), grads, strict=True)
+    }
+
+
+def cotangents_of(results: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(2000 + seed)
+    return {
+        name: torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result.dtype)
+        for name, result in results.items()
+    }
+
+
+def _value_of_heads(tensors: dict[str, Tensor], case: Case) -> Tensor:
+    return tensors["value"].detach().repeat_interleave(case.heads // case.kv_heads, dim=1).mT
+
+
+def check(case: Case, backward: bool = True) -> None:
+    """Asserts that results and gradients of a case are as accurate as the table of tolerances demands."""
+    tensors = case.inputs()
+    before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
+    ours = case.run(tensors)
+    cotangents = cotangents_of(ours, case.seed)
+
+    exact_tensors = exact_inputs(tensors)
+    exact = case.formula(exact_tensors)
+    peer_tensors = {
+        name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in before.items()
+    }
+    for name, tensor in peer_tensors.items():
+        tensor.requires_grad_(tensors[name].requires_grad)
+    peer = case.formula(peer_tensors, compute_dtype=case.dtype)
+    if backward:
+        ours |= gradients(ours, cotangents, tensors)
+        exact |= gradients(exact, cotangents, exact_tensors)
+        peer |= gradients(peer, cotangents, peer_tensors)
+    # The gradient of a score is the difference of two numbers of this size.
+    terms = float((cotangents["out"].double() @ _value_of_heads(exact_tensors, case)).abs().max())
+    for name, result in ours.items():
+        is_grad = name.startswith("grad")
+        size = terms if is_grad else 1.0
+        if name == "grad of alibi_slopes":
+            size *= case.queries + case.keys + abs(case.query_offset)
+        assert_accurate(
+            name,
+            result.detach(),
+            exact[name].detach(),
+            peer[name].detach(),
+            size,
+            case.dtype if is_grad else None,
+        )
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, before[name]), f"{name} was changed"
+
+
+__all__ = ["DTYPES", "LAYOUTS", "MASKS", "NAMES", "Case", "check", "replace"]

@@ -1,0 +1,39 @@
+"""Fixtures of all tests: a fixed seed for each, and every kernel that this machine can run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from selfattn_ext import backends
+
+
+@pytest.fixture(autouse=True)
+def _fixed_seed() -> None:
+    torch.manual_seed(0)
+
+
+@pytest.fixture(params=backends.cpu_isas())
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set of this machine, forced."""
+    with backends.use_cpu_isa(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=[*(f"fused-{isa}" for isa in backends.cpu_isas()), "loops"])
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every kernel of this machine in every instruction set, forced."""
+    name, _, isa = request.param.partition("-")
+    with backends.use(name), backends.use_cpu_isa(isa):
+        yield request.param
+
+
+@pytest.fixture
+def one_thread() -> Iterator[None]:
+    """Restores the number of threads after a test that changes it, and starts with one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)

@@ -1,0 +1,217 @@
+// Every kernel that this machine can run, on plain memory: against the loops in float64, within its buffers,
+// and the same on any number of threads.
+#include "attention_case.h"
+#include "check.h"
+#include "cpu/loops/loops.h"
+#include "thread_pool.h"
+
+using namespace selfattn;
+using test::AttentionCase;
+using test::AttentionResults;
+using test::Buffer;
+using test::Options;
+using test::Shape;
+
+namespace {
+
+std::vector<const cpu::Kernel*> kernels() {
+  int count = 0;
+  const cpu::Kernel* const* all = cpu::all_kernels(&count);
+  std::vector<const cpu::Kernel*> list;
+  for (int n = 0; n < count; ++n) {
+    if (cpu::unavailable_reason(*all[n]) == nullptr) list.push_back(all[n]);
+  }
+  return list;
+}
+
+constexpr DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+double tolerance(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat64:
+      return 1e-12;
+    case DType::kFloat32:
+      return 1e-5;
+    case DType::kFloat16:
+      return 1e-3;
+    default:
+      return 8e-3;
+  }
+}
+
+std::vector<Options> option_sets() {
+  std::vector<Options> sets(7);
+  sets[1].mask = true;
+  sets[1].window_right = 0;
+  sets[2].mask = sets[2].boolean_mask = sets[2].sinks = true;
+  sets[3].mask = sets[3].broadcast_mask = sets[3].grad_weights = true;
+  sets[4].slopes = true;
+  sets[4].softcap = 1.5;
+  sets[4].query_offset = -3;
+  sets[5].window_left = 9;
+  sets[5].window_right = 2;
+  sets[5].dropout = 0.4;
+  Options& everything = sets[6];
+  everything.mask = everything.broadcast_mask = everything.boolean_mask = true;
+  everything.slopes = everything.sinks = everything.grad_weights = true;
+  everything.dropout = 0.2;
+  everything.softcap = 2.0;
+  everything.window_left = 40;
+  everything.window_right = 3;
+  everything.query_offset = 5;
+  return sets;
+}
+
+std::string describe(const cpu::Kernel& kernel, DType dtype, const Shape& s, const Options& options) {
+  return std::string(kernel.name) + " " + kernel.isa + " " + name_of(dtype) + " L" +
+         std::to_string(s.queries) + " S" + std::to_string(s.keys) + " E" + std::to_string(s.head_dim) +
+         " Ev" + std::to_string(s.value_dim) + options.text();
+}
+
+bool near(double got, double expected, double limit) {
+  if (std::isinf(expected)) return got == expected;
+  return std::fabs(got - expected) <= limit * (1 + std::fabs(expected));
+}
+
+void compare(const Buffer& got, const Buffer& expected, double limit, const std::string& what) {
+  CHECK_FOR(got.margins_untouched(), what);
+  for (int64_t n = 0; n < got.count(); ++n) {
+    if (near(got.get(n), expected.get(n), limit)) continue;
+    test::fail(__FILE__, __LINE__,
+               what + " at " + std::to_string(n) + ": " + std::to_string(got.get(n)) + " for " +
+                   std::to_string(expected.get(n)));
+    return;
+  }
+}
+
+bool same_bits(const Buffer& a, const Buffer& b) {
+  return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.count() * size_of(a.dtype()))) == 0;
+}
+
+}  // namespace
+
+TEST(attention_agrees_with_the_loops_in_float64) {
+  const Shape shapes[] = {{1, 1, 1, 1, 1, 1, 1},     {2, 4, 2, 17, 35, 7, 5},   {1, 2, 1, 3, 70, 16, 24},
+                          {1, 2, 2, 65, 67, 33, 16}, {1, 1, 1, 1, 129, 64, 64}, {1, 2, 1, 48, 9, 0, 3},
+                          {1, 2, 1, 5, 6, 4, 0}};
+  const cpu::ThreadPool pool = test::thread_pool(2);
+  for (const Shape& shape : shapes) {
+    for (const DType dtype : kDTypes) {
+      for (const Options& options : option_sets()) {
+        AttentionCase c(dtype, shape, options, shape.heads > 1);
+        AttentionCase wide = c.in_float64();
+        const AttentionResults expected(cpu::kLoops, wide, pool);
+        for (const cpu::Kernel* kernel : kernels()) {
+          const AttentionResults got(*kernel, c, pool);
+          const auto expected_list = expected.all(options);
+          const auto got_list = got.all(options);
+          for (size_t n = 0; n < got_list.size(); ++n) {
+            compare(*got_list[n].second, *expected_list[n].second, tolerance(dtype),
+                    describe(*kernel, dtype, shape, options) + ": " + got_list[n].first);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(results_do_not_depend_on_the_threads) {
+  const Shape shape{2, 4, 2, 70, 130, 16, 20};
+  for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
+    for (const Options& options : option_sets()) {
+      AttentionCase c(dtype, shape, options);
+      for (const cpu::Kernel* kernel : kernels()) {
+        const AttentionResults one(*kernel, c, test::thread_pool(1));
+        for (const cpu::ThreadPool& pool : {test::thread_pool(3), test::serial_pool(4)}) {
+          const AttentionResults several(*kernel, c, pool);
+          const auto a = one.all(options), b = several.all(options);
+          for (size_t n = 0; n < a.size(); ++n) {
+            CHECK_FOR(same_bits(*a[n].second, *b[n].second),
+                      describe(*kernel, dtype, shape, options) + ": " + a[n].first);
+          }
+        }
+      }
+    }
+  }
+}
+
+TEST(scores_agree_with_the_loops_in_float64) {
+  const cpu::ThreadPool pool = test::thread_pool(2);
+  for (const Shape& shape :
+       {Shape{2, 4, 2, 17, 35, 7, 1}, Shape{1, 2, 1, 1, 65, 64, 1}, Shape{1, 1, 1, 3, 2, 0, 1}}) {
+    for (const DType dtype : kDTypes) {
+      const auto run = [&](const cpu::Kernel& kernel, AttentionCase& c, Buffer& scores, Buffer& grad_query,
+                           Buffer& grad_key) {
+        ScoresParams p;
+        p.batch = shape.batch;
+        p.heads = shape.heads;
+        p.kv_heads = shape.kv_heads;
+        p.queries = shape.queries;
+        p.keys = shape.keys;
+        p.head_dim = shape.head_dim;
+        p.dtype = c.dtype;
+        p.scale = -0.4;
+        p.query = c.query.view();
+        p.key = c.key.view();
+        p.scores = scores.view();
+        kernel.scores(p, pool);
+        p.scores = c.grad_weights.view();
+        p.grad_query = grad_query.view();
+        p.grad_key = grad_key.view();
+        kernel.scores_backward(p, pool);
+      };
+      AttentionCase c(dtype, shape, {}, true);
+      AttentionCase wide = c.in_float64();
+      Buffer expected_scores = wide.grad_weights, expected_query = wide.query, expected_key = wide.key;
+      run(cpu::kLoops, wide, expected_scores, expected_query, expected_key);
+      for (const cpu::Kernel* kernel : kernels()) {
+        Buffer scores = c.grad_weights, grad_query = c.query, grad_key = c.key;
+        run(*kernel, c, scores, grad_query, grad_key);
+        const std::string what = describe(*kernel, dtype, shape, {});
+        compare(scores, expected_scores, tolerance(dtype), what + " scores");
+        compare(grad_query, expected_query, tolerance(dtype), what + " grad_query");
+        compare(grad_key, expected_key, tolerance(dtype), what + " grad_key");
+      }
+    }
+  }
+}
+
+TEST(masked_softmax_agrees_with_the_loops_in_float64) {
+  const cpu::ThreadPool pool = test::thread_pool(2);
+  const Shape shape{2, 3, 1, 9, 37, 1, 1};
+  for (const DType dtype : kDTypes) {
+    for (const Options& options : option_sets()) {
+      const auto run = [&](const cpu::Kernel& kernel, AttentionCase& c, Buffer& weights,
+                           Buffer& grad_scores) {
+        SoftmaxParams p;
+        p.batch = shape.batch;
+        p.heads = shape.heads;
+        p.queries = shape.queries;
+        p.keys = shape.keys;
+        p.dtype = c.dtype;
+        p.scale = 1.3;
+        p.window_right = options.window_right >= 0 ? 0 : -1;
+        p.query_offset = options.query_offset;
+        p.scores = c.grad_weights.view();
+        if (options.mask) p.mask = c.mask.broadcast_view();
+        p.result = weights.view();
+        kernel.masked_softmax(p, pool);
+        p.scores = weights.view();
+        p.grad = c.grad_weights.view();
+        p.result = grad_scores.view();
+        kernel.masked_softmax_backward(p, pool);
+      };
+      AttentionCase c(dtype, shape, options);
+      AttentionCase wide = c.in_float64();
+      Buffer expected_weights = wide.grad_weights, expected_grad = wide.grad_weights;
+      run(cpu::kLoops, wide, expected_weights, expected_grad);
+      for (const cpu::Kernel* kernel : kernels()) {
+        Buffer weights = c.grad_weights, grad = c.grad_weights;
+        run(*kernel, c, weights, grad);
+        const std::string what = describe(*kernel, dtype, shape, options);
+        compare(weights, expected_weights, tolerance(dtype), what + " masked_softmax");
+        compare(grad, expected_grad, tolerance(dtype), what + " masked_softmax_backward");
+      }
+    }
+  }
+}

@@ -1,0 +1,121 @@
+"""Which kernel runs: the table, the choice, the ways to force it, and that the forced one runs."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+
+from selfattn_ext import attention_scores, backends, masked_softmax, scaled_dot_product_attention
+
+X = torch.randn(1, 2, 8, 4)
+
+
+def test_table() -> None:
+    everything, here = backends.kernels(), backends.available()
+    assert {kernel.name for kernel in everything} == {"fused", "loops"}
+    assert [kernel for kernel in everything if kernel.available] == here
+    assert "scalar" in backends.cpu_isas()
+    for kernel in everything:
+        assert kernel.description
+        assert kernel.isa in str(kernel)
+        assert (kernel.reason is None) == kernel.available
+    assert here[0].automatic
+
+
+def test_explain_names_the_best_kernel() -> None:
+    explanation = backends.explain(X, X, X, is_causal=True)
+    assert (explanation.kernel, explanation.isa) == ("fused", backends.cpu_isas()[0])
+    assert explanation.device == "cpu"
+    assert explanation.dtype == "float32"
+    assert len(explanation.refused) == len(backends.kernels()) - 1
+    assert "asked for" in explanation.refused["loops/scalar"]
+    text = str(explanation)
+    assert text.startswith("fused/")
+    assert all(reason in text for reason in explanation.refused.values())
+
+
+def test_forced_kernel_runs(kernel: str) -> None:
+    name, _, isa = kernel.partition("-")
+    explanation = backends.explain(X, X, X)
+    assert explanation.kernel == name
+    assert explanation.isa == (isa or "scalar")
+    if isa:
+        assert all(isa in reason or name != "fused" or reason for reason in explanation.refused.values())
+
+
+def test_every_kernel_has_code_of_its_own() -> None:
+    """Rounding tells them apart: kernels that gave the same bits on all of these would be one kernel."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 4, 67, 64, requires_grad=True) for _ in range(3))
+    results = []
+    for name, isa in [*(("fused", isa) for isa in backends.cpu_isas()), ("loops", "")]:
+        with backends.use(name), backends.use_cpu_isa(isa):
+            scores = attention_scores(query, key)
+            out = scaled_dot_product_attention(query, key, value)
+            grads = torch.autograd.grad(out.sin().sum(), (query, key, value))
+            results.append([scores, masked_softmax(3 * scores), out, *grads])
+    for index, result in enumerate(results):
+        for other in results[:index]:
+            torch.testing.assert_close(result, other)
+            assert not all(torch.equal(*pair) for pair in zip(result, other, strict=True))
+
+
+def test_use_is_undone() -> None:
+    before = str(backends.explain(X, X, X))
+    with backends.use("loops"):
+        assert backends.explain(X, X, X).kernel == "loops"
+        with backends.use(""):
+            assert str(backends.explain(X, X, X)) == before
+        assert backends.explain(X, X, X).kernel == "loops"
+    with pytest.raises(ZeroDivisionError), backends.use("loops"), backends.use_cpu_isa("scalar"):
+        1 / 0  # noqa: B018
+    assert str(backends.explain(X, X, X)) == before
+
+
+def test_use_is_of_one_thread() -> None:
+    seen = []
+    with backends.use("loops"):
+        thread = threading.Thread(target=lambda: seen.append(backends.explain(X, X, X).kernel))
+        thread.start()
+        thread.join()
+    assert seen == ["fused"]
+
+
+def test_backward_takes_the_kernel_of_its_forward() -> None:
+    tensors = [torch.randn(1, 2, 40, 16, requires_grad=True) for _ in range(3)]
+    with backends.use("loops"):
+        out = scaled_dot_product_attention(*tensors)
+        inside = torch.autograd.grad(out.sin().sum(), tensors, retain_graph=True)
+    outside = torch.autograd.grad(out.sin().sum(), tensors)
+    assert all(torch.equal(*pair) for pair in zip(inside, outside, strict=True))
+    fused = torch.autograd.grad(scaled_dot_product_attention(*tensors).sin().sum(), tensors)
+    assert not all(torch.equal(*pair) for pair in zip(inside, fused, strict=True))
+
+
+@pytest.mark.parametrize(("kernel", "isa"), [("", "scalar"), ("loops", "")], ids=str)
+def test_environment(kernel: str, isa: str) -> None:
+    script = (
+        "import torch, selfattn_ext\n"
+        "x = torch.ones(1, 1, 2, 2)\n"
+        "explanation = selfattn_ext.backends.explain(x, x, x)\n"
+        "print(explanation.kernel, explanation.isa)\n"
+    )
+    environment = {**os.environ, "SELFATTN_CPU_ISA": isa, "SELFATTN_KERNEL": kernel}
+    run = subprocess.run(
+        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.split() == [kernel or "fused", "scalar"]
+
+
+def test_compiled_calls_take_the_forced_kernel() -> None:
+    compiled = torch.compile(lambda x: scaled_dot_product_attention(x, x, x), backend="eager", fullgraph=True)
+    x = torch.randn(1, 2, 40, 16)
+    compiled(x)
+    with backends.use("loops"):
+        torch._dynamo.reset()
+        assert torch.equal(compiled(x), scaled_dot_product_attention(x, x, x))

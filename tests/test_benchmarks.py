@@ -1,0 +1,317 @@
+"""The benchmark machinery: what is timed, in which order, what is counted, and the shape of the results."""
+
+from __future__ import annotations
+
+import json
+import runpy
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from selfattn_ext import bench
+from selfattn_ext.bench import cases, peak, report, timer
+from selfattn_ext.bench.accuracy import truth
+from selfattn_ext.bench.cases import Case, inputs
+from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results
+from selfattn_ext.bench.measure import Row, measure
+from selfattn_ext.cli import main
+from selfattn_ext.terminal import CommandError
+
+FOLDER = Path(__file__).parents[1] / "benchmarks"
+MOMENT = timer.Effort(seconds=0.0, min_rounds=3)
+SMALL = Case(2, 4, 70, 16)
+VARIANTS = [
+    SMALL,
+    replace(SMALL, causal=True),
+    replace(SMALL, dtype=torch.bfloat16, causal=True),
+    replace(SMALL, kv_heads=2),
+    replace(SMALL, value_dim=24),
+    replace(SMALL, length=1, keys=90, kv_heads=1),
+    replace(SMALL, keys=90, causal=True),
+    replace(SMALL, window=9, causal=True),
+    replace(SMALL, window=9),
+    replace(SMALL, length=150, mask="bool"),
+    replace(SMALL, length=150, mask="bool", causal=True),
+    replace(SMALL, mask="gradient"),
+    replace(SMALL, mask="gradient", causal=True),
+]
+
+
+class Clock:
+    """Time that passes only when a call says so."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 0.0
+        self.log: list[str] = []
+        monkeypatch.setattr(time, "perf_counter", lambda: self.now)
+
+    def call(self, name: str, seconds: float) -> Callable[[], None]:
+        def run() -> None:
+            self.log.append(name)
+            self.now += seconds
+
+        return run
+
+
+def test_calls_are_timed_in_turns_after_warming_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    calls = {"a": clock.call("a", 0.3), "b": clock.call("b", 0.1)}
+    timings = timer.interleave(calls, timer.Effort(seconds=1.0, min_rounds=2, max_rounds=50))
+    assert clock.log == ["a", "a", "b", "b"] + ["a", "b"] * 3
+    assert timings["a"].samples == pytest.approx([0.3] * 3)
+    assert timer.Ratio.of(timings["a"], timings["b"]).median == pytest.approx(3.0)
+
+
+def test_short_calls_are_repeated_and_rounds_are_limited(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    timings = timer.interleave({"a": clock.call("a", 3e-4)}, timer.Effort(60.0, min_rounds=2, max_rounds=5))
+    assert timings["a"].samples == pytest.approx([3e-4] * 5)
+    assert len(clock.log) == 2 + 5 * 4
+
+
+def test_a_ratio_is_taken_round_by_round() -> None:
+    slow_half = timer.Timing((1.0, 1.0, 10.0, 10.0, 10.0))
+    other = timer.Timing((2.0, 2.0, 20.0, 20.0, 20.0))
+    ratio = timer.Ratio.of(other, slow_half)
+    assert ratio.median == 2.0
+    assert ratio.quartiles == (2.0, 2.0)
+    assert slow_half.quartiles == (1.0, 10.0)
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=lambda case: f"{case.dtype_name} {case.options()}")
+@pytest.mark.parametrize("backward", [False, True])
+def test_contenders_compute_the_same_and_errors_are_small(case: Case, backward: bool) -> None:
+    case = replace(case, backward=backward)
+    tensors = inputs(case)
+    exact = truth(case, tensors)
+    assert exact is not None
+    bound = 2e-2 if case.dtype == torch.bfloat16 else 5e-6
+    for contender in (OURS, TORCH):
+        found = results(contender, case, tensors)
+        assert len(found) == 1 + len(tensors.leaves())
+        assert exact.error(case, found) < bound, contender.name
+        spoilt = [*found[:-1], found[-1] + 1.0] if case.mask != "gradient" else [found[0] + 1.0, *found[1:]]
+        assert exact.error(case, spoilt) > 0.05
+
+
+@pytest.mark.parametrize(
+    "case", [replace(SMALL, length=600, causal=True), replace(SMALL, length=600, mask="bool")]
+)
+def test_long_sequences_are_judged_in_chunks(case: Case) -> None:
+    case = replace(case, heads=1, backward=True)
+    tensors = inputs(case)
+    exact = truth(case, tensors)
+    assert exact is not None
+    assert exact.error(case, results(OURS, case, tensors)) < 5e-6
+
+
+def test_dropout_has_no_true_result() -> None:
+    case = replace(SMALL, dropout=0.5)
+    assert truth(case, inputs(case)) is None
+    assert results(OURS, case, inputs(case))[0].shape == results(TORCH, case, inputs(case))[0].shape
+
+
+@pytest.mark.parametrize("case", VARIANTS, ids=lambda case: f"{case.dtype_name} {case.options()}")
+def test_operations_are_counted_over_visible_pairs(case: Case) -> None:
+    seen = case.visible()
+    pairs = case.length * case.key_count if seen is None else int(seen.sum())
+    per_pair = 2 * (case.head_dim + case.value_dimension)
+    assert case.flops() == case.batch * case.heads * pairs * per_pair
+    assert replace(case, backward=True).flops() == 3.5 * case.flops()
+
+
+def test_the_block_mask_hides_half_of_the_blocks() -> None:
+    mask = inputs(replace(SMALL, length=256, mask="bool")).mask
+    assert mask is not None
+    blocks = mask.view(4, 64, 4, 64).permute(0, 2, 1, 3).flatten(2)
+    assert blocks.all(-1).sum() == 8
+    assert (~blocks).all(-1).sum() == 8
+
+
+def test_the_standard_table_is_the_one_of_the_documentation() -> None:
+    table = cases.standard()
+    assert len(table) == len(set(table)) == 4 * 2 * 2 * 2
+    assert {case.shape for case in table} == {
+        (4, 8, 64, 64),
+        (1, 8, 512, 64),
+        (1, 8, 2048, 64),
+        (1, 4, 4096, 128),
+    }
+    assert {case.dtype for case in table} == {torch.float32, torch.bfloat16}
+
+
+def test_a_contender_that_refuses_is_listed_with_its_reason() -> None:
+    def refuse(case: Case, tensors: cases.Inputs) -> Callable[[], torch.Tensor]:
+        raise NotImplementedError("no backward pass on CPU")
+
+    rows = measure([replace(SMALL, backward=True)], [TORCH, Contender("peer", refuse)], [1], MOMENT, 64)
+    assert rows[0].ratio("peer") is None
+    assert rows[0].ratio("torch") is not None
+    text = report.text(rows)
+    assert "peer: no backward pass on CPU" in text
+    assert "peer: nothing to compare" in text
+    assert report.data(rows, "test")["rows"][0]["contenders"]["peer"]["refused"] == "no backward pass on CPU"
+
+
+def test_the_matmul_yardstick_is_positive_and_the_threads_are_restored(one_thread: None) -> None:
+    rows = measure([SMALL], [TORCH], [1, 2], MOMENT, 64)
+    assert [row.threads for row in rows] == [1, 2]
+    assert all(row.matmul_gflops > 0 for row in rows)
+    assert torch.get_num_threads() == 1
+    assert peak.matmul_gflops(torch.float32, size=32, seconds=0.0) > 0
+
+
+@pytest.fixture
+def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cases, "QUICK_SHAPES", ((1, 2, 16, 8),))
+    monkeypatch.setattr(timer, "QUICK", MOMENT)
+    monkeypatch.setattr(peak, "QUICK_SIZE", 64)
+
+
+@pytest.mark.usefixtures("tiny_bench")
+def test_bench_prints_a_table_and_writes_json(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "results" / "bench.json"
+    assert main(["bench", "--quick", "--threads", "1", "--json", str(target)]) == 0
+    printed = capsys.readouterr().out
+    assert "torch / ours" in printed
+    assert printed.count("(1, 2, 16, 8)") == 8 + 1  # each row, and where the lowest ratio is
+    assert str(target) in printed
+    _check_schema(json.loads(target.read_text(encoding="utf-8")), rows=8)
+
+
+@pytest.mark.usefixtures("tiny_bench")
+def test_bench_json_on_stdout_is_alone_there(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["bench", "--quick", "--threads", "1", "--json", "-"]) == 0
+    printed = capsys.readouterr()
+    _check_schema(json.loads(printed.out), rows=8)
+    assert "torch / ours" in printed.err
+
+
+def _check_schema(data: dict[str, Any], rows: int) -> None:
+    assert data["schema"] == report.SCHEMA
+    assert data["machine"]["torch"] == torch.__version__
+    assert {"cpu", "features", "build", "selfattn_ext", "python"} <= set(data["machine"])
+    assert len(data["rows"]) == rows
+    for row in data["rows"]:
+        assert set(row) == {
+            *("batch", "heads", "length", "head_dim", "dtype", "causal", "direction", "keys", "kv_heads"),
+            *(
+                "value_dim",
+                "window",
+                "mask",
+                "dropout",
+                "threads",
+                "flops",
+                "matmul_gflops",
+                "contenders",
+                "ratios",
+            ),
+        }
+        assert set(row["contenders"]) == {OURS.name, TORCH.name}
+        for contender in row["contenders"].values():
+            low, high = contender["quartile_seconds"]
+            assert 0 < low <= contender["median_seconds"] <= high
+            assert contender["rounds"] >= MOMENT.min_rounds
+            assert contender["error"] < 0.05
+            assert contender["refused"] is None
+        low, high = row["ratios"]["torch"]["quartiles"]
+        assert 0 < low <= row["ratios"]["torch"]["median"] <= high
+
+
+def test_threads_are_one_and_all_unless_asked_for() -> None:
+    assert bench.thread_counts([1]) == [1]
+    assert bench.thread_counts(None)[0] == 1
+    assert torch.get_num_threads() in bench.thread_counts(None)
+    with pytest.raises(CommandError, match="logical processors"):
+        bench.thread_counts([10**6])
+
+
+@pytest.fixture
+def full_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
+    """main() of benchmarks/run.py, with tables of two small cases each."""
+    monkeypatch.syspath_prepend(str(FOLDER))
+    names = ("tables", "peers", "picture")
+    for name in names:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+    import tables
+
+    short = [replace(SMALL, length=length, keys=None) for length in (8, 16)]
+    monkeypatch.setattr(tables, "TABLES", {"tiny": lambda: short, "lengths": lambda: short})
+    monkeypatch.setattr(timer, "QUICK", MOMENT)
+    monkeypatch.setattr(peak, "QUICK_SIZE", 64)
+    yield runpy.run_path(str(FOLDER / "run.py"))["main"]
+    for name in names:
+        sys.modules.pop(name, None)
+
+
+def test_full_run_compares_with_all_peers_and_draws(
+    full_run: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    picture, results_file = tmp_path / "ratios.png", tmp_path / "results.json"
+    arguments = ["--quick", "--threads", "1", "--peers", "torch,formula,loops"]
+    assert full_run([*arguments, "--png", str(picture), "--json", str(results_file)]) == 0
+    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
+    rows = json.loads(results_file.read_text(encoding="utf-8"))["rows"]
+    assert [row["length"] for row in rows] == [8, 16]
+    assert set(rows[0]["ratios"]) == {"torch", "formula", "loops"}
+    assert str(picture) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tables", "tiny", "--png", "x.png"], "which --tables leaves out"),
+        (["--png", "x.txt"], "must end in .png"),
+    ],
+)
+def test_full_run_refuses_before_measuring(
+    full_run: Callable[[list[str]], int],
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert full_run(["--quick", *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_full_run_names_the_known_tables(
+    full_run: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        full_run(["--tables", "huge"])
+    assert exit_info.value.code == 2
+    assert "no huge; there is tiny, lengths" in capsys.readouterr().err
+
+
+def test_the_tables_hold_cases_without_repetition(full_run: object) -> None:
+    sys.modules.pop("tables", None)
+    import tables
+
+    for name, table in tables.TABLES.items():
+        found = table()
+        assert found, name
+        assert len(set(found)) == len(found), name
+
+
+def _row(ratio: float, case: Case = SMALL) -> Row:
+    from selfattn_ext.bench.measure import Outcome
+
+    outcomes = {
+        OURS.name: Outcome(timer.Timing((1.0,) * 3), 1e-7),
+        "torch": Outcome(timer.Timing((ratio,) * 3), 2e-7),
+    }
+    return Row(case, 1, outcomes, matmul_gflops=2 * case.flops() / 1e9)
+
+
+def test_the_summary_names_median_and_lowest_ratio() -> None:
+    text = report.text([_row(2.0), _row(0.5, replace(SMALL, causal=True)), _row(3.0)])
+    assert (
+        "torch / ours: median 2.00 of 3 rows, over 1 in 2; lowest 0.50 (float32 (2, 4, 70, 16) causal" in text
+    )
+    assert "50%" in text

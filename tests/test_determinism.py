@@ -1,0 +1,103 @@
+"""The same bits whatever the number of threads, the run, and the batch that a row is computed in."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from cases import Case, cotangents_of, gradients, replace
+
+from selfattn_ext import attention_scores, masked_softmax
+
+CASES = [
+    Case(batch=3, heads=4, kv_heads=2, queries=65, keys=150, head_dim=32, value_dim=24, **options)
+    for options in (
+        {},
+        {"dtype": torch.bfloat16, "is_causal": True, "mask": "float heads", "weights": True},
+        {"dtype": torch.float64, "alibi": 1, "sinks": True, "lse": True, "mask": "float square"},
+        {"dtype": torch.float16, "dropout_p": 0.3, "softcap": 3.0, "window": (30, 20), "query_offset": 50},
+    )
+] + [
+    # Work that is divided along the queries or along the keys.
+    Case(batch=1, heads=1, kv_heads=1, queries=300, keys=130, mask="float rows"),
+    Case(batch=1, heads=2, kv_heads=1, queries=2, keys=1100),
+]
+
+
+def everything(case: Case, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    results = case.run(tensors)
+    return results | gradients(results, cotangents_of(results, 0), tensors)
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_threads_and_runs(case: Case, isa: str, one_thread: None) -> None:
+    tensors = case.inputs()
+    alone = everything(case, tensors)
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        again = everything(case, tensors)
+        for name, result in alone.items():
+            assert torch.equal(result, again[name]), f"{name} with {threads} threads"
+
+
+@pytest.mark.parametrize("case", CASES[:4], ids=str)
+def test_rows_do_not_depend_on_their_batch(case: Case, isa: str) -> None:
+    if case.dropout_p:
+        # The pattern of dropout counts the batch, on purpose.
+        case = replace(case, dropout_p=0.0)
+    tensors = case.inputs()
+    names = ("query", "key", "value")
+    whole = case.run(tensors)
+    cotangents = cotangents_of(whole, 0)
+    grads = gradients(whole, cotangents, tensors)
+    for index in range(case.batch):
+        part = {
+            name: tensor.detach()[index : index + 1].clone().requires_grad_() if name in names else tensor
+            for name, tensor in tensors.items()
+        }
+        results = case.run(part)
+        part_grads = gradients(
+            results, {name: value[index : index + 1] for name, value in cotangents.items()}, part
+        )
+        for name, result in results.items():
+            assert torch.equal(result[0], whole[name][index]), name
+        for name in names:
+            assert torch.equal(part_grads[f"grad of {name}"][0], grads[f"grad of {name}"][index]), name
+
+
+def test_queries_do_not_depend_on_their_neighbours(isa: str) -> None:
+    """The same tile edges on both sides; the keys of a row are all that counts."""
+    case = Case(queries=96, keys=200, head_dim=32)
+    tensors = case.inputs()
+    whole = case.run(tensors)["out"]
+    other = {**tensors, "query": torch.cat([tensors["query"][:, :, :48], torch.randn(2, 2, 48, 32)], dim=2)}
+    assert torch.equal(case.run(other)["out"][:, :, :48], whole[:, :, :48])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_softmax_and_scores(dtype: torch.dtype, isa: str, one_thread: None) -> None:
+    query = torch.randn(2, 3, 40, 16).to(dtype).requires_grad_()
+    key = torch.randn(2, 3, 90, 16).to(dtype).requires_grad_()
+    mask = torch.randn(40, 1).requires_grad_()
+
+    def step() -> list[torch.Tensor]:
+        weights = masked_softmax(attention_scores(query, key), mask, is_causal=True, query_offset=50)
+        return [weights, *torch.autograd.grad(weights.float().square().sum(), (query, key, mask))]
+
+    alone = step()
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        assert all(torch.equal(*pair) for pair in zip(alone, step(), strict=True))
+
+
+def test_inside_another_parallel_region(one_thread: None) -> None:
+    """Called from several Python threads at once, as data-parallel trainers do."""
+    case = CASES[1]
+    tensors = case.inputs()
+    alone = everything(case, tensors)
+    torch.set_num_threads(2)
+    with ThreadPoolExecutor(4) as pool:
+        runs = list(pool.map(lambda _: everything(case, tensors), range(8)))
+    for run in runs:
+        assert all(torch.equal(run[name], result) for name, result in alone.items())

@@ -1,0 +1,169 @@
+"""Second and third derivatives, and that the first one still runs the kernels where a graph of it is asked
+for.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from cases import Case
+from test_gradients import CASES
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from selfattn_ext import attention_scores, masked_softmax, scaled_dot_product_attention
+
+
+class Operators(TorchDispatchMode):
+    """Records the names of the operators that run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_against_finite_differences(case: Case) -> None:
+    tensors = case.inputs()
+    names = list(tensors)
+    points = [
+        tensor.detach().double().requires_grad_() if tensor.is_floating_point() else tensor
+        for tensor in tensors.values()
+    ]
+
+    def results(*points: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return tuple(
+            result.masked_fill(result == -torch.inf, 0.0)
+            for result in case.run(dict(zip(names, points, strict=True))).values()
+        )
+
+    assert torch.autograd.gradgradcheck(results, points, fast_mode=True)
+
+
+def test_every_pair_of_inputs() -> None:
+    """The mixed second derivatives one by one, so that none can hide behind the others."""
+    case = Case(
+        queries=3, keys=4, head_dim=2, value_dim=2, dtype=torch.float64, mask="float", alibi=1, sinks=True,
+        softcap=0.8, weights=True, lse=True, dropout_p=0.3, batch=1,
+    )  # fmt: skip
+    tensors = case.inputs()
+    tensors["attn_mask"] = tensors["attn_mask"].detach().nan_to_num(neginf=-1.0).requires_grad_()
+    names = list(tensors)
+
+    def total(function: Any, *points: torch.Tensor) -> torch.Tensor:
+        return sum(
+            result.double().sin().sum() for result in function(dict(zip(names, points, strict=True))).values()
+        )
+
+    points = tuple(tensor.detach().double() for tensor in tensors.values())
+    ours = torch.autograd.functional.hessian(lambda *points: total(case.run, *points), points)
+    exact = torch.autograd.functional.hessian(lambda *points: total(case.formula, *points), points)
+    for row, exact_row in zip(ours, exact, strict=True):
+        for block, exact_block in zip(row, exact_row, strict=True):
+            torch.testing.assert_close(block, exact_block)
+            assert block.any()
+
+
+def test_third_derivative() -> None:
+    case = Case(queries=3, keys=4, head_dim=2, value_dim=2, dtype=torch.float64, is_causal=True, softcap=1.0)
+
+    def third(function: Any) -> list[torch.Tensor]:
+        tensors = case.inputs()
+        total = function(tensors)["out"].sin().sum()
+        for _ in range(2):
+            grads = torch.autograd.grad(total, list(tensors.values()), create_graph=True)
+            total = sum(grad.square().sum() for grad in grads)
+        return list(torch.autograd.grad(total, list(tensors.values())))
+
+    for grad, exact in zip(third(case.run), third(case.formula), strict=True):
+        torch.testing.assert_close(grad, exact)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_other_dtypes(dtype: torch.dtype) -> None:
+    case = Case(queries=5, keys=6, dtype=dtype, sinks=True)
+    tensors = case.inputs()
+    (grad,) = torch.autograd.grad(case.run(tensors)["out"].sum(), tensors["query"], create_graph=True)
+    second = torch.autograd.grad(
+        grad.float().square().sum(), [tensors["query"], tensors["key"], tensors["sinks"]]
+    )
+    exact_tensors = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
+    (grad,) = torch.autograd.grad(
+        case.formula(exact_tensors)["out"].sum(), exact_tensors["query"], create_graph=True
+    )
+    expected = torch.autograd.grad(
+        grad.square().sum(), [exact_tensors["query"], exact_tensors["key"], exact_tensors["sinks"]]
+    )
+    for result, exact in zip(second, expected, strict=True):
+        tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5
+        torch.testing.assert_close(
+            result.double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max())
+        )
+
+
+def test_first_derivative_with_a_graph_runs_the_kernel() -> None:
+    case = Case(dtype=torch.float64, mask="float")
+    tensors = case.inputs()
+    out = case.run(tensors)["out"]
+    with Operators() as plain:
+        grads = torch.autograd.grad(out.sum(), list(tensors.values()), retain_graph=True)
+    with Operators() as graph:
+        with_graph = torch.autograd.grad(out.sum(), list(tensors.values()), create_graph=True)
+    for names in (plain.names, graph.names):
+        assert names.count("attention_backward") == 1
+        assert not {"bmm", "matmul", "exp"} & set(names)
+    assert all(torch.equal(*pair) for pair in zip(grads, with_graph, strict=True))
+    assert all(grad.requires_grad for grad in with_graph)
+
+
+def test_gradient_penalty_step() -> None:
+    """What people use it for: the norm of an input gradient in the loss."""
+    tensors = Case(dtype=torch.float64).inputs()
+    losses = []
+    for function in (scaled_dot_product_attention, torch.nn.functional.scaled_dot_product_attention):
+        points = {name: tensor.detach().requires_grad_() for name, tensor in tensors.items()}
+        # torch's fused kernel has no second derivative.
+        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+            out = function(**points, is_causal=True)
+        (grad,) = torch.autograd.grad(out.square().mean(), points["query"], create_graph=True)
+        (out.mean() + grad.norm()).backward()
+        losses.append([point.grad for point in points.values()])
+    for ours, expected in zip(*losses, strict=True):
+        torch.testing.assert_close(ours, expected)
+
+
+def test_masked_softmax_and_scores() -> None:
+    scores = torch.randn(2, 3, 4, 5, dtype=torch.float64, requires_grad=True)
+    mask = torch.randn(3, 1, 5, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(
+        lambda scores, mask: masked_softmax(scores, mask, scale=0.7, is_causal=True, query_offset=1),
+        (scores, mask),
+        fast_mode=True,
+    )
+    query = torch.randn(2, 4, 3, 2, dtype=torch.float64, requires_grad=True)
+    key = torch.randn(2, 2, 5, 2, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradgradcheck(
+        lambda q, k: attention_scores(q, k, 0.3, enable_gqa=True), (query, key), fast_mode=True
+    )
+
+
+def test_hidden_nan_stays_hidden() -> None:
+    query, key, value = (torch.randn(1, 2, 4, 3, dtype=torch.float64) for _ in range(3))
+    seen = torch.ones(4, 4, dtype=torch.bool)
+    seen[:, 1] = False
+    seconds = []
+    for junk in (0.0, torch.nan):
+        points = [tensor.clone() for tensor in (query, key, value)]
+        points[1][:, :, 1] = junk
+        points[2][:, :, 1] = junk
+        points = [point.requires_grad_() for point in points]
+        out = scaled_dot_product_attention(*points, seen)
+        grads = torch.autograd.grad(out.sin().sum(), points, create_graph=True)
+        seconds.append(torch.autograd.grad(sum(grad.square().sum() for grad in grads), points))
+    for clean, dirty in zip(*seconds, strict=True):
+        torch.testing.assert_close(clean, dirty)

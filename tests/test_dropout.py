@@ -1,0 +1,78 @@
+"""Dropout: the documented pattern to the bit, its laws, and where its randomness comes from."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from cases import Case, check, dropout_seed
+
+from selfattn_ext import attention_weights, reference, scaled_dot_product_attention
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.999, 1.0])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_weights_are_dropped_as_documented(p: float, dtype: torch.dtype, kernel: str) -> None:
+    query, key = torch.randn(2, 3, 19, 8).to(dtype), torch.randn(2, 3, 70, 8).to(dtype)
+    plain = attention_weights(query, key)
+    keep = reference.dropout_keep(dropout_seed(5), p, (2, 3, 19, 70))
+    torch.manual_seed(5)
+    dropped = attention_weights(query, key, dropout_p=p)
+    assert torch.equal(dropped != 0, keep & (plain != 0))
+    factor = 1 / (1 - p) if p < 1 else 0.0
+    expected = torch.where(keep, plain.double() * factor, 0.0)
+    torch.testing.assert_close(dropped.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
+
+
+def test_output_is_the_dropped_weights_times_value(kernel: str) -> None:
+    query, key, value = (torch.randn(2, 4, length, 8, dtype=torch.float64) for length in (19, 70, 70))
+    out, weights = scaled_dot_product_attention(
+        query, key[:, :2], value[:, :2], dropout_p=0.4, enable_gqa=True, return_weights=True
+    )
+    torch.testing.assert_close(out, weights @ value[:, :2].repeat_interleave(2, dim=1))
+
+
+@pytest.mark.parametrize("p", [0.2, 1.0])
+def test_results_and_gradients(p: float, kernel: str) -> None:
+    check(Case(dropout_p=p, heads=4, keys=70, mask="float", sinks=True, weights=True, lse=True, seed=11))
+
+
+def test_governed_by_manual_seed() -> None:
+    query = torch.randn(1, 2, 32, 8)
+    torch.manual_seed(1)
+    first, second = (scaled_dot_product_attention(query, query, query, dropout_p=0.5) for _ in range(2))
+    assert not torch.equal(first, second)
+    torch.manual_seed(1)
+    assert torch.equal(scaled_dot_product_attention(query, query, query, dropout_p=0.5), first)
+    state = torch.get_rng_state()
+    third = scaled_dot_product_attention(query, query, query, dropout_p=0.5)
+    assert torch.equal(third, second)
+    torch.set_rng_state(state)
+    assert torch.equal(scaled_dot_product_attention(query, query, query, dropout_p=0.5), third)
+
+
+def test_same_pattern_in_every_kernel_and_thread_count(kernel: str, one_thread: None) -> None:
+    query, key = torch.randn(2, 3, 50, 8), torch.randn(2, 3, 131, 8)
+    keep = reference.dropout_keep(dropout_seed(9), 0.5, (2, 3, 50, 131))
+    for threads in (1, 2):
+        torch.set_num_threads(threads)
+        torch.manual_seed(9)
+        assert torch.equal(attention_weights(query, key, dropout_p=0.5) != 0, keep)
+
+
+def test_rate_and_mean() -> None:
+    torch.manual_seed(2)
+    query, key = torch.randn(2, 4, 100, 8), torch.randn(2, 4, 100, 8)
+    plain, dropped = attention_weights(query, key), attention_weights(query, key, dropout_p=0.3)
+    assert float((dropped == 0).double().mean()) == pytest.approx(0.3, abs=0.01)
+    assert float(dropped.sum()) == pytest.approx(float(plain.sum()), rel=0.02)
+    # Heads, batches and rows have patterns of their own.
+    zero = dropped == 0
+    for first, second in ((zero[0], zero[1]), (zero[:, 0], zero[:, 1]), (zero[:, :, 0], zero[:, :, 1])):
+        assert not torch.equal(first, second)
+
+
+def test_no_dropout_draws_nothing() -> None:
+    query = torch.randn(1, 1, 4, 4)
+    state = torch.get_rng_state()
+    scaled_dot_product_attention(query, query, query, dropout_p=0.0)
+    assert torch.equal(torch.get_rng_state(), state)

@@ -1,0 +1,191 @@
+"""What is shipped, and what a user is told whose machine lacks something."""
+
+import os
+import shutil
+import subprocess
+import sys
+import tarfile
+import venv
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parent.parent
+BACKEND = ROOT / ".pep517"
+
+
+def run(*command, **environment):
+    """A command in the checkout, its variables changed; None removes one."""
+    variables = {**os.environ, **environment}
+    return subprocess.run(
+        [str(part) for part in command],
+        cwd=ROOT,
+        env={name: value for name, value in variables.items() if value is not None},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+def ask_backend(python, hook, *options, **environment):
+    """Runs a hook as pip does, in an environment where nothing else offers a torch."""
+    environment = {"VIRTUAL_ENV": None, "CONDA_PREFIX": None, "PYTHONPATH": None, **environment}
+    return run(
+        python, *options, "-c", f"import sys; sys.path.insert(0, {str(BACKEND)!r})\n{hook}", **environment
+    )
+
+
+def setup_py(*arguments, base):
+    # The egg-info folder, and nothing else, would be written to the checkout.
+    done = run(sys.executable, "setup.py", "-q", "egg_info", "--egg-base", base, *arguments)
+    assert done.returncode == 0, done.stderr
+
+
+def files_below(folder):
+    return {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.fixture
+def bare_python(tmp_path):
+    """An interpreter without any packages."""
+    venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
+    return tmp_path / "bare" / "bin" / "python"
+
+
+class TestShipped:
+    def test_sdist_can_build_and_test_itself(self, tmp_path):
+        setup_py("sdist", "--dist-dir", tmp_path, base=tmp_path)
+        (archive,) = tmp_path.glob("*.tar.gz")
+        with tarfile.open(archive) as tar:
+            names = {name.partition("/")[2] for name in tar.getnames()}
+        needed = {
+            "setup.py",
+            "pyproject.toml",
+            ".pep517/build_backend.py",
+            "CMakeLists.txt",
+            "Makefile",
+            "LICENSE",
+        }
+        needed |= {"selfattn_ext/sources.py", "selfattn_ext/py.typed", "tests/test_install.py"}
+        needed |= {f"csrc/{name}" for name in files_below(ROOT / "csrc")}
+        assert needed <= names
+        assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
+
+    def test_wheel_holds_the_sources(self, tmp_path):
+        setup_py("build_py", "--build-lib", tmp_path / "lib", base=tmp_path)
+        package = tmp_path / "lib" / "selfattn_ext"
+        assert files_below(package / "csrc") == files_below(ROOT / "csrc")
+        assert (package / "py.typed").is_file()
+        printed = run(sys.executable, package / "sources.py", "library")
+        assert printed.stdout.split()
+        assert all(Path(line).is_relative_to(package / "csrc") for line in printed.stdout.split())
+
+    def test_wheel_drops_what_the_checkout_no_longer_has(self, tmp_path):
+        stale = tmp_path / "lib" / "selfattn_ext" / "removed_long_ago.py"
+        stale.parent.mkdir(parents=True)
+        stale.touch()
+        setup_py("build_py", "--build-lib", tmp_path / "lib", base=tmp_path)
+        assert not stale.exists()
+
+
+class TestTorchIsFound:
+    def test_from_an_isolated_environment(self):
+        # -S hides site-packages from this process, as pip's isolation does, not from the interpreter it asks.
+        done = ask_backend(
+            sys.executable,
+            "import build_backend; build_backend._with_torch(); import torch; print(torch.__file__)",
+            "-S",
+        )
+        assert done.returncode == 0, done.stderr
+        message, file = done.stdout.splitlines()
+        assert message.startswith("selfattn_ext: compiling against torch ")
+        assert file.startswith(message.partition(" in ")[2])
+
+    def test_in_the_activated_environment_by_a_tool_with_its_own(self, bare_python):
+        # As build and uv do it.
+        done = ask_backend(
+            bare_python, "import build_backend; build_backend._with_torch()", VIRTUAL_ENV=sys.prefix
+        )
+        assert done.returncode == 0, done.stderr
+        assert f" in {sys.prefix}" in done.stdout
+
+
+class TestMissing:
+    """One sentence on stderr, no traceback."""
+
+    @staticmethod
+    def only_line(done):
+        assert done.returncode != 0
+        assert len(done.stderr.strip().splitlines()) == 1, done.stderr
+        return done.stderr.strip()
+
+    @pytest.mark.parametrize("kind", ["wheel", "editable"])
+    def test_torch(self, bare_python, kind, tmp_path):
+        hook = f"import build_backend; build_backend.get_requires_for_build_{kind}()"
+        line = self.only_line(ask_backend(bare_python, hook, PATH=str(tmp_path)))
+        assert line.startswith("selfattn_ext needs PyTorch 2.11 or newer")
+        assert "pip install 'torch>=2.11'" in line
+
+    def test_torch_in_the_environment_installed_for(self, bare_python):
+        # The torch of another environment, although that is activated, would not be there at run time.
+        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
+        line = self.only_line(ask_backend(bare_python, hook, "-S", VIRTUAL_ENV=sys.prefix))
+        assert f"{bare_python} has none" in line
+
+    def test_torch_as_pip_shows_it(self, bare_python):
+        pip = [sys.executable, "-m", "pip", "--python", bare_python]
+        environment = {"VIRTUAL_ENV": None, "CONDA_PREFIX": None, "PATH": os.defpath}
+        done = run(*pip, "install", "--no-index", "--no-build-isolation", ".", **environment)
+        assert done.returncode != 0
+        assert "selfattn_ext needs PyTorch 2.11 or newer" in done.stdout + done.stderr
+        assert "Traceback" not in done.stdout + done.stderr
+
+    def test_torch_too_old(self, bare_python, tmp_path):
+        (packages,) = (tmp_path / "bare").glob("lib/python*/site-packages")
+        (packages / "torch").mkdir()
+        (packages / "torch" / "__init__.py").touch()
+        (packages / "torch" / "version.py").write_text("__version__ = '2.10.1+cpu'\n")
+        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
+        line = self.only_line(ask_backend(bare_python, hook))
+        assert "2.11 or newer" in line
+        assert "2.10.1+cpu" in line
+
+    def test_compiler_named_by_cxx(self):
+        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
+        line = self.only_line(ask_backend(sys.executable, hook, CXX="/nowhere/g++"))
+        assert (
+            line
+            == "selfattn_ext needs a C++17 compiler, and CXX=/nowhere/g++ is not a program that can be run."
+        )
+
+    def test_compiler_on_path(self, tmp_path):
+        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
+        line = self.only_line(ask_backend(sys.executable, hook, CXX=None, PATH=str(tmp_path)))
+        assert line.startswith(
+            "selfattn_ext needs a C++17 compiler, and none of c++, g++, clang++ is on PATH"
+        )
+
+    def test_compiler_too_old(self, tmp_path):
+        old = tmp_path / "old-c++"
+        old.write_text("#!/bin/sh\nexit 1\n")
+        old.chmod(0o755)
+        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
+        line = self.only_line(ask_backend(sys.executable, hook, CXX=str(old)))
+        assert f"{old} compiles no C++17 program" in line
+
+    def test_python_headers(self, tmp_path):
+        # A compiler that finds everything but Python.h.
+        picky = tmp_path / "picky-c++"
+        picky.write_text(f'#!/bin/sh\ncase "$*" in *" -I"*) exit 1;; esac\nexec {shutil.which("c++")} "$@"\n')
+        picky.chmod(0o755)
+        hook = "import build_backend; build_backend.get_requires_for_build_wheel()"
+        line = self.only_line(ask_backend(sys.executable, hook, CXX=str(picky)))
+        assert line.startswith("selfattn_ext needs the headers of Python")
+        assert "python3-dev" in line
+
+    def test_ninja_is_asked_for_only_where_there_is_none(self, tmp_path):
+        hook = "import build_backend; print(build_backend._requirements([]))"
+        assert ask_backend(sys.executable, hook).stdout.strip() == "[]"
+        venv.create(tmp_path / "bare", with_pip=False, symlinks=True)
+        bare = tmp_path / "bare" / "bin" / "python"
+        assert ask_backend(bare, hook, PATH=str(tmp_path)).stdout.strip() == "['ninja']"

@@ -1,0 +1,116 @@
+"""The C++ sources compiled at run time: by ``jit.load``, and by torch's own loader without flags."""
+
+import os
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+
+from selfattn_ext import jit, library, sources, toolchain
+
+
+def check_against_installed(module, name):
+    """The operators of a run-time build live in their own namespace and give what the installed ones give."""
+    assert module.op_namespace == name
+    assert module.ops is getattr(torch.ops, name)
+    assert module.ops is not library.ops()
+    assert module.build_info()["version"] == sources.version()
+    query, key, value = (torch.randn(2, 3, 9, 8) for _ in range(3))
+    got = module.ops.attention_forward(query, key, value, 0.3, is_causal=True)
+    want = library.ops().attention_forward(query, key, value, 0.3, is_causal=True)
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b)
+    gradients = module.ops.attention_backward(
+        torch.ones_like(got[0]), query, key, value, *got, 0.3, is_causal=True
+    )
+    expected = library.ops().attention_backward(
+        torch.ones_like(got[0]), query, key, value, *want, 0.3, is_causal=True
+    )
+    for a, b in zip(gradients, expected, strict=True):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("loader", ["jit.load", "torch's own"])
+def test_load(loader, tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MAX_JOBS", str(os.cpu_count()))
+    if loader == "jit.load":
+        monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+        module = jit.load("selfattn_jit_test")
+        assert jit.load("selfattn_jit_test") is module
+        assert list(tmp_path.glob("*/selfattn_jit_test/*.so"))
+        assert module.build_info()["optimized"]
+        assert "selfattn_ext" not in capfd.readouterr().err
+        check_against_installed(module, "selfattn_jit_test")
+        with pytest.raises(ValueError, match=r"torch\.ops\.selfattn_jit_test holds a loaded library already"):
+            jit.load("selfattn_jit_test", extra_cflags=["-DNDEBUG"])
+    else:
+        from torch.utils import cpp_extension
+
+        with toolchain.environment():
+            module = cpp_extension.load(
+                name="plain_test", sources=sources.extension_sources(), build_directory=str(tmp_path)
+            )
+        check_against_installed(module, "plain_test")
+
+
+class TestArguments:
+    @pytest.mark.parametrize("name", ["", "my-attention", "1st", "a.b", "two words", None])
+    def test_name_is_no_identifier(self, name):
+        with pytest.raises(ValueError, match="name must be an identifier"):
+            jit.load(name)
+
+    def test_name_is_taken(self):
+        with pytest.raises(ValueError, match=r"torch\.ops\.selfattn holds a loaded library already"):
+            jit.load("selfattn")
+
+    def test_no_compiler(self, monkeypatch):
+        monkeypatch.setenv("CXX", "/nowhere/g++")
+        with pytest.raises(ImportError, match=r"needs a C\+\+17 compiler, and CXX=/nowhere/g\+\+ is not"):
+            jit.load("never_built")
+
+    def test_no_ninja(self, monkeypatch):
+        monkeypatch.setattr(toolchain, "ninja_folder", lambda: None)
+        with pytest.raises(ImportError, match=r"needs ninja .* pip install ninja"):
+            jit.load("never_built")
+
+    def test_waiting_is_announced(self, tmp_path, monkeypatch, capsys):
+        # torch waits for a build's lock without a word, for ever if its owner was killed.
+        from torch.utils import cpp_extension
+
+        (tmp_path / "lock").touch()
+        monkeypatch.setattr(cpp_extension, "load", lambda *arguments, **options: "module")
+        assert jit.load("another_process_builds_it", build_directory=tmp_path) == "module"
+        assert str(tmp_path / "lock") in capsys.readouterr().err
+
+
+class TestSources:
+    def test_names_of_objects_are_unique(self):
+        # torch's loader names object files by the name of the source alone, whatever its folder.
+        names = Counter(Path(source).stem for source in sources.extension_sources())
+        assert [name for name, count in names.items() if count > 1] == []
+
+    def test_one_list(self):
+        extension, operators = set(sources.extension_sources()), set(sources.library_sources())
+        assert operators < extension
+        assert {Path(source).parent.name for source in extension - operators} == {"python"}
+        everything = {str(path) for path in sources.root().rglob("*.cpp")}
+        assert extension == everything
+
+
+class TestToolchain:
+    def test_environment_is_put_back(self, monkeypatch):
+        monkeypatch.delenv("CXX", raising=False)
+        before = os.environ["PATH"]
+        with toolchain.environment():
+            assert os.environ["CXX"] in {"c++", "g++", "clang++"}
+        assert "CXX" not in os.environ
+        assert os.environ["PATH"] == before
+
+    def test_ninja_of_an_environment_that_is_not_activated(self, monkeypatch, tmp_path):
+        monkeypatch.setenv("PATH", str(tmp_path))
+        folder = toolchain.ninja_folder()
+        assert folder is not None
+        assert (Path(folder) / "ninja").exists()
+        with toolchain.environment():
+            assert folder in os.environ["PATH"].split(os.pathsep)

@@ -1,0 +1,246 @@
+"""The compiled library: what it says about itself, how it is found, and what is said when it is not."""
+
+import os
+import shutil
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+import pytest
+import torch
+
+from selfattn_ext import jit, library, sources, toolchain
+
+PACKAGE = Path(library.__file__).parent
+
+# A library of one operator, so that tests of building and loading need not compile the real one.
+SMALL_LIBRARY = """
+#include <pybind11/pybind11.h>
+#include "../version.h"
+#define STRING_OF(token) #token
+#define STRING(token) STRING_OF(token)
+PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
+  module.def("build_info", [] {
+    pybind11::dict info;
+    info["version"] = SELFATTN_VERSION;
+    return info;
+  });
+  module.attr("op_namespace") = STRING(SELFATTN_NAMESPACE);
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def small_checkout(tmp_path_factory):
+    """A checkout that was never installed, with our Python files and a C++ library that compiles fast."""
+    folder = tmp_path_factory.mktemp("checkout")
+    (folder / "selfattn_ext").mkdir()
+    (folder / "selfattn_ext" / "__init__.py").touch()
+    for module in (jit, library, sources, toolchain):
+        shutil.copy(module.__file__, folder / "selfattn_ext")
+    (folder / "csrc" / "python").mkdir(parents=True)
+    shutil.copy(sources.root() / "version.h", folder / "csrc")
+    (folder / "csrc" / "python" / "module.cpp").write_text(SMALL_LIBRARY)
+    return folder
+
+
+def python(folder, code, **environment):
+    """Runs code in a new process, in a folder, with a cache of extensions of its own there."""
+    variables = {
+        **os.environ,
+        "TORCH_EXTENSIONS_DIR": str(folder / "cache"),
+        "PYTHONPATH": str(folder),
+        **environment,
+    }
+    return subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", textwrap.dedent(code)],
+        cwd=folder,
+        env=variables,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+
+
+class TestIntrospection:
+    def test_build_info(self):
+        info = library.extension().build_info()
+        assert info["version"] == sources.version()
+        assert info["torch_minimum"] == ".".join(map(str, sources.MINIMUM_TORCH))
+        assert info["optimized"] is True
+        assert info["cuda"] is False
+        assert info["cxx_standard"] >= 201703
+        assert info["compiler"].partition(" ")[0] in {"gcc", "clang"}
+        assert sources.supports(info["torch"])
+
+    def test_operators(self):
+        extension = library.extension()
+        assert extension.op_namespace == sources.NAMESPACE
+        assert extension.ops is library.ops() is torch.ops.selfattn
+        assert callable(extension.ops.attention_forward)
+
+    def test_cpu_features(self):
+        features = library.extension().cpu_features()
+        assert features.pop("architecture") in {"x86-64", "arm64", "other"}
+        assert {type(present) for present in features.values()} == {bool}
+        flags = Path("/proc/cpuinfo").read_text() if Path("/proc/cpuinfo").exists() else ""
+        for name in ("avx2", "avx512f", "avx512bw"):
+            if flags and features[name]:
+                assert f" {name} " in flags
+
+    def test_kernel_table(self):
+        table = library.extension().kernel_table()
+        assert [row["priority"] for row in table] == list(range(len(table)))
+        assert {"fused", "loops"} == {row["name"] for row in table}
+        for row in table:
+            assert row["available"] == (row["reason"] is None)
+            assert row["description"]
+            assert row["dtypes"] == ("float64", "float32", "bfloat16", "float16")
+        # What a call takes is the first of the table that may be and can be taken.
+        best = next(row for row in table if row["automatic"] and row["available"])
+        assert library.extension().choose_kernel() == best
+        assert library.extension().choose_kernel("loops")["name"] == "loops"
+
+    def test_the_plain_kernels_run_everywhere(self):
+        available = {
+            (row["name"], row["isa"]) for row in library.extension().kernel_table() if row["available"]
+        }
+        assert {("fused", "scalar"), ("loops", "scalar")} <= available
+
+    def test_forcing_an_instruction_set(self):
+        extension = library.extension()
+        before = extension.cpu_isa()
+        try:
+            for row in extension.kernel_table():
+                if row["automatic"] and row["available"]:
+                    extension.set_cpu_isa(row["isa"])
+                    assert extension.cpu_isa() == row["isa"]
+                    assert extension.choose_kernel() == row
+        finally:
+            extension.set_cpu_isa(before)
+
+    def test_unknown_names(self):
+        extension = library.extension()
+        before = extension.cpu_isa()
+        with pytest.raises(ValueError, match=r"sse9.*avx2"):
+            extension.set_cpu_isa("sse9")
+        assert extension.cpu_isa() == before
+        with pytest.raises(ValueError, match=r"fused.*loops.*magic"):
+            extension.choose_kernel("magic")
+
+
+class TestSupportedTorch:
+    @pytest.mark.parametrize(
+        "version", ["2.11.0", "2.13.0+cpu", "2.14.1", "2.15.0.dev20261101", "3.0.0a0+git1234567"]
+    )
+    def test_supported(self, version):
+        assert sources.supports(version)
+
+    @pytest.mark.parametrize("version", ["2.10.2+cu128", "2.2.0", "1.13.1", "unknown"])
+    def test_not_supported(self, version):
+        assert not sources.supports(version)
+
+    def test_message(self, monkeypatch):
+        monkeypatch.setattr(torch, "__version__", "2.10.2")
+        with pytest.raises(
+            ImportError, match=r"needs torch 2\.11 or newer, and this is 2\.10\.2: pip install"
+        ):
+            library.extension.__wrapped__()
+
+
+class TestCheckoutWithoutLibrary:
+    def test_compiles_and_says_so(self, small_checkout):
+        code = """
+            from selfattn_ext import library
+            extension = library.extension()
+            assert extension is library.extension()
+            print(extension.op_namespace, extension.build_info()["version"])
+        """
+        done = python(small_checkout, code)
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == ["selfattn", sources.version()]
+        # torch may have lines of its own, on a CUDA toolkit without a GPU for instance.
+        (line,) = [line for line in done.stderr.splitlines() if line.startswith("selfattn_ext")]
+        assert line.startswith(
+            f"selfattn_ext: no compiled library for this Python; compiling {small_checkout / 'csrc'}"
+        )
+        assert "pip install" in line
+        # The second process finds what the first has compiled.
+        (compiled,) = (small_checkout / "cache").rglob("*.so")
+        before = compiled.stat().st_mtime_ns
+        assert python(small_checkout, code).returncode == 0
+        assert compiled.stat().st_mtime_ns == before
+
+    @pytest.mark.parametrize(
+        ("change", "message"),
+        [
+            ("import os; os.environ['CXX'] = '/nowhere/g++'", r"CXX=/nowhere/g\+\+ is not a program"),
+            (
+                "toolchain.ninja_folder = lambda: None",
+                "needs ninja to compile its sources: pip install ninja",
+            ),
+            (
+                "sources.root().joinpath('version.h').unlink()",
+                "C\\+\\+ sources of selfattn_ext are neither in",
+            ),
+            ("sources.root().joinpath('python/module.cpp').write_text('!')", "sources do not compile"),
+        ],
+    )
+    def test_cannot_compile(self, small_checkout, tmp_path, change, message):
+        shutil.copytree(small_checkout, tmp_path / "copy", ignore=shutil.ignore_patterns("cache"))
+        code = f"""
+            import re
+            from selfattn_ext import library, sources, toolchain
+            {change}
+            for attempt in range(2):
+                try:
+                    library.extension()
+                except ImportError as error:
+                    assert str(error).startswith("selfattn_ext has no compiled library here"), error
+                    assert re.search({message!r}, str(error)), error
+                else:
+                    raise AssertionError("no ImportError")
+        """
+        done = python(tmp_path / "copy", code)
+        assert done.returncode == 0, done.stderr
+
+
+class TestLoading:
+    def test_namespace_taken_by_another_library(self):
+        # A second registration in C++ would abort the process.
+        code = """
+            import torch
+            other = torch.library.Library("selfattn", "DEF")
+            other.define("attention_forward(Tensor query) -> Tensor")
+            import selfattn_ext
+        """
+        done = python(PACKAGE.parent, code)
+        assert done.returncode == 1
+        assert "ImportError: another library has registered torch.ops.selfattn" in done.stderr
+
+    def test_loading_again_is_harmless(self):
+        code = """
+            import sys
+            from selfattn_ext import library
+            first = library.extension()
+            del sys.modules["selfattn_ext._C"]
+            assert library.extension.__wrapped__().op_namespace == first.op_namespace
+        """
+        done = python(PACKAGE.parent, code)
+        assert done.returncode == 0, done.stderr
+
+    def test_library_of_another_version(self, monkeypatch):
+        monkeypatch.setattr(sources, "version", lambda: "99.0")
+        with pytest.raises(
+            ImportError, match=r"_C.*is of version .* are of 99\.0; install selfattn_ext again"
+        ):
+            library.extension.__wrapped__()
+
+    def test_library_that_does_not_load(self, monkeypatch):
+        def fail(name):
+            raise ImportError("undefined symbol: aoti_torch_something")
+
+        monkeypatch.setattr(library.importlib, "import_module", fail)
+        with pytest.raises(ImportError, match=r"_C.*does not load under torch .*undefined symbol.*install"):
+            library.extension.__wrapped__()

@@ -1,0 +1,78 @@
+"""The notebook of examples/: it runs from top to bottom, and what is stored in it is its own result."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+
+import nbformat
+import pytest
+from nbclient import NotebookClient
+
+import selfattn_ext
+
+NOTEBOOK = Path(__file__).parents[1] / "examples" / "self_attention_from_scratch.ipynb"
+
+
+def outputs(notebook: nbformat.NotebookNode) -> list[list[str]]:
+    """The kinds of output of each code cell."""
+    return [
+        [
+            "picture" if "image/png" in output.get("data", {}) else output.output_type
+            for output in cell.outputs
+        ]
+        for cell in notebook.cells
+        if cell.cell_type == "code"
+    ]
+
+
+@pytest.fixture
+def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A kernel of this interpreter that imports this package, whatever kernels the user has."""
+    name = "selfattn-ext-tests"
+    spec = {
+        "argv": [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"],
+        "display_name": name,
+        "language": "python",
+    }
+    folder = tmp_path / "share" / "kernels" / name
+    folder.mkdir(parents=True)
+    (folder / "kernel.json").write_text(json.dumps(spec))
+    monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
+    monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
+    monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
+    monkeypatch.setenv("PYTHONPATH", str(Path(selfattn_ext.__file__).parents[1]))
+    return name
+
+
+def test_notebook_runs(kernel: str, tmp_path: Path) -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    stored = outputs(notebook)
+    client = NotebookClient(
+        notebook, timeout=120, kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}}
+    )
+    client.execute()
+    executed = [list(dict.fromkeys(kinds)) for kinds in outputs(notebook)]
+    assert executed == [list(dict.fromkeys(kinds)) for kinds in stored]
+    assert sum(kinds.count("picture") for kinds in executed) == 3
+
+
+def test_stored_notebook_is_complete_and_says_nothing_of_the_machine() -> None:
+    notebook = nbformat.read(NOTEBOOK, as_version=4)
+    nbformat.validate(notebook)
+    counts = [cell.execution_count for cell in notebook.cells if cell.cell_type == "code"]
+    assert counts == list(range(1, len(counts) + 1))
+    assert not any(kind == "error" for kinds in outputs(notebook) for kind in kinds)
+    assert set(notebook.metadata) == {"kernelspec", "language_info"}
+    assert not any(cell.metadata for cell in notebook.cells)
+    texts = [
+        text
+        for cell in notebook.cells
+        for output in cell.get("outputs", [])
+        for text in (output.get("text", ""), str(output.get("data", {}).get("text/plain", "")))
+    ]
+    assert not any(
+        path in text for text in texts for path in ("/home", "/root", "/tmp", "/usr", "site-packages")
+    )
+    assert NOTEBOOK.stat().st_size < 400_000
