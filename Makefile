@@ -15,10 +15,12 @@ export PIP_DISABLE_PIP_VERSION_CHECK = 1
 export PIP_NO_INPUT = 1
 
 # The folder of the activated environment if it can be used, else nothing.
-ACTIVE := $(shell [ -n "$$VIRTUAL_ENV$$CONDA_PREFIX" ] && python3 -c 'import runpy, sys; \
+ACTIVE := $(shell [ -n "$$VIRTUAL_ENV$$CONDA_PREFIX" ] && python3 -c 'import os, runpy, sys; \
 	from importlib.metadata import version; \
+	active = [os.path.realpath(os.environ.get(name, "/")) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]; \
 	supports = runpy.run_path("selfattn_ext/sources.py")["supports"]; \
-	print(sys.prefix if sys.version_info >= (3, 10) and supports(version("torch")) else "")' 2>/dev/null)
+	usable = sys.version_info >= (3, 10) and os.path.realpath(sys.prefix) in active; \
+	print(sys.prefix if usable and supports(version("torch")) else "")' 2>/dev/null)
 ENV := $(or $(ACTIVE),.venv)
 BIN := $(ENV)/bin
 # What has been done in which environment; by checksum, because its path may hold spaces.
@@ -51,6 +53,7 @@ $(STAMPS)/torch: .venv/bin/python
 else
 $(STAMPS)/torch:
 	@echo "using the activated environment $(ENV)"
+	@"$(BIN)/python" -m pip --version >/dev/null 2>&1 || "$(BIN)/python" -m ensurepip
 	@mkdir -p $(STAMPS) && touch $@
 endif
 

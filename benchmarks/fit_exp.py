@@ -1,6 +1,7 @@
 """Prints the polynomials of csrc/cpu/algorithm/elementary.h: e^r = 1 + r * q(r) on |r| <= ln(2) / 2.
 
-q interpolates expm1(r) / r at the Chebyshev nodes of the interval, in 50 digits. Needs mpmath, which torch brings.
+q interpolates expm1(r) / r at the Chebyshev nodes of the interval, in 50 digits. Needs mpmath,
+which torch brings.
 Run: python benchmarks/fit_exp.py
 """
 

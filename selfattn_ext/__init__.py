@@ -6,6 +6,15 @@
 torch.Size([2, 8, 128, 64])
 """
 
+try:
+    import torch as _torch  # noqa: F401
+except ModuleNotFoundError as error:
+    if error.name != "torch":
+        raise
+    raise ImportError(
+        "selfattn_ext needs torch 2.11 or newer: pip install torch, then install selfattn_ext again"
+    ) from None
+
 from . import backends, jit, masks, nn, reference, sources
 from .functional import attention_scores, attention_weights, masked_softmax, scaled_dot_product_attention
 from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention

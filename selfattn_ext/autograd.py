@@ -59,7 +59,7 @@ def attention(
     """
     if forward_ad._current_level >= 0:
         # Forward-mode derivatives go through the formula, which has them for every option.
-        result = formula(query, key, value, mask, slopes, sinks, seed, scale, options)
+        result = formula(query, key, value, mask, slopes, sinks, seed, scale=scale, options=options)
         return result.out, result.weights if want_weights else None, result.lse if want_lse else None
     if torch._C._are_functorch_transforms_active():
         out, lse, _, _, *rest = _TransformedAttention.apply(
@@ -89,6 +89,7 @@ def formula(
     slopes: Maybe,
     sinks: Maybe,
     seed: Maybe,
+    *,
     scale: float,
     options: Options,
 ) -> reference.AttentionResult:

@@ -250,7 +250,12 @@ def attention_weights(
 ) -> Any:
     """The softmax weights (..., H, L, S) of :func:`scaled_dot_product_attention`, without a value to mix.
 
-    Takes the same arguments, with the same meaning and the same refusals; key heads stand for kv heads.
+    Args:
+        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are taken too.
+        key: (..., H, S, E), same dtype; key heads stand for kv heads.
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
+            query_offset: as there.
+        return_lse: also return the log-sum-exp of the scores.
 
     Returns:
         weights in the query's dtype, after dropout; with ``return_lse`` also the log-sum-exp (..., H, L).
@@ -323,6 +328,9 @@ def masked_softmax(
     query_offset: int = 0,
 ) -> Tensor:
     """Softmax over the last dimension of ``scale * scores + mask``, in one pass over memory.
+
+    The step between the two products of attention (Vaswani et al. 2017, section 3.2.1), on scores that are
+    given.
 
     Args:
         scores: (..., L, S), float64, float32, bfloat16 or float16.

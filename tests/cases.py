@@ -4,6 +4,8 @@ a peer.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -192,42 +194,42 @@ def _value_of_heads(tensors: dict[str, Tensor], case: Case) -> Tensor:
     return tensors["value"].detach().repeat_interleave(case.heads // case.kv_heads, dim=1).mT
 
 
-def check(case: Case, backward: bool = True) -> None:
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """For the judges: small steps in several threads mostly wait for each other."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def check(case: Case) -> None:
     """Asserts that results and gradients of a case are as accurate as the table of tolerances demands."""
     tensors = case.inputs()
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     ours = case.run(tensors)
     cotangents = cotangents_of(ours, case.seed)
-
-    exact_tensors = exact_inputs(tensors)
-    exact = case.formula(exact_tensors)
-    peer_tensors = {
-        name: tensor.detach().clone().requires_grad_(tensor.requires_grad) for name, tensor in before.items()
-    }
-    for name, tensor in peer_tensors.items():
-        tensor.requires_grad_(tensors[name].requires_grad)
-    peer = case.formula(peer_tensors, compute_dtype=case.dtype)
-    if backward:
-        ours |= gradients(ours, cotangents, tensors)
+    ours |= gradients(ours, cotangents, tensors)
+    with _one_thread():
+        exact_tensors = exact_inputs(tensors)
+        exact = case.formula(exact_tensors)
         exact |= gradients(exact, cotangents, exact_tensors)
-        peer |= gradients(peer, cotangents, peer_tensors)
-    # The gradient of a score is the difference of two numbers of this size.
-    terms = float((cotangents["out"].double() @ _value_of_heads(exact_tensors, case)).abs().max())
-    for name, result in ours.items():
-        is_grad = name.startswith("grad")
-        size = terms if is_grad else 1.0
-        if name == "grad of alibi_slopes":
-            size *= case.queries + case.keys + abs(case.query_offset)
-        assert_accurate(
-            name,
-            result.detach(),
-            exact[name].detach(),
-            peer[name].detach(),
-            size,
-            case.dtype if is_grad else None,
-        )
-    for name, tensor in tensors.items():
-        assert torch.equal(tensor, before[name]), f"{name} was changed"
+        # The formula with sums in the accumulation dtype: the best that this dtype can be expected to do.
+        peer = case.formula(tensors)
+        peer |= gradients(peer, cotangents, tensors)
+        # The gradient of a score is the difference of two numbers of this size.
+        terms = float((cotangents["out"].double() @ _value_of_heads(exact_tensors, case)).abs().max())
+        for name, result in ours.items():
+            is_grad = name.startswith("grad")
+            size = terms if is_grad else 1.0
+            if name == "grad of alibi_slopes":
+                size *= case.queries + case.keys + abs(case.query_offset)
+            dtype = case.dtype if is_grad else None
+            assert_accurate(name, result.detach(), exact[name].detach(), peer[name].detach(), size, dtype)
+        for name, tensor in tensors.items():
+            assert torch.equal(tensor, before[name]), f"{name} was changed"
 
 
 __all__ = ["DTYPES", "LAYOUTS", "MASKS", "NAMES", "Case", "check", "replace"]

@@ -14,6 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfattn_ext import attention_scores, masked_softmax, scaled_dot_product_attention
 
+# Thousands of tiny steps, which several threads only slow down.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 class Operators(TorchDispatchMode):
     """Records the names of the operators that run."""

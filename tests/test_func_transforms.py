@@ -11,6 +11,10 @@ from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, j
 
 from selfattn_ext import attention_scores, masked_softmax, scaled_dot_product_attention
 
+# Thousands of tiny steps, which several threads only slow down.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 CASE = Case(
     queries=3, keys=4, head_dim=3, value_dim=2, heads=4, dtype=torch.float64, mask="float", alibi=1,
     sinks=True, softcap=1.2, weights=True, lse=True,

@@ -20,6 +20,9 @@ from selfattn_ext import (
     scaled_dot_product_attention,
 )
 
+# Thousands of tiny steps, which several threads only slow down.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
 
 def qkv(*shapes: tuple[int, ...], dtype: torch.dtype = torch.float64) -> list[torch.Tensor]:
     return [torch.randn(shape, dtype=dtype) for shape in shapes]

@@ -10,6 +10,10 @@ from tolerances import assert_accurate
 
 from selfattn_ext import attention_scores, attention_weights, masked_softmax, scaled_dot_product_attention
 
+# Thousands of tiny steps, which several threads only slow down.
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+
 #: Small float64 cases that between them have every option.
 CASES = [
     Case(queries=4, keys=5, head_dim=3, value_dim=2, dtype=torch.float64, **options)

@@ -17,18 +17,15 @@ def check_against_installed(module, name):
     assert module.ops is not library.ops()
     assert module.build_info()["version"] == sources.version()
     query, key, value = (torch.randn(2, 3, 9, 8) for _ in range(3))
-    got = module.ops.attention_forward(query, key, value, 0.3, is_causal=True)
-    want = library.ops().attention_forward(query, key, value, 0.3, is_causal=True)
-    for a, b in zip(got, want, strict=True):
-        torch.testing.assert_close(a, b)
-    gradients = module.ops.attention_backward(
-        torch.ones_like(got[0]), query, key, value, *got, 0.3, is_causal=True
-    )
-    expected = library.ops().attention_backward(
-        torch.ones_like(got[0]), query, key, value, *want, 0.3, is_causal=True
-    )
-    for a, b in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(a, b)
+
+    def results(ops):
+        out, row_max, row_sum, *_ = ops.attention_forward(query, key, value, 0.3, is_causal=True)
+        grad = torch.ones_like(out)
+        backward = ops.attention_backward
+        return out, row_max, *backward(grad, query, key, value, out, row_max, row_sum, 0.3, is_causal=True)
+
+    for got, want in zip(results(module.ops), results(library.ops()), strict=True):
+        torch.testing.assert_close(got, want)
 
 
 @pytest.mark.parametrize("loader", ["jit.load", "torch's own"])

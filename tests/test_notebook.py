@@ -16,11 +16,12 @@ NOTEBOOK = Path(__file__).parents[1] / "examples" / "self_attention_from_scratch
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[list[str]]:
-    """The kinds of output of each code cell."""
+    """The kinds of output of each code cell, but for what goes to stderr."""
     return [
         [
             "picture" if "image/png" in output.get("data", {}) else output.output_type
             for output in cell.outputs
+            if output.get("name") != "stderr"
         ]
         for cell in notebook.cells
         if cell.cell_type == "code"

@@ -36,11 +36,11 @@ struct Dropout {
 struct AttentionParams {
   int64_t batch = 0;
   int64_t heads = 0;
-  int64_t kv_heads = 0;  // divides heads; query head h reads kv head h / (heads / kv_heads)
-  int64_t queries = 0;   // L
-  int64_t keys = 0;      // S
-  int64_t head_dim = 0;  // E
-  int64_t value_dim = 0; // Ev
+  int64_t kv_heads = 0;   // divides heads; query head h reads kv head h / (heads / kv_heads)
+  int64_t queries = 0;    // L
+  int64_t keys = 0;       // S
+  int64_t head_dim = 0;   // E
+  int64_t value_dim = 0;  // Ev
   DType dtype = DType::kFloat32;
 
   View query;  // (batch, heads, queries, head_dim), last stride 1
@@ -69,8 +69,9 @@ struct ForwardOutputs {
   View out;                 // (batch, heads, queries, value_dim), last stride 1
   void* row_max = nullptr;  // -inf where a row sees nothing
   void* row_sum = nullptr;  // 0 where a row sees nothing
-  // nullable; laid out as out: what rounding to a 16-bit dtype took away, itself rounded to that dtype. With it the
-  // backward knows rowsum(grad_out * out) to float accuracy, so that gradients carry no rounding but their own.
+  // nullable; laid out as out: what rounding to a 16-bit dtype took away, itself rounded to that dtype. With
+  // it the backward knows rowsum(grad_out * out) to float accuracy, so that gradients carry no rounding but
+  // their own.
   void* out_residual = nullptr;
 };
 
@@ -86,15 +87,17 @@ struct BackwardArguments {
   View out_residual;  // nullable; see ForwardOutputs
   const void* row_max = nullptr;
   const void* row_sum = nullptr;
-  const void* grad_row = nullptr;  // nullable; contiguous (batch, heads, queries), added to rowsum(grad_out * out)
-  View grad_weights;               // nullable; (batch, heads, queries, keys), any strides, the params' dtype
+  const void* grad_row =
+      nullptr;        // nullable; contiguous (batch, heads, queries), added to rowsum(grad_out * out)
+  View grad_weights;  // nullable; (batch, heads, queries, keys), any strides, the params' dtype
 
   View grad_query;  // shaped as query, dense, last stride 1
   View grad_key;
   View grad_value;
-  View grad_mask;   // nullable; strides are 0 where the mask was broadcast: the kernel sums over those dimensions
-  // nullable; contiguous (batch, heads, queries) of the accumulation type: per-row sums of d(score) * bias / slope
-  // and d(sink). Summed over batch and queries by the caller, in a fixed order.
+  View grad_mask;  // nullable; strides are 0 where the mask was broadcast: the kernel sums over those
+                   // dimensions
+  // nullable; contiguous (batch, heads, queries) of the accumulation type: per-row sums of d(score) * bias /
+  // slope and d(sink). Summed over batch and queries by the caller, in a fixed order.
   void* grad_slopes_rows = nullptr;
   void* grad_sinks_rows = nullptr;
   // Scratch of Kernel::backward_workspace() bytes, 64-byte aligned; nullable when that is 0.
@@ -110,9 +113,9 @@ struct ScoresParams {
   int64_t head_dim = 0;
   DType dtype = DType::kFloat32;
   double scale = 1.0;
-  View query;   // last stride 1
-  View key;     // last stride 1
-  View scores;  // forward: written, contiguous; backward: the incoming gradient, last stride 1
+  View query;       // last stride 1
+  View key;         // last stride 1
+  View scores;      // forward: written, contiguous; backward: the incoming gradient, last stride 1
   View grad_query;  // backward only
   View grad_key;    // backward only
 };
@@ -126,10 +129,10 @@ struct SoftmaxParams {
   double scale = 1.0;
   int64_t window_right = -1;  // 0: causal, -1: every key
   int64_t query_offset = 0;
-  View scores;   // forward input; backward: the forward's result
-  View mask;     // nullable; forward only
-  View grad;     // backward only: gradient of the weights
-  View result;   // contiguous: weights, or the gradient of the scores
+  View scores;  // forward input; backward: the forward's result
+  View mask;    // nullable; forward only
+  View grad;    // backward only: gradient of the weights
+  View result;  // contiguous: weights, or the gradient of the scores
 };
 
 }  // namespace selfattn

@@ -61,7 +61,8 @@ inline SELFATTN_HOST_DEVICE float float_from_bfloat16(uint16_t bits) {
   return float_from_bits(static_cast<uint32_t>(bits) << 16);
 }
 
-// Round to nearest even. NaN keeps its sign and becomes quiet: rounding its payload could carry it into infinity.
+// Round to nearest even. NaN keeps its sign and becomes quiet: rounding its payload could carry it into
+// infinity.
 inline SELFATTN_HOST_DEVICE uint16_t bfloat16_from_float(float value) {
   const uint32_t bits = bits_from_float(value);
   if ((bits & 0x7fffffffu) > 0x7f800000u) {
@@ -96,8 +97,8 @@ inline SELFATTN_HOST_DEVICE uint16_t float16_from_float(float value) {
     return static_cast<uint16_t>(sign | 0x7c00u);
   }
   if (magnitude < 0x38800000u) {
-    // Below 2^-14 the result is subnormal. Adding 0.5 puts the float32 rounding position at 2^-24, so the hardware
-    // rounds exactly where float16 must.
+    // Below 2^-14 the result is subnormal. Adding 0.5 puts the float32 rounding position at 2^-24, so the
+    // hardware rounds exactly where float16 must.
     const uint32_t rounded = bits_from_float(float_from_bits(magnitude) + 0.5f) - bits_from_float(0.5f);
     return static_cast<uint16_t>(sign | rounded);
   }
@@ -105,12 +106,26 @@ inline SELFATTN_HOST_DEVICE uint16_t float16_from_float(float value) {
   return static_cast<uint16_t>(sign | ((rounded - (112u << 23)) >> 13));
 }
 
+// A finite double beyond the range of float stays finite: in a float64 mask only -inf hides a key.
+template <class T>
+inline SELFATTN_HOST_DEVICE T from_double(double value) {
+  return static_cast<T>(value);
+}
+template <>
+inline SELFATTN_HOST_DEVICE float from_double<float>(double value) {
+  constexpr double kInfinity = static_cast<double>(__builtin_huge_val());
+  constexpr double kLargest = 3.4028234663852886e38;
+  if (value > kLargest && value < kInfinity) return static_cast<float>(kLargest);
+  if (value < -kLargest && value > -kInfinity) return static_cast<float>(-kLargest);
+  return static_cast<float>(value);
+}
+
 // One element of any dtype as T (float or double). A boolean reads as 1 or 0.
 template <class T>
 inline SELFATTN_HOST_DEVICE T load_element(const void* data, DType dtype, int64_t index) {
   switch (dtype) {
     case DType::kFloat64:
-      return static_cast<T>(static_cast<const double*>(data)[index]);
+      return from_double<T>(static_cast<const double*>(data)[index]);
     case DType::kFloat32:
       return static_cast<T>(static_cast<const float*>(data)[index]);
     case DType::kBFloat16:

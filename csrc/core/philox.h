@@ -1,6 +1,7 @@
-// Counter-based random numbers for dropout: Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw, "Parallel random
-// numbers: as easy as 1, 2, 3", SC 2011; 7 rounds pass BigCrush there). A number depends on the seed and on the
-// position of its weight only, so every kernel, tiling, thread count and device drops the same weights.
+// Counter-based random numbers for dropout: Philox4x32 with 7 rounds (Salmon, Moraes, Dror, Shaw, "Parallel
+// random numbers: as easy as 1, 2, 3", SC 2011; 7 rounds pass BigCrush there). A number depends on the seed
+// and on the position of its weight only, so every kernel, tiling, thread count and device drops the same
+// weights.
 #pragma once
 
 #include <cstdint>

@@ -32,7 +32,8 @@ const Kernel* const* all_kernels(int* count);
 const char* unavailable_reason(const Kernel& kernel);
 
 // The kernel a call takes. `name` is "" (automatic), "fused" or "loops". Throws std::invalid_argument with a
-// sentence for people when the name or the forced ISA is unknown or cannot run here. All kernels take every dtype.
+// sentence for people when the name or the forced ISA is unknown or cannot run here. All kernels take every
+// dtype.
 const Kernel& choose_kernel(const char* name);
 
 // The forced ISA: SELFATTN_CPU_ISA on first use, or the last force_isa(). "" is automatic.

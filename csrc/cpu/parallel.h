@@ -8,19 +8,21 @@
 namespace selfattn::cpu {
 
 // The framework's thread pool behind a plain function, so that nothing here depends on the framework.
-// run() calls body(context) `workers` times, concurrently where threads allow, and returns when all have returned.
+// run() calls body(context) `workers` times, concurrently where threads allow, and returns when all have
+// returned.
 struct ThreadPool {
   int threads = 1;
-  void (*run)(int workers, void (*body)(void* context), void* context) = nullptr;  // nullable when threads == 1
+  void (*run)(int workers, void (*body)(void* context),
+              void* context) = nullptr;  // nullable when threads == 1
 };
 
-// Runs task(item, scratch) for every item in [0, items). Items are claimed one by one in ascending order, so an item
-// may wait for a lower one: that one is running or done, on any number of threads. Which thread runs an item must not
-// change its result.
+// Runs task(item, scratch) for every item in [0, items). Items are claimed one by one in ascending order, so
+// an item may wait for a lower one: that one is running or done, on any number of threads. Which thread runs
+// an item must not change its result.
 //
-// Task has a type Scratch, constructed from the task once per worker before the worker claims anything: a worker that
-// cannot allocate leaves its share to the others. If items stay undone, because no worker could allocate or because a
-// task threw, the first exception is thrown here.
+// Task has a type Scratch, constructed from the task once per worker before the worker claims anything: a
+// worker that cannot allocate leaves its share to the others. If items stay undone, because no worker could
+// allocate or because a task threw, the first exception is thrown here.
 template <class Task>
 void for_each_item(const ThreadPool& pool, int64_t items, const Task& task) {
   struct Shared {

@@ -10,9 +10,11 @@
   "int window_left=-1, int window_right=-1, int query_offset=0, float softcap=0., str kernel=\"\""
 
 STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
-  library.def(
-      "attention_forward(Tensor query, Tensor key, Tensor value, float scale, *, bool need_residual=False, "  //
-      SELFATTN_OPTIONS ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual)");
+  library
+      .def(
+          "attention_forward(Tensor query, Tensor key, Tensor value, float scale, *, bool "
+          "need_residual=False, "  //
+          SELFATTN_OPTIONS ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual)");
   library.def(
       "attention_weights(Tensor query, Tensor key, Tensor row_max, Tensor row_sum, float scale, *, "  //
       SELFATTN_OPTIONS ") -> Tensor");

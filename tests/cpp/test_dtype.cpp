@@ -114,3 +114,16 @@ TEST(elements_of_every_dtype_are_stored_and_loaded) {
   CHECK(load_element<float>(memory, DType::kBool, 1) == 1);
   CHECK(load_element<double>(memory, DType::kBool, 2) == 1);
 }
+
+TEST(finite_doubles_stay_finite_as_floats) {
+  const double infinity = std::numeric_limits<double>::infinity();
+  const float largest = std::numeric_limits<float>::max();
+  const double values[] = {1e300, -1e300, infinity, -infinity, 1.5, -std::numeric_limits<double>::max()};
+  const float expected[] = {largest, -largest, INFINITY, -INFINITY, 1.5f, -largest};
+  for (int n = 0; n < 6; ++n) {
+    CHECK(load_element<float>(values, DType::kFloat64, n) == expected[n]);
+    CHECK(load_element<double>(values, DType::kFloat64, n) == values[n]);
+  }
+  const double nan = std::numeric_limits<double>::quiet_NaN();
+  CHECK(std::isnan(load_element<float>(&nan, DType::kFloat64, 0)));
+}

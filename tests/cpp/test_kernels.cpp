@@ -135,6 +135,24 @@ TEST(results_do_not_depend_on_the_threads) {
   }
 }
 
+TEST(only_minus_infinity_hides_in_a_mask_of_wider_range) {
+  // Finite in float64 and beyond float32: a bias that all keys share, so that every key keeps the same
+  // weight.
+  Options options;
+  options.mask = true;
+  AttentionCase c(DType::kFloat32, {1, 1, 1, 2, 5, 2, 2}, options);
+  c.mask = Buffer(DType::kFloat64, {1, 1, 2, 5});
+  for (int64_t n = 0; n < 10; ++n) c.mask.set(n, n == 7 ? -INFINITY : -1e300);
+  for (const cpu::Kernel* kernel : kernels()) {
+    const AttentionResults r(*kernel, c, test::thread_pool(1));
+    const std::string what = describe(*kernel, c.dtype, c.shape, options);
+    for (int64_t n = 0; n < 10; ++n) {
+      const double expected = n < 5 ? 0.2 : (n == 7 ? 0.0 : 0.25);
+      CHECK_FOR(near(r.weights.get(n), expected, 1e-6), what);
+    }
+  }
+}
+
 TEST(scores_agree_with_the_loops_in_float64) {
   const cpu::ThreadPool pool = test::thread_pool(2);
   for (const Shape& shape :

@@ -4,6 +4,7 @@
 
 #include "attention_case.h"
 #include "check.h"
+#include "core/philox.h"
 #include "cpu/loops/loops.h"
 #include "thread_pool.h"
 
@@ -162,6 +163,25 @@ TEST(gradients_predict_the_change_of_the_loss) {
   }
 }
 
+// Every kernel and every release must drop the same weights for the same seed.
+TEST(dropout_follows_the_documented_counter) {
+  const test::Shape shape{2, 3, 1, 4, 10, 2, 2};
+  Options options;
+  AttentionCase plain(DType::kFloat64, shape, options);
+  options.dropout = 0.25;
+  AttentionCase c(DType::kFloat64, shape, options);
+  const AttentionResults whole(cpu::kLoops, plain, kOneThread);
+  const AttentionResults dropped(cpu::kLoops, c, kOneThread);
+  for (int64_t n = 0; n < dropped.weights.count(); ++n) {
+    const int64_t j = n % 10, i = n / 10 % 4, h = n / 40 % 3, b = n / 120;
+    const Philox4 words =
+        philox(static_cast<uint64_t>(c.seed), static_cast<uint32_t>(j / 4), static_cast<uint32_t>(i),
+               static_cast<uint32_t>(h), static_cast<uint32_t>(b));
+    const double expected = words.word[j % 4] < (uint64_t{1} << 30) ? 0.0 : whole.weights.get(n) / 0.75;
+    CHECK_FOR(std::fabs(dropped.weights.get(n) - expected) < 1e-15, std::to_string(n));
+  }
+}
+
 TEST(a_row_that_sees_nothing_is_zero) {
   Options options;
   options.window_right = 0;
@@ -177,19 +197,4 @@ TEST(a_row_that_sees_nothing_is_zero) {
     for (int64_t j = 0; j < 3; ++j) CHECK(r.weights.get(row * 3 + j) == 0);
   }
   CHECK(r.row_sum.get(2) == 1);
-}
-
-TEST(only_minus_infinity_hides_in_a_wide_mask) {
-  // Finite in float64, beyond float32: an ordinary bias that all keys share, so the weights are what they
-  // were.
-  AttentionCase plain(DType::kFloat32, {1, 1, 1, 2, 3, 2, 2}, {});
-  const AttentionResults expected(cpu::kLoops, plain, kOneThread);
-  CHECK(std::isfinite(expected.out.get(0)));
-  Options options;
-  options.mask = true;
-  AttentionCase c(DType::kFloat32, {1, 1, 1, 2, 3, 2, 2}, options);
-  c.mask = Buffer(DType::kFloat64, {1, 1, 2, 3});
-  for (int64_t n = 0; n < 6; ++n) c.mask.set(n, -1e300);
-  const AttentionResults r(cpu::kLoops, c, kOneThread);
-  for (int64_t j = 0; j < 3; ++j) CHECK(std::fabs(r.weights.get(j) - 1.0 / 3) < 1e-6);
 }

@@ -1,8 +1,8 @@
-// Attention backward. A task owns a chunk of the keys of one (batch, kv head): it sums dK and dV of the chunk over all
-// queries of all heads of the group in scratch, and rounds them once. dQ gathers contributions of all chunks, in the
-// order of the chunks: the task of chunk c adds to a strip after chunk c - 1 has. No atomics on data, no partial copies
-// of dQ, and sums whose order depends on nothing but the shape. Chunks follow one another through the strips like a
-// wave, one strip behind, so they hardly ever wait.
+// Attention backward. A task owns a chunk of the keys of one (batch, kv head): it sums dK and dV of the chunk
+// over all queries of all heads of the group in scratch, and rounds them once. dQ gathers contributions of
+// all chunks, in the order of the chunks: the task of chunk c adds to a strip after chunk c - 1 has. No
+// atomics on data, no partial copies of dQ, and sums whose order depends on nothing but the shape. Chunks
+// follow one another through the strips like a wave, one strip behind, so they hardly ever wait.
 #pragma once
 
 #include "gradient_strip.h"
@@ -10,8 +10,8 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Keys per chunk: dK and dV of a chunk in T should fit the level-2 cache beside everything else. A function of the head
-// dims only, because the chunk is visible in the rounding of dQ.
+// Keys per chunk: dK and dV of a chunk in T should fit the level-2 cache beside everything else. A function
+// of the head dims only, because the chunk is visible in the rounding of dQ.
 template <class T>
 int64_t chunk_keys(const AttentionParams& p) {
   constexpr int64_t kBytes = 256 * 1024;
@@ -53,12 +53,12 @@ class BackwardTask {
     GradientScratch<T> block;
     GradientStrip<T> strip;
     int64_t head_stride, value_stride;  // padded row lengths
-    T *query_rows, *grad_out_rows;      // [kLanes][padded] operands of dK and dV where the tensors cannot serve
-    T* grad_query_t;                    // [head_dim][kLanes]
-    T *key_rows, *value_rows;           // [chunk][padded] converted keys and values, for 16-bit tensors
-    T *grad_key, *grad_value;           // [chunk][padded]
-    T* scale;                           // [kLanes]
-    T* slope_rows;                      // [kLanes] the strip's share of grad_slopes_rows
+    T *query_rows, *grad_out_rows;  // [kLanes][padded] operands of dK and dV where the tensors cannot serve
+    T* grad_query_t;                // [head_dim][kLanes]
+    T *key_rows, *value_rows;       // [chunk][padded] converted keys and values, for 16-bit tensors
+    T *grad_key, *grad_value;       // [chunk][padded]
+    T* scale;                       // [kLanes]
+    T* slope_rows;                  // [kLanes] the strip's share of grad_slopes_rows
 
     static int64_t bytes(const BackwardTask& t) {
       const int64_t e = round_up_to_vector<T>(t.p.head_dim), ev = round_up_to_vector<T>(t.p.value_dim);
@@ -92,7 +92,8 @@ class BackwardTask {
     const int64_t begin = index * chunk, rest = p.keys - begin;
     const int64_t keys = rest < chunk ? rest : chunk;
     const Rows<T> key_rows = rows_as<T>(p.key, batch, kv_head, begin, keys, p.head_dim, false, s.key_rows);
-    const Rows<T> value_rows = rows_as<T>(p.value, batch, kv_head, begin, keys, p.value_dim, false, s.value_rows);
+    const Rows<T> value_rows =
+        rows_as<T>(p.value, batch, kv_head, begin, keys, p.value_dim, false, s.value_rows);
     const bool finite = all_finite(key_rows.data, key_rows.stride, keys, p.head_dim) &&
                         all_finite(value_rows.data, value_rows.stride, keys, p.value_dim);
     memset(s.grad_key, 0, static_cast<size_t>(keys * s.head_stride) * sizeof(T));
@@ -104,7 +105,8 @@ class BackwardTask {
       for (int64_t first = 0, count; first < p.queries; first += count) {
         count = strip_queries<T>(first, p.queries);
         const KeyRange visible = visible_keys(p, first, first + count - 1);
-        const bool contributes = visible.begin < begin + keys && visible.end > begin && visible.begin < visible.end;
+        const bool contributes =
+            visible.begin < begin + keys && visible.end > begin && visible.begin < visible.end;
         if (contributes || index == 0) s.strip.begin_gradient(p, a, batch, head, first, count);
         if (index == 0) sink_gradients(s.strip, s.scale);
         if (contributes) add_strip(s, begin, keys, key_rows, value_rows, !finite);
@@ -112,7 +114,8 @@ class BackwardTask {
         strips_done[index * heads_kv + head_index].store(++done, std::memory_order_release);
       }
     }
-    store_rows(a.grad_key, batch, kv_head, begin, keys, p.head_dim, s.grad_key, s.head_stride, static_cast<T>(p.scale));
+    store_rows(a.grad_key, batch, kv_head, begin, keys, p.head_dim, s.grad_key, s.head_stride,
+               static_cast<T>(p.scale));
     store_rows(a.grad_value, batch, kv_head, begin, keys, p.value_dim, s.grad_value, s.value_stride, T(1));
   }
 
@@ -120,7 +123,8 @@ class BackwardTask {
   const AttentionParams& p;
   const BackwardArguments& a;
   int64_t chunk, chunks, heads_kv;
-  std::unique_ptr<std::atomic<int64_t>[]> strips_done;  // [chunks][heads_kv] strips whose dQ the chunk has added to
+  std::unique_ptr<std::atomic<int64_t>[]>
+      strips_done;  // [chunks][heads_kv] strips whose dQ the chunk has added to
 
   int64_t chunk_rows() const { return p.keys < chunk ? p.keys : chunk; }
 
@@ -133,10 +137,10 @@ class BackwardTask {
     for (int64_t e = 0; e < p.head_dim; ++e) {
       memset(s.grad_query_t + e * ld, 0, static_cast<size_t>(strip.vecs) * Simd<T>::kWidth * sizeof(T));
     }
-    const Rows<T> query_rows =
-        rows_as<T>(p.query, strip.batch, strip.head, strip.first, strip.count, p.head_dim, true, s.query_rows);
-    const Rows<T> grad_out_rows =
-        rows_as<T>(a.grad_out, strip.batch, strip.head, strip.first, strip.count, p.value_dim, true, s.grad_out_rows);
+    const Rows<T> query_rows = rows_as<T>(p.query, strip.batch, strip.head, strip.first, strip.count,
+                                          p.head_dim, true, s.query_rows);
+    const Rows<T> grad_out_rows = rows_as<T>(a.grad_out, strip.batch, strip.head, strip.first, strip.count,
+                                             p.value_dim, true, s.grad_out_rows);
     leave_hidden_out = leave_hidden_out ||
                        !all_finite(query_rows.data, query_rows.stride, strip.count, p.head_dim) ||
                        !all_finite(grad_out_rows.data, grad_out_rows.stride, strip.count, p.value_dim);
@@ -147,18 +151,21 @@ class BackwardTask {
       const Rows<T> k{key_rows.data + from * key_rows.stride, key_rows.stride};
       const Rows<T> v{value_rows.data + from * value_rows.stride, value_rows.stride};
       if (!grad_score_block<T>(p, a, strip, begin + from, count, k, v, s.block, leave_hidden_out)) continue;
-      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, begin + from, count, s.block.grad, s.slope_rows);
+      if (a.grad_slopes_rows != nullptr)
+        add_slope_rows(strip, begin + from, count, s.block.grad, s.slope_rows);
       if (p.softcap > 0.0) apply_softcap_gradient(strip, count, s.block.block.capped, s.block.grad);
 
-      const Product<T> grad_value{strip.count,    s.block.weights,
-                                  ld,             grad_out_rows.data,
-                                  grad_out_rows.stride, s.grad_value + from * s.value_stride,
-                                  s.value_stride, Update::kAdd,
-                                  nullptr};
-      const Product<T> grad_key{strip.count,   s.block.grad, ld, query_rows.data, query_rows.stride,
-                                s.grad_key + from * s.head_stride, s.head_stride, Update::kAdd, nullptr};
-      const Product<T> grad_query{count, k.data, k.stride, s.block.grad, ld, s.grad_query_t, ld, Update::kAdd, nullptr};
-      const int64_t value_vecs = s.value_stride / Simd<T>::kWidth, head_vecs = s.head_stride / Simd<T>::kWidth;
+      const Product<T> grad_value{
+          strip.count,        s.block.weights,      ld,
+          grad_out_rows.data, grad_out_rows.stride, s.grad_value + from * s.value_stride,
+          s.value_stride,     Update::kAdd,         nullptr};
+      const Product<T> grad_key{strip.count,     s.block.grad,      ld,
+                                query_rows.data, query_rows.stride, s.grad_key + from * s.head_stride,
+                                s.head_stride,   Update::kAdd,      nullptr};
+      const Product<T> grad_query{count,          k.data, k.stride,     s.block.grad, ld,
+                                  s.grad_query_t, ld,     Update::kAdd, nullptr};
+      const int64_t value_vecs = s.value_stride / Simd<T>::kWidth,
+                    head_vecs = s.head_stride / Simd<T>::kWidth;
       if (leave_hidden_out) {
         multiply_visible<T, false>(grad_value, count, value_vecs, s.block.visible, ld);
         multiply_visible<T, false>(grad_key, count, head_vecs, s.block.visible, ld);
@@ -173,10 +180,11 @@ class BackwardTask {
 
   // Waits for the chunk before, then writes (first chunk) or adds to dQ and the slope sums of the strip.
   void publish(Scratch& s, int64_t index, int64_t head_index, int64_t batch, int64_t head, int64_t first,
-                      int64_t count, int64_t done, bool contributes) const {
+               int64_t count, int64_t done, bool contributes) const {
     using S = Simd<T>;
     const bool last = index == chunks - 1, through_workspace = a.workspace != nullptr;
-    if (index > 0) {  // also with nothing to add: a later chunk takes this one's word that all before it are done
+    if (index >
+        0) {  // also with nothing to add: a later chunk takes this one's word that all before it are done
       const std::atomic<int64_t>& before = strips_done[(index - 1) * heads_kv + head_index];
       while (before.load(std::memory_order_acquire) <= done) std::this_thread::yield();
     }
@@ -203,15 +211,16 @@ class BackwardTask {
     }
     for (int64_t lane = 0; lane < kLanes<T>; ++lane) s.scale[lane] = static_cast<T>(p.scale);
     if (!through_workspace && chunks == 1) {  // the only chunk rounds to the tensor's dtype at once
-      store_transposed<T>(element(g.data, p.dtype, g.offset(batch, head, first)), p.dtype, stride, count, p.head_dim,
-                          s.grad_query_t, kLanes<T>, s.scale);
+      store_transposed<T>(element(g.data, p.dtype, g.offset(batch, head, first)), p.dtype, stride, count,
+                          p.head_dim, s.grad_query_t, kLanes<T>, s.scale);
       return;
     }
     if (index == 0) {
       store_transposed<T>(sum, dtype_of<T>(), stride, count, p.head_dim, s.grad_query_t, kLanes<T>, s.scale);
     } else {
       T* rows = s.query_rows;  // free again: [kLanes][head_stride]
-      store_transposed<T>(rows, dtype_of<T>(), s.head_stride, count, p.head_dim, s.grad_query_t, kLanes<T>, s.scale);
+      store_transposed<T>(rows, dtype_of<T>(), s.head_stride, count, p.head_dim, s.grad_query_t, kLanes<T>,
+                          s.scale);
       for (int64_t row = 0; row < count; ++row) {
         for (int64_t e = 0; e < p.head_dim; ++e) sum[row * stride + e] += rows[row * s.head_stride + e];
       }
@@ -242,8 +251,10 @@ class BackwardTask {
     }
   }
 
-  // The bias is -slope * |distance|, so d(slope) is the sum of dS times -|distance|: one sum per query of the strip.
-  void add_slope_rows(const GradientStrip<T>& strip, int64_t key, int64_t keys, const T* grad, T* slope_rows) const {
+  // The bias is -slope * |distance|, so d(slope) is the sum of dS times -|distance|: one sum per query of the
+  // strip.
+  void add_slope_rows(const GradientStrip<T>& strip, int64_t key, int64_t keys, const T* grad,
+                      T* slope_rows) const {
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t distance = strip.first + p.query_offset - key - j;
       for (int64_t lane = 0; lane < strip.count; ++lane) {
@@ -267,8 +278,8 @@ class BackwardTask {
     }
   }
 
-  void store_rows(const View& view, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t columns, const T* from,
-                  int64_t stride, T factor) const {
+  void store_rows(const View& view, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t columns,
+                  const T* from, int64_t stride, T factor) const {
     using S = Simd<T>;
     for (int64_t row = 0; row < rows; ++row) {
       void* to = element(view.data, p.dtype, view.offset(batch, head, first + row));

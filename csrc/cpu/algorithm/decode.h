@@ -1,6 +1,7 @@
-// Attention forward for very few queries, as in generating text: what counts is reading keys and values once, in order,
-// with every thread. An item is a chunk of the keys of one kv head, for all query heads that read it; a second pass
-// merges the chunks' softmax states. Chunks depend on the shape only, and so does the result.
+// Attention forward for very few queries, as in generating text: what counts is reading keys and values once,
+// in order, with every thread. An item is a chunk of the keys of one kv head, for all query heads that read
+// it; a second pass merges the chunks' softmax states. Chunks depend on the shape only, and so does the
+// result.
 #pragma once
 
 #include "forward_strip.h"
@@ -92,7 +93,8 @@ struct DecodeMerge {
       }
       const T shift = most == nothing ? T(0) : most;
       for (int64_t c = 0; c < round_up_to_vector<T>(chunks.chunks); ++c) {
-        scratch.factor[c] = c < chunks.chunks ? chunks.row_max[chunks.state(batch, head, c) + query] - shift : T(0);
+        scratch.factor[c] =
+            c < chunks.chunks ? chunks.row_max[chunks.state(batch, head, c) + query] - shift : T(0);
       }
       for (int64_t c = 0; c < chunks.chunks; c += S::kWidth) {
         S::store(scratch.factor + c, exp_nonpositive<T>(S::load(scratch.factor + c)));
@@ -124,8 +126,13 @@ void decode(const AttentionParams& p, const ForwardOutputs& outputs, const Threa
   const int64_t chunks = p.keys > 0 ? (p.keys + kDecodeChunk - 1) / kDecodeChunk : 1;
   const int64_t states = p.batch * p.heads * chunks * p.queries, stride = round_up_to_vector<T>(p.value_dim);
   Arena arena(2 * Arena::bytes_for<T>(states) + Arena::bytes_for<T>(states * stride));
-  const DecodeTask<T> task{p, p.heads / p.kv_heads, chunks, arena.take<T>(states), arena.take<T>(states),
-                           arena.take<T>(states * stride), stride};
+  const DecodeTask<T> task{p,
+                           p.heads / p.kv_heads,
+                           chunks,
+                           arena.take<T>(states),
+                           arena.take<T>(states),
+                           arena.take<T>(states * stride),
+                           stride};
   for_each_item(pool, task.items(), task);
   const DecodeMerge<T> merge{task, outputs};
   for_each_item(pool, p.batch * p.heads, merge);

@@ -3,42 +3,41 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// e^r = 1 + r * q(r) on |r| <= ln(2)/2, by interpolation at Chebyshev nodes: relative error 5.1e-9 (float, below a
-// quarter of its rounding unit) and 1.2e-19 (double). benchmarks/fit_exp.py prints the coefficients.
+// e^r = 1 + r * q(r) on |r| <= ln(2)/2, by interpolation at Chebyshev nodes: relative error 5.1e-9 (float,
+// below a quarter of its rounding unit) and 1.2e-19 (double). benchmarks/fit_exp.py prints the coefficients.
 template <class T>
 struct ExpPolynomial;
 
 template <>
 struct ExpPolynomial<float> {
   static constexpr int kTerms = 6;
-  static constexpr float kCoefficients[kTerms] = {1.0f,           0.5f,           0.16666505195758111f,
-                                                  0.0416664649f,  0.00836915567f, 0.001393364999630925f};
-  // Weights below 2^-80 of the largest are flushed to 0: 1e-17 of float's own rounding unit, and their products would
-  // be subnormal numbers, which cost a hundred cycles each.
+  static constexpr float kCoefficients[kTerms] = {1.0f,          0.5f,           0.16666505195758111f,
+                                                  0.0416664649f, 0.00836915567f, 0.001393364999630925f};
+  // Weights below 2^-80 of the largest are flushed to 0: 1e-17 of float's own rounding unit, and their
+  // products would be subnormal numbers, which cost a hundred cycles each.
   static constexpr float kFlushBelow = -55.451774f;
 };
 
 template <>
 struct ExpPolynomial<double> {
   static constexpr int kTerms = 12;
-  static constexpr double kCoefficients[kTerms] = {
-      1.0,
-      0.5,
-      0.1666666666666668082,
-      0.041666666666666676774,
-      0.0083333333333195896163,
-      0.0013888888888879073994,
-      0.00019841269890076402829,
-      0.000024801587336442237861,
-      2.7557240887229868596e-6,
-      2.7557263279088496905e-7,
-      2.5110049204818659793e-8,
-      2.0918137737642736429e-9};
+  static constexpr double kCoefficients[kTerms] = {1.0,
+                                                   0.5,
+                                                   0.1666666666666668082,
+                                                   0.041666666666666676774,
+                                                   0.0083333333333195896163,
+                                                   0.0013888888888879073994,
+                                                   0.00019841269890076402829,
+                                                   0.000024801587336442237861,
+                                                   2.7557240887229868596e-6,
+                                                   2.7557263279088496905e-7,
+                                                   2.5110049204818659793e-8,
+                                                   2.0918137737642736429e-9};
   static constexpr double kFlushBelow = -693.0;
 };
 
-// Splits x <= 0 into n*ln(2) + r and gives r*q(r) = e^r - 1. One multiply-add removes n*ln(2): the rounding error of
-// that, |x| * epsilon, is damped by the factor e^x in everything computed from it.
+// Splits x <= 0 into n*ln(2) + r and gives r*q(r) = e^r - 1. One multiply-add removes n*ln(2): the rounding
+// error of that, |x| * epsilon, is damped by the factor e^x in everything computed from it.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec reduced_expm1(typename Simd<T>::Vec x, typename Simd<T>::Vec* n) {
   using S = Simd<T>;
@@ -62,7 +61,8 @@ SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive(typename Simd<T>::Vec x) {
   return S::select(S::less(x, S::set(ExpPolynomial<T>::kFlushBelow)), S::set(T(0)), y);
 }
 
-// tanh by expm1, which keeps the relative accuracy of small arguments: tanh(|x|) = -m / (m + 2), m = expm1(-2|x|).
+// tanh by expm1, which keeps the relative accuracy of small arguments: tanh(|x|) = -m / (m + 2), m =
+// expm1(-2|x|).
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec tanh(typename Simd<T>::Vec x) {
   using S = Simd<T>;

@@ -8,8 +8,8 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 template <class T>
 struct ForwardTask {
-  // Strips of one item share the key and value blocks that they pull through the cache, and their conversion where the
-  // tensors do not hold T.
+  // Strips of one item share the key and value blocks that they pull through the cache, and their conversion
+  // where the tensors do not hold T.
   static constexpr int64_t kStrips = 2;
   static constexpr int64_t kConvertedStrips = 4;
 
@@ -72,12 +72,14 @@ struct ForwardTask {
       scale[lane] = strip.row_sum[lane] == T(0) ? T(0) : T(1) / strip.row_sum[lane];
     }
     const int64_t row = (strip.batch * p.heads + strip.head) * p.queries + strip.first;
-    memcpy(static_cast<T*>(outputs.row_max) + row, strip.row_max, static_cast<size_t>(strip.count) * sizeof(T));
-    memcpy(static_cast<T*>(outputs.row_sum) + row, strip.row_sum, static_cast<size_t>(strip.count) * sizeof(T));
+    memcpy(static_cast<T*>(outputs.row_max) + row, strip.row_max,
+           static_cast<size_t>(strip.count) * sizeof(T));
+    memcpy(static_cast<T*>(outputs.row_sum) + row, strip.row_sum,
+           static_cast<size_t>(strip.count) * sizeof(T));
     const int64_t at = outputs.out.offset(strip.batch, strip.head, strip.first);
     void* residual = outputs.out_residual != nullptr ? element(outputs.out_residual, p.dtype, at) : nullptr;
-    store_transposed<T>(element(outputs.out.data, p.dtype, at), p.dtype, outputs.out.stride[2], strip.count, p.value_dim,
-                        strip.out_t, kLanes<T>, scale, residual);
+    store_transposed<T>(element(outputs.out.data, p.dtype, at), p.dtype, outputs.out.stride[2], strip.count,
+                        p.value_dim, strip.out_t, kLanes<T>, scale, residual);
   }
 };
 

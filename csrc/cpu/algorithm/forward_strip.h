@@ -1,5 +1,5 @@
-// The forward's inner step: one strip of queries meets one block of keys. Online softmax (Milakov and Gimelshein 2018) on
-// tiles (Dao et al. 2022), transposed as query_strip.h says.
+// The forward's inner step: one strip of queries meets one block of keys. Online softmax (Milakov and
+// Gimelshein 2018) on tiles (Dao et al. 2022), transposed as query_strip.h says.
 #pragma once
 
 #include "query_strip.h"
@@ -116,7 +116,8 @@ struct ForwardScratch {
   static int64_t bytes(const AttentionParams& p) {
     return BlockScratch<T>::bytes(false) + 2 * Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
            Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.head_dim)) +
-           Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.value_dim)) + Arena::bytes_for<T>(kLanes<T>);
+           Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.value_dim)) +
+           Arena::bytes_for<T>(kLanes<T>);
   }
   ForwardScratch(const AttentionParams& p, Arena& arena)
       : block(arena, false),
@@ -127,16 +128,18 @@ struct ForwardScratch {
         scale(arena.take<T>(kLanes<T>)) {}
 };
 
-// Strips of one (batch, kv head) against keys begin .. end - 1: every block is brought in once for all of them.
+// Strips of one (batch, kv head) against keys begin .. end - 1: every block is brought in once for all of
+// them.
 template <class T>
-void forward_keys(const AttentionParams& p, const ForwardStrip<T>* strips, int64_t count, int64_t begin, int64_t end,
-                  ForwardScratch<T>& scratch, bool leave_hidden_out) {
+void forward_keys(const AttentionParams& p, const ForwardStrip<T>* strips, int64_t count, int64_t begin,
+                  int64_t end, ForwardScratch<T>& scratch, bool leave_hidden_out) {
   if (count == 0) return;
   const int64_t batch = strips[0].batch, kv_head = p.kv_head(strips[0].head);
   for (int64_t key = begin / kKeyBlock * kKeyBlock; key < end; key += kKeyBlock) {
     const int64_t block = end - key < kKeyBlock ? end - key : kKeyBlock;
     const Rows<T> keys = rows_as<T>(p.key, batch, kv_head, key, block, p.head_dim, false, scratch.key_buffer);
-    const Rows<T> values = rows_as<T>(p.value, batch, kv_head, key, block, p.value_dim, false, scratch.value_buffer);
+    const Rows<T> values =
+        rows_as<T>(p.value, batch, kv_head, key, block, p.value_dim, false, scratch.value_buffer);
     for (int64_t i = 0; i < count; ++i) {
       const ForwardStrip<T>& strip = strips[i];
       const int64_t rest = strip.keys.end - key;
@@ -147,8 +150,8 @@ void forward_keys(const AttentionParams& p, const ForwardStrip<T>* strips, int64
       softmax_block(strip, used, scratch.scores);
       if (p.dropout.enabled) apply_dropout(p.dropout, strip, key, used, scratch.scores);
       if (strip.thin) {
-        thin_values<T>(scratch.scores, leave_hidden_out ? scratch.visible : nullptr, kLanes<T>, strip.count, values.data, values.stride, used, p.value_dim,
-                       strip.rescale, strip.out_t);
+        thin_values<T>(scratch.scores, leave_hidden_out ? scratch.visible : nullptr, kLanes<T>, strip.count,
+                       values.data, values.stride, used, p.value_dim, strip.rescale, strip.out_t);
         continue;
       }
       const Product<T> product{used,        values.data, values.stride,     scratch.scores, kLanes<T>,

@@ -25,19 +25,30 @@ inline void fused_scores(const ScoresParams& p, const ThreadPool& pool) {
   p.dtype == DType::kFloat64 ? attention_scores<double>(p, pool) : attention_scores<float>(p, pool);
 }
 inline void fused_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? attention_scores_backward<double>(p, pool) : attention_scores_backward<float>(p, pool);
+  p.dtype == DType::kFloat64 ? attention_scores_backward<double>(p, pool)
+                             : attention_scores_backward<float>(p, pool);
 }
 inline void fused_masked_softmax(const SoftmaxParams& p, const ThreadPool& pool) {
   p.dtype == DType::kFloat64 ? masked_softmax<double>(p, pool) : masked_softmax<float>(p, pool);
 }
 inline void fused_masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? masked_softmax_backward<double>(p, pool) : masked_softmax_backward<float>(p, pool);
+  p.dtype == DType::kFloat64 ? masked_softmax_backward<double>(p, pool)
+                             : masked_softmax_backward<float>(p, pool);
 }
 
 constexpr Kernel fused_kernel(const char* isa, const char* description) {
-  return {"fused",      isa,           description,           true,
-          fused_forward, fused_weights, fused_backward_workspace, fused_backward,
-          fused_scores, fused_scores_backward, fused_masked_softmax, fused_masked_softmax_backward};
+  return {"fused",
+          isa,
+          description,
+          true,
+          fused_forward,
+          fused_weights,
+          fused_backward_workspace,
+          fused_backward,
+          fused_scores,
+          fused_scores_backward,
+          fused_masked_softmax,
+          fused_masked_softmax_backward};
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,6 +1,6 @@
-// What every pass of the backward shares: a strip of queries with its incoming gradient, and the block of d(score) that
-// follows from it. With P = softmax weights, dP = dO V^T (+ the gradient of returned weights), and
-// delta = rowsum(P * dP) = rowsum(dO * O), the gradient of the scores is dS = P * (dP - delta).
+// What every pass of the backward shares: a strip of queries with its incoming gradient, and the block of
+// d(score) that follows from it. With P = softmax weights, dP = dO V^T (+ the gradient of returned weights),
+// and delta = rowsum(P * dP) = rowsum(dO * O), the gradient of the scores is dS = P * (dP - delta).
 #pragma once
 
 #include "forward_strip.h"
@@ -9,16 +9,16 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 template <class T>
 struct GradientStrip : QueryStrip<T> {
-  T* grad_out_t;   // [value_dim][kLanes] dO^T
-  T* out_t;        // [value_dim][kLanes] O^T, and its residual
+  T* grad_out_t;  // [value_dim][kLanes] dO^T
+  T* out_t;       // [value_dim][kLanes] O^T, and its residual
   T* residual_t;
   T* delta;        // [kLanes]
   T* row_max;      // [kLanes] 0 where the row sees nothing, so that -inf scores give weights of 0 and not NaN
   T* inverse_sum;  // [kLanes] 0 where the row sees nothing
 
   static int64_t bytes(const AttentionParams& p) {
-    return Arena::bytes_for<T>(QueryStrip<T>::query_size(p)) + 3 * Arena::bytes_for<T>(p.value_dim * kLanes<T>) +
-           3 * Arena::bytes_for<T>(kLanes<T>);
+    return Arena::bytes_for<T>(QueryStrip<T>::query_size(p)) +
+           3 * Arena::bytes_for<T>(p.value_dim * kLanes<T>) + 3 * Arena::bytes_for<T>(kLanes<T>);
   }
   void allocate(const AttentionParams& p, Arena& arena) {
     this->query_t = arena.take<T>(QueryStrip<T>::query_size(p));
@@ -34,8 +34,8 @@ struct GradientStrip : QueryStrip<T> {
     return (this->batch * p.heads + this->head) * p.queries + this->first;
   }
 
-  void begin_gradient(const AttentionParams& p, const BackwardArguments& a, int64_t batch, int64_t head, int64_t first,
-                      int64_t count) {
+  void begin_gradient(const AttentionParams& p, const BackwardArguments& a, int64_t batch, int64_t head,
+                      int64_t first, int64_t count) {
     using S = Simd<T>;
     this->begin(p, batch, head, first, count);
     load_strip(p, a.grad_out, grad_out_t);
@@ -45,8 +45,8 @@ struct GradientStrip : QueryStrip<T> {
     const T* maxima = static_cast<const T*>(a.row_max) + row(p);
     const T* sums = static_cast<const T*>(a.row_sum) + row(p);
     const T* grad_row = a.grad_row != nullptr ? static_cast<const T*>(a.grad_row) + row(p) : nullptr;
-    // One multiply-add after another, as in the product dP = dO * V^T: where a row sees a single key, O is that key's
-    // value, both sums round alike, and dP - delta is exactly 0.
+    // One multiply-add after another, as in the product dP = dO * V^T: where a row sees a single key, O is
+    // that key's value, both sums round alike, and dP - delta is exactly 0.
     for (int64_t lane = 0; lane < this->vecs * S::kWidth; lane += S::kWidth) {
       auto sum = S::set(T(0));
       for (int64_t e = 0; e < p.value_dim; ++e) {
@@ -68,7 +68,8 @@ struct GradientStrip : QueryStrip<T> {
  private:
   void load_strip(const AttentionParams& p, const View& view, T* transposed) const {
     const void* source = element(view.data, p.dtype, view.offset(this->batch, this->head, this->first));
-    load_transposed<T>(transposed, kLanes<T>, source, p.dtype, view.stride[2], this->count, p.value_dim, T(1));
+    load_transposed<T>(transposed, kLanes<T>, source, p.dtype, view.stride[2], this->count, p.value_dim,
+                       T(1));
   }
 };
 
@@ -80,7 +81,9 @@ struct GradientScratch {
   T* grad;     // [kKeyBlock][kLanes] dS^T with respect to the final scores, before the softcap's factor
   T* visible;  // [kKeyBlock][kLanes] see multiply_visible
 
-  static int64_t bytes() { return BlockScratch<T>::bytes(true) + 3 * Arena::bytes_for<T>(kKeyBlock * kLanes<T>); }
+  static int64_t bytes() {
+    return BlockScratch<T>::bytes(true) + 3 * Arena::bytes_for<T>(kKeyBlock * kLanes<T>);
+  }
   explicit GradientScratch(Arena& arena)
       : block(arena, true),
         weights(arena.take<T>(kKeyBlock * kLanes<T>)),
@@ -103,9 +106,9 @@ void normalise_block(const QueryStrip<T>& strip, int64_t keys, const T* row_max,
 
 // Fills scratch.weights and scratch.grad for keys key .. key + keys - 1; false when the mask hides them all.
 template <class T>
-bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, const GradientStrip<T>& strip, int64_t key,
-                      int64_t keys, const Rows<T>& key_rows, const Rows<T>& value_rows, const GradientScratch<T>& scratch,
-                      bool need_visible) {
+bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, const GradientStrip<T>& strip,
+                      int64_t key, int64_t keys, const Rows<T>& key_rows, const Rows<T>& value_rows,
+                      const GradientScratch<T>& scratch, bool need_visible) {
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<T>;
   const int64_t lanes = strip.vecs * S::kWidth;
@@ -125,8 +128,8 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, cons
       }
     }
   }
-  // Dropout scales dP as it scaled P. P itself is needed undropped for dS and dropped for dV: the dropped weights wait in
-  // the mask's buffer, which has served its turn.
+  // Dropout scales dP as it scaled P. P itself is needed undropped for dS and dropped for dV: the dropped
+  // weights wait in the mask's buffer, which has served its turn.
   T* dropped = scratch.block.mask;
   if (p.dropout.enabled) {
     for (int64_t j = 0; j < keys; ++j) {

@@ -1,6 +1,6 @@
-// The gradient of a float mask: dS summed over the dimensions along which the mask was broadcast. A pass of its own that
-// computes dS again: tasks own pieces of the result and gather everything that falls on them, so there are neither
-// races nor a full-size temporary, and the order of each sum is fixed.
+// The gradient of a float mask: dS summed over the dimensions along which the mask was broadcast. A pass of
+// its own that computes dS again: tasks own pieces of the result and gather everything that falls on them, so
+// there are neither races nor a full-size temporary, and the order of each sum is fixed.
 #pragma once
 
 #include "gradient_strip.h"
@@ -13,7 +13,8 @@ template <class T>
 struct MaskGradientTask {
   const AttentionParams& p;
   const BackwardArguments& a;
-  int64_t batches, heads, strips, ranges;  // pieces of the result along each dimension; 1 where it is summed over
+  int64_t batches, heads, strips,
+      ranges;  // pieces of the result along each dimension; 1 where it is summed over
 
   MaskGradientTask(const AttentionParams& params, const BackwardArguments& arguments)
       : p(params),
@@ -86,9 +87,11 @@ struct MaskGradientTask {
       const Rows<T> k = rows_as<T>(p.key, batch, kv_head, key, block, p.head_dim, false, s.key_buffer);
       const Rows<T> v = rows_as<T>(p.value, batch, kv_head, key, block, p.value_dim, false, s.value_buffer);
       if (!grad_score_block<T>(p, a, s.strip, key, block, k, v, s.block, false)) continue;
-      // Lanes past the last query may see keys that no query does; nothing of theirs belongs into a sum over lanes.
+      // Lanes past the last query may see keys that no query does; nothing of theirs belongs into a sum over
+      // lanes.
       for (int64_t j = 0; j < block; ++j) {
-        for (int64_t lane = count; lane < s.strip.vecs * S::kWidth; ++lane) s.block.grad[j * kLanes<T> + lane] = T(0);
+        for (int64_t lane = count; lane < s.strip.vecs * S::kWidth; ++lane)
+          s.block.grad[j * kLanes<T> + lane] = T(0);
       }
       for (int64_t j = 0; j < block; ++j) {
         T* sum = s.sum + (kept(3) ? (key - keys.first + j) * kLanes<T> : 0);
@@ -105,7 +108,8 @@ struct MaskGradientTask {
     const int64_t key_at = kept(3) ? keys.first * g.stride[3] : 0;
     if (kept(2) && kept(3)) {
       void* to = element(g.data, g.dtype, g.offset(batch, head, queries.first) + key_at);
-      store_transposed<T>(to, g.dtype, g.stride[2], queries.end - queries.first, rows, s.sum, kLanes<T>, s.ones);
+      store_transposed<T>(to, g.dtype, g.stride[2], queries.end - queries.first, rows, s.sum, kLanes<T>,
+                          s.ones);
       return;
     }
     for (int64_t j = 0; j < rows; ++j) {

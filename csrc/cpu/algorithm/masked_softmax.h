@@ -1,5 +1,5 @@
-// masked_softmax: scale, mask and softmax of given scores in one pass over each row, and its gradient. Rows lie along the
-// lanes here: there is nothing to multiply, so nothing to transpose for.
+// masked_softmax: scale, mask and softmax of given scores in one pass over each row, and its gradient. Rows
+// lie along the lanes here: there is nothing to multiply, so nothing to transpose for.
 #pragma once
 
 #include "elementary.h"
@@ -30,7 +30,8 @@ struct SoftmaxTask {
   void operator()(int64_t item, Scratch& s) const {
     const int64_t end = (item + 1) * kRowsPerItem < rows ? (item + 1) * kRowsPerItem : rows;
     for (int64_t row = item * kRowsPerItem; row < end; ++row) {
-      const int64_t query = row % p.queries, head = row / p.queries % p.heads, batch = row / p.queries / p.heads;
+      const int64_t query = row % p.queries, head = row / p.queries % p.heads,
+                    batch = row / p.queries / p.heads;
       if (backward) {
         gradient_row(batch, head, query, s.row);
       } else {

@@ -1,6 +1,7 @@
-// A strip is a few vectors of neighbouring queries of one (batch, head), one query per lane. Everything about a strip is
-// kept transposed: a block of scores is S^T, keys down the rows and queries across the lanes. Maximum, sum and masks of
-// a row of the softmax are then plain vertical vector operations, and keys and values are used as they lie in memory.
+// A strip is a few vectors of neighbouring queries of one (batch, head), one query per lane. Everything about
+// a strip is kept transposed: a block of scores is S^T, keys down the rows and queries across the lanes.
+// Maximum, sum and masks of a row of the softmax are then plain vertical vector operations, and keys and
+// values are used as they lie in memory.
 #pragma once
 
 #include "elementary.h"
@@ -13,7 +14,8 @@ namespace selfattn::cpu::SELFATTN_ISA {
 constexpr int64_t kKeyBlock = 64;  // keys per block of scores; a multiple of 4, the keys of one Philox call
 
 template <class T>
-constexpr int64_t kLanes = Simd<T>::kTileVecs* Simd<T>::kWidth;  // most queries of a strip, and every leading dimension
+constexpr int64_t kLanes =
+    Simd<T>::kTileVecs * Simd<T>::kWidth;  // most queries of a strip, and every leading dimension
 
 // Scratch memory in one aligned piece, handed out front to back.
 class Arena {
@@ -42,13 +44,15 @@ class Arena {
 // Buffers that one strip after another can use: they hold one block.
 template <class T>
 struct BlockScratch {
-  T* mask;          // [kKeyBlock][kLanes] additive mask, -inf where hidden
-  T* first_key;     // [kLanes] first and one past the last key of the block that the lane's query may see, by position
-  T* end_key;       // [kLanes]
-  T* capped;        // [kKeyBlock][kLanes] tanh of the softcap, kept for the backward; nullptr in the forward
+  T* mask;       // [kKeyBlock][kLanes] additive mask, -inf where hidden
+  T* first_key;  // [kLanes] first and one past the last key of the block that the lane's query may see, by
+                 // position
+  T* end_key;    // [kLanes]
+  T* capped;     // [kKeyBlock][kLanes] tanh of the softcap, kept for the backward; nullptr in the forward
 
   static int64_t bytes(bool backward) {
-    return Arena::bytes_for<T>(kKeyBlock * kLanes<T>) * (backward ? 2 : 1) + 2 * Arena::bytes_for<T>(kLanes<T>);
+    return Arena::bytes_for<T>(kKeyBlock * kLanes<T>) * (backward ? 2 : 1) +
+           2 * Arena::bytes_for<T>(kLanes<T>);
   }
   BlockScratch(Arena& arena, bool backward)
       : mask(arena.take<T>(kKeyBlock * kLanes<T>)),
@@ -66,14 +70,17 @@ T head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
 template <class T>
 struct QueryStrip {
   int64_t batch, head, first, count;
-  int64_t vecs;        // vectors in use
-  KeyRange keys;       // all keys that some query of the strip may see by position
-  bool thin;           // see thin_product.h
-  T* query_t;          // [head_dim][kLanes] scale * Q^T; of a thin strip [count][padded head_dim] scale * Q
+  int64_t vecs;   // vectors in use
+  KeyRange keys;  // all keys that some query of the strip may see by position
+  bool thin;      // see thin_product.h
+  T* query_t;     // [head_dim][kLanes] scale * Q^T; of a thin strip [count][padded head_dim] scale * Q
 
-  static int64_t query_size(const AttentionParams& p) { return round_up_to_vector<T>(p.head_dim) * kLanes<T>; }
+  static int64_t query_size(const AttentionParams& p) {
+    return round_up_to_vector<T>(p.head_dim) * kLanes<T>;
+  }
 
-  void begin(const AttentionParams& p, int64_t batch_index, int64_t head_index, int64_t first_query, int64_t queries) {
+  void begin(const AttentionParams& p, int64_t batch_index, int64_t head_index, int64_t first_query,
+             int64_t queries) {
     batch = batch_index;
     head = head_index;
     first = first_query;
@@ -102,7 +109,8 @@ int64_t strip_queries(int64_t first, int64_t queries) {
 
 // The mask of a block, transposed, as numbers to add; -inf hides. Returns whether any position is visible.
 template <class T>
-bool load_mask_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t key, int64_t keys, T* mask) {
+bool load_mask_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t key, int64_t keys,
+                     T* mask) {
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<T>;
   const T hidden = -std::numeric_limits<T>::infinity();
@@ -123,7 +131,8 @@ bool load_mask_block(const AttentionParams& p, const QueryStrip<T>& strip, int64
   } else if (key_stride == 1 && !boolean) {
     load_transposed<T>(mask, ld, source, p.mask.dtype, row_stride, strip.count, keys, T(1));
   } else if (key_stride == 1 && sizeof(T) == 4) {
-    if constexpr (sizeof(T) == 4) load_bool_transposed(mask, static_cast<const uint8_t*>(source), row_stride, strip, keys);
+    if constexpr (sizeof(T) == 4)
+      load_bool_transposed(mask, static_cast<const uint8_t*>(source), row_stride, strip, keys);
   } else {
     for (int64_t j = 0; j < keys; ++j) {
       for (int64_t lane = 0; lane < lanes; ++lane) {
@@ -151,7 +160,8 @@ bool load_mask_block(const AttentionParams& p, const QueryStrip<T>& strip, int64
 }
 
 template <class T>
-void load_bool_transposed(T* mask, const uint8_t* source, int64_t row_stride, const QueryStrip<T>& strip, int64_t keys) {
+void load_bool_transposed(T* mask, const uint8_t* source, int64_t row_stride, const QueryStrip<T>& strip,
+                          int64_t keys) {
   using S = Simd<T>;
   for (int64_t lane = 0; lane < strip.count; lane += S::kWidth) {
     for (int64_t j = 0; j < keys; j += S::kWidth) {
@@ -164,7 +174,8 @@ void load_bool_transposed(T* mask, const uint8_t* source, int64_t row_stride, co
           row = source + (lane + i) * row_stride + j;
         } else {
           memset(bytes, 1, sizeof(bytes));
-          if (lane + i < strip.count) memcpy(bytes, source + (lane + i) * row_stride + j, static_cast<size_t>(n));
+          if (lane + i < strip.count)
+            memcpy(bytes, source + (lane + i) * row_stride + j, static_cast<size_t>(n));
         }
         tile[i] = S::load_bool_bias(row);
       }
@@ -184,31 +195,35 @@ bool window_of_block(const AttentionParams& p, const QueryStrip<T>& strip, int64
   if (high.begin <= key && low.end >= key + keys) return false;
   for (int64_t lane = 0; lane < strip.vecs * Simd<T>::kWidth; ++lane) {
     const KeyRange range = visible_keys(p, strip.first + lane, strip.first + lane);
-    const auto within = [&](int64_t k) { return static_cast<T>(k < key ? 0 : (k > key + keys ? keys : k - key)); };
+    const auto within = [&](int64_t k) {
+      return static_cast<T>(k < key ? 0 : (k > key + keys ? keys : k - key));
+    };
     scratch.first_key[lane] = within(range.begin);
     scratch.end_key[lane] = within(range.end);
   }
   return true;
 }
 
-// s[j][lane] = scale * <query, key>, leading dimension kLanes. Every pass gets its scores here, in one order of summation:
-// the backward's exp(s - row_max) is exact where it matters only if s is the forward's to the last bit.
+// s[j][lane] = scale * <query, key>, leading dimension kLanes. Every pass gets its scores here, in one order
+// of summation: the backward's exp(s - row_max) is exact where it matters only if s is the forward's to the
+// last bit.
 template <class T>
 void dot_block(const QueryStrip<T>& strip, const Rows<T>& key_rows, int64_t keys, int64_t head_dim, T* s) {
   constexpr int64_t ld = kLanes<T>;
   if (strip.thin) {
     thin_scores<T>(strip.query_t, strip.count, key_rows.data, key_rows.stride, keys, head_dim, s, ld);
   } else {
-    multiply<T, false>({head_dim, key_rows.data, key_rows.stride, strip.query_t, ld, s, ld, Update::kStore, nullptr}, keys,
-                       strip.vecs);
+    multiply<T, false>(
+        {head_dim, key_rows.data, key_rows.stride, strip.query_t, ld, s, ld, Update::kStore, nullptr}, keys,
+        strip.vecs);
   }
 }
 
-// Scores of keys key .. key + keys - 1, final up to the softmax, -inf where hidden: s[j][lane], leading dimension kLanes.
-// Returns false, with s untouched, when the mask hides the whole block.
+// Scores of keys key .. key + keys - 1, final up to the softmax, -inf where hidden: s[j][lane], leading
+// dimension kLanes. Returns false, with s untouched, when the mask hides the whole block.
 template <class T>
-bool score_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t key, int64_t keys, const Rows<T>& key_rows,
-                 const BlockScratch<T>& scratch, T* s) {
+bool score_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t key, int64_t keys,
+                 const Rows<T>& key_rows, const BlockScratch<T>& scratch, T* s) {
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<T>;
   const bool masked = p.mask.data != nullptr;
@@ -261,13 +276,15 @@ bool score_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t k
 
 // Multiplies a block of weights by 0 or 1/(1-p). `key` is a multiple of 4.
 template <class T>
-void apply_dropout(const Dropout& dropout, const QueryStrip<T>& strip, int64_t key, int64_t keys, T* weights) {
+void apply_dropout(const Dropout& dropout, const QueryStrip<T>& strip, int64_t key, int64_t keys,
+                   T* weights) {
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<T>;
   const uint64_t seed = static_cast<uint64_t>(*dropout.seed);
   const uint64_t exact_threshold = dropout_threshold(dropout.probability);
   // A threshold of 2^32 drops everything, which keep = 0 does as well.
-  const uint32_t threshold = exact_threshold > 0xffffffffu ? 0xffffffffu : static_cast<uint32_t>(exact_threshold);
+  const uint32_t threshold =
+      exact_threshold > 0xffffffffu ? 0xffffffffu : static_cast<uint32_t>(exact_threshold);
   const T keep = static_cast<T>(dropout_keep_scale(dropout.probability));
   for (int64_t j = 0; j < keys; j += 4) {
     for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
@@ -280,7 +297,8 @@ void apply_dropout(const Dropout& dropout, const QueryStrip<T>& strip, int64_t k
       }
       uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
       for (int round = 0; round < kPhiloxRounds; ++round) {
-        for (int i = 0; i < S::kWidth; ++i) {  // the compiler makes vectors of this; core/philox.h says what it computes
+        for (int i = 0; i < S::kWidth;
+             ++i) {  // the compiler makes vectors of this; core/philox.h says what it computes
           const uint64_t p0 = static_cast<uint64_t>(kPhiloxMultiplier0) * c0[i];
           const uint64_t p1 = static_cast<uint64_t>(kPhiloxMultiplier1) * c2[i];
           const uint32_t next0 = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;

@@ -1,4 +1,5 @@
-// Moving rows between the user's tensors and scratch: conversion to the accumulation type T, padding, transposition.
+// Moving rows between the user's tensors and scratch: conversion to the accumulation type T, padding,
+// transposition.
 #pragma once
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -53,8 +54,8 @@ SELFATTN_INLINE void store_row(void* data, DType dtype, int64_t n, typename Simd
   for (int64_t i = 0; i < count; ++i) store_element<T>(data, dtype, i, buffer[i]);
 }
 
-// n elements of a result at `index`, and at the same place of the residual, where there is one, what the conversion to
-// dtype took away.
+// n elements of a result at `index`, and at the same place of the residual, where there is one, what the
+// conversion to dtype took away.
 template <class T>
 SELFATTN_INLINE void store_with_residual(void* data, void* residual, DType dtype, int64_t index, int64_t n,
                                          typename Simd<T>::Vec v) {
@@ -83,11 +84,11 @@ SELFATTN_INLINE void transpose(typename Simd<T>::Vec (&rows)[Simd<T>::kWidth]) {
   }
 }
 
-// dst[column * ld + lane] = factor * src(row lane, column) for `rows` rows, zeros in the lanes up to a whole vector.
-// Source columns are neighbours in memory; rows are row_stride elements apart.
+// dst[column * ld + lane] = factor * src(row lane, column) for `rows` rows, zeros in the lanes up to a whole
+// vector. Source columns are neighbours in memory; rows are row_stride elements apart.
 template <class T>
-void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t row_stride, int64_t rows, int64_t columns,
-                     T factor) {
+void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t row_stride, int64_t rows,
+                     int64_t columns, T factor) {
   using S = Simd<T>;
   const auto scale = S::set(factor);
   for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
@@ -95,8 +96,9 @@ void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t r
       const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
       typename S::Vec tile[S::kWidth];
       for (int i = 0; i < S::kWidth; ++i) {
-        tile[i] = lane + i < rows ? load_row<T>(element(src, dtype, (lane + i) * row_stride + column), dtype, n)
-                                  : S::set(T(0));
+        tile[i] = lane + i < rows
+                      ? load_row<T>(element(src, dtype, (lane + i) * row_stride + column), dtype, n)
+                      : S::set(T(0));
       }
       transpose<T>(tile);
       for (int64_t i = 0; i < n; ++i) S::store(dst + (column + i) * ld + lane, S::mul(tile[i], scale));
@@ -104,11 +106,11 @@ void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t r
   }
 }
 
-// dst(row lane, column) = src[column * ld + lane] * lane_scale[lane], converted to dtype. `residual`, where given, is laid
-// out as dst and receives what the conversion took away.
+// dst(row lane, column) = src[column * ld + lane] * lane_scale[lane], converted to dtype. `residual`, where
+// given, is laid out as dst and receives what the conversion took away.
 template <class T>
-void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, int64_t columns, const T* src, int64_t ld,
-                      const T* lane_scale, void* residual = nullptr) {
+void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, int64_t columns, const T* src,
+                      int64_t ld, const T* lane_scale, void* residual = nullptr) {
   using S = Simd<T>;
   for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
     const auto scale = S::load(lane_scale + lane);
@@ -129,7 +131,8 @@ void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, 
 
 // dst[row][padded] = factor * src(row, column), zeros in the padding.
 template <class T>
-void load_rows(T* dst, const void* src, DType dtype, int64_t row_stride, int64_t rows, int64_t columns, T factor) {
+void load_rows(T* dst, const void* src, DType dtype, int64_t row_stride, int64_t rows, int64_t columns,
+               T factor) {
   using S = Simd<T>;
   const int64_t padded = round_up_to_vector<T>(columns);
   for (int64_t row = 0; row < rows; ++row) {
@@ -147,8 +150,8 @@ struct Rows {
   int64_t stride;
 };
 
-// The tensor's own memory where it already holds T and nothing asks for padding; otherwise a converted copy in `buffer`
-// with rows padded by zeros to whole vectors.
+// The tensor's own memory where it already holds T and nothing asks for padding; otherwise a converted copy
+// in `buffer` with rows padded by zeros to whole vectors.
 template <class T>
 Rows<T> rows_as(const View& view, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t columns,
                 bool whole_vectors, T* buffer) {

@@ -32,7 +32,8 @@ struct ScoresTask {
     T *scores, *key_buffer, *ones;
 
     explicit Scratch(const ScoresTask& task)
-        : arena(Arena::bytes_for<T>(QueryStrip<T>::query_size(task.p)) + Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
+        : arena(Arena::bytes_for<T>(QueryStrip<T>::query_size(task.p)) +
+                Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
                 Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim)) +
                 Arena::bytes_for<T>(kLanes<T>)) {
       strip.query_t = arena.take<T>(QueryStrip<T>::query_size(task.p));
@@ -51,7 +52,8 @@ struct ScoresTask {
     s.strip.begin(p, batch, head, first, count);
     for (int64_t key = 0; key < p.keys; key += kKeyBlock) {
       const int64_t block = p.keys - key < kKeyBlock ? p.keys - key : kKeyBlock;
-      const Rows<T> keys = rows_as<T>(p.key, batch, p.kv_head(head), key, block, p.head_dim, false, s.key_buffer);
+      const Rows<T> keys =
+          rows_as<T>(p.key, batch, p.kv_head(head), key, block, p.head_dim, false, s.key_buffer);
       dot_block(s.strip, keys, block, p.head_dim, s.scores);
       void* to = element(scores.data, p.dtype, scores.offset(batch, head, first) + key);
       store_transposed<T>(to, p.dtype, scores.stride[2], count, block, s.scores, kLanes<T>, s.ones);
@@ -60,7 +62,8 @@ struct ScoresTask {
 };
 
 // Both gradients are products of blocks of the incoming gradient, 64 x 64, with rows of the other input:
-// dQ[q][e] = scale * sum_k g[q][k] K[k][e],  dK[k][e] = scale * sum_q g[q][k] Q[q][e], over the heads of the group.
+// dQ[q][e] = scale * sum_k g[q][k] K[k][e],  dK[k][e] = scale * sum_q g[q][k] Q[q][e], over the heads of the
+// group.
 template <class T, bool kKeyGradient>
 struct ScoresGradientTask {
   const ScoresParams& p;
@@ -107,8 +110,8 @@ struct ScoresGradientTask {
         const int64_t query = kKeyGradient ? at : first, key = kKeyGradient ? first : at;
         View gradient = p.scores;
         gradient.data = element(gradient.data, gradient.dtype, key);
-        const Rows<T> g = rows_as<T>(gradient, batch, head, query, kKeyGradient ? n : count, kKeyGradient ? count : n,
-                                     false, s.gradient);
+        const Rows<T> g = rows_as<T>(gradient, batch, head, query, kKeyGradient ? n : count,
+                                     kKeyGradient ? count : n, false, s.gradient);
         multiply<T, kKeyGradient>(
             {n, g.data, g.stride, other.data, other.stride, s.result, s.stride, Update::kAdd, nullptr}, count,
             s.stride / S::kWidth);

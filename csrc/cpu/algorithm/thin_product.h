@@ -1,6 +1,7 @@
-// Products for strips of very few queries, as in generating text one token at a time. Lanes that run over queries would
-// be empty, so here they run over the head dim: a score is a dot product, an output row is a sum of scaled value rows.
-// Keys and values are read once, in order, and nothing is done with them but one multiply-add per element and query.
+// Products for strips of very few queries, as in generating text one token at a time. Lanes that run over
+// queries would be empty, so here they run over the head dim: a score is a dot product, an output row is a
+// sum of scaled value rows. Keys and values are read once, in order, and nothing is done with them but one
+// multiply-add per element and query.
 #pragma once
 
 #include "rows.h"
@@ -10,11 +11,11 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // Up to here a dot product per query beats a vector of mostly empty lanes.
 constexpr int64_t kThinQueries = 4;
 
-// s[key][query] for `queries` rows of `query` ([queries][padded head_dim], zeros in the padding); 0 in the other lanes of
-// the vectors, which every later step passes over as well.
+// s[key][query] for `queries` rows of `query` ([queries][padded head_dim], zeros in the padding); 0 in the
+// other lanes of the vectors, which every later step passes over as well.
 template <class T>
-void thin_scores(const T* query, int64_t queries, const T* keys, int64_t key_stride, int64_t count, int64_t head_dim, T* s,
-                 int64_t ld) {
+void thin_scores(const T* query, int64_t queries, const T* keys, int64_t key_stride, int64_t count,
+                 int64_t head_dim, T* s, int64_t ld) {
   using S = Simd<T>;
   const int64_t padded = round_up_to_vector<T>(head_dim), whole = head_dim / S::kWidth * S::kWidth;
   for (int64_t j = 0; j < count; ++j) {
@@ -54,11 +55,11 @@ void thin_scores(const T* query, int64_t queries, const T* keys, int64_t key_str
   }
 }
 
-// out[query][padded value_dim] = out * rescale[query] + sum over keys of weights[key][query] * V[key]. Where `visible` is
-// given (laid out as weights), keys with 0 there are left out; see multiply_visible.
+// out[query][padded value_dim] = out * rescale[query] + sum over keys of weights[key][query] * V[key]. Where
+// `visible` is given (laid out as weights), keys with 0 there are left out; see multiply_visible.
 template <class T>
-void thin_values(const T* weights, const T* visible, int64_t ld, int64_t queries, const T* values, int64_t value_stride,
-                 int64_t count, int64_t value_dim, const T* rescale, T* out) {
+void thin_values(const T* weights, const T* visible, int64_t ld, int64_t queries, const T* values,
+                 int64_t value_stride, int64_t count, int64_t value_dim, const T* rescale, T* out) {
   using S = Simd<T>;
   constexpr int kVecs = 8;  // accumulators of one pass over the block
   const int64_t padded = round_up_to_vector<T>(value_dim);

@@ -2,10 +2,11 @@
 //
 //     C[row][lane]  (=, +=, or scaled +=)  sum over k of A(row, k) * B[k][lane]
 //
-// A is read one scalar at a time and broadcast, so it needs no packing and no alignment: it is a key or value row in the
-// user's tensor, or a row of weights. B and C are scratch with vectors of lanes. With `Transposed`, A(row, k) is
-// a[k * lda + row], otherwise a[row * lda + k]. Partial sums of one call stay in registers and meet C once, at the end,
-// so that rounding errors of long sums grow with the number of blocks and not with the number of terms.
+// A is read one scalar at a time and broadcast, so it needs no packing and no alignment: it is a key or value
+// row in the user's tensor, or a row of weights. B and C are scratch with vectors of lanes. With
+// `Transposed`, A(row, k) is a[k * lda + row], otherwise a[row * lda + k]. Partial sums of one call stay in
+// registers and meet C once, at the end, so that rounding errors of long sums grow with the number of blocks
+// and not with the number of terms.
 #pragma once
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -110,13 +111,15 @@ void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
   }
 }
 
-// The slow product for data that holds Inf or NaN: a term whose key is hidden from its query is left out, where the
-// fast product would compute 0 * NaN. `visible` is laid out as the weights are (key rows, query lanes) and holds 1 or 0.
-// Weights are either B (lanes are queries: `visible` runs with B) or A (its rows and k).
+// The slow product for data that holds Inf or NaN: a term whose key is hidden from its query is left out,
+// where the fast product would compute 0 * NaN. `visible` is laid out as the weights are (key rows, query
+// lanes) and holds 1 or 0. Weights are either B (lanes are queries: `visible` runs with B) or A (its rows and
+// k).
 template <class T, bool kTransposed>
 void multiply_visible(const Product<T>& p, int64_t rows, int64_t vecs, const T* visible, int64_t ldv) {
   using S = Simd<T>;
-  constexpr bool kWeightsAreB = kTransposed;  // out and grad_query; grad_key and grad_value have the weights in A
+  constexpr bool kWeightsAreB =
+      kTransposed;  // out and grad_query; grad_key and grad_value have the weights in A
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t lane = 0; lane < vecs * S::kWidth; lane += S::kWidth) {
       auto sum = S::set(T(0));

@@ -1,5 +1,6 @@
-// The softmax weights themselves, from the statistics that the forward left: weights[q][k] = exp(s - row_max) / row_sum,
-// after dropout. The only pass that writes O(queries * keys) memory, because its result is that large.
+// The softmax weights themselves, from the statistics that the forward left: weights[q][k] = exp(s - row_max)
+// / row_sum, after dropout. The only pass that writes O(queries * keys) memory, because its result is that
+// large.
 #pragma once
 
 #include "gradient_strip.h"
@@ -25,7 +26,8 @@ struct WeightsTask {
     static int64_t bytes(const AttentionParams& p) {
       return BlockScratch<T>::bytes(false) + Arena::bytes_for<T>(QueryStrip<T>::query_size(p)) +
              Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
-             Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.head_dim)) + 3 * Arena::bytes_for<T>(kLanes<T>);
+             Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.head_dim)) +
+             3 * Arena::bytes_for<T>(kLanes<T>);
     }
     explicit Scratch(const WeightsTask& task) : arena(bytes(task.p)), block(arena, false) {
       strip.query_t = arena.take<T>(QueryStrip<T>::query_size(task.p));
@@ -56,7 +58,8 @@ struct WeightsTask {
       const int64_t block = p.keys - key < kKeyBlock ? p.keys - key : kKeyBlock;
       bool visible = key < s.strip.keys.end && key + block > s.strip.keys.begin;
       if (visible) {
-        const Rows<T> keys = rows_as<T>(p.key, batch, p.kv_head(head), key, block, p.head_dim, false, s.key_buffer);
+        const Rows<T> keys =
+            rows_as<T>(p.key, batch, p.kv_head(head), key, block, p.head_dim, false, s.key_buffer);
         visible = score_block<T>(p, s.strip, key, block, keys, s.block, s.scores);
       }
       if (visible) {

@@ -1,4 +1,5 @@
-// The fused kernel for AVX2 with FMA. The target region opens after everything shared has been included: see simd_common.h.
+// The fused kernel for AVX2 with FMA. The target region opens after everything shared has been included: see
+// simd_common.h.
 #if defined(__x86_64__)
 
 #include <immintrin.h>

@@ -1,4 +1,5 @@
-// The fused kernel for AVX-512. The target region opens after everything shared has been included: see simd_common.h.
+// The fused kernel for AVX-512. The target region opens after everything shared has been included: see
+// simd_common.h.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -10,7 +11,8 @@
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
                              apply_to = function)
 #else
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // GCC 12 warns of its own _mm512_undefined_ps (GCC bug 105593)
+#pragma GCC diagnostic ignored \
+    "-Wmaybe-uninitialized"  // GCC 12 warns of its own _mm512_undefined_ps (GCC bug 105593)
 #pragma GCC push_options
 #pragma GCC optimize("O3")
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")

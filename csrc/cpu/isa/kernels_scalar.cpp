@@ -17,5 +17,6 @@
 
 namespace selfattn::cpu {
 extern const Kernel kFusedScalar;
-const Kernel kFusedScalar = scalar::fused_kernel("scalar", "tiled online softmax, the compiler's 128-bit vectors");
+const Kernel kFusedScalar =
+    scalar::fused_kernel("scalar", "tiled online softmax, the compiler's 128-bit vectors");
 }  // namespace selfattn::cpu

@@ -70,7 +70,8 @@ struct Simd<float> {
   static SELFATTN_INLINE Vec load_bool_bias(const uint8_t* p) {
     const __m128i bytes = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
     const __m256i hidden = _mm256_cmpeq_epi32(_mm256_cvtepu8_epi32(bytes), _mm256_setzero_si256());
-    return _mm256_and_ps(_mm256_castsi256_ps(hidden), _mm256_set1_ps(-std::numeric_limits<float>::infinity()));
+    return _mm256_and_ps(_mm256_castsi256_ps(hidden),
+                         _mm256_set1_ps(-std::numeric_limits<float>::infinity()));
   }
 };
 

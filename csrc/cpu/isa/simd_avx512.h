@@ -1,5 +1,5 @@
-// Vectors of 512 bits: AVX-512 F, DQ, BW, VL. The interface that the algorithms are written over is documented in
-// docs/cpu-kernels.md, "The SIMD interface"; simd_scalar.h is its shortest implementation.
+// Vectors of 512 bits: AVX-512 F, DQ, BW, VL. The interface that the algorithms are written over is
+// documented in docs/cpu-kernels.md, "The SIMD interface"; simd_scalar.h is its shortest implementation.
 #pragma once
 
 namespace selfattn::cpu::avx512 {

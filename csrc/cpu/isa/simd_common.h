@@ -1,5 +1,6 @@
-// Included first by every simd_*.h, before its target region opens: whatever is shared between instruction sets must be
-// compiled for the baseline only, or one copy with wide instructions could be linked into all of them.
+// Included first by every simd_*.h, before its target region opens: whatever is shared between instruction
+// sets must be compiled for the baseline only, or one copy with wide instructions could be linked into all of
+// them.
 #pragma once
 
 #include <atomic>
@@ -19,8 +20,9 @@
 #include "../kernel_table.h"
 #include "../parallel.h"
 
-// Inlining is forced, not hoped for: a helper left out of line would pass vectors through memory, and an extension
-// that is compiled without -O (torch.utils.cpp_extension.load passes none) would inline nothing at all.
+// Inlining is forced, not hoped for: a helper left out of line would pass vectors through memory, and an
+// extension that is compiled without -O (torch.utils.cpp_extension.load passes none) would inline nothing at
+// all.
 #define SELFATTN_INLINE inline __attribute__((always_inline))
 
 // The micro-kernels' loops over register tiles must vanish for the tile to live in registers.

@@ -1,5 +1,5 @@
-// The portable instruction set: the compiler's own 128-bit vectors, which are SSE2 on any x86-64 and NEON on arm64.
-// The interface is documented in docs/cpu-kernels.md, "The SIMD interface".
+// The portable instruction set: the compiler's own 128-bit vectors, which are SSE2 on any x86-64 and NEON on
+// arm64. The interface is documented in docs/cpu-kernels.md, "The SIMD interface".
 #pragma once
 
 namespace selfattn::cpu::scalar {
@@ -60,7 +60,8 @@ struct Simd<float> : PortableSimd<float, int32_t, 4> {
     for (int i = 0; i < kWidth; ++i) p[i] = bfloat16_from_float(v[i]);
   }
   static SELFATTN_INLINE Vec load_float16(const uint16_t* p) {
-    return Vec{float_from_float16(p[0]), float_from_float16(p[1]), float_from_float16(p[2]), float_from_float16(p[3])};
+    return Vec{float_from_float16(p[0]), float_from_float16(p[1]), float_from_float16(p[2]),
+               float_from_float16(p[3])};
   }
   static SELFATTN_INLINE void store_float16(uint16_t* p, Vec v) {
     for (int i = 0; i < kWidth; ++i) p[i] = float16_from_float(v[i]);

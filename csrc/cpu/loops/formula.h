@@ -32,16 +32,6 @@ void store(const View& view, int64_t b, int64_t h, int64_t row, int64_t column, 
   store_element<T>(view.data, view.dtype, view.offset(b, h, row) + column * view.stride[3], value);
 }
 
-// An additive mask value. A float64 mask may hold finite numbers beyond float32: they stay finite, for only
-// −inf hides a key.
-template <class T>
-T load_mask(const View& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
-  const double value = load<double>(mask, b, h, i, j);
-  const double limit = static_cast<double>(std::numeric_limits<T>::max());
-  if (std::isinf(value) || std::isnan(value)) return static_cast<T>(value);
-  return static_cast<T>(value > limit ? limit : (value < -limit ? -limit : value));
-}
-
 // False where a boolean mask holds False or a float mask −inf.
 inline bool mask_shows(const View& mask, int64_t b, int64_t h, int64_t i, int64_t j) {
   if (mask.data == nullptr) return true;
@@ -97,7 +87,7 @@ class Formula {
   T score(int64_t b, int64_t h, int64_t i, int64_t j, T scaled_dot) const {
     T s = softcap(scaled_dot);
     if (p.alibi_slopes.data != nullptr) s += coefficient(p.alibi_slopes, b, h) * distance_bias(i, j);
-    if (p.mask.data != nullptr && p.mask.dtype != DType::kBool) s += load_mask<T>(p.mask, b, h, i, j);
+    if (p.mask.data != nullptr && p.mask.dtype != DType::kBool) s += load<T>(p.mask, b, h, i, j);
     return s;
   }
 

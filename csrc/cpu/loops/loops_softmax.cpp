@@ -21,7 +21,7 @@ struct SoftmaxTask {
 
   T score(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const T s = static_cast<T>(p.scale) * load<T>(p.scores, b, h, i, j);
-    return p.mask.data != nullptr && p.mask.dtype != DType::kBool ? s + load_mask<T>(p.mask, b, h, i, j) : s;
+    return p.mask.data != nullptr && p.mask.dtype != DType::kBool ? s + load<T>(p.mask, b, h, i, j) : s;
   }
 
   void operator()(int64_t item, Scratch&) const {

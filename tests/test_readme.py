@@ -1,0 +1,87 @@
+"""What the documents promise: the README's examples run, links lead somewhere, the map shows every file."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
+DOCUMENTS += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
+
+_BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```python\n(?P<code>.*?)^```$", re.M | re.S)
+_LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
+
+
+def line_of(match: re.Match[str]) -> int:
+    """The number of the block's first line of code in the README."""
+    return README.count("\n", 0, match.start("code")) + 1
+
+
+BLOCKS = list(_BLOCK.finditer(README))
+
+
+def test_every_block_is_found() -> None:
+    assert len(BLOCKS) == len(re.findall(r"^```python", README, re.M)) >= 8
+
+
+@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line {line_of(block)}")
+def test_example(block: re.Match[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # With the README's own line numbers, for tracebacks.
+    code = compile("\n" * (line_of(block) - 1) + block["code"], str(ROOT / "README.md"), "exec")
+    if block["reason"]:
+        test = re.search(r"tests/\w+\.py", block["reason"])
+        assert test is not None, "an example that is not run must name the test that does the same"
+        assert (ROOT / test[0]).is_file()
+        return
+    exec(code, {"__name__": "__main__"})
+
+
+def headings(document: str) -> set[str]:
+    """The anchors of a document's headings, as GitHub makes them."""
+    text = (ROOT / document).read_text(encoding="utf-8")
+    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_links(document: str) -> None:
+    for path, anchor in _LINK.findall((ROOT / document).read_text(encoding="utf-8")):
+        target = ((ROOT / document).parent / path).resolve() if path else ROOT / document
+        assert target.exists(), f"{document} links to {path}"
+        if anchor:
+            assert anchor in headings(str(target.relative_to(ROOT))), f"{document} links to {path}#{anchor}"
+
+
+def shown_in_the_map() -> set[str]:
+    """The paths of files in the tree of docs/architecture.md."""
+    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    tree = text.partition("## The map")[2].partition("\n## ")[0]
+    folders: list[tuple[int, str]] = []
+    paths = set()
+    for indent, names in re.findall(r"^( {4,})(\S.*?)(?: {2,}.*)?$", tree, re.M):
+        while folders and folders[-1][0] >= len(indent):
+            folders.pop()
+        for name in names.split(", "):
+            path = f"{folders[-1][1] if folders else ''}{name}"
+            if name.endswith("/"):
+                folders.append((len(indent), path))
+            else:
+                paths.add(path)
+    return paths
+
+
+def test_the_map_shows_every_file() -> None:
+    files = {
+        str(path.relative_to(ROOT))
+        for folder in ("selfattn_ext", "csrc", "benchmarks")
+        for path in (ROOT / folder).rglob("*")
+        if path.suffix in {".py", ".cpp", ".h"} and not path.name.startswith(".")
+    }
+    shown = shown_in_the_map()
+    assert sorted(files - shown) == []
+    assert sorted(path for path in shown if not (ROOT / path).exists()) == []
