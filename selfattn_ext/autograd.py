@@ -66,12 +66,16 @@ def attention(
             query, key, value, mask, slopes, sinks, seed, scale, options, want_weights
         )
         return out, rest[-1] if want_weights else None, lse if want_lse else None
-    if torch.is_grad_enabled() and any(
-        tensor is not None and tensor.requires_grad for tensor in (query, key, value, mask, slopes, sinks)
+    if torch.is_grad_enabled() and (
+        query.requires_grad
+        or key.requires_grad
+        or value.requires_grad
+        or (mask is not None and mask.requires_grad)
+        or (slopes is not None and slopes.requires_grad)
+        or (sinks is not None and sinks.requires_grad)
     ):
-        results = _Attention.apply(
-            query, key, value, mask, slopes, sinks, seed, scale, options, want_weights, want_lse
-        )
+        apply = _Attention.apply if torch.compiler.is_dynamo_compiling() else _eager_attention
+        results = apply(query, key, value, mask, slopes, sinks, seed, scale, options, want_weights, want_lse)
         if not want_weights and not want_lse:
             return results, None, None
         return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
@@ -212,8 +216,8 @@ class _PlainAttention(Function):
         return results[0], results[1], results[2], None
 
 
-# Function.apply looks for the wrappers of torch.func in every argument; who calls this has made sure that no
-# transform is active.
+# Function.apply looks for the wrappers of torch.func in every argument; who calls this, and _eager_attention,
+# has made sure that no transform is active.
 plain_attention = super(Function, _PlainAttention).apply
 
 
@@ -272,6 +276,9 @@ class _Attention(Function):
         if not (needs[3] or needs[4] or needs[5]):
             return (*results[:3], None, None, None, None, None, None, None, None)
         return (*_only_needed(results, needs), None, None, None, None, None)
+
+
+_eager_attention = super(Function, _Attention).apply
 
 
 def _forward(

@@ -45,13 +45,13 @@ def attention_scores(query: Tensor, key: Tensor, scale: float, kernel: str = "")
         return _Scores.apply(query, key, scale, kernel)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return _EagerScores.apply(query, key, scale, kernel)
-    return ops.attention_scores(query, key, scale, kernel=kernel)
+    return ops.attention_scores(query, key, scale, kernel_name=kernel)
 
 
 class _Scores(Function):
     @staticmethod
     def forward(query: Tensor, key: Tensor, scale: float, kernel: str) -> Tensor:  # type: ignore[override]
-        return ops.attention_scores(dense_rows(query), dense_rows(key), scale, kernel=kernel)
+        return ops.attention_scores(dense_rows(query), dense_rows(key), scale, kernel_name=kernel)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -83,7 +83,7 @@ class _ScoresBackward(Function):
     def forward(  # type: ignore[override]
         grad: Tensor, query: Tensor, key: Tensor, scale: float, kernel: str
     ) -> tuple[Tensor, Tensor]:
-        return ops.attention_scores_backward(grad, dense_rows(query), dense_rows(key), scale, kernel=kernel)
+        return ops.attention_scores_backward(grad, dense_rows(query), dense_rows(key), scale, kernel_name=kernel)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -137,7 +137,7 @@ class _MaskedSoftmax(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, mask, scale, options = inputs
         ctx.save_for_backward(output)
-        ctx.call = (scale, options.get("kernel", ""))
+        ctx.call = (scale, options.get("kernel_name", ""))
         ctx.mask = None if mask is None else (mask.shape, mask.dtype)
 
     @staticmethod
@@ -175,7 +175,7 @@ class _MaskedSoftmaxBackward(Function):
 
     @staticmethod
     def forward(grad: Tensor, weights: Tensor, scale: float, kernel: str) -> Tensor:  # type: ignore[override]
-        return ops.masked_softmax_backward(grad, weights, scale, kernel=kernel)
+        return ops.masked_softmax_backward(grad, weights, scale, kernel_name=kernel)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -152,7 +152,7 @@ def scaled_dot_product_attention(
         if softcap:
             options["softcap"] = checks.softcap(softcap)
         if backends.forcing and (kernel := backends.forced_kernel()):
-            options["kernel"] = kernel
+            options["kernel_name"] = kernel
 
         if (
             attn_mask is None
@@ -161,16 +161,16 @@ def scaled_dot_product_attention(
             and not dropout_p
             and not return_weights
             and not return_lse
-            and query.dim() == 4
-            and (query.size(1) == key.size(1) or enable_gqa)
             and query.is_cpu
+            and len(shape := query.shape) == 4
+            and (enable_gqa or shape[1] == key.shape[1])
             and not _is_any_autocast_enabled()
             and not _are_transforms_active()
             and forward_ad._current_level < 0
             and not _is_compiling()
         ):
             try:
-                factor = query.size(3) ** -0.5 if scale is None else checks.scale(scale)
+                factor = shape[3] ** -0.5 if scale is None else checks.scale(scale)
                 if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                     return autograd.plain_attention(query, key, value, (factor, options))
                 return ops.direct_forward(query, key, value, factor, **options)[0]
@@ -199,7 +199,7 @@ def scaled_dot_product_attention(
             None if alibi_slopes is None else shapes.head_numbers(alibi_slopes, form, dtype),
             None if sinks is None else shapes.head_numbers(sinks, form, dtype),
             seed,
-            default_scale(form.query.size(3)) if scale is None else checks.scale(scale),
+            default_scale(form.query.shape[3]) if scale is None else checks.scale(scale),
             options,
             return_weights,
             return_lse,
@@ -359,7 +359,7 @@ def masked_softmax(
         if query_offset:
             options["query_offset"] = checks.integer("query_offset", query_offset)
         if kernel := backends.forced_kernel():
-            options["kernel"] = kernel
+            options["kernel_name"] = kernel
         form = shapes.Canonical(flat, flat, flat, lead, scores.dim())
         bias = None
         if mask is not None:

@@ -79,14 +79,14 @@ class _AttentionBackward(Protocol):
 class _AttentionScores(Protocol):
     """(query, key, scale) -> scale * query @ key^T (B,H,L,S)."""
 
-    def __call__(self, query: Tensor, key: Tensor, scale: float, *, kernel: str = "") -> Tensor: ...
+    def __call__(self, query: Tensor, key: Tensor, scale: float, *, kernel_name: str = "") -> Tensor: ...
 
 
 class _AttentionScoresBackward(Protocol):
     """(grad_scores, query, key, scale) -> (grad_query, grad_key)."""
 
     def __call__(
-        self, grad_scores: Tensor, query: Tensor, key: Tensor, scale: float, *, kernel: str = ""
+        self, grad_scores: Tensor, query: Tensor, key: Tensor, scale: float, *, kernel_name: str = ""
     ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -101,7 +101,7 @@ class _MaskedSoftmax(Protocol):
         mask: Tensor | None = None,
         is_causal: bool = False,
         query_offset: int = 0,
-        kernel: str = "",
+        kernel_name: str = "",
     ) -> Tensor: ...
 
 
@@ -109,7 +109,7 @@ class _MaskedSoftmaxBackward(Protocol):
     """(grad_weights, weights, scale) -> scale * weights * (grad - rowsum(weights * grad))."""
 
     def __call__(
-        self, grad_weights: Tensor, weights: Tensor, scale: float, *, kernel: str = ""
+        self, grad_weights: Tensor, weights: Tensor, scale: float, *, kernel_name: str = ""
     ) -> Tensor: ...
 
 
@@ -210,14 +210,14 @@ def _(
 
 
 @_fake("attention_scores")
-def _(query: Tensor, key: Tensor, scale: float, *, kernel: str = "") -> Tensor:
+def _(query: Tensor, key: Tensor, scale: float, *, kernel_name: str = "") -> Tensor:
     _refuse_meta(query, key)
     return query.new_empty((*query.shape[:3], key.shape[2]))
 
 
 @_fake("attention_scores_backward")
 def _(
-    grad_scores: Tensor, query: Tensor, key: Tensor, scale: float, *, kernel: str = ""
+    grad_scores: Tensor, query: Tensor, key: Tensor, scale: float, *, kernel_name: str = ""
 ) -> tuple[Tensor, Tensor]:
     _refuse_meta(grad_scores, query, key)
     return _empty_like(query, query.shape[2], query.shape[3]), _empty_like(key, key.shape[2], key.shape[3])
@@ -230,6 +230,6 @@ def _(scores: Tensor, scale: float, **options: Any) -> Tensor:
 
 
 @_fake("masked_softmax_backward")
-def _(grad_weights: Tensor, weights: Tensor, scale: float, *, kernel: str = "") -> Tensor:
+def _(grad_weights: Tensor, weights: Tensor, scale: float, *, kernel_name: str = "") -> Tensor:
     _refuse_meta(grad_weights, weights)
     return weights.new_empty(weights.shape)

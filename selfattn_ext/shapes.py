@@ -36,7 +36,10 @@ class Canonical(NamedTuple):
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """The tensor with a last stride of 1, as the operators read it: itself where it has that."""
-    return tensor if tensor.stride(-1) == 1 or tensor.size(-1) <= 1 else tensor.contiguous()
+    # Called for every input of every call; is_contiguous is the cheapest question.
+    if tensor.is_contiguous() or tensor.stride()[-1] == 1 or tensor.shape[-1] <= 1:
+        return tensor
+    return tensor.contiguous()
 
 
 def four_dimensional(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
@@ -55,6 +58,16 @@ def canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dense
     Raises:
         ValueError: fewer than two dimensions, or leading dimensions or heads that do not go together.
     """
+    query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
+    if (
+        len(query_shape) == len(key_shape) == len(value_shape) == 4
+        and query_shape[0] == key_shape[0] == value_shape[0]
+        and query_shape[1] == key_shape[1] == value_shape[1]
+    ):
+        if dense:
+            query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
+        return Canonical(query, key, value, (query_shape[0],), 4)
+
     tensors = {"query": query, "key": key, "value": value}
     for name, tensor in tensors.items():
         if tensor.dim() < 2:
@@ -124,8 +137,10 @@ def mask_four_dimensional(mask: Tensor, form: Canonical) -> Tensor:
     rank = mask.dim()
     if rank == 4 and len(form.lead) == 1:
         return mask
+    if rank == 2:
+        return mask.view(1, 1, *mask.shape)
     if rank < 4:
-        return mask.reshape((1,) * (4 - rank) + tuple(mask.shape))
+        return mask.view(*(1,) * (4 - rank), *mask.shape)
     if math.prod(mask.shape[:-3]) == 1:
         return mask.reshape(1, *mask.shape[-3:])
     return mask.expand(*form.lead, *mask.shape[-3:]).reshape(math.prod(form.lead), *mask.shape[-3:])

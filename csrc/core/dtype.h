@@ -113,7 +113,7 @@ inline SELFATTN_HOST_DEVICE T from_double(double value) {
 }
 template <>
 inline SELFATTN_HOST_DEVICE float from_double<float>(double value) {
-  constexpr double kInfinity = static_cast<double>(__builtin_huge_val());
+  constexpr double kInfinity = __builtin_huge_val();
   constexpr double kLargest = 3.4028234663852886e38;
   if (value > kLargest && value < kInfinity) return static_cast<float>(kLargest);
   if (value < -kLargest && value > -kInfinity) return static_cast<float>(-kLargest);

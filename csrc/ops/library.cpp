@@ -7,14 +7,13 @@
 #define SELFATTN_OPTIONS                                                    \
   "Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, " \
   "Tensor? dropout_seed=None, float dropout_p=0., bool is_causal=False, "   \
-  "int window_left=-1, int window_right=-1, int query_offset=0, float softcap=0., str kernel=\"\""
+  "int window_left=-1, int window_right=-1, int query_offset=0, float softcap=0., str kernel_name=\"\""
 
 STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
-  library
-      .def(
-          "attention_forward(Tensor query, Tensor key, Tensor value, float scale, *, bool "
-          "need_residual=False, "  //
-          SELFATTN_OPTIONS ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual)");
+  library.def(
+      "attention_forward(Tensor query, Tensor key, Tensor value, float scale, *, "
+      "bool need_residual=False, "  //
+      SELFATTN_OPTIONS ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual)");
   library.def(
       "attention_weights(Tensor query, Tensor key, Tensor row_max, Tensor row_sum, float scale, *, "  //
       SELFATTN_OPTIONS ") -> Tensor");
@@ -26,14 +25,14 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       SELFATTN_OPTIONS
       ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
       "Tensor grad_mask, Tensor grad_slopes, Tensor grad_sinks)");
-  library.def("attention_scores(Tensor query, Tensor key, float scale, *, str kernel=\"\") -> Tensor");
+  library.def("attention_scores(Tensor query, Tensor key, float scale, *, str kernel_name=\"\") -> Tensor");
   library.def(
       "attention_scores_backward(Tensor grad_scores, Tensor query, Tensor key, float scale, *, "
-      "str kernel=\"\") -> (Tensor grad_query, Tensor grad_key)");
+      "str kernel_name=\"\") -> (Tensor grad_query, Tensor grad_key)");
   library.def(
       "masked_softmax(Tensor scores, float scale, *, Tensor? mask=None, bool is_causal=False, "
-      "int query_offset=0, str kernel=\"\") -> Tensor");
+      "int query_offset=0, str kernel_name=\"\") -> Tensor");
   library.def(
       "masked_softmax_backward(Tensor grad_weights, Tensor weights, float scale, *, "
-      "str kernel=\"\") -> Tensor");
+      "str kernel_name=\"\") -> Tensor");
 }

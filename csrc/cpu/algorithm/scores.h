@@ -1,7 +1,7 @@
 // attention_scores, the scaled dot product alone, and its gradients.
 #pragma once
 
-#include "query_strip.h"
+#include "score_block.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -1,0 +1,130 @@
+// Who sees whom within one block: a mask tensor's block, transposed, and the limits of causal and sliding
+// windows.
+#pragma once
+
+#include "query_strip.h"
+#include "rows.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// Buffers that one strip after another can use: they hold one block.
+template <class T>
+struct BlockScratch {
+  T* mask;       // [kKeyBlock][kLanes] additive mask, -inf where hidden
+  T* first_key;  // [kLanes] first and one past the last key of the block that the lane's query may see, by
+                 // position
+  T* end_key;    // [kLanes]
+  T* capped;     // [kKeyBlock][kLanes] tanh of the softcap, kept for the backward; nullptr in the forward
+
+  static int64_t bytes(bool backward) {
+    return Arena::bytes_for<T>(kKeyBlock * kLanes<T>) * (backward ? 2 : 1) +
+           2 * Arena::bytes_for<T>(kLanes<T>);
+  }
+  BlockScratch(Arena& arena, bool backward)
+      : mask(arena.take<T>(kKeyBlock * kLanes<T>)),
+        first_key(arena.take<T>(kLanes<T>)),
+        end_key(arena.take<T>(kLanes<T>)),
+        capped(backward ? arena.take<T>(kKeyBlock * kLanes<T>) : nullptr) {}
+};
+
+template <class T>
+void load_bool_transposed(T* mask, const uint8_t* source, int64_t row_stride, const QueryStrip<T>& strip,
+                          int64_t keys) {
+  using S = Simd<T>;
+  for (int64_t lane = 0; lane < strip.count; lane += S::kWidth) {
+    for (int64_t j = 0; j < keys; j += S::kWidth) {
+      const int64_t n = keys - j < S::kWidth ? keys - j : S::kWidth;
+      typename S::Vec tile[S::kWidth];
+      for (int i = 0; i < S::kWidth; ++i) {
+        uint8_t bytes[S::kWidth];
+        const uint8_t* row = bytes;
+        if (lane + i < strip.count && n == S::kWidth) {
+          row = source + (lane + i) * row_stride + j;
+        } else {
+          memset(bytes, 1, sizeof(bytes));
+          if (lane + i < strip.count)
+            memcpy(bytes, source + (lane + i) * row_stride + j, static_cast<size_t>(n));
+        }
+        tile[i] = S::load_bool_bias(row);
+      }
+      transpose<T>(tile);
+      for (int64_t i = 0; i < n; ++i) S::store(mask + (j + i) * kLanes<T> + lane, tile[i]);
+    }
+  }
+}
+
+// One element of a mask as the number to add: of a boolean mask 0 or -inf.
+template <class T>
+SELFATTN_INLINE T mask_bias(const void* mask, DType dtype, int64_t index) {
+  const T x = load_element<T>(mask, dtype, index);
+  if (dtype != DType::kBool) return x;
+  return x != T(0) ? T(0) : -std::numeric_limits<T>::infinity();
+}
+
+// The mask of a block, transposed, as numbers to add; -inf hides. Returns whether any position is visible.
+template <class T>
+bool load_mask_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t key, int64_t keys,
+                     T* mask) {
+  using S = Simd<T>;
+  constexpr int64_t ld = kLanes<T>;
+  const T hidden = -std::numeric_limits<T>::infinity();
+  const bool boolean = p.mask.dtype == DType::kBool;
+  const int64_t row_stride = p.mask.stride[2], key_stride = p.mask.stride[3];
+  const void* source = element(p.mask.data, p.mask.dtype,
+                               p.mask.offset(strip.batch, strip.head, strip.first) + key * key_stride);
+  const int64_t lanes = strip.vecs * S::kWidth;
+  if (row_stride == 0) {
+    for (int64_t j = 0; j < keys; ++j) {
+      const auto x = S::set(mask_bias<T>(source, p.mask.dtype, j * key_stride));
+      for (int64_t lane = 0; lane < lanes; lane += S::kWidth) S::store(mask + j * ld + lane, x);
+    }
+  } else if (key_stride == 1 && !boolean) {
+    load_transposed<T>(mask, ld, source, p.mask.dtype, row_stride, strip.count, keys, T(1));
+  } else if (key_stride == 1 && sizeof(T) == 4) {
+    if constexpr (sizeof(T) == 4)
+      load_bool_transposed(mask, static_cast<const uint8_t*>(source), row_stride, strip, keys);
+  } else {
+    for (int64_t j = 0; j < keys; ++j) {
+      for (int64_t lane = 0; lane < lanes; ++lane) {
+        mask[j * ld + lane] = lane < strip.count
+                                  ? mask_bias<T>(source, p.mask.dtype, lane * row_stride + j * key_stride)
+                                  : T(0);
+      }
+    }
+  }
+  auto visible = S::less(S::set(T(0)), S::set(T(0)));
+  for (int64_t lane = 0; lane < lanes; lane += S::kWidth) {
+    // Lanes past the last query hold zeros; they must not make a hidden block look visible.
+    T buffer[S::kWidth];
+    auto largest = S::set(hidden);
+    for (int64_t j = 0; j < keys; ++j) {
+      const auto x = S::load(mask + j * ld + lane);
+      largest = S::select(S::equal(x, S::set(hidden)), largest, S::set(T(0)));
+    }
+    if (lane + S::kWidth > strip.count) {
+      S::store(buffer, largest);
+      for (int64_t i = strip.count - lane; i < S::kWidth; ++i) buffer[i] = hidden;
+      largest = S::load(buffer);
+    }
+    visible = S::either(visible, S::less(S::set(hidden), largest));
+  }
+  return S::any(visible);
+}
+
+// Fills first_key/end_key for the block. Returns whether some lane's window does not cover it.
+template <class T>
+bool window_of_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t key, int64_t keys,
+                     const BlockScratch<T>& scratch) {
+  const KeyRange low = visible_keys(p, strip.first, strip.first);
+  const KeyRange high = visible_keys(p, strip.first + strip.count - 1, strip.first + strip.count - 1);
+  // Windows move with the query: the last query's begins latest and the first query's ends earliest.
+  if (high.begin <= key && low.end >= key + keys) return false;
+  for (int64_t lane = 0; lane < strip.vecs * Simd<T>::kWidth; ++lane) {
+    const KeyRange range = visible_keys(p, strip.first + lane, strip.first + lane);
+    scratch.first_key[lane] = static_cast<T>(clamp_key(range.begin - key, keys));
+    scratch.end_key[lane] = static_cast<T>(clamp_key(range.end - key, keys));
+  }
+  return true;
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

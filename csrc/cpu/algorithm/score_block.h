@@ -1,0 +1,134 @@
+// A block of final scores, and the dropout of a block of weights.
+#pragma once
+
+#include "elementary.h"
+#include "mask_block.h"
+#include "query_strip.h"
+#include "thin_product.h"
+#include "tile_multiply.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+template <class T>
+T head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
+  return static_cast<const T*>(scalars.data)[batch * scalars.batch_stride + head * scalars.head_stride];
+}
+
+// s[j][lane] = scale * <query, key>, leading dimension kLanes. Every pass gets its scores here, in one order
+// of summation: the backward's exp(s - row_max) is exact where it matters only if s is the forward's to the
+// last bit.
+template <class T>
+void dot_block(const QueryStrip<T>& strip, const Rows<T>& key_rows, int64_t keys, int64_t head_dim, T* s) {
+  constexpr int64_t ld = kLanes<T>;
+  if (strip.thin) {
+    thin_scores<T>(strip.query_t, strip.count, key_rows.data, key_rows.stride, keys, head_dim, s, ld);
+  } else {
+    multiply<T, false>(
+        {head_dim, key_rows.data, key_rows.stride, strip.query_t, ld, s, ld, Update::kStore, nullptr}, keys,
+        strip.vecs);
+  }
+}
+
+// Scores of keys key .. key + keys - 1, final up to the softmax, -inf where hidden: s[j][lane], leading
+// dimension kLanes. Returns false, with s untouched, when the mask hides the whole block.
+template <class T>
+bool score_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t key, int64_t keys,
+                 const Rows<T>& key_rows, const BlockScratch<T>& scratch, T* s) {
+  using S = Simd<T>;
+  constexpr int64_t ld = kLanes<T>;
+  const bool masked = p.mask.data != nullptr;
+  if (masked && !load_mask_block(p, strip, key, keys, scratch.mask)) return false;
+
+  dot_block(strip, key_rows, keys, p.head_dim, s);
+
+  const bool windowed = window_of_block(p, strip, key, keys, scratch);
+  const bool capped = p.softcap > 0.0;
+  const bool sloped = p.alibi_slopes.data != nullptr;
+  if (!masked && !windowed && !capped && !sloped) return true;
+
+  const auto hidden = S::set(-std::numeric_limits<T>::infinity());
+  const auto cap = S::set(static_cast<T>(p.softcap));
+  const auto inverse_cap = S::set(static_cast<T>(capped ? 1.0 / p.softcap : 0.0));
+  const auto slope = S::set(sloped ? head_scalar<T>(p.alibi_slopes, strip.batch, strip.head) : T(0));
+  T lane_index[S::kWidth];
+  for (int i = 0; i < S::kWidth; ++i) lane_index[i] = static_cast<T>(i);
+  const auto lanes = S::load(lane_index);
+  // Distances are taken from the block's corner as an integer first, so that they are exact at any position.
+  const int64_t corner = strip.first + p.query_offset - key;
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t v = 0; v < strip.vecs; ++v) {
+      T* at = s + j * ld + v * S::kWidth;
+      auto x = S::load(at);
+      if (capped) {
+        const auto t = tanh<T>(S::mul(x, inverse_cap));
+        if (scratch.capped != nullptr) S::store(scratch.capped + j * ld + v * S::kWidth, t);
+        x = S::mul(cap, t);
+      }
+      if (sloped) {
+        const auto distance = S::abs(S::add(S::set(static_cast<T>(corner + v * S::kWidth - j)), lanes));
+        x = S::sub(x, S::mul(slope, distance));
+      }
+      if (masked) {
+        const auto bias = S::load(scratch.mask + j * ld + v * S::kWidth);
+        x = S::select(S::equal(bias, hidden), hidden, S::add(x, bias));
+      }
+      if (windowed) {
+        const auto index = S::set(static_cast<T>(j));
+        const auto before = S::less(index, S::load(scratch.first_key + v * S::kWidth));
+        const auto inside = S::less(index, S::load(scratch.end_key + v * S::kWidth));
+        x = S::select(inside, S::select(before, hidden, x), hidden);
+      }
+      S::store(at, x);
+    }
+  }
+  return true;
+}
+
+// Multiplies a block of weights by 0 or 1/(1-p). `key` is a multiple of 4.
+template <class T>
+void apply_dropout(const Dropout& dropout, const QueryStrip<T>& strip, int64_t key, int64_t keys,
+                   T* weights) {
+  using S = Simd<T>;
+  constexpr int64_t ld = kLanes<T>;
+  const uint64_t seed = static_cast<uint64_t>(*dropout.seed);
+  const uint64_t exact_threshold = dropout_threshold(dropout.probability);
+  // A threshold of 2^32 drops everything, which keep = 0 does as well.
+  const uint32_t threshold =
+      exact_threshold > 0xffffffffu ? 0xffffffffu : static_cast<uint32_t>(exact_threshold);
+  const T keep = static_cast<T>(dropout_keep_scale(dropout.probability));
+  for (int64_t j = 0; j < keys; j += 4) {
+    for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
+      uint32_t c0[S::kWidth], c1[S::kWidth], c2[S::kWidth], c3[S::kWidth];
+      for (int i = 0; i < S::kWidth; ++i) {
+        c0[i] = static_cast<uint32_t>((key + j) >> 2);
+        c1[i] = static_cast<uint32_t>(strip.first + lane + i);
+        c2[i] = static_cast<uint32_t>(strip.head);
+        c3[i] = static_cast<uint32_t>(strip.batch);
+      }
+      uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
+      for (int round = 0; round < kPhiloxRounds; ++round) {
+        for (int i = 0; i < S::kWidth;
+             ++i) {  // the compiler makes vectors of this; core/philox.h says what it computes
+          const uint64_t p0 = static_cast<uint64_t>(kPhiloxMultiplier0) * c0[i];
+          const uint64_t p1 = static_cast<uint64_t>(kPhiloxMultiplier1) * c2[i];
+          const uint32_t next0 = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
+          const uint32_t next2 = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
+          c1[i] = static_cast<uint32_t>(p1);
+          c3[i] = static_cast<uint32_t>(p0);
+          c0[i] = next0;
+          c2[i] = next2;
+        }
+        k0 += kPhiloxWeyl0;
+        k1 += kPhiloxWeyl1;
+      }
+      const uint32_t* words[4] = {c0, c1, c2, c3};
+      for (int64_t w = 0; w < 4 && j + w < keys; ++w) {
+        T* at = weights + (j + w) * ld + lane;
+        const uint32_t* word = words[w];
+        for (int i = 0; i < S::kWidth; ++i) at[i] *= word[i] < threshold ? T(0) : keep;
+      }
+    }
+  }
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
