@@ -83,7 +83,9 @@ class _ScoresBackward(Function):
     def forward(  # type: ignore[override]
         grad: Tensor, query: Tensor, key: Tensor, scale: float, kernel: str
     ) -> tuple[Tensor, Tensor]:
-        return ops.attention_scores_backward(grad, dense_rows(query), dense_rows(key), scale, kernel_name=kernel)
+        return ops.attention_scores_backward(
+            grad, dense_rows(query), dense_rows(key), scale, kernel_name=kernel
+        )
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:

@@ -8,7 +8,13 @@ import torch.nn.functional as F
 from cases import DTYPES, Case, gradients
 from tolerances import assert_accurate
 
-from selfattn_ext import attention_scores, attention_weights, masked_softmax, scaled_dot_product_attention
+from selfattn_ext import (
+    attention_scores,
+    attention_weights,
+    masked_softmax,
+    reference,
+    scaled_dot_product_attention,
+)
 
 # Thousands of tiny steps, which several threads only slow down.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -82,6 +88,28 @@ def test_no_less_accurate_than_torch(dtype: torch.dtype, is_causal: bool, kv_hea
     ours, exact, peer = everything
     for name in ours:
         assert_accurate(name, ours[name].detach(), exact[name].detach(), peer[name].detach())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("way", ["plain", "lse", "mask", "torch.func"])
+def test_rounding_of_the_output_stays_out_of_gradients(dtype: torch.dtype, way: str, kernel: str) -> None:
+    """Values far from 0 round to coarse outputs, which the difference of two large terms must not see."""
+    query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 70, 16)
+    value = 30 + torch.randn(1, 2, 70, 16)
+    points = [tensor.to(dtype).requires_grad_() for tensor in (query, key, value)]
+    cotangent = torch.randn(1, 2, 20, 16).to(dtype)
+    if way == "torch.func":
+        _, pull = torch.func.vjp(scaled_dot_product_attention, *(point.detach() for point in points))
+        grads = pull(cotangent)
+    else:
+        options = {"attn_mask": torch.zeros(20, 70)} if way == "mask" else {"return_lse": way == "lse"}
+        out = scaled_dot_product_attention(*points, **options)
+        grads = torch.autograd.grad(out[0] if way == "lse" else out, points, cotangent)
+    exact_points = [point.detach().double().requires_grad_() for point in points]
+    exact = torch.autograd.grad(reference.attention(*exact_points).out, exact_points, cotangent.double())
+    peer = torch.autograd.grad(reference.attention(*points).out, points, cotangent)
+    for name, grad, exact_grad, peer_grad in zip(("dq", "dk", "dv"), grads, exact, peer, strict=True):
+        assert_accurate(name, grad, exact_grad, peer_grad)
 
 
 def test_gradient_only_of_what_requires_one() -> None:

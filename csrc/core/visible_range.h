@@ -18,7 +18,7 @@ inline SELFATTN_HOST_DEVICE int64_t clamp_key(int64_t key, int64_t keys) {
 }
 
 // The keys that some query of [first, last] may see. For one query, pass it twice.
-// csrc/ops clamps offsets and windows to ±2^40, so the sums cannot overflow.
+// csrc/ops bounds offsets and windows far below overflow, so the sums are exact.
 inline SELFATTN_HOST_DEVICE KeyRange visible_keys(const AttentionParams& p, int64_t first, int64_t last) {
   KeyRange range{0, p.keys};
   if (p.window_left >= 0) range.begin = clamp_key(first + p.query_offset - p.window_left, p.keys);
