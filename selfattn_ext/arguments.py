@@ -1,4 +1,4 @@
-"""What user arguments mean to the operators: windows, causal biases, autocast."""
+"""What user arguments mean to the operators and to the formula: windows, causal biases, autocast, options."""
 
 from __future__ import annotations
 
@@ -8,12 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, shapes
+from . import checks, reference, shapes
 
-__all__ = ["add_causal_bias", "add_window", "autocast"]
+__all__ = ["Maybe", "Options", "add_causal_bias", "add_window", "autocast", "formula", "keywords_of"]
+
+#: The operators' keyword arguments that are no tensors; those at their default are left out.
+Options = dict[str, Any]
+Maybe = Tensor | None
 
 
-def add_window(options: dict[str, Any], window_size: Sequence[int]) -> None:
+def add_window(options: Options, window_size: Sequence[int]) -> None:
     """Adds the sides of a window that are limited to the options."""
     left, right = checks.window(window_size)
     if left >= 0:
@@ -22,7 +26,7 @@ def add_window(options: dict[str, Any], window_size: Sequence[int]) -> None:
         options["window_right"] = right
 
 
-def add_causal_bias(options: dict[str, Any], bias: Any, form: shapes.Canonical, has_alibi: bool) -> None:
+def add_causal_bias(options: Options, bias: Any, form: shapes.Canonical, has_alibi: bool) -> None:
     """Adds the rule that a CausalBias stands for, ``j <= i + limit``, to the options."""
     length, keys = form.query.size(2), form.key.size(2)
     if (bias.seq_len_q, bias.seq_len_kv) != (length, keys):
@@ -53,3 +57,49 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
         for tensor in tensors
     )
+
+
+def formula(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Maybe,
+    slopes: Maybe,
+    sinks: Maybe,
+    seed: Maybe,
+    *,
+    scale: float,
+    options: Options,
+) -> reference.AttentionResult:
+    """The same attention by the formula of :mod:`selfattn_ext.reference`."""
+    return reference.attention(
+        query,
+        key,
+        value,
+        mask,
+        scale=scale,
+        is_causal=options.get("is_causal", False),
+        window_size=(options.get("window_left", -1), options.get("window_right", -1)),
+        query_offset=options.get("query_offset", 0),
+        softcap=options.get("softcap", 0.0),
+        alibi_slopes=slopes,
+        sinks=sinks,
+        dropout_p=options.get("dropout_p", 0.0),
+        dropout_seed=seed,
+    )
+
+
+def keywords_of(options: Options, mask: Maybe, slopes: Maybe, sinks: Maybe, seed: Maybe) -> Options:
+    """The operators' keyword arguments: the options and those tensors that are there."""
+    if mask is None and slopes is None and sinks is None and seed is None:
+        return options
+    keywords = dict(options)
+    if mask is not None:
+        keywords["attn_mask"] = mask
+    if slopes is not None:
+        keywords["alibi_slopes"] = slopes
+    if sinks is not None:
+        keywords["sinks"] = sinks
+    if seed is not None:
+        keywords["dropout_seed"] = seed
+    return keywords

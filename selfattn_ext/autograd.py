@@ -18,8 +18,9 @@ Note [Gradient of weights and lse]
     rowsum(W * dW) - dl``. The operator computes the first term of delta; ``grad_row`` carries the other two.
 
 Note [Rounded outputs]
-    delta wants the output as it was before it was rounded to 16 bits. The forward operator gives what
-    rounding took away as out_residual, where a backward is to come.
+    delta wants the output and the weights as they were before they were rounded to 16 bits. The forward
+    operator gives what rounding took away from out as out_residual, where a backward is to come; weights that
+    get a gradient are computed again, in float32.
 """
 
 from __future__ import annotations
@@ -30,14 +31,12 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import ops, reference
+from . import ops
+from .arguments import Maybe, Options, formula, keywords_of
 from .shapes import dense_rows
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold, unfold_gradient
 
-__all__ = ["attention", "formula", "plain_attention"]
-
-Options = dict[str, Any]
-Maybe = Tensor | None
+__all__ = ["attention", "plain_attention"]
 
 
 def attention(
@@ -79,56 +78,10 @@ def attention(
         if not want_weights and not want_lse:
             return results, None, None
         return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
-    keywords = _keywords(options, mask, slopes, sinks, seed)
+    keywords = keywords_of(options, mask, slopes, sinks, seed)
     out, row_max, row_sum, _ = ops.attention_forward(query, key, value, scale, **keywords)
     weights = ops.attention_weights(query, key, row_max, row_sum, scale, **keywords) if want_weights else None
     return out, weights, row_max + torch.log(row_sum) if want_lse else None
-
-
-def formula(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Maybe,
-    slopes: Maybe,
-    sinks: Maybe,
-    seed: Maybe,
-    *,
-    scale: float,
-    options: Options,
-) -> reference.AttentionResult:
-    """The same attention by the formula of :mod:`selfattn_ext.reference`."""
-    return reference.attention(
-        query,
-        key,
-        value,
-        mask,
-        scale=scale,
-        is_causal=options.get("is_causal", False),
-        window_size=(options.get("window_left", -1), options.get("window_right", -1)),
-        query_offset=options.get("query_offset", 0),
-        softcap=options.get("softcap", 0.0),
-        alibi_slopes=slopes,
-        sinks=sinks,
-        dropout_p=options.get("dropout_p", 0.0),
-        dropout_seed=seed,
-    )
-
-
-def _keywords(options: Options, mask: Maybe, slopes: Maybe, sinks: Maybe, seed: Maybe) -> Options:
-    """The operators' keyword arguments: the options and those tensors that are there."""
-    if mask is None and slopes is None and sinks is None and seed is None:
-        return options
-    keywords = dict(options)
-    if mask is not None:
-        keywords["attn_mask"] = mask
-    if slopes is not None:
-        keywords["alibi_slopes"] = slopes
-    if sinks is not None:
-        keywords["sinks"] = sinks
-    if seed is not None:
-        keywords["dropout_seed"] = seed
-    return keywords
 
 
 def _contiguous(tensor: Maybe) -> Maybe:
@@ -156,16 +109,18 @@ def _backward(
     need_mask_grad: bool,
 ) -> tuple[Tensor, ...]:
     """The six gradients of the operator; see Note [Gradient of weights and lse]."""
-    keywords = _keywords(options, mask, slopes, sinks, seed)
+    keywords = keywords_of(options, mask, slopes, sinks, seed)
     if residual is not None or grad_weights is not None or grad_lse is not None or need_mask_grad:
         keywords = dict(keywords)
         if residual is not None:
             keywords["out_residual"] = residual
         grad_row = None
         if grad_weights is not None:
-            assert weights is not None
+            if weights is None or query.dtype in ops.SIXTEEN_BITS:
+                shared = keywords_of(options, mask, slopes, sinks, seed)
+                weights = ops.attention_weights(query.float(), key.float(), row_max, row_sum, scale, **shared)
             keywords["grad_weights"] = grad_weights
-            grad_row = (weights.to(row_sum.dtype) * grad_weights.to(row_sum.dtype)).sum(-1)
+            grad_row = (weights * grad_weights.to(weights.dtype)).sum(-1)
         if grad_lse is not None:
             grad_row = grad_lse.neg() if grad_row is None else grad_row - grad_lse
         if grad_row is not None:
@@ -239,13 +194,15 @@ class _Attention(Function):
         want_weights: bool,
         want_lse: bool,
     ) -> Any:
-        keywords = _keywords(options, mask, slopes, sinks, seed)
+        keywords = keywords_of(options, mask, slopes, sinks, seed)
         statistics = _forward(query, key, value, scale, keywords)
         out, row_max, row_sum, _ = statistics
         weights = None
         if want_weights:
             weights = ops.attention_weights(query, key, row_max, row_sum, scale, **keywords)
-        ctx.save_for_backward(query, key, value, mask, slopes, sinks, seed, *statistics, weights)
+        # See Note [Rounded outputs] for why 16-bit weights are of no use to the backward.
+        saved_weights = None if query.dtype in ops.SIXTEEN_BITS else weights
+        ctx.save_for_backward(query, key, value, mask, slopes, sinks, seed, *statistics, saved_weights)
         ctx.call = (scale, options, want_weights, want_lse)
         if not want_weights and not want_lse:
             return out
@@ -311,7 +268,7 @@ class _TransformedAttention(Function):
         want_weights: bool,
     ) -> tuple[Tensor, ...]:
         query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
-        keywords = _keywords(options, mask, _contiguous(slopes), _contiguous(sinks), seed)
+        keywords = keywords_of(options, mask, _contiguous(slopes), _contiguous(sinks), seed)
         out, row_max, row_sum, residual = _forward(query, key, value, scale, keywords)
         results: tuple[Tensor, ...] = (out, row_max + torch.log(row_sum), row_max, row_sum)
         if residual is not None:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import ops, reference
-from .autograd import Maybe, Options
+from .arguments import Maybe, Options
 from .reference import accumulation_dtype
 from .shapes import dense_rows
 from .vmap import fold, fold_optional, slice_batch, unfold

@@ -123,7 +123,7 @@ def attention(
     # Once 0 * NaN can arise, the products must leave hidden pairs out one by one.
     apart = None if seen is None or _all_finite(q, k, v) else seen
 
-    scores = (q @ k.mT if apart is None else _dot_visible(q, k, apart)) * (
+    scores = (_product(q, k.mT) if apart is None else _dot_visible(q, k, apart)) * (
         default_scale(q.size(-1)) if scale is None else scale
     )
     if softcap:
@@ -139,7 +139,7 @@ def attention(
     if dropout_p:
         assert dropout_seed is not None, "dropout_p > 0 needs a dropout_seed"
         weights = _dropout(weights, dropout_p, dropout_seed)
-    out = weights @ v if apart is None else _mix_visible(weights, v, apart)
+    out = _product(weights, v) if apart is None else _mix_visible(weights, v, apart)
     return AttentionResult(out.to(query.dtype), weights.to(query.dtype), lse)
 
 
@@ -148,7 +148,7 @@ def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> 
     dtype = accumulation_dtype(query.dtype)
     k = key.to(dtype) if query.dim() == 2 else _repeat_heads(key.to(dtype), query.size(-3))
     factor = default_scale(query.size(-1)) if scale is None else scale
-    return (factor * (query.to(dtype) @ k.mT)).to(query.dtype)
+    return (factor * _product(query.to(dtype), k.mT)).to(query.dtype)
 
 
 def masked_softmax(
@@ -212,6 +212,12 @@ def _all_finite(*tensors: Tensor) -> bool:
         if not bool(torch.isfinite(tensor.detach()).all()):
             return False
     return True
+
+
+def _product(left: Tensor, right: Tensor) -> Tensor:
+    """``left @ right`` in their own dtype, under autocast too."""
+    with torch.autocast(left.device.type, enabled=False):
+        return left @ right
 
 
 def _dot_visible(q: Tensor, k: Tensor, seen: Tensor) -> Tensor:

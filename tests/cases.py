@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -169,7 +169,6 @@ def gradients(
 ) -> dict[str, Tensor]:
     """The gradient of every differentiable input, zero where the results do not depend on it."""
     wanted = {name: tensor for name, tensor in tensors.items() if tensor.requires_grad}
-    # Rows that see nothing have lse -inf, whose cotangent must not turn up anywhere.
     grads = torch.autograd.grad(
         list(results.values()),
         list(wanted.values()),
@@ -230,6 +229,3 @@ def check(case: Case) -> None:
             assert_accurate(name, result.detach(), exact[name].detach(), peer[name].detach(), size, dtype)
         for name, tensor in tensors.items():
             assert torch.equal(tensor, before[name]), f"{name} was changed"
-
-
-__all__ = ["DTYPES", "LAYOUTS", "MASKS", "NAMES", "Case", "check", "replace"]

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 import threading
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -98,18 +96,15 @@ def test_backward_takes_the_kernel_of_its_forward() -> None:
 
 
 @pytest.mark.parametrize(("kernel", "isa"), [("", "scalar"), ("loops", "")], ids=str)
-def test_environment(kernel: str, isa: str) -> None:
+def test_environment(kernel: str, isa: str, run_python: Callable[..., str]) -> None:
     script = (
         "import torch, selfattn_ext\n"
         "x = torch.ones(1, 1, 2, 2)\n"
         "explanation = selfattn_ext.backends.explain(x, x, x)\n"
         "print(explanation.kernel, explanation.isa)\n"
     )
-    environment = {**os.environ, "SELFATTN_CPU_ISA": isa, "SELFATTN_KERNEL": kernel}
-    run = subprocess.run(
-        [sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True
-    )
-    assert run.stdout.split() == [kernel or "fused", "scalar"]
+    printed = run_python(script, SELFATTN_CPU_ISA=isa, SELFATTN_KERNEL=kernel)
+    assert printed.split() == [kernel or "fused", "scalar"]
 
 
 def test_compiled_calls_take_the_forced_kernel() -> None:

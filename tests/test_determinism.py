@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 
 import pytest
 import torch
-from cases import Case, cotangents_of, gradients, replace
+from cases import Case, cotangents_of, gradients
 
 from selfattn_ext import attention_scores, masked_softmax
 

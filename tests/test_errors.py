@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -234,7 +232,7 @@ def test_unknown_kernel() -> None:
     [("SELFATTN_CPU_ISA", "sse9"), ("SELFATTN_KERNEL", "fast")],
     ids=lambda value: value,
 )
-def test_unknown_name_in_the_environment(variable: str, value: str) -> None:
+def test_unknown_name_in_the_environment(variable: str, value: str, run_python: Callable[..., str]) -> None:
     script = (
         "import torch, selfattn_ext\n"
         "x = torch.ones(1, 1, 2, 2)\n"
@@ -243,15 +241,9 @@ def test_unknown_name_in_the_environment(variable: str, value: str) -> None:
         "except ValueError as error:\n"
         "    print(error)\n"
     )
-    run = subprocess.run(
-        [sys.executable, "-c", script],
-        env={**os.environ, variable: value},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert value in run.stdout
-    assert "fused" in run.stdout or "scalar" in run.stdout
+    printed = run_python(script, **{variable: value})
+    assert value in printed
+    assert "fused" in printed or "scalar" in printed
 
 
 def test_sizes_whose_product_overflows() -> None:

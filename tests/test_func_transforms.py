@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 import torch
 from cases import Case
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.func import functional_call, grad, grad_and_value, hessian, jacfwd, jacrev, jvp, vjp, vmap
 
-from selfattn_ext import attention_scores, masked_softmax, scaled_dot_product_attention
+from selfattn_ext import attention_scores, masked_softmax, reference, scaled_dot_product_attention
 
 # Thousands of tiny steps, which several threads only slow down.
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -262,3 +263,43 @@ def test_compile_traces_the_whole_call(backend: str) -> None:
     result, expected = compiled(*arguments), step(*arguments)
     torch.testing.assert_close(result, expected)
     assert_all_close(torch.autograd.grad(result, arguments), torch.autograd.grad(expected, arguments))
+
+
+def test_compile_with_dropout_and_weights() -> None:
+    query, key, value = (tensor.float().requires_grad_() for tensor in points()[:3])
+
+    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        out, weights = scaled_dot_product_attention(
+            query, key, value, dropout_p=0.5, enable_gqa=True, return_weights=True
+        )
+        return out.square().sum() + (weights == 0).sum()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
+    results = []
+    for function in (compiled, step):
+        torch.manual_seed(4)
+        total = function(query, key, value)
+        results.append([total.detach(), *torch.autograd.grad(total, (query, key, value))])
+    assert_all_close(*results)
+
+
+def test_fake_tensors() -> None:
+    with FakeTensorMode():
+        query = torch.randn(2, 7, 4, 8, requires_grad=True).transpose(1, 2)
+        key = torch.randn(2, 2, 9, 8, requires_grad=True)
+        out, lse = scaled_dot_product_attention(query, key, key, enable_gqa=True, return_lse=True)
+        plain = scaled_dot_product_attention(query, query, query, is_causal=True)
+        grads = torch.autograd.grad(out.sum() + lse.sum() + plain.sum(), (query, key))
+    assert out.shape == plain.shape == grads[0].shape == (2, 4, 7, 8)
+    assert out.stride() == query.stride()
+    assert lse.shape == (2, 4, 7)
+    assert grads[1].shape == key.shape
+
+
+def test_autocast_reaches_no_judge() -> None:
+    """Second derivatives and forward mode compute in float32 under autocast too."""
+    tensors = [torch.randn(1, 2, 6, 8) for _ in range(3)]
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        inside = reference.attention(*tensors).out
+    assert torch.equal(inside, reference.attention(*tensors).out)

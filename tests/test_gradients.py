@@ -91,25 +91,35 @@ def test_no_less_accurate_than_torch(dtype: torch.dtype, is_causal: bool, kv_hea
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("way", ["plain", "lse", "mask", "torch.func"])
+@pytest.mark.parametrize("way", ["plain", "lse", "mask", "torch.func", "weights"])
 def test_rounding_of_the_output_stays_out_of_gradients(dtype: torch.dtype, way: str, kernel: str) -> None:
     """Values far from 0 round to coarse outputs, which the difference of two large terms must not see."""
     query, key = torch.randn(1, 2, 20, 16), torch.randn(1, 2, 70, 16)
     value = 30 + torch.randn(1, 2, 70, 16)
     points = [tensor.to(dtype).requires_grad_() for tensor in (query, key, value)]
     cotangent = torch.randn(1, 2, 20, 16).to(dtype)
+    options = {"attn_mask": torch.zeros(20, 70)} if way == "mask" else {"return_lse": way == "lse"}
     if way == "torch.func":
         _, pull = torch.func.vjp(scaled_dot_product_attention, *(point.detach() for point in points))
         grads = pull(cotangent)
+    elif way == "weights":
+        cotangent = (30 + torch.randn(1, 2, 20, 70)).to(dtype)
+        grads = torch.autograd.grad(attention_weights(*points[:2]), points[:2], cotangent)
     else:
-        options = {"attn_mask": torch.zeros(20, 70)} if way == "mask" else {"return_lse": way == "lse"}
         out = scaled_dot_product_attention(*points, **options)
         grads = torch.autograd.grad(out[0] if way == "lse" else out, points, cotangent)
-    exact_points = [point.detach().double().requires_grad_() for point in points]
-    exact = torch.autograd.grad(reference.attention(*exact_points).out, exact_points, cotangent.double())
-    peer = torch.autograd.grad(reference.attention(*points).out, points, cotangent)
-    for name, grad, exact_grad, peer_grad in zip(("dq", "dk", "dv"), grads, exact, peer, strict=True):
-        assert_accurate(name, grad, exact_grad, peer_grad)
+
+    def formula(points: list[torch.Tensor], cotangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        result = reference.attention(*points)
+        if way == "weights":
+            return torch.autograd.grad(result.weights, points[:2], cotangent)
+        return torch.autograd.grad(result.out, points, cotangent)
+
+    exact = formula([point.detach().double().requires_grad_() for point in points], cotangent.double())
+    for name, grad, exact_grad, peer in zip(
+        ("dq", "dk", "dv"), grads, exact, formula(points, cotangent), strict=False
+    ):
+        assert_accurate(name, grad, exact_grad, peer)
 
 
 def test_gradient_only_of_what_requires_one() -> None:
