@@ -129,17 +129,39 @@ void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, 
   }
 }
 
+// dst[column] = factor * src[column] for `columns` neighbouring elements, zeros up to a whole vector. The
+// element type is asked once per row: between converting one vector and the next the question would cost more
+// than the answer.
+template <class T>
+void load_padded_row(T* dst, const void* src, DType dtype, int64_t columns, T factor) {
+  using S = Simd<T>;
+  const auto scale = S::set(factor);
+  int64_t column = 0;
+  if constexpr (sizeof(T) == 4) {
+    const uint16_t* bits = static_cast<const uint16_t*>(src);
+    if (dtype == DType::kBFloat16) {
+      for (; column + S::kWidth <= columns; column += S::kWidth) {
+        S::store(dst + column, S::mul(S::load_bfloat16(bits + column), scale));
+      }
+    } else if (dtype == DType::kFloat16) {
+      for (; column + S::kWidth <= columns; column += S::kWidth) {
+        S::store(dst + column, S::mul(S::load_float16(bits + column), scale));
+      }
+    }
+  }
+  for (; column < columns; column += S::kWidth) {
+    const auto x = load_row<T>(element(src, dtype, column), dtype, columns - column);
+    S::store(dst + column, S::mul(x, scale));
+  }
+}
+
 // dst[row][padded] = factor * src(row, column), zeros in the padding.
 template <class T>
 void load_rows(T* dst, const void* src, DType dtype, int64_t row_stride, int64_t rows, int64_t columns,
                T factor) {
-  using S = Simd<T>;
   const int64_t padded = round_up_to_vector<T>(columns);
   for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t column = 0; column < columns; column += S::kWidth) {
-      const auto x = load_row<T>(element(src, dtype, row * row_stride + column), dtype, columns - column);
-      S::store(dst + row * padded + column, S::mul(x, S::set(factor)));
-    }
+    load_padded_row<T>(dst + row * padded, element(src, dtype, row * row_stride), dtype, columns, factor);
   }
 }
 
