@@ -33,6 +33,10 @@ struct Dropout {
   const int64_t* seed = nullptr;  // nullable unless enabled
 };
 
+// How exact products of float32 numbers must be: to float32, to a sum of two bfloat16 numbers, or to one. A
+// kernel may always be more exact than it is asked to be.
+enum class Float32Precision : int8_t { kHighest, kHigh, kMedium };
+
 struct AttentionParams {
   int64_t batch = 0;
   int64_t heads = 0;
@@ -42,6 +46,7 @@ struct AttentionParams {
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
   DType dtype = DType::kFloat32;
+  Float32Precision float32_precision = Float32Precision::kHighest;
 
   View query;  // (batch, heads, queries, head_dim), last stride 1
   View key;    // (batch, kv_heads, keys, head_dim), last stride 1
