@@ -13,6 +13,7 @@
 namespace selfattn::cpu {
 
 #if defined(__x86_64__)
+extern const Kernel kFusedAvx512Bf16;
 extern const Kernel kFusedAvx512;
 extern const Kernel kFusedAvx2;
 #endif
@@ -22,6 +23,7 @@ namespace {
 
 const Kernel* const kKernels[] = {
 #if defined(__x86_64__)
+    &kFusedAvx512Bf16,
     &kFusedAvx512,
     &kFusedAvx2,
 #endif
@@ -86,9 +88,12 @@ const Kernel* const* all_kernels(int* count) {
 
 const char* unavailable_reason(const Kernel& kernel) {
   const CpuFeatures& f = cpu_features();
+  const bool avx512 = f.avx512f && f.avx512bw && f.avx512dq && f.avx512vl && f.avx2 && f.fma && f.f16c;
   if (equal(kernel.isa, "avx512")) {
-    const bool present = f.avx512f && f.avx512bw && f.avx512dq && f.avx512vl && f.avx2 && f.fma && f.f16c;
-    return present ? nullptr : "this processor or operating system lacks AVX-512 (F, BW, DQ, VL)";
+    return avx512 ? nullptr : "this processor or operating system lacks AVX-512 (F, BW, DQ, VL)";
+  }
+  if (equal(kernel.isa, "avx512_bf16")) {
+    return avx512 && f.avx512_bf16 ? nullptr : "this processor or operating system lacks AVX-512 BF16";
   }
   if (equal(kernel.isa, "avx2")) {
     return f.avx2 && f.fma && f.f16c ? nullptr : "this processor or operating system lacks AVX2, FMA or F16C";

@@ -12,8 +12,9 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 // Keys per chunk: dK and dV of a chunk in T should fit the level-2 cache beside everything else. A function
 // of the head dims only, because the chunk is visible in the rounding of dQ.
-template <class T>
+template <class P>
 int64_t chunk_keys(const AttentionParams& p) {
+  using T = Scalar<P>;
   constexpr int64_t kBytes = 256 * 1024;
   const int64_t row = (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim)) * sizeof(T);
   int64_t keys = row > 0 ? kBytes / row : kBytes;
@@ -21,27 +22,30 @@ int64_t chunk_keys(const AttentionParams& p) {
   return keys < kKeyBlock ? kKeyBlock : (keys > 512 ? 512 : keys);
 }
 
-template <class T>
+template <class P>
 int64_t chunk_count(const AttentionParams& p) {
-  const int64_t chunk = chunk_keys<T>(p);
+  const int64_t chunk = chunk_keys<P>(p);
   return p.keys == 0 ? 1 : (p.keys + chunk - 1) / chunk;
 }
 
 // dQ of 16-bit tensors is summed in float across chunks.
-template <class T>
+template <class P>
 size_t backward_workspace(const AttentionParams& p) {
-  if (p.dtype == dtype_of<T>() || chunk_count<T>(p) == 1) return 0;
+  using T = Scalar<P>;
+  if (p.dtype == dtype_of<T>() || chunk_count<P>(p) == 1) return 0;
   return static_cast<size_t>(p.batch * p.heads * p.queries * p.head_dim) * sizeof(T);
 }
 
-template <class T>
+template <class P>
 class BackwardTask {
+  using T = Scalar<P>;
+
  public:
   BackwardTask(const AttentionParams& params, const BackwardArguments& arguments)
       : p(params),
         a(arguments),
-        chunk(chunk_keys<T>(params)),
-        chunks(chunk_count<T>(params)),
+        chunk(chunk_keys<P>(params)),
+        chunks(chunk_count<P>(params)),
         heads_kv(params.batch * params.kv_heads),
         strips_done(new std::atomic<int64_t>[static_cast<size_t>(heads_kv * chunks)]) {
     for (int64_t i = 0; i < heads_kv * chunks; ++i) strips_done[i].store(0, std::memory_order_relaxed);
@@ -50,38 +54,52 @@ class BackwardTask {
 
   struct Scratch {
     Arena arena;
-    GradientScratch<T> block;
-    GradientStrip<T> strip;
+    Session<P> session;
+    GradientScratch<P> block;
+    GradientStrip<P> strip;
     int64_t head_stride, value_stride;  // padded row lengths
-    T *query_rows, *grad_out_rows;  // [kLanes][padded] operands of dK and dV where the tensors cannot serve
-    T* grad_query_t;                // [head_dim][kLanes]
-    T *key_rows, *value_rows;       // [chunk][padded] converted keys and values, for 16-bit tensors
-    T *grad_key, *grad_value;       // [chunk][padded]
-    T* scale;                       // [kLanes]
-    T* slope_rows;                  // [kLanes] the strip's share of grad_slopes_rows
+    VectorOperand<P> query_rows, grad_out_rows;
+    T* grad_query_t;  // [head_dim][kLanes]
+    RowOperand<P> key_rows, value_rows;
+    ColumnOperand<P> key_columns;
+    T *grad_key, *grad_value;  // [chunk][padded]
+    T* scale;                  // [kLanes]
+    T* slope_rows;             // [kLanes] the strip's share of grad_slopes_rows
+    T* transposed;             // [kLanes][padded head_dim] dQ of the strip
 
+    static int64_t grad_query_size(const AttentionParams& p) {
+      return round_up_to_vector<T>(p.head_dim) * kLanes<P>;
+    }
     static int64_t bytes(const BackwardTask& t) {
-      const int64_t e = round_up_to_vector<T>(t.p.head_dim), ev = round_up_to_vector<T>(t.p.value_dim);
-      return GradientScratch<T>::bytes() + GradientStrip<T>::bytes(t.p) + Arena::bytes_for<T>(kLanes<T> * e) +
-             Arena::bytes_for<T>(kLanes<T> * ev) + Arena::bytes_for<T>(t.p.head_dim * kLanes<T>) +
-             2 * (Arena::bytes_for<T>(t.chunk_rows() * e) + Arena::bytes_for<T>(t.chunk_rows() * ev)) +
-             2 * Arena::bytes_for<T>(kLanes<T>);
+      const AttentionParams& p = t.p;
+      const int64_t e = round_up_to_vector<T>(p.head_dim), ev = round_up_to_vector<T>(p.value_dim);
+      return GradientScratch<P>::bytes(p) + GradientStrip<P>::bytes(p) +
+             VectorOperand<P>::bytes(p, kLanes<P>, p.head_dim) +
+             VectorOperand<P>::bytes(p, kLanes<P>, p.value_dim) + Arena::bytes_for<T>(grad_query_size(p)) +
+             RowOperand<P>::bytes(p, t.chunk_rows(), p.head_dim) +
+             RowOperand<P>::bytes(p, t.chunk_rows(), p.value_dim) +
+             ColumnOperand<P>::shared_bytes(p, t.chunk_rows(), p.head_dim) +
+             Arena::bytes_for<T>(t.chunk_rows() * e) + Arena::bytes_for<T>(t.chunk_rows() * ev) +
+             2 * Arena::bytes_for<T>(kLanes<P>) + Arena::bytes_for<T>(kLanes<P> * e);
     }
     explicit Scratch(const BackwardTask& t)
         : arena(bytes(t)),
-          block(arena),
+          block(t.p, arena),
           head_stride(round_up_to_vector<T>(t.p.head_dim)),
           value_stride(round_up_to_vector<T>(t.p.value_dim)) {
-      strip.allocate(t.p, arena);
-      query_rows = arena.take<T>(kLanes<T> * head_stride);
-      grad_out_rows = arena.take<T>(kLanes<T> * value_stride);
-      grad_query_t = arena.take<T>(t.p.head_dim * kLanes<T>);
-      key_rows = arena.take<T>(t.chunk_rows() * head_stride);
-      value_rows = arena.take<T>(t.chunk_rows() * value_stride);
+      const AttentionParams& p = t.p;
+      strip.allocate(p, arena);
+      query_rows.allocate(p, kLanes<P>, p.head_dim, arena);
+      grad_out_rows.allocate(p, kLanes<P>, p.value_dim, arena);
+      grad_query_t = arena.take<T>(grad_query_size(p));
+      key_rows.allocate(p, t.chunk_rows(), p.head_dim, arena);
+      value_rows.allocate(p, t.chunk_rows(), p.value_dim, arena);
+      key_columns.allocate_shared(p, t.chunk_rows(), p.head_dim, arena);
       grad_key = arena.take<T>(t.chunk_rows() * head_stride);
       grad_value = arena.take<T>(t.chunk_rows() * value_stride);
-      scale = arena.take<T>(kLanes<T>);
-      slope_rows = arena.take<T>(kLanes<T>);
+      scale = arena.take<T>(kLanes<P>);
+      slope_rows = arena.take<T>(kLanes<P>);
+      transposed = arena.take<T>(kLanes<P> * head_stride);
     }
   };
 
@@ -91,11 +109,11 @@ class BackwardTask {
     const int64_t batch = head_index / p.kv_heads, kv_head = head_index % p.kv_heads;
     const int64_t begin = index * chunk, rest = p.keys - begin;
     const int64_t keys = rest < chunk ? rest : chunk;
-    const Rows<T> key_rows = rows_as<T>(p.key, batch, kv_head, begin, keys, p.head_dim, false, s.key_rows);
-    const Rows<T> value_rows =
-        rows_as<T>(p.value, batch, kv_head, begin, keys, p.value_dim, false, s.value_rows);
-    const bool finite = all_finite(key_rows.data, key_rows.stride, keys, p.head_dim) &&
-                        all_finite(value_rows.data, value_rows.stride, keys, p.value_dim);
+    const RowSource key_source = row_source(p.key, p.dtype, batch, kv_head, begin, keys, p.head_dim);
+    s.key_rows.load(key_source);
+    s.key_columns.load_shared(key_source, s.key_rows);
+    s.value_rows.load(row_source(p.value, p.dtype, batch, kv_head, begin, keys, p.value_dim));
+    const bool finite = well_behaved(s.key_rows, keys, p.head_dim) && well_behaved(s.value_rows, keys, p.value_dim);
     memset(s.grad_key, 0, static_cast<size_t>(keys * s.head_stride) * sizeof(T));
     memset(s.grad_value, 0, static_cast<size_t>(keys * s.value_stride) * sizeof(T));
 
@@ -103,13 +121,13 @@ class BackwardTask {
     int64_t done = 0;
     for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
       for (int64_t first = 0, count; first < p.queries; first += count) {
-        count = strip_queries<T>(first, p.queries);
+        count = strip_queries<P>(first, p.queries);
         const KeyRange visible = visible_keys(p, first, first + count - 1);
         const bool contributes =
             visible.begin < begin + keys && visible.end > begin && visible.begin < visible.end;
         if (contributes || index == 0) s.strip.begin_gradient(p, a, batch, head, first, count);
         if (index == 0) sink_gradients(s.strip, s.scale);
-        if (contributes) add_strip(s, begin, keys, key_rows, value_rows, !finite);
+        if (contributes) add_strip(s, begin, keys, !finite);
         publish(s, index, head_index, batch, head, first, count, done, contributes);
         strips_done[index * heads_kv + head_index].store(++done, std::memory_order_release);
       }
@@ -128,53 +146,46 @@ class BackwardTask {
 
   int64_t chunk_rows() const { return p.keys < chunk ? p.keys : chunk; }
 
+  // Plain arithmetic must look for data whose products with a weight of 0 are NaN; pairs have seen it already.
+  template <class Operand>
+  static bool well_behaved(const Operand& operand, int64_t rows, int64_t columns) {
+    if constexpr (kPlain<P>) return all_finite(operand.rows.data, operand.rows.stride, rows, columns);
+    return true;
+  }
+
   // One strip against the chunk: dQ^T of the strip in s.grad_query_t, dK and dV added to the chunk's.
-  void add_strip(Scratch& s, int64_t begin, int64_t keys, const Rows<T>& key_rows, const Rows<T>& value_rows,
-                 bool leave_hidden_out) const {
-    constexpr int64_t ld = kLanes<T>;
-    const GradientStrip<T>& strip = s.strip;
-    memset(s.slope_rows, 0, static_cast<size_t>(ld) * sizeof(T));
+  void add_strip(Scratch& s, int64_t begin, int64_t keys, bool leave_hidden_out) const {
+    GradientStrip<P>& strip = s.strip;
+    memset(s.slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
     for (int64_t e = 0; e < p.head_dim; ++e) {
-      memset(s.grad_query_t + e * ld, 0, static_cast<size_t>(strip.vecs) * Simd<T>::kWidth * sizeof(T));
+      memset(s.grad_query_t + e * kLanes<P>, 0, static_cast<size_t>(strip.vecs) * Simd<T>::kWidth * sizeof(T));
     }
-    const Rows<T> query_rows = rows_as<T>(p.query, strip.batch, strip.head, strip.first, strip.count,
-                                          p.head_dim, true, s.query_rows);
-    const Rows<T> grad_out_rows = rows_as<T>(a.grad_out, strip.batch, strip.head, strip.first, strip.count,
-                                             p.value_dim, true, s.grad_out_rows);
-    leave_hidden_out = leave_hidden_out ||
-                       !all_finite(query_rows.data, query_rows.stride, strip.count, p.head_dim) ||
-                       !all_finite(grad_out_rows.data, grad_out_rows.stride, strip.count, p.value_dim);
+    s.query_rows.load(strip.source(p, p.query, p.head_dim));
+    s.grad_out_rows.load(strip.source(p, a.grad_out, p.value_dim));
+    leave_hidden_out = leave_hidden_out || !well_behaved(s.query_rows, strip.count, p.head_dim) ||
+                       !well_behaved(s.grad_out_rows, strip.count, p.value_dim);
+    const bool special = s.query_rows.special() || s.grad_out_rows.special();
     int64_t from = strip.keys.begin > begin ? (strip.keys.begin - begin) / kKeyBlock * kKeyBlock : 0;
     const int64_t end = strip.keys.end < begin + keys ? strip.keys.end - begin : keys;
     for (; from < end; from += kKeyBlock) {
       const int64_t count = end - from < kKeyBlock ? end - from : kKeyBlock;
-      const Rows<T> k{key_rows.data + from * key_rows.stride, key_rows.stride};
-      const Rows<T> v{value_rows.data + from * value_rows.stride, value_rows.stride};
-      if (!grad_score_block<T>(p, a, strip, begin + from, count, k, v, s.block, leave_hidden_out)) continue;
-      if (a.grad_slopes_rows != nullptr)
-        add_slope_rows(strip, begin + from, count, s.block.grad, s.slope_rows);
-      if (p.softcap > 0.0) apply_softcap_gradient(strip, count, s.block.block.capped, s.block.grad);
-
-      const Product<T> grad_value{
-          strip.count,        s.block.weights,      ld,
-          grad_out_rows.data, grad_out_rows.stride, s.grad_value + from * s.value_stride,
-          s.value_stride,     Update::kAdd,         nullptr};
-      const Product<T> grad_key{strip.count,     s.block.grad,      ld,
-                                query_rows.data, query_rows.stride, s.grad_key + from * s.head_stride,
-                                s.head_stride,   Update::kAdd,      nullptr};
-      const Product<T> grad_query{count,          k.data, k.stride,     s.block.grad, ld,
-                                  s.grad_query_t, ld,     Update::kAdd, nullptr};
-      const int64_t value_vecs = s.value_stride / Simd<T>::kWidth,
-                    head_vecs = s.head_stride / Simd<T>::kWidth;
-      if (leave_hidden_out) {
-        multiply_visible<T, false>(grad_value, count, value_vecs, s.block.visible, ld);
-        multiply_visible<T, false>(grad_key, count, head_vecs, s.block.visible, ld);
-        multiply_visible<T, true>(grad_query, p.head_dim, strip.vecs, s.block.visible, ld);
-      } else {
-        multiply<T, false>(grad_value, count, value_vecs);
-        multiply<T, false>(grad_key, count, head_vecs);
-        multiply<T, true>(grad_query, p.head_dim, strip.vecs);
+      const bool mark = leave_hidden_out || special || s.key_columns.special(from, count);
+      if (!grad_score_block<P>(p, a, strip, begin + from, count, s.key_rows, s.value_rows, from, s.block, mark)) {
+        continue;
       }
+      T* grad = s.block.grad.block;
+      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, begin + from, count, grad, s.slope_rows);
+      if (p.softcap > 0.0) apply_softcap_gradient(strip, count, s.block.block.capped, grad);
+      s.block.weights.ready_as_rows(count, strip.count);
+      s.block.grad.ready_as_rows(count, strip.count);
+      s.block.grad.ready_as_lanes(count, strip.vecs);
+      const T* visible = mark ? s.block.visible : nullptr;
+      multiply_weights<P>(s.block.weights, count, strip.count, s.grad_out_rows, p.value_dim,
+                          s.grad_value + from * s.value_stride, visible);
+      multiply_weights<P>(s.block.grad, count, strip.count, s.query_rows, p.head_dim,
+                          s.grad_key + from * s.head_stride, visible);
+      multiply_columns<P>(s.key_columns, from, count, p.head_dim, s.block.grad, strip.vecs, s.grad_query_t,
+                          Update::kAdd, nullptr, visible);
     }
   }
 
@@ -200,8 +211,8 @@ class BackwardTask {
       stride = g.stride[2];
     }
     if (!contributes) {
-      memset(s.grad_query_t, 0, static_cast<size_t>(p.head_dim * kLanes<T>) * sizeof(T));
-      memset(s.slope_rows, 0, static_cast<size_t>(kLanes<T>) * sizeof(T));
+      memset(s.grad_query_t, 0, static_cast<size_t>(p.head_dim * kLanes<P>) * sizeof(T));
+      memset(s.slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
     }
     if (a.grad_slopes_rows != nullptr) {
       T* slopes = static_cast<T*>(a.grad_slopes_rows) + (batch * p.heads + head) * p.queries + first;
@@ -209,17 +220,17 @@ class BackwardTask {
         slopes[lane] = index == 0 ? s.slope_rows[lane] : slopes[lane] + s.slope_rows[lane];
       }
     }
-    for (int64_t lane = 0; lane < kLanes<T>; ++lane) s.scale[lane] = static_cast<T>(p.scale);
+    for (int64_t lane = 0; lane < kLanes<P>; ++lane) s.scale[lane] = static_cast<T>(p.scale);
     if (!through_workspace && chunks == 1) {  // the only chunk rounds to the tensor's dtype at once
       store_transposed<T>(element(g.data, p.dtype, g.offset(batch, head, first)), p.dtype, stride, count,
-                          p.head_dim, s.grad_query_t, kLanes<T>, s.scale);
+                          p.head_dim, s.grad_query_t, kLanes<P>, s.scale);
       return;
     }
     if (index == 0) {
-      store_transposed<T>(sum, dtype_of<T>(), stride, count, p.head_dim, s.grad_query_t, kLanes<T>, s.scale);
+      store_transposed<T>(sum, dtype_of<T>(), stride, count, p.head_dim, s.grad_query_t, kLanes<P>, s.scale);
     } else {
-      T* rows = s.query_rows;  // free again: [kLanes][head_stride]
-      store_transposed<T>(rows, dtype_of<T>(), s.head_stride, count, p.head_dim, s.grad_query_t, kLanes<T>,
+      T* rows = s.transposed;
+      store_transposed<T>(rows, dtype_of<T>(), s.head_stride, count, p.head_dim, s.grad_query_t, kLanes<P>,
                           s.scale);
       for (int64_t row = 0; row < count; ++row) {
         for (int64_t e = 0; e < p.head_dim; ++e) sum[row * stride + e] += rows[row * s.head_stride + e];
@@ -237,7 +248,7 @@ class BackwardTask {
   }
 
   // d(sink) of a row is -P(sink) * delta.
-  void sink_gradients(const GradientStrip<T>& strip, T* weight) const {
+  void sink_gradients(const GradientStrip<P>& strip, T* weight) const {
     if (a.grad_sinks_rows == nullptr) return;
     const T sink = head_scalar<T>(p.sinks, strip.batch, strip.head);
     for (int64_t lane = 0; lane < strip.vecs * Simd<T>::kWidth; lane += Simd<T>::kWidth) {
@@ -253,23 +264,23 @@ class BackwardTask {
 
   // The bias is -slope * |distance|, so d(slope) is the sum of dS times -|distance|: one sum per query of the
   // strip.
-  void add_slope_rows(const GradientStrip<T>& strip, int64_t key, int64_t keys, const T* grad,
+  void add_slope_rows(const GradientStrip<P>& strip, int64_t key, int64_t keys, const T* grad,
                       T* slope_rows) const {
     for (int64_t j = 0; j < keys; ++j) {
       const int64_t distance = strip.first + p.query_offset - key - j;
       for (int64_t lane = 0; lane < strip.count; ++lane) {
         const int64_t d = distance + lane;
-        slope_rows[lane] -= static_cast<T>(d < 0 ? -d : d) * grad[j * kLanes<T> + lane];
+        slope_rows[lane] -= static_cast<T>(d < 0 ? -d : d) * grad[j * kLanes<P> + lane];
       }
     }
   }
 
-  void apply_softcap_gradient(const GradientStrip<T>& strip, int64_t keys, const T* capped, T* grad) const {
+  void apply_softcap_gradient(const GradientStrip<P>& strip, int64_t keys, const T* capped, T* grad) const {
     using S = Simd<T>;
     const auto zero = S::set(T(0)), one = S::set(T(1));
     for (int64_t j = 0; j < keys; ++j) {
       for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
-        const int64_t at = j * kLanes<T> + lane;
+        const int64_t at = j * kLanes<P> + lane;
         const auto t = S::load(capped + at);
         const auto g = S::load(grad + at);
         // Where the gradient is 0 the key may be hidden and t NaN.
@@ -291,11 +302,11 @@ class BackwardTask {
   }
 };
 
-template <class T>
+template <class P>
 void attention_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  const BackwardTask<T> task(p, a);
+  const BackwardTask<P> task(p, a);
   for_each_item(pool, task.items(), task);
-  if (a.grad_mask.data != nullptr) mask_gradient<T>(p, a, pool);
+  if (a.grad_mask.data != nullptr) mask_gradient<P>(p, a, pool);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

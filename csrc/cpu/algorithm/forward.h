@@ -6,8 +6,10 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-template <class T>
+template <class P>
 struct ForwardTask {
+  using T = Scalar<P>;
+
   // Strips of one item share the key and value blocks that they pull through the cache, and their conversion
   // where the tensors do not hold T.
   static constexpr int64_t kStrips = 2;
@@ -19,19 +21,19 @@ struct ForwardTask {
   int64_t items_per_head;
 
   ForwardTask(const AttentionParams& params, const ForwardOutputs& out) : p(params), outputs(out) {
-    strips_per_item = p.dtype == dtype_of<T>() ? kStrips : kConvertedStrips;
-    const int64_t queries = strips_per_item * kLanes<T>;
+    strips_per_item = kPlain<P> && p.dtype == dtype_of<T>() ? kStrips : kConvertedStrips;
+    const int64_t queries = strips_per_item * kLanes<P>;
     items_per_head = (p.queries + queries - 1) / queries;
   }
   int64_t items() const { return p.batch * p.heads * items_per_head; }
 
   struct Scratch {
     Arena arena;
-    ForwardScratch<T> block;
-    ForwardStrip<T> strips[kConvertedStrips];
+    ForwardScratch<P> block;
+    ForwardStrip<P> strips[kConvertedStrips];
 
     explicit Scratch(const ForwardTask& task)
-        : arena(ForwardScratch<T>::bytes(task.p) + task.strips_per_item * ForwardStrip<T>::bytes(task.p)),
+        : arena(ForwardScratch<P>::bytes(task.p) + task.strips_per_item * ForwardStrip<P>::bytes(task.p)),
           block(task.p, arena) {
       for (int64_t i = 0; i < task.strips_per_item; ++i) strips[i].allocate(task.p, arena);
     }
@@ -41,19 +43,21 @@ struct ForwardTask {
     // Later queries see more keys under a causal mask: the longest items go first.
     const int64_t last = items() - 1 - item;
     const int64_t head_index = last % (p.batch * p.heads), group = last / (p.batch * p.heads);
-    const int64_t begin = group * strips_per_item * kLanes<T>;
-    int64_t end = begin + strips_per_item * kLanes<T>;
+    const int64_t begin = group * strips_per_item * kLanes<P>;
+    int64_t end = begin + strips_per_item * kLanes<P>;
     if (end > p.queries) end = p.queries;
     int64_t strips = 0;
     for (int64_t first = begin; first < end; ++strips) {
-      const int64_t count = strip_queries<T>(first, end);
+      const int64_t count = strip_queries<P>(first, end);
       scratch.strips[strips].begin(p, head_index / p.heads, head_index % p.heads, first, count);
       first += count;
     }
     run(strips, scratch, false);
-    bool finite = true;
-    for (int64_t i = 0; i < strips; ++i) finite = finite && scratch.strips[i].finite(p);
-    if (!finite) run(strips, scratch, true);
+    if constexpr (kPlain<P>) {
+      bool finite = true;
+      for (int64_t i = 0; i < strips; ++i) finite = finite && scratch.strips[i].finite(p);
+      if (!finite) run(strips, scratch, true);
+    }
     for (int64_t i = 0; i < strips; ++i) finish(scratch.strips[i], scratch.block.scale);
   }
 
@@ -64,10 +68,10 @@ struct ForwardTask {
       if (scratch.strips[i].keys.begin < range.begin) range.begin = scratch.strips[i].keys.begin;
       if (scratch.strips[i].keys.end > range.end) range.end = scratch.strips[i].keys.end;
     }
-    forward_keys<T>(p, scratch.strips, strips, range.begin, range.end, scratch.block, leave_hidden_out);
+    forward_keys<P>(p, scratch.strips, strips, range.begin, range.end, scratch.block, leave_hidden_out);
   }
 
-  void finish(const ForwardStrip<T>& strip, T* scale) const {
+  void finish(const ForwardStrip<P>& strip, T* scale) const {
     for (int64_t lane = 0; lane < strip.vecs * Simd<T>::kWidth; ++lane) {
       scale[lane] = strip.row_sum[lane] == T(0) ? T(0) : T(1) / strip.row_sum[lane];
     }
@@ -79,14 +83,16 @@ struct ForwardTask {
     const int64_t at = outputs.out.offset(strip.batch, strip.head, strip.first);
     void* residual = outputs.out_residual != nullptr ? element(outputs.out_residual, p.dtype, at) : nullptr;
     store_transposed<T>(element(outputs.out.data, p.dtype, at), p.dtype, outputs.out.stride[2], strip.count,
-                        p.value_dim, strip.out_t, kLanes<T>, scale, residual);
+                        p.value_dim, strip.out_t, kLanes<P>, scale, residual);
   }
 };
 
-template <class T>
+template <class P>
 void attention_forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  if (p.queries <= kThinQueries) return decode<T>(p, outputs, pool);
-  const ForwardTask<T> task(p, outputs);
+  if constexpr (kPlain<P>) {
+    if (p.queries <= kThinQueries) return decode<P>(p, outputs, pool);
+  }
+  const ForwardTask<P> task(p, outputs);
   for_each_item(pool, task.items(), task);
 }
 

@@ -7,24 +7,25 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // A strip with its running softmax and output.
-template <class T>
-struct ForwardStrip : QueryStrip<T> {
+template <class P>
+struct ForwardStrip : QueryStrip<P> {
+  using T = Scalar<P>;
+
   T* out_t;    // [value_dim][kLanes] unnormalised O^T; of a thin strip [count][padded value_dim] O
   T* row_max;  // [kLanes]
   T* row_sum;  // [kLanes]
   T* rescale;  // [kLanes] exp(old maximum - new maximum) of the current block
 
-  static int64_t out_size(const AttentionParams& p) { return round_up_to_vector<T>(p.value_dim) * kLanes<T>; }
+  static int64_t out_size(const AttentionParams& p) { return round_up_to_vector<T>(p.value_dim) * kLanes<P>; }
   static int64_t bytes(const AttentionParams& p) {
-    return Arena::bytes_for<T>(QueryStrip<T>::query_size(p)) + Arena::bytes_for<T>(out_size(p)) +
-           3 * Arena::bytes_for<T>(kLanes<T>);
+    return QueryStrip<P>::bytes(p) + Arena::bytes_for<T>(out_size(p)) + 3 * Arena::bytes_for<T>(kLanes<P>);
   }
   void allocate(const AttentionParams& p, Arena& arena) {
-    this->query_t = arena.take<T>(QueryStrip<T>::query_size(p));
+    QueryStrip<P>::allocate(p, arena);
     out_t = arena.take<T>(out_size(p));
-    row_max = arena.take<T>(kLanes<T>);
-    row_sum = arena.take<T>(kLanes<T>);
-    rescale = arena.take<T>(kLanes<T>);
+    row_max = arena.take<T>(kLanes<P>);
+    row_sum = arena.take<T>(kLanes<P>);
+    rescale = arena.take<T>(kLanes<P>);
   }
 
   // An attention sink (Xiao et al. 2023) is a score without a value: the softmax starts from it.
@@ -41,50 +42,63 @@ struct ForwardStrip : QueryStrip<T> {
       return;
     }
     for (int64_t e = 0; e < p.value_dim; ++e) {
-      memset(out_t + e * kLanes<T>, 0, static_cast<size_t>(this->vecs) * Simd<T>::kWidth * sizeof(T));
+      memset(out_t + e * kLanes<P>, 0, static_cast<size_t>(this->vecs) * Simd<T>::kWidth * sizeof(T));
     }
   }
 
   // 0 * Inf or 0 * NaN of a hidden key shows as NaN in the result.
   bool finite(const AttentionParams& p) const {
     if (this->thin) return all_finite(out_t, round_up_to_vector<T>(p.value_dim), this->count, p.value_dim);
-    return all_finite(out_t, kLanes<T>, p.value_dim, this->vecs * Simd<T>::kWidth);
+    return all_finite(out_t, kLanes<P>, p.value_dim, this->vecs * Simd<T>::kWidth);
   }
 };
 
-// Turns a block of scores into unnormalised weights in place and moves the running maximum and sum on.
-template <class T>
-void softmax_block(const ForwardStrip<T>& strip, int64_t keys, T* s) {
+// Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and moves the running
+// maximum and sum on. The weights go to `weights`; `s` may be its block.
+// kShort: weights are about to be rounded to bfloat16 anyway. kPacked: see WeightOperand.
+template <class P, bool kShort, bool kPacked>
+void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
+                   const WeightOperand<P>& weights) {
+  using T = Scalar<P>;
   using S = Simd<T>;
-  constexpr int64_t ld = kLanes<T>;
+  constexpr int64_t ld = kLanes<P>;
   const auto nothing = S::set(-std::numeric_limits<T>::infinity());
+  const auto scale = S::set(factor);
   for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
-    T* column = s + lane;
+    const T* column = s + lane;
     const auto old_max = S::load(strip.row_max + lane);
     // Four maxima and four sums: one chain would wait for its own latency.
-    typename S::Vec most[4] = {old_max, old_max, old_max, old_max};
+    typename S::Vec most[4] = {nothing, nothing, nothing, nothing};
     int64_t j = 0;
     for (; j + 4 <= keys; j += 4) {
       SELFATTN_UNROLL
       for (int i = 0; i < 4; ++i) most[i] = S::max(S::load(column + (j + i) * ld), most[i]);
     }
     for (; j < keys; ++j) most[0] = S::max(S::load(column + j * ld), most[0]);
-    const auto new_max = S::max(S::max(most[0], most[1]), S::max(most[2], most[3]));
+    const auto block_max = S::max(S::max(most[0], most[1]), S::max(most[2], most[3]));
+    const auto new_max = S::max(S::mul(block_max, scale), old_max);
     // Where nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
     const auto shift = S::select(S::equal(new_max, nothing), S::set(T(0)), new_max);
+    const auto minus_shift = S::sub(S::set(T(0)), shift);
     typename S::Vec sum[4] = {S::set(T(0)), S::set(T(0)), S::set(T(0)), S::set(T(0))};
     for (j = 0; j + 4 <= keys; j += 4) {
+      typename S::Vec weight[4];
       SELFATTN_UNROLL
       for (int i = 0; i < 4; ++i) {
-        const auto weight = exp_nonpositive<T>(S::sub(S::load(column + (j + i) * ld), shift));
-        S::store(column + (j + i) * ld, weight);
-        sum[i] = S::add(sum[i], weight);
+        weight[i] = exp_of_score<T, kShort>(S::fma(S::load(column + (j + i) * ld), scale, minus_shift));
+        sum[i] = S::add(sum[i], weight[i]);
       }
+      weights.template store<kPacked>(j, lane, weight);
     }
-    for (; j < keys; ++j) {
-      const auto weight = exp_nonpositive<T>(S::sub(S::load(column + j * ld), shift));
-      S::store(column + j * ld, weight);
-      sum[0] = S::add(sum[0], weight);
+    if (j < keys) {
+      typename S::Vec weight[4];
+      for (int i = 0; i < 4; ++i) {
+        weight[i] = S::set(T(0));
+        if (j + i >= keys) continue;
+        weight[i] = exp_of_score<T, kShort>(S::fma(S::load(column + (j + i) * ld), scale, minus_shift));
+        sum[0] = S::add(sum[0], weight[i]);
+      }
+      weights.template store<kPacked>(j, lane, weight);
     }
     const auto block_sum = S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3]));
     const auto rescale = exp_nonpositive<T>(S::sub(old_max, shift));
@@ -94,73 +108,101 @@ void softmax_block(const ForwardStrip<T>& strip, int64_t keys, T* s) {
   }
 }
 
+// Scores to the weights that meet the values: softmax and dropout. `keep_block` asks for weights.block too,
+// where a product could do with their packed form alone.
+template <class P>
+void weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t key, int64_t keys,
+                 Scalar<P> factor, WeightOperand<P>& weights, bool keep_block) {
+  if constexpr (kPlain<P>) {
+    softmax_block<P, false, false>(strip, keys, weights.block, factor, weights);
+  } else if (!weights.is_short()) {
+    softmax_block<P, false, false>(strip, keys, weights.block, factor, weights);
+  } else if (p.dropout.enabled || keep_block) {
+    softmax_block<P, true, false>(strip, keys, weights.block, factor, weights);
+  } else {
+    softmax_block<P, true, true>(strip, keys, weights.block, factor, weights);
+    return weights.pad_lanes(keys, strip.vecs);
+  }
+  if (p.dropout.enabled) apply_dropout<P>(p.dropout, strip, key, keys, weights.block);
+  weights.ready_as_lanes(keys, strip.vecs);
+}
+
 // visible[j][lane] = 0 where the score is -inf, 1 elsewhere; see multiply_visible.
-template <class T>
-void mark_visible(const QueryStrip<T>& strip, int64_t keys, const T* s, T* visible) {
+template <class P>
+void mark_visible(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P>* visible) {
+  using T = Scalar<P>;
   using S = Simd<T>;
   const auto hidden = S::set(-std::numeric_limits<T>::infinity());
   for (int64_t j = 0; j < keys; ++j) {
     for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
-      const int64_t at = j * kLanes<T> + lane;
+      const int64_t at = j * kLanes<P> + lane;
       S::store(visible + at, S::select(S::equal(S::load(s + at), hidden), S::set(T(0)), S::set(T(1))));
     }
   }
 }
 
 // What a worker of the forward needs besides its strips.
-template <class T>
+template <class P>
 struct ForwardScratch {
-  BlockScratch<T> block;
-  T *scores, *visible, *key_buffer, *value_buffer, *scale;
+  using T = Scalar<P>;
+
+  Session<P> session;
+  BlockScratch<P> block;
+  RowOperand<P> keys;
+  ColumnOperand<P> values;
+  WeightOperand<P> weights;
+  T *visible, *scale;
 
   static int64_t bytes(const AttentionParams& p) {
-    return BlockScratch<T>::bytes(false) + 2 * Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
-           Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.head_dim)) +
-           Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.value_dim)) +
-           Arena::bytes_for<T>(kLanes<T>);
+    return BlockScratch<P>::bytes(false) + RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) +
+           ColumnOperand<P>::bytes(p, kKeyBlock, p.value_dim) + WeightOperand<P>::bytes(p) +
+           Arena::bytes_for<T>(kKeyBlock * kLanes<P>) + Arena::bytes_for<T>(kLanes<P>);
   }
-  ForwardScratch(const AttentionParams& p, Arena& arena)
-      : block(arena, false),
-        scores(arena.take<T>(kKeyBlock * kLanes<T>)),
-        visible(arena.take<T>(kKeyBlock * kLanes<T>)),
-        key_buffer(arena.take<T>(kKeyBlock * round_up_to_vector<T>(p.head_dim))),
-        value_buffer(arena.take<T>(kKeyBlock * round_up_to_vector<T>(p.value_dim))),
-        scale(arena.take<T>(kLanes<T>)) {}
+  ForwardScratch(const AttentionParams& p, Arena& arena) : block(arena, false) {
+    keys.allocate(p, kKeyBlock, p.head_dim, arena);
+    values.allocate(p, kKeyBlock, p.value_dim, arena);
+    weights.allocate(p, arena);
+    visible = arena.take<T>(kKeyBlock * kLanes<P>);
+    scale = arena.take<T>(kLanes<P>);
+  }
 };
 
 // Strips of one (batch, kv head) against keys begin .. end - 1: every block is brought in once for all of
 // them.
-template <class T>
-void forward_keys(const AttentionParams& p, const ForwardStrip<T>* strips, int64_t count, int64_t begin,
-                  int64_t end, ForwardScratch<T>& scratch, bool leave_hidden_out) {
+template <class P>
+void forward_keys(const AttentionParams& p, ForwardStrip<P>* strips, int64_t count, int64_t begin,
+                  int64_t end, ForwardScratch<P>& scratch, bool leave_hidden_out) {
+  using T = Scalar<P>;
   if (count == 0) return;
   const int64_t batch = strips[0].batch, kv_head = p.kv_head(strips[0].head);
   for (int64_t key = begin / kKeyBlock * kKeyBlock; key < end; key += kKeyBlock) {
     const int64_t block = end - key < kKeyBlock ? end - key : kKeyBlock;
-    const Rows<T> keys = rows_as<T>(p.key, batch, kv_head, key, block, p.head_dim, false, scratch.key_buffer);
-    const Rows<T> values =
-        rows_as<T>(p.value, batch, kv_head, key, block, p.value_dim, false, scratch.value_buffer);
+    scratch.keys.load(row_source(p.key, p.dtype, batch, kv_head, key, block, p.head_dim));
+    scratch.values.load(row_source(p.value, p.dtype, batch, kv_head, key, block, p.value_dim));
+    const bool mark = leave_hidden_out || scratch.values.special(0, block);
     for (int64_t i = 0; i < count; ++i) {
-      const ForwardStrip<T>& strip = strips[i];
+      ForwardStrip<P>& strip = strips[i];
       const int64_t rest = strip.keys.end - key;
       if (rest <= 0 || strip.keys.begin >= key + block) continue;
       const int64_t used = rest < block ? rest : block;
-      if (!score_block(p, strip, key, used, keys, scratch.block, scratch.scores)) continue;
-      if (leave_hidden_out) mark_visible(strip, used, scratch.scores, scratch.visible);
-      softmax_block(strip, used, scratch.scores);
-      if (p.dropout.enabled) apply_dropout(p.dropout, strip, key, used, scratch.scores);
-      if (strip.thin) {
-        thin_values<T>(scratch.scores, leave_hidden_out ? scratch.visible : nullptr, kLanes<T>, strip.count,
-                       values.data, values.stride, used, p.value_dim, strip.rescale, strip.out_t);
-        continue;
+      T* s = scratch.weights.block;
+      T factor;
+      if (!score_block<P>(p, strip, key, used, scratch.keys, 0, scratch.block, s, &factor)) continue;
+      const T* visible = nullptr;
+      if (mark) {
+        mark_visible<P>(strip, used, s, scratch.visible);
+        visible = scratch.visible;
       }
-      const Product<T> product{used,        values.data, values.stride,     scratch.scores, kLanes<T>,
-                               strip.out_t, kLanes<T>,   Update::kScaleAdd, strip.rescale};
-      if (leave_hidden_out) {
-        multiply_visible<T, true>(product, p.value_dim, strip.vecs, scratch.visible, kLanes<T>);
-      } else {
-        multiply<T, true>(product, p.value_dim, strip.vecs);
+      weigh_block<P>(p, strip, key, used, factor, scratch.weights, mark);
+      if constexpr (kPlain<P>) {
+        if (strip.thin) {
+          thin_values<T>(s, visible, kLanes<P>, strip.count, scratch.values.rows.data,
+                         scratch.values.rows.stride, used, p.value_dim, strip.rescale, strip.out_t);
+          continue;
+        }
       }
+      multiply_columns<P>(scratch.values, 0, used, p.value_dim, scratch.weights, strip.vecs, strip.out_t,
+                          Update::kScaleAdd, strip.rescale, visible);
     }
   }
 }

@@ -8,8 +8,10 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // Buffers that one strip after another can use: they hold one block.
-template <class T>
+template <class P>
 struct BlockScratch {
+  using T = Scalar<P>;
+
   T* mask;       // [kKeyBlock][kLanes] additive mask, -inf where hidden
   T* first_key;  // [kLanes] first and one past the last key of the block that the lane's query may see, by
                  // position
@@ -17,19 +19,20 @@ struct BlockScratch {
   T* capped;     // [kKeyBlock][kLanes] tanh of the softcap, kept for the backward; nullptr in the forward
 
   static int64_t bytes(bool backward) {
-    return Arena::bytes_for<T>(kKeyBlock * kLanes<T>) * (backward ? 2 : 1) +
-           2 * Arena::bytes_for<T>(kLanes<T>);
+    return Arena::bytes_for<T>(kKeyBlock * kLanes<P>) * (backward ? 2 : 1) +
+           2 * Arena::bytes_for<T>(kLanes<P>);
   }
   BlockScratch(Arena& arena, bool backward)
-      : mask(arena.take<T>(kKeyBlock * kLanes<T>)),
-        first_key(arena.take<T>(kLanes<T>)),
-        end_key(arena.take<T>(kLanes<T>)),
-        capped(backward ? arena.take<T>(kKeyBlock * kLanes<T>) : nullptr) {}
+      : mask(arena.take<T>(kKeyBlock * kLanes<P>)),
+        first_key(arena.take<T>(kLanes<P>)),
+        end_key(arena.take<T>(kLanes<P>)),
+        capped(backward ? arena.take<T>(kKeyBlock * kLanes<P>) : nullptr) {}
 };
 
-template <class T>
-void load_bool_transposed(T* mask, const uint8_t* source, int64_t row_stride, const QueryStrip<T>& strip,
+template <class P>
+void load_bool_transposed(Scalar<P>* mask, const uint8_t* source, int64_t row_stride, const QueryStrip<P>& strip,
                           int64_t keys) {
+  using T = Scalar<P>;
   using S = Simd<T>;
   for (int64_t lane = 0; lane < strip.count; lane += S::kWidth) {
     for (int64_t j = 0; j < keys; j += S::kWidth) {
@@ -48,7 +51,7 @@ void load_bool_transposed(T* mask, const uint8_t* source, int64_t row_stride, co
         tile[i] = S::load_bool_bias(row);
       }
       transpose<T>(tile);
-      for (int64_t i = 0; i < n; ++i) S::store(mask + (j + i) * kLanes<T> + lane, tile[i]);
+      for (int64_t i = 0; i < n; ++i) S::store(mask + (j + i) * kLanes<P> + lane, tile[i]);
     }
   }
 }
@@ -62,11 +65,12 @@ SELFATTN_INLINE T mask_bias(const void* mask, DType dtype, int64_t index) {
 }
 
 // The mask of a block, transposed, as numbers to add; -inf hides. Returns whether any position is visible.
-template <class T>
-bool load_mask_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t key, int64_t keys,
-                     T* mask) {
+template <class P>
+bool load_mask_block(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
+                     Scalar<P>* mask) {
+  using T = Scalar<P>;
   using S = Simd<T>;
-  constexpr int64_t ld = kLanes<T>;
+  constexpr int64_t ld = kLanes<P>;
   const T hidden = -std::numeric_limits<T>::infinity();
   const bool boolean = p.mask.dtype == DType::kBool;
   const int64_t row_stride = p.mask.stride[2], key_stride = p.mask.stride[3];
@@ -112,9 +116,10 @@ bool load_mask_block(const AttentionParams& p, const QueryStrip<T>& strip, int64
 }
 
 // Fills first_key/end_key for the block. Returns whether some lane's window does not cover it.
-template <class T>
-bool window_of_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t key, int64_t keys,
-                     const BlockScratch<T>& scratch) {
+template <class P>
+bool window_of_block(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
+                     const BlockScratch<P>& scratch) {
+  using T = Scalar<P>;
   const KeyRange low = visible_keys(p, strip.first, strip.first);
   const KeyRange high = visible_keys(p, strip.first + strip.count - 1, strip.first + strip.count - 1);
   // Windows move with the query: the last query's begins latest and the first query's ends earliest.

@@ -9,8 +9,10 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 constexpr int64_t kMaskGradientKeys = 4 * kKeyBlock;  // keys of one task; amortises the packing of its strips
 
-template <class T>
+template <class P>
 struct MaskGradientTask {
+  using T = Scalar<P>;
+
   const AttentionParams& p;
   const BackwardArguments& a;
   int64_t batches, heads, strips,
@@ -21,30 +23,31 @@ struct MaskGradientTask {
         a(arguments),
         batches(kept(0) ? p.batch : 1),
         heads(kept(1) ? p.heads : 1),
-        strips(kept(2) ? (p.queries + kLanes<T> - 1) / kLanes<T> : 1),
+        strips(kept(2) ? (p.queries + kLanes<P> - 1) / kLanes<P> : 1),
         ranges(kept(3) ? (p.keys + kMaskGradientKeys - 1) / kMaskGradientKeys : 1) {}
   bool kept(int dimension) const { return a.grad_mask.stride[dimension] != 0; }
   int64_t items() const { return batches * heads * strips * ranges; }
 
   struct Scratch {
     Arena arena;
-    GradientScratch<T> block;
-    GradientStrip<T> strip;
-    T *sum, *key_buffer, *value_buffer, *ones;  // sum: [kMaskGradientKeys][kLanes], or its first row
+    Session<P> session;
+    GradientScratch<P> block;
+    GradientStrip<P> strip;
+    RowOperand<P> keys, values;
+    T *sum, *ones;  // sum: [kMaskGradientKeys][kLanes], or its first row
 
     static int64_t bytes(const AttentionParams& p) {
-      return GradientScratch<T>::bytes() + GradientStrip<T>::bytes(p) +
-             Arena::bytes_for<T>(kMaskGradientKeys * kLanes<T>) + Arena::bytes_for<T>(kLanes<T>) +
-             Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.head_dim)) +
-             Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.value_dim));
+      return GradientScratch<P>::bytes(p) + GradientStrip<P>::bytes(p) +
+             Arena::bytes_for<T>(kMaskGradientKeys * kLanes<P>) + Arena::bytes_for<T>(kLanes<P>) +
+             RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + RowOperand<P>::bytes(p, kKeyBlock, p.value_dim);
     }
-    explicit Scratch(const MaskGradientTask& task) : arena(bytes(task.p)), block(arena) {
+    explicit Scratch(const MaskGradientTask& task) : arena(bytes(task.p)), block(task.p, arena) {
       strip.allocate(task.p, arena);
-      sum = arena.take<T>(kMaskGradientKeys * kLanes<T>);
-      key_buffer = arena.take<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim));
-      value_buffer = arena.take<T>(kKeyBlock * round_up_to_vector<T>(task.p.value_dim));
-      ones = arena.take<T>(kLanes<T>);
-      for (int64_t lane = 0; lane < kLanes<T>; ++lane) ones[lane] = T(1);
+      sum = arena.take<T>(kMaskGradientKeys * kLanes<P>);
+      keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
+      values.allocate(task.p, kKeyBlock, task.p.value_dim, arena);
+      ones = arena.take<T>(kLanes<P>);
+      for (int64_t lane = 0; lane < kLanes<P>; ++lane) ones[lane] = T(1);
     }
   };
 
@@ -61,15 +64,15 @@ struct MaskGradientTask {
   void operator()(int64_t item, Scratch& s) const {
     const Span keys = span(kept(3), item % ranges, kMaskGradientKeys, p.keys);
     item /= ranges;
-    const Span queries = span(kept(2), item % strips, kLanes<T>, p.queries);
+    const Span queries = span(kept(2), item % strips, kLanes<P>, p.queries);
     item /= strips;
     const Span head_span = span(kept(1), item % heads, 1, p.heads);
     const Span batch_span = span(kept(0), item / heads, 1, p.batch);
-    memset(s.sum, 0, static_cast<size_t>(kMaskGradientKeys * kLanes<T>) * sizeof(T));
+    memset(s.sum, 0, static_cast<size_t>(kMaskGradientKeys * kLanes<P>) * sizeof(T));
     for (int64_t batch = batch_span.first; batch < batch_span.end; ++batch) {
       for (int64_t head = head_span.first; head < head_span.end; ++head) {
-        for (int64_t first = queries.first; first < queries.end; first += kLanes<T>) {
-          const int64_t count = queries.end - first < kLanes<T> ? queries.end - first : kLanes<T>;
+        for (int64_t first = queries.first; first < queries.end; first += kLanes<P>) {
+          const int64_t count = queries.end - first < kLanes<P> ? queries.end - first : kLanes<P>;
           add_strip(s, batch, head, first, count, keys);
         }
       }
@@ -84,19 +87,20 @@ struct MaskGradientTask {
       const int64_t block = keys.end - key < kKeyBlock ? keys.end - key : kKeyBlock;
       if (key >= s.strip.keys.end || key + block <= s.strip.keys.begin) continue;
       const int64_t kv_head = p.kv_head(head);
-      const Rows<T> k = rows_as<T>(p.key, batch, kv_head, key, block, p.head_dim, false, s.key_buffer);
-      const Rows<T> v = rows_as<T>(p.value, batch, kv_head, key, block, p.value_dim, false, s.value_buffer);
-      if (!grad_score_block<T>(p, a, s.strip, key, block, k, v, s.block, false)) continue;
+      s.keys.load(row_source(p.key, p.dtype, batch, kv_head, key, block, p.head_dim));
+      s.values.load(row_source(p.value, p.dtype, batch, kv_head, key, block, p.value_dim));
+      if (!grad_score_block<P>(p, a, s.strip, key, block, s.keys, s.values, 0, s.block, false)) continue;
+      T* grads = s.block.grad.block;
       // Lanes past the last query may see keys that no query does; nothing of theirs belongs into a sum over
       // lanes.
       for (int64_t j = 0; j < block; ++j) {
         for (int64_t lane = count; lane < s.strip.vecs * S::kWidth; ++lane)
-          s.block.grad[j * kLanes<T> + lane] = T(0);
+          grads[j * kLanes<P> + lane] = T(0);
       }
       for (int64_t j = 0; j < block; ++j) {
-        T* sum = s.sum + (kept(3) ? (key - keys.first + j) * kLanes<T> : 0);
+        T* sum = s.sum + (kept(3) ? (key - keys.first + j) * kLanes<P> : 0);
         for (int64_t lane = 0; lane < s.strip.vecs * S::kWidth; lane += S::kWidth) {
-          S::store(sum + lane, S::add(S::load(sum + lane), S::load(s.block.grad + j * kLanes<T> + lane)));
+          S::store(sum + lane, S::add(S::load(sum + lane), S::load(grads + j * kLanes<P> + lane)));
         }
       }
     }
@@ -108,28 +112,28 @@ struct MaskGradientTask {
     const int64_t key_at = kept(3) ? keys.first * g.stride[3] : 0;
     if (kept(2) && kept(3)) {
       void* to = element(g.data, g.dtype, g.offset(batch, head, queries.first) + key_at);
-      store_transposed<T>(to, g.dtype, g.stride[2], queries.end - queries.first, rows, s.sum, kLanes<T>,
+      store_transposed<T>(to, g.dtype, g.stride[2], queries.end - queries.first, rows, s.sum, kLanes<P>,
                           s.ones);
       return;
     }
     for (int64_t j = 0; j < rows; ++j) {
-      const T* sum = s.sum + j * kLanes<T>;
+      const T* sum = s.sum + j * kLanes<P>;
       if (kept(2)) {
         for (int64_t query = queries.first; query < queries.end; ++query) {
           store_element<T>(g.data, g.dtype, g.offset(batch, head, query), sum[query - queries.first]);
         }
       } else {
         T total = 0;
-        for (int64_t lane = 0; lane < kLanes<T>; ++lane) total += sum[lane];
+        for (int64_t lane = 0; lane < kLanes<P>; ++lane) total += sum[lane];
         store_element<T>(g.data, g.dtype, g.offset(batch, head, 0) + key_at + j * g.stride[3], total);
       }
     }
   }
 };
 
-template <class T>
+template <class P>
 void mask_gradient(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  const MaskGradientTask<T> task(p, a);
+  const MaskGradientTask<P> task(p, a);
   for_each_item(pool, task.items(), task);
 }
 

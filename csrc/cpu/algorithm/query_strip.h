@@ -5,54 +5,24 @@
 #pragma once
 
 #include "elementary.h"
-#include "rows.h"
+#include "operands.h"
 #include "thin_product.h"
-#include "tile_multiply.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-constexpr int64_t kKeyBlock = 64;  // keys per block of scores; a multiple of 4, the keys of one Philox call
-
-template <class T>
-constexpr int64_t kLanes =
-    Simd<T>::kTileVecs * Simd<T>::kWidth;  // most queries of a strip, and every leading dimension
-
-// Scratch memory in one aligned piece, handed out front to back.
-class Arena {
- public:
-  explicit Arena(int64_t bytes) : memory_(static_cast<char*>(::operator new(bytes, std::align_val_t(64)))) {}
-  ~Arena() { ::operator delete(memory_, std::align_val_t(64)); }
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
-
-  template <class T>
-  T* take(int64_t count) {
-    char* piece = memory_ + used_;
-    used_ += bytes_for<T>(count);
-    return reinterpret_cast<T*>(piece);
-  }
-  template <class T>
-  static int64_t bytes_for(int64_t count) {
-    return (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
-  }
-
- private:
-  char* memory_;
-  int64_t used_ = 0;
-};
-
 // The queries first .. first + count - 1 of (batch, head).
-template <class T>
+template <class P>
 struct QueryStrip {
-  int64_t batch, head, first, count;
-  int64_t vecs;   // vectors in use
-  KeyRange keys;  // all keys that some query of the strip may see by position
-  bool thin;      // see thin_product.h
-  T* query_t;     // [head_dim][kLanes] scale * Q^T; of a thin strip [count][padded head_dim] scale * Q
+  using T = Scalar<P>;
 
-  static int64_t query_size(const AttentionParams& p) {
-    return round_up_to_vector<T>(p.head_dim) * kLanes<T>;
-  }
+  int64_t batch, head, first, count;
+  int64_t vecs;          // vectors in use
+  KeyRange keys;         // all keys that some query of the strip may see by position
+  bool thin;             // see thin_product.h
+  LaneOperand<P> query;  // of a thin strip [count][padded head_dim] scale * Q
+
+  static int64_t bytes(const AttentionParams& p) { return LaneOperand<P>::bytes(p, p.head_dim); }
+  void allocate(const AttentionParams& p, Arena& arena) { query.allocate(p, p.head_dim, arena); }
 
   void begin(const AttentionParams& p, int64_t batch_index, int64_t head_index, int64_t first_query,
              int64_t queries) {
@@ -62,20 +32,30 @@ struct QueryStrip {
     count = queries;
     vecs = (queries + Simd<T>::kWidth - 1) / Simd<T>::kWidth;
     keys = visible_keys(p, first, first + count - 1);
-    thin = p.queries <= kThinQueries;
-    const void* source = element(p.query.data, p.dtype, p.query.offset(batch, head, first));
-    if (thin) {
-      load_rows<T>(query_t, source, p.dtype, p.query.stride[2], count, p.head_dim, static_cast<T>(p.scale));
+    thin = kPlain<P> && p.queries <= kThinQueries;
+    const RowSource rows = source(p, p.query, p.head_dim);
+    if constexpr (kPlain<P>) {
+      if (thin) {
+        load_rows<T>(query.data, rows.data, rows.dtype, rows.stride, count, p.head_dim,
+                     static_cast<T>(p.scale));
+      } else {
+        query.load(rows, static_cast<T>(p.scale));
+      }
     } else {
-      load_transposed<T>(query_t, kLanes<T>, source, p.dtype, p.query.stride[2], count, p.head_dim,
-                         static_cast<T>(p.scale));
+      query.load(rows);
     }
+  }
+
+  // The strip's rows of a tensor shaped as query or out.
+  RowSource source(const AttentionParams& p, const View& view, int64_t columns) const {
+    return row_source(view, p.dtype, batch, head, first, count, columns);
   }
 };
 
 // How many queries the strip that starts at `first` takes. Depends on the number of queries only.
-template <class T>
+template <class P>
 int64_t strip_queries(int64_t first, int64_t queries) {
+  using T = Scalar<P>;
   const int64_t rest = queries - first;
   const int64_t vecs = (rest + Simd<T>::kWidth - 1) / Simd<T>::kWidth;
   const int64_t take = next_tile_vecs<T>(vecs) * Simd<T>::kWidth;

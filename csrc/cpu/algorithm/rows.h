@@ -165,6 +165,22 @@ void load_rows(T* dst, const void* src, DType dtype, int64_t row_stride, int64_t
   }
 }
 
+// Neighbouring rows of one (batch, head) of a tensor.
+struct RowSource {
+  const void* data;
+  DType dtype;
+  int64_t stride, rows, columns;
+
+  RowSource from(int64_t row, int64_t count) const {
+    return {element(data, dtype, row * stride), dtype, stride, count, columns};
+  }
+};
+
+inline RowSource row_source(const View& view, DType dtype, int64_t batch, int64_t head, int64_t first,
+                            int64_t rows, int64_t columns) {
+  return {element(view.data, dtype, view.offset(batch, head, first)), dtype, view.stride[2], rows, columns};
+}
+
 // Rows of a tensor as T.
 template <class T>
 struct Rows {
@@ -175,15 +191,12 @@ struct Rows {
 // The tensor's own memory where it already holds T and nothing asks for padding; otherwise a converted copy
 // in `buffer` with rows padded by zeros to whole vectors.
 template <class T>
-Rows<T> rows_as(const View& view, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t columns,
-                bool whole_vectors, T* buffer) {
-  using S = Simd<T>;
-  const void* source = element(view.data, view.dtype, view.offset(batch, head, first));
-  if (view.dtype == dtype_of<T>() && !(whole_vectors && columns % S::kWidth != 0)) {
-    return {static_cast<const T*>(source), view.stride[2]};
+Rows<T> rows_as(const RowSource& s, bool whole_vectors, T* buffer) {
+  if (s.dtype == dtype_of<T>() && !(whole_vectors && s.columns % Simd<T>::kWidth != 0)) {
+    return {static_cast<const T*>(s.data), s.stride};
   }
-  load_rows<T>(buffer, source, view.dtype, view.stride[2], rows, columns, T(1));
-  return {buffer, round_up_to_vector<T>(columns)};
+  load_rows<T>(buffer, s.data, s.dtype, s.stride, s.rows, s.columns, T(1));
+  return {buffer, round_up_to_vector<T>(s.columns)};
 }
 
 template <class T>

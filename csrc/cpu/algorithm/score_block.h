@@ -14,37 +14,44 @@ T head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
   return static_cast<const T*>(scalars.data)[batch * scalars.batch_stride + head * scalars.head_stride];
 }
 
-// s[j][lane] = scale * <query, key>, leading dimension kLanes. Every pass gets its scores here, in one order
-// of summation: the backward's exp(s - row_max) is exact where it matters only if s is the forward's to the
-// last bit.
-template <class T>
-void dot_block(const QueryStrip<T>& strip, const Rows<T>& key_rows, int64_t keys, int64_t head_dim, T* s) {
-  constexpr int64_t ld = kLanes<T>;
-  if (strip.thin) {
-    thin_scores<T>(strip.query_t, strip.count, key_rows.data, key_rows.stride, keys, head_dim, s, ld);
-  } else {
-    multiply<T, false>(
-        {head_dim, key_rows.data, key_rows.stride, strip.query_t, ld, s, ld, Update::kStore, nullptr}, keys,
-        strip.vecs);
+// s[j][lane] = scale * <query, row from + j of keys>, leading dimension kLanes; the scale is left out where it
+// is not part of Q^T. Every pass gets its scores here, in one order of summation: the backward's
+// exp(s - row_max) is exact where it matters only if s is the forward's to the last bit.
+template <class P>
+void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, int64_t count, int64_t head_dim,
+               Scalar<P>* s) {
+  if constexpr (kPlain<P>) {
+    if (strip.thin) {
+      return thin_scores<P>(strip.query.data, strip.count, keys.rows.data + from * keys.rows.stride,
+                            keys.rows.stride, count, head_dim, s, kLanes<P>);
+    }
   }
+  multiply_lanes<P>(keys, from, count, strip.query, head_dim, strip.vecs, s);
 }
 
-// Scores of keys key .. key + keys - 1, final up to the softmax, -inf where hidden: s[j][lane], leading
-// dimension kLanes. Returns false, with s untouched, when the mask hides the whole block.
-template <class T>
-bool score_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t key, int64_t keys,
-                 const Rows<T>& key_rows, const BlockScratch<T>& scratch, T* s) {
+// Scores of keys key .. key + keys - 1, which are rows `from` and on of key_rows, final up to the softmax, -inf
+// where hidden: s[j][lane], leading dimension kLanes. Returns false, with s untouched, when the mask hides the
+// whole block. `factor` becomes what the scores must still be multiplied by: the softmax does that for nothing,
+// as part of a multiply-add.
+template <class P>
+bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, int64_t keys,
+                 const RowOperand<P>& key_rows, int64_t from, const BlockScratch<P>& scratch, Scalar<P>* s,
+                 Scalar<P>* factor) {
+  using T = Scalar<P>;
   using S = Simd<T>;
-  constexpr int64_t ld = kLanes<T>;
+  constexpr int64_t ld = kLanes<P>;
   const bool masked = p.mask.data != nullptr;
   if (masked && !load_mask_block(p, strip, key, keys, scratch.mask)) return false;
 
-  dot_block(strip, key_rows, keys, p.head_dim, s);
+  dot_block(strip, key_rows, from, keys, p.head_dim, s);
+  const T scale = kPlain<P> ? T(1) : static_cast<T>(p.scale);
 
   const bool windowed = window_of_block(p, strip, key, keys, scratch);
   const bool capped = p.softcap > 0.0;
   const bool sloped = p.alibi_slopes.data != nullptr;
-  if (!masked && !windowed && !capped && !sloped) return true;
+  const bool done = !masked && !windowed && !capped && !sloped;
+  *factor = done ? scale : T(1);
+  if (done) return true;
 
   const auto hidden = S::set(-std::numeric_limits<T>::infinity());
   const auto cap = S::set(static_cast<T>(p.softcap));
@@ -59,6 +66,7 @@ bool score_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t k
     for (int64_t v = 0; v < strip.vecs; ++v) {
       T* at = s + j * ld + v * S::kWidth;
       auto x = S::load(at);
+      if (!kPlain<P>) x = S::mul(x, S::set(scale));
       if (capped) {
         const auto t = tanh<T>(S::mul(x, inverse_cap));
         if (scratch.capped != nullptr) S::store(scratch.capped + j * ld + v * S::kWidth, t);
@@ -85,11 +93,12 @@ bool score_block(const AttentionParams& p, const QueryStrip<T>& strip, int64_t k
 }
 
 // Multiplies a block of weights by 0 or 1/(1-p). `key` is a multiple of 4.
-template <class T>
-void apply_dropout(const Dropout& dropout, const QueryStrip<T>& strip, int64_t key, int64_t keys,
-                   T* weights) {
+template <class P>
+void apply_dropout(const Dropout& dropout, const QueryStrip<P>& strip, int64_t key, int64_t keys,
+                   Scalar<P>* weights) {
+  using T = Scalar<P>;
   using S = Simd<T>;
-  constexpr int64_t ld = kLanes<T>;
+  constexpr int64_t ld = kLanes<P>;
   const uint64_t seed = static_cast<uint64_t>(*dropout.seed);
   const uint64_t exact_threshold = dropout_threshold(dropout.probability);
   // A threshold of 2^32 drops everything, which keep = 0 does as well.

@@ -29,16 +29,16 @@ struct ScoresTask {
   struct Scratch {
     Arena arena;
     QueryStrip<T> strip;
-    T *scores, *key_buffer, *ones;
+    RowOperand<T> keys;
+    T *scores, *ones;
 
     explicit Scratch(const ScoresTask& task)
-        : arena(Arena::bytes_for<T>(QueryStrip<T>::query_size(task.p)) +
+        : arena(QueryStrip<T>::bytes(task.p) + RowOperand<T>::bytes(task.p, kKeyBlock, task.p.head_dim) +
                 Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
-                Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim)) +
                 Arena::bytes_for<T>(kLanes<T>)) {
-      strip.query_t = arena.take<T>(QueryStrip<T>::query_size(task.p));
+      strip.allocate(task.p, arena);
+      keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
       scores = arena.take<T>(kKeyBlock * kLanes<T>);
-      key_buffer = arena.take<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim));
       ones = arena.take<T>(kLanes<T>);
       for (int64_t lane = 0; lane < kLanes<T>; ++lane) ones[lane] = T(1);
     }
@@ -52,9 +52,8 @@ struct ScoresTask {
     s.strip.begin(p, batch, head, first, count);
     for (int64_t key = 0; key < p.keys; key += kKeyBlock) {
       const int64_t block = p.keys - key < kKeyBlock ? p.keys - key : kKeyBlock;
-      const Rows<T> keys =
-          rows_as<T>(p.key, batch, p.kv_head(head), key, block, p.head_dim, false, s.key_buffer);
-      dot_block(s.strip, keys, block, p.head_dim, s.scores);
+      s.keys.load(row_source(p.key, p.dtype, batch, p.kv_head(head), key, block, p.head_dim));
+      dot_block<T>(s.strip, s.keys, 0, block, p.head_dim, s.scores);
       void* to = element(scores.data, p.dtype, scores.offset(batch, head, first) + key);
       store_transposed<T>(to, p.dtype, scores.stride[2], count, block, s.scores, kLanes<T>, s.ones);
     }
@@ -106,12 +105,14 @@ struct ScoresGradientTask {
       const int64_t other_head = kKeyGradient ? head : head / group;
       for (int64_t at = 0; at < depth; at += kKeyBlock) {
         const int64_t n = depth - at < kKeyBlock ? depth - at : kKeyBlock;
-        const Rows<T> other = rows_as<T>(other_view, batch, other_head, at, n, p.head_dim, true, s.other);
+        const Rows<T> other = rows_as<T>(
+            row_source(other_view, p.dtype, batch, other_head, at, n, p.head_dim), true, s.other);
         const int64_t query = kKeyGradient ? at : first, key = kKeyGradient ? first : at;
         View gradient = p.scores;
         gradient.data = element(gradient.data, gradient.dtype, key);
-        const Rows<T> g = rows_as<T>(gradient, batch, head, query, kKeyGradient ? n : count,
-                                     kKeyGradient ? count : n, false, s.gradient);
+        const Rows<T> g = rows_as<T>(row_source(gradient, gradient.dtype, batch, head, query,
+                                                kKeyGradient ? n : count, kKeyGradient ? count : n),
+                                     false, s.gradient);
         multiply<T, kKeyGradient>(
             {n, g.data, g.stride, other.data, other.stride, s.result, s.stride, Update::kAdd, nullptr}, count,
             s.stride / S::kWidth);

@@ -7,76 +7,79 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-template <class T>
+template <class P>
 struct WeightsTask {
+  using T = Scalar<P>;
+
   const AttentionParams& p;
   const WeightsOutputs& outputs;
   int64_t strips_per_head;
 
   WeightsTask(const AttentionParams& params, const WeightsOutputs& out)
-      : p(params), outputs(out), strips_per_head((params.queries + kLanes<T> - 1) / kLanes<T>) {}
+      : p(params), outputs(out), strips_per_head((params.queries + kLanes<P> - 1) / kLanes<P>) {}
   int64_t items() const { return p.batch * p.heads * strips_per_head; }
 
   struct Scratch {
     Arena arena;
-    BlockScratch<T> block;
-    QueryStrip<T> strip;
-    T *scores, *key_buffer, *row_max, *inverse_sum, *ones;
+    Session<P> session;
+    BlockScratch<P> block;
+    QueryStrip<P> strip;
+    RowOperand<P> keys;
+    T *scores, *row_max, *inverse_sum, *ones;
 
     static int64_t bytes(const AttentionParams& p) {
-      return BlockScratch<T>::bytes(false) + Arena::bytes_for<T>(QueryStrip<T>::query_size(p)) +
-             Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
-             Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(p.head_dim)) +
-             3 * Arena::bytes_for<T>(kLanes<T>);
+      return BlockScratch<P>::bytes(false) + QueryStrip<P>::bytes(p) +
+             RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + Arena::bytes_for<T>(kKeyBlock * kLanes<P>) +
+             3 * Arena::bytes_for<T>(kLanes<P>);
     }
     explicit Scratch(const WeightsTask& task) : arena(bytes(task.p)), block(arena, false) {
-      strip.query_t = arena.take<T>(QueryStrip<T>::query_size(task.p));
-      scores = arena.take<T>(kKeyBlock * kLanes<T>);
-      key_buffer = arena.take<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim));
-      row_max = arena.take<T>(kLanes<T>);
-      inverse_sum = arena.take<T>(kLanes<T>);
-      ones = arena.take<T>(kLanes<T>);
-      for (int64_t lane = 0; lane < kLanes<T>; ++lane) ones[lane] = T(1);
+      strip.allocate(task.p, arena);
+      keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
+      scores = arena.take<T>(kKeyBlock * kLanes<P>);
+      row_max = arena.take<T>(kLanes<P>);
+      inverse_sum = arena.take<T>(kLanes<P>);
+      ones = arena.take<T>(kLanes<P>);
+      for (int64_t lane = 0; lane < kLanes<P>; ++lane) ones[lane] = T(1);
     }
   };
 
   void operator()(int64_t item, Scratch& s) const {
     const int64_t head_index = item / strips_per_head;
     const int64_t batch = head_index / p.heads, head = head_index % p.heads;
-    const int64_t first = item % strips_per_head * kLanes<T>;
-    const int64_t count = p.queries - first < kLanes<T> ? p.queries - first : kLanes<T>;
+    const int64_t first = item % strips_per_head * kLanes<P>;
+    const int64_t count = p.queries - first < kLanes<P> ? p.queries - first : kLanes<P>;
     s.strip.begin(p, batch, head, first, count);
     const int64_t row = head_index * p.queries + first;
     const T* maxima = static_cast<const T*>(outputs.row_max) + row;
     const T* sums = static_cast<const T*>(outputs.row_sum) + row;
-    for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
+    for (int64_t lane = 0; lane < kLanes<P>; ++lane) {
       const bool nothing = lane >= count || maxima[lane] == -std::numeric_limits<T>::infinity();
       s.row_max[lane] = nothing ? T(0) : maxima[lane];
       s.inverse_sum[lane] = lane >= count || sums[lane] == T(0) ? T(0) : T(1) / sums[lane];
     }
     for (int64_t key = 0; key < p.keys; key += kKeyBlock) {
       const int64_t block = p.keys - key < kKeyBlock ? p.keys - key : kKeyBlock;
+      T factor = T(1);
       bool visible = key < s.strip.keys.end && key + block > s.strip.keys.begin;
       if (visible) {
-        const Rows<T> keys =
-            rows_as<T>(p.key, batch, p.kv_head(head), key, block, p.head_dim, false, s.key_buffer);
-        visible = score_block<T>(p, s.strip, key, block, keys, s.block, s.scores);
+        s.keys.load(row_source(p.key, p.dtype, batch, p.kv_head(head), key, block, p.head_dim));
+        visible = score_block<P>(p, s.strip, key, block, s.keys, 0, s.block, s.scores, &factor);
       }
       if (visible) {
-        normalise_block<T>(s.strip, block, s.row_max, s.inverse_sum, s.scores);
-        if (p.dropout.enabled) apply_dropout<T>(p.dropout, s.strip, key, block, s.scores);
+        normalise_block<P>(p, s.strip, block, s.row_max, s.inverse_sum, factor, s.scores);
+        if (p.dropout.enabled) apply_dropout<P>(p.dropout, s.strip, key, block, s.scores);
       } else {
-        memset(s.scores, 0, static_cast<size_t>(block * kLanes<T>) * sizeof(T));
+        memset(s.scores, 0, static_cast<size_t>(block * kLanes<P>) * sizeof(T));
       }
       void* to = element(outputs.weights, p.dtype, row * p.keys + key);
-      store_transposed<T>(to, p.dtype, p.keys, count, block, s.scores, kLanes<T>, s.ones);
+      store_transposed<T>(to, p.dtype, p.keys, count, block, s.scores, kLanes<P>, s.ones);
     }
   }
 };
 
-template <class T>
+template <class P>
 void attention_weights(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool& pool) {
-  const WeightsTask<T> task(p, outputs);
+  const WeightsTask<P> task(p, outputs);
   for_each_item(pool, task.items(), task);
 }
 

@@ -1,8 +1,9 @@
-// Vectors of 512 bits: AVX-512 F, DQ, BW, VL. The interface that the algorithms are written over is
+// Vectors of 512 bits: AVX-512 F, DQ, BW, VL, for every instruction set that builds on them; kTileVectors is the
+// including file's. The interface that the algorithms are written over is
 // documented in docs/cpu-kernels.md, "The SIMD interface"; simd_scalar.h is its shortest implementation.
 #pragma once
 
-namespace selfattn::cpu::avx512 {
+namespace selfattn::cpu::SELFATTN_ISA {
 
 template <class T>
 struct Simd;
@@ -13,7 +14,7 @@ struct Simd<float> {
   using Mask = __mmask16;
   static constexpr int kWidth = 16;
   static constexpr int kTileRows = 8;  // 8 x 3 accumulators, 3 operands and a broadcast: 28 of 32 registers
-  static constexpr int kTileVecs = 3;
+  static constexpr int kTileVecs = kTileVectors;
 
   static SELFATTN_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static SELFATTN_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
@@ -34,6 +35,13 @@ struct Simd<float> {
     return _mm512_roundscale_ps(a, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
   }
   static SELFATTN_INLINE Vec mul_pow2(Vec a, Vec n) { return _mm512_scalef_ps(a, n); }
+  static SELFATTN_INLINE Vec fraction(Vec a) {  // a - floor(a)
+    return _mm512_reduce_ps(a, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+  }
+  // a * 2^floor(n), 0 where n < least, NaN where n is NaN
+  static SELFATTN_INLINE Vec mul_pow2_floor_above(Vec a, Vec n, Vec least) {
+    return _mm512_maskz_scalef_ps(_mm512_cmp_ps_mask(n, least, _CMP_NLT_UQ), a, n);
+  }
   static SELFATTN_INLINE Vec interleave_low(Vec a, Vec b) {
     const __m512i index = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
     return _mm512_permutex2var_ps(a, index, b);
@@ -106,4 +114,4 @@ struct Simd<double> {
   }
 };
 
-}  // namespace selfattn::cpu::avx512
+}  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,0 +1,154 @@
+// What the products of a pass are made from. A pass is written over P, its arithmetic: float and double are
+// computed with as they are (this file); Pairs computes float results from bfloat16 pieces
+// (pair_operands.h). Five kinds of operand, named after what becomes of a tensor's rows in C = A * B, where
+// the columns of C are lanes:
+//
+//     LaneOperand    B, one row per lane          Q and dO in S^T = K Q^T and dP^T = V dO^T
+//     RowOperand     A, one row per row of C      K and V there
+//     ColumnOperand  A, one column per row of C   V in O^T = V^T P^T, K in dQ^T = K^T dS^T
+//     VectorOperand  B, rows as they are          dO in dV = P^T dO, Q in dK = dS^T Q
+//     WeightOperand  a block of weights or their gradients, [keys][lanes], as A or as B
+//
+// A product that takes `visible` may get nullptr; otherwise it leaves out every term whose key is hidden from
+// its query, as multiply_visible does.
+#pragma once
+
+#include "arena.h"
+#include "rows.h"
+#include "tile_multiply.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+constexpr int64_t kKeyBlock = 64;  // keys per block of scores; a multiple of 4, the keys of one Philox call
+
+// Whether products are computed in P itself. Then the scale is part of Q^T, and strips may be thin.
+template <class P>
+constexpr bool kPlain = true;
+
+template <class P>
+struct ScalarOf {
+  using type = P;
+};
+// The type that P's sums are kept in.
+template <class P>
+using Scalar = typename ScalarOf<P>::type;
+
+template <class P>
+constexpr int64_t kLanes = Simd<Scalar<P>>::kTileVecs *
+                           Simd<Scalar<P>>::kWidth;  // most queries of a strip, and every leading dimension
+
+// A worker's hold on whatever its products need of the processor; nothing, for plain arithmetic.
+template <class P>
+struct Session {};
+
+template <class P>
+struct LaneOperand {
+  P* data;  // [columns][kLanes]
+
+  static int64_t bytes(const AttentionParams&, int64_t columns) {
+    return Arena::bytes_for<P>(round_up_to_vector<P>(columns) * kLanes<P>);
+  }
+  void allocate(const AttentionParams&, int64_t columns, Arena& arena) {
+    data = arena.take<P>(round_up_to_vector<P>(columns) * kLanes<P>);
+  }
+  void load(const RowSource& s, P factor = P(1)) {
+    load_transposed<P>(data, kLanes<P>, s.data, s.dtype, s.stride, s.rows, s.columns, factor);
+  }
+};
+
+// Rows are used where they lie if they hold P.
+template <class P>
+struct RowOperand {
+  Rows<P> rows;
+  P* buffer;
+
+  static int64_t bytes(const AttentionParams& p, int64_t count, int64_t columns) {
+    return p.dtype == dtype_of<P>() ? 0 : Arena::bytes_for<P>(count * round_up_to_vector<P>(columns));
+  }
+  void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
+    buffer = p.dtype == dtype_of<P>() ? nullptr : arena.take<P>(count * round_up_to_vector<P>(columns));
+  }
+  void load(const RowSource& s) { rows = rows_as<P>(s, false, buffer); }
+};
+
+template <class P>
+struct ColumnOperand : RowOperand<P> {
+  // The same rows once more, in the other role; needs no memory of its own.
+  static int64_t shared_bytes(const AttentionParams&, int64_t, int64_t) { return 0; }
+  void allocate_shared(const AttentionParams&, int64_t, int64_t, Arena&) {}
+  void load_shared(const RowSource&, const RowOperand<P>& same) { this->rows = same.rows; }
+  // Whether products must be told what is visible although the caller saw nothing wrong with the data.
+  bool special(int64_t, int64_t) const { return false; }
+};
+
+template <class P>
+struct VectorOperand {
+  Rows<P> rows;
+  P* buffer;
+
+  static int64_t bytes(const AttentionParams&, int64_t count, int64_t columns) {
+    return Arena::bytes_for<P>(count * round_up_to_vector<P>(columns));
+  }
+  void allocate(const AttentionParams&, int64_t count, int64_t columns, Arena& arena) {
+    buffer = arena.take<P>(count * round_up_to_vector<P>(columns));
+  }
+  void load(const RowSource& s) { rows = rows_as<P>(s, true, buffer); }
+  bool special() const { return false; }
+};
+
+template <class P>
+struct WeightOperand {
+  P* block;  // [kKeyBlock][kLanes]
+
+  static int64_t bytes(const AttentionParams&) { return Arena::bytes_for<P>(kKeyBlock * kLanes<P>); }
+  void allocate(const AttentionParams&, Arena& arena) { block = arena.take<P>(kKeyBlock * kLanes<P>); }
+  // Four rows of vectors; kPacked is for operands that can do without the block.
+  template <bool kPacked>
+  SELFATTN_INLINE void store(int64_t row, int64_t lane, const typename Simd<P>::Vec (&v)[4]) const {
+    SELFATTN_UNROLL
+    for (int i = 0; i < 4; ++i) Simd<P>::store(block + (row + i) * kLanes<P> + lane, v[i]);
+  }
+  // To be called once the block is final, before the products that use it as B or as A.
+  void ready_as_lanes(int64_t /*keys*/, int64_t /*vecs*/) {}
+  void ready_as_rows(int64_t /*keys*/, int64_t /*queries*/) {}
+};
+
+// c[j][lane] = <row from + j of a, lane of b>
+template <class P>
+void multiply_lanes(const RowOperand<P>& a, int64_t from, int64_t rows, LaneOperand<P>& b, int64_t columns,
+                    int64_t vecs, Scalar<P>* c) {
+  multiply<P, false>({columns, a.rows.data + from * a.rows.stride, a.rows.stride, b.data, kLanes<P>, c,
+                      kLanes<P>, Update::kStore, nullptr},
+                     rows, vecs);
+}
+
+// c[column][lane] (updated by) sum over the keys j of a(from + j, column) * w[j][lane]
+template <class P>
+void multiply_columns(const ColumnOperand<P>& a, int64_t from, int64_t keys, int64_t columns,
+                      const WeightOperand<P>& w, int64_t vecs, Scalar<P>* c, Update update,
+                      const Scalar<P>* lane_scale, const Scalar<P>* visible) {
+  const Product<P> product{keys,    a.rows.data + from * a.rows.stride, a.rows.stride, w.block,
+                           kLanes<P>, c,                                  kLanes<P>,     update,
+                           lane_scale};
+  if (visible != nullptr) {
+    multiply_visible<P, true>(product, columns, vecs, visible, kLanes<P>);
+  } else {
+    multiply<P, true>(product, columns, vecs);
+  }
+}
+
+// c[j][column] += sum over the queries i of w[j][i] * b(i, column); c has rows padded to whole vectors
+template <class P>
+void multiply_weights(const WeightOperand<P>& w, int64_t keys, int64_t queries, const VectorOperand<P>& b,
+                      int64_t columns, Scalar<P>* c, const Scalar<P>* visible) {
+  const int64_t padded = round_up_to_vector<P>(columns);
+  const Product<P> product{queries, w.block, kLanes<P>,    b.rows.data, b.rows.stride,
+                           c,       padded,  Update::kAdd, nullptr};
+  if (visible != nullptr) {
+    multiply_visible<P, false>(product, keys, padded / Simd<P>::kWidth, visible, kLanes<P>);
+  } else {
+    multiply<P, false>(product, keys, padded / Simd<P>::kWidth);
+  }
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,0 +1,63 @@
+// The entry points of an instruction set that multiplies pairs, for the calls that gain by it; all others go to
+// the kernel for plain AVX-512. Included last in a kernels_*.cpp.
+#pragma once
+
+#include "pair_products.h"
+
+#include "backward.h"
+#include "forward.h"
+#include "weights.h"
+
+namespace selfattn::cpu {
+extern const Kernel kFusedAvx512;
+}
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// Decided by dtype, precision and shape alone, so that all passes of a call decide alike. With more pieces than
+// the engine has an advantage for, float is faster; with a few queries, memory is the limit; a factor of the
+// scores that is not positive cannot wait until after their maximum.
+inline bool takes_pairs(const AttentionParams& p) {
+  return p.dtype != DType::kFloat64 && Pairs::pieces(p) <= PairEngine::kMostPieces &&
+         p.queries > kThinQueries && p.head_dim >= kLeastHeadDim && p.scale > 0.0;
+}
+
+inline void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
+  takes_pairs(p) ? attention_forward<Pairs>(p, o, pool) : kFusedAvx512.forward(p, o, pool);
+}
+inline void pair_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
+  takes_pairs(p) ? attention_weights<Pairs>(p, o, pool) : kFusedAvx512.weights(p, o, pool);
+}
+inline size_t pair_backward_workspace(const AttentionParams& p) {
+  return takes_pairs(p) ? backward_workspace<Pairs>(p) : kFusedAvx512.backward_workspace(p);
+}
+inline void pair_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
+  takes_pairs(p) ? attention_backward<Pairs>(p, a, pool) : kFusedAvx512.backward(p, a, pool);
+}
+inline void pair_scores(const ScoresParams& p, const ThreadPool& pool) { kFusedAvx512.scores(p, pool); }
+inline void pair_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
+  kFusedAvx512.scores_backward(p, pool);
+}
+inline void pair_masked_softmax(const SoftmaxParams& p, const ThreadPool& pool) {
+  kFusedAvx512.masked_softmax(p, pool);
+}
+inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
+  kFusedAvx512.masked_softmax_backward(p, pool);
+}
+
+constexpr Kernel pair_kernel(const char* isa, const char* description) {
+  return {"fused",
+          isa,
+          description,
+          true,
+          pair_forward,
+          pair_weights,
+          pair_backward_workspace,
+          pair_backward,
+          pair_scores,
+          pair_scores_backward,
+          pair_masked_softmax,
+          pair_masked_softmax_backward};
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,0 +1,316 @@
+// Arithmetic in bfloat16 pieces: the operands of operands.h for P = Pairs, over an engine that multiplies pairs
+// (csrc/cpu/isa/pair_multiply_*.h). Sums are float.
+//
+// Some numbers have no pieces: NaN and Inf, and magnitudes whose pieces or products would overflow or vanish.
+// Rows that hold one are special. A score of a special query or key is computed in float as if nothing else
+// existed; a special row of values takes part as zeros and is then added in float, for the queries that see it.
+// What a row of the result is made of thus depends on that row's query and on the keys that it sees, and on
+// nothing else in the batch.
+#pragma once
+
+#include "pieces.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+struct Pairs {
+  static int pieces(const AttentionParams& p) {
+    switch (p.dtype) {
+      case DType::kBFloat16:
+        return 1;
+      case DType::kFloat16:
+        return 2;
+      default:
+        return p.float32_precision == Float32Precision::kHighest ? 3
+               : p.float32_precision == Float32Precision::kHigh  ? 2
+                                                                 : 1;
+    }
+  }
+};
+
+template <>
+constexpr bool kPlain<Pairs> = false;
+
+template <>
+struct ScalarOf<Pairs> {
+  using type = float;
+};
+
+template <>
+struct Session<Pairs> : PairEngine {};
+
+template <>
+struct LaneOperand<Pairs> {
+  uint32_t* data;  // [piece][pair of columns][kLanes]
+  int64_t piece_stride;
+  int pieces;
+  bool special;   // some lane is
+  float* is_special;  // [kLanes] 1 or 0
+  LaneOperand<float> plain;  // filled when it is needed
+  bool plain_is_loaded;
+  RowSource source;
+
+  static int64_t size(int64_t columns) { return padded_pairs(columns) * kLanes<Pairs>; }
+  static int64_t bytes(const AttentionParams& p, int64_t columns) {
+    return Arena::bytes_for<uint32_t>(Pairs::pieces(p) * size(columns)) +
+           Arena::bytes_for<float>(kLanes<Pairs>) + LaneOperand<float>::bytes(p, columns);
+  }
+  void allocate(const AttentionParams& p, int64_t columns, Arena& arena) {
+    pieces = Pairs::pieces(p);
+    piece_stride = size(columns);
+    data = arena.take<uint32_t>(pieces * piece_stride);
+    is_special = arena.take<float>(kLanes<Pairs>);
+    plain.allocate(p, columns, arena);
+  }
+  void load(const RowSource& s) {
+    source = s;
+    plain_is_loaded = false;
+    special = false;
+    pack_lanes(data, kLanes<Pairs>, piece_stride, s, pieces);
+    if (pieces == 1) return;
+    for (int64_t lane = 0; lane < kLanes<Pairs>; ++lane) {
+      const bool found = lane < s.rows && !is_ordinary_row(s, lane, pieces);
+      is_special[lane] = found ? 1.0f : 0.0f;
+      special |= found;
+    }
+  }
+  const LaneOperand<float>& as_float() {
+    if (!plain_is_loaded) plain.load(source);
+    plain_is_loaded = true;
+    return plain;
+  }
+};
+
+template <>
+struct RowOperand<Pairs> {
+  const uint32_t* data;  // [piece][row][pairs]
+  int64_t row_stride, piece_stride;
+  int pieces;
+  uint32_t* buffer;
+  bool* is_special;     // [rows]
+  float* plain_buffer;  // [kKeyBlock][padded] for converting a block
+  float* block;         // [kKeyBlock][kLanes]
+  RowSource source;
+
+  static int64_t size(int64_t count, int64_t columns) { return padded_rows(count) * padded_pairs(columns); }
+  static int64_t bytes(const AttentionParams& p, int64_t count, int64_t columns) {
+    return Arena::bytes_for<uint32_t>(Pairs::pieces(p) * size(count, columns)) +
+           Arena::bytes_for<bool>(count) +
+           Arena::bytes_for<float>(kKeyBlock * round_up_to_vector<float>(columns)) +
+           Arena::bytes_for<float>(kKeyBlock * kLanes<Pairs>);
+  }
+  void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
+    pieces = Pairs::pieces(p);
+    piece_stride = size(count, columns);
+    buffer = arena.take<uint32_t>(pieces * piece_stride);
+    is_special = arena.take<bool>(count);
+    plain_buffer = arena.take<float>(kKeyBlock * round_up_to_vector<float>(columns));
+    block = arena.take<float>(kKeyBlock * kLanes<Pairs>);
+  }
+  void load(const RowSource& s) {
+    source = s;
+    if (pieces > 1) {
+      for (int64_t row = 0; row < s.rows; ++row) is_special[row] = !is_ordinary_row(s, row, pieces);
+    }
+    // Whole steps of bfloat16 rows are used where they lie, if rows begin at whole pairs.
+    if (s.dtype == DType::kBFloat16 && s.columns % kDepthStep == 0 && s.rows % 16 == 0 && s.stride % 2 == 0) {
+      data = static_cast<const uint32_t*>(s.data);
+      row_stride = s.stride / 2;
+      return;
+    }
+    data = buffer;
+    row_stride = padded_pairs(s.columns);
+    pack_rows(buffer, piece_stride, s, pieces);
+  }
+  bool special(int64_t from, int64_t rows) const {
+    if (pieces == 1) return false;
+    for (int64_t row = from; row < from + rows; ++row) {
+      if (is_special[row]) return true;
+    }
+    return false;
+  }
+};
+
+// Rows that take part in a product as zeros, and are added to its result in float.
+struct SpecialRows {
+  bool* marks;     // [rows]
+  float* values;   // [kKeyBlock][padded columns] those of a block, one after another
+  float* weights;  // [kKeyBlock][kLanes] and the weights that they meet
+  float* visible;
+  bool any;
+  RowSource source;
+
+  static int64_t bytes(int64_t count, int64_t columns) {
+    return Arena::bytes_for<bool>(count) +
+           Arena::bytes_for<float>(kKeyBlock * round_up_to_vector<float>(columns)) +
+           2 * Arena::bytes_for<float>(kKeyBlock * kLanes<Pairs>);
+  }
+  void allocate(int64_t count, int64_t columns, Arena& arena) {
+    marks = arena.take<bool>(count);
+    values = arena.take<float>(kKeyBlock * round_up_to_vector<float>(columns));
+    weights = arena.take<float>(kKeyBlock * kLanes<Pairs>);
+    visible = arena.take<float>(kKeyBlock * kLanes<Pairs>);
+  }
+  void mark(const RowSource& s, int pieces) {
+    source = s;
+    any = false;
+    for (int64_t row = 0; row < s.rows; ++row) {
+      marks[row] = !is_ordinary_row(s, row, pieces);
+      any |= marks[row];
+    }
+  }
+  bool any_of(int64_t from, int64_t count) const {
+    for (int64_t row = from; any && row < from + count; ++row) {
+      if (marks[row]) return true;
+    }
+    return false;
+  }
+  void convert(int64_t row, int64_t at) const {
+    load_padded_row<float>(values + at * round_up_to_vector<float>(source.columns),
+                           element(source.data, source.dtype, row * source.stride), source.dtype,
+                           source.columns, 1.0f);
+  }
+};
+
+// Blocks of kKeyBlock rows, each in the layout that the engine wants.
+template <>
+struct ColumnOperand<Pairs> {
+  uint32_t* data;  // [block][piece]..., see pack
+  int64_t piece_stride, block_stride, row_stride, pair_stride;
+  int pieces;
+  SpecialRows specials;
+
+  static int64_t size(int64_t columns) { return kKeyBlock / 2 * padded_rows(columns); }
+  static int64_t blocks(int64_t count) { return (count + kKeyBlock - 1) / kKeyBlock; }
+  static int64_t bytes(const AttentionParams& p, int64_t count, int64_t columns) {
+    return Arena::bytes_for<uint32_t>(blocks(count) * Pairs::pieces(p) * size(columns)) +
+           SpecialRows::bytes(count, columns);
+  }
+  void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
+    pieces = Pairs::pieces(p);
+    piece_stride = size(columns);
+    block_stride = pieces * piece_stride;
+    row_stride = PairEngine::kTiles ? kKeyBlock / 2 : 1;
+    pair_stride = PairEngine::kTiles ? 1 : padded_rows(columns);
+    data = arena.take<uint32_t>(blocks(count) * block_stride);
+    specials.allocate(count, columns, arena);
+  }
+  void load(const RowSource& s) {
+    specials.mark(s, pieces);
+    for (int64_t row = 0; row < s.rows; row += kKeyBlock) {
+      const int64_t count = s.rows - row < kKeyBlock ? s.rows - row : kKeyBlock;
+      uint32_t* to = data + row / kKeyBlock * block_stride;
+      if (PairEngine::kTiles) {
+        pack_columns(to, row_stride, piece_stride, s.from(row, count), pieces, specials.marks + row);
+      } else {
+        pack_row_pairs(to, pair_stride, piece_stride, s.from(row, count), pieces, specials.marks + row);
+      }
+    }
+  }
+  static int64_t shared_bytes(const AttentionParams& p, int64_t count, int64_t columns) {
+    return bytes(p, count, columns);
+  }
+  void allocate_shared(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
+    allocate(p, count, columns, arena);
+  }
+  void load_shared(const RowSource& s, const RowOperand<Pairs>&) { load(s); }
+  bool special(int64_t from, int64_t rows) const { return specials.any_of(from, rows); }
+};
+
+template <>
+struct VectorOperand<Pairs> {
+  uint32_t* data;  // [piece][pair of rows][padded columns]
+  int64_t piece_stride, pair_stride;
+  int pieces;
+  SpecialRows specials;
+
+  static int64_t size(int64_t count, int64_t columns) { return padded_pairs(count) * padded_rows(columns); }
+  static int64_t bytes(const AttentionParams& p, int64_t count, int64_t columns) {
+    return Arena::bytes_for<uint32_t>(Pairs::pieces(p) * size(count, columns)) +
+           SpecialRows::bytes(count, columns);
+  }
+  void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
+    pieces = Pairs::pieces(p);
+    piece_stride = size(count, columns);
+    pair_stride = padded_rows(columns);
+    data = arena.take<uint32_t>(pieces * piece_stride);
+    specials.allocate(count, columns, arena);
+  }
+  void load(const RowSource& s) {
+    specials.mark(s, pieces);
+    pack_row_pairs(data, pair_stride, piece_stride, s, pieces, specials.marks);
+  }
+  bool special() const { return specials.any; }
+};
+
+// The block in float, and its pieces as B (pairs of keys) and as A (pairs of queries).
+template <>
+struct WeightOperand<Pairs> {
+  static constexpr int64_t kDepthOfRows = (kLanes<Pairs> + kDepthStep - 1) / kDepthStep * kDepthStep;
+  static constexpr int64_t kLanePieces = kKeyBlock / 2 * kLanes<Pairs>;
+  static constexpr int64_t kRowPieces = kKeyBlock * kDepthOfRows / 2;
+
+  float* block;     // [kKeyBlock][kLanes]
+  uint32_t* lanes;  // [piece][pair of keys][kLanes]
+  uint32_t* rows;   // [piece][key][pairs of queries]
+  int pieces;
+
+  static int64_t bytes(const AttentionParams& p) {
+    return Arena::bytes_for<float>(kKeyBlock * kLanes<Pairs>) +
+           Arena::bytes_for<uint32_t>(Pairs::pieces(p) * kLanePieces) +
+           Arena::bytes_for<uint32_t>(Pairs::pieces(p) * kRowPieces);
+  }
+  void allocate(const AttentionParams& p, Arena& arena) {
+    pieces = Pairs::pieces(p);
+    block = arena.take<float>(kKeyBlock * kLanes<Pairs>);
+    lanes = arena.take<uint32_t>(pieces * kLanePieces);
+    rows = arena.take<uint32_t>(pieces * kRowPieces);
+  }
+  // Whether weights are rounded to a single piece.
+  bool is_short() const { return pieces == 1; }
+
+  template <bool kPacked>
+  SELFATTN_INLINE void store(int64_t row, int64_t lane, const __m512 (&v)[4]) const {
+    if constexpr (kPacked) {
+      _mm512_storeu_si512(lanes + row / 2 * kLanes<Pairs> + lane, pair_rows(v[0], v[1]));
+      _mm512_storeu_si512(lanes + (row / 2 + 1) * kLanes<Pairs> + lane, pair_rows(v[2], v[3]));
+    } else {
+      SELFATTN_UNROLL
+      for (int i = 0; i < 4; ++i) _mm512_storeu_ps(block + (row + i) * kLanes<Pairs> + lane, v[i]);
+    }
+  }
+  // After stores of packed rows up to a multiple of four.
+  void pad_lanes(int64_t keys, int64_t vecs) {
+    for (int64_t pair = (keys + 3) / 4 * 2; pair < padded_pairs(keys); ++pair) {
+      for (int64_t v = 0; v < vecs; ++v) {
+        _mm512_storeu_si512(lanes + pair * kLanes<Pairs> + v * 16, _mm512_setzero_si512());
+      }
+    }
+  }
+  void ready_as_lanes(int64_t keys, int64_t vecs) {
+    for (int64_t pair = 0; pair < padded_pairs(keys); ++pair) {
+      for (int64_t lane = 0; lane < vecs * 16; lane += 16) {
+        __m512 above = _mm512_setzero_ps(), below = above;
+        if (2 * pair < keys) above = _mm512_loadu_ps(block + 2 * pair * kLanes<Pairs> + lane);
+        if (2 * pair + 1 < keys) below = _mm512_loadu_ps(block + (2 * pair + 1) * kLanes<Pairs> + lane);
+        for (int piece = 0; piece < pieces; ++piece) {
+          _mm512_storeu_si512(lanes + piece * kLanePieces + pair * kLanes<Pairs> + lane,
+                              take_row_pair(above, below));
+        }
+      }
+    }
+  }
+  void ready_as_rows(int64_t keys, int64_t queries) {
+    for (int64_t key = 0; key < keys; ++key) {
+      for (int64_t lane = 0; lane < queries; lane += 32) {
+        const float* from = block + key * kLanes<Pairs> + lane;
+        // Lanes past the last query meet rows of zeros; they must be numbers for that to be 0.
+        Numbers x = load_32(from, DType::kFloat32, 0, queries - lane);
+        for (int piece = 0; piece < pieces; ++piece) {
+          _mm512_storeu_si512(rows + piece * kRowPieces + (key * kDepthOfRows + lane) / 2, take_piece(x));
+        }
+      }
+    }
+  }
+};
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,0 +1,112 @@
+// The products of operands.h for P = Pairs: the engine's product of the pieces, then what special rows add.
+#pragma once
+
+#include "delta.h"
+#include "pair_operands.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+template <>
+inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
+                                  LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
+  constexpr int64_t ld = kLanes<Pairs>;
+  PairEngine::multiply({a.pieces, a.data + from * a.row_stride, a.row_stride, 1, a.piece_stride, b.data, ld,
+                        b.piece_stride, padded_pairs(columns), c, ld, Update::kStore, nullptr},
+                       rows, vecs);
+  if (!b.special && !a.special(from, rows)) return;
+  const Rows<float> plain = rows_as<float>(a.source.from(from, rows), false, a.plain_buffer);
+  multiply<float, false>({columns, plain.data, plain.stride, b.as_float().data, ld, a.block, ld,
+                          Update::kStore, nullptr},
+                         rows, vecs);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t lane = 0; lane < vecs * 16; ++lane) {
+      if (a.is_special[from + row] || b.is_special[lane] != 0.0f) c[row * ld + lane] = a.block[row * ld + lane];
+    }
+  }
+}
+
+template <>
+inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys, int64_t columns,
+                                    const WeightOperand<Pairs>& w, int64_t vecs, float* c, Update update,
+                                    const float* lane_scale, const float* visible) {
+  constexpr int64_t ld = kLanes<Pairs>;
+  PairEngine::multiply({a.pieces, a.data + from / kKeyBlock * a.block_stride, a.row_stride, a.pair_stride,
+                        a.piece_stride, w.lanes, ld, WeightOperand<Pairs>::kLanePieces, padded_pairs(keys), c,
+                        ld, update, lane_scale},
+                       columns, vecs);
+  if (!a.special(from, keys)) return;
+  const SpecialRows& s = a.specials;
+  int64_t count = 0;
+  for (int64_t key = 0; key < keys; ++key) {
+    if (!s.marks[from + key]) continue;
+    s.convert(from + key, count);
+    memcpy(s.weights + count * ld, w.block + key * ld, static_cast<size_t>(ld) * sizeof(float));
+    memcpy(s.visible + count * ld, visible + key * ld, static_cast<size_t>(ld) * sizeof(float));
+    ++count;
+  }
+  multiply_visible<float, true>({count, s.values, round_up_to_vector<float>(columns), s.weights, ld, c, ld,
+                                 Update::kAdd, nullptr},
+                                columns, vecs, s.visible, ld);
+}
+
+template <>
+inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys, int64_t queries,
+                                    const VectorOperand<Pairs>& b, int64_t columns, float* c,
+                                    const float* visible) {
+  constexpr int64_t ld = kLanes<Pairs>;
+  const int64_t padded = round_up_to_vector<float>(columns);
+  PairEngine::multiply({b.pieces, w.rows, WeightOperand<Pairs>::kDepthOfRows / 2, 1,
+                        WeightOperand<Pairs>::kRowPieces, b.data, b.pair_stride, b.piece_stride,
+                        padded_pairs(queries), c, padded, Update::kAdd, nullptr},
+                       keys, padded / 16);
+  if (!b.special()) return;
+  const SpecialRows& s = b.specials;
+  int64_t count = 0;
+  for (int64_t query = 0; query < queries; ++query) {
+    if (!s.marks[query]) continue;
+    s.convert(query, count);
+    for (int64_t key = 0; key < keys; ++key) {
+      s.weights[key * ld + count] = w.block[key * ld + query];
+      s.visible[key * ld + count] = visible[key * ld + query];
+    }
+    ++count;
+  }
+  multiply_visible<float, false>({count, s.weights, ld, s.values, padded, c, padded, Update::kAdd, nullptr},
+                                 keys, padded / 16, s.visible, ld);
+}
+
+// delta by the same products as dP: the diagonal of O dO^T, 16 rows and lanes at a time.
+template <>
+struct Delta<Pairs> {
+  RowOperand<Pairs> out, residual;
+  float* product;  // [16][kLanes]
+
+  static int64_t bytes(const AttentionParams& p) {
+    return 2 * RowOperand<Pairs>::bytes(p, kLanes<Pairs>, p.value_dim) +
+           Arena::bytes_for<float>(16 * kLanes<Pairs>);
+  }
+  void allocate(const AttentionParams& p, Arena& arena) {
+    out.allocate(p, kLanes<Pairs>, p.value_dim, arena);
+    residual.allocate(p, kLanes<Pairs>, p.value_dim, arena);
+    product = arena.take<float>(16 * kLanes<Pairs>);
+  }
+  void compute(const RowSource& out_rows, const RowSource& residual_rows, LaneOperand<Pairs>& grad_out,
+               int64_t vecs, float* delta) {
+    memset(delta, 0, static_cast<size_t>(vecs * 16) * sizeof(float));
+    add(out, out_rows, grad_out, vecs, delta);
+    if (residual_rows.data != nullptr) add(residual, residual_rows, grad_out, vecs, delta);
+  }
+
+ private:
+  void add(RowOperand<Pairs>& rows, const RowSource& source, LaneOperand<Pairs>& grad_out, int64_t vecs,
+           float* delta) {
+    rows.load(source);
+    for (int64_t first = 0; first < source.rows; first += 16) {
+      const int64_t count = source.rows - first < 16 ? source.rows - first : 16;
+      multiply_lanes<Pairs>(rows, first, count, grad_out, source.columns, vecs, product);
+      for (int64_t i = 0; i < count; ++i) delta[first + i] += product[i * kLanes<Pairs> + first + i];
+    }
+  }
+};
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

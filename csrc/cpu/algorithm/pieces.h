@@ -1,0 +1,190 @@
+// Numbers as sums of bfloat16 pieces: x = x0 + x1 + x2 with 8 significant bits each, so that two pieces hold a
+// float16 exactly and three a float32. A product of two such sums, cut off after the terms that matter, is a
+// few products of bfloat16 numbers summed in float32, which is what matrix units compute
+// (Henry, Tang and Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype For
+// Higher-Precision Computations").
+//
+// Pieces are packed in pairs: a 32-bit word holds two neighbours along the dimension that the product sums
+// over, the first in the low half.
+#pragma once
+
+#include "arena.h"
+#include "operands.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+constexpr int kMaxPieces = 3;
+constexpr int64_t kLeastHeadDim = 16;  // below, padding to whole steps costs more than is won
+
+// Depths are padded by zeros to whole steps of the products.
+constexpr int64_t kDepthStep = 32;
+inline int64_t padded_depth(int64_t depth) { return (depth + kDepthStep - 1) / kDepthStep * kDepthStep; }
+inline int64_t padded_pairs(int64_t depth) { return padded_depth(depth) / 2; }
+inline int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
+
+// 32 numbers as two vectors of float.
+struct Numbers {
+  __m512 first, second;
+};
+
+SELFATTN_INLINE __mmask16 lanes_below(int64_t n) {
+  return n >= 16 ? static_cast<__mmask16>(0xffff) : n <= 0 ? 0 : static_cast<__mmask16>((1u << n) - 1);
+}
+
+// The first n of 16 neighbouring elements; nothing beyond them is read.
+SELFATTN_INLINE __m512 load_16(const void* data, DType dtype, int64_t n) {
+  const __mmask16 mask = lanes_below(n);
+  if (dtype == DType::kFloat32) return _mm512_maskz_loadu_ps(mask, data);
+  const __m256i bits = _mm256_maskz_loadu_epi16(mask, data);
+  if (dtype == DType::kFloat16) return _mm512_cvtph_ps(bits);
+  return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bits), 16));
+}
+
+SELFATTN_INLINE Numbers load_32(const void* row, DType dtype, int64_t column, int64_t columns) {
+  const int64_t n = columns - column;
+  return {load_16(element(row, dtype, column), dtype, n),
+          n > 16 ? load_16(element(row, dtype, column + 16), dtype, n - 16) : _mm512_setzero_ps()};
+}
+
+// x rounded to bfloat16, in order; x keeps what the rounding took away.
+SELFATTN_INLINE __m512i take_piece(Numbers& x) {
+  const __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(x.second, x.first);
+  const __m512i low = _mm512_cvtepu16_epi32(_mm512_castsi512_si256(bits));
+  const __m512i high = _mm512_cvtepu16_epi32(_mm512_extracti64x4_epi64(bits, 1));
+  x.first = _mm512_sub_ps(x.first, _mm512_castsi512_ps(_mm512_slli_epi32(low, 16)));
+  x.second = _mm512_sub_ps(x.second, _mm512_castsi512_ps(_mm512_slli_epi32(high, 16)));
+  return bits;
+}
+
+// Two rows rounded to bfloat16, elements of the same column side by side, `above` in the low halves.
+SELFATTN_INLINE __m512i pair_rows(__m512 above, __m512 below) {
+  const __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(below, above);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                         6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  return _mm512_permutexvar_epi16(order, bits);
+}
+
+// The same, leaving in both rows what the rounding took away.
+SELFATTN_INLINE __m512i take_row_pair(__m512& above, __m512& below) {
+  const __m512i bits = pair_rows(above, below);
+  above = _mm512_sub_ps(above, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
+  below = _mm512_sub_ps(below, _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536))));
+  return bits;
+}
+
+// Whether all pieces of x and their products are ordinary numbers: x is 0 or of middling size. Outside that,
+// pieces overflow or vanish.
+SELFATTN_INLINE bool is_ordinary(__m512 x) {
+  constexpr int kLeast = (127 - 80) << 23, kMost = (127 + 60) << 23;
+  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+  const __mmask16 outside = _mm512_cmpgt_epu32_mask(_mm512_sub_epi32(magnitude, _mm512_set1_epi32(kLeast)),
+                                                    _mm512_set1_epi32(kMost - kLeast));
+  return (outside & _mm512_test_epi32_mask(magnitude, magnitude)) == 0;
+}
+
+SELFATTN_INLINE bool is_finite_bfloat16(__m512i bits) {
+  const __m512i exponent = _mm512_set1_epi16(0x7f80);
+  return _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent) == 0;
+}
+
+// Whether a row may be represented by its pieces. One piece holds NaN and Inf as they are, but a weight of 0
+// must not meet them.
+inline bool is_ordinary_row(const RowSource& s, int64_t row, int pieces) {
+  const void* data = element(s.data, s.dtype, row * s.stride);
+  bool ordinary = true;
+  for (int64_t column = 0; column < s.columns; column += 32) {
+    Numbers x = load_32(data, s.dtype, column, s.columns);
+    ordinary &= pieces > 1 ? is_ordinary(x.first) && is_ordinary(x.second) : is_finite_bfloat16(take_piece(x));
+  }
+  return ordinary;
+}
+
+// to[piece][row][padded depth]: rows one after another, zeros up to whole steps, and `rows` padded to 16.
+inline void pack_rows(uint32_t* to, int64_t piece_stride, const RowSource& s, int pieces) {
+  const int64_t pairs = padded_pairs(s.columns);
+  for (int64_t row = 0; row < padded_rows(s.rows); ++row) {
+    for (int64_t pair = 0; pair < pairs; pair += 16) {
+      Numbers x{_mm512_setzero_ps(), _mm512_setzero_ps()};
+      if (row < s.rows) x = load_32(element(s.data, s.dtype, row * s.stride), s.dtype, 2 * pair, s.columns);
+      for (int piece = 0; piece < pieces; ++piece) {
+        _mm512_storeu_si512(to + piece * piece_stride + row * pairs + pair, take_piece(x));
+      }
+    }
+  }
+}
+
+SELFATTN_INLINE void store_transposed_pairs(uint32_t* to, int64_t ld, __m512i (&rows)[16]) {
+  __m512 tile[16];
+  SELFATTN_UNROLL
+  for (int i = 0; i < 16; ++i) tile[i] = _mm512_castsi512_ps(rows[i]);
+  transpose<float>(tile);
+  SELFATTN_UNROLL
+  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(to + i * ld, tile[i]);
+}
+
+// to[piece][pair of columns][lane]: one row per lane, zeros in the lanes up to a whole vector.
+inline void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, int pieces) {
+  const int64_t pairs = padded_pairs(s.columns);
+  for (int64_t lane = 0; lane < s.rows; lane += 16) {
+    for (int64_t pair = 0; pair < pairs; pair += 16) {
+      __m512i tile[kMaxPieces][16];
+      for (int i = 0; i < 16; ++i) {
+        Numbers x{_mm512_setzero_ps(), _mm512_setzero_ps()};
+        if (lane + i < s.rows) {
+          x = load_32(element(s.data, s.dtype, (lane + i) * s.stride), s.dtype, 2 * pair, s.columns);
+        }
+        for (int piece = 0; piece < pieces; ++piece) tile[piece][i] = take_piece(x);
+      }
+      for (int piece = 0; piece < pieces; ++piece) {
+        store_transposed_pairs(to + piece * piece_stride + pair * ld + lane, ld, tile[piece]);
+      }
+    }
+  }
+}
+
+// to[piece][pair of rows][ld]: rows as they are, two and two, zeros up to whole steps of rows and whole vectors of
+// columns. Rows marked as special become zeros.
+inline void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, int pieces,
+                           const bool* special) {
+  for (int64_t pair = 0; pair < padded_pairs(s.rows); ++pair) {
+    const bool has_above = 2 * pair < s.rows && !special[2 * pair];
+    const bool has_below = 2 * pair + 1 < s.rows && !special[2 * pair + 1];
+    const void* above_row = element(s.data, s.dtype, 2 * pair * s.stride);
+    const void* below_row = element(s.data, s.dtype, (2 * pair + 1) * s.stride);
+    for (int64_t column = 0; column < ld; column += 16) {
+      __m512 above = _mm512_setzero_ps(), below = above;
+      if (has_above) above = load_16(element(above_row, s.dtype, column), s.dtype, s.columns - column);
+      if (has_below) below = load_16(element(below_row, s.dtype, column), s.dtype, s.columns - column);
+      for (int piece = 0; piece < pieces; ++piece) {
+        _mm512_storeu_si512(to + piece * piece_stride + pair * ld + column, take_row_pair(above, below));
+      }
+    }
+  }
+}
+
+// to[piece][column][ld pairs of rows]: a row of the result per column, zeros as above.
+inline void pack_columns(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, int pieces,
+                         const bool* special) {
+  const int64_t pairs = padded_pairs(s.rows);
+  for (int64_t pair = 0; pair < pairs; pair += 16) {
+    for (int64_t column = 0; column < s.columns; column += 16) {
+      __m512i tile[kMaxPieces][16];
+      for (int i = 0; i < 16; ++i) {
+        const int64_t row = 2 * (pair + i);
+        __m512 above = _mm512_setzero_ps(), below = above;
+        if (row < s.rows && !special[row]) {
+          above = load_16(element(s.data, s.dtype, row * s.stride + column), s.dtype, s.columns - column);
+        }
+        if (row + 1 < s.rows && !special[row + 1]) {
+          below = load_16(element(s.data, s.dtype, (row + 1) * s.stride + column), s.dtype, s.columns - column);
+        }
+        for (int piece = 0; piece < pieces; ++piece) tile[piece][i] = take_row_pair(above, below);
+      }
+      for (int piece = 0; piece < pieces; ++piece) {
+        store_transposed_pairs(to + piece * piece_stride + column * ld + pair, ld, tile[piece]);
+      }
+    }
+  }
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,0 +1,83 @@
+// Products of bfloat16 pairs by VDPBF16PS: tile_multiply.h's tile of accumulators, with a pair in the place of a
+// number. Where that instruction runs at the rate of a multiply-add (AMD Zen 4 and 5), it does twice the work.
+#pragma once
+
+#include "../algorithm/pair_product.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+struct PairEngine {
+  static constexpr bool kTiles = false;  // A may have its pairs anywhere
+  static constexpr int kMostPieces = 1;  // three products at twice the rate would be slower than one
+
+  template <int kRows, int kVecs>
+  __attribute__((noinline)) static void multiply_tile(const PairProduct& p, int64_t row, int64_t lane) {
+    __m512 sum[kRows][kVecs];
+    SELFATTN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      SELFATTN_UNROLL
+      for (int v = 0; v < kVecs; ++v) sum[r][v] = _mm512_setzero_ps();
+    }
+    const int64_t a_row = p.a_row, a_pair = p.a_pair, ldb = p.ldb;
+    for (int i = 0; i < p.pieces; ++i) {
+      for (int j = 0; i + j < p.pieces; ++j) {
+        const uint32_t* a = p.a + i * p.a_piece + row * a_row;
+        const uint32_t* b = p.b + j * p.b_piece + lane;
+        for (int64_t k = p.pairs; k > 0; --k) {
+          __m512bh vec[kVecs];
+          SELFATTN_UNROLL
+          for (int v = 0; v < kVecs; ++v) vec[v] = (__m512bh)_mm512_loadu_si512(b + v * 16);
+          SELFATTN_UNROLL
+          for (int r = 0; r < kRows; ++r) {
+            const __m512bh broadcast = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[r * a_row]));
+            SELFATTN_UNROLL
+            for (int v = 0; v < kVecs; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], broadcast, vec[v]);
+          }
+          a += a_pair;
+          b += ldb;
+        }
+      }
+    }
+    SELFATTN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      float* c = p.c + (row + r) * p.ldc + lane;
+      SELFATTN_UNROLL
+      for (int v = 0; v < kVecs; ++v) {
+        if (p.update == Update::kAdd) {
+          sum[r][v] = _mm512_add_ps(_mm512_loadu_ps(c + v * 16), sum[r][v]);
+        } else if (p.update == Update::kScaleAdd) {
+          sum[r][v] =
+              _mm512_fmadd_ps(_mm512_loadu_ps(c + v * 16), _mm512_loadu_ps(p.lane_scale + lane + v * 16), sum[r][v]);
+        }
+        _mm512_storeu_ps(c + v * 16, sum[r][v]);
+      }
+    }
+  }
+
+  template <int kVecs>
+  static void multiply_rows(const PairProduct& p, int64_t rows, int64_t lane) {
+    int64_t row = 0;
+    for (; row + 8 <= rows; row += 8) multiply_tile<8, kVecs>(p, row, lane);
+    if (row + 4 <= rows) {
+      multiply_tile<4, kVecs>(p, row, lane);
+      row += 4;
+    }
+    for (; row < rows; ++row) multiply_tile<1, kVecs>(p, row, lane);
+  }
+
+  static void multiply(const PairProduct& p, int64_t rows, int64_t vecs) {
+    for (int64_t vec = 0; vec < vecs;) {
+      const int take = next_tile_vecs<float>(vecs - vec);
+      if (take == 3) {
+        multiply_rows<3>(p, rows, vec * 16);
+      } else if (take == 2) {
+        multiply_rows<2>(p, rows, vec * 16);
+      } else {
+        multiply_rows<1>(p, rows, vec * 16);
+      }
+      vec += take;
+    }
+  }
+};
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
