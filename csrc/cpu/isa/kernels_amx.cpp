@@ -1,0 +1,40 @@
+// The fused kernel for AMX, on processors that have AVX-512 with it. Strips are two vectors of queries: that is
+// two tiles, and sums over the queries of a strip come in whole steps.
+#if defined(__x86_64__)
+
+#include <immintrin.h>
+
+#include "simd_common.h"
+
+#define SELFATTN_ISA amx
+namespace selfattn::cpu::amx {
+constexpr int kTileVectors = 2;
+}
+#if defined(__clang__)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
+                             apply_to = function)
+#else
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // see kernels_avx512.cpp
+#pragma GCC push_options
+#pragma GCC optimize("O3")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
+#endif
+
+#include "simd_avx512.h"
+
+#include "pair_multiply_amx.h"
+
+#include "../algorithm/pair_kernel.h"
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+
+namespace selfattn::cpu {
+extern const Kernel kFusedAmx;
+const Kernel kFusedAmx = amx::pair_kernel("amx", "tiled online softmax, products of bfloat16 tiles");
+}  // namespace selfattn::cpu
+
+#endif

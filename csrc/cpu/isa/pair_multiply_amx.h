@@ -1,0 +1,124 @@
+// Products of bfloat16 pairs by AMX tiles: TDPBF16PS multiplies 16 rows of 32 numbers with 16 pairs of 16 lanes.
+// Two by two tiles of C are summed at a time, so that every tile of A and B that is loaded is used twice.
+#pragma once
+
+#include "../algorithm/pair_product.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// Instructions as text, because compilers differ in what their intrinsics take (GCC 12 declares that
+// _tile_loadconfig reads 8 of its 64 bytes). Tile numbers are part of the instruction.
+template <int kTile>
+SELFATTN_INLINE void tile_zero() {
+  __asm__ volatile("tilezero %%tmm%c0" : : "i"(kTile));
+}
+template <int kTile>
+SELFATTN_INLINE void tile_load(const void* data, int64_t stride_bytes) {
+  __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(data), "r"(stride_bytes), "i"(kTile) : "memory");
+}
+// For what will not be used again soon: it leaves the level-1 cache to the rest.
+template <int kTile>
+SELFATTN_INLINE void tile_load_once(const void* data, int64_t stride_bytes) {
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(data), "r"(stride_bytes), "i"(kTile) : "memory");
+}
+template <int kTile>
+SELFATTN_INLINE void tile_store(void* data, int64_t stride_bytes) {
+  __asm__ volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(data), "r"(stride_bytes), "i"(kTile) : "memory");
+}
+template <int kC, int kA, int kB>
+SELFATTN_INLINE void tile_dot() {
+  __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
+}
+
+// All eight tiles are 16 rows of 64 bytes, in every thread that computes, for as long as it has work.
+class PairEngine {
+ public:
+  static constexpr bool kTiles = true;    // A has its pairs next to each other, and whole tiles of rows
+  static constexpr int kMostPieces = 3;   // six products at 16 times the rate of a multiply-add
+
+  PairEngine() {
+    alignas(64) uint8_t configuration[64] = {1};  // palette
+    for (int tile = 0; tile < 8; ++tile) {
+      configuration[16 + 2 * tile] = 64;  // bytes per row
+      configuration[48 + tile] = 16;      // rows
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(configuration) : "memory");
+  }
+  ~PairEngine() { __asm__ volatile("tilerelease" : : : "memory"); }
+  PairEngine(const PairEngine&) = delete;
+  PairEngine& operator=(const PairEngine&) = delete;
+
+  static void multiply(const PairProduct& p, int64_t rows, int64_t vecs) {
+    for (int64_t row = 0; row < rows; row += 32) {
+      for (int64_t vec = 0; vec < vecs; vec += 2) {
+        const bool two_rows = rows - row > 16, two_vecs = vecs - vec > 1;
+        if (two_rows && two_vecs) {
+          multiply_block<2, 2>(p, row, rows, vec * 16);
+        } else if (two_rows) {
+          multiply_block<2, 1>(p, row, rows, vec * 16);
+        } else if (two_vecs) {
+          multiply_block<1, 2>(p, row, rows, vec * 16);
+        } else {
+          multiply_block<1, 1>(p, row, rows, vec * 16);
+        }
+      }
+    }
+  }
+
+ private:
+  // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B.
+  template <int kRows, int kVecs>
+  __attribute__((noinline)) static void multiply_block(const PairProduct& p, int64_t row, int64_t rows,
+                                                       int64_t lane) {
+    tile_zero<0>();
+    if constexpr (kVecs == 2) tile_zero<1>();
+    if constexpr (kRows == 2) tile_zero<2>();
+    if constexpr (kRows == 2 && kVecs == 2) tile_zero<3>();
+    const int64_t a_bytes = p.a_row * 4, b_bytes = p.ldb * 4;
+    for (int i = 0; i < p.pieces; ++i) {
+      for (int j = 0; i + j < p.pieces; ++j) {
+        const uint32_t* a = p.a + i * p.a_piece + row * p.a_row;
+        const uint32_t* b = p.b + j * p.b_piece + lane;
+        for (int64_t pair = 0; pair < p.pairs; pair += 16) {
+          tile_load<6>(b, b_bytes);
+          if constexpr (kVecs == 2) tile_load<7>(b + 16, b_bytes);
+          tile_load_once<4>(a, a_bytes);
+          tile_dot<0, 4, 6>();
+          if constexpr (kVecs == 2) tile_dot<1, 4, 7>();
+          if constexpr (kRows == 2) {
+            tile_load_once<5>(a + 16 * p.a_row, a_bytes);
+            tile_dot<2, 5, 6>();
+            if constexpr (kVecs == 2) tile_dot<3, 5, 7>();
+          }
+          a += 16;
+          b += 16 * p.ldb;
+        }
+      }
+    }
+    if (p.update == Update::kStore) {  // rows past the last one are scratch up to whole tiles
+      store<kRows, kVecs>(p.c + row * p.ldc + lane, p.ldc);
+      return;
+    }
+    alignas(64) float sums[32 * 32];
+    store<kRows, kVecs>(sums, 32);
+    const int64_t end = rows - row < kRows * 16 ? rows - row : kRows * 16;
+    for (int v = 0; v < kVecs; ++v) {
+      const __m512 scale = p.update == Update::kScaleAdd ? _mm512_loadu_ps(p.lane_scale + lane + v * 16)
+                                                         : _mm512_set1_ps(1.0f);
+      for (int64_t r = 0; r < end; ++r) {
+        float* c = p.c + (row + r) * p.ldc + lane + v * 16;
+        _mm512_storeu_ps(c, _mm512_fmadd_ps(_mm512_loadu_ps(c), scale, _mm512_load_ps(sums + r * 32 + v * 16)));
+      }
+    }
+  }
+
+  template <int kRows, int kVecs>
+  SELFATTN_INLINE static void store(float* c, int64_t ldc) {
+    tile_store<0>(c, ldc * 4);
+    if constexpr (kVecs == 2) tile_store<1>(c + 16, ldc * 4);
+    if constexpr (kRows == 2) tile_store<2>(c + 16 * ldc, ldc * 4);
+    if constexpr (kRows == 2 && kVecs == 2) tile_store<3>(c + 16 * ldc + 16, ldc * 4);
+  }
+};
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
