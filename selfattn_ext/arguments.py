@@ -8,9 +8,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, reference, shapes
+from . import checks, precision, reference, shapes
 
-__all__ = ["Maybe", "Options", "add_causal_bias", "add_window", "autocast", "formula", "keywords_of"]
+__all__ = [
+    "Maybe",
+    "Options",
+    "add_causal_bias",
+    "add_float32_precision",
+    "add_window",
+    "autocast",
+    "formula",
+    "keywords_of",
+]
 
 #: The operators' keyword arguments that are no tensors; those at their default are left out.
 Options = dict[str, Any]
@@ -45,6 +54,17 @@ def add_causal_bias(options: Options, bias: Any, form: shapes.Canonical, has_ali
             f"attn_mask is a CausalBias that ends before the query's own position {offset}, which does not "
             "combine with a window or ALiBi slopes; pass a bool tensor, or is_causal and query_offset"
         )
+
+
+def add_float32_precision(options: Options, query: Tensor) -> None:
+    """Adds the precision that torch asks of float32 products to the options of a call of that dtype.
+
+    A backward has the options of its forward, so that it computes the same scores whatever the setting is by
+    then.
+    """
+    asked = precision.of_graph() if torch.compiler.is_dynamo_compiling() else precision.current()
+    if asked != "highest" and query.dtype is torch.float32:
+        options["float32_precision"] = asked
 
 
 def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:

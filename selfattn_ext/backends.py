@@ -24,7 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, library
+from . import checks, library, precision
 
 __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]
 
@@ -75,11 +75,14 @@ class Explanation:
     isa: str
     device: str
     dtype: str
+    #: How exact products of float32 numbers are to be; None for other dtypes.
+    float32_precision: str | None
     threads: int
     refused: dict[str, str]
 
     def __str__(self) -> str:
-        lines = [f"{self.kernel}/{self.isa} on {self.device}, {self.dtype}, {self.threads} threads"]
+        dtype = f"{self.dtype} ({self.float32_precision})" if self.float32_precision else self.dtype
+        lines = [f"{self.kernel}/{self.isa} on {self.device}, {dtype}, {self.threads} threads"]
         lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
 
@@ -203,6 +206,7 @@ def explain(
         isa=chosen.isa,
         device=str(query.device),
         dtype=str(query.dtype).removeprefix("torch."),
+        float32_precision=precision.current() if query.dtype is torch.float32 else None,
         threads=torch.get_num_threads(),
         refused=refused,
     )

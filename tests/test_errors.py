@@ -299,6 +299,7 @@ OPERATOR_CALLS = {
     "offset": (ops.attention_forward, {**F, "query_offset": 2**60}, "query_offset"),
     "softcap": (ops.attention_forward, {**F, "softcap": -1.0}, "softcap"),
     "kernel": (ops.attention_forward, {**F, "kernel_name": "fast"}, "fast"),
+    "precision": (ops.attention_forward, {**F, "float32_precision": "low"}, 'float32_precision .* "low"'),
     "grad shape": (ops.attention_backward, {**B, "grad_out": OUT[:, :, :4]}, "grad_out"),
     "grad dtype": (ops.attention_backward, {**B, "grad_out": OUT.double()}, "grad_out"),
     "out shape": (ops.attention_backward, {**B, "out": OUT[..., :4]}, "out"),

@@ -33,6 +33,7 @@ def options(dtype: torch.dtype) -> dict[str, Any]:
         "is_causal": True,
         "query_offset": 2,
         "softcap": 2.0,
+        "float32_precision": "high",
     }
 
 

@@ -1,6 +1,7 @@
 #include "attention_arguments.h"
 
 #include <cmath>
+#include <cstring>
 
 namespace selfattn::ops {
 
@@ -46,6 +47,13 @@ Dropout dropout(double probability, const TensorHandle& seed) {
   return {true, probability, static_cast<const int64_t*>(input.data)};
 }
 
+Float32Precision float32_precision(const Name& name) {
+  if (std::strcmp(name.text, "highest") == 0) return Float32Precision::kHighest;
+  if (std::strcmp(name.text, "high") == 0) return Float32Precision::kHigh;
+  if (std::strcmp(name.text, "medium") == 0) return Float32Precision::kMedium;
+  refuse("float32_precision must be \"highest\", \"high\" or \"medium\", but it is \"", name.text, "\"");
+}
+
 // Every product of sizes that kernels form as an index, though no tensor of that shape need exist: expanded
 // dimensions cost no memory.
 void check_index_range(const AttentionParams& p) {
@@ -73,7 +81,8 @@ Options::Options(Stack& stack)
       window_right(stack.integer()),
       query_offset(stack.integer()),
       softcap(stack.number()),
-      kernel(stack.kernel_name()) {}
+      kernel(stack.name()),
+      float32_precision(stack.name()) {}
 
 double finite_scale(double scale) {
   if (!std::isfinite(scale)) refuse("scale must be a finite number, but it is ", scale);
@@ -119,6 +128,7 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
   check_query_and_key(query, key);
   AttentionParams p;
   p.dtype = float_dtype(query);
+  p.float32_precision = float32_precision(options.float32_precision);
   p.batch = query.size[0];
   p.heads = query.size[1];
   p.queries = query.size[2];

@@ -20,7 +20,8 @@ struct Options {
   int64_t window_right;
   int64_t query_offset;
   double softcap;
-  KernelName kernel;
+  Name kernel;
+  Name float32_precision;
 
   explicit Options(Stack& stack);
 };

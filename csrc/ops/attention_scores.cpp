@@ -27,7 +27,7 @@ void attention_scores(StableIValue* values, uint64_t, uint64_t) {
   const TensorHandle query_handle = stack.tensor();
   const TensorHandle key_handle = stack.tensor();
   const double scale = stack.number();
-  const KernelName name = stack.kernel_name();
+  const Name name = stack.name();
 
   const Input query = inspect("query", query_handle);
   const Input key = inspect("key", key_handle);
@@ -45,7 +45,7 @@ void attention_scores_backward(StableIValue* values, uint64_t, uint64_t) {
   const TensorHandle query_handle = stack.tensor();
   const TensorHandle key_handle = stack.tensor();
   const double scale = stack.number();
-  const KernelName name = stack.kernel_name();
+  const Name name = stack.name();
 
   const Input query = inspect("query", query_handle);
   const Input key = inspect("key", key_handle);

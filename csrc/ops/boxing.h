@@ -37,9 +37,9 @@ class TensorHandle {
   AtenTensorHandle handle_ = nullptr;
 };
 
-// The name of a kernel, copied out of the dispatcher's string. Longer names are cut: none of ours is so long,
-// so that they stay unknown.
-struct KernelName {
+// A name that a caller gave, copied out of the dispatcher's string. Longer names are cut: none of ours is so
+// long, so that they stay unknown.
+struct Name {
   char text[32] = "";
 };
 
@@ -55,9 +55,9 @@ class Stack {
   int64_t integer() { return next<int64_t>(); }
   bool flag() { return next<bool>(); }
 
-  KernelName kernel_name() {
+  Name name() {
     const auto string = next<StringHandle>();
-    KernelName name;
+    Name name;
     size_t length = 0;
     const char* text = nullptr;
     if (torch_string_length(string, &length) == TORCH_SUCCESS && length > 0 &&

@@ -4,10 +4,11 @@
 #include "stable.h"
 
 // query (B,H,L,E), key (B,Hk,S,E), value (B,Hk,S,Ev), mask (B|1,H|1,L|1,S|1), slopes and sinks (B|1,H).
-#define SELFATTN_OPTIONS                                                    \
-  "Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, " \
-  "Tensor? dropout_seed=None, float dropout_p=0., bool is_causal=False, "   \
-  "int window_left=-1, int window_right=-1, int query_offset=0, float softcap=0., str kernel_name=\"\""
+#define SELFATTN_OPTIONS                                                                                  \
+  "Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "                               \
+  "Tensor? dropout_seed=None, float dropout_p=0., bool is_causal=False, "                                 \
+  "int window_left=-1, int window_right=-1, int query_offset=0, float softcap=0., str kernel_name=\"\", " \
+  "str float32_precision=\"highest\""
 
 STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
   library.def(

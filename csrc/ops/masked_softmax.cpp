@@ -26,7 +26,7 @@ void masked_softmax(StableIValue* values, uint64_t, uint64_t) {
   const TensorHandle mask_handle = stack.optional_tensor();
   const bool is_causal = stack.flag();
   const int64_t query_offset = stack.integer();
-  const KernelName name = stack.kernel_name();
+  const Name name = stack.name();
 
   Input scores = inspect("scores", scores_handle);
   check_rank(scores, 4);
@@ -48,7 +48,7 @@ void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t) {
   TensorHandle grad_weights_handle = stack.tensor();
   TensorHandle weights_handle = stack.tensor();
   const double scale = stack.number();
-  const KernelName name = stack.kernel_name();
+  const Name name = stack.name();
 
   Input weights = inspect("weights", weights_handle);
   check_rank(weights, 4);

@@ -1,0 +1,51 @@
+"""How exact products of float32 numbers are to be: torch's setting, read at every call.
+
+Note [Precision in compiled graphs]
+    A traced graph holds the precision as a constant, so it must not outlive the setting. Dynamo's own guards
+    know "highest" from the other two and not those from each other, hence the guard here. Where Dynamo offers
+    none, a graph asks for "highest", which is right for any setting.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+__all__ = ["current", "of_graph"]
+
+_setting = torch._C._get_float32_matmul_precision
+
+# What torch.backends says in other words.
+_OF_BACKENDS = {"tf32": "high", "bf16": "medium"}
+
+
+def current() -> str:
+    """The float32 precision of the process: "highest", "high" or "medium".
+
+    That of :func:`torch.set_float32_matmul_precision`. It has no value once torch.backends has set devices
+    apart; the answer then is that of matrix products on a CPU, torch.backends.mkldnn.matmul.fp32_precision.
+    """
+    try:
+        return _setting()
+    except RuntimeError:
+        matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
+        return _OF_BACKENDS.get(matmul.fp32_precision, "highest")
+
+
+def of_graph() -> str:
+    """:func:`current`, for a graph that torch.compile traces: see Note [Precision in compiled graphs]."""
+    try:
+        from torch._dynamo.guards import GuardBuilder, install_guard
+        from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, ImportSource
+
+        module = AttrSource(ImportSource(__package__), __name__.rpartition(".")[2])
+        source = CallFunctionNoArgsSource(AttrSource(module, current.__name__))
+        install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
+    except (ImportError, AttributeError, TypeError):
+        return "highest"
+    return current()
+
+
+# Dynamo calls it while it traces, instead of tracing it.
+of_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]
