@@ -1,8 +1,9 @@
-"""Ratios over the sequence length as a picture: one panel for each dtype and head dimension."""
+"""Ratios over the sequence length as a picture: a panel for each kind of arithmetic and head dimension."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from selfattn_ext import info
@@ -17,26 +18,51 @@ except ImportError as error:
         f"drawing needs matplotlib ({error}): pip install selfattn_ext[viz]", exit_code=1
     ) from error
 
+COLUMNS = 4
+
 
 def draw(rows: Sequence[Row], peer: str, path: Path) -> Path:
     """Time of ``peer`` over ours for the plain and causal rows; returns the absolute path of the picture."""
-    plain = [row for row in rows if row.case.options() in ("", "causal") and row.ratio(peer) is not None]
-    panels = list(dict.fromkeys((row.case.dtype_name, row.case.head_dim) for row in plain))
+    plain = [row for row in rows if _is_plain(row) and row.ratio(peer) is not None]
+    if not plain:
+        raise CommandError(f"nothing to draw: no plain or causal row has a ratio to {peer}", exit_code=1)
+    panels: dict[str, list[Row]] = {}
+    for row in plain:
+        panels.setdefault(_panel_name(row), []).append(row)
+    # A single length is no curve: shown only where there is nothing else.
+    curved = {name: found for name, found in panels.items() if len({row.case.length for row in found}) > 1}
+    panels = curved or panels
+    columns = min(COLUMNS, len(panels))
+    lines = -(-len(panels) // columns)
     figure, axes = pyplot.subplots(
-        1, len(panels), figsize=(4.2 * len(panels), 4.2), squeeze=False, sharey=True, layout="constrained"
+        lines, columns, figsize=(4.2 * columns, 3.9 * lines), squeeze=False, layout="constrained"
     )
-    for ax, (dtype, head_dim) in zip(axes[0], panels, strict=True):
-        _panel(
-            ax, [row for row in plain if (row.case.dtype_name, row.case.head_dim) == (dtype, head_dim)], peer
-        )
-        ax.set_title(f"{dtype}, head dimension {head_dim}")
-    axes[0][0].set_ylabel(f"time of {peer} / time of selfattn_ext")
-    axes[0][-1].legend(fontsize="small")
+    for ax in axes.flat[len(panels) :]:
+        ax.set_axis_off()
+    for ax, (name, found) in zip(axes.flat, panels.items(), strict=False):
+        _panel(ax, found, peer)
+        ax.set_title(name, fontsize="medium")
+        ax.legend(fontsize="x-small")
+    for ax in axes[:, 0]:
+        ax.set_ylabel(f"time of {peer} / time of selfattn_ext")
     figure.suptitle(f"{info.cpu_name()}: above 1 selfattn_ext is faster", fontsize="medium")
     target = path.expanduser().absolute()
     figure.savefig(target, dpi=120)
     pyplot.close(figure)
     return target
+
+
+def _is_plain(row: Row) -> bool:
+    return replace(row.case, causal=False, precision="highest", isa="").options() == ""
+
+
+def _panel_name(row: Row) -> str:
+    kind = [row.case.dtype_name]
+    if row.case.precision != "highest":
+        kind.append(f'"{row.case.precision}"')
+    if row.case.isa:
+        kind.append(row.case.isa)
+    return f"{' '.join(kind)}, head dimension {row.case.head_dim}"
 
 
 def _panel(ax: Axes, rows: Sequence[Row], peer: str) -> None:
@@ -46,8 +72,8 @@ def _panel(ax: Axes, rows: Sequence[Row], peer: str) -> None:
         rule = ", causal" if row.case.causal else ""
         curves.setdefault(f"{row.case.direction}{rule}, threads: {row.threads}", []).append(row)
     for label, points in curves.items():
-        # Two batch sizes of one length would make the curve jump: the lengths table has one row for each
-        # length.
+        # Of several batches of one length the largest: two points of one length would make the curve jump.
+        points = sorted(points, key=lambda row: row.case.batch * row.case.heads)
         by_length = {row.case.length: row.ratio(peer) for row in points}
         found = [(length, ratio) for length, ratio in sorted(by_length.items()) if ratio is not None]
         ax.plot(
@@ -56,5 +82,6 @@ def _panel(ax: Axes, rows: Sequence[Row], peer: str) -> None:
     lengths = sorted({row.case.length for row in rows})
     ax.set_xscale("log", base=2)
     ax.set_xticks(lengths, [str(length) for length in lengths])
+    ax.set_ylim(bottom=0.0)
     ax.set_xlabel("sequence length")
     ax.grid(alpha=0.3)

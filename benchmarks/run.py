@@ -1,11 +1,12 @@
 """The full benchmark: more cases and more peers than ``python -m selfattn_ext bench``, and a picture.
 
+    python benchmarks/run.py --classes                       the cases that have a bar and a goal
     python benchmarks/run.py                                 every table, against torch
     python benchmarks/run.py --tables lengths --png t.png    ratios over the sequence length, drawn
     python benchmarks/run.py --tables tiny --peers torch,formula,loops --threads 1
 
-Run it on an otherwise idle machine. tables.py holds the cases, peers.py the peers; timing, errors and
-printing are those of the package, selfattn_ext/bench/.
+Run it on an otherwise idle machine. tables.py holds the cases, classes.py those with bars and goals, peers.py
+the peers; timing, errors and printing are those of the package, selfattn_ext/bench/.
 """
 
 from __future__ import annotations
@@ -15,12 +16,15 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+import class_table
+import classes
 from peers import PEERS
 from tables import TABLES
 
 from selfattn_ext import bench
-from selfattn_ext.bench import peak, timer
-from selfattn_ext.bench.measure import measure
+from selfattn_ext.bench import report, timer
+from selfattn_ext.bench.contenders import Contender
+from selfattn_ext.bench.measure import Row, measure
 from selfattn_ext.cli import parse_threads
 from selfattn_ext.terminal import PICTURE_FORMATS, CommandError, check_output
 
@@ -29,7 +33,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
+    chosen = parser.add_mutually_exclusive_group()
+    chosen.add_argument(
+        "--classes", action="store_true", help="the classes that have a bar and a goal, instead of tables"
+    )
+    chosen.add_argument(
         "--tables",
         type=_names(TABLES),
         default=list(TABLES),
@@ -46,10 +54,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--threads", type=parse_threads, metavar="N,N", help="numbers of threads (default: 1 and all)"
     )
-    parser.add_argument("--quick", action="store_true", help="short runs, and only cases of up to 20 GFLOP")
+    parser.add_argument(
+        "--quick", action="store_true", help="short runs of fewer cases (of tables: up to 20 GFLOP)"
+    )
     parser.add_argument("--json", metavar="FILE", help="also write the results there; - is standard output")
     parser.add_argument(
-        "--png", type=Path, metavar="FILE", help="draw the ratios over the sequence length (table lengths)"
+        "--png",
+        type=Path,
+        metavar="FILE",
+        help="draw the ratios over the sequence length (classes, or table lengths)",
     )
     parsed = parser.parse_args(arguments)
     try:
@@ -65,23 +78,44 @@ def _run(parsed: argparse.Namespace) -> int:
         import picture
 
         check_output("--png", parsed.png, PICTURE_FORMATS)
-        if "lengths" not in parsed.tables:
+        if not parsed.classes and "lengths" not in parsed.tables:
             raise CommandError("--png draws the table lengths, which --tables leaves out")
+    command = " ".join(["benchmarks/run.py", *sys.argv[1:]])
+    rows = _classes(parsed, command) if parsed.classes else _tables(parsed, command)
+    if parsed.png is not None:
+        peer = "torch" if parsed.classes else parsed.peers[0]
+        message = f"ratios over the sequence length: {picture.draw(rows, peer, parsed.png)}"
+        print(message, file=sys.stderr if parsed.json == "-" else sys.stdout)
+    return 0
+
+
+def _tables(parsed: argparse.Namespace, command: str) -> list[Row]:
     cases = list(dict.fromkeys(case for name in parsed.tables for case in TABLES[name]()))
     if parsed.quick:
         cases = [case for case in cases if case.flops() <= 20e9]
-    rows = measure(
-        cases,
-        [PEERS[name] for name in parsed.peers],
+    rows = measure(cases, _peers(parsed), bench.thread_counts(parsed.threads), _effort(parsed))
+    bench.publish(rows, parsed.json, command)
+    return rows
+
+
+def _classes(parsed: argparse.Namespace, command: str) -> list[Row]:
+    results = class_table.measure_classes(
+        classes.lines(parsed.quick),
+        classes.memory_cases(parsed.quick),
+        _peers(parsed),
         bench.thread_counts(parsed.threads),
-        timer.QUICK if parsed.quick else timer.FULL,
-        peak.QUICK_SIZE if parsed.quick else peak.SIZE,
+        _effort(parsed),
     )
-    bench.publish(rows, parsed.json, " ".join(["benchmarks/run.py", *sys.argv[1:]]))
-    if parsed.png is not None:
-        message = f"ratios over the sequence length: {picture.draw(rows, parsed.peers[0], parsed.png)}"
-        print(message, file=sys.stderr if parsed.json == "-" else sys.stdout)
-    return 0
+    bench.emit(class_table.text(results), report.dump(class_table.data(results, command)), parsed.json)
+    return [measured.row for measured in results.measured]
+
+
+def _peers(parsed: argparse.Namespace) -> list[Contender]:
+    return [PEERS[name] for name in parsed.peers]
+
+
+def _effort(parsed: argparse.Namespace) -> timer.Effort:
+    return timer.QUICK if parsed.quick else timer.FULL
 
 
 def _names(known: dict[str, object]):

@@ -135,7 +135,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="print the table of speed ratios against torch",
         description="Times this package and torch's scaled_dot_product_attention in turns, forward and "
         "forward+backward, and prints the ratio of the times (above 1: this package is faster), the share of "
-        "the speed of a large torch matmul, and each one's error against float64.",
+        "the peak that the machine has in the same run, and each one's error against float64.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import runpy
-import sys
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -23,7 +21,6 @@ from selfattn_ext.bench.measure import Row, measure
 from selfattn_ext.cli import main
 from selfattn_ext.terminal import CommandError
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
 MOMENT = timer.Effort(seconds=0.0, min_rounds=3)
 SMALL = Case(2, 4, 70, 16)
 VARIANTS = [
@@ -93,7 +90,7 @@ def test_contenders_compute_the_same_and_errors_are_small(case: Case, backward: 
     assert exact is not None
     bound = 2e-2 if case.dtype == torch.bfloat16 else 5e-6
     for contender in (OURS, TORCH):
-        found = results(contender, case, tensors)
+        found = results(contender.prepare(case, tensors), case, tensors)
         assert len(found) == 1 + len(tensors.leaves())
         assert exact.error(case, found) < bound, contender.name
         spoilt = [*found[:-1], found[-1] + 1.0] if case.mask != "gradient" else [found[0] + 1.0, *found[1:]]
@@ -108,22 +105,33 @@ def test_long_sequences_are_judged_in_chunks(case: Case) -> None:
     tensors = inputs(case)
     exact = truth(case, tensors)
     assert exact is not None
-    assert exact.error(case, results(OURS, case, tensors)) < 5e-6
+    assert exact.error(case, results(OURS.prepare(case, tensors), case, tensors)) < 5e-6
 
 
 def test_dropout_has_no_true_result() -> None:
     case = replace(SMALL, dropout=0.5)
-    assert truth(case, inputs(case)) is None
-    assert results(OURS, case, inputs(case))[0].shape == results(TORCH, case, inputs(case))[0].shape
+    tensors = inputs(case)
+    assert truth(case, tensors) is None
+    ours, theirs = (results(one.prepare(case, tensors), case, tensors)[0] for one in (OURS, TORCH))
+    assert ours.shape == theirs.shape
 
 
 @pytest.mark.parametrize("case", VARIANTS, ids=lambda case: f"{case.dtype_name} {case.options()}")
 def test_operations_are_counted_over_visible_pairs(case: Case) -> None:
     seen = case.visible()
-    pairs = case.length * case.key_count if seen is None else int(seen.sum())
+    if seen is None:
+        seen = torch.ones(case.length, case.key_count, dtype=torch.bool)
+    if case.mask == "bool":
+        mask = inputs(case).mask
+        assert mask is not None
+        seen = seen & mask
+    pairs = int(seen.sum())
     per_pair = 2 * (case.head_dim + case.value_dimension)
     assert case.flops() == case.batch * case.heads * pairs * per_pair
     assert replace(case, backward=True).flops() == 3.5 * case.flops()
+    assert replace(case, backward=True, graph_kept=True).flops() == 2.5 * case.flops()
+    tensors = inputs(case)
+    assert case.bytes_read() == sum(t.nbytes for t in (tensors.query, tensors.key, tensors.value))
 
 
 def test_the_block_mask_hides_half_of_the_blocks() -> None:
@@ -150,7 +158,7 @@ def test_a_contender_that_refuses_is_listed_with_its_reason() -> None:
     def refuse(case: Case, tensors: cases.Inputs) -> Callable[[], torch.Tensor]:
         raise NotImplementedError("no backward pass on CPU")
 
-    rows = measure([replace(SMALL, backward=True)], [TORCH, Contender("peer", refuse)], [1], MOMENT, 64)
+    rows = measure([replace(SMALL, backward=True)], [TORCH, Contender("peer", refuse)], [1], MOMENT)
     assert rows[0].ratio("peer") is None
     assert rows[0].ratio("torch") is not None
     text = report.text(rows)
@@ -159,19 +167,26 @@ def test_a_contender_that_refuses_is_listed_with_its_reason() -> None:
     assert report.data(rows, "test")["rows"][0]["contenders"]["peer"]["refused"] == "no backward pass on CPU"
 
 
-def test_the_matmul_yardstick_is_positive_and_the_threads_are_restored(one_thread: None) -> None:
-    rows = measure([SMALL], [TORCH], [1, 2], MOMENT, 64)
+def test_the_peak_is_measured_and_threads_and_precision_are_restored(one_thread: None) -> None:
+    case = replace(SMALL, precision="medium")
+    rows = measure([case], [TORCH], [1, 2], MOMENT)
     assert [row.threads for row in rows] == [1, 2]
-    assert all(row.matmul_gflops > 0 for row in rows)
+    for row in rows:
+        assert row.ceiling is not None
+        assert row.ceiling.gflops > 0
+        assert row.ceiling.read_gbs > 0
+        share = row.share(OURS.name)
+        assert share is not None
+        assert share > 0
     assert torch.get_num_threads() == 1
-    assert peak.matmul_gflops(torch.float32, size=32, seconds=0.0) > 0
+    assert torch.get_float32_matmul_precision() == "highest"
 
 
 @pytest.fixture
 def tiny_bench(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases, "QUICK_SHAPES", ((1, 2, 16, 8),))
     monkeypatch.setattr(timer, "QUICK", MOMENT)
-    monkeypatch.setattr(peak, "QUICK_SIZE", 64)
+    monkeypatch.setattr(peak, "READ_BYTES", 2**20)
 
 
 @pytest.mark.usefixtures("tiny_bench")
@@ -206,9 +221,13 @@ def _check_schema(data: dict[str, Any], rows: int) -> None:
                 "window",
                 "mask",
                 "dropout",
+                "precision",
+                "isa",
                 "threads",
                 "flops",
-                "matmul_gflops",
+                "bytes_read",
+                "peak",
+                "bound",
                 "contenders",
                 "ratios",
             ),
@@ -220,6 +239,7 @@ def _check_schema(data: dict[str, Any], rows: int) -> None:
             assert contender["rounds"] >= MOMENT.min_rounds
             assert contender["error"] < 0.05
             assert contender["refused"] is None
+            assert contender["of_peak"] > 0
         low, high = row["ratios"]["torch"]["quartiles"]
         assert 0 < low <= row["ratios"]["torch"]["median"] <= high
 
@@ -232,73 +252,6 @@ def test_threads_are_one_and_all_unless_asked_for() -> None:
         bench.thread_counts([10**6])
 
 
-@pytest.fixture
-def full_run(monkeypatch: pytest.MonkeyPatch) -> Callable[[list[str]], int]:
-    """main() of benchmarks/run.py, with tables of two small cases each."""
-    monkeypatch.syspath_prepend(str(FOLDER))
-    names = ("tables", "peers", "picture")
-    for name in names:
-        monkeypatch.delitem(sys.modules, name, raising=False)
-    import tables
-
-    short = [replace(SMALL, length=length, keys=None) for length in (8, 16)]
-    monkeypatch.setattr(tables, "TABLES", {"tiny": lambda: short, "lengths": lambda: short})
-    monkeypatch.setattr(timer, "QUICK", MOMENT)
-    monkeypatch.setattr(peak, "QUICK_SIZE", 64)
-    yield runpy.run_path(str(FOLDER / "run.py"))["main"]
-    for name in names:
-        sys.modules.pop(name, None)
-
-
-def test_full_run_compares_with_all_peers_and_draws(
-    full_run: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    picture, results_file = tmp_path / "ratios.png", tmp_path / "results.json"
-    arguments = ["--quick", "--threads", "1", "--peers", "torch,formula,loops"]
-    assert full_run([*arguments, "--png", str(picture), "--json", str(results_file)]) == 0
-    assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
-    rows = json.loads(results_file.read_text(encoding="utf-8"))["rows"]
-    assert [row["length"] for row in rows] == [8, 16]
-    assert set(rows[0]["ratios"]) == {"torch", "formula", "loops"}
-    assert str(picture) in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--tables", "tiny", "--png", "x.png"], "which --tables leaves out"),
-        (["--png", "x.txt"], "must end in .png"),
-    ],
-)
-def test_full_run_refuses_before_measuring(
-    full_run: Callable[[list[str]], int],
-    arguments: list[str],
-    message: str,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert full_run(["--quick", *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_full_run_names_the_known_tables(
-    full_run: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit) as exit_info:
-        full_run(["--tables", "huge"])
-    assert exit_info.value.code == 2
-    assert "no huge; there is tiny, lengths" in capsys.readouterr().err
-
-
-def test_the_tables_hold_cases_without_repetition(full_run: object) -> None:
-    sys.modules.pop("tables", None)
-    import tables
-
-    for name, table in tables.TABLES.items():
-        found = table()
-        assert found, name
-        assert len(set(found)) == len(found), name
-
-
 def _row(ratio: float, case: Case = SMALL) -> Row:
     from selfattn_ext.bench.measure import Outcome
 
@@ -306,7 +259,7 @@ def _row(ratio: float, case: Case = SMALL) -> Row:
         OURS.name: Outcome(timer.Timing((1.0,) * 3), 1e-7),
         "torch": Outcome(timer.Timing((ratio,) * 3), 2e-7),
     }
-    return Row(case, 1, outcomes, matmul_gflops=2 * case.flops() / 1e9)
+    return Row(case, 1, outcomes, peak.Ceiling("avx2", gflops=2 * case.flops() / 1e9, read_gbs=1e9))
 
 
 def test_the_summary_names_median_and_lowest_ratio() -> None:
@@ -314,4 +267,4 @@ def test_the_summary_names_median_and_lowest_ratio() -> None:
     assert (
         "torch / ours: median 2.00 of 3 rows, over 1 in 2; lowest 0.50 (float32 (2, 4, 70, 16) causal" in text
     )
-    assert "50%" in text
+    assert "50% avx2" in text

@@ -7,7 +7,9 @@
 
 #include "../cpu/cpu_features.h"
 #include "../cpu/kernel_table.h"
+#include "../cpu/peak/peak.h"
 #include "../ops/build_options.h"
+#include "../ops/run_kernel.h"
 #include "../version.h"
 
 #include <torch/headeronly/version.h>
@@ -89,6 +91,14 @@ py::dict choose_kernel(const std::string& name) {
   return describe(chosen, priority);
 }
 
+double multiply_add_gflops(const std::string& isa, double seconds) {
+  return selfattn::cpu::multiply_add_gflops(isa, seconds, selfattn::ops::thread_pool());
+}
+
+double read_gbs(int64_t bytes, double seconds) {
+  return selfattn::cpu::read_gbs(bytes, seconds, selfattn::ops::thread_pool());
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -112,4 +122,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def(
       "set_cpu_isa", &selfattn::cpu::force_isa, py::arg("name"),
       "Force an instruction set, '' for automatic. ValueError for one that is unknown or not available.");
+  module.def("multiply_add_gflops", &multiply_add_gflops, py::arg("isa"), py::arg("seconds"),
+             py::call_guard<py::gil_scoped_release>(),
+             "GFLOP/s of multiply-adds alone with the instructions of `isa`, on torch's current number of "
+             "threads: the best of the runs in `seconds`. ValueError for what is unknown or not available.");
+  module.def("read_gbs", &read_gbs, py::arg("bytes"), py::arg("seconds"),
+             py::call_guard<py::gil_scoped_release>(),
+             "GB/s at which torch's current number of threads reads that much memory, likewise.");
 }

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from selfattn_ext.bench import cases, peak, report, timer
+from selfattn_ext.bench import cases, report, timer
 from selfattn_ext.bench.contenders import TORCH
 from selfattn_ext.bench.measure import Row, measure
 from selfattn_ext.terminal import CommandError, check_output
@@ -38,7 +38,6 @@ def run(options: Options) -> int:
         [TORCH],
         thread_counts(options.threads),
         timer.QUICK if options.quick else timer.FULL,
-        peak.QUICK_SIZE if options.quick else peak.SIZE,
     )
     publish(rows, options.json, "bench --quick" if options.quick else "bench")
     return 0
@@ -66,14 +65,19 @@ def check_json(target: str | None) -> None:
 
 
 def publish(rows: Sequence[Row], target: str | None, command: str) -> None:
-    """Print the table, and write the JSON; with the latter on stdout, the table goes to stderr."""
-    print(report.text(rows), file=sys.stderr if target == "-" else sys.stdout, flush=True)
+    """Print the table, and write the JSON."""
+    emit(report.text(rows), report.dump(report.data(rows, command)), target)
+
+
+def emit(text: str, dumped: str, target: str | None) -> None:
+    """Print a text, and write JSON beside it; with the latter on stdout, the text goes to stderr."""
+    print(text, file=sys.stderr if target == "-" else sys.stdout, flush=True)
     if target == "-":
-        print(report.dump(rows, command), end="")
+        print(dumped, end="")
     elif target is not None:
         path = Path(target).expanduser().absolute()
         try:
-            path.write_text(report.dump(rows, command), encoding="utf-8")
+            path.write_text(dumped, encoding="utf-8")
         except OSError as error:
             raise CommandError(f"--json {target}: cannot be written: {error.strerror or error}") from error
         print(f"\nresults: {path}")

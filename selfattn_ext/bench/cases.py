@@ -12,6 +12,7 @@ from torch import Tensor
 from selfattn_ext import masks
 
 Mask = Literal["none", "bool", "gradient"]
+Precision = Literal["highest", "high", "medium"]
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,9 @@ class Case:
     """One row of a table. Fields that stay at their defaults are options that are off.
 
     ``mask`` is "bool" for a chequered pattern of 64 x 64 blocks, half of them hidden, and "gradient" for a
-    float mask (length, keys) that gets a gradient where there is a backward pass.
+    float mask (length, keys) that gets a gradient where there is a backward pass. ``graph_kept`` times the
+    backward pass alone, over and over on one graph. ``precision`` is torch's float32 matmul precision, and
+    ``isa`` forces the instruction set of this package's kernels.
     """
 
     batch: int
@@ -29,12 +32,19 @@ class Case:
     dtype: torch.dtype = torch.float32
     causal: bool = False
     backward: bool = False
+    graph_kept: bool = False
     keys: int | None = None
     kv_heads: int | None = None
     value_dim: int | None = None
     window: int | None = None  # keys to the left that a query sees
     mask: Mask = "none"
     dropout: float = 0.0
+    precision: Precision = "highest"
+    isa: str = ""
+
+    def __post_init__(self) -> None:
+        if self.graph_kept and not self.backward:
+            raise ValueError("graph_kept is about the backward pass, and backward is False")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -63,7 +73,9 @@ class Case:
 
     @property
     def direction(self) -> str:
-        return "forward+backward" if self.backward else "forward"
+        if not self.backward:
+            return "forward"
+        return "backward" if self.graph_kept else "forward+backward"
 
     def options(self) -> str:
         """The options that are on, for people; "" for the plain call."""
@@ -82,21 +94,36 @@ class Case:
             found.append(f"mask={self.mask}")
         if self.dropout:
             found.append(f"dropout={self.dropout:g}")
+        if self.precision != "highest":
+            found.append(f"precision={self.precision}")
+        if self.isa:
+            found.append(f"isa={self.isa}")
         return " ".join(found)
 
     def flops(self) -> float:
-        """Multiplications and additions of the matrix products over the pairs that the mask rule leaves
-        visible.
+        """Multiplications and additions of the matrix products over the visible pairs.
 
         Two products forward and five backward, where the scores are computed again, as is usual in reports on
-        attention. A mask given as a tensor does not reduce the count.
+        attention.
         """
+        per_pair = 2 * (self.head_dim + self.value_dimension)
+        passes = (2.5 if self.graph_kept else 3.5) if self.backward else 1.0
+        return float(per_pair * self._pairs() * self.batch * self.heads) * passes
+
+    def _pairs(self) -> int:
+        if self.mask == "bool":
+            seen, blocks = self.visible(), _half_of_the_blocks(self.length, self.key_count)
+            return int((blocks if seen is None else blocks & seen).sum())
         positions = torch.arange(self.length) + self.query_offset
         first = torch.zeros_like(positions) if self.window is None else (positions - self.window).clamp(min=0)
         end = positions + 1 if self.causal else torch.full_like(positions, self.key_count)
-        pairs = int((end.clamp(max=self.key_count) - first).clamp(min=0).sum())
-        per_pair = 2 * (self.head_dim + self.value_dimension)
-        return float(per_pair * pairs * self.batch * self.heads) * (3.5 if self.backward else 1.0)
+        return int((end.clamp(max=self.key_count) - first).clamp(min=0).sum())
+
+    def bytes_read(self) -> int:
+        """Of query, key and value, each read once: what no implementation gets around."""
+        queries = self.heads * self.length * self.head_dim
+        keys = self.kv_head_count * self.key_count * (self.head_dim + self.value_dimension)
+        return self.batch * (queries + keys) * self.dtype.itemsize
 
     def visible(self) -> Tensor | None:
         """The (length, keys) pattern of the causal rule and the window; None where every pair is visible."""
@@ -189,4 +216,6 @@ def as_json(case: Case) -> dict[str, Any]:
         "window": case.window,
         "mask": case.mask,
         "dropout": case.dropout,
+        "precision": case.precision,
+        "isa": case.isa,
     }

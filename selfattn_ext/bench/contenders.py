@@ -80,21 +80,19 @@ OURS = Contender("selfattn_ext", _prepare_ours)
 TORCH = Contender("torch", _prepare_torch)
 
 
-def runner(contender: Contender, case: Case, tensors: Inputs) -> Callable[[], object]:
-    """What the timer calls: the forward pass without a graph, or forward and backward of all gradients.
-
-    Raises:
-        NotImplementedError: the contender cannot compute the case.
-    """
-    call = contender.prepare(case, tensors)
+def runner(call: Call, case: Case, tensors: Inputs) -> Callable[[], object]:
+    """What the timer calls, given what a contender has prepared: the forward pass of inputs that need no
+    gradient, forward and backward of all gradients, or the backward pass alone."""
     if not case.backward:
-
-        def forward() -> Tensor:
-            with torch.no_grad():
-                return call()
-
-        return forward
+        return call
     leaves = tensors.leaves()
+    if case.graph_kept:
+        out = call()
+
+        def backward() -> tuple[Tensor, ...]:
+            return torch.autograd.grad(out, leaves, tensors.grad_out, retain_graph=True)
+
+        return backward
 
     def forward_and_backward() -> tuple[Tensor, ...]:
         return torch.autograd.grad(call(), leaves, tensors.grad_out)
@@ -102,11 +100,9 @@ def runner(contender: Contender, case: Case, tensors: Inputs) -> Callable[[], ob
     return forward_and_backward
 
 
-def results(contender: Contender, case: Case, tensors: Inputs) -> list[Tensor]:
+def results(call: Call, case: Case, tensors: Inputs) -> list[Tensor]:
     """Output, and with a backward pass the gradients of query, key, value (and mask)."""
-    call = contender.prepare(case, tensors)
-    if not case.backward:
-        with torch.no_grad():
-            return [call()]
     out = call()
+    if not case.backward:
+        return [out]
     return [out.detach(), *torch.autograd.grad(out, tensors.leaves(), tensors.grad_out)]

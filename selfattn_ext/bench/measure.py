@@ -1,17 +1,18 @@
-"""Runs cases: every contender in turns, errors beside the times, the matmul speed of the same run."""
+"""Runs cases: every contender in turns, errors beside the times, the peaks of the same run."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 
 import torch
 
-from selfattn_ext.bench import peak
+from selfattn_ext import backends
 from selfattn_ext.bench.accuracy import Truth, truth
-from selfattn_ext.bench.cases import Case, inputs
+from selfattn_ext.bench.cases import Case, Precision, inputs
 from selfattn_ext.bench.contenders import OURS, Contender, results, runner
+from selfattn_ext.bench.peak import Ceiling, Meter
 from selfattn_ext.bench.timer import Effort, Ratio, Timing, interleave
 from selfattn_ext.terminal import Progress, describe
 
@@ -32,7 +33,7 @@ class Row:
     case: Case
     threads: int
     outcomes: dict[str, Outcome]  # by name of the contender, this package's first
-    matmul_gflops: float
+    ceiling: Ceiling | None  # None where the machine cannot run the case
 
     def ratio(self, peer: str) -> Ratio | None:
         """Time of a peer over the time of this package; above 1 this package is faster."""
@@ -44,66 +45,99 @@ class Row:
         timing = self.outcomes[name].timing
         return None if timing is None else self.case.flops() / timing.median / 1e9
 
+    def read_gbs(self, name: str) -> float | None:
+        """Bytes of the inputs over the time of a contender."""
+        timing = self.outcomes[name].timing
+        return None if timing is None else self.case.bytes_read() / timing.median / 1e9
+
+    def share(self, name: str) -> float | None:
+        """The time that the machine needs at least over the time that a contender took."""
+        timing = self.outcomes[name].timing
+        if timing is None or self.ceiling is None:
+            return None
+        return self.ceiling.seconds(self.case.flops(), self.case.bytes_read()) / timing.median
+
+    @property
+    def bound(self) -> str:
+        """What limits the case: an instruction set's arithmetic, or "read"; "" where it cannot run."""
+        return "" if self.ceiling is None else self.ceiling.bound(self.case.flops(), self.case.bytes_read())
+
+
+class Session:
+    """Measures rows, and keeps what they share: exact results and peaks."""
+
+    def __init__(self, peers: Sequence[Contender], effort: Effort) -> None:
+        self._contenders = [OURS, *peers]
+        self._effort = effort
+        self._exact: dict[Case, Truth | None] = {}
+        self.meter = Meter(min(0.2, effort.seconds / 3))
+
+    def row(self, case: Case, threads: int) -> Row:
+        """One case, every contender in turns."""
+        if case.isa and case.isa not in backends.cpu_isas():
+            reason = f"this machine cannot run the instruction set {case.isa}"
+            refused = {contender.name: Outcome(None, None, reason) for contender in self._contenders}
+            return Row(case, threads, refused, None)
+        forced = backends.use_cpu_isa(case.isa) if case.isa else nullcontext()
+        with forced, _state(threads, case.precision):
+            return self._row(case, threads)
+
+    def _row(self, case: Case, threads: int) -> Row:
+        tensors = inputs(case)
+        isa = backends.explain(tensors.query, tensors.key, tensors.value, enable_gqa=True).isa
+        ceiling = self.meter.ceiling(isa, case.dtype, case.precision)
+        judge = self._truth(case)
+        outcomes: dict[str, Outcome] = {}
+        calls = {}
+        for contender in self._contenders:
+            try:
+                call = contender.prepare(case, tensors)
+                found = results(call, case, tensors)
+                calls[contender.name] = runner(call, case, tensors)
+            except NotImplementedError as refusal:
+                outcomes[contender.name] = Outcome(None, None, describe(refusal))
+                continue
+            outcomes[contender.name] = Outcome(None, None if judge is None else judge.error(case, found))
+        for name, timing in interleave(calls, self._effort).items():
+            outcomes[name] = replace(outcomes[name], timing=timing)
+        return Row(case, threads, outcomes, ceiling)
+
+    def _truth(self, case: Case) -> Truth | None:
+        plain = replace(case, graph_kept=False, precision="highest", isa="")
+        # Without a backward pass the truth is the beginning of what it is with one.
+        for key in (replace(plain, backward=True), plain):
+            if key in self._exact:
+                return self._exact[key]
+        self._exact[plain] = truth(plain, inputs(plain))
+        return self._exact[plain]
+
 
 def measure(
-    cases: Sequence[Case],
-    peers: Sequence[Contender],
-    threads: Sequence[int],
-    effort: Effort,
-    matmul_size: int = peak.SIZE,
+    cases: Sequence[Case], peers: Sequence[Contender], threads: Sequence[int], effort: Effort
 ) -> list[Row]:
     """One row for each number of threads and case; a progress bar on stderr meanwhile."""
+    session = Session(peers, effort)
     rows = []
-    exact: dict[Case, Truth | None] = {}
     with Progress("measuring", len(threads) * len(cases)) as progress:
         for count in threads:
-            with _threads(count):
-                speed = {
-                    dtype: peak.matmul_gflops(dtype, matmul_size, effort.seconds / 2)
-                    for dtype in dict.fromkeys(case.dtype for case in cases)
-                }
-                for case in cases:
-                    rows.append(_row(case, [OURS, *peers], count, effort, speed[case.dtype], exact))
-                    progress.update(
-                        len(rows), f"{case.dtype_name} {case.shape} {case.options()} {case.direction}"
-                    )
+            for case in cases:
+                rows.append(session.row(case, count))
+                progress.update(len(rows), note(case))
     return rows
 
 
-def _row(
-    case: Case,
-    contenders: Sequence[Contender],
-    threads: int,
-    effort: Effort,
-    matmul_gflops: float,
-    exact: dict[Case, Truth | None],
-) -> Row:
-    tensors = inputs(case)
-    # Without a backward pass the truth is the beginning of what it is with one.
-    key = replace(case, backward=True)
-    if key not in exact:
-        exact[key] = truth(key, inputs(key))
-    outcomes: dict[str, Outcome] = {}
-    calls = {}
-    for contender in contenders:
-        try:
-            found = results(contender, case, tensors)
-            calls[contender.name] = runner(contender, case, tensors)
-        except NotImplementedError as refusal:
-            outcomes[contender.name] = Outcome(None, None, describe(refusal))
-            continue
-        judge = exact[key]
-        outcomes[contender.name] = Outcome(None, None if judge is None else judge.error(case, found))
-    for name, timing in interleave(calls, effort).items():
-        outcomes[name] = replace(outcomes[name], timing=timing)
-    return Row(case, threads, outcomes, matmul_gflops)
+def note(case: Case) -> str:
+    """A case in a few words, for the progress bar."""
+    return " ".join(filter(None, (case.dtype_name, str(case.shape), case.options(), case.direction)))
 
 
 @contextmanager
-def _threads(count: int) -> Iterator[None]:
-    before = torch.get_num_threads()
-    torch.set_num_threads(count)
+def _state(threads: int, precision: Precision) -> Iterator[None]:
+    before = torch.get_num_threads(), torch.get_float32_matmul_precision()
+    torch.set_num_threads(threads)
+    torch.set_float32_matmul_precision(precision)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(before[0])
+        torch.set_float32_matmul_precision(before[1])

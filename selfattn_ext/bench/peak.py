@@ -1,22 +1,84 @@
-"""The yardstick of the machine: how fast torch multiplies two large matrices in this run."""
+"""The yardstick of the machine, measured in the same run: multiply-adds per second, bytes read per second.
+
+Both come from loops in csrc/cpu/peak that do nothing else, on as many threads as torch has at the moment.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
-from selfattn_ext.bench.timer import best_seconds
+from selfattn_ext import library
+from selfattn_ext.bench.cases import Precision
 
-SIZE = 2048
-QUICK_SIZE = 1024
+#: Larger than the caches, so that the memory is what is read.
+READ_BYTES = 256 * 2**20
+
+# The instruction sets that multiply pairs of bfloat16, and the one whose other vectors they work beside.
+_PAIRS = {"amx": "avx512", "avx512_bf16": "avx512"}
+
+# How many products of bfloat16 pieces make one product of this precision: float32 is the sum of three pieces,
+# and the six largest of their nine products are needed; "high" and float16 have two pieces and need three.
+_PRODUCTS = {"highest": 6, "high": 3, "medium": 1}
 
 
-def matmul_gflops(dtype: torch.dtype, size: int = SIZE, seconds: float = 0.5) -> float:
-    """GFLOP/s of ``torch.mm`` of two (size, size) matrices, the best of the runs in ``seconds``.
+@dataclass(frozen=True)
+class Ceiling:
+    """What one kind of arithmetic can attain at most on some number of threads."""
 
-    This is what the machine's matrix library attains, which is a little below the arithmetic peak of its
-    cores; the frequency, and so the number, differs from run to run.
-    """
-    generator = torch.Generator().manual_seed(0)
-    a, b = (torch.randn(size, size, generator=generator).to(dtype) for _ in range(2))
-    out = torch.empty_like(a)
-    return 2.0 * size**3 / best_seconds(lambda: torch.mm(a, b, out=out), seconds) / 1e9
+    isa: str
+    gflops: float
+    read_gbs: float
+
+    def seconds(self, flops: float, bytes_read: float) -> float:
+        """The time that work takes at least: that of its arithmetic or of its reading, the longer one."""
+        return max(flops / self.gflops, bytes_read / self.read_gbs) / 1e9
+
+    def bound(self, flops: float, bytes_read: float) -> str:
+        """Which of the two that is: the name of the instruction set, or "read"."""
+        return self.isa if flops / self.gflops >= bytes_read / self.read_gbs else "read"
+
+
+class Meter:
+    """Measures each peak once, on torch's current number of threads."""
+
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
+        self._gflops: dict[tuple[str, int], float] = {}
+        self._read_gbs: dict[int, float] = {}
+
+    def gflops(self, isa: str) -> float:
+        """GFLOP/s of the multiply-adds of one instruction set: float32, or bfloat16 where it has those."""
+        key = isa, torch.get_num_threads()
+        if key not in self._gflops:
+            self._gflops[key] = library.extension().multiply_add_gflops(isa, self._seconds)
+        return self._gflops[key]
+
+    def read_gbs(self) -> float:
+        """GB/s of reading memory."""
+        threads = torch.get_num_threads()
+        if threads not in self._read_gbs:
+            self._read_gbs[threads] = library.extension().read_gbs(READ_BYTES, self._seconds)
+        return self._read_gbs[threads]
+
+    def ceiling(self, isa: str, dtype: torch.dtype, precision: Precision = "highest") -> Ceiling:
+        """What a kernel compiled for ``isa`` can attain at most in a dtype, by the fastest way it may take:
+        float multiply-adds, or products of bfloat16 pieces where the instruction set has them."""
+        vectors = _PAIRS.get(isa, isa)
+        # A vector holds half as many doubles.
+        found = Ceiling(vectors, self.gflops(vectors) / (2 if dtype == torch.float64 else 1), self.read_gbs())
+        if isa not in _PAIRS or dtype == torch.float64:
+            return found
+        products = {torch.bfloat16: 1, torch.float16: 3}.get(dtype, _PRODUCTS[precision])
+        pairs = self.gflops(isa) / products
+        return Ceiling(isa, pairs, found.read_gbs) if pairs > found.gflops else found
+
+    def measured(self) -> list[dict[str, object]]:
+        """Everything measured so far as plain data."""
+        rows: list[dict[str, object]] = [
+            {"threads": threads, "isa": isa, "gflops": value}
+            for (isa, threads), value in self._gflops.items()
+        ]
+        rows += [{"threads": threads, "read_gbs": value} for threads, value in self._read_gbs.items()]
+        return rows

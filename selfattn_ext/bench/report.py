@@ -6,67 +6,92 @@ import datetime
 import json
 import statistics
 from collections.abc import Sequence
+from dataclasses import asdict
 from typing import Any
 
 from selfattn_ext import info
 from selfattn_ext.bench.cases import as_json
 from selfattn_ext.bench.contenders import OURS
-from selfattn_ext.bench.measure import Outcome, Row
+from selfattn_ext.bench.measure import Row
 from selfattn_ext.terminal import table
 
 #: Raised whenever a field of the JSON changes its meaning or goes away.
-SCHEMA = 1
+SCHEMA = 2
+
+LEGEND = (
+    "ms: median of interleaved runs; f+b is forward and backward.\n"
+    "/ ours: median over the rounds of peer time / our time; above 1 we are faster.\n"
+    "our speed: operations of the products, or bytes of query, key and value where reading is the limit.\n"
+    "of peak: the time that the machine needs at least over ours. The limit is named: the multiply-adds of\n"
+    "an instruction set, or reading memory, both as measured in this run.\n"
+    "error: against float64, relative to the largest value, the worst of output and gradients."
+)
 
 
 def text(rows: Sequence[Row]) -> str:
     """The table, what its columns are, and the median ratios."""
-    peers = _peers(rows)
-    header = ["threads", "dtype", "(B, H, T, D)", "options", "pass"]
-    header += [f"{name} ms" for name in (*peers, "our")]
-    header += [f"{name} / ours" for name in peers]
-    header += ["of matmul", *(f"{name} error" for name in (*peers, "our"))]
-    lines = [_cells(row, peers) for row in rows]
-    parts = [table(header, lines, left=5)]
-    parts.append(
-        "ms: median of interleaved runs; f+b is forward and backward.\n"
-        "/ ours: median over the rounds of peer time / our time; above 1 we are faster.\n"
-        "of matmul: our speed over that of a large torch.mm of the same dtype, threads and run.\n"
-        "error: against float64, relative to the largest value, the worst of output and gradients."
-    )
-    parts.append("\n".join([*_refusals(rows), *(_summary(rows, peer) for peer in peers)]))
+    peers = peer_names(rows)
+    header = ["threads", "dtype", "(B, H, T, D)", "options", "pass", *headings(peers)]
+    lines = [
+        [
+            str(row.threads),
+            row.case.dtype_name,
+            str(row.case.shape),
+            row.case.options(),
+            short_direction(row),
+            *cells(row, peers),
+        ]
+        for row in rows
+    ]
+    parts = [table(header, lines, left=5), LEGEND]
+    parts.append("\n".join([*refusals(rows), *(_summary(rows, peer) for peer in peers)]))
     return "\n\n".join(part for part in parts if part)
 
 
-def _peers(rows: Sequence[Row]) -> list[str]:
+def peer_names(rows: Sequence[Row]) -> list[str]:
+    """The names of all contenders but this package."""
     return list(dict.fromkeys(name for row in rows for name in row.outcomes if name != OURS.name))
 
 
-def _cells(row: Row, peers: Sequence[str]) -> list[str]:
-    names = [*peers, OURS.name]
-    ratios = [row.ratio(peer) for peer in peers]
-    speed = row.gflops(OURS.name)
+def short_direction(row: Row) -> str:
+    """ "forward", "backward", or "f+b" for both."""
+    return row.case.direction.replace("forward+backward", "f+b")
+
+
+def headings(peers: Sequence[str]) -> list[str]:
+    """The columns of :func:`cells`."""
+    names = [*peers, "our"]
     return [
-        str(row.threads),
-        row.case.dtype_name,
-        str(row.case.shape),
-        row.case.options(),
-        "f+b" if row.case.backward else "forward",
-        *(_milliseconds(row.outcomes[name]) for name in names),
-        *("-" if ratio is None else f"{ratio.median:.2f}" for ratio in ratios),
-        "-" if speed is None else f"{speed / row.matmul_gflops:.0%}",
-        *(_error(row.outcomes[name]) for name in names),
+        *(f"{name} ms" for name in names),
+        *(f"{name} / ours" for name in peers),
+        "our speed",
+        "of peak",
+        *(f"{name} error" for name in names),
     ]
 
 
-def _milliseconds(outcome: Outcome) -> str:
-    return "-" if outcome.timing is None else f"{outcome.timing.median * 1e3:.3f}"
+def cells(row: Row, peers: Sequence[str]) -> list[str]:
+    """What was measured: times, ratios, our share of the peak, errors."""
+    outcomes = [row.outcomes[name] for name in (*peers, OURS.name)]
+    ratios = [row.ratio(peer) for peer in peers]
+    share = row.share(OURS.name)
+    return [
+        *("-" if outcome.timing is None else f"{outcome.timing.median * 1e3:.3f}" for outcome in outcomes),
+        *("-" if ratio is None else f"{ratio.median:.2f}" for ratio in ratios),
+        _speed(row),
+        "-" if share is None else f"{share:.0%} {row.bound}",
+        *("-" if outcome.error is None else f"{outcome.error:.1e}" for outcome in outcomes),
+    ]
 
 
-def _error(outcome: Outcome) -> str:
-    return "-" if outcome.error is None else f"{outcome.error:.1e}"
+def _speed(row: Row) -> str:
+    read, computed = row.read_gbs(OURS.name), row.gflops(OURS.name)
+    if read is None or computed is None:
+        return "-"
+    return f"{read:.1f} GB/s" if row.bound == "read" else f"{computed:.0f} GF/s"
 
 
-def _refusals(rows: Sequence[Row]) -> list[str]:
+def refusals(rows: Sequence[Row]) -> list[str]:
     """Why a peer has no time, once for each reason."""
     reasons = {
         f"{name}: {outcome.reason}"
@@ -92,29 +117,36 @@ def _summary(rows: Sequence[Row], peer: str) -> str:
     )
 
 
-def data(rows: Sequence[Row], command: str) -> dict[str, Any]:
-    """Everything as plain data: machine, versions, and for each row all that was measured."""
+def head(command: str) -> dict[str, Any]:
+    """What the JSON of every command begins with."""
     return {
         "schema": SCHEMA,
         "command": command,
         "date": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
         "machine": info.facts(),
-        "rows": [_row_data(row) for row in rows],
     }
 
 
-def dump(rows: Sequence[Row], command: str) -> str:
-    """``data`` as JSON text."""
-    return json.dumps(data(rows, command), indent=1) + "\n"
+def data(rows: Sequence[Row], command: str) -> dict[str, Any]:
+    """Everything as plain data: machine, versions, and for each row all that was measured."""
+    return {**head(command), "rows": [row_data(row) for row in rows]}
 
 
-def _row_data(row: Row) -> dict[str, Any]:
+def dump(found: dict[str, Any]) -> str:
+    """Plain data as JSON text."""
+    return json.dumps(found, indent=1) + "\n"
+
+
+def row_data(row: Row) -> dict[str, Any]:
+    """One row as plain data."""
     ratios = {peer: row.ratio(peer) for peer in row.outcomes if peer != OURS.name}
     return {
         **as_json(row.case),
         "threads": row.threads,
         "flops": row.case.flops(),
-        "matmul_gflops": row.matmul_gflops,
+        "bytes_read": row.case.bytes_read(),
+        "peak": None if row.ceiling is None else asdict(row.ceiling),
+        "bound": row.bound,
         "contenders": {name: _outcome_data(row, name) for name in row.outcomes},
         "ratios": {
             peer: None if ratio is None else {"median": ratio.median, "quartiles": ratio.quartiles}
@@ -131,6 +163,8 @@ def _outcome_data(row: Row, name: str) -> dict[str, Any]:
         "quartile_seconds": None if timing is None else timing.quartiles,
         "rounds": 0 if timing is None else len(timing.samples),
         "gflops": row.gflops(name),
+        "read_gbs": row.read_gbs(name),
+        "of_peak": row.share(name),
         "error": outcome.error,
         "refused": outcome.reason,
     }

@@ -1,0 +1,199 @@
+"""Measures the classes of classes.py and prints them as one table."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from classes import Line
+
+from selfattn_ext import library
+from selfattn_ext.bench import report
+from selfattn_ext.bench.cases import Case, as_json
+from selfattn_ext.bench.contenders import OURS, TORCH, Contender
+from selfattn_ext.bench.elsewhere import Elsewhere
+from selfattn_ext.bench.measure import Row, Session, note
+from selfattn_ext.bench.memory import Memory, available, measure_memory
+from selfattn_ext.bench.timer import Effort
+from selfattn_ext.terminal import Progress, table
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A line and what came out."""
+
+    line: Line
+    row: Row
+
+    @property
+    def value(self) -> float | None:
+        """What is held against bar and goal; None where it could not be measured."""
+        if self.line.judged == "of peak":
+            return self.row.share(OURS.name)
+        ratio = self.row.ratio(TORCH.name)
+        return None if ratio is None else ratio.median
+
+    @property
+    def verdict(self) -> str:
+        """ "goal", "bar", "MISS", or "-"."""
+        if self.value is None:
+            return "-"
+        return "goal" if self.value >= self.line.goal else "bar" if self.value >= self.line.bar else "MISS"
+
+
+@dataclass(frozen=True)
+class Results:
+    """All of one run."""
+
+    measured: list[Measured]
+    memory: list[Memory]
+    peaks: list[dict[str, object]]
+
+
+def measure_classes(
+    lines: Sequence[Line],
+    memory_cases: Sequence[Case],
+    peers: Sequence[Contender],
+    threads: Sequence[int],
+    effort: Effort,
+) -> Results:
+    """Every line with each number of threads; a progress bar on stderr meanwhile.
+
+    torch is among the contenders, asked for or not: it is what the ratios compare with.
+    """
+    peers = [TORCH, *(peer for peer in peers if peer.name != TORCH.name)]
+    sessions: dict[tuple[tuple[str, str], ...], Session | Elsewhere] = {}
+    here = sessions[()] = Session(peers, effort)
+    measured: list[Measured] = []
+    memory: list[Memory] = []
+    weighed = memory_cases if available() else []
+    with Progress("measuring", len(threads) * len(lines) + len(weighed)) as progress:
+        try:
+            for count in threads:
+                for line in lines:
+                    if line.environment not in sessions:
+                        sessions[line.environment] = Elsewhere(dict(line.environment), peers, effort)
+                    measured.append(Measured(line, sessions[line.environment].row(line.case, count)))
+                    progress.update(len(measured), note(line.case))
+        finally:
+            for session in sessions.values():
+                if isinstance(session, Elsewhere):
+                    session.close()
+        for case in weighed:
+            memory.append(measure_memory(case, [TORCH], max(threads)))
+            progress.update(len(measured) + len(memory), f"memory: {note(case)}")
+    return Results(measured, memory, here.meter.measured())
+
+
+def text(results: Results) -> str:
+    """The tables, what their columns are, and how many lines reach bar and goal."""
+    rows = [measured.row for measured in results.measured]
+    peers = report.peer_names(rows)
+    header = ["class", "threads", "(B, H, T, D)", "options", "pass", "bar", "goal", "reached"]
+    cells = [
+        [
+            measured.line.name,
+            str(measured.row.threads),
+            str(measured.row.case.shape),
+            measured.row.case.options(),
+            report.short_direction(measured.row),
+            _limit(measured.line, measured.line.bar),
+            _limit(measured.line, measured.line.goal),
+            measured.verdict,
+            *report.cells(measured.row, peers),
+        ]
+        for measured in results.measured
+    ]
+    parts = [
+        table([*header, *report.headings(peers)], cells, left=5),
+        report.LEGEND,
+        "bar, goal: of torch / ours, or of the read bandwidth where they are percentages.",
+        _peaks(results.peaks),
+        _memory(results.memory),
+        "\n".join([*report.refusals(rows), _count(results.measured)]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def data(results: Results, command: str) -> dict[str, Any]:
+    """All of it as plain data."""
+    return {
+        **report.head(command),
+        "peaks": results.peaks,
+        "lines": [
+            {
+                "class": measured.line.name,
+                "bar": measured.line.bar,
+                "goal": measured.line.goal,
+                "judged": measured.line.judged,
+                "value": measured.value,
+                "reached": measured.verdict,
+                "environment": dict(measured.line.environment),
+                **report.row_data(measured.row),
+            }
+            for measured in results.measured
+        ],
+        "memory": [
+            {
+                **as_json(memory.case),
+                "extra_bytes": memory.extra,
+                "extra_bytes_at_twice_the_length": memory.doubled,
+                "linear": memory.linear,
+            }
+            for memory in results.memory
+        ],
+    }
+
+
+def _limit(line: Line, value: float) -> str:
+    return f"{value:.0%}" if line.judged == "of peak" else f"{value:g}"
+
+
+def _peaks(found: Sequence[dict[str, object]]) -> str:
+    cells = [
+        [
+            str(peak["threads"]),
+            str(peak.get("isa", "read")),
+            f"{peak['gflops']:.0f} GFLOP/s" if "gflops" in peak else f"{peak['read_gbs']:.1f} GB/s",
+        ]
+        for peak in found
+    ]
+    return table(["threads", "peak of", "measured"], cells, left=2)
+
+
+def _memory(found: Sequence[Memory]) -> str:
+    if not found:
+        return ""
+    header = ["extra memory", "pass", "torch MB", "our MB", "ours, twice the length", "O(L + S)"]
+    cells = [
+        [
+            f"{memory.case.shape} {memory.case.options()}",
+            memory.case.direction,
+            f"{memory.extra[TORCH.name] / 1e6:.1f}",
+            f"{memory.extra[OURS.name] / 1e6:.1f}",
+            f"{memory.doubled / 1e6:.1f} MB",
+            "yes" if memory.linear else "NO",
+        ]
+        for memory in found
+    ]
+    return table(header, cells, left=2)
+
+
+def _count(measured: Sequence[Measured]) -> str:
+    verdicts = [found.verdict for found in measured]
+    lines = [
+        f"{verdicts.count('goal')} of {len(verdicts)} rows reach their goal, {verdicts.count('bar')} their "
+        f"bar, {verdicts.count('MISS')} miss it, {verdicts.count('-')} could not be measured"
+    ]
+    lines += [
+        f"  misses: {found.line.name}: {note(found.row.case)}, threads {found.row.threads}: "
+        f"{_limit(found.line, round(found.value or 0.0, 2))} of {_limit(found.line, found.line.bar)}"
+        for found in measured
+        if found.verdict == "MISS"
+    ]
+    if not library.extension().cpu_features()["amx_bf16"]:
+        lines.append(
+            "This processor lacks AMX, for which the bars of lines without a named instruction set are set."
+        )
+    return "\n".join(lines)

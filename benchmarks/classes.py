@@ -1,0 +1,168 @@
+"""The classes of work that this project holds itself to: one table, every line with a bar and a goal.
+
+A bar is what a release has to reach, a goal what the kernels are built for; both are the project's own. Most
+are ratios, time of torch's scaled_dot_product_attention over ours; those of decoding are shares of the
+memory's bandwidth. They are set for a processor with AMX, except where a line names another instruction set.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from selfattn_ext.bench.cases import Case
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+HEADS = 8
+
+#: Keeps torch, its matrix library and this package to AVX2. Read at start, hence a process of its own.
+AVX2_ONLY = {
+    "ATEN_CPU_CAPABILITY": "avx2",
+    "MKL_ENABLE_INSTRUCTIONS": "AVX2",
+    "ONEDNN_MAX_CPU_ISA": "AVX2",
+    "SELFATTN_CPU_ISA": "avx2",
+}
+
+Judged = Literal["ratio", "of peak"]
+
+
+@dataclass(frozen=True)
+class Line:
+    """One case of a class."""
+
+    name: str
+    case: Case
+    bar: float
+    goal: float
+    judged: Judged = "ratio"
+    environment: tuple[tuple[str, str], ...] = ()
+    quick: bool = False
+
+
+def lines(quick: bool = False) -> list[Line]:
+    """All lines, or the one or two of each class that a short run measures."""
+    every = [
+        *_forward(),
+        *_float32(),
+        *_forced(),
+        *_backward(),
+        *_few_queries(),
+        *_small(),
+        *_options(),
+    ]
+    return [line for line in every if line.quick or not quick]
+
+
+def memory_cases(quick: bool = False) -> list[Case]:
+    """Whose extra memory has to be O(L + S): what torch computes with matrices of weights."""
+    cases = [line.case for line in _unfused()]
+    return cases[:1] if quick else cases
+
+
+def _case(length: int, head_dim: int, dtype: torch.dtype = FP32) -> Case:
+    return Case(1, HEADS, length, head_dim, dtype=dtype)
+
+
+def _forward() -> Iterable[Line]:
+    name = "bf16 forward"
+    yield Line(name, _case(2048, 64, BF16), 2.7, 5.0, quick=True)
+    yield Line(name, _case(2048, 128, BF16), 2.0, 3.5, quick=True)
+    name = "bf16 forward, causal"
+    yield Line(name, replace(_case(2048, 64, BF16), causal=True), 3.0, 6.0, quick=True)
+    yield Line(name, replace(_case(2048, 128, BF16), causal=True), 2.1, 4.0)
+    name = "bf16 forward, shorter"
+    yield Line(name, _case(512, 64, BF16), 2.3, 4.5, quick=True)
+    yield Line(name, _case(512, 128, BF16), 1.7, 3.2)
+    yield Line(name, _case(128, 64, BF16), 2.0, 4.5, quick=True)
+    name = "fp16 forward"
+    for length in (512, 2048):
+        yield Line(name, _case(length, 64, FP16), 2.8, 6.0, quick=length == 2048)
+        yield Line(name, _case(length, 128, FP16), 2.2, 4.5)
+
+
+def _float32() -> Iterable[Line]:
+    for length in (512, 2048):
+        long = length == 2048
+        yield Line('fp32 "highest" forward', _case(length, 64), 1.7, 2.8, quick=True)
+        yield Line('fp32 "highest" forward', _case(length, 128), 1.35, 2.3, quick=long)
+        high = replace(_case(length, 64), precision="high")
+        yield Line('fp32 "high" forward', high, 2.6, 5.0, quick=long)
+        yield Line('fp32 "high" forward', replace(high, head_dim=128), 2.0, 4.0)
+
+
+def _forced() -> Iterable[Line]:
+    environment = tuple(AVX2_ONLY.items())
+    for length in (512, 2048):
+        long = length == 2048
+        name = "fp32 with AVX-512 alone"
+        plain = replace(_case(length, 64), isa="avx512")
+        yield Line(name, plain, 1.15, 1.35, quick=long)
+        yield Line(name, replace(plain, head_dim=128), 1.0, 1.15)
+        yield Line(name, replace(plain, causal=True), 1.4, 1.7, quick=long)
+        yield Line(name, replace(plain, head_dim=128, causal=True), 1.2, 1.4)
+        name = "fp32 with AVX2 alone, torch too"
+        for head_dim in (64, 128):
+            plain = replace(_case(length, head_dim), isa="avx2")
+            quick = long and head_dim == 64
+            yield Line(name, plain, 1.0, 1.2, environment=environment, quick=quick)
+            yield Line(name, replace(plain, causal=True), 1.25, 1.5, environment=environment, quick=quick)
+
+
+def _backward() -> Iterable[Line]:
+    def alone(length: int, head_dim: int, dtype: torch.dtype) -> Case:
+        return replace(_case(length, head_dim, dtype), backward=True, graph_kept=True)
+
+    yield Line("bf16 backward", alone(2048, 64, BF16), 3.0, 6.0, quick=True)
+    yield Line("bf16 backward", alone(2048, 128, BF16), 1.9, 4.0)
+    yield Line("bf16 backward, shorter", alone(512, 64, BF16), 3.5, 8.0, quick=True)
+    yield Line("bf16 backward, shorter", alone(128, 64, BF16), 8.0, 20.0, quick=True)
+    for length in (512, 2048):
+        long = length == 2048
+        yield Line('fp32 "highest" backward', alone(length, 64, FP32), 1.5, 2.5, quick=long)
+        yield Line('fp32 "highest" backward', alone(length, 128, FP32), 1.5, 2.5)
+        yield Line("fp16 backward", alone(length, 64, FP16), 2.5, 5.0, quick=not long)
+        yield Line("fp16 backward", alone(length, 128, FP16), 2.5, 5.0)
+
+
+def _few_queries() -> Iterable[Line]:
+    # As many sequences as make the keys and values larger than the caches, at every length.
+    for dtype in (BF16, FP32):
+        for keys in (4096, 16384, 32768):
+            one = Case(32768 // keys, HEADS, 1, 128, dtype=dtype, keys=keys)
+            name = "bf16 decode" if dtype == BF16 else "fp32 decode"
+            yield Line(f"{name}, one query", one, 0.85, 0.95, "of peak", quick=keys == 4096)
+        for keys in (4096, 32768):
+            grouped = Case(1, 8 * HEADS, 1, 128, dtype=dtype, keys=keys, kv_heads=HEADS)
+            yield Line(f"{name}, 8 queries per kv head", grouped, 3.0, 7.0, quick=keys == 4096)
+
+
+def _small() -> Iterable[Line]:
+    yield Line("fp32 tiny, B·H = 256", Case(16, 16, 8, 16), 2.0, 8.0, quick=True)
+    yield Line("fp32 tiny, B·H = 256", Case(16, 16, 16, 16), 2.0, 8.0, quick=True)
+    yield Line("fp32 tiny, B·H = 256", Case(16, 16, 32, 16), 1.8, 4.0, quick=True)
+    yield Line("fp32 small", Case(4, 8, 64, 64), 1.3, 2.2, quick=True)
+    call = Case(4, 1, 8, 16)
+    yield Line("fp32 call overhead", call, 1.3, 2.0, quick=True)
+    yield Line("fp32 call overhead", replace(call, backward=True), 1.1, 1.6, quick=True)
+
+
+def _unfused() -> list[Line]:
+    plain = replace(_case(2048, 64), backward=True)
+    return [
+        Line("fp32 dropout", replace(plain, dropout=0.1), 3.0, 6.0, quick=True),
+        Line("fp32 mask with gradient", replace(plain, mask="gradient"), 3.0, 6.0, quick=True),
+        Line("fp32 other value dimension", replace(plain, value_dim=32), 3.0, 6.0, quick=True),
+    ]
+
+
+def _options() -> Iterable[Line]:
+    yield from _unfused()
+    window = replace(_case(8192, 64), window=256, causal=True)
+    yield Line("sliding window", window, 8.0, 15.0, quick=True)
+    yield Line("sliding window", replace(window, dtype=BF16), 8.0, 15.0)
+    blocks = replace(_case(2048, 64), mask="bool")
+    yield Line("mask of blocks, half empty", blocks, 1.6, 2.5, quick=True)
+    yield Line("mask of blocks, half empty", replace(blocks, dtype=BF16), 1.6, 2.5)

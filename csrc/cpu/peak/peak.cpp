@@ -1,0 +1,125 @@
+#include "peak.h"
+
+#include <algorithm>
+#include <atomic>
+#include <chrono>
+#include <memory>
+#include <stdexcept>
+#include <vector>
+
+#include "../cpu_features.h"
+
+namespace selfattn::cpu {
+
+#if defined(__x86_64__)
+extern const PeakLoops kPeakAvx512Bf16;
+extern const PeakLoops kPeakAvx512;
+extern const PeakLoops kPeakAvx2;
+#endif
+extern const PeakLoops kPeakScalar;
+
+namespace {
+
+struct Entry {
+  const PeakLoops* loops;
+  bool present;
+};
+
+std::vector<Entry> all_loops() {
+  const CpuFeatures& f = cpu_features();
+  (void)f;  // nothing to ask where one kind is all there is
+  return {
+#if defined(__x86_64__)
+      {&kPeakAvx512Bf16, f.avx512_bf16},
+      {&kPeakAvx512, f.avx512f && f.avx512bw && f.avx512dq && f.avx512vl},
+      {&kPeakAvx2, f.avx2 && f.fma},
+#endif
+      {&kPeakScalar, true},
+  };
+}
+
+const PeakLoops& loops_of(const std::string& isa) {
+  std::string known;
+  for (const Entry& entry : all_loops()) {
+    if (isa == entry.loops->isa) {
+      if (entry.present) return *entry.loops;
+      throw std::invalid_argument("this machine lacks " + isa);
+    }
+    known += std::string(known.empty() ? "" : ", ") + entry.loops->isa;
+  }
+  throw std::invalid_argument("the peak of \"" + isa + "\" is not known; there is " + known);
+}
+
+const PeakLoops& best_reader() {
+  for (const Entry& entry : all_loops()) {
+    if (entry.present && entry.loops->sum != nullptr) return *entry.loops;
+  }
+  return kPeakScalar;
+}
+
+// Read by nobody, written so that the loops have a purpose.
+std::atomic<float> result_of_the_loops{0.0f};
+
+// One call of share(worker, workers) on every thread of the pool; the seconds until all have returned.
+template <class Share>
+double run_once(const ThreadPool& pool, const Share& share) {
+  struct Job {
+    const Share* share;
+    int workers;
+    std::atomic<int> next{0};
+    static void body(void* context) {
+      Job* job = static_cast<Job*>(context);
+      const float result = (*job->share)(job->next.fetch_add(1), job->workers);
+      result_of_the_loops.store(result, std::memory_order_relaxed);
+    }
+  };
+  Job job{&share, std::max(1, pool.threads)};
+  const auto start = std::chrono::steady_clock::now();
+  if (job.workers == 1) {
+    Job::body(&job);
+  } else {
+    pool.run(job.workers, &Job::body, &job);
+  }
+  return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
+}
+
+template <class Share>
+double best_seconds(const ThreadPool& pool, double seconds, const Share& share) {
+  double best = run_once(pool, share);
+  for (double spent = best; spent < seconds;) {
+    const double once = run_once(pool, share);
+    best = std::min(best, once);
+    spent += once;
+  }
+  return best;
+}
+
+}  // namespace
+
+double multiply_add_gflops(const std::string& isa, double seconds, const ThreadPool& pool) {
+  const PeakLoops& loops = loops_of(isa);
+  int64_t iterations = 1 << 10;
+  const auto share = [&](int, int) { return loops.multiply_add(iterations); };
+  // Long enough that waking the threads does not count, short enough for many runs between interruptions.
+  constexpr double kRunSeconds = 2e-3;
+  while (run_once(pool, share) < kRunSeconds) iterations *= 2;
+  const double best = best_seconds(pool, seconds, share);
+  return loops.operations * static_cast<double>(iterations) * std::max(1, pool.threads) / best / 1e9;
+}
+
+double read_gbs(int64_t bytes, double seconds, const ThreadPool& pool) {
+  const int64_t count = bytes / static_cast<int64_t>(sizeof(float));
+  if (count < 1) throw std::invalid_argument("bytes must be at least 4, but it is " + std::to_string(bytes));
+  const std::unique_ptr<float[]> data(new float[static_cast<size_t>(count)]);
+  // Written, since memory that never was is one page of zeros, which a cache holds.
+  std::fill_n(data.get(), count, 0.5f);
+  const PeakLoops& loops = best_reader();
+  const auto share = [&](int worker, int workers) {
+    const int64_t begin = count * worker / workers;
+    return loops.sum(data.get() + begin, count * (worker + 1) / workers - begin);
+  };
+  return static_cast<double>(count * static_cast<int64_t>(sizeof(float))) /
+         best_seconds(pool, seconds, share) / 1e9;
+}
+
+}  // namespace selfattn::cpu

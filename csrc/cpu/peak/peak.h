@@ -1,0 +1,30 @@
+// How fast this processor can go at best, measured: what the times of the kernels are compared with. Nothing
+// here is on the way of a call.
+#pragma once
+
+#include <cstdint>
+#include <string>
+
+#include "../parallel.h"
+
+namespace selfattn::cpu {
+
+// Loops that do nothing but what is measured, for one instruction set.
+struct PeakLoops {
+  const char* isa;
+  double operations;  // multiplications and additions of one iteration of multiply_add
+  // Independent chains of multiply-adds. Returns something of every result, so that none can be left out.
+  float (*multiply_add)(int64_t iterations);
+  float (*sum)(const float* data, int64_t count);  // nullable
+};
+
+// GFLOP/s of multiply-adds on all threads of the pool at once, the best of the runs in `seconds`. `isa` is
+// one of "avx512", "avx2", "scalar" (float32), "avx512_bf16", "amx" (bfloat16 into float32). Throws
+// std::invalid_argument for a name that is unknown or that this machine lacks.
+double multiply_add_gflops(const std::string& isa, double seconds, const ThreadPool& pool);
+
+// GB/s at which all threads of the pool together read `bytes` of memory, each its own part, the best of the
+// runs in `seconds`. A size that fits into a cache measures the cache.
+double read_gbs(int64_t bytes, double seconds, const ThreadPool& pool);
+
+}  // namespace selfattn::cpu

@@ -1,0 +1,80 @@
+// The loops of peak.h, written once over the vectors of isa/ and included inside a target region.
+#pragma once
+
+#include "peak.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+namespace {
+
+using PeakVec = Simd<float>::Vec;
+constexpr int kPeakWidth = Simd<float>::kWidth;
+// Two multiply-adds start in every cycle and end four or five cycles later: ten chains keep the units busy,
+// and half of the registers hold more. Two dimensions, because compilers unroll up to sixteen.
+constexpr int kPeakRows = 3;
+constexpr int kPeakChains = kPeakWidth == 16 ? 8 : 4;
+constexpr int64_t kPrefetchBytes = 2048;
+
+float peak_multiply_add(int64_t iterations) {
+  PeakVec sums[kPeakRows][kPeakChains];
+  // Different values: of equal chains a compiler may keep one.
+  SELFATTN_UNROLL
+  for (int r = 0; r < kPeakRows; ++r) {
+    SELFATTN_UNROLL
+    for (int c = 0; c < kPeakChains; ++c) sums[r][c] = Simd<float>::set(float(r * kPeakChains + c));
+  }
+  const PeakVec factor = Simd<float>::set(0.75f), term = Simd<float>::set(0.125f);
+  for (int64_t n = 0; n < iterations; ++n) {
+    SELFATTN_UNROLL
+    for (int r = 0; r < kPeakRows; ++r) {
+      SELFATTN_UNROLL
+      for (int c = 0; c < kPeakChains; ++c) sums[r][c] = Simd<float>::fma(sums[r][c], factor, term);
+    }
+  }
+  PeakVec total = Simd<float>::set(0.0f);
+  SELFATTN_UNROLL
+  for (int r = 0; r < kPeakRows; ++r) {
+    SELFATTN_UNROLL
+    for (int c = 0; c < kPeakChains; ++c) total = Simd<float>::add(total, sums[r][c]);
+  }
+  float lanes[kPeakWidth];
+  Simd<float>::store(lanes, total);
+  return lanes[0];
+}
+
+float peak_sum(const float* data, int64_t count) {
+  constexpr int kVecs = 8;
+  constexpr int64_t kBlock = kVecs * kPeakWidth;
+  constexpr int64_t kLine = 64 / sizeof(float);
+  PeakVec sums[kVecs];
+  SELFATTN_UNROLL
+  for (int v = 0; v < kVecs; ++v) sums[v] = Simd<float>::set(0.0f);
+  int64_t n = 0;
+  for (; n + kBlock <= count; n += kBlock) {
+    // Beyond the end it is harmless: a prefetch never faults.
+    SELFATTN_UNROLL
+    for (int64_t line = 0; line < kBlock; line += kLine) {
+      __builtin_prefetch(reinterpret_cast<const char*>(data + n + line) + kPrefetchBytes);
+    }
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) {
+      sums[v] = Simd<float>::add(sums[v], Simd<float>::load(data + n + v * kPeakWidth));
+    }
+  }
+  SELFATTN_UNROLL
+  for (int v = 1; v < kVecs; ++v) sums[0] = Simd<float>::add(sums[0], sums[v]);
+  float lanes[kPeakWidth];
+  Simd<float>::store(lanes, sums[0]);
+  float total = 0.0f;
+  for (float lane : lanes) total += lane;
+  for (; n < count; ++n) total += data[n];
+  return total;
+}
+
+constexpr PeakLoops peak_loops(const char* isa) {
+  return {isa, 2.0 * kPeakRows * kPeakChains * kPeakWidth, &peak_multiply_add, &peak_sum};
+}
+
+}  // namespace
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
