@@ -7,12 +7,14 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "amx_permission.h"
 #include "cpu_features.h"
 #include "loops/loops.h"
 
 namespace selfattn::cpu {
 
 #if defined(__x86_64__)
+extern const Kernel kFusedAmx;
 extern const Kernel kFusedAvx512Bf16;
 extern const Kernel kFusedAvx512;
 extern const Kernel kFusedAvx2;
@@ -23,6 +25,7 @@ namespace {
 
 const Kernel* const kKernels[] = {
 #if defined(__x86_64__)
+    &kFusedAmx,
     &kFusedAvx512Bf16,
     &kFusedAvx512,
     &kFusedAvx2,
@@ -63,6 +66,10 @@ const char* checked_isa(const std::string& isa) {
   throw std::invalid_argument(asked + "is unknown; this library has " + known_names(&Kernel::isa));
 }
 
+// Whether a kernel that can run is also worth taking without being asked for. VDPBF16PS runs at the rate of a
+// multiply-add on AMD's processors, at half of it on Intel's (docs/cpu-kernels.md).
+bool worthwhile(const Kernel& kernel) { return !equal(kernel.isa, "avx512_bf16") || cpu_features().amd; }
+
 // The forced ISA is read on every call of an op, hence the atomic beside the lock: nullptr until it is known.
 std::atomic<const char*> forced{nullptr};
 std::mutex forced_mutex;
@@ -92,6 +99,10 @@ const char* unavailable_reason(const Kernel& kernel) {
   if (equal(kernel.isa, "avx512")) {
     return avx512 ? nullptr : "this processor or operating system lacks AVX-512 (F, BW, DQ, VL)";
   }
+  if (equal(kernel.isa, "amx")) {
+    if (!avx512 || !f.avx512_bf16) return "this processor or operating system lacks AVX-512 BF16";
+    return amx_unavailable_reason();
+  }
   if (equal(kernel.isa, "avx512_bf16")) {
     return avx512 && f.avx512_bf16 ? nullptr : "this processor or operating system lacks AVX-512 BF16";
   }
@@ -109,7 +120,7 @@ const Kernel& choose_kernel(const char* name) {
     if (!wanted) continue;
     known = true;
     // Kernels that are taken only by name exist once, whatever the instruction set.
-    if (kernel->automatic && *isa != '\0' && !equal(isa, kernel->isa)) continue;
+    if (kernel->automatic && (*isa != '\0' ? !equal(isa, kernel->isa) : !worthwhile(*kernel))) continue;
     if (unavailable_reason(*kernel) == nullptr) return *kernel;
   }
   if (known) {

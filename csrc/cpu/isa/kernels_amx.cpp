@@ -7,9 +7,7 @@
 #include "simd_common.h"
 
 #define SELFATTN_ISA amx
-namespace selfattn::cpu::amx {
-constexpr int kTileVectors = 2;
-}
+#define SELFATTN_TILE_VECTORS 2
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
                              apply_to = function)

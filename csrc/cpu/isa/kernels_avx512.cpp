@@ -7,9 +7,6 @@
 #include "simd_common.h"
 
 #define SELFATTN_ISA avx512
-namespace selfattn::cpu::avx512 {
-constexpr int kTileVectors = 3;
-}
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c"))), \
                              apply_to = function)

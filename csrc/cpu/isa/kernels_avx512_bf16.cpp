@@ -7,9 +7,6 @@
 #include "simd_common.h"
 
 #define SELFATTN_ISA avx512_bf16
-namespace selfattn::cpu::avx512_bf16 {
-constexpr int kTileVectors = 3;
-}
 #if defined(__clang__)
 #pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
                              apply_to = function)

@@ -1,7 +1,11 @@
-// Vectors of 512 bits: AVX-512 F, DQ, BW, VL, for every instruction set that builds on them; kTileVectors is the
-// including file's. The interface that the algorithms are written over is
+// Vectors of 512 bits: AVX-512 F, DQ, BW, VL, for every instruction set that builds on them. The interface that the algorithms are written over is
 // documented in docs/cpu-kernels.md, "The SIMD interface"; simd_scalar.h is its shortest implementation.
 #pragma once
+
+// Vectors of a tile of the micro-kernel, and so of a strip of queries; AMX wants whole tiles of two.
+#ifndef SELFATTN_TILE_VECTORS
+#define SELFATTN_TILE_VECTORS 3
+#endif
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -14,7 +18,7 @@ struct Simd<float> {
   using Mask = __mmask16;
   static constexpr int kWidth = 16;
   static constexpr int kTileRows = 8;  // 8 x 3 accumulators, 3 operands and a broadcast: 28 of 32 registers
-  static constexpr int kTileVecs = kTileVectors;
+  static constexpr int kTileVecs = SELFATTN_TILE_VECTORS;
 
   static SELFATTN_INLINE Vec load(const float* p) { return _mm512_loadu_ps(p); }
   static SELFATTN_INLINE void store(float* p, Vec v) { _mm512_storeu_ps(p, v); }
