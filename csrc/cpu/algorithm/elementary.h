@@ -73,15 +73,32 @@ SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive_short(typename Simd<T>::Ve
   return S::mul_pow2_floor_above(S::fma(q, f, S::set(T(1))), z, S::set(T(-80)));
 }
 
-// The exponential of all passes: they must agree to the bit.
-template <class T, bool kShort>
-SELFATTN_INLINE typename Simd<T>::Vec exp_of_score(typename Simd<T>::Vec x) {
-  if constexpr (kShort) {
+// How a score becomes a weight, in all passes: they must agree to the bit.
+enum class Weigh {
+  kPlain,        // exp(s - shift)
+  kScaled,       // exp(s * scale - shift). The product is rounded by itself, as that of the maximum was, so that the
+                 // largest weight is exactly 1
+  kShort,        // the same two for weights that are about to be rounded to bfloat16
+  kScaledShort,
+};
+template <class T, Weigh kWeigh>
+SELFATTN_INLINE typename Simd<T>::Vec weight_of(typename Simd<T>::Vec s, typename Simd<T>::Vec scale,
+                                                typename Simd<T>::Vec shift) {
+  using S = Simd<T>;
+  constexpr bool kIsScaled = kWeigh == Weigh::kScaled || kWeigh == Weigh::kScaledShort;
+  constexpr bool kIsShort = kWeigh == Weigh::kShort || kWeigh == Weigh::kScaledShort;
+  const auto x = S::sub(kIsScaled ? S::mul(s, scale) : s, shift);
+  if constexpr (kIsShort) {
     return exp_nonpositive_short<T>(x);
   } else {
     return exp_nonpositive<T>(x);
   }
 }
+
+template <Weigh kWeigh>
+struct Weighing {
+  static constexpr Weigh kind = kWeigh;
+};
 
 // tanh by expm1, which keeps the relative accuracy of small arguments: tanh(|x|) = -m / (m + 2), m =
 // expm1(-2|x|).

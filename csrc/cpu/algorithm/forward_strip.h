@@ -55,8 +55,8 @@ struct ForwardStrip : QueryStrip<P> {
 
 // Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and moves the running
 // maximum and sum on. The weights go to `weights`; `s` may be its block.
-// kShort: weights are about to be rounded to bfloat16 anyway. kPacked: see WeightOperand.
-template <class P, bool kShort, bool kPacked>
+// kPacked: see WeightOperand.
+template <class P, Weigh kWeigh, bool kPacked>
 void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
                    const WeightOperand<P>& weights) {
   using T = Scalar<P>;
@@ -79,13 +79,12 @@ void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
     const auto new_max = S::max(S::mul(block_max, scale), old_max);
     // Where nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
     const auto shift = S::select(S::equal(new_max, nothing), S::set(T(0)), new_max);
-    const auto minus_shift = S::sub(S::set(T(0)), shift);
     typename S::Vec sum[4] = {S::set(T(0)), S::set(T(0)), S::set(T(0)), S::set(T(0))};
     for (j = 0; j + 4 <= keys; j += 4) {
       typename S::Vec weight[4];
       SELFATTN_UNROLL
       for (int i = 0; i < 4; ++i) {
-        weight[i] = exp_of_score<T, kShort>(S::fma(S::load(column + (j + i) * ld), scale, minus_shift));
+        weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
         sum[i] = S::add(sum[i], weight[i]);
       }
       weights.template store<kPacked>(j, lane, weight);
@@ -95,7 +94,7 @@ void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
       for (int i = 0; i < 4; ++i) {
         weight[i] = S::set(T(0));
         if (j + i >= keys) continue;
-        weight[i] = exp_of_score<T, kShort>(S::fma(S::load(column + (j + i) * ld), scale, minus_shift));
+        weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
         sum[0] = S::add(sum[0], weight[i]);
       }
       weights.template store<kPacked>(j, lane, weight);
@@ -113,16 +112,17 @@ void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
 template <class P>
 void weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t key, int64_t keys,
                  Scalar<P> factor, WeightOperand<P>& weights, bool keep_block) {
-  if constexpr (kPlain<P>) {
-    softmax_block<P, false, false>(strip, keys, weights.block, factor, weights);
-  } else if (!weights.is_short()) {
-    softmax_block<P, false, false>(strip, keys, weights.block, factor, weights);
-  } else if (p.dropout.enabled || keep_block) {
-    softmax_block<P, true, false>(strip, keys, weights.block, factor, weights);
-  } else {
-    softmax_block<P, true, true>(strip, keys, weights.block, factor, weights);
-    return weights.pad_lanes(keys, strip.vecs);
+  if constexpr (!kPlain<P>) {
+    if (weights.is_short() && !p.dropout.enabled && !keep_block) {
+      with_weighing<P>(p, factor, [&](auto weigh) {
+        softmax_block<P, weigh.kind, true>(strip, keys, weights.block, factor, weights);
+      });
+      return weights.pad_lanes(keys, strip.vecs);
+    }
   }
+  with_weighing<P>(p, factor, [&](auto weigh) {
+    softmax_block<P, weigh.kind, false>(strip, keys, weights.block, factor, weights);
+  });
   if (p.dropout.enabled) apply_dropout<P>(p.dropout, strip, key, keys, weights.block);
   weights.ready_as_lanes(keys, strip.vecs);
 }

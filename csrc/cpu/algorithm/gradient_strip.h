@@ -78,18 +78,17 @@ struct GradientScratch {
 };
 
 // Normalised weights of a block in place of its scores, which `factor` has still to be multiplied into.
-template <class P, bool kShort>
-void normalise_block(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* row_max,
-                     const Scalar<P>* inverse_sum, Scalar<P> factor, Scalar<P>* s) {
+template <class P, Weigh kWeigh>
+void normalise_scores(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* row_max,
+                      const Scalar<P>* inverse_sum, Scalar<P> factor, Scalar<P>* s) {
   using T = Scalar<P>;
   using S = Simd<T>;
   const auto scale = S::set(factor);
   for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
-    const auto minus_shift = S::sub(S::set(T(0)), S::load(row_max + lane));
-    const auto inverse = S::load(inverse_sum + lane);
+    const auto shift = S::load(row_max + lane), inverse = S::load(inverse_sum + lane);
     for (int64_t j = 0; j < keys; ++j) {
       T* at = s + j * kLanes<P> + lane;
-      S::store(at, S::mul(exp_of_score<T, kShort>(S::fma(S::load(at), scale, minus_shift)), inverse));
+      S::store(at, S::mul(weight_of<T, kWeigh>(S::load(at), scale, shift), inverse));
     }
   }
 }
@@ -97,10 +96,9 @@ void normalise_block(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* 
 template <class P>
 void normalise_block(const AttentionParams& p, const QueryStrip<P>& strip, int64_t keys,
                      const Scalar<P>* row_max, const Scalar<P>* inverse_sum, Scalar<P> factor, Scalar<P>* s) {
-  if constexpr (!kPlain<P>) {
-    if (P::pieces(p) == 1) return normalise_block<P, true>(strip, keys, row_max, inverse_sum, factor, s);
-  }
-  normalise_block<P, false>(strip, keys, row_max, inverse_sum, factor, s);
+  with_weighing<P>(p, factor, [&](auto weigh) {
+    normalise_scores<P, weigh.kind>(strip, keys, row_max, inverse_sum, factor, s);
+  });
 }
 
 // Fills scratch.weights and scratch.grad for keys key .. key + keys - 1, which are rows `from` and on of

@@ -25,6 +25,10 @@ struct Pairs {
                                                                  : 1;
     }
   }
+  static bool is_exact_factor(double factor) {
+    int exponent;
+    return std::frexp(factor, &exponent) == 0.5 && exponent > -30 && exponent < 30;
+  }
 };
 
 template <>
@@ -43,6 +47,7 @@ struct LaneOperand<Pairs> {
   uint32_t* data;  // [piece][pair of columns][kLanes]
   int64_t piece_stride;
   int pieces;
+  float factor;
   bool special;   // some lane is
   float* is_special;  // [kLanes] 1 or 0
   LaneOperand<float> plain;  // filled when it is needed
@@ -61,11 +66,13 @@ struct LaneOperand<Pairs> {
     is_special = arena.take<float>(kLanes<Pairs>);
     plain.allocate(p, columns, arena);
   }
-  void load(const RowSource& s) {
+  // times the factor, a power of two
+  void load(const RowSource& s, float power = 1.0f) {
     source = s;
+    factor = power;
     plain_is_loaded = false;
     special = false;
-    pack_lanes(data, kLanes<Pairs>, piece_stride, s, pieces);
+    pack_lanes(data, kLanes<Pairs>, piece_stride, s, pieces, factor);
     if (pieces == 1) return;
     for (int64_t lane = 0; lane < kLanes<Pairs>; ++lane) {
       const bool found = lane < s.rows && !is_ordinary_row(s, lane, pieces);
@@ -74,7 +81,7 @@ struct LaneOperand<Pairs> {
     }
   }
   const LaneOperand<float>& as_float() {
-    if (!plain_is_loaded) plain.load(source);
+    if (!plain_is_loaded) plain.load(source, factor);
     plain_is_loaded = true;
     return plain;
   }

@@ -122,8 +122,10 @@ SELFATTN_INLINE void store_transposed_pairs(uint32_t* to, int64_t ld, __m512i (&
   for (int i = 0; i < 16; ++i) _mm512_storeu_ps(to + i * ld, tile[i]);
 }
 
-// to[piece][pair of columns][lane]: one row per lane, zeros in the lanes up to a whole vector.
-inline void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, int pieces) {
+// to[piece][pair of columns][lane]: one row per lane times the factor, zeros in the lanes up to a whole vector.
+inline void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, int pieces,
+                       float factor) {
+  const __m512 factors = _mm512_set1_ps(factor);
   const int64_t pairs = padded_pairs(s.columns);
   for (int64_t lane = 0; lane < s.rows; lane += 16) {
     for (int64_t pair = 0; pair < pairs; pair += 16) {
@@ -132,6 +134,7 @@ inline void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const Row
         Numbers x{_mm512_setzero_ps(), _mm512_setzero_ps()};
         if (lane + i < s.rows) {
           x = load_32(element(s.data, s.dtype, (lane + i) * s.stride), s.dtype, 2 * pair, s.columns);
+          x = {_mm512_mul_ps(x.first, factors), _mm512_mul_ps(x.second, factors)};
         }
         for (int piece = 0; piece < pieces; ++piece) tile[piece][i] = take_piece(x);
       }

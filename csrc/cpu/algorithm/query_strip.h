@@ -20,6 +20,7 @@ struct QueryStrip {
   KeyRange keys;         // all keys that some query of the strip may see by position
   bool thin;             // see thin_product.h
   LaneOperand<P> query;  // of a thin strip [count][padded head_dim] scale * Q
+  T rest_of_scale;       // what of the scale is not part of query
 
   static int64_t bytes(const AttentionParams& p) { return LaneOperand<P>::bytes(p, p.head_dim); }
   void allocate(const AttentionParams& p, Arena& arena) { query.allocate(p, p.head_dim, arena); }
@@ -34,6 +35,7 @@ struct QueryStrip {
     keys = visible_keys(p, first, first + count - 1);
     thin = kPlain<P> && p.queries <= kThinQueries;
     const RowSource rows = source(p, p.query, p.head_dim);
+    rest_of_scale = T(1);
     if constexpr (kPlain<P>) {
       if (thin) {
         load_rows<T>(query.data, rows.data, rows.dtype, rows.stride, count, p.head_dim,
@@ -42,7 +44,10 @@ struct QueryStrip {
         query.load(rows, static_cast<T>(p.scale));
       }
     } else {
-      query.load(rows);
+      // A power of two does not round the pieces; other factors wait.
+      const bool exact = P::is_exact_factor(p.scale);
+      if (!exact) rest_of_scale = static_cast<T>(p.scale);
+      query.load(rows, exact ? static_cast<T>(p.scale) : T(1));
     }
   }
 

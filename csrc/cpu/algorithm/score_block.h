@@ -31,8 +31,8 @@ void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, in
 
 // Scores of keys key .. key + keys - 1, which are rows `from` and on of key_rows, final up to the softmax, -inf
 // where hidden: s[j][lane], leading dimension kLanes. Returns false, with s untouched, when the mask hides the
-// whole block. `factor` becomes what the scores must still be multiplied by: the softmax does that for nothing,
-// as part of a multiply-add.
+// whole block. `factor` becomes what the scores must still be multiplied by: the softmax
+// does that while it has them in hand.
 template <class P>
 bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, int64_t keys,
                  const RowOperand<P>& key_rows, int64_t from, const BlockScratch<P>& scratch, Scalar<P>* s,
@@ -44,7 +44,7 @@ bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, in
   if (masked && !load_mask_block(p, strip, key, keys, scratch.mask)) return false;
 
   dot_block(strip, key_rows, from, keys, p.head_dim, s);
-  const T scale = kPlain<P> ? T(1) : static_cast<T>(p.scale);
+  const T scale = strip.rest_of_scale;
 
   const bool windowed = window_of_block(p, strip, key, keys, scratch);
   const bool capped = p.softcap > 0.0;
@@ -66,7 +66,7 @@ bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, in
     for (int64_t v = 0; v < strip.vecs; ++v) {
       T* at = s + j * ld + v * S::kWidth;
       auto x = S::load(at);
-      if (!kPlain<P>) x = S::mul(x, S::set(scale));
+      if (!kPlain<P>) x = S::mul(x, S::set(scale));  // in P itself it is 1
       if (capped) {
         const auto t = tanh<T>(S::mul(x, inverse_cap));
         if (scratch.capped != nullptr) S::store(scratch.capped + j * ld + v * S::kWidth, t);
@@ -90,6 +90,18 @@ bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, in
     }
   }
   return true;
+}
+
+// Calls body with the Weighing for scores that `factor` is still to be multiplied into.
+template <class P, class Body>
+void with_weighing(const AttentionParams& p, Scalar<P> factor, const Body& body) {
+  if constexpr (kPlain<P>) {
+    body(Weighing<Weigh::kPlain>{});
+  } else if (P::pieces(p) == 1) {
+    factor == 1 ? body(Weighing<Weigh::kShort>{}) : body(Weighing<Weigh::kScaledShort>{});
+  } else {
+    factor == 1 ? body(Weighing<Weigh::kPlain>{}) : body(Weighing<Weigh::kScaled>{});
+  }
 }
 
 // Multiplies a block of weights by 0 or 1/(1-p). `key` is a multiple of 4.

@@ -11,7 +11,7 @@
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC optimize("O3")
+#pragma GCC optimize("O3", "fp-contract=off")
 #pragma GCC target("avx2,fma,f16c")
 #endif
 

@@ -14,7 +14,7 @@
 #pragma GCC diagnostic ignored \
     "-Wmaybe-uninitialized"  // GCC 12 warns of its own _mm512_undefined_ps (GCC bug 105593)
 #pragma GCC push_options
-#pragma GCC optimize("O3")
+#pragma GCC optimize("O3", "fp-contract=off")
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx2,fma,f16c,prefer-vector-width=512")
 #endif
 

@@ -13,7 +13,7 @@
 #else
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // see kernels_avx512.cpp
 #pragma GCC push_options
-#pragma GCC optimize("O3")
+#pragma GCC optimize("O3", "fp-contract=off")
 #pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
 #endif
 

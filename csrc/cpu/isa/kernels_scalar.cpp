@@ -4,7 +4,7 @@
 #define SELFATTN_ISA scalar
 #if !defined(__clang__)
 #pragma GCC push_options
-#pragma GCC optimize("O3")
+#pragma GCC optimize("O3", "fp-contract=off")
 #endif
 
 #include "simd_scalar.h"
