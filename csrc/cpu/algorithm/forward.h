@@ -72,9 +72,7 @@ struct ForwardTask {
   }
 
   void finish(const ForwardStrip<P>& strip, T* scale) const {
-    for (int64_t lane = 0; lane < strip.vecs * Simd<T>::kWidth; ++lane) {
-      scale[lane] = strip.row_sum[lane] == T(0) ? T(0) : T(1) / strip.row_sum[lane];
-    }
+    strip.inverse_sums(p, scale);
     const int64_t row = (strip.batch * p.heads + strip.head) * p.queries + strip.first;
     memcpy(static_cast<T*>(outputs.row_max) + row, strip.row_max,
            static_cast<size_t>(strip.count) * sizeof(T));

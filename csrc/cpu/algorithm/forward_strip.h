@@ -14,17 +14,21 @@ struct ForwardStrip : QueryStrip<P> {
   T* out_t;    // [value_dim][kLanes] unnormalised O^T; of a thin strip [count][padded value_dim] O
   T* row_max;  // [kLanes]
   T* row_sum;  // [kLanes]
+  // [kLanes] The same sum over the weights as they meet the values, where they are rounded for that: what divides
+  // the output. With the other sum, the rounding errors would not cancel in what all values have in common.
+  T* used_sum;
   T* rescale;  // [kLanes] exp(old maximum - new maximum) of the current block
 
   static int64_t out_size(const AttentionParams& p) { return round_up_to_vector<T>(p.value_dim) * kLanes<P>; }
   static int64_t bytes(const AttentionParams& p) {
-    return QueryStrip<P>::bytes(p) + Arena::bytes_for<T>(out_size(p)) + 3 * Arena::bytes_for<T>(kLanes<P>);
+    return QueryStrip<P>::bytes(p) + Arena::bytes_for<T>(out_size(p)) + 4 * Arena::bytes_for<T>(kLanes<P>);
   }
   void allocate(const AttentionParams& p, Arena& arena) {
     QueryStrip<P>::allocate(p, arena);
     out_t = arena.take<T>(out_size(p));
     row_max = arena.take<T>(kLanes<P>);
     row_sum = arena.take<T>(kLanes<P>);
+    used_sum = arena.take<T>(kLanes<P>);
     rescale = arena.take<T>(kLanes<P>);
   }
 
@@ -35,7 +39,7 @@ struct ForwardStrip : QueryStrip<P> {
         with_sink && p.sinks.data != nullptr ? head_scalar<T>(p.sinks, this->batch, this->head) : nothing;
     for (int64_t lane = 0; lane < this->vecs * Simd<T>::kWidth; ++lane) {
       row_max[lane] = sink;
-      row_sum[lane] = sink == nothing ? T(0) : T(1);
+      row_sum[lane] = used_sum[lane] = sink == nothing ? T(0) : T(1);
     }
     if (this->thin) {
       memset(out_t, 0, static_cast<size_t>(this->count * round_up_to_vector<T>(p.value_dim)) * sizeof(T));
@@ -43,6 +47,16 @@ struct ForwardStrip : QueryStrip<P> {
     }
     for (int64_t e = 0; e < p.value_dim; ++e) {
       memset(out_t + e * kLanes<P>, 0, static_cast<size_t>(this->vecs) * Simd<T>::kWidth * sizeof(T));
+    }
+  }
+
+  // 1 / what the output has still to be divided by.
+  void inverse_sums(const AttentionParams& p, T* inverse) const {
+    const bool rounded = this->query.rounds();
+    const T* sums = rounded ? used_sum : row_sum;
+    const T one = rounded && p.dropout.enabled ? keep_scale<T>(p.dropout) : T(1);
+    for (int64_t lane = 0; lane < this->vecs * Simd<T>::kWidth; ++lane) {
+      inverse[lane] = sums[lane] == T(0) ? T(0) : one / sums[lane];
     }
   }
 
@@ -80,6 +94,7 @@ void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
     // Where nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
     const auto shift = S::select(S::equal(new_max, nothing), S::set(T(0)), new_max);
     typename S::Vec sum[4] = {S::set(T(0)), S::set(T(0)), S::set(T(0)), S::set(T(0))};
+    typename S::Vec used[2] = {S::set(T(0)), S::set(T(0))};
     for (j = 0; j + 4 <= keys; j += 4) {
       typename S::Vec weight[4];
       SELFATTN_UNROLL
@@ -87,7 +102,7 @@ void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
         weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
         sum[i] = S::add(sum[i], weight[i]);
       }
-      weights.template store<kPacked>(j, lane, weight);
+      weights.template store<kWeigh, kPacked>(j, lane, weight, used);
     }
     if (j < keys) {
       typename S::Vec weight[4];
@@ -97,11 +112,15 @@ void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
         weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
         sum[0] = S::add(sum[0], weight[i]);
       }
-      weights.template store<kPacked>(j, lane, weight);
+      weights.template store<kWeigh, kPacked>(j, lane, weight, used);
     }
     const auto block_sum = S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3]));
     const auto rescale = exp_nonpositive<T>(S::sub(old_max, shift));
     S::store(strip.row_sum + lane, S::fma(S::load(strip.row_sum + lane), rescale, block_sum));
+    if constexpr (is_short(kWeigh)) {
+      const auto used_sum = S::add(used[0], used[1]);
+      S::store(strip.used_sum + lane, S::fma(S::load(strip.used_sum + lane), rescale, used_sum));
+    }
     S::store(strip.row_max + lane, new_max);
     S::store(strip.rescale + lane, rescale);
   }
@@ -113,7 +132,7 @@ template <class P>
 void weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t key, int64_t keys,
                  Scalar<P> factor, WeightOperand<P>& weights, bool keep_block) {
   if constexpr (!kPlain<P>) {
-    if (weights.is_short() && !p.dropout.enabled && !keep_block) {
+    if (weights.rounds() && !p.dropout.enabled && !keep_block) {
       with_weighing<P>(p, factor, [&](auto weigh) {
         softmax_block<P, weigh.kind, true>(strip, keys, weights.block, factor, weights);
       });
@@ -123,7 +142,11 @@ void weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t
   with_weighing<P>(p, factor, [&](auto weigh) {
     softmax_block<P, weigh.kind, false>(strip, keys, weights.block, factor, weights);
   });
-  if (p.dropout.enabled) apply_dropout<P>(p.dropout, strip, key, keys, weights.block);
+  if (p.dropout.enabled) {
+    // Rounded weights stay what they are; the output is scaled instead, see inverse_sums.
+    const Scalar<P> keep = weights.rounds() ? Scalar<P>(1) : keep_scale<Scalar<P>>(p.dropout);
+    apply_dropout<P>(p.dropout, strip, key, keys, keep, weights.block);
+  }
   weights.ready_as_lanes(keys, strip.vecs);
 }
 
@@ -154,55 +177,67 @@ struct ForwardScratch {
   T *visible, *scale;
 
   static int64_t bytes(const AttentionParams& p) {
-    return BlockScratch<P>::bytes(false) + RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) +
-           ColumnOperand<P>::bytes(p, kKeyBlock, p.value_dim) + WeightOperand<P>::bytes(p) +
+    return BlockScratch<P>::bytes(false) + RowOperand<P>::bytes(p, kLoadedKeys<P>, p.head_dim) +
+           ColumnOperand<P>::bytes(p, kLoadedKeys<P>, p.value_dim) + WeightOperand<P>::bytes(p) +
            Arena::bytes_for<T>(kKeyBlock * kLanes<P>) + Arena::bytes_for<T>(kLanes<P>);
   }
   ForwardScratch(const AttentionParams& p, Arena& arena) : block(arena, false) {
-    keys.allocate(p, kKeyBlock, p.head_dim, arena);
-    values.allocate(p, kKeyBlock, p.value_dim, arena);
+    keys.allocate(p, kLoadedKeys<P>, p.head_dim, arena);
+    values.allocate(p, kLoadedKeys<P>, p.value_dim, arena);
     weights.allocate(p, arena);
     visible = arena.take<T>(kKeyBlock * kLanes<P>);
     scale = arena.take<T>(kLanes<P>);
   }
 };
 
-// Strips of one (batch, kv head) against keys begin .. end - 1: every block is brought in once for all of
-// them.
+// One strip meets the block of keys that is rows `from` and on of what the scratch holds.
+template <class P>
+void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key, int64_t keys, int64_t from,
+                   ForwardScratch<P>& scratch, bool leave_hidden_out) {
+  using T = Scalar<P>;
+  T factor;
+  if (!score_block<P>(p, strip, key, keys, scratch.keys, from, scratch.block, scratch.weights.block, &factor)) {
+    return;
+  }
+  const bool mark = leave_hidden_out || scratch.values.special(from, keys);
+  const T* visible = nullptr;
+  if (mark) {
+    mark_visible<P>(strip, keys, scratch.weights.block, scratch.visible);
+    visible = scratch.visible;
+  }
+  weigh_block<P>(p, strip, key, keys, factor, scratch.weights, mark);
+  if constexpr (kPlain<P>) {
+    if (strip.thin) {
+      const Rows<T>& values = scratch.values.rows;
+      return thin_values<T>(scratch.weights.block, visible, kLanes<P>, strip.count,
+                            values.data + from * values.stride, values.stride, keys, p.value_dim,
+                            strip.rescale, strip.out_t);
+    }
+  }
+  multiply_columns<P>(scratch.values, from, keys, p.value_dim, scratch.weights, strip.vecs, strip.out_t,
+                      Update::kScaleAdd, strip.rescale, visible);
+}
+
+// Strips of one (batch, kv head) against keys begin .. end - 1. Keys and values are brought in once for all of
+// them, kLoadedKeys at a time; then each strip walks over those, so that its output stays in the cache.
 template <class P>
 void forward_keys(const AttentionParams& p, ForwardStrip<P>* strips, int64_t count, int64_t begin,
                   int64_t end, ForwardScratch<P>& scratch, bool leave_hidden_out) {
-  using T = Scalar<P>;
   if (count == 0) return;
   const int64_t batch = strips[0].batch, kv_head = p.kv_head(strips[0].head);
-  for (int64_t key = begin / kKeyBlock * kKeyBlock; key < end; key += kKeyBlock) {
-    const int64_t block = end - key < kKeyBlock ? end - key : kKeyBlock;
-    scratch.keys.load(row_source(p.key, p.dtype, batch, kv_head, key, block, p.head_dim));
-    scratch.values.load(row_source(p.value, p.dtype, batch, kv_head, key, block, p.value_dim));
-    const bool mark = leave_hidden_out || scratch.values.special(0, block);
+  for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += kLoadedKeys<P>) {
+    const int64_t loaded = end - first < kLoadedKeys<P> ? end - first : kLoadedKeys<P>;
+    scratch.keys.load(row_source(p.key, p.dtype, batch, kv_head, first, loaded, p.head_dim));
+    scratch.values.load(row_source(p.value, p.dtype, batch, kv_head, first, loaded, p.value_dim));
     for (int64_t i = 0; i < count; ++i) {
       ForwardStrip<P>& strip = strips[i];
-      const int64_t rest = strip.keys.end - key;
-      if (rest <= 0 || strip.keys.begin >= key + block) continue;
-      const int64_t used = rest < block ? rest : block;
-      T* s = scratch.weights.block;
-      T factor;
-      if (!score_block<P>(p, strip, key, used, scratch.keys, 0, scratch.block, s, &factor)) continue;
-      const T* visible = nullptr;
-      if (mark) {
-        mark_visible<P>(strip, used, s, scratch.visible);
-        visible = scratch.visible;
+      for (int64_t key = first; key < first + loaded; key += kKeyBlock) {
+        const int64_t stop = strip.keys.end < first + loaded ? strip.keys.end : first + loaded;
+        if (key >= stop) break;
+        const int64_t keys = stop - key < kKeyBlock ? stop - key : kKeyBlock;
+        if (strip.keys.begin >= key + kKeyBlock) continue;
+        forward_block<P>(p, strip, key, keys, key - first, scratch, leave_hidden_out);
       }
-      weigh_block<P>(p, strip, key, used, factor, scratch.weights, mark);
-      if constexpr (kPlain<P>) {
-        if (strip.thin) {
-          thin_values<T>(s, visible, kLanes<P>, strip.count, scratch.values.rows.data,
-                         scratch.values.rows.stride, used, p.value_dim, strip.rescale, strip.out_t);
-          continue;
-        }
-      }
-      multiply_columns<P>(scratch.values, 0, used, p.value_dim, scratch.weights, strip.vecs, strip.out_t,
-                          Update::kScaleAdd, strip.rescale, visible);
     }
   }
 }

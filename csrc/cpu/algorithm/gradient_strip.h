@@ -136,7 +136,7 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
     for (int64_t j = 0; j < keys; ++j) {
       for (int64_t lane = 0; lane < lanes; lane += S::kWidth) S::store(dropped + j * ld + lane, S::set(T(1)));
     }
-    apply_dropout<P>(p.dropout, strip, key, keys, dropped);
+    apply_dropout<P>(p.dropout, strip, key, keys, keep_scale<T>(p.dropout), dropped);
   }
   const auto zero = S::set(T(0));
   for (int64_t j = 0; j < keys; ++j) {

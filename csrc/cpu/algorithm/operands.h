@@ -14,6 +14,7 @@
 #pragma once
 
 #include "arena.h"
+#include "elementary.h"
 #include "rows.h"
 #include "tile_multiply.h"
 
@@ -24,6 +25,11 @@ constexpr int64_t kKeyBlock = 64;  // keys per block of scores; a multiple of 4,
 // Whether products are computed in P itself. Then the scale is part of Q^T, and strips may be thin.
 template <class P>
 constexpr bool kPlain = true;
+
+// Keys that the forward brings in at a time: where the tensors are used as they lie, more than a block wins
+// nothing.
+template <class P>
+constexpr int64_t kLoadedKeys = kKeyBlock;
 
 template <class P>
 struct ScalarOf {
@@ -45,6 +51,7 @@ template <class P>
 struct LaneOperand {
   P* data;  // [columns][kLanes]
 
+  bool rounds() const { return false; }
   static int64_t bytes(const AttentionParams&, int64_t columns) {
     return Arena::bytes_for<P>(round_up_to_vector<P>(columns) * kLanes<P>);
   }
@@ -102,12 +109,15 @@ struct WeightOperand {
 
   static int64_t bytes(const AttentionParams&) { return Arena::bytes_for<P>(kKeyBlock * kLanes<P>); }
   void allocate(const AttentionParams&, Arena& arena) { block = arena.take<P>(kKeyBlock * kLanes<P>); }
-  // Four rows of vectors; kPacked is for operands that can do without the block.
-  template <bool kPacked>
-  SELFATTN_INLINE void store(int64_t row, int64_t lane, const typename Simd<P>::Vec (&v)[4]) const {
+  // Four rows of vectors. kPacked is for operands that can do without the block, `used` for what rounds them.
+  template <Weigh kWeigh, bool kPacked>
+  SELFATTN_INLINE void store(int64_t row, int64_t lane, const typename Simd<P>::Vec (&v)[4],
+                             typename Simd<P>::Vec (&)[2]) const {
     SELFATTN_UNROLL
     for (int i = 0; i < 4; ++i) Simd<P>::store(block + (row + i) * kLanes<P> + lane, v[i]);
   }
+  // Whether weights are rounded to a single piece.
+  bool rounds() const { return false; }
   // To be called once the block is final, before the products that use it as B or as A.
   void ready_as_lanes(int64_t /*keys*/, int64_t /*vecs*/) {}
   void ready_as_rows(int64_t /*keys*/, int64_t /*queries*/) {}

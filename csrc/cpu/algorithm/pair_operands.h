@@ -35,6 +35,9 @@ template <>
 constexpr bool kPlain<Pairs> = false;
 
 template <>
+constexpr int64_t kLoadedKeys<Pairs> = 4 * kKeyBlock;
+
+template <>
 struct ScalarOf<Pairs> {
   using type = float;
 };
@@ -80,6 +83,7 @@ struct LaneOperand<Pairs> {
       special |= found;
     }
   }
+  bool rounds() const { return pieces == 1; }
   const LaneOperand<float>& as_float() {
     if (!plain_is_loaded) plain.load(source, factor);
     plain_is_loaded = true;
@@ -273,28 +277,39 @@ struct WeightOperand<Pairs> {
     rows = arena.take<uint32_t>(pieces * kRowPieces);
   }
   // Whether weights are rounded to a single piece.
-  bool is_short() const { return pieces == 1; }
+  bool rounds() const { return pieces == 1; }
 
-  template <bool kPacked>
-  SELFATTN_INLINE void store(int64_t row, int64_t lane, const __m512 (&v)[4]) const {
-    if constexpr (kPacked) {
-      _mm512_storeu_si512(lanes + row / 2 * kLanes<Pairs> + lane, pair_rows(v[0], v[1]));
-      _mm512_storeu_si512(lanes + (row / 2 + 1) * kLanes<Pairs> + lane, pair_rows(v[2], v[3]));
-    } else {
-      SELFATTN_UNROLL
-      for (int i = 0; i < 4; ++i) _mm512_storeu_ps(block + (row + i) * kLanes<Pairs> + lane, v[i]);
+  // `used` sums the weights as rounded.
+  template <Weigh kWeigh, bool kPacked>
+  SELFATTN_INLINE void store(int64_t row, int64_t lane, const __m512 (&v)[4], __m512 (&used)[2]) const {
+    SELFATTN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      float* to = block + (row + 2 * i) * kLanes<Pairs> + lane;
+      if constexpr (is_short(kWeigh)) {
+        const __m512i bits = pair_rows(v[2 * i], v[2 * i + 1]);
+        used[i] = PairEngine::add_pairs(used[i], bits);
+        if constexpr (kPacked) {
+          _mm512_storeu_si512(lanes + (row / 2 + i) * kLanes<Pairs> + lane, bits);
+        } else {
+          _mm512_storeu_ps(to, first_of_pairs(bits));
+          _mm512_storeu_ps(to + kLanes<Pairs>, second_of_pairs(bits));
+        }
+      } else {
+        _mm512_storeu_ps(to, v[2 * i]);
+        _mm512_storeu_ps(to + kLanes<Pairs>, v[2 * i + 1]);
+      }
     }
   }
   // After stores of packed rows up to a multiple of four.
   void pad_lanes(int64_t keys, int64_t vecs) {
-    for (int64_t pair = (keys + 3) / 4 * 2; pair < padded_pairs(keys); ++pair) {
+    for (int64_t pair = (keys + 3) / 4 * 2; pair < product_pairs(keys); ++pair) {
       for (int64_t v = 0; v < vecs; ++v) {
         _mm512_storeu_si512(lanes + pair * kLanes<Pairs> + v * 16, _mm512_setzero_si512());
       }
     }
   }
   void ready_as_lanes(int64_t keys, int64_t vecs) {
-    for (int64_t pair = 0; pair < padded_pairs(keys); ++pair) {
+    for (int64_t pair = 0; pair < product_pairs(keys); ++pair) {
       for (int64_t lane = 0; lane < vecs * 16; lane += 16) {
         __m512 above = _mm512_setzero_ps(), below = above;
         if (2 * pair < keys) above = _mm512_loadu_ps(block + 2 * pair * kLanes<Pairs> + lane);

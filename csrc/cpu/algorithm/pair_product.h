@@ -13,7 +13,7 @@ struct PairProduct {
   int64_t a_row, a_pair, a_piece;
   const uint32_t* b;
   int64_t ldb, b_piece;
-  int64_t pairs;  // depth / 2, padded to whole steps with zeros
+  int64_t pairs;  // depth / 2; whole steps for an engine of tiles
   float* c;
   int64_t ldc;
   Update update;

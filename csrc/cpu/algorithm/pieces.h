@@ -16,10 +16,13 @@ namespace selfattn::cpu::SELFATTN_ISA {
 constexpr int kMaxPieces = 3;
 constexpr int64_t kLeastHeadDim = 16;  // below, padding to whole steps costs more than is won
 
-// Depths are padded by zeros to whole steps of the products.
+// Operands are padded by zeros to whole steps of tiles; engines without tiles stop at the last pair.
 constexpr int64_t kDepthStep = 32;
 inline int64_t padded_depth(int64_t depth) { return (depth + kDepthStep - 1) / kDepthStep * kDepthStep; }
 inline int64_t padded_pairs(int64_t depth) { return padded_depth(depth) / 2; }
+inline int64_t product_pairs(int64_t depth) {
+  return PairEngine::kTiles ? padded_pairs(depth) : (depth + 1) / 2;
+}
 inline int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
 
 // 32 numbers as two vectors of float.
@@ -64,11 +67,18 @@ SELFATTN_INLINE __m512i pair_rows(__m512 above, __m512 below) {
   return _mm512_permutexvar_epi16(order, bits);
 }
 
+SELFATTN_INLINE __m512 first_of_pairs(__m512i bits) {
+  return _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16));
+}
+SELFATTN_INLINE __m512 second_of_pairs(__m512i bits) {
+  return _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
+}
+
 // The same, leaving in both rows what the rounding took away.
 SELFATTN_INLINE __m512i take_row_pair(__m512& above, __m512& below) {
   const __m512i bits = pair_rows(above, below);
-  above = _mm512_sub_ps(above, _mm512_castsi512_ps(_mm512_slli_epi32(bits, 16)));
-  below = _mm512_sub_ps(below, _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536))));
+  above = _mm512_sub_ps(above, first_of_pairs(bits));
+  below = _mm512_sub_ps(below, second_of_pairs(bits));
   return bits;
 }
 

@@ -104,10 +104,15 @@ void with_weighing(const AttentionParams& p, Scalar<P> factor, const Body& body)
   }
 }
 
-// Multiplies a block of weights by 0 or 1/(1-p). `key` is a multiple of 4.
+template <class T>
+T keep_scale(const Dropout& dropout) {
+  return static_cast<T>(dropout_keep_scale(dropout.probability));
+}
+
+// Multiplies a block of weights by 0 or `keep`. `key` is a multiple of 4.
 template <class P>
 void apply_dropout(const Dropout& dropout, const QueryStrip<P>& strip, int64_t key, int64_t keys,
-                   Scalar<P>* weights) {
+                   Scalar<P> keep, Scalar<P>* weights) {
   using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
@@ -116,7 +121,6 @@ void apply_dropout(const Dropout& dropout, const QueryStrip<P>& strip, int64_t k
   // A threshold of 2^32 drops everything, which keep = 0 does as well.
   const uint32_t threshold =
       exact_threshold > 0xffffffffu ? 0xffffffffu : static_cast<uint32_t>(exact_threshold);
-  const T keep = static_cast<T>(dropout_keep_scale(dropout.probability));
   for (int64_t j = 0; j < keys; j += 4) {
     for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
       uint32_t c0[S::kWidth], c1[S::kWidth], c2[S::kWidth], c3[S::kWidth];

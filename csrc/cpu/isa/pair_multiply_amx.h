@@ -48,6 +48,11 @@ class PairEngine {
   PairEngine(const PairEngine&) = delete;
   PairEngine& operator=(const PairEngine&) = delete;
 
+  // sum + first + second of each pair
+  SELFATTN_INLINE static __m512 add_pairs(__m512 sum, __m512i bits) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)bits, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // 1 and 1
+  }
+
   static void multiply(const PairProduct& p, int64_t rows, int64_t vecs) {
     for (int64_t row = 0; row < rows; row += 32) {
       for (int64_t vec = 0; vec < vecs; vec += 2) {

@@ -10,6 +10,11 @@ struct PairEngine {
   static constexpr bool kTiles = false;  // A may have its pairs anywhere
   static constexpr int kMostPieces = 1;  // three products at twice the rate would be slower than one
 
+  // sum + first + second of each pair
+  SELFATTN_INLINE static __m512 add_pairs(__m512 sum, __m512i bits) {
+    return _mm512_dpbf16_ps(sum, (__m512bh)bits, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // 1 and 1
+  }
+
   template <int kRows, int kVecs>
   __attribute__((noinline)) static void multiply_tile(const PairProduct& p, int64_t row, int64_t lane) {
     __m512 sum[kRows][kVecs];
