@@ -1,6 +1,7 @@
 #include "cpu_features.h"
 
 #include <cstdint>
+#include <cstring>
 
 #if defined(__x86_64__)
 #include <cpuid.h>
@@ -23,6 +24,15 @@ Registers cpuid(unsigned leaf, unsigned subleaf) {
   return r;
 }
 
+bool made_by_amd() {
+  const Registers r = cpuid(0, 0);
+  char vendor[13] = {};
+  std::memcpy(vendor, &r.ebx, 4);
+  std::memcpy(vendor + 4, &r.edx, 4);
+  std::memcpy(vendor + 8, &r.ecx, 4);
+  return std::strcmp(vendor, "AuthenticAMD") == 0 || std::strcmp(vendor, "HygonGenuine") == 0;
+}
+
 bool bit(unsigned value, int index) { return ((value >> index) & 1u) != 0; }
 
 // Which registers the operating system saves. Written as an instruction because the intrinsic needs -mxsave.
@@ -39,6 +49,7 @@ CpuFeatures detect() {
 
   CpuFeatures f{};
   f.architecture = "x86-64";
+  f.amd = made_by_amd();
   const Registers basic = cpuid(1, 0);
   const bool has_xgetbv = bit(basic.ecx, 27);
   const uint64_t saved = has_xgetbv ? saved_registers() : 0;
@@ -54,12 +65,15 @@ CpuFeatures detect() {
     f.avx512dq = bit(extended.ebx, 17);
     f.avx512bw = bit(extended.ebx, 30);
     f.avx512vl = bit(extended.ebx, 31);
+    f.avx512_vbmi = bit(extended.ecx, 1);
     f.avx512_fp16 = bit(extended.edx, 23);
     f.avx512_bf16 = bit(extended1.eax, 5);
   }
   if ((saved & kTile) == kTile) {
     f.amx_tile = bit(extended.edx, 24);
     f.amx_bf16 = bit(extended.edx, 22);
+  } else {
+    f.amx_bf16_unsaved = bit(extended.edx, 24) && bit(extended.edx, 22);
   }
   return f;
 }
@@ -86,7 +100,7 @@ const CpuFeatures& cpu_features() {
   return features;
 }
 
-int cpu_feature_count() { return 12; }
+int cpu_feature_count() { return 13; }
 
 CpuFeature cpu_feature(int index) {
   const CpuFeatures& f = cpu_features();
@@ -98,13 +112,14 @@ CpuFeature cpu_feature(int index) {
       {"avx512bw", f.avx512bw},
       {"avx512dq", f.avx512dq},
       {"avx512vl", f.avx512vl},
+      {"avx512_vbmi", f.avx512_vbmi},
       {"avx512_bf16", f.avx512_bf16},
       {"avx512_fp16", f.avx512_fp16},
       {"amx_tile", f.amx_tile},
       {"amx_bf16", f.amx_bf16},
       {"neon", f.neon},
   };
-  static_assert(sizeof(features) / sizeof(features[0]) == 12);
+  static_assert(sizeof(features) / sizeof(features[0]) == 13);
   return features[index];
 }
 

@@ -5,10 +5,12 @@ namespace selfattn::cpu {
 
 struct CpuFeatures {
   const char* architecture;  // "x86-64", "arm64", "other"
+  bool amd;                  // AMD, or Hygon with its cores: the same instructions at other speeds
   bool avx2, fma, f16c;
   bool avx512f, avx512bw, avx512dq, avx512vl;
-  bool avx512_bf16, avx512_fp16;
+  bool avx512_vbmi, avx512_bf16, avx512_fp16;
   bool amx_tile, amx_bf16;
+  bool amx_bf16_unsaved;  // the processor has AMX-BF16, but the operating system does not save its registers
   bool neon;
 };
 

@@ -1,0 +1,181 @@
+// The emulator among other handlers of SIGILL, in threads, and what it tells: counts and permission.
+#include "amx_instructions.h"
+#include "check.h"
+
+#if !(defined(__linux__) && defined(__x86_64__))
+
+TEST(skipped) { std::printf("skipped: AMX is an extension of x86-64, and its emulator needs Linux\n"); }
+
+#else
+
+#include <signal.h>
+#include <ucontext.h>
+
+#include <cstdlib>
+#include <cstring>
+#include <thread>
+
+#include "../amx_emulator/amx_emulator.h"
+#include "child_process.h"
+#include "cpu/amx_permission.h"
+
+using namespace selfattn;
+using namespace selfattn::test;
+
+namespace {
+
+const std::string kIllegal = "signal " + std::to_string(SIGILL) + ": ";
+
+void illegal() { __asm__ volatile("ud2"); }
+
+uint64_t count(const char* mnemonic) { return selfattn_amx_emulator_count(mnemonic); }
+
+TEST(counts) {
+  if (native_amx()) return;
+  uint8_t memory[64] = {};
+  const char* const names[] = {"ldtilecfg", "tilezero",   "tileloadd", "tileloaddt1",
+                               "tdpbf16ps", "tilestored", "sttilecfg", "tilerelease"};
+  uint64_t before[8];
+  for (int n = 0; n < 8; ++n) before[n] = count(names[n]);
+  const uint64_t all = count("");
+  TileConfig config = TileConfig().all(1, 4);
+  ldtilecfg(config);
+  TILEZERO(0);
+  TILELOADD(1, memory, 0);
+  __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm2" ::"r"(memory), "r"(0L) : "memory");
+  TDPBF16PS(0, 1, 2);
+  TDPBF16PS(0, 1, 2);
+  TILESTORED(0, memory, 0);
+  sttilecfg(config);
+  tilerelease();
+  for (int n = 0; n < 8; ++n)
+    CHECK_FOR(count(names[n]) - before[n] == (n == 4 ? 2 : 1), std::string(names[n]));
+  CHECK(count("") - all == 9);
+  CHECK(count("tdpbssd") == 0);
+}
+
+TEST(reports_at_exit) {
+  const auto ends = [] {
+    ldtilecfg(TileConfig().all(1, 4));
+    tilerelease();
+    std::exit(0);
+  };
+  setenv("SELFATTN_AMX_EMULATOR_REPORT", "1", 1);
+  const std::string text = in_a_child(ends);
+  unsetenv("SELFATTN_AMX_EMULATOR_REPORT");
+  CHECK_FOR(text.find("exit 0: amx_emulator: ldtilecfg ") == 0, text);
+  CHECK(in_a_child(ends) == "exit 0: ");
+}
+
+TEST(other_illegal_instructions_end_the_process) {
+  CHECK(in_a_child(illegal) == kIllegal);
+  CHECK(in_a_child([] { raise(SIGILL); }) == kIllegal);
+  // A byte of AMX at the place of a signal that was sent is not executed.
+  CHECK(in_a_child([] { kill(getpid(), SIGILL); }) == kIllegal);
+  CHECK(in_a_child([] {
+          signal(SIGILL, SIG_IGN);
+          raise(SIGILL);
+        }) == "exit 0: ");
+  CHECK(in_a_child([] {
+          signal(SIGILL, SIG_IGN);
+          illegal();
+        }) == kIllegal);
+}
+
+int handled = 0;
+
+void skip_illegal(int, siginfo_t*, void* context) {
+  handled += 1;
+  static_cast<ucontext_t*>(context)->uc_mcontext.gregs[REG_RIP] += 2;
+}
+
+void plain_handler(int) {
+  if (write(STDERR_FILENO, "plain handler", 13) == 13) _exit(3);
+}
+
+TEST(a_handler_installed_later_gets_the_rest) {
+  struct sigaction action{}, before{}, seen{};
+  action.sa_sigaction = skip_illegal;
+  action.sa_flags = SA_SIGINFO;
+  CHECK(sigaction(SIGILL, &action, &before) == 0);
+  illegal();
+  CHECK(handled == 1);
+  uint8_t zero[64] = {};
+  ldtilecfg(TileConfig().all(1, 4));
+  TILELOADD(0, zero, 0);
+  tilerelease();
+  CHECK(handled == 1);
+  illegal();
+  CHECK(handled == 2);
+  CHECK(sigaction(SIGILL, &before, &seen) == 0);
+  CHECK(seen.sa_sigaction == skip_illegal);
+  CHECK(in_a_child([] {
+          signal(SIGILL, plain_handler);
+          illegal();
+        }) == "exit 3: plain handler");
+  // Other signals are not held back.
+  CHECK(signal(SIGUSR1, SIG_IGN) == SIG_DFL);
+  CHECK(signal(SIGUSR1, SIG_DFL) == SIG_IGN);
+}
+
+// The sum of k over a row of ones and a column of k, in tiles of a shape of the thread's own.
+bool product_of_a_thread(int thread) {
+  const int pairs = 3 + thread, rows = 16 - thread;
+  uint16_t a[16][32], b[16][32];
+  for (int m = 0; m < 16; ++m) {
+    for (int n = 0; n < 32; ++n) {
+      a[m][n] = 0x3f80;                                          // 1
+      b[m][n] = static_cast<uint16_t>(0x3f80 + ((m & 1) << 7));  // 1, 2, 1, 2, ...
+    }
+  }
+  float c[16][16];
+  std::memset(c, 0, sizeof(c));
+  ldtilecfg(TileConfig().tile(0, rows, 64).tile(1, rows, 4 * pairs).tile(2, pairs, 64));
+  TILELOADD(1, a, 64);
+  TILELOADD(2, b, 64);
+  TILEZERO(0);
+  for (int n = 0; n < 50; ++n) TDPBF16PS(0, 1, 2);
+  TILESTORED(0, c, 64);
+  const float expected = 50.0f * 2.0f * static_cast<float>(pairs + pairs / 2);
+  for (int m = 0; m < 16; ++m) {
+    for (int n = 0; n < 16; ++n) {
+      if (c[m][n] != (m < rows ? expected : 0.0f)) return false;
+    }
+  }
+  return true;
+}
+
+TEST(threads_have_tiles_of_their_own) {
+  const uint64_t before = count("tdpbf16ps");
+  bool right[8] = {};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < 8; ++thread) {
+    threads.emplace_back([thread, &right] {
+      right[thread] = true;
+      for (int n = 0; n < 20; ++n) right[thread] &= product_of_a_thread(thread);
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  for (const bool thread_right : right) CHECK(thread_right);
+  if (!native_amx()) CHECK(count("tdpbf16ps") - before == 8 * 20 * 50);
+}
+
+TEST(on_an_alternative_stack) {
+  std::vector<char> memory(1 << 16);
+  stack_t stack{}, before{};
+  stack.ss_sp = memory.data();
+  stack.ss_size = memory.size();
+  CHECK(sigaltstack(&stack, &before) == 0);
+  CHECK(product_of_a_thread(0));
+  CHECK(sigaltstack(&before, nullptr) == 0);
+}
+
+TEST(the_library_is_permitted_to_use_it) {
+  CHECK(selfattn_emulates_amx());
+  CHECK(cpu::amx_permitted());
+  CHECK(cpu::amx_unavailable_reason() == nullptr);
+}
+
+}  // namespace
+
+#endif
