@@ -160,6 +160,83 @@ TEST(threads_have_tiles_of_their_own) {
   if (!native_amx()) CHECK(count("tdpbf16ps") - before == 8 * 20 * 50);
 }
 
+// The first time an instruction traps, then a jump has taken its place.
+TEST(registers_flags_and_red_zone_survive) {
+  ldtilecfg(TileConfig().all(16, 64));
+  for (int time = 0; time < 3; ++time) {
+    uint64_t seen[16] = {};
+    __asm__ volatile(
+        "mov $1, %%eax\n\t"
+        "mov $2, %%ecx\n\t"
+        "mov $3, %%edx\n\t"
+        "mov $4, %%esi\n\t"
+        "mov $5, %%edi\n\t"
+        "mov $6, %%r8d\n\t"
+        "mov $7, %%r9d\n\t"
+        "mov $8, %%r10d\n\t"
+        "mov $9, %%r11d\n\t"
+        "mov $10, %%r12d\n\t"
+        "mov $11, %%r13d\n\t"
+        "mov $12, %%r14d\n\t"
+        "mov $13, %%r15d\n\t"
+        "movq %%r15, %%xmm13\n\t"
+        "movq $14, -8(%%rsp)\n\t"
+        "movq $15, -128(%%rsp)\n\t"
+        "stc\n\t"
+        "tilezero %%tmm0\n\t"
+        "mov %%rax, (%%rbx)\n\t"
+        "mov %%rcx, 8(%%rbx)\n\t"
+        "mov %%rdx, 16(%%rbx)\n\t"
+        "mov %%rsi, 24(%%rbx)\n\t"
+        "mov %%rdi, 32(%%rbx)\n\t"
+        "mov %%r8, 40(%%rbx)\n\t"
+        "mov %%r9, 48(%%rbx)\n\t"
+        "mov %%r10, 56(%%rbx)\n\t"
+        "mov %%r11, 64(%%rbx)\n\t"
+        "mov %%r12, 72(%%rbx)\n\t"
+        "mov %%r13, 80(%%rbx)\n\t"
+        "mov %%r14, 88(%%rbx)\n\t"
+        "movq %%xmm13, 96(%%rbx)\n\t"
+        "mov -8(%%rsp), %%rcx\n\t"
+        "mov %%rcx, 104(%%rbx)\n\t"
+        "mov -128(%%rsp), %%rcx\n\t"
+        "mov %%rcx, 112(%%rbx)\n\t"
+        "setc 120(%%rbx)" ::"b"(seen)
+        : "memory", "cc", "rax", "rcx", "rdx", "rsi", "rdi", "r8", "r9", "r10", "r11", "r12", "r13", "r14",
+          "r15", "xmm13");
+    for (uint64_t n = 0; n < 15; ++n) CHECK_FOR(seen[n] == n + 1, std::to_string(n));
+    CHECK(seen[15] == 1);
+  }
+}
+
+TEST(vectors_and_masks_survive) {
+  if (!cpu::cpu_features().avx512bw) {
+    std::printf("skipped: this processor has no AVX-512\n");
+    return;
+  }
+  alignas(64) uint64_t given[8] = {1, 2, 3, 4, 5, 6, 7, 8}, low[8], high[8], mask;
+  alignas(64) uint8_t memory[1024] = {};
+  ldtilecfg(TileConfig().all(16, 64));
+  for (int time = 0; time < 3; ++time) {
+    // The product has the emulator use vectors itself.
+    __asm__ volatile(
+        "vmovdqu64 (%0), %%zmm5\n\t"
+        "vmovdqu64 (%0), %%zmm29\n\t"
+        "kmovq (%0), %%k3\n\t"
+        "tileloadd (%4,%5,1), %%tmm1\n\t"
+        "tdpbf16ps %%tmm2, %%tmm1, %%tmm0\n\t"
+        "vmovdqu64 %%zmm5, (%1)\n\t"
+        "vmovdqu64 %%zmm29, (%2)\n\t"
+        "kmovq %%k3, (%3)\n\t"
+        "vzeroupper" ::"r"(given),
+        "r"(low), "r"(high), "r"(&mask), "r"(memory), "r"(static_cast<ptrdiff_t>(64))
+        : "memory");
+    CHECK(std::memcmp(given, low, 64) == 0);
+    CHECK(std::memcmp(given, high, 64) == 0);
+    CHECK(mask == 1);
+  }
+}
+
 TEST(on_an_alternative_stack) {
   std::vector<char> memory(1 << 16);
   stack_t stack{}, before{};
