@@ -183,6 +183,7 @@ TEST(registers_flags_and_red_zone_survive) {
         "movq $14, -8(%%rsp)\n\t"
         "movq $15, -128(%%rsp)\n\t"
         "stc\n\t"
+        ".p2align 6\n\t"  // patched only within a cache line
         "tilezero %%tmm0\n\t"
         "mov %%rax, (%%rbx)\n\t"
         "mov %%rcx, 8(%%rbx)\n\t"
@@ -220,12 +221,13 @@ TEST(vectors_and_masks_survive) {
   for (int time = 0; time < 3; ++time) {
     // The product has the emulator use vectors itself.
     __asm__ volatile(
-        "vmovdqu64 (%0), %%zmm5\n\t"
+        "vmovdqu64 (%0), %%zmm0\n\t"
         "vmovdqu64 (%0), %%zmm29\n\t"
         "kmovq (%0), %%k3\n\t"
         "tileloadd (%4,%5,1), %%tmm1\n\t"
+        ".p2align 6\n\t"  // patched only within a cache line
         "tdpbf16ps %%tmm2, %%tmm1, %%tmm0\n\t"
-        "vmovdqu64 %%zmm5, (%1)\n\t"
+        "vmovdqu64 %%zmm0, (%1)\n\t"
         "vmovdqu64 %%zmm29, (%2)\n\t"
         "kmovq %%k3, (%3)\n\t"
         "vzeroupper" ::"r"(given),
