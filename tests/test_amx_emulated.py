@@ -1,0 +1,133 @@
+"""The AMX kernels of the compiled library on a processor without AMX: the emulator of tests/amx_emulator is
+preloaded into processes that force the instruction set "amx"."""
+
+from __future__ import annotations
+
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import selfattn_ext
+from selfattn_ext import library, toolchain
+
+TESTS = Path(__file__).parent
+EMULATOR = TESTS / "amx_emulator"
+#: What the kernels with AMX use besides it.
+NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
+#: Tests of the existing suite that take a few seconds in the emulator.
+CHOSEN = {
+    "test_functional.py": "leading_dimensions or grouped_query or masks_broadcast or layout_of_the_query",
+    "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
+}
+
+
+def _why_not() -> str | None:
+    """Why the kernels with AMX cannot run in the emulator here, or None."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "AMX is emulated on Linux and x86-64 only"
+    features = library.extension().cpu_features()
+    if features["amx_bf16"]:
+        return "this processor has AMX: all tests run on it without an emulator"
+    missing = [name for name in NEEDED if not features[name]]
+    return f"the kernels with AMX need {', '.join(missing)} too" if missing else None
+
+
+pytestmark = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))
+
+#: Executes bytes of machine code, and asks the emulator what it has executed.
+PRELUDE = """
+import ctypes, faulthandler, mmap
+import torch
+from selfattn_ext import backends, scaled_dot_product_attention
+
+count = ctypes.CDLL(None).selfattn_amx_emulator_count
+count.argtypes, count.restype = [ctypes.c_char_p], ctypes.c_uint64
+
+def run(code):
+    memory = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    memory.write(bytes.fromhex(code) + b"\\xc3")
+    ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))()
+"""
+TILERELEASE = "c4 e2 78 49 c0"
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """The path of the emulator as a library to preload."""
+    target = tmp_path_factory.mktemp("amx") / "libselfattn_amx_emulator.so"
+    compiler = toolchain.compiler()
+    assert compiler is not None, toolchain.compiler_problem()
+    files = sorted(str(path) for path in EMULATOR.glob("*.cpp"))
+    subprocess.run(
+        [*compiler, "-std=c++17", "-O3", "-shared", "-fPIC", *files, "-ldl", "-o", str(target)], check=True
+    )
+    return str(target)
+
+
+def test_tools_that_watch_for_faults_leave_it_alone(
+    emulator: str, run_python: Callable[..., str], tmp_path: Path
+) -> None:
+    """faulthandler, which pytest switches on, wants SIGILL for itself."""
+    script = (
+        "faulthandler.enable()\n"
+        f"run('{TILERELEASE}')\n"
+        "print(count(b'tilerelease'), count(b''), faulthandler.is_enabled(), flush=True)\n"
+    )
+    assert run_python(PRELUDE + script, LD_PRELOAD=emulator).split() == ["1", "1", "True"]
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run_python(PRELUDE + script + "run('0f 0b')", LD_PRELOAD=emulator)
+    assert error.value.stdout.split() == ["1", "1", "True"]
+    assert "Fatal Python error: Illegal instruction" in error.value.stderr
+
+
+def test_forward_and_backward_execute_amx(emulator: str, run_python: Callable[..., str]) -> None:
+    script = """
+q, k, v = (torch.randn(1, 2, 67, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
+explanation = backends.explain(q, k, v)
+before = count(b"tdpbf16ps")
+out = scaled_dot_product_attention(q, k, v)
+between = count(b"tdpbf16ps")
+out.sum().backward()
+print(explanation.kernel, explanation.isa, between > before, count(b"tdpbf16ps") > between)
+"""
+    printed = run_python(PRELUDE + script, LD_PRELOAD=emulator, SELFATTN_CPU_ISA="amx")
+    assert printed.split() == ["fused", "amx", "True", "True"]
+
+
+@pytest.mark.parametrize("module", CHOSEN)
+def test_tests_pass_in_the_emulator(module: str, emulator: str) -> None:
+    package = str(Path(selfattn_ext.__file__).parent.parent)
+    run = subprocess.run(
+        [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-p",
+            "no:cacheprovider",
+            str(TESTS / module),
+            "-k",
+            CHOSEN[module],
+        ],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
+            "LD_PRELOAD": emulator,
+            "SELFATTN_CPU_ISA": "amx",
+            "SELFATTN_AMX_EMULATOR_REPORT": "1",
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"\d+ passed", run.stdout)
+    executed = re.search(r"amx_emulator:.* tdpbf16ps (\d+)", run.stderr)
+    assert executed is not None
+    assert int(executed[1]) > 0
