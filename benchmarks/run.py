@@ -5,7 +5,7 @@
     python benchmarks/run.py --tables lengths --png t.png    ratios over the sequence length, drawn
     python benchmarks/run.py --tables tiny --peers torch,formula,loops --threads 1
 
-Run it on an otherwise idle machine. tables.py holds the cases, classes.py those with bars and goals, peers.py
+Run it on an otherwise idle machine. tables.py holds the cases, classes.py those with bars and goals, peers/
 the peers; timing, errors and printing are those of the package, selfattn_ext/bench/.
 """
 

@@ -16,7 +16,7 @@ from selfattn_ext import bench
 from selfattn_ext.bench import cases, peak, report, timer
 from selfattn_ext.bench.accuracy import truth
 from selfattn_ext.bench.cases import Case, inputs
-from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results
+from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results, runner
 from selfattn_ext.bench.measure import Row, measure
 from selfattn_ext.cli import main
 from selfattn_ext.terminal import CommandError
@@ -152,6 +152,20 @@ def test_the_standard_table_is_the_one_of_the_documentation() -> None:
         (1, 4, 4096, 128),
     }
     assert {case.dtype for case in table} == {torch.float32, torch.bfloat16}
+
+
+@pytest.mark.parametrize("graph_kept", [False, True])
+def test_the_timed_call_gives_all_gradients_every_time(graph_kept: bool) -> None:
+    case = replace(SMALL, mask="gradient", backward=True, graph_kept=graph_kept)
+    tensors = inputs(case)
+    call = OURS.prepare(case, tensors)
+    timed = runner(call, case, tensors)
+    expected = results(call, case, tensors)[1:]
+    assert len(expected) == 4
+    for _ in range(2):
+        assert all(map(torch.equal, timed(), expected))
+    with pytest.raises(ValueError, match="backward is False"):
+        replace(SMALL, graph_kept=True)
 
 
 def test_a_contender_that_refuses_is_listed_with_its_reason() -> None:
