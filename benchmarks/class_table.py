@@ -193,7 +193,5 @@ def _count(measured: Sequence[Measured]) -> str:
         if found.verdict == "MISS"
     ]
     if "amx" not in backends.cpu_isas():
-        lines.append(
-            "No AMX here, for which the bars of lines without a named instruction set are set."
-        )
+        lines.append("No AMX here, for which the bars of lines without a named instruction set are set.")
     return "\n".join(lines)

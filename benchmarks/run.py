@@ -80,6 +80,7 @@ def _run(parsed: argparse.Namespace) -> int:
         check_output("--png", parsed.png, PICTURE_FORMATS)
         if not parsed.classes and "lengths" not in parsed.tables:
             raise CommandError("--png draws the table lengths, which --tables leaves out")
+    bench.warn_if_busy()
     command = " ".join(["benchmarks/run.py", *sys.argv[1:]])
     rows = _classes(parsed, command) if parsed.classes else _tables(parsed, command)
     if parsed.png is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -256,6 +257,15 @@ def _check_schema(data: dict[str, Any], rows: int) -> None:
             assert contender["of_peak"] > 0
         low, high = row["ratios"]["torch"]["quartiles"]
         assert 0 < low <= row["ratios"]["torch"]["median"] <= high
+
+
+def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.2, 9.0, 9.0))
+    bench.warn_if_busy()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    bench.warn_if_busy()
+    assert "not idle: load average 3.0" in capsys.readouterr().err
 
 
 def test_threads_are_one_and_all_unless_asked_for() -> None:
