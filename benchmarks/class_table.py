@@ -8,7 +8,7 @@ from typing import Any
 
 from classes import Line
 
-from selfattn_ext import library
+from selfattn_ext import backends
 from selfattn_ext.bench import report
 from selfattn_ext.bench.cases import Case, as_json
 from selfattn_ext.bench.contenders import OURS, TORCH, Contender
@@ -192,8 +192,6 @@ def _count(measured: Sequence[Measured]) -> str:
         for found in measured
         if found.verdict == "MISS"
     ]
-    if not library.extension().cpu_features()["amx_bf16"]:
-        lines.append(
-            "This processor lacks AMX, for which the bars of lines without a named instruction set are set."
-        )
+    if "amx" not in backends.cpu_isas():
+        lines.append("No AMX here, for which the bars of lines without a named instruction set are set.")
     return "\n".join(lines)

@@ -5,7 +5,7 @@
     python benchmarks/run.py --tables lengths --png t.png    ratios over the sequence length, drawn
     python benchmarks/run.py --tables tiny --peers torch,formula,loops --threads 1
 
-Run it on an otherwise idle machine. tables.py holds the cases, classes.py those with bars and goals, peers.py
+Run it on an otherwise idle machine. tables.py holds the cases, classes.py those with bars and goals, peers/
 the peers; timing, errors and printing are those of the package, selfattn_ext/bench/.
 """
 
@@ -80,6 +80,7 @@ def _run(parsed: argparse.Namespace) -> int:
         check_output("--png", parsed.png, PICTURE_FORMATS)
         if not parsed.classes and "lengths" not in parsed.tables:
             raise CommandError("--png draws the table lengths, which --tables leaves out")
+    bench.warn_if_busy()
     command = " ".join(["benchmarks/run.py", *sys.argv[1:]])
     rows = _classes(parsed, command) if parsed.classes else _tables(parsed, command)
     if parsed.png is not None:

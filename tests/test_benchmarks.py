@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -16,7 +17,7 @@ from selfattn_ext import bench
 from selfattn_ext.bench import cases, peak, report, timer
 from selfattn_ext.bench.accuracy import truth
 from selfattn_ext.bench.cases import Case, inputs
-from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results
+from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results, runner
 from selfattn_ext.bench.measure import Row, measure
 from selfattn_ext.cli import main
 from selfattn_ext.terminal import CommandError
@@ -154,6 +155,20 @@ def test_the_standard_table_is_the_one_of_the_documentation() -> None:
     assert {case.dtype for case in table} == {torch.float32, torch.bfloat16}
 
 
+@pytest.mark.parametrize("graph_kept", [False, True])
+def test_the_timed_call_gives_all_gradients_every_time(graph_kept: bool) -> None:
+    case = replace(SMALL, mask="gradient", backward=True, graph_kept=graph_kept)
+    tensors = inputs(case)
+    call = OURS.prepare(case, tensors)
+    timed = runner(call, case, tensors)
+    expected = results(call, case, tensors)[1:]
+    assert len(expected) == 4
+    for _ in range(2):
+        assert all(map(torch.equal, timed(), expected))
+    with pytest.raises(ValueError, match="backward is False"):
+        replace(SMALL, graph_kept=True)
+
+
 def test_a_contender_that_refuses_is_listed_with_its_reason() -> None:
     def refuse(case: Case, tensors: cases.Inputs) -> Callable[[], torch.Tensor]:
         raise NotImplementedError("no backward pass on CPU")
@@ -242,6 +257,15 @@ def _check_schema(data: dict[str, Any], rows: int) -> None:
             assert contender["of_peak"] > 0
         low, high = row["ratios"]["torch"]["quartiles"]
         assert 0 < low <= row["ratios"]["torch"]["median"] <= high
+
+
+def test_a_busy_machine_is_named(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(os, "getloadavg", lambda: (0.2, 9.0, 9.0))
+    bench.warn_if_busy()
+    assert capsys.readouterr().err == ""
+    monkeypatch.setattr(os, "getloadavg", lambda: (3.0, 0.0, 0.0))
+    bench.warn_if_busy()
+    assert "not idle: load average 3.0" in capsys.readouterr().err
 
 
 def test_threads_are_one_and_all_unless_asked_for() -> None:

@@ -5,19 +5,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfattn_ext import library
+from selfattn_ext import backends, library
 from selfattn_ext.bench.peak import Ceiling, Meter
 
 SECONDS = 0.02
 
 
-def present() -> list[str]:
-    features = library.extension().cpu_features()
-    needs = {"avx512_bf16": "avx512_bf16", "avx512": "avx512bw", "avx2": "avx2"}
-    return ["scalar", *(isa for isa, feature in needs.items() if features.get(feature))]
-
-
-@pytest.mark.parametrize("isa", present())
+@pytest.mark.parametrize("isa", backends.cpu_isas())
 def test_multiply_adds_are_counted(isa: str, one_thread: None) -> None:
     # Any processor of the last twenty years is between the two, unless the loop was left out.
     assert 0.5 < library.extension().multiply_add_gflops(isa, SECONDS) < 20_000

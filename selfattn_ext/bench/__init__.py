@@ -30,9 +30,13 @@ class Options:
     json: str | None = None  # a file, or - for standard output
 
 
+_IDLE = 0.7  # processes at work in the last minute, on average
+
+
 def run(options: Options) -> int:
     """Measure, print the table, write the JSON. Returns 0."""
     check_json(options.json)
+    warn_if_busy()
     rows = measure(
         cases.standard(cases.QUICK_SHAPES if options.quick else cases.SHAPES),
         [TORCH],
@@ -62,6 +66,15 @@ def check_json(target: str | None) -> None:
     """Raises CommandError when the JSON cannot be written there."""
     if target not in (None, "-"):
         check_output("--json", Path(str(target)))
+
+
+def warn_if_busy() -> None:
+    """Say on stderr if others use the processors: what is measured then is them."""
+    load = os.getloadavg()[0]
+    if load > _IDLE:
+        print(
+            f"this machine is not idle: load average {load:.1f}; times will be of little use", file=sys.stderr
+        )
 
 
 def publish(rows: Sequence[Row], target: str | None, command: str) -> None:

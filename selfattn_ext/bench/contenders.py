@@ -49,24 +49,27 @@ def _prepare_ours(case: Case, tensors: Inputs) -> Call:
     return call
 
 
+def rules(case: Case, tensors: Inputs) -> tuple[bool, Tensor | None]:
+    """The case for those who know is_causal or one mask (L, S) and nothing else: all that is_causal cannot
+    say goes into the mask."""
+    if case.causal and case.query_offset == 0 and case.window is None and tensors.mask is None:
+        return True, None
+    seen = case.visible()
+    if seen is None or tensors.mask is None:
+        return False, tensors.mask if seen is None else seen
+    return False, _both(tensors.mask, seen)
+
+
 def _prepare_torch(case: Case, tensors: Inputs) -> Call:
     options: dict[str, Any] = {"enable_gqa": case.kv_head_count != case.heads, "dropout_p": case.dropout}
-    mask = tensors.mask
-    seen = None
-    if case.causal and case.query_offset == 0 and case.window is None and mask is None:
-        options["is_causal"] = True
-    else:
-        # torch takes one rule: all others have to go into the mask.
-        seen = case.visible()
-    if seen is not None:
-        mask = seen if mask is None else _both(mask, seen)
-    # A mask that is being trained has to meet the rule at every step.
-    trained = tensors.mask if seen is not None and case.backward and case.mask == "gradient" else None
+    is_causal, mask = rules(case, tensors)
+    # A mask that is being trained has to meet the other rules at every step.
+    seen = case.visible() if case.backward and case.mask == "gradient" else None
 
     def call() -> Tensor:
-        current = mask if trained is None or seen is None else _both(trained, seen)
+        current = mask if seen is None or tensors.mask is None else _both(tensors.mask, seen)
         return F.scaled_dot_product_attention(
-            tensors.query, tensors.key, tensors.value, attn_mask=current, **options
+            tensors.query, tensors.key, tensors.value, attn_mask=current, is_causal=is_causal, **options
         )
 
     return call

@@ -1,4 +1,4 @@
-"""Whom this package is compared with. To add one, write its ``prepare`` and put it into PEERS."""
+"""The formula in torch operations, and this package's own loops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 
 from selfattn_ext import backends, reference, scaled_dot_product_attention
 from selfattn_ext.bench.cases import Case, Inputs
-from selfattn_ext.bench.contenders import TORCH, Contender
+from selfattn_ext.bench.contenders import Contender
 
 # About a second for each call of the loops.
 LOOPS_FLOPS = 1e9
@@ -59,8 +59,5 @@ def _prepare_loops(case: Case, tensors: Inputs) -> Callable[[], Tensor]:
     return call
 
 
-PEERS: dict[str, Contender] = {
-    "torch": TORCH,
-    "formula": Contender("formula", _prepare_formula),
-    "loops": Contender("loops", _prepare_loops),
-}
+FORMULA = Contender("formula", _prepare_formula)
+LOOPS = Contender("loops", _prepare_loops)
