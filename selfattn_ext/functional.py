@@ -147,10 +147,7 @@ def scaled_dot_product_attention(
     "FlashAttention-2".
     """
     try:
-        # An empty dict of options is the common case, and the cheapest to pass on.
         options: dict[str, Any] = {}
-        if is_causal:
-            options["is_causal"] = True
         if query_offset:
             options["query_offset"] = checks.integer("query_offset", query_offset)
         if window_size is not _EVERYTHING:
@@ -161,31 +158,32 @@ def scaled_dot_product_attention(
             options["kernel_name"] = kernel
 
         if (
-            attn_mask is None
+            not options
+            and attn_mask is None
             and alibi_slopes is None
             and sinks is None
             and not dropout_p
             and not return_weights
             and not return_lse
-            and query.is_cpu
-            and len(shape := query.shape) == 4
-            and (enable_gqa or shape[1] == key.shape[1])
+            and not _is_compiling()
+            and query.dim() == 4
             and not _is_any_autocast_enabled()
             and not _are_transforms_active()
             and forward_ad._current_level < 0
-            and not _is_compiling()
+            and (_float32_precision() == "highest" or query.dtype is not _FLOAT32)
         ):
             try:
-                factor = shape[3] ** -0.5 if scale is None else checks.scale(scale)
-                if (asked := _float32_precision()) != "highest" and query.dtype is _FLOAT32:
-                    options["float32_precision"] = asked
+                factor = None if scale is None else checks.scale(scale)
                 if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-                    return autograd.plain_attention(query, key, value, (factor, options))
-                return ops.direct_forward(query, key, value, factor, **options)[0]
-            except (ValueError, ZeroDivisionError):
-                # Something to broadcast or to make dense, or a mistake: the general way finds out which.
+                    return autograd.plain_attention(query, key, value, (factor, is_causal, enable_gqa))
+                return ops.plain_attention(query, key, value, factor, is_causal, enable_gqa)
+            except (ValueError, RuntimeError):
+                # Something to broadcast or to make dense, a flag that is no bool, or a mistake: the general
+                # way finds out which.
                 pass
 
+        if is_causal:
+            options["is_causal"] = True
         q, k, v = arguments.autocast(query, key, value)
         form = shapes.canonical(q, k, v, enable_gqa)
         arguments.add_float32_precision(options, form.query)

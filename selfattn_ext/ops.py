@@ -28,6 +28,9 @@ __all__ = [
     "attention_weights",
     "masked_softmax",
     "masked_softmax_backward",
+    "plain_attention",
+    "plain_attention_backward",
+    "plain_attention_forward",
 ]
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
@@ -113,6 +116,54 @@ class _MaskedSoftmaxBackward(Protocol):
     ) -> Tensor: ...
 
 
+class _PlainAttention(Protocol):
+    """(query, key, value, scale, is_causal, enable_gqa) -> out, the default scale for None."""
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> Tensor: ...
+
+
+class _PlainAttentionForward(Protocol):
+    """The same -> (out, statistics (2,B,H,L), out_residual).
+
+    statistics are row_max and row_sum; out_residual is None where the dtype has none.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float | None,
+        is_causal: bool,
+        enable_gqa: bool,
+    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
+
+
+class _PlainAttentionBackward(Protocol):
+    """(grad_out, query, ..., is_causal) -> the gradients of query, key and value."""
+
+    def __call__(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        statistics: Tensor,
+        out_residual: Tensor | None,
+        scale: float | None,
+        is_causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
+
+
 #: The dtypes whose rounding is worth remembering.
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -129,9 +180,15 @@ attention_scores_backward: _AttentionScoresBackward = _ops.attention_scores_back
 masked_softmax: _MaskedSoftmax = _ops.masked_softmax.default
 masked_softmax_backward: _MaskedSoftmaxBackward = _ops.masked_softmax_backward.default
 
-# The callables inside the overloads, for the path of least overhead. torch.compile traces the overloads only.
-direct_forward: _AttentionForward = getattr(_ops.attention_forward.default, "_op", attention_forward)
-direct_backward: _AttentionBackward = getattr(_ops.attention_backward.default, "_op", attention_backward)
+
+def _direct(overload: Any) -> Any:
+    """The callable inside an overload, which costs less. torch.compile traces overloads only."""
+    return getattr(overload, "_op", overload)
+
+
+plain_attention: _PlainAttention = _direct(_ops.plain_attention.default)
+plain_attention_forward: _PlainAttentionForward = _direct(_ops.plain_attention_forward.default)
+plain_attention_backward: _PlainAttentionBackward = _direct(_ops.plain_attention_backward.default)
 
 
 def _refuse_meta(*arguments: Any) -> None:
@@ -207,6 +264,26 @@ def _(
             for tensor, dtype in optional
         ),
     )
+
+
+@_fake("plain_attention")
+def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+    _refuse_meta(query, key, value)
+    return _empty_like(query, query.shape[2], value.shape[3])
+
+
+@_fake("plain_attention_forward")
+def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+    _refuse_meta(query, key, value)
+    out = _empty_like(query, query.shape[2], value.shape[3])
+    statistics = query.new_empty((2, *query.shape[:3]), dtype=accumulation_dtype(query.dtype))
+    return out, statistics, torch.empty_like(out) if query.dtype in SIXTEEN_BITS else None
+
+
+@_fake("plain_attention_backward")
+def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+    _refuse_meta(grad_out, query, key, value)
+    return tuple(_empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value))
 
 
 @_fake("attention_scores")

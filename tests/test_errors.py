@@ -272,6 +272,11 @@ def test_allocation_failure() -> None:
 F = {"query": QUERY, "key": KEY, "value": VALUE, "scale": 1.0}
 OUT, ROW_MAX, ROW_SUM, _ = ops.attention_forward(**F)
 B = {"grad_out": OUT, "out": OUT, "row_max": ROW_MAX, "row_sum": ROW_SUM, **F}
+P = {**F, "scale": None, "is_causal": False, "enable_gqa": False}
+STATISTICS = torch.stack([ROW_MAX, ROW_SUM])
+PB = {
+    **F, "grad_out": OUT, "out": OUT, "statistics": STATISTICS, "out_residual": None, "is_causal": False,
+}  # fmt: skip
 OPERATOR_CALLS = {
     "rank": (ops.attention_forward, {**F, "query": QUERY[0]}, "query"),
     "dtype": (ops.attention_forward, {**F, "query": INTEGERS}, "query"),
@@ -311,6 +316,23 @@ OPERATOR_CALLS = {
         ops.attention_backward,
         {**B, "need_mask_grad": True, "attn_mask": torch.ones(1, 1, 5, 6, dtype=torch.bool)},
         "attn_mask",
+    ),
+    "plain heads": (ops.plain_attention, {**P, "key": KEY[:, :2], "value": VALUE[:, :2]}, "enable_gqa"),
+    "plain heads that do not divide": (
+        ops.plain_attention,
+        {**P, "key": KEY[:, :3], "value": VALUE[:, :3], "enable_gqa": True},
+        "heads",
+    ),
+    "plain rank": (ops.plain_attention_forward, {**P, "query": QUERY[0]}, "query"),
+    "plain number": (ops.plain_attention, {**P, "query": torch.tensor(1.0)}, "query"),
+    "plain dtype": (ops.plain_attention_forward, {**P, "value": VALUE.double()}, "value"),
+    "plain NaN scale": (ops.plain_attention_forward, {**P, "scale": float("nan")}, "scale"),
+    "plain grad shape": (ops.plain_attention_backward, {**PB, "grad_out": OUT[:, :, :4]}, "grad_out"),
+    "plain statistics": (ops.plain_attention_backward, {**PB, "statistics": ROW_MAX}, "statistics"),
+    "plain statistics of another dtype": (
+        ops.plain_attention_backward,
+        {**PB, "statistics": STATISTICS.double()},
+        "statistics",
     ),
     "scores": (ops.attention_scores, {"query": QUERY, "key": KEY[:, :3], "scale": 1.0}, "heads"),
     "softmax rank": (ops.masked_softmax, {"scores": torch.ones(3, 4), "scale": 1.0}, "scores"),

@@ -8,8 +8,9 @@ from typing import Any
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from selfattn_ext import ops
+from selfattn_ext import ops, scaled_dot_product_attention
 
 DTYPES = (torch.float64, torch.bfloat16)
 
@@ -63,8 +64,14 @@ def calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ..
                 },
             ),
         ]
+    library = getattr(torch.ops, ops.NAMESPACE)
+    out, statistics, residual = ops.plain_attention_forward(query, key, value, None, True, True)
+    saved = (out, query, key, value, out, statistics, residual)
     return [
         *everything,
+        (library.plain_attention.default, (query, key, value, 0.3, False, True), {}),
+        (library.plain_attention_forward.default, (query, key, value, None, True, True), {}),
+        (library.plain_attention_backward.default, (*saved, None, True), {}),
         (ops.attention_scores, (query, key, 0.3), {}),
         (ops.attention_scores_backward, (scores, query, key, 0.3), {}),
         (ops.masked_softmax, (scores, 0.3), {"mask": torch.rand(1, 1, 5, 6) < 0.5, "is_causal": True}),
@@ -107,6 +114,59 @@ def test_strides_at_sizes_of_one(transposed: bool, shape: tuple[int, int]) -> No
         fake = ops.attention_forward(*(mode.from_tensor(tensor) for tensor in (query, key, key)), 1.0)
     for result, shadow in zip(real, fake, strict=True):
         assert (result.shape, result.stride(), result.dtype) == (shadow.shape, shadow.stride(), shadow.dtype)
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_plain_operators_give_the_same_bits(dtype: torch.dtype, is_causal: bool) -> None:
+    for transposed, width in ((False, 8), (True, 8), (False, 7), (False, 96)):
+        query, key, value = (torch.randn(2, heads, 9, width).to(dtype) for heads in (4, 2, 2))
+        if transposed:
+            query, key, value = (t.transpose(1, 2).contiguous().transpose(1, 2) for t in (query, key, value))
+        scale = width**-0.5
+        out, row_max, row_sum, rounding = ops.attention_forward(
+            query, key, value, scale, need_residual=True, is_causal=is_causal
+        )
+        residual = rounding if dtype in ops.SIXTEEN_BITS else None
+        grads = ops.attention_backward(
+            out.cos(), query, key, value, out, row_max, row_sum, scale,
+            is_causal=is_causal, out_residual=residual,
+        )  # fmt: skip
+        for given in (scale, None):
+            plain = ops.plain_attention_forward(query, key, value, given, is_causal, True)
+            assert torch.equal(plain[0], out)
+            assert torch.equal(plain[0], ops.plain_attention(query, key, value, given, is_causal, True))
+            assert torch.equal(plain[1], torch.stack([row_max, row_sum]))
+            assert plain[2] is None if residual is None else torch.equal(plain[2], residual)
+            # The statistics as they come, and in a layout of their own.
+            for statistics in (plain[1], plain[1].mT.contiguous().mT):
+                plain_grads = ops.plain_attention_backward(
+                    out.cos(), query, key, value, out, statistics, plain[2], given, is_causal
+                )
+                assert all(torch.equal(*pair) for pair in zip(plain_grads, grads, strict=False))
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_plain_calls_take_the_plain_operators(is_causal: bool) -> None:
+    """Only they are fast on tiny tensors; anything they do not know goes to the others."""
+    names: list[str] = []
+
+    class Recorder(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if func.namespace == ops.NAMESPACE:
+                names.append(func.overloadpacket.__name__)
+            return func(*args, **(kwargs or {}))
+
+    tensors = [torch.randn(2, heads, 5, 8, requires_grad=True) for heads in (4, 2, 2)]
+    with Recorder():
+        out = scaled_dot_product_attention(*tensors, is_causal=is_causal, enable_gqa=True)
+        torch.autograd.grad(out.sum(), tensors)
+        with torch.no_grad():
+            scaled_dot_product_attention(*tensors, None, 0.0, is_causal, 0.3, True)
+            scaled_dot_product_attention(*tensors, is_causal=is_causal, enable_gqa=True, softcap=1.0)
+    assert names == [
+        "plain_attention_forward", "plain_attention_backward", "plain_attention", "attention_forward",
+    ]  # fmt: skip
 
 
 def test_results_are_no_views_of_the_inputs() -> None:

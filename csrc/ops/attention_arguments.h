@@ -2,6 +2,8 @@
 // and turned into AttentionParams.
 #pragma once
 
+#include <utility>
+
 #include "../cpu/kernel_table.h"
 #include "checks.h"
 #include "outputs.h"
@@ -14,16 +16,18 @@ struct Options {
   TensorHandle alibi_slopes;
   TensorHandle sinks;
   TensorHandle dropout_seed;
-  double dropout_p;
-  bool is_causal;
-  int64_t window_left;
-  int64_t window_right;
-  int64_t query_offset;
-  double softcap;
+  double dropout_p = 0.0;
+  bool is_causal = false;
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  int64_t query_offset = 0;
+  double softcap = 0.0;
   Name kernel;
-  Name float32_precision;
+  Name float32_precision = {"highest"};
 
   explicit Options(Stack& stack);
+  // Everything at its default.
+  explicit Options(bool is_causal) : is_causal(is_causal) {}
 };
 
 // Checks everything that the three ops share and describes it for a kernel. `value` is nullptr for the op
@@ -36,6 +40,10 @@ void check_query_and_key(const Input& query, const Input& key);
 
 // (batch, heads, queries) statistics in the accumulation type; a copy is made where they are not contiguous.
 const void* row_statistics(TensorHandle& handle, Input& input, const AttentionParams& params);
+
+// The same for a (2, batch, heads, queries) tensor of row_max and row_sum.
+std::pair<const void*, const void*> pair_of_row_statistics(TensorHandle& handle, Input& input,
+                                                           const AttentionParams& params);
 
 double finite_scale(double scale);
 int64_t checked_query_offset(int64_t query_offset);

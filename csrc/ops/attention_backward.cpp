@@ -1,7 +1,8 @@
 // attention_backward: the gradients of attention_forward and of attention_weights in one call.
+#include "attention_backward.h"
+
 #include <memory>
 
-#include "attention_arguments.h"
 #include "run_kernel.h"
 
 namespace selfattn::ops {
@@ -43,8 +44,8 @@ void reduce_rows(const T* rows, T* sums, bool shared_by_batch, const AttentionPa
 
 Output head_gradient(const char* name, const TensorHandle& coefficients, const Output& rows,
                      const AttentionParams& p) {
+  if (!coefficients) return {};
   const DType dtype = accumulation_dtype(p.dtype);
-  if (!coefficients) return allocate_nothing(dtype);
   const Input input = inspect(name, coefficients);
   Output sums = allocate(name, {input.size[0], input.size[1]}, dtype);
   const bool shared_by_batch = input.size[0] == 1;
@@ -58,7 +59,7 @@ Output head_gradient(const char* name, const TensorHandle& coefficients, const O
 
 // Of the mask's own shape. The view has stride 0 along the dimensions that the kernel sums over.
 Output mask_gradient(const TensorHandle& mask_handle, bool needed, const AttentionParams& p, View* view) {
-  if (!needed) return allocate_nothing(p.dtype);
+  if (!needed) return {};
   if (!mask_handle) refuse("need_mask_grad was given without attn_mask");
   if (p.mask.dtype == DType::kBool) refuse("a boolean attn_mask has no gradient");
   const Input mask = inspect("attn_mask", mask_handle);
@@ -73,25 +74,12 @@ Output mask_gradient(const TensorHandle& mask_handle, bool needed, const Attenti
   return grad_mask;
 }
 
-void attention_backward(StableIValue* values, uint64_t, uint64_t) {
-  Stack stack(values);
-  TensorHandle grad_out_handle = stack.tensor();
-  const TensorHandle query_handle = stack.tensor();
-  const TensorHandle key_handle = stack.tensor();
-  const TensorHandle value_handle = stack.tensor();
-  TensorHandle out_handle = stack.tensor();
-  TensorHandle row_max_handle = stack.tensor();
-  TensorHandle row_sum_handle = stack.tensor();
-  const double scale = stack.number();
-  TensorHandle residual_handle = stack.optional_tensor();
-  TensorHandle grad_row_handle = stack.optional_tensor();
-  const TensorHandle grad_weights_handle = stack.optional_tensor();
-  const bool need_mask_grad = stack.flag();
-  const Options options(stack);
+}  // namespace
 
-  const Input query = inspect("query", query_handle);
-  const Input key = inspect("key", key_handle);
-  const Input value = inspect("value", value_handle);
+Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, const Options& options) {
+  const Input query = inspect("query", t.query);
+  const Input key = inspect("key", t.key);
+  const Input value = inspect("value", t.value);
   const AttentionParams p = attention_params(query, key, &value, scale, options);
   const cpu::Kernel& kernel = cpu::choose_kernel(options.kernel.text);
 
@@ -103,27 +91,36 @@ void attention_backward(StableIValue* values, uint64_t, uint64_t) {
     if (!has_unit_last_stride(input)) make_contiguous(handle, input);
     return plain_view(input, p.dtype);
   };
-  const auto statistics = [&](const char* name, TensorHandle& handle) {
+  const auto row_statistic = [&](const char* name, TensorHandle& handle) {
     Input input = inspect(name, handle);
     return row_statistics(handle, input, p);
   };
-  a.grad_out = output_like("grad_out", grad_out_handle);
-  a.out = output_like("out", out_handle);
-  if (residual_handle) a.out_residual = output_like("out_residual", residual_handle);
-  a.row_max = statistics("row_max", row_max_handle);
-  a.row_sum = statistics("row_sum", row_sum_handle);
-  if (grad_row_handle) a.grad_row = statistics("grad_row", grad_row_handle);
-  if (grad_weights_handle) {
-    const Input grad_weights = inspect("grad_weights", grad_weights_handle);
+  a.grad_out = output_like("grad_out", t.grad_out);
+  a.out = output_like("out", t.out);
+  if (t.out_residual) a.out_residual = output_like("out_residual", t.out_residual);
+  if (t.statistics) {
+    Input both = inspect("statistics", t.statistics);
+    const auto rows = pair_of_row_statistics(t.statistics, both, p);
+    a.row_max = rows.first;
+    a.row_sum = rows.second;
+  } else {
+    a.row_max = row_statistic("row_max", t.row_max);
+    a.row_sum = row_statistic("row_sum", t.row_sum);
+  }
+  if (t.grad_row) a.grad_row = row_statistic("grad_row", t.grad_row);
+  if (t.grad_weights) {
+    const Input grad_weights = inspect("grad_weights", t.grad_weights);
     check_shape(grad_weights, {p.batch, p.heads, p.queries, p.keys});
     check_dtype(grad_weights, p.dtype);
     a.grad_weights = plain_view(grad_weights, p.dtype);
   }
 
-  Output grad_mask = mask_gradient(options.attn_mask, need_mask_grad, p, &a.grad_mask);
-  Output grad_query = allocate_like("grad_query", {p.batch, p.heads, p.queries, p.head_dim}, p.dtype, query);
-  Output grad_key = allocate_like("grad_key", {p.batch, p.kv_heads, p.keys, p.head_dim}, p.dtype, key);
-  Output grad_value = allocate_like("grad_value", {p.batch, p.kv_heads, p.keys, p.value_dim}, p.dtype, value);
+  Gradients grads;
+  grads.dtype = p.dtype;
+  grads.mask = mask_gradient(options.attn_mask, need_mask_grad, p, &a.grad_mask);
+  grads.query = allocate_like("grad_query", {p.batch, p.heads, p.queries, p.head_dim}, p.dtype, query);
+  grads.key = allocate_like("grad_key", {p.batch, p.kv_heads, p.keys, p.head_dim}, p.dtype, key);
+  grads.value = allocate_like("grad_value", {p.batch, p.kv_heads, p.keys, p.value_dim}, p.dtype, value);
   const DType accumulation = accumulation_dtype(p.dtype);
   Output slopes_rows, sinks_rows;
   if (options.alibi_slopes) {
@@ -133,22 +130,49 @@ void attention_backward(StableIValue* values, uint64_t, uint64_t) {
     sinks_rows = allocate("the sinks' row gradients", {p.batch, p.heads, p.queries}, accumulation);
 
   if (p.batch == 0 || p.heads == 0 || p.queries == 0) {
-    grad_key.fill_zero();
-    grad_value.fill_zero();
+    grads.key.fill_zero();
+    grads.value.fill_zero();
   } else {
-    a.grad_query = grad_query.view(p.dtype);
-    a.grad_key = grad_key.view(p.dtype);
-    a.grad_value = grad_value.view(p.dtype);
+    a.grad_query = grads.query.view(p.dtype);
+    a.grad_key = grads.key.view(p.dtype);
+    a.grad_value = grads.value.view(p.dtype);
     a.grad_slopes_rows = slopes_rows.data;
     a.grad_sinks_rows = sinks_rows.data;
     const Workspace workspace = allocate_workspace(kernel.backward_workspace(p));
     a.workspace = workspace.get();
     run_kernel(kernel.backward, p, a);
   }
-  Output grad_slopes = head_gradient("grad_slopes", options.alibi_slopes, slopes_rows, p);
-  Output grad_sinks = head_gradient("grad_sinks", options.sinks, sinks_rows, p);
-  stack.put(grad_query.handle, grad_key.handle, grad_value.handle, grad_mask.handle, grad_slopes.handle,
-            grad_sinks.handle);
+  grads.slopes = head_gradient("grad_slopes", options.alibi_slopes, slopes_rows, p);
+  grads.sinks = head_gradient("grad_sinks", options.sinks, sinks_rows, p);
+  return grads;
+}
+
+namespace {
+
+void attention_backward(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  BackwardTensors tensors;
+  tensors.grad_out = stack.tensor();
+  tensors.query = stack.tensor();
+  tensors.key = stack.tensor();
+  tensors.value = stack.tensor();
+  tensors.out = stack.tensor();
+  tensors.row_max = stack.tensor();
+  tensors.row_sum = stack.tensor();
+  const double scale = stack.number();
+  tensors.out_residual = stack.optional_tensor();
+  tensors.grad_row = stack.optional_tensor();
+  tensors.grad_weights = stack.optional_tensor();
+  const bool need_mask_grad = stack.flag();
+  const Options options(stack);
+
+  Gradients grads = run_backward(tensors, scale, need_mask_grad, options);
+  const DType accumulation = accumulation_dtype(grads.dtype);
+  if (!grads.mask.handle) grads.mask = allocate_nothing(grads.dtype);
+  if (!grads.slopes.handle) grads.slopes = allocate_nothing(accumulation);
+  if (!grads.sinks.handle) grads.sinks = allocate_nothing(accumulation);
+  stack.put(grads.query.handle, grads.key.handle, grads.value.handle, grads.mask.handle, grads.slopes.handle,
+            grads.sinks.handle);
 }
 
 }  // namespace

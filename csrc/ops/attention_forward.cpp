@@ -1,43 +1,50 @@
 // attention_forward: out = softmax(scores) @ value, with the row statistics that the backward needs.
-#include "attention_arguments.h"
+#include "attention_forward.h"
+
 #include "run_kernel.h"
 
 namespace selfattn::ops {
+
+ForwardCall::ForwardCall(const TensorHandle& query_handle, const TensorHandle& key_handle,
+                         const TensorHandle& value_handle, double scale, const Options& options)
+    : query(inspect("query", query_handle)),
+      key(inspect("key", key_handle)),
+      value(inspect("value", value_handle)),
+      params(attention_params(query, key, &value, scale, options)) {}
+
+Output ForwardCall::allocate_out(const char* name) const {
+  const AttentionParams& p = params;
+  return allocate_like(name, {p.batch, p.heads, p.queries, p.value_dim}, p.dtype, query);
+}
+
+void run_forward(const ForwardCall& call, const Name& kernel, const Output& out, void* row_max, void* row_sum,
+                 void* residual) {
+  const cpu::Kernel& chosen = cpu::choose_kernel(kernel.text);
+  if (call.rows() == 0) return;
+  run_kernel(chosen.forward, call.params,
+             ForwardOutputs{out.view(call.params.dtype), row_max, row_sum, residual});
+}
 
 namespace {
 
 void attention_forward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
-  const TensorHandle query_handle = stack.tensor();
-  const TensorHandle key_handle = stack.tensor();
-  const TensorHandle value_handle = stack.tensor();
+  const TensorHandle query = stack.tensor();
+  const TensorHandle key = stack.tensor();
+  const TensorHandle value = stack.tensor();
   const double scale = stack.number();
   const bool need_residual = stack.flag();
   const Options options(stack);
 
-  const Input query = inspect("query", query_handle);
-  const Input key = inspect("key", key_handle);
-  const Input value = inspect("value", value_handle);
-  const AttentionParams p = attention_params(query, key, &value, scale, options);
-  const cpu::Kernel& kernel = cpu::choose_kernel(options.kernel.text);
-
+  const ForwardCall call(query, key, value, scale, options);
+  const AttentionParams& p = call.params;
   const DType accumulation = accumulation_dtype(p.dtype);
-  Output out = allocate_like("out", {p.batch, p.heads, p.queries, p.value_dim}, p.dtype, query);
+  Output out = call.allocate_out("out");
   Output row_max = allocate("row_max", {p.batch, p.heads, p.queries}, accumulation);
   Output row_sum = allocate("row_sum", {p.batch, p.heads, p.queries}, accumulation);
-  // Only rounding to 16 bits takes away anything that matters; see ForwardOutputs.
-  const bool rounds = p.dtype == DType::kBFloat16 || p.dtype == DType::kFloat16;
-  Output residual;
-  if (need_residual && rounds) {
-    residual = allocate_like("out_residual", {p.batch, p.heads, p.queries, p.value_dim}, p.dtype, query);
-  } else {
-    residual = allocate_nothing(p.dtype);
-    residual.data = nullptr;
-  }
-  if (row_max.bytes > 0) {
-    run_kernel(kernel.forward, p,
-               ForwardOutputs{out.view(p.dtype), row_max.data, row_sum.data, residual.data});
-  }
+  const bool has_residual = need_residual && call.rounds();
+  Output residual = has_residual ? call.allocate_out("out_residual") : allocate_nothing(p.dtype);
+  run_forward(call, options.kernel, out, row_max.data, row_sum.data, has_residual ? residual.data : nullptr);
   stack.put(out.handle, row_max.handle, row_sum.handle, residual.handle);
 }
 

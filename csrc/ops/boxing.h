@@ -52,6 +52,7 @@ class Stack {
     return TensorHandle(next<std::optional<AtenTensorHandle>>().value_or(nullptr));
   }
   double number() { return next<double>(); }
+  std::optional<double> optional_number() { return next<std::optional<double>>(); }
   int64_t integer() { return next<int64_t>(); }
   bool flag() { return next<bool>(); }
 

@@ -26,6 +26,17 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       SELFATTN_OPTIONS
       ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
       "Tensor grad_mask, Tensor grad_slopes, Tensor grad_sinks)");
+  library.def(
+      "plain_attention(Tensor query, Tensor key, Tensor value, float? scale, bool is_causal, bool "
+      "enable_gqa) "
+      "-> Tensor");
+  library.def(
+      "plain_attention_forward(Tensor query, Tensor key, Tensor value, float? scale, bool is_causal, "
+      "bool enable_gqa) -> (Tensor out, Tensor statistics, Tensor out_residual)");
+  library.def(
+      "plain_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor statistics, Tensor? out_residual, float? scale, bool is_causal) "
+      "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
   library.def("attention_scores(Tensor query, Tensor key, float scale, *, str kernel_name=\"\") -> Tensor");
   library.def(
       "attention_scores_backward(Tensor grad_scores, Tensor query, Tensor key, float scale, *, "

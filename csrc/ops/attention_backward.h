@@ -1,0 +1,27 @@
+// The backward pass, behind the operators that offer it.
+#pragma once
+
+#include "attention_arguments.h"
+
+namespace selfattn::ops {
+
+// The tensors of a backward call beside the options. Statistics come as two tensors or as one.
+struct BackwardTensors {
+  TensorHandle grad_out, query, key, value, out;
+  TensorHandle row_max, row_sum;  // (batch, heads, queries)
+  TensorHandle statistics;        // (2, batch, heads, queries): both of them; then those are empty
+  TensorHandle out_residual;      // nullable
+  TensorHandle grad_row;          // nullable
+  TensorHandle grad_weights;      // nullable
+};
+
+// Those of mask, slopes and sinks have no handle where there is no such gradient.
+struct Gradients {
+  DType dtype = DType::kFloat32;
+  Output query, key, value, mask, slopes, sinks;
+};
+
+// Copies inputs where a kernel needs another layout, which replaces their handles.
+Gradients run_backward(BackwardTensors& tensors, double scale, bool need_mask_grad, const Options& options);
+
+}  // namespace selfattn::ops

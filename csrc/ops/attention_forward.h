@@ -1,0 +1,28 @@
+// The forward pass, behind the operators that offer it.
+#pragma once
+
+#include "attention_arguments.h"
+
+namespace selfattn::ops {
+
+// query, key and value of a call, and what a kernel is told about them. Borrows from the handles.
+struct ForwardCall {
+  Input query, key, value;
+  AttentionParams params;
+
+  ForwardCall(const TensorHandle& query_handle, const TensorHandle& key_handle,
+              const TensorHandle& value_handle, double scale, const Options& options);
+
+  // Uninitialised, laid out as query.
+  Output allocate_out(const char* name) const;
+  // (batch, heads, queries): how many numbers a row statistic has.
+  int64_t rows() const { return params.batch * params.heads * params.queries; }
+  // Whether rounding takes away anything that matters; see ForwardOutputs::out_residual.
+  bool rounds() const { return params.dtype == DType::kBFloat16 || params.dtype == DType::kFloat16; }
+};
+
+// residual is nullable.
+void run_forward(const ForwardCall& call, const Name& kernel, const Output& out, void* row_max, void* row_sum,
+                 void* residual);
+
+}  // namespace selfattn::ops

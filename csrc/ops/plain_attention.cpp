@@ -1,0 +1,110 @@
+// plain_attention, plain_attention_forward, plain_attention_backward: attention_forward and
+// attention_backward with nothing but a causal rule, for eager calls on small tensors.
+//
+// Such a call takes a few microseconds, most of them outside the kernel: each argument costs its conversion
+// even at its default, each result an allocation. So these take few arguments, and one of them returns out
+// alone.
+#include <cmath>
+#include <memory>
+
+#include "attention_backward.h"
+#include "attention_forward.h"
+
+namespace selfattn::ops {
+
+namespace {
+
+// The public functions' rule: one kv head serves all, other counts only where the caller says so.
+void check_heads(const ForwardCall& call, bool enable_gqa) {
+  const AttentionParams& p = call.params;
+  if (p.kv_heads != p.heads && p.kv_heads != 1 && !enable_gqa) {
+    refuse("key has ", p.kv_heads, " heads and query ", p.heads, ", which needs enable_gqa");
+  }
+}
+
+// 1 / sqrt(head_dim) where it is left to us, in the same arithmetic as Python's head_dim ** -0.5.
+double scale_or_default(std::optional<double> scale, const TensorHandle& query_handle) {
+  if (scale) return *scale;
+  const Input query = inspect("query", query_handle);
+  const int64_t head_dim = query.rank > 0 ? query.size[query.rank - 1] : 0;
+  return head_dim > 0 ? std::pow(static_cast<double>(head_dim), -0.5) : 1.0;
+}
+
+// A tensor that is none: None in Python.
+TensorHandle nothing() {
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_new_uninitialized_tensor(&handle) != TORCH_SUCCESS) {
+    throw AllocationFailure("not enough memory for a tensor");
+  }
+  return TensorHandle(handle);
+}
+
+void plain_attention(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  const TensorHandle query = stack.tensor();
+  const TensorHandle key = stack.tensor();
+  const TensorHandle value = stack.tensor();
+  const std::optional<double> scale = stack.optional_number();
+  const Options options(stack.flag());
+  const bool enable_gqa = stack.flag();
+
+  const ForwardCall call(query, key, value, scale_or_default(scale, query), options);
+  check_heads(call, enable_gqa);
+  Output out = call.allocate_out("out");
+  const int64_t bytes = call.rows() * size_of(accumulation_dtype(call.params.dtype));
+  const std::unique_ptr<char[]> statistics(new char[2 * bytes]);
+  run_forward(call, options.kernel, out, statistics.get(), statistics.get() + bytes, nullptr);
+  stack.put(out.handle);
+}
+
+void plain_attention_forward(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  const TensorHandle query = stack.tensor();
+  const TensorHandle key = stack.tensor();
+  const TensorHandle value = stack.tensor();
+  const std::optional<double> scale = stack.optional_number();
+  const Options options(stack.flag());
+  const bool enable_gqa = stack.flag();
+
+  const ForwardCall call(query, key, value, scale_or_default(scale, query), options);
+  check_heads(call, enable_gqa);
+  const AttentionParams& p = call.params;
+  Output out = call.allocate_out("out");
+  Output statistics = allocate("statistics", {2, p.batch, p.heads, p.queries}, accumulation_dtype(p.dtype));
+  Output residual;
+  if (call.rounds()) {
+    residual = call.allocate_out("out_residual");
+  } else {
+    residual.handle = nothing();
+  }
+  char* row_max = static_cast<char*>(statistics.data);
+  run_forward(call, options.kernel, out, row_max, row_max + statistics.bytes / 2, residual.data);
+  stack.put(out.handle, statistics.handle, residual.handle);
+}
+
+void plain_attention_backward(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  BackwardTensors tensors;
+  tensors.grad_out = stack.tensor();
+  tensors.query = stack.tensor();
+  tensors.key = stack.tensor();
+  tensors.value = stack.tensor();
+  tensors.out = stack.tensor();
+  tensors.statistics = stack.tensor();
+  tensors.out_residual = stack.optional_tensor();
+  const std::optional<double> scale = stack.optional_number();
+  const Options options(stack.flag());
+
+  Gradients grads = run_backward(tensors, scale_or_default(scale, tensors.query), false, options);
+  stack.put(grads.query.handle, grads.key.handle, grads.value.handle);
+}
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
+  library.impl("plain_attention", &plain_attention);
+  library.impl("plain_attention_forward", &plain_attention_forward);
+  library.impl("plain_attention_backward", &plain_attention_backward);
+}
+
+}  // namespace selfattn::ops
