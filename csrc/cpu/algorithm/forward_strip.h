@@ -9,7 +9,7 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // A strip with its running softmax and output.
 template <class T>
 struct ForwardStrip : QueryStrip<T> {
-  T* out_t;    // [value_dim][kLanes] unnormalised O^T; of a thin strip [count][padded value_dim] O
+  T* out_t;    // [value_dim][kLanes] unnormalised O^T
   T* row_max;  // [kLanes]
   T* row_sum;  // [kLanes]
   T* rescale;  // [kLanes] exp(old maximum - new maximum) of the current block
@@ -36,10 +36,6 @@ struct ForwardStrip : QueryStrip<T> {
       row_max[lane] = sink;
       row_sum[lane] = sink == nothing ? T(0) : T(1);
     }
-    if (this->thin) {
-      memset(out_t, 0, static_cast<size_t>(this->count * round_up_to_vector<T>(p.value_dim)) * sizeof(T));
-      return;
-    }
     for (int64_t e = 0; e < p.value_dim; ++e) {
       memset(out_t + e * kLanes<T>, 0, static_cast<size_t>(this->vecs) * Simd<T>::kWidth * sizeof(T));
     }
@@ -47,7 +43,6 @@ struct ForwardStrip : QueryStrip<T> {
 
   // 0 * Inf or 0 * NaN of a hidden key shows as NaN in the result.
   bool finite(const AttentionParams& p) const {
-    if (this->thin) return all_finite(out_t, round_up_to_vector<T>(p.value_dim), this->count, p.value_dim);
     return all_finite(out_t, kLanes<T>, p.value_dim, this->vecs * Simd<T>::kWidth);
   }
 };
@@ -149,11 +144,6 @@ void forward_keys(const AttentionParams& p, const ForwardStrip<T>* strips, int64
       if (leave_hidden_out) mark_visible(strip, used, scratch.scores, scratch.visible);
       softmax_block(strip, used, scratch.scores);
       if (p.dropout.enabled) apply_dropout(p.dropout, strip, key, used, scratch.scores);
-      if (strip.thin) {
-        thin_values<T>(scratch.scores, leave_hidden_out ? scratch.visible : nullptr, kLanes<T>, strip.count,
-                       values.data, values.stride, used, p.value_dim, strip.rescale, strip.out_t);
-        continue;
-      }
       const Product<T> product{used,        values.data, values.stride,     scratch.scores, kLanes<T>,
                                strip.out_t, kLanes<T>,   Update::kScaleAdd, strip.rescale};
       if (leave_hidden_out) {
