@@ -8,7 +8,10 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-constexpr int64_t kDecodeChunk = 1024;  // keys; a multiple of kKeyBlock
+constexpr int64_t kDecodeChunk = 1024;  // keys of an item
+// Keys from one step of the softmax to the next. While that runs no key or value is on its way, hence more
+// than kKeyBlock.
+constexpr int64_t kDecodeBlock = 256;
 
 template <class T>
 struct DecodeTask {
@@ -30,12 +33,12 @@ struct DecodeTask {
     Arena arena;
     T *query, *out;                  // [rows][padded head_dim] scale * Q, [rows][padded value_dim]
     T *row_max, *row_sum, *rescale;  // [rows]
-    T *scores, *bias, *visible;      // [rows][kKeyBlock]
+    T *scores, *bias, *visible;      // [rows][kDecodeBlock]
 
     static int64_t bytes(const DecodeTask& task) {
       return Arena::bytes_for<T>(task.rows() * round_up_to_vector<T>(task.p.head_dim)) +
              Arena::bytes_for<T>(task.rows() * task.out_stride) + 3 * Arena::bytes_for<T>(task.rows()) +
-             3 * Arena::bytes_for<T>(task.rows() * kKeyBlock);
+             3 * Arena::bytes_for<T>(task.rows() * kDecodeBlock);
     }
     explicit Scratch(const DecodeTask& task)
         : arena(bytes(task)),
@@ -44,9 +47,9 @@ struct DecodeTask {
           row_max(arena.take<T>(task.rows())),
           row_sum(arena.take<T>(task.rows())),
           rescale(arena.take<T>(task.rows())),
-          scores(arena.take<T>(task.rows() * kKeyBlock)),
-          bias(arena.take<T>(task.rows() * kKeyBlock)),
-          visible(arena.take<T>(task.rows() * kKeyBlock)) {}
+          scores(arena.take<T>(task.rows() * kDecodeBlock)),
+          bias(arena.take<T>(task.rows() * kDecodeBlock)),
+          visible(arena.take<T>(task.rows() * kDecodeBlock)) {}
   };
 
   void operator()(int64_t item, Scratch& s) const {
@@ -86,10 +89,10 @@ struct DecodeTask {
     const int64_t end_of_chunk = (chunk + 1) * kDecodeChunk;
     const KeyRange range = visible_keys(p, 0, p.queries - 1);  // the same for every head
     const int64_t end = range.end < end_of_chunk ? range.end : end_of_chunk;
-    int64_t key = range.begin / kKeyBlock * kKeyBlock;
+    int64_t key = range.begin / 4 * 4;  // the keys of one Philox call
     if (key < chunk * kDecodeChunk) key = chunk * kDecodeChunk;
-    for (; key < end; key += kKeyBlock) {
-      const int64_t keys = end - key < kKeyBlock ? end - key : kKeyBlock;
+    for (; key < end; key += kDecodeBlock) {
+      const int64_t keys = end - key < kDecodeBlock ? end - key : kDecodeBlock;
       add_block(batch, kv_head, key, keys, s, leave_hidden_out);
     }
   }
@@ -101,24 +104,24 @@ struct DecodeTask {
     if (masked) {
       bool visible = false;
       for (int64_t r = 0; r < rows(); ++r) {
-        if (load_mask_row<T>(p, row(batch, kv_head, r), key, keys, s.bias + r * kKeyBlock)) visible = true;
+        if (load_mask_row<T>(p, row(batch, kv_head, r), key, keys, s.bias + r * kDecodeBlock)) visible = true;
       }
       if (!visible) return;
     }
     const void* key_rows = element(p.key.data, p.dtype, p.key.offset(batch, kv_head, key));
     const void* value_rows = element(p.value.data, p.dtype, p.value.offset(batch, kv_head, key));
-    thin_scores<T>(s.query, rows(), key_rows, p.dtype, p.key.stride[2], keys, p.head_dim, s.scores, kKeyBlock,
-                   1);
+    thin_scores<T>(s.query, rows(), key_rows, p.dtype, p.key.stride[2], keys, p.head_dim, s.scores,
+                   kDecodeBlock, 1);
     for (int64_t r = 0; r < rows(); ++r) {
       const DecodeRow at = row(batch, kv_head, r);
-      T* scores = s.scores + r * kKeyBlock;
-      finish_row<T>(p, at, key, keys, masked ? s.bias + r * kKeyBlock : nullptr, scores);
-      if (leave_hidden_out) mark_visible_row<T>(keys, scores, s.visible + r * kKeyBlock);
+      T* scores = s.scores + r * kDecodeBlock;
+      finish_row<T>(p, at, key, keys, masked ? s.bias + r * kDecodeBlock : nullptr, scores);
+      if (leave_hidden_out) mark_visible_row<T>(keys, scores, s.visible + r * kDecodeBlock);
       softmax_row<T>(keys, scores, s.row_max + r, s.row_sum + r, s.rescale + r);
       if (p.dropout.enabled) drop_row<T>(p.dropout, at, key, keys, scores);
     }
     const ThinValues<T> product{
-        s.scores, leave_hidden_out ? s.visible : nullptr, kKeyBlock, keys, p.value_dim, s.rescale, s.out};
+        s.scores, leave_hidden_out ? s.visible : nullptr, kDecodeBlock, keys, p.value_dim, s.rescale, s.out};
     thin_values<T>(product, rows(), value_rows, p.dtype, p.value.stride[2]);
   }
 };

@@ -39,6 +39,23 @@ struct StoredFloat16 {
   static SELFATTN_INLINE typename Simd<T>::Vec load(const uint16_t* p) { return Simd<T>::load_float16(p); }
 };
 
+// Vectors that a cache line of elements makes.
+template <class T, class Stored>
+constexpr int kVecsOfLine = 64 / (Simd<T>::kWidth * static_cast<int>(sizeof(typename Stored::Element)));
+
+// How far ahead of its use a line is asked for: about what is under way between memory and a core at once.
+constexpr int64_t kBytesAhead = 8192;
+
+// The same in rows of which `size` elements are read one row after the other.
+template <class Stored>
+SELFATTN_INLINE int64_t rows_ahead(int64_t size) {
+  const int64_t bytes = size * static_cast<int64_t>(sizeof(typename Stored::Element));
+  return bytes < kBytesAhead ? kBytesAhead / (bytes > 0 ? bytes : 1) : 1;
+}
+
+// Reads nothing, so that the address may lie past the tensor's end.
+SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line); }
+
 // How rows of n elements fall into vectors: `whole` elements in whole ones, and a last one that is shifted
 // back to end with the row, so that nothing outside the row is read. Its lanes that repeat earlier elements
 // are not `fresh`. A row shorter than a vector is padded with zeros instead.
@@ -63,40 +80,56 @@ struct RowTail {
 
 // In place: lane i of sums[0] becomes the sum over the lanes of sums[i], always as the same tree. A transpose
 // by halves (see rows.h) that adds as soon as two halves are there.
-template <class T>
-SELFATTN_INLINE typename Simd<T>::Vec sum_lanes(typename Simd<T>::Vec* sums) {
+template <class T, int kHalf>
+SELFATTN_INLINE void sum_lanes(typename Simd<T>::Vec* sums) {
   using S = Simd<T>;
   SELFATTN_UNROLL
-  for (int half = S::kWidth / 2; half > 0; half /= 2) {
-    SELFATTN_UNROLL
-    for (int i = 0; i < half; ++i) {
-      sums[i] =
-          S::add(S::interleave_low(sums[i], sums[i + half]), S::interleave_high(sums[i], sums[i + half]));
-    }
+  for (int i = 0; i < kHalf; ++i) {
+    sums[i] =
+        S::add(S::interleave_low(sums[i], sums[i + kHalf]), S::interleave_high(sums[i], sums[i + kHalf]));
   }
-  return sums[0];
+  if constexpr (kHalf > 1) sum_lanes<T, kHalf / 2>(sums);
+}
+
+// One vector's multiply-adds of thin_dots.
+template <class T, class Stored, int kRows, int kKeys, int kStride>
+SELFATTN_INLINE void thin_dots_step(const T* query, int64_t padded,
+                                    const typename Stored::Element* const* keys, int64_t e,
+                                    typename Simd<T>::Vec* sums) {
+  using S = Simd<T>;
+  typename S::Vec k[kKeys];
+  SELFATTN_UNROLL
+  for (int j = 0; j < kKeys; ++j) k[j] = Stored::load(keys[j] + e);
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const auto q = S::load(query + r * padded + e);
+    SELFATTN_UNROLL
+    for (int j = 0; j < kKeys; ++j) sums[r * kStride + j] = S::fma(k[j], q, sums[r * kStride + j]);
+  }
 }
 
 // The dot products of kRows rows of `query` with kKeys rows of `keys` into sums[row * kStride + key].
 template <class T, class Stored, int kRows, int kKeys, int kStride>
 SELFATTN_INLINE void thin_dots(const T* query, int64_t padded, const typename Stored::Element* const* keys,
-                               const RowTail<T>& tail, typename Simd<T>::Vec* sums) {
+                               int64_t ahead, const RowTail<T>& tail, typename Simd<T>::Vec* sums) {
   using S = Simd<T>;
   SELFATTN_UNROLL
   for (int r = 0; r < kRows; ++r) {
     SELFATTN_UNROLL
     for (int j = 0; j < kKeys; ++j) sums[r * kStride + j] = S::set(T(0));
   }
-  for (int64_t e = 0; e < tail.whole; e += S::kWidth) {
-    typename S::Vec k[kKeys];
+  constexpr int64_t kLine = kVecsOfLine<T, Stored> * S::kWidth;
+  int64_t e = 0;
+  for (; e + kLine <= tail.whole; e += kLine) {
     SELFATTN_UNROLL
-    for (int j = 0; j < kKeys; ++j) k[j] = Stored::load(keys[j] + e);
+    for (int j = 0; j < kKeys; ++j) fetch_ahead(keys[j] + e + ahead);
     SELFATTN_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      const auto q = S::load(query + r * padded + e);
-      SELFATTN_UNROLL
-      for (int j = 0; j < kKeys; ++j) sums[r * kStride + j] = S::fma(k[j], q, sums[r * kStride + j]);
+    for (int v = 0; v < kVecsOfLine<T, Stored>; ++v) {
+      thin_dots_step<T, Stored, kRows, kKeys, kStride>(query, padded, keys, e + v * S::kWidth, sums);
     }
+  }
+  for (; e < tail.whole; e += S::kWidth) {
+    thin_dots_step<T, Stored, kRows, kKeys, kStride>(query, padded, keys, e, sums);
   }
   if (!tail.any()) return;
   SELFATTN_UNROLL
@@ -117,8 +150,9 @@ void thin_score_rows(const T* query, const typename Stored::Element* keys, int64
                      int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
   using S = Simd<T>;
   constexpr int kTile = kThinTile<T>, kKeys = kTile / kRows;
-  // More streams at once than this would not keep their addresses in registers.
-  constexpr int kAtOnce = kKeys < 8 ? kKeys : 8;
+  // A single row waits for memory, which is fastest read in its order; more rows share what is loaded, up to
+  // as many keys as have their addresses in registers.
+  constexpr int kAtOnce = kRows == 1 ? 1 : (kKeys < 8 ? kKeys : 8);
   const int64_t padded = round_up_to_vector<T>(head_dim);
   const RowTail<T> tail(head_dim);
   for (int64_t key = 0; key < count; key += kKeys) {
@@ -132,11 +166,15 @@ void thin_score_rows(const T* query, const typename Stored::Element* keys, int64
         const int64_t index = first + j < n ? first + j : n - 1;  // past the end: the last key once more
         rows[j] = keys + (key + index) * key_stride;
       }
-      thin_dots<T, Stored, kRows, kAtOnce, kKeys>(query, padded, rows, tail, sums + first);
+      thin_dots<T, Stored, kRows, kAtOnce, kKeys>(
+          query, padded, rows, rows_ahead<Stored>(head_dim) * key_stride, tail, sums + first);
     }
     T scores[kTile];
     SELFATTN_UNROLL
-    for (int i = 0; i < kTile; i += S::kWidth) S::store(scores + i, sum_lanes<T>(sums + i));
+    for (int i = 0; i < kTile; i += S::kWidth) {
+      sum_lanes<T, S::kWidth / 2>(sums + i);
+      S::store(scores + i, sums[i]);
+    }
     if (key_step == 1 && n == kKeys) {
       SELFATTN_UNROLL
       for (int r = 0; r < kRows; ++r) memcpy(s + r * row_step + key, scores + r * kKeys, kKeys * sizeof(T));
@@ -216,7 +254,8 @@ struct ThinValues {
   T* out;            // [rows][padded value_dim]
 };
 
-// Columns at .. of kRows rows: out = out * rescale + sum over keys, of `tail` (if given) its fresh lanes.
+// kVecs vectors of columns from `at` on, or with kTail the fresh lanes of `tail`, of kRows rows: out = out *
+// rescale + sum over keys.
 template <class T, class Stored, int kRows, int kVecs, bool kTail>
 SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row,
                                      const typename Stored::Element* values, int64_t value_stride, int64_t at,
@@ -230,16 +269,25 @@ SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row,
     for (int v = 0; v < kVecs; ++v) sums[r][v] = S::set(T(0));
   }
   const T* weights = a.weights + row * a.ld;
+  // Ahead lie the same columns of later rows, then the next columns' first row or that of the next block.
+  const auto* here = values + at;
+  const auto* next =
+      at + 2 * kVecs * S::kWidth <= tail.whole ? here + kVecs * S::kWidth : values + a.count * value_stride;
+  const int64_t ahead = rows_ahead<Stored>(kVecs * S::kWidth);
   const T* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
   for (int64_t j = 0; j < a.count; ++j) {
     if (kRows == 1 && visible != nullptr && visible[j] == T(0)) continue;
     typename S::Vec x[kVecs];
+    const auto* soon =
+        j + ahead < a.count ? here + (j + ahead) * value_stride : next + (j + ahead - a.count) * value_stride;
     SELFATTN_UNROLL
     for (int v = 0; v < kVecs; ++v) {
       if constexpr (kTail) {
         x[v] = tail.template load<Stored>(values + j * value_stride);
       } else {
-        x[v] = Stored::load(values + j * value_stride + at + v * S::kWidth);
+        const auto* from = values + j * value_stride + at + v * S::kWidth;
+        x[v] = Stored::load(from);
+        if (v % kVecsOfLine<T, Stored> == 0) fetch_ahead(soon + v * S::kWidth);
       }
     }
     SELFATTN_UNROLL
