@@ -54,7 +54,7 @@ def test_layouts(layout: str, dtype: torch.dtype) -> None:
     check(replace(DECODE, batch=2, heads=6, queries=3, keys=LONG, head_dim=33, layout=layout, dtype=dtype))
 
 
-@pytest.mark.parametrize(("first", "second"), itertools.combinations(OPTIONS, 2))
+@pytest.mark.parametrize(("first", "second"), list(itertools.combinations(OPTIONS, 2)))
 def test_options(first: str, second: str, isa: str) -> None:
     options = OPTIONS[first] | OPTIONS[second]
     dtype = DTYPES[(len(first) + len(second)) % len(DTYPES)]

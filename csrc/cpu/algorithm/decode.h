@@ -53,8 +53,12 @@ struct DecodeTask {
   };
 
   void operator()(int64_t item, Scratch& s) const {
-    const int64_t chunk = item % chunks, kv_index = item / chunks;
-    const int64_t batch = kv_index / p.kv_heads, kv_head = kv_index % p.kv_heads;
+    // In the order of memory: (batch, heads, keys, dim), or (batch, keys, heads, dim), whose heads share
+    // pages.
+    const bool heads_inside = p.key.stride[1] < p.key.stride[2];
+    const int64_t batch = item / (p.kv_heads * chunks), in_batch = item % (p.kv_heads * chunks);
+    const int64_t chunk = heads_inside ? in_batch / p.kv_heads : in_batch % chunks;
+    const int64_t kv_head = heads_inside ? in_batch % p.kv_heads : in_batch / chunks;
     for (int64_t i = 0; i < group; ++i) {
       const int64_t at = p.query.offset(batch, kv_head * group + i, 0);
       load_rows<T>(s.query + i * p.queries * round_up_to_vector<T>(p.head_dim),
