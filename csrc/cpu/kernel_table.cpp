@@ -25,13 +25,9 @@ namespace {
 
 const Kernel* const kKernels[] = {
 #if defined(__x86_64__)
-    &kFusedAmx,
-    &kFusedAvx512Bf16,
-    &kFusedAvx512,
-    &kFusedAvx2,
+    &kFusedAmx,    &kFusedAvx512Bf16, &kFusedAvx512, &kFusedAvx2,
 #endif
-    &kFusedScalar,
-    &kLoops,
+    &kFusedScalar, &kLoops,
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
 
@@ -100,8 +96,8 @@ const char* unavailable_reason(const Kernel& kernel) {
     return avx512 ? nullptr : "this processor or operating system lacks AVX-512 (F, BW, DQ, VL)";
   }
   if (equal(kernel.isa, "amx")) {
-    if (!avx512 || !f.avx512_bf16) return "this processor or operating system lacks AVX-512 BF16";
-    return amx_unavailable_reason();
+    if (const char* reason = amx_unavailable_reason()) return reason;
+    return avx512 && f.avx512_bf16 ? nullptr : "this processor or operating system lacks AVX-512 BF16";
   }
   if (equal(kernel.isa, "avx512_bf16")) {
     return avx512 && f.avx512_bf16 ? nullptr : "this processor or operating system lacks AVX-512 BF16";

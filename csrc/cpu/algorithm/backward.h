@@ -113,7 +113,8 @@ class BackwardTask {
     s.key_rows.load(key_source);
     s.key_columns.load_shared(key_source, s.key_rows);
     s.value_rows.load(row_source(p.value, p.dtype, batch, kv_head, begin, keys, p.value_dim));
-    const bool finite = well_behaved(s.key_rows, keys, p.head_dim) && well_behaved(s.value_rows, keys, p.value_dim);
+    const bool finite =
+        well_behaved(s.key_rows, keys, p.head_dim) && well_behaved(s.value_rows, keys, p.value_dim);
     memset(s.grad_key, 0, static_cast<size_t>(keys * s.head_stride) * sizeof(T));
     memset(s.grad_value, 0, static_cast<size_t>(keys * s.value_stride) * sizeof(T));
 
@@ -146,7 +147,8 @@ class BackwardTask {
 
   int64_t chunk_rows() const { return p.keys < chunk ? p.keys : chunk; }
 
-  // Plain arithmetic must look for data whose products with a weight of 0 are NaN; pairs have seen it already.
+  // Plain arithmetic must look for data whose products with a weight of 0 are NaN; pairs have seen it
+  // already.
   template <class Operand>
   static bool well_behaved(const Operand& operand, int64_t rows, int64_t columns) {
     if constexpr (kPlain<P>) return all_finite(operand.rows.data, operand.rows.stride, rows, columns);
@@ -158,7 +160,8 @@ class BackwardTask {
     GradientStrip<P>& strip = s.strip;
     memset(s.slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
     for (int64_t e = 0; e < p.head_dim; ++e) {
-      memset(s.grad_query_t + e * kLanes<P>, 0, static_cast<size_t>(strip.vecs) * Simd<T>::kWidth * sizeof(T));
+      memset(s.grad_query_t + e * kLanes<P>, 0,
+             static_cast<size_t>(strip.vecs) * Simd<T>::kWidth * sizeof(T));
     }
     s.query_rows.load(strip.source(p, p.query, p.head_dim));
     s.grad_out_rows.load(strip.source(p, a.grad_out, p.value_dim));
@@ -170,7 +173,8 @@ class BackwardTask {
     for (; from < end; from += kKeyBlock) {
       const int64_t count = end - from < kKeyBlock ? end - from : kKeyBlock;
       const bool mark = leave_hidden_out || special || s.key_columns.special(from, count);
-      if (!grad_score_block<P>(p, a, strip, begin + from, count, s.key_rows, s.value_rows, from, s.block, mark)) {
+      if (!grad_score_block<P>(p, a, strip, begin + from, count, s.key_rows, s.value_rows, from, s.block,
+                               mark)) {
         continue;
       }
       T* grad = s.block.grad.block;

@@ -4,11 +4,14 @@
 // result.
 #pragma once
 
-#include "forward_strip.h"
+#include "decode_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-constexpr int64_t kDecodeChunk = 1024;  // keys; a multiple of kKeyBlock
+constexpr int64_t kDecodeChunk = 1024;  // keys of an item
+// Keys from one step of the softmax to the next. While that runs no key or value is on its way, hence more
+// than kKeyBlock.
+constexpr int64_t kDecodeBlock = 256;
 
 template <class T>
 struct DecodeTask {
@@ -23,46 +26,107 @@ struct DecodeTask {
   }
   int64_t items() const { return p.batch * p.kv_heads * chunks; }
 
+  // Rows are the queries of all heads of the group, head after head.
+  int64_t rows() const { return group * p.queries; }
+
   struct Scratch {
     Arena arena;
-    ForwardScratch<T> block;
-    ForwardStrip<T>* strips;
+    T *query, *out;                  // [rows][padded head_dim] scale * Q, [rows][padded value_dim]
+    T *row_max, *row_sum, *rescale;  // [rows]
+    T *scores, *bias, *visible;      // [rows][kDecodeBlock]
 
-    explicit Scratch(const DecodeTask& task)
-        : arena(ForwardScratch<T>::bytes(task.p) + Arena::bytes_for<ForwardStrip<T>>(task.group) +
-                task.group * ForwardStrip<T>::bytes(task.p)),
-          block(task.p, arena),
-          strips(arena.take<ForwardStrip<T>>(task.group)) {
-      for (int64_t i = 0; i < task.group; ++i) (new (strips + i) ForwardStrip<T>)->allocate(task.p, arena);
+    static int64_t bytes(const DecodeTask& task) {
+      return Arena::bytes_for<T>(task.rows() * round_up_to_vector<T>(task.p.head_dim)) +
+             Arena::bytes_for<T>(task.rows() * task.out_stride) + 3 * Arena::bytes_for<T>(task.rows()) +
+             3 * Arena::bytes_for<T>(task.rows() * kDecodeBlock);
     }
+    explicit Scratch(const DecodeTask& task)
+        : arena(bytes(task)),
+          query(arena.take<T>(task.rows() * round_up_to_vector<T>(task.p.head_dim))),
+          out(arena.take<T>(task.rows() * task.out_stride)),
+          row_max(arena.take<T>(task.rows())),
+          row_sum(arena.take<T>(task.rows())),
+          rescale(arena.take<T>(task.rows())),
+          scores(arena.take<T>(task.rows() * kDecodeBlock)),
+          bias(arena.take<T>(task.rows() * kDecodeBlock)),
+          visible(arena.take<T>(task.rows() * kDecodeBlock)) {}
   };
 
-  void operator()(int64_t item, Scratch& scratch) const {
-    const int64_t chunk = item % chunks, kv_index = item / chunks;
-    const int64_t batch = kv_index / p.kv_heads, first_head = kv_index % p.kv_heads * group;
-    for (int64_t i = 0; i < group; ++i) scratch.strips[i].begin(p, batch, first_head + i, 0, p.queries);
-    run(chunk, scratch, false);
-    bool finite = true;
-    for (int64_t i = 0; i < group; ++i) finite = finite && scratch.strips[i].finite(p);
-    if (!finite) run(chunk, scratch, true);
+  void operator()(int64_t item, Scratch& s) const {
+    // In the order of memory: (batch, heads, keys, dim), or (batch, keys, heads, dim), whose heads share
+    // pages.
+    const bool heads_inside = p.key.stride[1] < p.key.stride[2];
+    const int64_t batch = item / (p.kv_heads * chunks), in_batch = item % (p.kv_heads * chunks);
+    const int64_t chunk = heads_inside ? in_batch / p.kv_heads : in_batch % chunks;
+    const int64_t kv_head = heads_inside ? in_batch % p.kv_heads : in_batch / chunks;
     for (int64_t i = 0; i < group; ++i) {
-      const ForwardStrip<T>& strip = scratch.strips[i];
-      const int64_t to = state(batch, strip.head, chunk);
-      memcpy(row_max + to, strip.row_max, static_cast<size_t>(p.queries) * sizeof(T));
-      memcpy(row_sum + to, strip.row_sum, static_cast<size_t>(p.queries) * sizeof(T));
-      memcpy(out + to * out_stride, strip.out_t, static_cast<size_t>(p.queries * out_stride) * sizeof(T));
+      const int64_t at = p.query.offset(batch, kv_head * group + i, 0);
+      load_rows<T>(s.query + i * p.queries * round_up_to_vector<T>(p.head_dim),
+                   element(p.query.data, p.dtype, at), p.dtype, p.query.stride[2], p.queries, p.head_dim,
+                   static_cast<T>(p.scale));
+    }
+    run(batch, kv_head, chunk, s, false);
+    // 0 * Inf or 0 * NaN of a hidden key shows as NaN in the result.
+    if (!all_finite(s.out, out_stride, rows(), p.value_dim)) run(batch, kv_head, chunk, s, true);
+    for (int64_t i = 0; i < group; ++i) {
+      const int64_t from = i * p.queries, to = state(batch, kv_head * group + i, chunk);
+      memcpy(row_max + to, s.row_max + from, static_cast<size_t>(p.queries) * sizeof(T));
+      memcpy(row_sum + to, s.row_sum + from, static_cast<size_t>(p.queries) * sizeof(T));
+      memcpy(out + to * out_stride, s.out + from * out_stride,
+             static_cast<size_t>(p.queries * out_stride) * sizeof(T));
     }
   }
 
-  void run(int64_t chunk, Scratch& scratch, bool leave_hidden_out) const {
-    for (int64_t i = 0; i < group; ++i) scratch.strips[i].reset(p, chunk == 0);
-    const int64_t begin = chunk * kDecodeChunk;
-    const int64_t end = begin + kDecodeChunk < p.keys ? begin + kDecodeChunk : p.keys;
-    KeyRange range = visible_keys(p, 0, p.queries - 1);  // the same for every head
-    if (range.begin < begin) range.begin = begin;
-    if (range.end > end) range.end = end;
-    if (range.begin >= range.end) return;
-    forward_keys<T>(p, scratch.strips, group, range.begin, range.end, scratch.block, leave_hidden_out);
+  DecodeRow row(int64_t batch, int64_t kv_head, int64_t index) const {
+    return {batch, kv_head * group + index / p.queries, index % p.queries};
+  }
+
+  void run(int64_t batch, int64_t kv_head, int64_t chunk, Scratch& s, bool leave_hidden_out) const {
+    for (int64_t r = 0; r < rows(); ++r) {
+      const DecodeRow at = row(batch, kv_head, r);
+      // An attention sink is a score without a value: the softmax of the first chunk starts from it.
+      s.row_max[r] = chunk == 0 && p.sinks.data != nullptr ? head_scalar<T>(p.sinks, at.batch, at.head)
+                                                           : -std::numeric_limits<T>::infinity();
+      s.row_sum[r] = s.row_max[r] == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
+    }
+    memset(s.out, 0, static_cast<size_t>(rows() * out_stride) * sizeof(T));
+    const int64_t end_of_chunk = (chunk + 1) * kDecodeChunk;
+    const KeyRange range = visible_keys(p, 0, p.queries - 1);  // the same for every head
+    const int64_t end = range.end < end_of_chunk ? range.end : end_of_chunk;
+    int64_t key = range.begin / 4 * 4;  // the keys of one Philox call
+    if (key < chunk * kDecodeChunk) key = chunk * kDecodeChunk;
+    for (; key < end; key += kDecodeBlock) {
+      const int64_t keys = end - key < kDecodeBlock ? end - key : kDecodeBlock;
+      add_block(batch, kv_head, key, keys, s, leave_hidden_out);
+    }
+  }
+
+  // All rows of the group meet one block of keys.
+  void add_block(int64_t batch, int64_t kv_head, int64_t key, int64_t keys, Scratch& s,
+                 bool leave_hidden_out) const {
+    const bool masked = p.mask.data != nullptr;
+    if (masked) {
+      bool visible = false;
+      for (int64_t r = 0; r < rows(); ++r) {
+        if (load_mask_row<T>(p, row(batch, kv_head, r), key, keys, s.bias + r * kDecodeBlock)) visible = true;
+      }
+      if (!visible) return;
+    }
+    const void* key_rows = element(p.key.data, p.dtype, p.key.offset(batch, kv_head, key));
+    const void* value_rows = element(p.value.data, p.dtype, p.value.offset(batch, kv_head, key));
+    thin_scores<T>(s.query, rows(), key_rows, p.dtype, p.key.stride[2], keys, p.head_dim, s.scores,
+                   kDecodeBlock, 1);
+    for (int64_t r = 0; r < rows(); ++r) {
+      const DecodeRow at = row(batch, kv_head, r);
+      T* scores = s.scores + r * kDecodeBlock;
+      finish_row<T>(p, at, key, keys, masked ? s.bias + r * kDecodeBlock : nullptr, scores);
+      if (leave_hidden_out) mark_visible_row<T>(keys, scores, s.visible + r * kDecodeBlock);
+      softmax_row<T>(keys, scores, s.row_max + r, s.row_sum + r, s.rescale + r);
+      if (p.dropout.enabled) drop_row<T>(p.dropout, at, key, keys, scores);
+    }
+    const ThinValues<T> product{
+        s.scores, leave_hidden_out ? s.visible : nullptr, kDecodeBlock, keys, p.value_dim, s.rescale, s.out};
+    thin_values<T>(product, rows(), value_rows, p.dtype, p.value.stride[2]);
   }
 };
 

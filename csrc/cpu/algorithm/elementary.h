@@ -62,8 +62,8 @@ SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive(typename Simd<T>::Vec x) {
 }
 
 // e^x for x <= 0 where the result will be rounded to bfloat16: relative error 8.3e-8, exactly 1 at 0, and
-// 0, -inf and NaN as above. 2^z = 2^floor(z) * 2^f with 2^f = 1 + f * q(f) on 0 <= f < 1. The weights could do with
-// less, their sum could not: the log-sum-exp is a float.
+// 0, -inf and NaN as above. 2^z = 2^floor(z) * 2^f with 2^f = 1 + f * q(f) on 0 <= f < 1. The weights could
+// do with less, their sum could not: the log-sum-exp is a float.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive_short(typename Simd<T>::Vec x) {
   using S = Simd<T>;
@@ -78,10 +78,10 @@ SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive_short(typename Simd<T>::Ve
 
 // How a score becomes a weight, in all passes: they must agree to the bit.
 enum class Weigh {
-  kPlain,        // exp(s - shift)
-  kScaled,       // exp(s * scale - shift). The product is rounded by itself, as that of the maximum was, so that the
-                 // largest weight is exactly 1
-  kShort,        // the same two for weights that are about to be rounded to bfloat16
+  kPlain,   // exp(s - shift)
+  kScaled,  // exp(s * scale - shift). The product is rounded by itself, as that of the maximum was, so that
+            // the largest weight is exactly 1
+  kShort,  // the same two for weights that are about to be rounded to bfloat16
   kScaledShort,
 };
 constexpr bool is_short(Weigh weigh) { return weigh == Weigh::kShort || weigh == Weigh::kScaledShort; }

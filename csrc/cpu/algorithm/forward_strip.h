@@ -11,11 +11,12 @@ template <class P>
 struct ForwardStrip : QueryStrip<P> {
   using T = Scalar<P>;
 
-  T* out_t;    // [value_dim][kLanes] unnormalised O^T; of a thin strip [count][padded value_dim] O
+  T* out_t;    // [value_dim][kLanes] unnormalised O^T
   T* row_max;  // [kLanes]
   T* row_sum;  // [kLanes]
-  // [kLanes] The same sum over the weights as they meet the values, where they are rounded for that: what divides
-  // the output. With the other sum, the rounding errors would not cancel in what all values have in common.
+  // [kLanes] The same sum over the weights as they meet the values, where they are rounded for that: what
+  // divides the output. With the other sum, the rounding errors would not cancel in what all values have in
+  // common.
   T* used_sum;
   T* rescale;  // [kLanes] exp(old maximum - new maximum) of the current block
 
@@ -33,17 +34,12 @@ struct ForwardStrip : QueryStrip<P> {
   }
 
   // An attention sink (Xiao et al. 2023) is a score without a value: the softmax starts from it.
-  void reset(const AttentionParams& p, bool with_sink = true) {
+  void reset(const AttentionParams& p) {
     const T nothing = -std::numeric_limits<T>::infinity();
-    const T sink =
-        with_sink && p.sinks.data != nullptr ? head_scalar<T>(p.sinks, this->batch, this->head) : nothing;
+    const T sink = p.sinks.data != nullptr ? head_scalar<T>(p.sinks, this->batch, this->head) : nothing;
     for (int64_t lane = 0; lane < this->vecs * Simd<T>::kWidth; ++lane) {
       row_max[lane] = sink;
       row_sum[lane] = used_sum[lane] = sink == nothing ? T(0) : T(1);
-    }
-    if (this->thin) {
-      memset(out_t, 0, static_cast<size_t>(this->count * round_up_to_vector<T>(p.value_dim)) * sizeof(T));
-      return;
     }
     for (int64_t e = 0; e < p.value_dim; ++e) {
       memset(out_t + e * kLanes<P>, 0, static_cast<size_t>(this->vecs) * Simd<T>::kWidth * sizeof(T));
@@ -62,14 +58,12 @@ struct ForwardStrip : QueryStrip<P> {
 
   // 0 * Inf or 0 * NaN of a hidden key shows as NaN in the result.
   bool finite(const AttentionParams& p) const {
-    if (this->thin) return all_finite(out_t, round_up_to_vector<T>(p.value_dim), this->count, p.value_dim);
     return all_finite(out_t, kLanes<P>, p.value_dim, this->vecs * Simd<T>::kWidth);
   }
 };
 
-// Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and moves the running
-// maximum and sum on. The weights go to `weights`; `s` may be its block.
-// kPacked: see WeightOperand.
+// Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and moves the
+// running maximum and sum on. The weights go to `weights`; `s` may be its block. kPacked: see WeightOperand.
 template <class P, Weigh kWeigh, bool kPacked>
 void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
                    const WeightOperand<P>& weights) {
@@ -196,7 +190,8 @@ void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key
                    ForwardScratch<P>& scratch, bool leave_hidden_out) {
   using T = Scalar<P>;
   T factor;
-  if (!score_block<P>(p, strip, key, keys, scratch.keys, from, scratch.block, scratch.weights.block, &factor)) {
+  if (!score_block<P>(p, strip, key, keys, scratch.keys, from, scratch.block, scratch.weights.block,
+                      &factor)) {
     return;
   }
   const bool mark = leave_hidden_out || scratch.values.special(from, keys);
@@ -206,20 +201,12 @@ void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key
     visible = scratch.visible;
   }
   weigh_block<P>(p, strip, key, keys, factor, scratch.weights, mark);
-  if constexpr (kPlain<P>) {
-    if (strip.thin) {
-      const Rows<T>& values = scratch.values.rows;
-      return thin_values<T>(scratch.weights.block, visible, kLanes<P>, strip.count,
-                            values.data + from * values.stride, values.stride, keys, p.value_dim,
-                            strip.rescale, strip.out_t);
-    }
-  }
   multiply_columns<P>(scratch.values, from, keys, p.value_dim, scratch.weights, strip.vecs, strip.out_t,
                       Update::kScaleAdd, strip.rescale, visible);
 }
 
-// Strips of one (batch, kv head) against keys begin .. end - 1. Keys and values are brought in once for all of
-// them, kLoadedKeys at a time; then each strip walks over those, so that its output stays in the cache.
+// Strips of one (batch, kv head) against keys begin .. end - 1. Keys and values are brought in once for all
+// of them, kLoadedKeys at a time; then each strip walks over those, so that its output stays in the cache.
 template <class P>
 void forward_keys(const AttentionParams& p, ForwardStrip<P>* strips, int64_t count, int64_t begin,
                   int64_t end, ForwardScratch<P>& scratch, bool leave_hidden_out) {

@@ -30,8 +30,8 @@ struct BlockScratch {
 };
 
 template <class P>
-void load_bool_transposed(Scalar<P>* mask, const uint8_t* source, int64_t row_stride, const QueryStrip<P>& strip,
-                          int64_t keys) {
+void load_bool_transposed(Scalar<P>* mask, const uint8_t* source, int64_t row_stride,
+                          const QueryStrip<P>& strip, int64_t keys) {
   using T = Scalar<P>;
   using S = Simd<T>;
   for (int64_t lane = 0; lane < strip.count; lane += S::kWidth) {

@@ -137,9 +137,9 @@ template <class P>
 void multiply_columns(const ColumnOperand<P>& a, int64_t from, int64_t keys, int64_t columns,
                       const WeightOperand<P>& w, int64_t vecs, Scalar<P>* c, Update update,
                       const Scalar<P>* lane_scale, const Scalar<P>* visible) {
-  const Product<P> product{keys,    a.rows.data + from * a.rows.stride, a.rows.stride, w.block,
-                           kLanes<P>, c,                                  kLanes<P>,     update,
-                           lane_scale};
+  const Product<P> product{
+      keys,      a.rows.data + from * a.rows.stride, a.rows.stride, w.block, kLanes<P>, c, kLanes<P>, update,
+      lane_scale};
   if (visible != nullptr) {
     multiply_visible<P, true>(product, columns, vecs, visible, kLanes<P>);
   } else {

@@ -1,5 +1,5 @@
-// The entry points of an instruction set that multiplies pairs, for the calls that gain by it; all others go to
-// the kernel for plain AVX-512. Included last in a kernels_*.cpp.
+// The entry points of an instruction set that multiplies pairs, for the calls that gain by it; all others go
+// to the kernel for plain AVX-512. Included last in a kernels_*.cpp.
 #pragma once
 
 #include "pair_products.h"
@@ -14,9 +14,9 @@ extern const Kernel kFusedAvx512;
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Decided by dtype, precision and shape alone, so that all passes of a call decide alike. With more pieces than
-// the engine has an advantage for, float is faster; with a few queries, memory is the limit; a factor of the
-// scores that is not positive cannot wait until after their maximum.
+// Decided by dtype, precision and shape alone, so that all passes of a call decide alike. With more pieces
+// than the engine has an advantage for, float is faster; with a few queries, memory is the limit; a factor of
+// the scores that is not positive cannot wait until after their maximum.
 inline bool takes_pairs(const AttentionParams& p) {
   return p.dtype != DType::kFloat64 && Pairs::pieces(p) <= PairEngine::kMostPieces &&
          p.queries > kThinQueries && p.head_dim >= kLeastHeadDim && p.scale > 0.0;

@@ -1,11 +1,11 @@
-// Arithmetic in bfloat16 pieces: the operands of operands.h for P = Pairs, over an engine that multiplies pairs
-// (csrc/cpu/isa/pair_multiply_*.h). Sums are float.
+// Arithmetic in bfloat16 pieces: the operands of operands.h for P = Pairs, over an engine that multiplies
+// pairs (csrc/cpu/isa/pair_multiply_*.h). Sums are float.
 //
 // Some numbers have no pieces: NaN and Inf, and magnitudes whose pieces or products would overflow or vanish.
 // Rows that hold one are special. A score of a special query or key is computed in float as if nothing else
-// existed; a special row of values takes part as zeros and is then added in float, for the queries that see it.
-// What a row of the result is made of thus depends on that row's query and on the keys that it sees, and on
-// nothing else in the batch.
+// existed; a special row of values takes part as zeros and is then added in float, for the queries that see
+// it. What a row of the result is made of thus depends on that row's query and on the keys that it sees, and
+// on nothing else in the batch.
 #pragma once
 
 #include "pieces.h"
@@ -51,8 +51,8 @@ struct LaneOperand<Pairs> {
   int64_t piece_stride;
   int pieces;
   float factor;
-  bool special;   // some lane is
-  float* is_special;  // [kLanes] 1 or 0
+  bool special;              // some lane is
+  float* is_special;         // [kLanes] 1 or 0
   LaneOperand<float> plain;  // filled when it is needed
   bool plain_is_loaded;
   RowSource source;

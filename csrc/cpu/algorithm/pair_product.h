@@ -1,6 +1,6 @@
-// What a pair engine is asked for: C(row, lane) (=, +=, or scaled +=) sum over the depth of A(row, .) * B(., lane),
-// where A and B are sums of bfloat16 pieces in pairs (pieces.h). Products of pieces whose indices add up to the
-// number of pieces or more are left out: they are below the rounding of what is kept.
+// What a pair engine is asked for: C(row, lane) (=, +=, or scaled +=) sum over the depth of A(row, .) * B(.,
+// lane), where A and B are sums of bfloat16 pieces in pairs (pieces.h). Products of pieces whose indices add
+// up to the number of pieces or more are left out: they are below the rounding of what is kept.
 #pragma once
 
 #include "tile_multiply.h"

@@ -15,25 +15,26 @@ inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int6
                        rows, vecs);
   if (!b.special && !a.special(from, rows)) return;
   const Rows<float> plain = rows_as<float>(a.source.from(from, rows), false, a.plain_buffer);
-  multiply<float, false>({columns, plain.data, plain.stride, b.as_float().data, ld, a.block, ld,
-                          Update::kStore, nullptr},
-                         rows, vecs);
+  multiply<float, false>(
+      {columns, plain.data, plain.stride, b.as_float().data, ld, a.block, ld, Update::kStore, nullptr}, rows,
+      vecs);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t lane = 0; lane < vecs * 16; ++lane) {
-      if (a.is_special[from + row] || b.is_special[lane] != 0.0f) c[row * ld + lane] = a.block[row * ld + lane];
+      if (a.is_special[from + row] || b.is_special[lane] != 0.0f)
+        c[row * ld + lane] = a.block[row * ld + lane];
     }
   }
 }
 
 template <>
-inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys, int64_t columns,
-                                    const WeightOperand<Pairs>& w, int64_t vecs, float* c, Update update,
-                                    const float* lane_scale, const float* visible) {
+inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys,
+                                    int64_t columns, const WeightOperand<Pairs>& w, int64_t vecs, float* c,
+                                    Update update, const float* lane_scale, const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
-  PairEngine::multiply({a.pieces, a.data + from / kKeyBlock * a.block_stride, a.row_stride, a.pair_stride,
-                        a.piece_stride, w.lanes, ld, WeightOperand<Pairs>::kLanePieces, product_pairs(keys), c,
-                        ld, update, lane_scale},
-                       columns, vecs);
+  PairEngine::multiply(
+      {a.pieces, a.data + from / kKeyBlock * a.block_stride, a.row_stride, a.pair_stride, a.piece_stride,
+       w.lanes, ld, WeightOperand<Pairs>::kLanePieces, product_pairs(keys), c, ld, update, lane_scale},
+      columns, vecs);
   if (!a.special(from, keys)) return;
   const SpecialRows& s = a.specials;
   int64_t count = 0;
@@ -44,9 +45,9 @@ inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from,
     memcpy(s.visible + count * ld, visible + key * ld, static_cast<size_t>(ld) * sizeof(float));
     ++count;
   }
-  multiply_visible<float, true>({count, s.values, round_up_to_vector<float>(columns), s.weights, ld, c, ld,
-                                 Update::kAdd, nullptr},
-                                columns, vecs, s.visible, ld);
+  multiply_visible<float, true>(
+      {count, s.values, round_up_to_vector<float>(columns), s.weights, ld, c, ld, Update::kAdd, nullptr},
+      columns, vecs, s.visible, ld);
 }
 
 template <>
@@ -55,10 +56,10 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
                                     const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
   const int64_t padded = round_up_to_vector<float>(columns);
-  PairEngine::multiply({b.pieces, w.rows, WeightOperand<Pairs>::kDepthOfRows / 2, 1,
-                        WeightOperand<Pairs>::kRowPieces, b.data, b.pair_stride, b.piece_stride,
-                        product_pairs(queries), c, padded, Update::kAdd, nullptr},
-                       keys, padded / 16);
+  PairEngine::multiply(
+      {b.pieces, w.rows, WeightOperand<Pairs>::kDepthOfRows / 2, 1, WeightOperand<Pairs>::kRowPieces, b.data,
+       b.pair_stride, b.piece_stride, product_pairs(queries), c, padded, Update::kAdd, nullptr},
+      keys, padded / 16);
   if (!b.special()) return;
   const SpecialRows& s = b.specials;
   int64_t count = 0;

@@ -1,8 +1,8 @@
-// Numbers as sums of bfloat16 pieces: x = x0 + x1 + x2 with 8 significant bits each, so that two pieces hold a
-// float16 exactly and three a float32. A product of two such sums, cut off after the terms that matter, is a
-// few products of bfloat16 numbers summed in float32, which is what matrix units compute
-// (Henry, Tang and Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype For
-// Higher-Precision Computations").
+// Numbers as sums of bfloat16 pieces: x = x0 + x1 + x2 with 8 significant bits each, so that two pieces hold
+// a float16 exactly and three a float32. A product of two such sums, cut off after the terms that matter, is
+// a few products of bfloat16 numbers summed in float32, which is what matrix units compute (Henry, Tang and
+// Heinecke 2019, "Leveraging the bfloat16 Artificial Intelligence Datatype For Higher-Precision
+// Computations").
 //
 // Pieces are packed in pairs: a 32-bit word holds two neighbours along the dimension that the product sums
 // over, the first in the low half.
@@ -62,8 +62,8 @@ SELFATTN_INLINE __m512i take_piece(Numbers& x) {
 // Two rows rounded to bfloat16, elements of the same column side by side, `above` in the low halves.
 SELFATTN_INLINE __m512i pair_rows(__m512 above, __m512 below) {
   const __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(below, above);
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
-                                         6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                         22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, bits);
 }
 
@@ -104,7 +104,8 @@ inline bool is_ordinary_row(const RowSource& s, int64_t row, int pieces) {
   bool ordinary = true;
   for (int64_t column = 0; column < s.columns; column += 32) {
     Numbers x = load_32(data, s.dtype, column, s.columns);
-    ordinary &= pieces > 1 ? is_ordinary(x.first) && is_ordinary(x.second) : is_finite_bfloat16(take_piece(x));
+    ordinary &=
+        pieces > 1 ? is_ordinary(x.first) && is_ordinary(x.second) : is_finite_bfloat16(take_piece(x));
   }
   return ordinary;
 }
@@ -132,7 +133,8 @@ SELFATTN_INLINE void store_transposed_pairs(uint32_t* to, int64_t ld, __m512i (&
   for (int i = 0; i < 16; ++i) _mm512_storeu_ps(to + i * ld, tile[i]);
 }
 
-// to[piece][pair of columns][lane]: one row per lane times the factor, zeros in the lanes up to a whole vector.
+// to[piece][pair of columns][lane]: one row per lane times the factor, zeros in the lanes up to a whole
+// vector.
 inline void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, int pieces,
                        float factor) {
   const __m512 factors = _mm512_set1_ps(factor);
@@ -155,8 +157,8 @@ inline void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const Row
   }
 }
 
-// to[piece][pair of rows][ld]: rows as they are, two and two, zeros up to whole steps of rows and whole vectors of
-// columns. Rows marked as special become zeros.
+// to[piece][pair of rows][ld]: rows as they are, two and two, zeros up to whole steps of rows and whole
+// vectors of columns. Rows marked as special become zeros.
 inline void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, int pieces,
                            const bool* special) {
   for (int64_t pair = 0; pair < padded_pairs(s.rows); ++pair) {
@@ -189,7 +191,8 @@ inline void pack_columns(uint32_t* to, int64_t ld, int64_t piece_stride, const R
           above = load_16(element(s.data, s.dtype, row * s.stride + column), s.dtype, s.columns - column);
         }
         if (row + 1 < s.rows && !special[row + 1]) {
-          below = load_16(element(s.data, s.dtype, (row + 1) * s.stride + column), s.dtype, s.columns - column);
+          below =
+              load_16(element(s.data, s.dtype, (row + 1) * s.stride + column), s.dtype, s.columns - column);
         }
         for (int piece = 0; piece < pieces; ++piece) tile[piece][i] = take_row_pair(above, below);
       }

@@ -14,25 +14,25 @@ T head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
   return static_cast<const T*>(scalars.data)[batch * scalars.batch_stride + head * scalars.head_stride];
 }
 
-// s[j][lane] = scale * <query, row from + j of keys>, leading dimension kLanes; the scale is left out where it
-// is not part of Q^T. Every pass gets its scores here, in one order of summation: the backward's
-// exp(s - row_max) is exact where it matters only if s is the forward's to the last bit.
+// s[j][lane] = scale * <query, row from + j of keys>, leading dimension kLanes; the scale is left out where
+// it is not part of Q^T. Every pass gets its scores here, in one order of summation: the backward's exp(s -
+// row_max) is exact where it matters only if s is the forward's to the last bit.
 template <class P>
 void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, int64_t count, int64_t head_dim,
                Scalar<P>* s) {
   if constexpr (kPlain<P>) {
     if (strip.thin) {
-      return thin_scores<P>(strip.query.data, strip.count, keys.rows.data + from * keys.rows.stride,
-                            keys.rows.stride, count, head_dim, s, kLanes<P>);
+      return thin_score_block<P>(strip.query.data, strip.count, keys.rows.data + from * keys.rows.stride,
+                                 keys.rows.stride, count, head_dim, s, kLanes<P>);
     }
   }
   multiply_lanes<P>(keys, from, count, strip.query, head_dim, strip.vecs, s);
 }
 
-// Scores of keys key .. key + keys - 1, which are rows `from` and on of key_rows, final up to the softmax, -inf
-// where hidden: s[j][lane], leading dimension kLanes. Returns false, with s untouched, when the mask hides the
-// whole block. `factor` becomes what the scores must still be multiplied by: the softmax
-// does that while it has them in hand.
+// Scores of keys key .. key + keys - 1, which are rows `from` and on of key_rows, final up to the softmax,
+// -inf where hidden: s[j][lane], leading dimension kLanes. Returns false, with s untouched, when the mask
+// hides the whole block. `factor` becomes what the scores must still be multiplied by: the softmax does that
+// while it has them in hand.
 template <class P>
 bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, int64_t keys,
                  const RowOperand<P>& key_rows, int64_t from, const BlockScratch<P>& scratch, Scalar<P>* s,

@@ -34,8 +34,7 @@ struct ScoresTask {
 
     explicit Scratch(const ScoresTask& task)
         : arena(QueryStrip<T>::bytes(task.p) + RowOperand<T>::bytes(task.p, kKeyBlock, task.p.head_dim) +
-                Arena::bytes_for<T>(kKeyBlock * kLanes<T>) +
-                Arena::bytes_for<T>(kLanes<T>)) {
+                Arena::bytes_for<T>(kKeyBlock * kLanes<T>) + Arena::bytes_for<T>(kLanes<T>)) {
       strip.allocate(task.p, arena);
       keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
       scores = arena.take<T>(kKeyBlock * kLanes<T>);
@@ -105,8 +104,8 @@ struct ScoresGradientTask {
       const int64_t other_head = kKeyGradient ? head : head / group;
       for (int64_t at = 0; at < depth; at += kKeyBlock) {
         const int64_t n = depth - at < kKeyBlock ? depth - at : kKeyBlock;
-        const Rows<T> other = rows_as<T>(
-            row_source(other_view, p.dtype, batch, other_head, at, n, p.head_dim), true, s.other);
+        const Rows<T> other =
+            rows_as<T>(row_source(other_view, p.dtype, batch, other_head, at, n, p.head_dim), true, s.other);
         const int64_t query = kKeyGradient ? at : first, key = kKeyGradient ? first : at;
         View gradient = p.scores;
         gradient.data = element(gradient.data, gradient.dtype, key);

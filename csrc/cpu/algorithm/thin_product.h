@@ -1,7 +1,11 @@
-// Products for strips of very few queries, as in generating text one token at a time. Lanes that run over
-// queries would be empty, so here they run over the head dim: a score is a dot product, an output row is a
-// sum of scaled value rows. Keys and values are read once, in order, and nothing is done with them but one
-// multiply-add per element and query.
+// Products for very few queries, as in generating text one token at a time. Lanes that run over queries would
+// be empty, so here they run over the head dim: a score is a dot product, an output row is a sum of scaled
+// value rows. Keys and values are read where they lie, in their own type, and converted in registers; what is
+// loaded serves up to eight rows of queries, those of all heads that read it.
+//
+// Every sum has one order, that of thin_scores and thin_values for a single row: it depends on the head dim
+// alone, not on how many rows or keys share a tile or in which type the keys are stored. A row's result is
+// then the same in any group, and a pass that computes a score again gets the forward's very bits.
 #pragma once
 
 #include "rows.h"
@@ -11,92 +15,347 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // Up to here a dot product per query beats a vector of mostly empty lanes.
 constexpr int64_t kThinQueries = 4;
 
-// s[key][query] for `queries` rows of `query` ([queries][padded head_dim], zeros in the padding); 0 in the
-// other lanes of the vectors, which every later step passes over as well.
+// Accumulators of a tile: what the registers hold beside its operands. At least a vector's width of them.
 template <class T>
-void thin_scores(const T* query, int64_t queries, const T* keys, int64_t key_stride, int64_t count,
-                 int64_t head_dim, T* s, int64_t ld) {
+constexpr int kThinTile = Simd<T>::kTileRows == 8 ? 16 : 8;
+
+// Elements in memory, of which load() makes a vector of T.
+template <class T>
+struct StoredPlain {
+  using Element = T;
+  static constexpr DType kDType = dtype_of<T>();
+  static SELFATTN_INLINE typename Simd<T>::Vec load(const T* p) { return Simd<T>::load(p); }
+};
+template <class T>
+struct StoredBFloat16 {
+  using Element = uint16_t;
+  static constexpr DType kDType = DType::kBFloat16;
+  static SELFATTN_INLINE typename Simd<T>::Vec load(const uint16_t* p) { return Simd<T>::load_bfloat16(p); }
+};
+template <class T>
+struct StoredFloat16 {
+  using Element = uint16_t;
+  static constexpr DType kDType = DType::kFloat16;
+  static SELFATTN_INLINE typename Simd<T>::Vec load(const uint16_t* p) { return Simd<T>::load_float16(p); }
+};
+
+// Vectors that a cache line of elements makes.
+template <class T, class Stored>
+constexpr int kVecsOfLine = 64 / (Simd<T>::kWidth * static_cast<int>(sizeof(typename Stored::Element)));
+
+// How far ahead of its use a line is asked for: about what is under way between memory and a core at once.
+constexpr int64_t kBytesAhead = 8192;
+
+// The same in rows of which `size` elements are read one row after the other.
+template <class Stored>
+SELFATTN_INLINE int64_t rows_ahead(int64_t size) {
+  const int64_t bytes = size * static_cast<int64_t>(sizeof(typename Stored::Element));
+  return bytes < kBytesAhead ? kBytesAhead / (bytes > 0 ? bytes : 1) : 1;
+}
+
+// Reads nothing, so that the address may lie past the tensor's end.
+SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line); }
+
+// How rows of n elements fall into vectors: `whole` elements in whole ones, and a last one that is shifted
+// back to end with the row, so that nothing outside the row is read. Its lanes that repeat earlier elements
+// are not `fresh`. A row shorter than a vector is padded with zeros instead.
+template <class T>
+struct RowTail {
   using S = Simd<T>;
-  const int64_t padded = round_up_to_vector<T>(head_dim), whole = head_dim / S::kWidth * S::kWidth;
-  for (int64_t j = 0; j < count; ++j) {
-    for (int64_t lane = queries; lane < round_up_to_vector<T>(queries); ++lane) s[j * ld + lane] = T(0);
+  int64_t whole, n, at;
+  typename S::Mask fresh;
+
+  explicit SELFATTN_INLINE RowTail(int64_t size)
+      : whole(size / S::kWidth * S::kWidth), n(size), at(size < S::kWidth ? 0 : size - S::kWidth) {
+    T index[S::kWidth];
+    for (int i = 0; i < S::kWidth; ++i) index[i] = static_cast<T>(i);
+    fresh = S::less(S::set(static_cast<T>(whole - at) - T(0.5)), S::load(index));
   }
-  for (int64_t j = 0; j < count; j += S::kWidth) {
-    const int64_t n = count - j < S::kWidth ? count - j : S::kWidth;
-    for (int64_t q = 0; q < queries; ++q) {
-      const T* row = query + q * padded;
-      typename S::Vec sums[S::kWidth];
-      for (int64_t i = 0; i < S::kWidth; ++i) {
-        // Two chains hide half of the latency; the keys' own independence hides the rest.
-        auto even = S::set(T(0)), odd = even;
-        if (i < n) {
-          const T* k = keys + (j + i) * key_stride;
-          int64_t e = 0;
-          for (; e + 2 * S::kWidth <= whole; e += 2 * S::kWidth) {
-            even = S::fma(S::load(k + e), S::load(row + e), even);
-            odd = S::fma(S::load(k + e + S::kWidth), S::load(row + e + S::kWidth), odd);
-          }
-          for (; e < head_dim; e += S::kWidth) {
-            even = S::fma(load_row<T>(k + e, dtype_of<T>(), head_dim - e), S::load(row + e), even);
-          }
-        }
-        sums[i] = S::add(even, odd);
-      }
-      transpose<T>(sums);  // now lane i of all vectors together holds the parts of key i
-      SELFATTN_UNROLL
-      for (int half = S::kWidth / 2; half > 0; half /= 2) {
-        SELFATTN_UNROLL
-        for (int i = 0; i < half; ++i) sums[i] = S::add(sums[i], sums[i + half]);
-      }
-      T scores[S::kWidth];
-      S::store(scores, sums[0]);
-      for (int64_t i = 0; i < n; ++i) s[(j + i) * ld + q] = scores[i];
+  SELFATTN_INLINE bool any() const { return whole < n; }
+  template <class Stored>
+  SELFATTN_INLINE typename S::Vec load(const typename Stored::Element* row) const {
+    return n < S::kWidth ? load_row<T>(row, Stored::kDType, n) : Stored::load(row + at);
+  }
+};
+
+// In place: lane i of sums[0] becomes the sum over the lanes of sums[i], always as the same tree. A transpose
+// by halves (see rows.h) that adds as soon as two halves are there.
+template <class T, int kHalf>
+SELFATTN_INLINE void sum_lanes(typename Simd<T>::Vec* sums) {
+  using S = Simd<T>;
+  SELFATTN_UNROLL
+  for (int i = 0; i < kHalf; ++i) {
+    sums[i] =
+        S::add(S::interleave_low(sums[i], sums[i + kHalf]), S::interleave_high(sums[i], sums[i + kHalf]));
+  }
+  if constexpr (kHalf > 1) sum_lanes<T, kHalf / 2>(sums);
+}
+
+// One vector's multiply-adds of thin_dots.
+template <class T, class Stored, int kRows, int kKeys, int kStride>
+SELFATTN_INLINE void thin_dots_step(const T* query, int64_t padded,
+                                    const typename Stored::Element* const* keys, int64_t e,
+                                    typename Simd<T>::Vec* sums) {
+  using S = Simd<T>;
+  typename S::Vec k[kKeys];
+  SELFATTN_UNROLL
+  for (int j = 0; j < kKeys; ++j) k[j] = Stored::load(keys[j] + e);
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const auto q = S::load(query + r * padded + e);
+    SELFATTN_UNROLL
+    for (int j = 0; j < kKeys; ++j) sums[r * kStride + j] = S::fma(k[j], q, sums[r * kStride + j]);
+  }
+}
+
+// The dot products of kRows rows of `query` with kKeys rows of `keys` into sums[row * kStride + key].
+template <class T, class Stored, int kRows, int kKeys, int kStride>
+SELFATTN_INLINE void thin_dots(const T* query, int64_t padded, const typename Stored::Element* const* keys,
+                               int64_t ahead, const RowTail<T>& tail, typename Simd<T>::Vec* sums) {
+  using S = Simd<T>;
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    SELFATTN_UNROLL
+    for (int j = 0; j < kKeys; ++j) sums[r * kStride + j] = S::set(T(0));
+  }
+  constexpr int64_t kLine = kVecsOfLine<T, Stored> * S::kWidth;
+  int64_t e = 0;
+  for (; e + kLine <= tail.whole; e += kLine) {
+    SELFATTN_UNROLL
+    for (int j = 0; j < kKeys; ++j) fetch_ahead(keys[j] + e + ahead);
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecsOfLine<T, Stored>; ++v) {
+      thin_dots_step<T, Stored, kRows, kKeys, kStride>(query, padded, keys, e + v * S::kWidth, sums);
+    }
+  }
+  for (; e < tail.whole; e += S::kWidth) {
+    thin_dots_step<T, Stored, kRows, kKeys, kStride>(query, padded, keys, e, sums);
+  }
+  if (!tail.any()) return;
+  SELFATTN_UNROLL
+  for (int j = 0; j < kKeys; ++j) {
+    const auto k = tail.template load<Stored>(keys[j]);
+    SELFATTN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      // Chosen afterwards: a zero in place of a repeated element would make NaN of an infinite factor.
+      auto& sum = sums[r * kStride + j];
+      sum = S::select(tail.fresh, S::fma(k, S::load(query + r * padded + tail.at), sum), sum);
     }
   }
 }
 
-// out[query][padded value_dim] = out * rescale[query] + sum over keys of weights[key][query] * V[key]. Where
-// `visible` is given (laid out as weights), keys with 0 there are left out; see multiply_visible.
-template <class T>
-void thin_values(const T* weights, const T* visible, int64_t ld, int64_t queries, const T* values,
-                 int64_t value_stride, int64_t count, int64_t value_dim, const T* rescale, T* out) {
+// kRows rows of scores against `count` keys; see thin_scores.
+template <class T, class Stored, int kRows>
+void thin_score_rows(const T* query, const typename Stored::Element* keys, int64_t key_stride, int64_t count,
+                     int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
   using S = Simd<T>;
-  constexpr int kVecs = 8;  // accumulators of one pass over the block
-  const int64_t padded = round_up_to_vector<T>(value_dim);
-  for (int64_t q = 0; q < queries; ++q) {
-    const auto scale = S::set(rescale[q]);
-    T* row = out + q * padded;
-    int64_t e = 0;
-    for (; e + kVecs * S::kWidth <= value_dim; e += kVecs * S::kWidth) {
-      typename S::Vec sums[kVecs];
+  constexpr int kTile = kThinTile<T>, kKeys = kTile / kRows;
+  // A single row waits for memory, which is fastest read in its order; more rows share what is loaded, up to
+  // as many keys as have their addresses in registers.
+  constexpr int kAtOnce = kRows == 1 ? 1 : (kKeys < 8 ? kKeys : 8);
+  const int64_t padded = round_up_to_vector<T>(head_dim);
+  const RowTail<T> tail(head_dim);
+  for (int64_t key = 0; key < count; key += kKeys) {
+    const int64_t n = count - key < kKeys ? count - key : kKeys;
+    typename S::Vec sums[kTile];
+    SELFATTN_UNROLL
+    for (int first = 0; first < kKeys; first += kAtOnce) {
+      const typename Stored::Element* rows[kAtOnce];
       SELFATTN_UNROLL
-      for (int v = 0; v < kVecs; ++v) sums[v] = S::set(T(0));
-      for (int64_t j = 0; j < count; ++j) {
-        if (visible != nullptr && visible[j * ld + q] == T(0)) continue;
-        const auto weight = S::set(weights[j * ld + q]);
-        SELFATTN_UNROLL
-        for (int v = 0; v < kVecs; ++v) {
-          sums[v] = S::fma(weight, S::load(values + j * value_stride + e + v * S::kWidth), sums[v]);
-        }
+      for (int j = 0; j < kAtOnce; ++j) {
+        const int64_t index = first + j < n ? first + j : n - 1;  // past the end: the last key once more
+        rows[j] = keys + (key + index) * key_stride;
       }
-      SELFATTN_UNROLL
-      for (int v = 0; v < kVecs; ++v) {
-        S::store(row + e + v * S::kWidth, S::fma(S::load(row + e + v * S::kWidth), scale, sums[v]));
-      }
+      thin_dots<T, Stored, kRows, kAtOnce, kKeys>(
+          query, padded, rows, rows_ahead<Stored>(head_dim) * key_stride, tail, sums + first);
     }
-    for (; e < value_dim; e += S::kWidth) {
-      typename S::Vec sums[2] = {S::set(T(0)), S::set(T(0))};  // even and odd keys
-      for (int64_t j = 0; j < count; j += 2) {
-        SELFATTN_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          if (j + i >= count || (visible != nullptr && visible[(j + i) * ld + q] == T(0))) continue;
-          const auto v = load_row<T>(values + (j + i) * value_stride + e, dtype_of<T>(), value_dim - e);
-          sums[i] = S::fma(S::set(weights[(j + i) * ld + q]), v, sums[i]);
-        }
+    T scores[kTile];
+    SELFATTN_UNROLL
+    for (int i = 0; i < kTile; i += S::kWidth) {
+      sum_lanes<T, S::kWidth / 2>(sums + i);
+      S::store(scores + i, sums[i]);
+    }
+    if (key_step == 1 && n == kKeys) {
+      SELFATTN_UNROLL
+      for (int r = 0; r < kRows; ++r) memcpy(s + r * row_step + key, scores + r * kKeys, kKeys * sizeof(T));
+    } else {
+      for (int r = 0; r < kRows; ++r) {
+        for (int64_t j = 0; j < n; ++j) s[r * row_step + (key + j) * key_step] = scores[r * kKeys + j];
       }
-      S::store(row + e, S::fma(S::load(row + e), scale, S::add(sums[0], sums[1])));
     }
   }
+}
+
+template <class T, class Stored>
+void thin_scores_of(const T* query, int64_t rows, const void* keys, int64_t key_stride, int64_t count,
+                    int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
+  const auto* k = static_cast<const typename Stored::Element*>(keys);
+  const int64_t padded = round_up_to_vector<T>(head_dim);
+  int64_t r = 0;
+  for (; r + 8 <= rows; r += 8) {
+    thin_score_rows<T, Stored, 8>(query + r * padded, k, key_stride, count, head_dim, s + r * row_step,
+                                  row_step, key_step);
+  }
+  if (r + 4 <= rows) {
+    thin_score_rows<T, Stored, 4>(query + r * padded, k, key_stride, count, head_dim, s + r * row_step,
+                                  row_step, key_step);
+    r += 4;
+  }
+  if (r + 2 <= rows) {
+    thin_score_rows<T, Stored, 2>(query + r * padded, k, key_stride, count, head_dim, s + r * row_step,
+                                  row_step, key_step);
+    r += 2;
+  }
+  if (r < rows) {
+    thin_score_rows<T, Stored, 1>(query + r * padded, k, key_stride, count, head_dim, s + r * row_step,
+                                  row_step, key_step);
+  }
+}
+
+// s[row * row_step + key * key_step] = <query row, key> for rows of `query` ([rows][padded head_dim], zeros
+// in the padding) and keys of type `dtype`.
+template <class T>
+void thin_scores(const T* query, int64_t rows, const void* keys, DType dtype, int64_t key_stride,
+                 int64_t count, int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
+  if constexpr (sizeof(T) == 4) {
+    if (dtype == DType::kBFloat16) {
+      return thin_scores_of<T, StoredBFloat16<T>>(query, rows, keys, key_stride, count, head_dim, s, row_step,
+                                                  key_step);
+    }
+    if (dtype == DType::kFloat16) {
+      return thin_scores_of<T, StoredFloat16<T>>(query, rows, keys, key_stride, count, head_dim, s, row_step,
+                                                 key_step);
+    }
+  }
+  thin_scores_of<T, StoredPlain<T>>(query, rows, keys, key_stride, count, head_dim, s, row_step, key_step);
+}
+
+// The same as a block of a strip: s[key][query], and 0 in the other lanes of the vectors, which every later
+// step passes over as well.
+template <class T>
+void thin_score_block(const T* query, int64_t queries, const T* keys, int64_t key_stride, int64_t count,
+                      int64_t head_dim, T* s, int64_t ld) {
+  for (int64_t j = 0; j < count; ++j) {
+    for (int64_t lane = queries; lane < round_up_to_vector<T>(queries); ++lane) s[j * ld + lane] = T(0);
+  }
+  thin_scores<T>(query, queries, keys, dtype_of<T>(), key_stride, count, head_dim, s, 1, ld);
+}
+
+// What a product with values needs besides them. Laid out as weights, `visible` is 0 where a key is to be
+// left out; see multiply_visible.
+template <class T>
+struct ThinValues {
+  const T* weights;  // [rows][ld], keys along a row
+  const T* visible;  // nullable
+  int64_t ld;
+  int64_t count;  // of keys
+  int64_t value_dim;
+  const T* rescale;  // [rows]
+  T* out;            // [rows][padded value_dim]
+};
+
+// kVecs vectors of columns from `at` on, or with kTail the fresh lanes of `tail`, of kRows rows: out = out *
+// rescale + sum over keys.
+template <class T, class Stored, int kRows, int kVecs, bool kTail>
+SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row,
+                                     const typename Stored::Element* values, int64_t value_stride, int64_t at,
+                                     const RowTail<T>& tail) {
+  using S = Simd<T>;
+  const int64_t padded = round_up_to_vector<T>(a.value_dim);
+  typename S::Vec sums[kRows][kVecs];
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) sums[r][v] = S::set(T(0));
+  }
+  const T* weights = a.weights + row * a.ld;
+  // Ahead lie the same columns of later rows, then the next columns' first row or that of the next block.
+  const auto* here = values + at;
+  const auto* next =
+      at + 2 * kVecs * S::kWidth <= tail.whole ? here + kVecs * S::kWidth : values + a.count * value_stride;
+  const int64_t ahead = rows_ahead<Stored>(kVecs * S::kWidth);
+  const T* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
+  for (int64_t j = 0; j < a.count; ++j) {
+    if (kRows == 1 && visible != nullptr && visible[j] == T(0)) continue;
+    typename S::Vec x[kVecs];
+    const auto* soon =
+        j + ahead < a.count ? here + (j + ahead) * value_stride : next + (j + ahead - a.count) * value_stride;
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) {
+      if constexpr (kTail) {
+        x[v] = tail.template load<Stored>(values + j * value_stride);
+      } else {
+        const auto* from = values + j * value_stride + at + v * S::kWidth;
+        x[v] = Stored::load(from);
+        if (v % kVecsOfLine<T, Stored> == 0) fetch_ahead(soon + v * S::kWidth);
+      }
+    }
+    SELFATTN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const auto weight = S::set(weights[r * a.ld + j]);
+      SELFATTN_UNROLL
+      for (int v = 0; v < kVecs; ++v) sums[r][v] = S::fma(weight, x[v], sums[r][v]);
+    }
+  }
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const auto scale = S::set(a.rescale[row + r]);
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecs; ++v) {
+      T* to = a.out + (row + r) * padded + at + v * S::kWidth;
+      const auto old = S::load(to), sum = S::fma(old, scale, sums[r][v]);
+      S::store(to, kTail ? S::select(tail.fresh, sum, old) : sum);
+    }
+  }
+}
+
+template <class T, class Stored, int kRows, int kVecs>
+SELFATTN_INLINE int64_t thin_value_columns(const ThinValues<T>& a, int64_t row,
+                                           const typename Stored::Element* values, int64_t value_stride,
+                                           int64_t at, const RowTail<T>& tail) {
+  for (; at + kVecs * Simd<T>::kWidth <= tail.whole; at += kVecs * Simd<T>::kWidth) {
+    thin_value_tile<T, Stored, kRows, kVecs, false>(a, row, values, value_stride, at, tail);
+  }
+  return at;
+}
+
+template <class T, class Stored, int kRows>
+void thin_value_rows(const ThinValues<T>& a, int64_t row, const typename Stored::Element* values,
+                     int64_t value_stride) {
+  constexpr int kVecs = kThinTile<T> / kRows < 8 ? kThinTile<T> / kRows : 8;
+  const RowTail<T> tail(a.value_dim);
+  int64_t at = thin_value_columns<T, Stored, kRows, kVecs>(a, row, values, value_stride, 0, tail);
+  if constexpr (kVecs > 4)
+    at = thin_value_columns<T, Stored, kRows, 4>(a, row, values, value_stride, at, tail);
+  if constexpr (kVecs > 2)
+    at = thin_value_columns<T, Stored, kRows, 2>(a, row, values, value_stride, at, tail);
+  if constexpr (kVecs > 1)
+    at = thin_value_columns<T, Stored, kRows, 1>(a, row, values, value_stride, at, tail);
+  if (tail.any()) thin_value_tile<T, Stored, kRows, 1, true>(a, row, values, value_stride, tail.at, tail);
+}
+
+template <class T, class Stored>
+void thin_values_of(const ThinValues<T>& a, int64_t rows, const void* values, int64_t value_stride) {
+  const auto* v = static_cast<const typename Stored::Element*>(values);
+  int64_t r = 0;
+  if (a.visible == nullptr) {  // keys are left out for one row at a time
+    for (; r + 8 <= rows; r += 8) thin_value_rows<T, Stored, 8>(a, r, v, value_stride);
+    for (; r + 4 <= rows; r += 4) thin_value_rows<T, Stored, 4>(a, r, v, value_stride);
+    for (; r + 2 <= rows; r += 2) thin_value_rows<T, Stored, 2>(a, r, v, value_stride);
+  }
+  for (; r < rows; ++r) thin_value_rows<T, Stored, 1>(a, r, v, value_stride);
+}
+
+// out[row] = out[row] * rescale[row] + sum over keys of weights[row][key] * value[key], values of type
+// `dtype`.
+template <class T>
+void thin_values(const ThinValues<T>& a, int64_t rows, const void* values, DType dtype,
+                 int64_t value_stride) {
+  if constexpr (sizeof(T) == 4) {
+    if (dtype == DType::kBFloat16) return thin_values_of<T, StoredBFloat16<T>>(a, rows, values, value_stride);
+    if (dtype == DType::kFloat16) return thin_values_of<T, StoredFloat16<T>>(a, rows, values, value_stride);
+  }
+  thin_values_of<T, StoredPlain<T>>(a, rows, values, value_stride);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

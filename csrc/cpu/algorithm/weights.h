@@ -67,7 +67,8 @@ struct WeightsTask {
       }
       if (visible) {
         normalise_block<P>(p, s.strip, block, s.row_max, s.inverse_sum, factor, s.scores);
-        if (p.dropout.enabled) apply_dropout<P>(p.dropout, s.strip, key, block, keep_scale<T>(p.dropout), s.scores);
+        if (p.dropout.enabled)
+          apply_dropout<P>(p.dropout, s.strip, key, block, keep_scale<T>(p.dropout), s.scores);
       } else {
         memset(s.scores, 0, static_cast<size_t>(block * kLanes<P>) * sizeof(T));
       }

@@ -1,5 +1,5 @@
-// The fused kernel for AMX, on processors that have AVX-512 with it. Strips are two vectors of queries: that is
-// two tiles, and sums over the queries of a strip come in whole steps.
+// The fused kernel for AMX, on processors that have AVX-512 with it. Strips are two vectors of queries: that
+// is two tiles, and sums over the queries of a strip come in whole steps.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -9,8 +9,9 @@
 #define SELFATTN_ISA amx
 #define SELFATTN_TILE_VECTORS 2
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
-                             apply_to = function)
+#pragma clang attribute push(                                                               \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
+    apply_to = function)
 #else
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // see kernels_avx512.cpp
 #pragma GCC push_options

@@ -1,5 +1,5 @@
-// The fused kernel for AVX-512 with bfloat16 products: see kernels_avx512.cpp, which it hands on what it has no
-// faster way for.
+// The fused kernel for AVX-512 with bfloat16 products: see kernels_avx512.cpp, which it hands on what it has
+// no faster way for.
 #if defined(__x86_64__)
 
 #include <immintrin.h>
@@ -8,8 +8,9 @@
 
 #define SELFATTN_ISA avx512_bf16
 #if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
-                             apply_to = function)
+#pragma clang attribute push(                                                               \
+    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
+    apply_to = function)
 #else
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // see kernels_avx512.cpp
 #pragma GCC push_options
@@ -31,7 +32,8 @@
 
 namespace selfattn::cpu {
 extern const Kernel kFusedAvx512Bf16;
-const Kernel kFusedAvx512Bf16 = avx512_bf16::pair_kernel("avx512_bf16", "tiled online softmax, products of bfloat16 pairs");
+const Kernel kFusedAvx512Bf16 =
+    avx512_bf16::pair_kernel("avx512_bf16", "tiled online softmax, products of bfloat16 pairs");
 }  // namespace selfattn::cpu
 
 #endif

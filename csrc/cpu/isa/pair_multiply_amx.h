@@ -1,5 +1,6 @@
-// Products of bfloat16 pairs by AMX tiles: TDPBF16PS multiplies 16 rows of 32 numbers with 16 pairs of 16 lanes.
-// Two by two tiles of C are summed at a time, so that every tile of A and B that is loaded is used twice.
+// Products of bfloat16 pairs by AMX tiles: TDPBF16PS multiplies 16 rows of 32 numbers with 16 pairs of 16
+// lanes. Two by two tiles of C are summed at a time, so that every tile of A and B that is loaded is used
+// twice.
 #pragma once
 
 #include "../algorithm/pair_product.h"
@@ -33,8 +34,8 @@ SELFATTN_INLINE void tile_dot() {
 // All eight tiles are 16 rows of 64 bytes, in every thread that computes, for as long as it has work.
 class PairEngine {
  public:
-  static constexpr bool kTiles = true;    // A has its pairs next to each other, and whole tiles of rows
-  static constexpr int kMostPieces = 3;   // six products at 16 times the rate of a multiply-add
+  static constexpr bool kTiles = true;   // A has its pairs next to each other, and whole tiles of rows
+  static constexpr int kMostPieces = 3;  // six products at 16 times the rate of a multiply-add
 
   PairEngine() {
     alignas(64) uint8_t configuration[64] = {1};  // palette
@@ -112,7 +113,8 @@ class PairEngine {
                                                          : _mm512_set1_ps(1.0f);
       for (int64_t r = 0; r < end; ++r) {
         float* c = p.c + (row + r) * p.ldc + lane + v * 16;
-        _mm512_storeu_ps(c, _mm512_fmadd_ps(_mm512_loadu_ps(c), scale, _mm512_load_ps(sums + r * 32 + v * 16)));
+        _mm512_storeu_ps(c,
+                         _mm512_fmadd_ps(_mm512_loadu_ps(c), scale, _mm512_load_ps(sums + r * 32 + v * 16)));
       }
     }
   }

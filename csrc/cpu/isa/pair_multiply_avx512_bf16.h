@@ -1,5 +1,6 @@
-// Products of bfloat16 pairs by VDPBF16PS: tile_multiply.h's tile of accumulators, with a pair in the place of a
-// number. Where that instruction runs at the rate of a multiply-add (AMD Zen 4 and 5), it does twice the work.
+// Products of bfloat16 pairs by VDPBF16PS: tile_multiply.h's tile of accumulators, with a pair in the place
+// of a number. Where that instruction runs at the rate of a multiply-add (AMD Zen 4 and 5), it does twice the
+// work.
 #pragma once
 
 #include "../algorithm/pair_product.h"
@@ -51,8 +52,8 @@ struct PairEngine {
         if (p.update == Update::kAdd) {
           sum[r][v] = _mm512_add_ps(_mm512_loadu_ps(c + v * 16), sum[r][v]);
         } else if (p.update == Update::kScaleAdd) {
-          sum[r][v] =
-              _mm512_fmadd_ps(_mm512_loadu_ps(c + v * 16), _mm512_loadu_ps(p.lane_scale + lane + v * 16), sum[r][v]);
+          sum[r][v] = _mm512_fmadd_ps(_mm512_loadu_ps(c + v * 16),
+                                      _mm512_loadu_ps(p.lane_scale + lane + v * 16), sum[r][v]);
         }
         _mm512_storeu_ps(c + v * 16, sum[r][v]);
       }

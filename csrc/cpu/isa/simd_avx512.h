@@ -1,5 +1,6 @@
-// Vectors of 512 bits: AVX-512 F, DQ, BW, VL, for every instruction set that builds on them. The interface that the algorithms are written over is
-// documented in docs/cpu-kernels.md, "The SIMD interface"; simd_scalar.h is its shortest implementation.
+// Vectors of 512 bits: AVX-512 F, DQ, BW, VL, for every instruction set that builds on them. The interface
+// that the algorithms are written over is documented in docs/cpu-kernels.md, "The SIMD interface";
+// simd_scalar.h is its shortest implementation.
 #pragma once
 
 // Vectors of a tile of the micro-kernel, and so of a strip of queries; AMX wants whole tiles of two.

@@ -1,0 +1,160 @@
+// What decoding does with a row of scores between its two products: options, softmax, dropout. A row is one
+// query of one head against a block of keys, the keys side by side; score_block.h does the same for strips
+// with the queries side by side, by the same operations in the same order: the passes that compute a score
+// again do it there.
+#pragma once
+
+#include "score_block.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+struct DecodeRow {
+  int64_t batch, head, query;
+};
+
+// The largest lane, in all lanes.
+template <class T>
+SELFATTN_INLINE typename Simd<T>::Vec largest_lane(typename Simd<T>::Vec x) {
+  using S = Simd<T>;
+  SELFATTN_UNROLL
+  for (int i = 1; i < S::kWidth; i *= 2) x = S::max(S::interleave_low(x, x), S::interleave_high(x, x));
+  return x;
+}
+
+// The sum of the lanes, in all lanes.
+template <class T>
+SELFATTN_INLINE typename Simd<T>::Vec sum_of_lanes(typename Simd<T>::Vec x) {
+  using S = Simd<T>;
+  SELFATTN_UNROLL
+  for (int i = 1; i < S::kWidth; i *= 2) x = S::add(S::interleave_low(x, x), S::interleave_high(x, x));
+  return x;
+}
+
+template <class T>
+SELFATTN_INLINE T first_lane(typename Simd<T>::Vec x) {
+  T lanes[Simd<T>::kWidth];
+  Simd<T>::store(lanes, x);
+  return lanes[0];
+}
+
+// bias = the mask of keys key .. key + keys - 1 as numbers to add, -inf where hidden and, up to a whole
+// vector, past the last key. Returns whether any key is visible.
+template <class T>
+bool load_mask_row(const AttentionParams& p, const DecodeRow& row, int64_t key, int64_t keys, T* bias) {
+  using S = Simd<T>;
+  const int64_t key_stride = p.mask.stride[3];
+  const void* source =
+      element(p.mask.data, p.mask.dtype, p.mask.offset(row.batch, row.head, row.query) + key * key_stride);
+  const int64_t whole = key_stride == 1 ? keys / S::kWidth * S::kWidth : 0;
+  int64_t j = 0;
+  if (p.mask.dtype != DType::kBool) {
+    for (; j < whole; j += S::kWidth) {
+      S::store(bias + j, load_row<T>(element(source, p.mask.dtype, j), p.mask.dtype, S::kWidth));
+    }
+  } else if constexpr (sizeof(T) == 4) {
+    for (; j < whole; j += S::kWidth)
+      S::store(bias + j, S::load_bool_bias(static_cast<const uint8_t*>(source) + j));
+  }
+  for (; j < keys; ++j) bias[j] = mask_bias<T>(source, p.mask.dtype, j * key_stride);
+  for (; j < round_up_to_vector<T>(keys); ++j) bias[j] = -std::numeric_limits<T>::infinity();
+  const auto hidden = S::set(-std::numeric_limits<T>::infinity());
+  auto seen = hidden;  // 0 where a key is visible
+  for (j = 0; j < keys; j += S::kWidth) {
+    seen = S::select(S::equal(S::load(bias + j), hidden), seen, S::set(T(0)));
+  }
+  return S::any(S::less(hidden, seen));
+}
+
+// The row's dot products with a block of keys become its final scores, -inf where hidden and past the last
+// key, up to a whole vector. `bias` is the row's mask, nullptr where there is none.
+template <class T>
+void finish_row(const AttentionParams& p, const DecodeRow& row, int64_t key, int64_t keys, const T* bias,
+                T* s) {
+  using S = Simd<T>;
+  const KeyRange range = visible_keys(p, row.query, row.query);
+  const int64_t begin = clamp_key(range.begin - key, keys), end = clamp_key(range.end - key, keys);
+  const int64_t padded = round_up_to_vector<T>(keys);
+  const bool windowed = begin > 0 || end < padded;
+  const bool capped = p.softcap > 0.0;
+  const bool sloped = p.alibi_slopes.data != nullptr;
+  if (bias == nullptr && !windowed && !capped && !sloped) return;
+
+  const auto hidden = S::set(-std::numeric_limits<T>::infinity());
+  const auto cap = S::set(static_cast<T>(p.softcap));
+  const auto inverse_cap = S::set(static_cast<T>(capped ? 1.0 / p.softcap : 0.0));
+  const auto slope = S::set(sloped ? head_scalar<T>(p.alibi_slopes, row.batch, row.head) : T(0));
+  const auto from = S::set(static_cast<T>(begin)), to = S::set(static_cast<T>(end));
+  T numbers[S::kWidth];
+  for (int64_t j = 0; j < padded; j += S::kWidth) {
+    auto x = S::load(s + j);
+    if (capped) x = S::mul(cap, tanh<T>(S::mul(x, inverse_cap)));
+    if (sloped) {
+      // Rounded as score_block rounds it, which takes distances from the first query.
+      for (int i = 0; i < S::kWidth; ++i) {
+        numbers[i] = static_cast<T>(p.query_offset - key - j - i) + static_cast<T>(row.query);
+      }
+      x = S::sub(x, S::mul(slope, S::abs(S::load(numbers))));
+    }
+    if (bias != nullptr) {
+      const auto b = S::load(bias + j);
+      x = S::select(S::equal(b, hidden), hidden, S::add(x, b));
+    }
+    if (windowed) {
+      for (int i = 0; i < S::kWidth; ++i) numbers[i] = static_cast<T>(j + i);
+      const auto index = S::load(numbers);
+      x = S::select(S::less(index, to), S::select(S::less(index, from), hidden, x), hidden);
+    }
+    S::store(s + j, x);
+  }
+}
+
+// Scores become unnormalised weights in place; moves the row's maximum and sum on and gives the factor for
+// what has been summed up before.
+template <class T>
+SELFATTN_INLINE void softmax_row(int64_t keys, T* s, T* row_max, T* row_sum, T* rescale) {
+  using S = Simd<T>;
+  const auto nothing = S::set(-std::numeric_limits<T>::infinity());
+  const auto old_max = S::set(*row_max);
+  auto most = old_max;
+  for (int64_t j = 0; j < keys; j += S::kWidth) most = S::max(S::load(s + j), most);
+  most = largest_lane<T>(most);
+  // Where nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
+  const auto shift = S::select(S::equal(most, nothing), S::set(T(0)), most);
+  auto sum = S::set(T(0));
+  for (int64_t j = 0; j < keys; j += S::kWidth) {
+    const auto weight = exp_nonpositive<T>(S::sub(S::load(s + j), shift));
+    S::store(s + j, weight);
+    sum = S::add(sum, weight);
+  }
+  const auto factor = exp_nonpositive<T>(S::sub(old_max, shift));
+  *row_sum = first_lane<T>(S::fma(S::set(*row_sum), factor, sum_of_lanes<T>(sum)));
+  *row_max = first_lane<T>(most);
+  *rescale = first_lane<T>(factor);
+}
+
+// visible[key] = 0 where the score is -inf, 1 elsewhere; see multiply_visible.
+template <class T>
+void mark_visible_row(int64_t keys, const T* s, T* visible) {
+  using S = Simd<T>;
+  const auto hidden = S::set(-std::numeric_limits<T>::infinity());
+  for (int64_t j = 0; j < keys; j += S::kWidth) {
+    S::store(visible + j, S::select(S::equal(S::load(s + j), hidden), S::set(T(0)), S::set(T(1))));
+  }
+}
+
+// Multiplies the row's weights by 0 or 1/(1-p). `key` is a multiple of 4.
+template <class T>
+void drop_row(const Dropout& dropout, const DecodeRow& row, int64_t key, int64_t keys, T* weights) {
+  const uint64_t seed = static_cast<uint64_t>(*dropout.seed);
+  const uint64_t threshold = dropout_threshold(dropout.probability);
+  const T keep = static_cast<T>(dropout_keep_scale(dropout.probability));
+  for (int64_t j = 0; j < keys; j += 4) {
+    const Philox4 random =
+        philox(seed, static_cast<uint32_t>((key + j) >> 2), static_cast<uint32_t>(row.query),
+               static_cast<uint32_t>(row.head), static_cast<uint32_t>(row.batch));
+    for (int64_t w = 0; w < 4 && j + w < keys; ++w)
+      weights[j + w] *= random.word[w] < threshold ? T(0) : keep;
+  }
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
