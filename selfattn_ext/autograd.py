@@ -136,38 +136,50 @@ def _backward(
 
 
 class _PlainAttention(Function):
-    """Eager mode with no option but the causal rule, returning out: the least that a call can cost."""
+    """Eager mode with no tensor but query, key and value, returning out: the least that a call can cost.
+
+    Without options (beside the causal rule) it takes the operators that know none.
+    """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: tuple[float | None, bool, bool]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: tuple[float | None, bool, bool, Options]
     ) -> Tensor:
-        scale, is_causal, enable_gqa = call
-        out, statistics, residual = ops.plain_attention_forward(
-            query, key, value, scale, is_causal, enable_gqa
-        )
+        scale, is_causal, enable_gqa, options = call
+        statistics: Any
+        if options:
+            out, *statistics, residual = _forward(query, key, value, scale, options)
+        else:
+            out, statistics, residual = ops.plain_attention_forward(
+                query, key, value, scale, is_causal, enable_gqa
+            )
         ctx.save_for_backward(query, key, value, out, residual)
         # Neither an input nor a result, so that the context may simply hold it, which is cheaper.
-        ctx.call = (statistics, scale, is_causal)
+        ctx.call = (statistics, scale, is_causal, options)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
         query, key, value, out, residual = ctx.saved_tensors
-        statistics, scale, is_causal = ctx.call
+        statistics, scale, is_causal, options = ctx.call
         if _is_grad_enabled() or _are_transforms_active() or forward_ad._current_level >= 0:
             scale = default_scale(query.size(3)) if scale is None else scale
-            options = {"is_causal": True} if is_causal else {}
+            if is_causal:
+                options = {**options, "is_causal": True}
             grads = _AttentionBackward.apply(
                 grad_out, None, None, query, key, value, None, None, None, None, out, *statistics, residual,
                 None, scale, options, False,
-            )[:3]  # fmt: skip
+            )  # fmt: skip
+        elif options:
+            if residual is not None:
+                options = {**options, "out_residual": residual}
+            row_max, row_sum = statistics
+            grads = ops.direct_backward(grad_out, query, key, value, out, row_max, row_sum, scale, **options)
         else:
             grads = ops.plain_attention_backward(
                 grad_out, query, key, value, out, statistics, residual, scale, is_causal
             )
-        grad_query, grad_key, grad_value = grads
-        return grad_query, grad_key, grad_value, None
+        return grads[0], grads[1], grads[2], None
 
 
 # Function.apply looks for the wrappers of torch.func in every argument; who calls this, and _eager_attention,
@@ -241,7 +253,7 @@ _eager_attention = super(Function, _Attention).apply
 
 
 def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, keywords: Options
+    query: Tensor, key: Tensor, value: Tensor, scale: Any, keywords: Options
 ) -> tuple[Tensor, Tensor, Tensor, Maybe]:
     """out, row_max, row_sum and, where the dtype has one, out_residual, for a backward to come."""
     if query.dtype in ops.SIXTEEN_BITS:

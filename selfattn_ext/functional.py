@@ -158,8 +158,7 @@ def scaled_dot_product_attention(
             options["kernel_name"] = kernel
 
         if (
-            not options
-            and attn_mask is None
+            attn_mask is None
             and alibi_slopes is None
             and sinks is None
             and not dropout_p
@@ -170,12 +169,23 @@ def scaled_dot_product_attention(
             and not _is_any_autocast_enabled()
             and not _are_transforms_active()
             and forward_ad._current_level < 0
-            and (_float32_precision() == "highest" or query.dtype is not _FLOAT32)
         ):
             try:
                 factor = None if scale is None else checks.scale(scale)
+                if (asked := _float32_precision()) != "highest" and query.dtype is _FLOAT32:
+                    options["float32_precision"] = asked
+                if options:
+                    factor = default_scale(query.size(3)) if factor is None else factor
+                    if is_causal:
+                        options["is_causal"] = True
+                    if not enable_gqa and query.size(1) != key.size(1) != 1:
+                        raise ValueError("heads that do not go together")
                 if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-                    return autograd.plain_attention(query, key, value, (factor, is_causal, enable_gqa))
+                    return autograd.plain_attention(
+                        query, key, value, (factor, is_causal, enable_gqa, options)
+                    )
+                if options and factor is not None:
+                    return ops.direct_forward(query, key, value, factor, **options)[0]
                 return ops.plain_attention(query, key, value, factor, is_causal, enable_gqa)
             except (ValueError, RuntimeError):
                 # Something to broadcast or to make dense, a flag that is no bool, or a mistake: the general

@@ -186,6 +186,8 @@ def _direct(overload: Any) -> Any:
     return getattr(overload, "_op", overload)
 
 
+direct_forward: _AttentionForward = _direct(attention_forward)
+direct_backward: _AttentionBackward = _direct(attention_backward)
 plain_attention: _PlainAttention = _direct(_ops.plain_attention.default)
 plain_attention_forward: _PlainAttentionForward = _direct(_ops.plain_attention_forward.default)
 plain_attention_backward: _PlainAttentionBackward = _direct(_ops.plain_attention_backward.default)
