@@ -81,7 +81,7 @@ enum class Weigh {
   kPlain,   // exp(s - shift)
   kScaled,  // exp(s * scale - shift). The product is rounded by itself, as that of the maximum was, so that
             // the largest weight is exactly 1
-  kShort,  // the same two for weights that are about to be rounded to bfloat16
+  kShort,   // the same two for weights that are about to be rounded to bfloat16
   kScaledShort,
 };
 constexpr bool is_short(Weigh weigh) { return weigh == Weigh::kShort || weigh == Weigh::kScaledShort; }

@@ -10,27 +10,36 @@ template <class P>
 struct ForwardTask {
   using T = Scalar<P>;
 
-  // Strips of one item share the key and value blocks that they pull through the cache, and their conversion
-  // where the tensors do not hold T.
-  static constexpr int64_t kStrips = 2;
-  static constexpr int64_t kConvertedStrips = 4;
-
   const AttentionParams& p;
   const ForwardOutputs& outputs;
   int64_t strips_per_item;
   int64_t items_per_head;
 
-  ForwardTask(const AttentionParams& params, const ForwardOutputs& out) : p(params), outputs(out) {
-    strips_per_item = kPlain<P> && p.dtype == dtype_of<T>() ? kStrips : kConvertedStrips;
+  ForwardTask(const AttentionParams& params, const ForwardOutputs& out, int threads)
+      : p(params), outputs(out) {
+    const int64_t in_head = (p.queries + kLanes<P> - 1) / kLanes<P>;
+    strips_per_item = strips_for(p.batch * p.heads * in_head, threads);
+    if (strips_per_item > in_head) strips_per_item = in_head;
     const int64_t queries = strips_per_item * kLanes<P>;
     items_per_head = (p.queries + queries - 1) / queries;
   }
+
+  // Strips of one item share the key and value blocks that they pull through the cache, and their conversion
+  // where the tensors do not hold T. Splitting into pieces is dear enough to be shared by as many as leave
+  // the threads enough items; which strips share an item changes nothing in their results.
+  int64_t strips_for(int64_t strips, int threads) const {
+    if (kPlain<P>) return p.dtype == dtype_of<T>() ? 2 : 4;
+    const int64_t share = strips / (4 * threads);
+    return share < 2 ? 2 : share > kMostStrips ? kMostStrips : share;
+  }
+  static constexpr int64_t kMostStrips = 16;
+
   int64_t items() const { return p.batch * p.heads * items_per_head; }
 
   struct Scratch {
     Arena arena;
     ForwardScratch<P> block;
-    ForwardStrip<P> strips[kConvertedStrips];
+    ForwardStrip<P> strips[kMostStrips];
 
     explicit Scratch(const ForwardTask& task)
         : arena(ForwardScratch<P>::bytes(task.p) + task.strips_per_item * ForwardStrip<P>::bytes(task.p)),
@@ -90,7 +99,7 @@ void attention_forward(const AttentionParams& p, const ForwardOutputs& outputs, 
   if constexpr (kPlain<P>) {
     if (p.queries <= kThinQueries) return decode<P>(p, outputs, pool);
   }
-  const ForwardTask<P> task(p, outputs);
+  const ForwardTask<P> task(p, outputs, pool.threads);
   for_each_item(pool, task.items(), task);
 }
 

@@ -104,7 +104,7 @@ void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
         weight[i] = S::set(T(0));
         if (j + i >= keys) continue;
         weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
-        sum[0] = S::add(sum[0], weight[i]);
+        sum[i] = S::add(sum[i], weight[i]);  // in its place, so that zeros after it change nothing
       }
       weights.template store<kWeigh, kPacked>(j, lane, weight, used);
     }
