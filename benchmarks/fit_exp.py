@@ -1,7 +1,8 @@
-"""Prints the polynomials of csrc/cpu/algorithm/elementary.h: e^r = 1 + r * q(r) on |r| <= ln(2) / 2.
+"""Prints the polynomials of csrc/cpu/algorithm/elementary.h.
 
-q interpolates expm1(r) / r at the Chebyshev nodes of the interval, in 50 digits. Needs mpmath,
-which torch brings.
+They are q in e^r = 1 + r * q(r) on |r| <= ln(2) / 2, and for weights that are rounded afterwards in
+2^f = 1 + f * q(f) on 0 <= f < 1. q interpolates, in 50 digits. Needs
+mpmath, which torch brings.
 Run: python benchmarks/fit_exp.py
 """
 
@@ -13,26 +14,39 @@ mp.dps = 50
 HALF_WIDTH = log(2) / 2 * mpf("1.0001")  # rounding of the reduction may land just outside
 
 
-def fit(terms: int) -> list[mpf]:
-    nodes = [HALF_WIDTH * cos(pi * (2 * i + 1) / (2 * terms)) for i in range(terms)]
+def nodes_of(terms: int, low: mpf, high: mpf) -> list[mpf]:
+    """Chebyshev nodes; where the interval begins at 0, where x * q(x) is exact, those of one that is a little
+    longer and has one node more, which falls on 0."""
+    count = terms if low < 0 else terms + 1
+    half = (high - low) / 2 if low < 0 else high / (1 + cos(pi / (2 * count)))
+    return [high - half + half * cos(pi * (2 * i + 1) / (2 * count)) for i in range(terms)]
+
+
+def fit(terms: int, low: mpf, high: mpf, base: mpf) -> list[mpf]:
+    """q of base^x = 1 + x * q(x) on low <= x <= high."""
+    nodes = nodes_of(terms, low, high)
     powers, targets = matrix(terms, terms), matrix(terms, 1)
     for row, node in enumerate(nodes):
         for column in range(terms):
             powers[row, column] = node**column
-        targets[row] = expm1(node) / node
+        targets[row] = expm1(node * log(base)) / node
     return list(lu_solve(powers, targets))
 
 
-def relative_error(coefficients: list[mpf]) -> mpf:
-    def approximate(r: mpf) -> mpf:
-        return 1 + r * sum(c * r**i for i, c in enumerate(coefficients))
+def relative_error(coefficients: list[mpf], low: mpf, high: mpf, base: mpf) -> mpf:
+    def approximate(x: mpf) -> mpf:
+        return 1 + x * sum(c * x**i for i, c in enumerate(coefficients))
 
-    points = [HALF_WIDTH * (mpf(i) / 500 - 1) for i in range(1001)]
-    return max(abs(approximate(r) / exp(r) - 1) for r in points)
+    points = [low + (high - low) * mpf(i) / 1000 for i in range(1001)]
+    return max(abs(approximate(x) / base**x - 1) for x in points)
 
 
-for name, terms in (("float", 6), ("double", 12)):
-    found = fit(terms)
-    print(f"{name}: relative error {nstr(relative_error(found), 3)}")
+for name, terms, low, high, base in (
+    ("float", 6, -HALF_WIDTH, HALF_WIDTH, exp(1)),
+    ("double", 12, -HALF_WIDTH, HALF_WIDTH, exp(1)),
+    ("float, short", 5, mpf(0), mpf(1), mpf(2)),
+):
+    found = fit(terms, low, high, base)
+    print(f"{name}: relative error {nstr(relative_error(found, low, high, base), 3)}")
     for coefficient in found:
         print("   ", nstr(coefficient, 20))

@@ -61,18 +61,18 @@ SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive(typename Simd<T>::Vec x) {
   return S::select(S::less(x, S::set(ExpPolynomial<T>::kFlushBelow)), S::set(T(0)), y);
 }
 
-// e^x for x <= 0 where the result will be rounded to bfloat16: relative error 8.3e-8, exactly 1 at 0, and
-// 0, -inf and NaN as above. 2^z = 2^floor(z) * 2^f with 2^f = 1 + f * q(f) on 0 <= f < 1. The weights could
-// do with less, their sum could not: the log-sum-exp is a float.
+// e^x for x <= 0 where the result will be rounded to bfloat16, in fewer steps: relative error 1.1e-7, exactly
+// 1 at 0, and 0, -inf and NaN as above. 2^z = 2^floor(z) * 2^f with 2^f = 1 + f * q(f) on 0 <= f < 1. The
+// weights could do with less accuracy, their sum could not: the log-sum-exp is a float.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive_short(typename Simd<T>::Vec x) {
   using S = Simd<T>;
   const auto z = S::mul(x, S::set(T(1.4426950408889634074)));
   const auto f = S::fraction(z);
-  auto q = S::fma(S::set(T(0.00186713)), f, S::set(T(0.00901703)));
-  q = S::fma(q, f, S::set(T(0.05579991)));
-  q = S::fma(q, f, S::set(T(0.24016445)));
-  q = S::fma(q, f, S::set(T(0.69315131)));
+  auto q = S::fma(S::set(T(0.0018826946939539721723)), f, S::set(T(0.0089797184347966757739)));
+  q = S::fma(q, f, S::set(T(0.055830604118836362919)));
+  q = S::fma(q, f, S::set(T(0.24015456857058018393)));
+  q = S::fma(q, f, S::set(T(0.69315229038802043011)));
   return S::mul_pow2_floor_above(S::fma(q, f, S::set(T(1))), z, S::set(T(-80)));
 }
 

@@ -25,6 +25,8 @@ struct Pairs {
                                                                  : 1;
     }
   }
+  // Of scores and of dP: there a float16 keeps all its bits. An error of a score is not damped by anything.
+  static int order_of_scores(const AttentionParams& p) { return p.dtype == DType::kFloat16 ? 3 : pieces(p); }
   static bool is_exact_factor(double factor) {
     int exponent;
     return std::frexp(factor, &exponent) == 0.5 && exponent > -30 && exponent < 30;
@@ -95,7 +97,7 @@ template <>
 struct RowOperand<Pairs> {
   const uint32_t* data;  // [piece][row][pairs]
   int64_t row_stride, piece_stride;
-  int pieces;
+  int pieces, order;
   uint32_t* buffer;
   bool* is_special;     // [rows]
   float* plain_buffer;  // [kKeyBlock][padded] for converting a block
@@ -111,6 +113,7 @@ struct RowOperand<Pairs> {
   }
   void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
     pieces = Pairs::pieces(p);
+    order = Pairs::order_of_scores(p);
     piece_stride = size(count, columns);
     buffer = arena.take<uint32_t>(pieces * piece_stride);
     is_special = arena.take<bool>(count);

@@ -10,8 +10,8 @@ template <>
 inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
                                   LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
   constexpr int64_t ld = kLanes<Pairs>;
-  PairEngine::multiply({a.pieces, a.data + from * a.row_stride, a.row_stride, 1, a.piece_stride, b.data, ld,
-                        b.piece_stride, product_pairs(columns), c, ld, Update::kStore, nullptr},
+  PairEngine::multiply({a.pieces, a.order, a.data + from * a.row_stride, a.row_stride, 1, a.piece_stride,
+                        b.data, ld, b.piece_stride, product_pairs(columns), c, ld, Update::kStore, nullptr},
                        rows, vecs);
   if (!b.special && !a.special(from, rows)) return;
   const Rows<float> plain = rows_as<float>(a.source.from(from, rows), false, a.plain_buffer);
@@ -31,10 +31,10 @@ inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from,
                                     int64_t columns, const WeightOperand<Pairs>& w, int64_t vecs, float* c,
                                     Update update, const float* lane_scale, const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
-  PairEngine::multiply(
-      {a.pieces, a.data + from / kKeyBlock * a.block_stride, a.row_stride, a.pair_stride, a.piece_stride,
-       w.lanes, ld, WeightOperand<Pairs>::kLanePieces, product_pairs(keys), c, ld, update, lane_scale},
-      columns, vecs);
+  PairEngine::multiply({a.pieces, a.pieces, a.data + from / kKeyBlock * a.block_stride, a.row_stride,
+                        a.pair_stride, a.piece_stride, w.lanes, ld, WeightOperand<Pairs>::kLanePieces,
+                        product_pairs(keys), c, ld, update, lane_scale},
+                       columns, vecs);
   if (!a.special(from, keys)) return;
   const SpecialRows& s = a.specials;
   int64_t count = 0;
@@ -56,10 +56,10 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
                                     const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
   const int64_t padded = round_up_to_vector<float>(columns);
-  PairEngine::multiply(
-      {b.pieces, w.rows, WeightOperand<Pairs>::kDepthOfRows / 2, 1, WeightOperand<Pairs>::kRowPieces, b.data,
-       b.pair_stride, b.piece_stride, product_pairs(queries), c, padded, Update::kAdd, nullptr},
-      keys, padded / 16);
+  PairEngine::multiply({b.pieces, b.pieces, w.rows, WeightOperand<Pairs>::kDepthOfRows / 2, 1,
+                        WeightOperand<Pairs>::kRowPieces, b.data, b.pair_stride, b.piece_stride,
+                        product_pairs(queries), c, padded, Update::kAdd, nullptr},
+                       keys, padded / 16);
   if (!b.special()) return;
   const SpecialRows& s = b.specials;
   int64_t count = 0;

@@ -82,7 +82,7 @@ class PairEngine {
     if constexpr (kRows == 2 && kVecs == 2) tile_zero<3>();
     const int64_t a_bytes = p.a_row * 4, b_bytes = p.ldb * 4;
     for (int i = 0; i < p.pieces; ++i) {
-      for (int j = 0; i + j < p.pieces; ++j) {
+      for (int j = 0; j < p.pieces && i + j < p.order; ++j) {
         const uint32_t* a = p.a + i * p.a_piece + row * p.a_row;
         const uint32_t* b = p.b + j * p.b_piece + lane;
         for (int64_t pair = 0; pair < p.pairs; pair += 16) {

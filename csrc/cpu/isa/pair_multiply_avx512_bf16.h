@@ -26,7 +26,7 @@ struct PairEngine {
     }
     const int64_t a_row = p.a_row, a_pair = p.a_pair, ldb = p.ldb;
     for (int i = 0; i < p.pieces; ++i) {
-      for (int j = 0; i + j < p.pieces; ++j) {
+      for (int j = 0; j < p.pieces && i + j < p.order; ++j) {
         const uint32_t* a = p.a + i * p.a_piece + row * a_row;
         const uint32_t* b = p.b + j * p.b_piece + lane;
         for (int64_t k = p.pairs; k > 0; --k) {
