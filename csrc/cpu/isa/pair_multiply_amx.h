@@ -31,13 +31,15 @@ SELFATTN_INLINE void tile_dot() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
-// All eight tiles are 16 rows of 64 bytes, in every thread that computes, for as long as it has work.
+// All eight tiles are 16 rows of 64 bytes, in every thread that computes, for as long as it has work. Whoever
+// configured them before, another library perhaps, finds its configuration again.
 class PairEngine {
  public:
   static constexpr bool kTiles = true;   // A has its pairs next to each other, and whole tiles of rows
   static constexpr int kMostPieces = 3;  // six products at 16 times the rate of a multiply-add
 
   PairEngine() {
+    __asm__ volatile("sttilecfg %0" : "=m"(before_) : : "memory");
     alignas(64) uint8_t configuration[64] = {1};  // palette
     for (int tile = 0; tile < 8; ++tile) {
       configuration[16 + 2 * tile] = 64;  // bytes per row
@@ -45,7 +47,13 @@ class PairEngine {
     }
     __asm__ volatile("ldtilecfg %0" : : "m"(configuration) : "memory");
   }
-  ~PairEngine() { __asm__ volatile("tilerelease" : : : "memory"); }
+  ~PairEngine() {
+    if (before_[0] != 0) {
+      __asm__ volatile("ldtilecfg %0" : : "m"(before_) : "memory");
+    } else {
+      __asm__ volatile("tilerelease" : : : "memory");
+    }
+  }
   PairEngine(const PairEngine&) = delete;
   PairEngine& operator=(const PairEngine&) = delete;
 
@@ -72,6 +80,8 @@ class PairEngine {
   }
 
  private:
+  alignas(64) uint8_t before_[64];  // all zero where nobody had
+
   // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B.
   template <int kRows, int kVecs>
   __attribute__((noinline)) static void multiply_block(const PairProduct& p, int64_t row, int64_t rows,
