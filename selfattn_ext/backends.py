@@ -8,7 +8,7 @@ when asked for::
         out = selfattn_ext.scaled_dot_product_attention(query, key, value)
 
 The environment variable SELFATTN_KERNEL names the kernel for a whole process, SELFATTN_CPU_ISA the
-instruction set (scalar, avx2, avx512); :func:`use_cpu_isa` sets the latter inside a process.
+instruction set (scalar, avx2, avx512, avx512_bf16, amx); :func:`use_cpu_isa` sets the latter inside a process.
 """
 
 from __future__ import annotations
