@@ -17,6 +17,7 @@ struct GradientStrip : QueryStrip<P> {
   T* delta;        // [kLanes]
   T* row_max;      // [kLanes] 0 where the row sees nothing, so that -inf scores give weights of 0 and not NaN
   T* inverse_sum;  // [kLanes] 0 where the row sees nothing
+  bool ordinary;   // whether inverse_sum holds no NaN
 
   static int64_t bytes(const AttentionParams& p) {
     return QueryStrip<P>::bytes(p) + LaneOperand<P>::bytes(p, p.value_dim) + Delta<P>::bytes(p) +
@@ -46,12 +47,14 @@ struct GradientStrip : QueryStrip<P> {
     const T* maxima = static_cast<const T*>(a.row_max) + row(p);
     const T* sums = static_cast<const T*>(a.row_sum) + row(p);
     const T* grad_row = a.grad_row != nullptr ? static_cast<const T*>(a.grad_row) + row(p) : nullptr;
+    ordinary = true;
     for (int64_t lane = 0; lane < this->vecs * Simd<T>::kWidth; ++lane) {
       const bool past_last = lane >= count;
       if (!past_last && grad_row != nullptr) delta[lane] += grad_row[lane];
       const bool nothing = past_last || maxima[lane] == -std::numeric_limits<T>::infinity();
       row_max[lane] = nothing ? T(0) : maxima[lane];
       inverse_sum[lane] = past_last || sums[lane] == T(0) ? T(0) : T(1) / sums[lane];
+      ordinary &= inverse_sum[lane] == inverse_sum[lane];
     }
   }
 };
@@ -77,27 +80,36 @@ struct GradientScratch {
   }
 };
 
-// Normalised weights of a block in place of its scores, which `factor` has still to be multiplied into.
-template <class P, Weigh kWeigh>
+// Normalised weights of a block in place of its scores, which `factor` has still to be multiplied into. Where
+// a row's sum is NaN, its hidden keys get weights of 0 * NaN, unless kHiddenIsZero asks for 0.
+template <class P, Weigh kWeigh, bool kHiddenIsZero>
 void normalise_scores(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* row_max,
                       const Scalar<P>* inverse_sum, Scalar<P> factor, Scalar<P>* s) {
   using T = Scalar<P>;
   using S = Simd<T>;
-  const auto scale = S::set(factor);
+  const auto scale = S::set(factor), hidden = S::set(-std::numeric_limits<T>::infinity());
   for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
     const auto shift = S::load(row_max + lane), inverse = S::load(inverse_sum + lane);
     for (int64_t j = 0; j < keys; ++j) {
       T* at = s + j * kLanes<P> + lane;
-      S::store(at, S::mul(weight_of<T, kWeigh>(S::load(at), scale, shift), inverse));
+      const auto score = S::load(at);
+      auto weight = S::mul(weight_of<T, kWeigh>(score, scale, shift), inverse);
+      if (kHiddenIsZero) weight = S::select(S::equal(score, hidden), S::set(T(0)), weight);
+      S::store(at, weight);
     }
   }
 }
 
 template <class P>
 void normalise_block(const AttentionParams& p, const QueryStrip<P>& strip, int64_t keys,
-                     const Scalar<P>* row_max, const Scalar<P>* inverse_sum, Scalar<P> factor, Scalar<P>* s) {
+                     const Scalar<P>* row_max, const Scalar<P>* inverse_sum, Scalar<P> factor,
+                     bool hidden_is_zero, Scalar<P>* s) {
   with_weighing<P>(p, factor, [&](auto weigh) {
-    normalise_scores<P, weigh.kind>(strip, keys, row_max, inverse_sum, factor, s);
+    if (hidden_is_zero) {
+      normalise_scores<P, weigh.kind, true>(strip, keys, row_max, inverse_sum, factor, s);
+    } else {
+      normalise_scores<P, weigh.kind, false>(strip, keys, row_max, inverse_sum, factor, s);
+    }
   });
 }
 
@@ -117,7 +129,7 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
   T factor;
   if (!score_block<P>(p, strip, key, keys, key_rows, from, scratch.block, weights, &factor)) return false;
   if (need_visible) mark_visible<P>(strip, keys, weights, scratch.visible);
-  normalise_block<P>(p, strip, keys, strip.row_max, strip.inverse_sum, factor, weights);
+  normalise_block<P>(p, strip, keys, strip.row_max, strip.inverse_sum, factor, !strip.ordinary, weights);
 
   multiply_lanes<P>(value_rows, from, keys, strip.grad_out, p.value_dim, strip.vecs, grads);
   if (a.grad_weights.data != nullptr) {

@@ -66,7 +66,7 @@ struct WeightsTask {
         visible = score_block<P>(p, s.strip, key, block, s.keys, 0, s.block, s.scores, &factor);
       }
       if (visible) {
-        normalise_block<P>(p, s.strip, block, s.row_max, s.inverse_sum, factor, s.scores);
+        normalise_block<P>(p, s.strip, block, s.row_max, s.inverse_sum, factor, false, s.scores);
         if (p.dropout.enabled)
           apply_dropout<P>(p.dropout, s.strip, key, block, keep_scale<T>(p.dropout), s.scores);
       } else {
