@@ -167,7 +167,8 @@ class BackwardTask {
     s.grad_out_rows.load(strip.source(p, a.grad_out, p.value_dim));
     leave_hidden_out = leave_hidden_out || !well_behaved(s.query_rows, strip.count, p.head_dim) ||
                        !well_behaved(s.grad_out_rows, strip.count, p.value_dim);
-    const bool special = s.query_rows.special() || s.grad_out_rows.special();
+    if constexpr (!kPlain<P>) s.block.grad.in_float = strip.gradient_in_float();
+    const bool special = s.query_rows.special() || s.grad_out_rows.special() || strip.gradient_in_float();
     int64_t from = strip.keys.begin > begin ? (strip.keys.begin - begin) / kKeyBlock * kKeyBlock : 0;
     const int64_t end = strip.keys.end < begin + keys ? strip.keys.end - begin : keys;
     for (; from < end; from += kKeyBlock) {

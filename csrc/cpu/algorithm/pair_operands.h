@@ -178,6 +178,11 @@ struct SpecialRows {
     }
     return false;
   }
+  // All rows from `from` on as float, rows of whole vectors; instead of a block's special ones.
+  const float* convert_all(int64_t from, int64_t count) const {
+    for (int64_t row = 0; row < count; ++row) convert(from + row, row);
+    return values;
+  }
   void convert(int64_t row, int64_t at) const {
     load_padded_row<float>(values + at * round_up_to_vector<float>(source.columns),
                            element(source.data, source.dtype, row * source.stride), source.dtype,
@@ -267,6 +272,7 @@ struct WeightOperand<Pairs> {
   uint32_t* lanes;  // [piece][pair of keys][kLanes]
   uint32_t* rows;   // [piece][key][pairs of queries]
   int pieces;
+  bool in_float = false;  // products use the block itself: it may hold numbers without pieces
 
   static int64_t bytes(const AttentionParams& p) {
     return Arena::bytes_for<float>(kKeyBlock * kLanes<Pairs>) +
@@ -312,6 +318,7 @@ struct WeightOperand<Pairs> {
     }
   }
   void ready_as_lanes(int64_t keys, int64_t vecs) {
+    if (in_float) return;
     for (int64_t pair = 0; pair < product_pairs(keys); ++pair) {
       for (int64_t lane = 0; lane < vecs * 16; lane += 16) {
         __m512 above = _mm512_setzero_ps(), below = above;
@@ -325,6 +332,7 @@ struct WeightOperand<Pairs> {
     }
   }
   void ready_as_rows(int64_t keys, int64_t queries) {
+    if (in_float) return;
     for (int64_t key = 0; key < keys; ++key) {
       for (int64_t lane = 0; lane < queries; lane += 32) {
         const float* from = block + key * kLanes<Pairs> + lane;

@@ -31,6 +31,12 @@ inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from,
                                     int64_t columns, const WeightOperand<Pairs>& w, int64_t vecs, float* c,
                                     Update update, const float* lane_scale, const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
+  if (w.in_float) {
+    const int64_t stride = round_up_to_vector<float>(columns);
+    return multiply_visible<float, true>(
+        {keys, a.specials.convert_all(from, keys), stride, w.block, ld, c, ld, update, lane_scale}, columns,
+        vecs, visible, ld);
+  }
   PairEngine::multiply({a.pieces, a.pieces, a.data + from / kKeyBlock * a.block_stride, a.row_stride,
                         a.pair_stride, a.piece_stride, w.lanes, ld, WeightOperand<Pairs>::kLanePieces,
                         product_pairs(keys), c, ld, update, lane_scale},
@@ -56,6 +62,11 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
                                     const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
   const int64_t padded = round_up_to_vector<float>(columns);
+  if (w.in_float) {
+    return multiply_visible<float, false>(
+        {queries, w.block, ld, b.specials.convert_all(0, queries), padded, c, padded, Update::kAdd, nullptr},
+        keys, padded / 16, visible, ld);
+  }
   PairEngine::multiply({b.pieces, b.pieces, w.rows, WeightOperand<Pairs>::kDepthOfRows / 2, 1,
                         WeightOperand<Pairs>::kRowPieces, b.data, b.pair_stride, b.piece_stride,
                         product_pairs(queries), c, padded, Update::kAdd, nullptr},
@@ -80,6 +91,7 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
 template <>
 struct Delta<Pairs> {
   RowOperand<Pairs> out, residual;
+  bool special;    // some row of the output is
   float* product;  // [16][kLanes]
 
   static int64_t bytes(const AttentionParams& p) {
@@ -95,6 +107,7 @@ struct Delta<Pairs> {
                int64_t vecs, float* delta) {
     memset(delta, 0, static_cast<size_t>(vecs * 16) * sizeof(float));
     add(out, out_rows, grad_out, vecs, delta);
+    special = out.special(0, out_rows.rows);
     if (residual_rows.data != nullptr) add(residual, residual_rows, grad_out, vecs, delta);
   }
 

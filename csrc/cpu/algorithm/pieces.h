@@ -82,14 +82,20 @@ SELFATTN_INLINE __m512i take_row_pair(__m512& above, __m512& below) {
   return bits;
 }
 
-// Whether all pieces of x and their products are ordinary numbers: x is 0 or of middling size. Outside that,
-// pieces overflow or vanish.
-SELFATTN_INLINE bool is_ordinary(__m512 x) {
-  constexpr int kLeast = (127 - 80) << 23, kMost = (127 + 60) << 23;
-  const __m512i magnitude = _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
-  const __mmask16 outside = _mm512_cmpgt_epu32_mask(_mm512_sub_epi32(magnitude, _mm512_set1_epi32(kLeast)),
-                                                    _mm512_set1_epi32(kMost - kLeast));
-  return (outside & _mm512_test_epi32_mask(magnitude, magnitude)) == 0;
+// Bits of a power of two as a float.
+constexpr int power_of_two(int exponent) { return (127 + exponent) << 23; }
+
+SELFATTN_INLINE __m512i magnitude_bits(__m512 x) {
+  return _mm512_and_si512(_mm512_castps_si512(x), _mm512_set1_epi32(0x7fffffff));
+}
+
+// Whether all pieces of numbers of these magnitudes, and products of two, are ordinary numbers: 0 or of
+// middling size. Outside that, pieces overflow or vanish.
+SELFATTN_INLINE bool are_ordinary(__m512i magnitudes) {
+  const __m512i least = _mm512_set1_epi32(power_of_two(-80));
+  const __mmask16 outside = _mm512_cmpgt_epu32_mask(_mm512_sub_epi32(magnitudes, least),
+                                                    _mm512_set1_epi32(power_of_two(60) - power_of_two(-80)));
+  return (outside & _mm512_test_epi32_mask(magnitudes, magnitudes)) == 0;
 }
 
 SELFATTN_INLINE bool is_finite_bfloat16(__m512i bits) {
@@ -97,17 +103,25 @@ SELFATTN_INLINE bool is_finite_bfloat16(__m512i bits) {
   return _mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent) == 0;
 }
 
-// Whether a row may be represented by its pieces. One piece holds NaN and Inf as they are, but a weight of 0
-// must not meet them.
+// Whether a row may be represented by its pieces. Its largest number must not be too small either: gradients
+// are products of two rows with a third, and are to be as exact as those. One piece holds NaN and Inf as they
+// are, but a weight of 0 must not meet them.
 inline bool is_ordinary_row(const RowSource& s, int64_t row, int pieces) {
   const void* data = element(s.data, s.dtype, row * s.stride);
   bool ordinary = true;
+  __m512i largest = _mm512_setzero_si512();
   for (int64_t column = 0; column < s.columns; column += 32) {
     Numbers x = load_32(data, s.dtype, column, s.columns);
-    ordinary &=
-        pieces > 1 ? is_ordinary(x.first) && is_ordinary(x.second) : is_finite_bfloat16(take_piece(x));
+    if (pieces == 1) {
+      ordinary &= is_finite_bfloat16(take_piece(x));
+      continue;
+    }
+    const __m512i first = magnitude_bits(x.first), second = magnitude_bits(x.second);
+    ordinary &= are_ordinary(first) && are_ordinary(second);
+    largest = _mm512_max_epu32(largest, _mm512_max_epu32(first, second));
   }
-  return ordinary;
+  const unsigned most = _mm512_reduce_max_epu32(largest);
+  return ordinary && (most == 0 || most >= static_cast<unsigned>(power_of_two(-40)));
 }
 
 // to[piece][row][padded depth]: rows one after another, zeros up to whole steps, and `rows` padded to 16.
