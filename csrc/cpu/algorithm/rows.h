@@ -212,10 +212,8 @@ bool all_finite(const T* data, int64_t stride, int64_t rows, int64_t columns) {
     for (; column + S::kWidth <= columns; column += S::kWidth) sum = S::fma(S::load(p + column), zero, sum);
     for (; column < columns; ++column) rest += p[column] * T(0);
   }
-  T buffer[S::kWidth];
-  S::store(buffer, sum);
-  for (int i = 0; i < S::kWidth; ++i) rest += buffer[i];
-  return rest == T(0);
+  const auto nan_as_one = S::select(S::equal(sum, zero), zero, S::set(T(1)));
+  return rest == T(0) && !S::any(S::less(zero, nan_as_one));
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA
