@@ -8,7 +8,8 @@ when asked for::
         out = selfattn_ext.scaled_dot_product_attention(query, key, value)
 
 The environment variable SELFATTN_KERNEL names the kernel for a whole process, SELFATTN_CPU_ISA the
-instruction set (scalar, avx2, avx512, avx512_bf16, amx); :func:`use_cpu_isa` sets the latter inside a process.
+instruction set (scalar, avx2, avx512, avx512_bf16, amx); :func:`use_cpu_isa` sets the latter inside a
+process. The last two hand calls that they have no faster way for on to avx512; :func:`explain` says so.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import torch
 from torch import Tensor
 
 from . import checks, library, precision
+from .reference import default_scale
 
 __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]
 
@@ -195,17 +197,30 @@ def explain(
         query_offset=query_offset,
     )
     forced = forced_kernel()
-    chosen = _choose(forced)
+    taken = chosen = _choose(forced)
+    dtype = str(query.dtype).removeprefix("torch.")
+    other = library.extension().hands_on_to(
+        forced,
+        dtype,
+        precision.current(),
+        query.shape[-2],
+        query.shape[-1],
+        default_scale(query.shape[-1]) if scale is None else scale,
+    )
+    if other is not None:
+        taken = next(kernel for kernel in kernels() if (kernel.name, kernel.isa) == (chosen.name, other))
     refused = {
-        f"{kernel.name}/{kernel.isa}": _refusal(kernel, chosen, forced)
+        f"{kernel.name}/{kernel.isa}": f"hands such calls on to {taken.isa}"
+        if kernel == chosen
+        else _refusal(kernel, taken, forced)
         for kernel in kernels()
-        if (kernel.name, kernel.isa) != (chosen.name, chosen.isa)
+        if kernel != taken
     }
     return Explanation(
-        kernel=chosen.name,
-        isa=chosen.isa,
+        kernel=taken.name,
+        isa=taken.isa,
         device=str(query.device),
-        dtype=str(query.dtype).removeprefix("torch."),
+        dtype=dtype,
         float32_precision=precision.current() if query.dtype is torch.float32 else None,
         threads=torch.get_num_threads(),
         refused=refused,

@@ -100,18 +100,24 @@ def run() -> int:
 
 
 def _print_kernels() -> int:
-    tiny = torch.zeros(1, 1, 1, 8)
+    probe = torch.zeros(1, 1, 8, 64)
     try:
-        explanation = backends.explain(tiny, tiny, tiny)
+        explanation = backends.explain(probe, probe, probe)
+        rounded = probe.bfloat16()
+        short = backends.explain(rounded, rounded, rounded)
     except ValueError as error:
         print(f"\nno kernel can be chosen: {describe(error)}")
         return 1
-    print(f"\nkernels, best first; float32 on this CPU takes {explanation.kernel}/{explanation.isa}:")
+    print(
+        f"\nkernels, best first; on this CPU float32 takes {explanation.kernel}/{explanation.isa}, "
+        f"bfloat16 takes {short.kernel}/{short.isa}:"
+    )
+    taken = {(explanation.kernel, explanation.isa), (short.kernel, short.isa)}
     for kernel in backends.kernels():
-        chosen = (kernel.name, kernel.isa) == (explanation.kernel, explanation.isa)
+        chosen = (kernel.name, kernel.isa) in taken
         print(f"  {'*' if chosen else ' '} {kernel}")
         reason = explanation.refused.get(f"{kernel.name}/{kernel.isa}")
-        if reason is not None and kernel.available:
+        if reason is not None and kernel.available and not chosen:
             print(f"      not taken: {reason}")
     return 0
 

@@ -205,8 +205,9 @@ def _evaluate(function: Callable[..., Any], inputs: dict[str, Tensor]) -> tuple[
 def _forced(kernel: backends.Kernel) -> Iterator[None]:
     """Makes all calls take this kernel, and makes sure of it."""
     with backends.use_cpu_isa(kernel.isa if kernel.automatic else ""), backends.use(kernel.name):
-        tiny = torch.zeros(1, 1, 1, 8)
-        chosen = backends.explain(tiny, tiny, tiny)
+        # Large enough, and of a dtype, that no kernel hands it on to another.
+        probe = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+        chosen = backends.explain(probe, probe, probe)
         if (chosen.kernel, chosen.isa) != (kernel.name, kernel.isa):
             raise RuntimeError(
                 f"{kernel.name}/{kernel.isa} is forced and {chosen.kernel}/{chosen.isa} would run"

@@ -10,7 +10,7 @@ import torch
 
 from selfattn_ext import attention_scores, backends, masked_softmax, scaled_dot_product_attention
 
-X = torch.randn(1, 2, 8, 4)
+X = torch.randn(1, 2, 8, 64).bfloat16()  # what every kernel computes itself
 
 
 def test_table() -> None:
@@ -29,12 +29,30 @@ def test_explain_names_the_best_kernel() -> None:
     explanation = backends.explain(X, X, X, is_causal=True)
     assert (explanation.kernel, explanation.isa) == ("fused", backends.cpu_isas()[0])
     assert explanation.device == "cpu"
-    assert explanation.dtype == "float32"
+    assert explanation.dtype == "bfloat16"
     assert len(explanation.refused) == len(backends.kernels()) - 1
     assert "asked for" in explanation.refused["loops/scalar"]
     text = str(explanation)
     assert text.startswith("fused/")
     assert all(reason in text for reason in explanation.refused.values())
+
+
+def test_explain_tells_who_computes_what_a_kernel_hands_on() -> None:
+    if "avx512_bf16" not in backends.cpu_isas():
+        pytest.skip("this machine lacks AVX-512 BF16")
+    with backends.use_cpu_isa("avx512_bf16"):
+        for tensor, expected in (
+            (X, "avx512_bf16"),
+            (X.half(), "avx512"),
+            (X.float(), "avx512"),
+            (X[:, :, :4], "avx512"),
+            (X[..., :15], "avx512"),
+        ):
+            explanation = backends.explain(tensor, tensor, tensor)
+            assert explanation.isa == expected
+            assert ("fused/avx512_bf16" in explanation.refused) == (expected != "avx512_bf16")
+            assert "hands such calls on" in str(explanation) or expected == "avx512_bf16"
+        assert backends.explain(X, X, X, scale=-1.0).isa == "avx512"
 
 
 def test_forced_kernel_runs(kernel: str) -> None:
@@ -49,14 +67,19 @@ def test_forced_kernel_runs(kernel: str) -> None:
 def test_every_kernel_has_code_of_its_own() -> None:
     """Rounding tells them apart: kernels that gave the same bits on all of these would be one kernel."""
     torch.manual_seed(0)
-    query, key, value = (torch.randn(1, 4, 67, 64, requires_grad=True) for _ in range(3))
+    points = [torch.randn(1, 4, 67, 64) for _ in range(3)]
     results = []
     for name, isa in [*(("fused", isa) for isa in backends.cpu_isas()), ("loops", "")]:
+        result = []
         with backends.use(name), backends.use_cpu_isa(isa):
-            scores = attention_scores(query, key)
-            out = scaled_dot_product_attention(query, key, value)
-            grads = torch.autograd.grad(out.sin().sum(), (query, key, value))
-            results.append([scores, masked_softmax(3 * scores), out, *grads])
+            # Some differ in what they do with bfloat16 alone.
+            for dtype in (torch.float32, torch.bfloat16):
+                query, key, value = (point.to(dtype).requires_grad_() for point in points)
+                scores = attention_scores(query, key)
+                out = scaled_dot_product_attention(query, key, value)
+                grads = torch.autograd.grad(out.sin().sum(), (query, key, value))
+                result += [scores, masked_softmax(3 * scores), out, *grads]
+        results.append(result)
     for index, result in enumerate(results):
         for other in results[:index]:
             torch.testing.assert_close(result, other)

@@ -44,7 +44,7 @@ class FakeMeter(Meter):
         ("avx512", torch.float64, "highest", ("avx512", 100)),
         ("avx512_bf16", torch.bfloat16, "highest", ("avx512_bf16", 400)),
         ("avx512_bf16", torch.float16, "highest", ("avx512", 200)),
-        ("amx", torch.float16, "highest", ("amx", 1000)),
+        ("amx", torch.float16, "highest", ("amx", 3000 / 3.5)),
         ("amx", torch.float32, "highest", ("amx", 500)),
         ("amx", torch.float32, "high", ("amx", 1000)),
         ("amx", torch.float32, "medium", ("amx", 3000)),

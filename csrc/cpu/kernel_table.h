@@ -23,6 +23,10 @@ struct Kernel {
   void (*scores_backward)(const ScoresParams&, const ThreadPool&);
   void (*masked_softmax)(const SoftmaxParams&, const ThreadPool&);
   void (*masked_softmax_backward)(const SoftmaxParams&, const ThreadPool&);
+
+  // For people: the kernel that attention calls like this one are handed on to, nullptr where they are not. Null
+  // itself for kernels that never do that.
+  const Kernel* (*hands_on_to)(const AttentionParams&) = nullptr;
 };
 
 // Every kernel compiled into this library, best first. Entries whose ISA this machine lacks are listed too.

@@ -99,6 +99,30 @@ double read_gbs(int64_t bytes, double seconds) {
   return selfattn::cpu::read_gbs(bytes, seconds, selfattn::ops::thread_pool());
 }
 
+selfattn::DType dtype_named(const std::string& name) {
+  if (name == "float64") return selfattn::DType::kFloat64;
+  if (name == "bfloat16") return selfattn::DType::kBFloat16;
+  if (name == "float16") return selfattn::DType::kFloat16;
+  if (name == "float32") return selfattn::DType::kFloat32;
+  throw std::invalid_argument("unknown dtype \"" + name + "\"");
+}
+
+py::object hands_on_to(const std::string& kernel, const std::string& dtype, const std::string& precision,
+                       int64_t queries, int64_t head_dim, double scale) {
+  const Kernel& chosen = selfattn::cpu::choose_kernel(kernel.c_str());
+  if (chosen.hands_on_to == nullptr) return py::none();
+  selfattn::AttentionParams p;
+  p.dtype = dtype_named(dtype);
+  p.float32_precision = precision == "medium" ? selfattn::Float32Precision::kMedium
+                        : precision == "high" ? selfattn::Float32Precision::kHigh
+                                              : selfattn::Float32Precision::kHighest;
+  p.queries = queries;
+  p.head_dim = head_dim;
+  p.scale = scale;
+  const Kernel* other = chosen.hands_on_to(p);
+  return other == nullptr ? py::object(py::none()) : py::object(py::str(other->isa));
+}
+
 }  // namespace
 
 PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
@@ -117,6 +141,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "choose_kernel", &choose_kernel, py::arg("name") = "",
       "The row of kernel_table() that a call takes, given '' (automatic) or a kernel's name. ValueError "
       "if there is none.");
+  module.def("hands_on_to", &hands_on_to, py::arg("kernel"), py::arg("dtype"), py::arg("float32_precision"),
+             py::arg("queries"), py::arg("head_dim"), py::arg("scale"),
+             "The instruction set whose kernel computes such a call in place of the chosen one, or None.");
   module.def("cpu_isa", &selfattn::cpu::forced_isa,
              "The forced instruction set, '' when the choice is automatic.");
   module.def(

@@ -19,7 +19,8 @@ READ_BYTES = 256 * 2**20
 _PAIRS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
 # How many products of bfloat16 pieces make one product of this precision: float32 is the sum of three pieces,
-# and the six largest of their nine products are needed; "high" and float16 have two pieces and need three.
+# and the six largest of their nine products are needed; "high" has two pieces and needs three. float16 takes
+# four for its scores and three for its values.
 _PRODUCTS = {"highest": 6, "high": 3, "medium": 1}
 
 
@@ -70,7 +71,7 @@ class Meter:
         found = Ceiling(vectors, self.gflops(vectors) / (2 if dtype == torch.float64 else 1), self.read_gbs())
         if isa not in _PAIRS or dtype == torch.float64:
             return found
-        products = {torch.bfloat16: 1, torch.float16: 3}.get(dtype, _PRODUCTS[precision])
+        products = {torch.bfloat16: 1, torch.float16: 3.5}.get(dtype, _PRODUCTS[precision])
         pairs = self.gflops(isa) / products
         return Ceiling(isa, pairs, found.read_gbs) if pairs > found.gflops else found
 

@@ -45,6 +45,10 @@ inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPoo
   kFusedAvx512.masked_softmax_backward(p, pool);
 }
 
+inline const Kernel* pair_hands_on_to(const AttentionParams& p) {
+  return takes_pairs(p) ? nullptr : &kFusedAvx512;
+}
+
 constexpr Kernel pair_kernel(const char* isa, const char* description) {
   return {"fused",
           isa,
@@ -57,7 +61,8 @@ constexpr Kernel pair_kernel(const char* isa, const char* description) {
           pair_scores,
           pair_scores_backward,
           pair_masked_softmax,
-          pair_masked_softmax_backward};
+          pair_masked_softmax_backward,
+          pair_hands_on_to};
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA
