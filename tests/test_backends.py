@@ -82,7 +82,11 @@ def test_every_kernel_has_code_of_its_own() -> None:
         results.append(result)
     for index, result in enumerate(results):
         for other in results[:index]:
-            torch.testing.assert_close(result, other)
+            for mine, theirs in zip(result, other, strict=True):
+                if mine.dtype == torch.float32:
+                    torch.testing.assert_close(mine, theirs)
+                else:  # two roundings of the weights to bfloat16, relative to the largest of many terms
+                    assert (mine - theirs).abs().max() <= 0.02 * theirs.abs().max()
             assert not all(torch.equal(*pair) for pair in zip(result, other, strict=True))
 
 
