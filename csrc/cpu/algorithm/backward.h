@@ -163,12 +163,17 @@ class BackwardTask {
       memset(s.grad_query_t + e * kLanes<P>, 0,
              static_cast<size_t>(strip.vecs) * Simd<T>::kWidth * sizeof(T));
     }
-    s.query_rows.load(strip.source(p, p.query, p.head_dim));
+    const RowSource queries = strip.source(p, p.query, p.head_dim);
+    if constexpr (kPlain<P>) {
+      s.query_rows.load(queries);
+    } else {
+      s.block.grad.in_float = strip.gradients_in_float();
+      s.query_rows.load(queries, s.block.grad.in_float);
+    }
     s.grad_out_rows.load(strip.source(p, a.grad_out, p.value_dim));
     leave_hidden_out = leave_hidden_out || !well_behaved(s.query_rows, strip.count, p.head_dim) ||
                        !well_behaved(s.grad_out_rows, strip.count, p.value_dim);
-    if constexpr (!kPlain<P>) s.block.grad.in_float = strip.gradient_in_float();
-    const bool special = s.query_rows.special() || s.grad_out_rows.special() || strip.gradient_in_float();
+    const bool special = s.query_rows.special() || s.grad_out_rows.special();
     int64_t from = strip.keys.begin > begin ? (strip.keys.begin - begin) / kKeyBlock * kKeyBlock : 0;
     const int64_t end = strip.keys.end < begin + keys ? strip.keys.end - begin : keys;
     for (; from < end; from += kKeyBlock) {

@@ -32,12 +32,10 @@ struct GradientStrip : QueryStrip<P> {
     inverse_sum = arena.take<T>(kLanes<P>);
   }
 
-  // Whether dS may hold numbers without pieces: it is as small or as large as dO and the values are. Looking
-  // at dS itself would make one row's way of computing depend on the keys of the others.
-  bool gradient_in_float() const {
-    if constexpr (kPlain<P>) return false;
-    if constexpr (!kPlain<P>) return grad_out.special || delta_sum.special;
-  }
+  // The lanes (1, or 0) whose dS may hold numbers without pieces, nullptr if there are none: dS is as small
+  // or as large as dO and the values are. Looking at dS itself would make a row depend on keys hidden from
+  // it.
+  const float* gradients_in_float() const { return delta_sum.any_special ? delta_sum.is_special : nullptr; }
 
   int64_t row(const AttentionParams& p) const {
     return (this->batch * p.heads + this->head) * p.queries + this->first;

@@ -178,11 +178,6 @@ struct SpecialRows {
     }
     return false;
   }
-  // All rows from `from` on as float, rows of whole vectors; instead of a block's special ones.
-  const float* convert_all(int64_t from, int64_t count) const {
-    for (int64_t row = 0; row < count; ++row) convert(from + row, row);
-    return values;
-  }
   void convert(int64_t row, int64_t at) const {
     load_padded_row<float>(values + at * round_up_to_vector<float>(source.columns),
                            element(source.data, source.dtype, row * source.stride), source.dtype,
@@ -254,8 +249,12 @@ struct VectorOperand<Pairs> {
     data = arena.take<uint32_t>(pieces * piece_stride);
     specials.allocate(count, columns, arena);
   }
-  void load(const RowSource& s) {
+  // `in_float` marks more rows as special: see WeightOperand.
+  void load(const RowSource& s, const float* in_float = nullptr) {
     specials.mark(s, pieces);
+    for (int64_t row = 0; in_float != nullptr && row < s.rows; ++row) {
+      if (in_float[row] != 0.0f) specials.any = specials.marks[row] = true;
+    }
     pack_row_pairs(data, pair_stride, piece_stride, s, pieces, specials.marks);
   }
   bool special() const { return specials.any; }
@@ -272,7 +271,9 @@ struct WeightOperand<Pairs> {
   uint32_t* lanes;  // [piece][pair of keys][kLanes]
   uint32_t* rows;   // [piece][key][pairs of queries]
   int pieces;
-  bool in_float = false;  // products use the block itself: it may hold numbers without pieces
+  // [kLanes] 1 where the block may hold numbers without pieces: these lanes have pieces of 0, and products
+  // use the block itself. nullptr where all are 0.
+  const float* in_float = nullptr;
 
   static int64_t bytes(const AttentionParams& p) {
     return Arena::bytes_for<float>(kKeyBlock * kLanes<Pairs>) +
@@ -309,6 +310,11 @@ struct WeightOperand<Pairs> {
       }
     }
   }
+  // Which of 16 lanes the pieces hold.
+  SELFATTN_INLINE __mmask16 with_pieces(int64_t lane) const {
+    if (in_float == nullptr) return 0xffff;
+    return _mm512_cmp_ps_mask(_mm512_loadu_ps(in_float + lane), _mm512_setzero_ps(), _CMP_EQ_OQ);
+  }
   // After stores of packed rows up to a multiple of four.
   void pad_lanes(int64_t keys, int64_t vecs) {
     for (int64_t pair = (keys + 3) / 4 * 2; pair < product_pairs(keys); ++pair) {
@@ -318,12 +324,14 @@ struct WeightOperand<Pairs> {
     }
   }
   void ready_as_lanes(int64_t keys, int64_t vecs) {
-    if (in_float) return;
     for (int64_t pair = 0; pair < product_pairs(keys); ++pair) {
       for (int64_t lane = 0; lane < vecs * 16; lane += 16) {
         __m512 above = _mm512_setzero_ps(), below = above;
         if (2 * pair < keys) above = _mm512_loadu_ps(block + 2 * pair * kLanes<Pairs> + lane);
         if (2 * pair + 1 < keys) below = _mm512_loadu_ps(block + (2 * pair + 1) * kLanes<Pairs> + lane);
+        const __mmask16 kept = with_pieces(lane);
+        above = _mm512_maskz_mov_ps(kept, above);
+        below = _mm512_maskz_mov_ps(kept, below);
         for (int piece = 0; piece < pieces; ++piece) {
           _mm512_storeu_si512(lanes + piece * kLanePieces + pair * kLanes<Pairs> + lane,
                               take_row_pair(above, below));
@@ -332,12 +340,13 @@ struct WeightOperand<Pairs> {
     }
   }
   void ready_as_rows(int64_t keys, int64_t queries) {
-    if (in_float) return;
     for (int64_t key = 0; key < keys; ++key) {
       for (int64_t lane = 0; lane < queries; lane += 32) {
         const float* from = block + key * kLanes<Pairs> + lane;
         // Lanes past the last query meet rows of zeros; they must be numbers for that to be 0.
         Numbers x = load_32(from, DType::kFloat32, 0, queries - lane);
+        x.first = _mm512_maskz_mov_ps(with_pieces(lane), x.first);
+        if (queries - lane > 16) x.second = _mm512_maskz_mov_ps(with_pieces(lane + 16), x.second);
         for (int piece = 0; piece < pieces; ++piece) {
           _mm512_storeu_si512(rows + piece * kRowPieces + (key * kDepthOfRows + lane) / 2, take_piece(x));
         }

@@ -31,24 +31,20 @@ inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from,
                                     int64_t columns, const WeightOperand<Pairs>& w, int64_t vecs, float* c,
                                     Update update, const float* lane_scale, const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
-  if (w.in_float) {
-    const int64_t stride = round_up_to_vector<float>(columns);
-    return multiply_visible<float, true>(
-        {keys, a.specials.convert_all(from, keys), stride, w.block, ld, c, ld, update, lane_scale}, columns,
-        vecs, visible, ld);
-  }
   PairEngine::multiply({a.pieces, a.pieces, a.data + from / kKeyBlock * a.block_stride, a.row_stride,
                         a.pair_stride, a.piece_stride, w.lanes, ld, WeightOperand<Pairs>::kLanePieces,
                         product_pairs(keys), c, ld, update, lane_scale},
                        columns, vecs);
-  if (!a.special(from, keys)) return;
+  if (w.in_float == nullptr && !a.special(from, keys)) return;
   const SpecialRows& s = a.specials;
   int64_t count = 0;
   for (int64_t key = 0; key < keys; ++key) {
-    if (!s.marks[from + key]) continue;
+    const bool special = s.marks[from + key];
+    if (w.in_float == nullptr && !special) continue;
     s.convert(from + key, count);
     memcpy(s.weights + count * ld, w.block + key * ld, static_cast<size_t>(ld) * sizeof(float));
     memcpy(s.visible + count * ld, visible + key * ld, static_cast<size_t>(ld) * sizeof(float));
+    for (int64_t lane = 0; !special && lane < ld; ++lane) s.visible[count * ld + lane] *= w.in_float[lane];
     ++count;
   }
   multiply_visible<float, true>(
@@ -62,11 +58,6 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
                                     const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
   const int64_t padded = round_up_to_vector<float>(columns);
-  if (w.in_float) {
-    return multiply_visible<float, false>(
-        {queries, w.block, ld, b.specials.convert_all(0, queries), padded, c, padded, Update::kAdd, nullptr},
-        keys, padded / 16, visible, ld);
-  }
   PairEngine::multiply({b.pieces, b.pieces, w.rows, WeightOperand<Pairs>::kDepthOfRows / 2, 1,
                         WeightOperand<Pairs>::kRowPieces, b.data, b.pair_stride, b.piece_stride,
                         product_pairs(queries), c, padded, Update::kAdd, nullptr},
@@ -91,23 +82,29 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
 template <>
 struct Delta<Pairs> {
   RowOperand<Pairs> out, residual;
-  bool special;    // some row of the output is
-  float* product;  // [16][kLanes]
+  float* product;     // [16][kLanes]
+  float* is_special;  // [kLanes] 1 where the row of the output or of its gradient is, or 0
+  bool any_special;
 
   static int64_t bytes(const AttentionParams& p) {
     return 2 * RowOperand<Pairs>::bytes(p, kLanes<Pairs>, p.value_dim) +
-           Arena::bytes_for<float>(16 * kLanes<Pairs>);
+           Arena::bytes_for<float>(16 * kLanes<Pairs>) + Arena::bytes_for<float>(kLanes<Pairs>);
   }
   void allocate(const AttentionParams& p, Arena& arena) {
     out.allocate(p, kLanes<Pairs>, p.value_dim, arena);
     residual.allocate(p, kLanes<Pairs>, p.value_dim, arena);
     product = arena.take<float>(16 * kLanes<Pairs>);
+    is_special = arena.take<float>(kLanes<Pairs>);
   }
   void compute(const RowSource& out_rows, const RowSource& residual_rows, LaneOperand<Pairs>& grad_out,
                int64_t vecs, float* delta) {
     memset(delta, 0, static_cast<size_t>(vecs * 16) * sizeof(float));
     add(out, out_rows, grad_out, vecs, delta);
-    special = out.special(0, out_rows.rows);
+    any_special = grad_out.special || out.special(0, out_rows.rows);
+    for (int64_t lane = 0; any_special && lane < kLanes<Pairs>; ++lane) {
+      const bool found = lane < out_rows.rows && (out.is_special[lane] || grad_out.is_special[lane] != 0.0f);
+      is_special[lane] = found ? 1.0f : 0.0f;
+    }
     if (residual_rows.data != nullptr) add(residual, residual_rows, grad_out, vecs, delta);
   }
 
