@@ -126,7 +126,9 @@ struct RowOperand<Pairs> {
       for (int64_t row = 0; row < s.rows; ++row) is_special[row] = !is_ordinary_row(s, row, pieces);
     }
     // Whole steps of bfloat16 rows are used where they lie, if rows begin at whole pairs.
-    if (s.dtype == DType::kBFloat16 && s.columns % kDepthStep == 0 && s.rows % 16 == 0 && s.stride % 2 == 0) {
+    const bool whole = s.columns % kDepthStep == 0 && s.rows % 16 == 0 && s.stride % 2 == 0 &&
+                       reinterpret_cast<uintptr_t>(s.data) % sizeof(uint32_t) == 0;
+    if (s.dtype == DType::kBFloat16 && whole) {
       data = static_cast<const uint32_t*>(s.data);
       row_stride = s.stride / 2;
       return;
