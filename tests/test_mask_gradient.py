@@ -107,3 +107,14 @@ def test_dtypes_and_groups(
     shape: tuple[int, ...], kind: tuple[torch.dtype, torch.dtype, int], isa: str, one_thread: None
 ) -> None:
     check(shape, kind, POSITIONS[(SHAPES.index(shape) + KINDS.index(kind)) % len(POSITIONS)])
+
+
+@pytest.mark.parametrize(
+    "shape", [(70, 100), (70, 1), (1, 100), (1, 1)], ids=lambda shape: "x".join(map(str, shape))
+)
+def test_masks_of_any_magnitude(shape: tuple[int, ...], kernel: str) -> None:
+    """A kernel's vectors go past the last query, where such a score has no maximum to be compared with."""
+    query, key, value = (torch.randn(1, 2, length, DIM) for length in (70, 100, 100))
+    mask = (1000 + torch.randn(shape)).requires_grad_()
+    (grad,) = torch.autograd.grad(scaled_dot_product_attention(query, key, value, mask).sin().sum(), mask)
+    assert grad.isfinite().all()
