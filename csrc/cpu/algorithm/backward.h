@@ -183,6 +183,7 @@ class BackwardTask {
     const int64_t end = strip.keys.end < begin + keys ? strip.keys.end - begin : keys;
     for (; from < end; from += kKeyBlock) {
       const int64_t count = end - from < kKeyBlock ? end - from : kKeyBlock;
+      mask_sum.prefetch(s.mask, strip, from, count);
       const bool mark = leave_hidden_out || special || s.key_columns.special(from, count);
       if (!grad_score_block<P>(p, a, strip, begin + from, count, s.key_rows, s.value_rows, from, s.block,
                                mark)) {

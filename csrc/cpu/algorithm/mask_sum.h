@@ -73,6 +73,13 @@ class MaskSum {
     memset(s.sums, 0, static_cast<size_t>(Scratch::size(*this, keys)) * sizeof(T));
   }
 
+  // Asks for the elements that add_block is going to add to: the products until then hide the way to memory.
+  void prefetch(const Scratch& s, const QueryStrip<P>& strip, int64_t from, int64_t keys) const {
+    if (!active || !kept(2) || !kept(3)) return;
+    const T* corner = data(s, strip.head) + strip.first * g.stride[2] + s.begin + from;
+    prefetch_block(corner, g.stride[2] * sizeof(T), strip.count, keys * sizeof(T));
+  }
+
   // dS of the keys begin + from .. begin + from + keys - 1 of a step.
   void add_block(Scratch& s, const QueryStrip<P>& strip, int64_t step, int64_t from, int64_t keys,
                  T* grad) const {
