@@ -193,13 +193,23 @@ class MaskSum {
       for (int64_t column = 0; column < columns; column += S::kWidth) {
         const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
         typename S::Vec tile[S::kWidth];
+        T* corner = to + lane * g.stride[2] + column;
+        if (n == S::kWidth && lanes == S::kWidth) {
+          SELFATTN_UNROLL
+          for (int i = 0; i < S::kWidth; ++i) tile[i] = S::load(grad + (column + i) * kLanes<P> + lane);
+          transpose<T>(tile);
+          SELFATTN_UNROLL
+          for (int i = 0; i < S::kWidth; ++i) {
+            T* row = corner + i * g.stride[2];
+            S::store(row, S::add(S::load(row), tile[i]));
+          }
+          continue;
+        }
         for (int i = 0; i < S::kWidth; ++i) {
           tile[i] = i < n ? S::load(grad + (column + i) * kLanes<P> + lane) : S::set(T(0));
         }
         transpose<T>(tile);
-        for (int64_t i = 0; i < lanes; ++i) {
-          add_to_row(to + (lane + i) * g.stride[2] + column, n, tile[i]);
-        }
+        for (int64_t i = 0; i < lanes; ++i) add_to_row(corner + i * g.stride[2], n, tile[i]);
       }
     }
   }
