@@ -99,8 +99,8 @@ struct BackwardArguments {
   View grad_query;  // shaped as query, dense, last stride 1
   View grad_key;
   View grad_value;
-  View grad_mask;  // nullable; strides are 0 where the mask was broadcast: the kernel sums over those
-                   // dimensions
+  View grad_mask;  // nullable; zeros on entry; strides are 0 where the mask was broadcast, for the kernel to
+                   // sum over those dimensions, and otherwise those of a contiguous tensor
   // nullable; contiguous (batch, heads, queries) of the accumulation type: per-row sums of d(score) * bias /
   // slope and d(sink). Summed over batch and queries by the caller, in a fixed order.
   void* grad_slopes_rows = nullptr;

@@ -69,7 +69,7 @@ Output mask_gradient(const TensorHandle& mask_handle, bool needed, const Attenti
   for (int d = 0; d < kMaxRank; ++d) {
     if (mask.size[d] == 1) view->stride[d] = 0;
   }
-  // A kernel may pass over tiles that nobody sees.
+  // Kernels add to it, or pass over tiles that nobody sees.
   grad_mask.fill_zero();
   return grad_mask;
 }

@@ -7,6 +7,7 @@
 
 #include "gradient_strip.h"
 #include "mask_gradient.h"
+#include "mask_sum.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -47,6 +48,7 @@ class BackwardTask {
         chunk(chunk_keys<P>(params)),
         chunks(chunk_count<P>(params)),
         heads_kv(params.batch * params.kv_heads),
+        mask_sum(params, arguments, chunk, chunks),
         strips_done(new std::atomic<int64_t>[static_cast<size_t>(heads_kv * chunks)]) {
     for (int64_t i = 0; i < heads_kv * chunks; ++i) strips_done[i].store(0, std::memory_order_relaxed);
   }
@@ -66,6 +68,7 @@ class BackwardTask {
     T* scale;                  // [kLanes]
     T* slope_rows;             // [kLanes] the strip's share of grad_slopes_rows
     T* transposed;             // [kLanes][padded head_dim] dQ of the strip
+    typename MaskSum<P>::Scratch mask;
 
     static int64_t grad_query_size(const AttentionParams& p) {
       return round_up_to_vector<T>(p.head_dim) * kLanes<P>;
@@ -80,7 +83,8 @@ class BackwardTask {
              RowOperand<P>::bytes(p, t.chunk_rows(), p.value_dim) +
              ColumnOperand<P>::shared_bytes(p, t.chunk_rows(), p.head_dim) +
              Arena::bytes_for<T>(t.chunk_rows() * e) + Arena::bytes_for<T>(t.chunk_rows() * ev) +
-             2 * Arena::bytes_for<T>(kLanes<P>) + Arena::bytes_for<T>(kLanes<P> * e);
+             2 * Arena::bytes_for<T>(kLanes<P>) + Arena::bytes_for<T>(kLanes<P> * e) +
+             MaskSum<P>::Scratch::bytes(t.mask_sum, t.chunk_rows());
     }
     explicit Scratch(const BackwardTask& t)
         : arena(bytes(t)),
@@ -100,6 +104,7 @@ class BackwardTask {
       scale = arena.take<T>(kLanes<P>);
       slope_rows = arena.take<T>(kLanes<P>);
       transposed = arena.take<T>(kLanes<P> * head_stride);
+      mask.allocate(t.mask_sum, t.chunk_rows(), arena);
     }
   };
 
@@ -118,21 +123,26 @@ class BackwardTask {
     memset(s.grad_key, 0, static_cast<size_t>(keys * s.head_stride) * sizeof(T));
     memset(s.grad_value, 0, static_cast<size_t>(keys * s.value_stride) * sizeof(T));
 
+    mask_sum.begin_item(s.mask, index, batch, kv_head, begin, keys);
+
+    // Strips outside, heads inside: heads may share a mask, and then take turns at its gradient.
     const int64_t group = p.heads / p.kv_heads;
     int64_t done = 0;
-    for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-      for (int64_t first = 0, count; first < p.queries; first += count) {
-        count = strip_queries<P>(first, p.queries);
-        const KeyRange visible = visible_keys(p, first, first + count - 1);
-        const bool contributes =
-            visible.begin < begin + keys && visible.end > begin && visible.begin < visible.end;
+    for (int64_t first = 0, count; first < p.queries; first += count) {
+      count = strip_queries<P>(first, p.queries);
+      const KeyRange visible = visible_keys(p, first, first + count - 1);
+      const bool contributes =
+          visible.begin < begin + keys && visible.end > begin && visible.begin < visible.end;
+      for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
         if (contributes || index == 0) s.strip.begin_gradient(p, a, batch, head, first, count);
         if (index == 0) sink_gradients(s.strip, s.scale);
-        if (contributes) add_strip(s, begin, keys, !finite);
+        if (contributes) add_strip(s, begin, keys, done, !finite);
+        mask_sum.end_step(s.mask, head, first, count, done);
         publish(s, index, head_index, batch, head, first, count, done, contributes);
         strips_done[index * heads_kv + head_index].store(++done, std::memory_order_release);
       }
     }
+    mask_sum.end_item(s.mask);
     store_rows(a.grad_key, batch, kv_head, begin, keys, p.head_dim, s.grad_key, s.head_stride,
                static_cast<T>(p.scale));
     store_rows(a.grad_value, batch, kv_head, begin, keys, p.value_dim, s.grad_value, s.value_stride, T(1));
@@ -142,6 +152,7 @@ class BackwardTask {
   const AttentionParams& p;
   const BackwardArguments& a;
   int64_t chunk, chunks, heads_kv;
+  MaskSum<P> mask_sum;
   std::unique_ptr<std::atomic<int64_t>[]>
       strips_done;  // [chunks][heads_kv] strips whose dQ the chunk has added to
 
@@ -156,7 +167,7 @@ class BackwardTask {
   }
 
   // One strip against the chunk: dQ^T of the strip in s.grad_query_t, dK and dV added to the chunk's.
-  void add_strip(Scratch& s, int64_t begin, int64_t keys, bool leave_hidden_out) const {
+  void add_strip(Scratch& s, int64_t begin, int64_t keys, int64_t step, bool leave_hidden_out) const {
     GradientStrip<P>& strip = s.strip;
     memset(s.slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
     for (int64_t e = 0; e < p.head_dim; ++e) {
@@ -178,6 +189,7 @@ class BackwardTask {
     const int64_t end = strip.keys.end < begin + keys ? strip.keys.end - begin : keys;
     for (; from < end; from += kKeyBlock) {
       const int64_t count = end - from < kKeyBlock ? end - from : kKeyBlock;
+      mask_sum.prefetch(s.mask, strip, from, count);
       const bool mark = leave_hidden_out || special || s.key_columns.special(from, count);
       if (!grad_score_block<P>(p, a, strip, begin + from, count, s.key_rows, s.value_rows, from, s.block,
                                mark)) {
@@ -185,6 +197,7 @@ class BackwardTask {
       }
       T* grad = s.block.grad.block;
       if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, begin + from, count, grad, s.slope_rows);
+      mask_sum.add_block(s.mask, strip, step, from, count, grad);
       if (p.softcap > 0.0) apply_softcap_gradient(strip, count, s.block.block.capped, grad);
       s.block.weights.ready_as_rows(count, strip.count);
       s.block.grad.ready_as_rows(count, strip.count);
@@ -316,7 +329,7 @@ template <class P>
 void attention_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   const BackwardTask<P> task(p, a);
   for_each_item(pool, task.items(), task);
-  if (a.grad_mask.data != nullptr) mask_gradient<P>(p, a, pool);
+  if (a.grad_mask.data != nullptr && !MaskSum<P>::takes(a)) mask_gradient<P>(p, a, pool);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

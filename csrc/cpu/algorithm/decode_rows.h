@@ -142,18 +142,18 @@ void mark_visible_row(int64_t keys, const T* s, T* visible) {
   }
 }
 
-// Multiplies the row's weights by 0 or 1/(1-p). `key` is a multiple of 4.
+// Multiplies the row's weights by 0 or 1/(1-p), up to a whole vector. `key` is a multiple of 4.
 template <class T>
 void drop_row(const Dropout& dropout, const DecodeRow& row, int64_t key, int64_t keys, T* weights) {
-  const uint64_t seed = static_cast<uint64_t>(*dropout.seed);
-  const uint64_t threshold = dropout_threshold(dropout.probability);
-  const T keep = static_cast<T>(dropout_keep_scale(dropout.probability));
-  for (int64_t j = 0; j < keys; j += 4) {
-    const Philox4 random =
-        philox(seed, static_cast<uint32_t>((key + j) >> 2), static_cast<uint32_t>(row.query),
-               static_cast<uint32_t>(row.head), static_cast<uint32_t>(row.batch));
-    for (int64_t w = 0; w < 4 && j + w < keys; ++w)
-      weights[j + w] *= random.word[w] < threshold ? T(0) : keep;
+  using S = Simd<T>;
+  const RowDropout<T> pattern(dropout, row.batch, row.head, row.query);
+  for (int64_t j = 0; j < keys; j += 4 * S::kWidth) {
+    typename S::Vec factor[4];
+    pattern.factors(key + j, factor);
+    for (int64_t i = 0; i < 4 && j + i * S::kWidth < keys; ++i) {
+      T* at = weights + j + i * S::kWidth;
+      S::store(at, S::mul(S::load(at), factor[i]));
+    }
   }
 }
 

@@ -118,6 +118,15 @@ void normalise_block(const AttentionParams& p, const QueryStrip<P>& strip, int64
   });
 }
 
+// dS = P * (dP - delta). A hidden key's dP may be NaN; its weight is 0 and so is its gradient.
+template <class T>
+SELFATTN_INLINE typename Simd<T>::Vec score_gradient(typename Simd<T>::Vec weight, typename Simd<T>::Vec grad,
+                                                     typename Simd<T>::Vec delta) {
+  using S = Simd<T>;
+  const auto zero = S::set(T(0));
+  return S::select(S::equal(weight, zero), zero, S::mul(weight, S::sub(grad, delta)));
+}
+
 // Fills scratch.weights and scratch.grad for keys key .. key + keys - 1, which are rows `from` and on of
 // key_rows and value_rows; false when the mask hides them all.
 template <class P>
@@ -146,29 +155,29 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
       }
     }
   }
-  // Dropout scales dP as it scaled P. P itself is needed undropped for dS and dropped for dV: the dropped
-  // weights wait in the mask's buffer, which has served its turn.
-  T* dropped = scratch.block.mask;
   if (p.dropout.enabled) {
-    for (int64_t j = 0; j < keys; ++j) {
-      for (int64_t lane = 0; lane < lanes; lane += S::kWidth) S::store(dropped + j * ld + lane, S::set(T(1)));
+    // Dropout scales dP as it scaled P. P itself is needed undropped for dS and dropped for dV.
+    const StripDropout<P> pattern(p.dropout, strip, keep_scale<T>(p.dropout));
+    for (int64_t j = 0; j < keys; j += 4) {
+      for (int64_t v = 0; v < strip.vecs; ++v) {
+        const auto delta = S::load(strip.delta + v * S::kWidth);
+        typename S::Vec dropped[4];
+        pattern.factors(key + j, v, dropped);
+        for (int64_t i = 0; i < 4 && j + i < keys; ++i) {
+          const int64_t at = (j + i) * ld + v * S::kWidth;
+          const auto weight = S::load(weights + at);
+          S::store(grads + at, score_gradient<T>(weight, S::mul(S::load(grads + at), dropped[i]), delta));
+          S::store(weights + at, S::mul(weight, dropped[i]));
+        }
+      }
     }
-    apply_dropout<P>(p.dropout, strip, key, keys, keep_scale<T>(p.dropout), dropped);
+    return true;
   }
-  const auto zero = S::set(T(0));
   for (int64_t j = 0; j < keys; ++j) {
     for (int64_t lane = 0; lane < lanes; lane += S::kWidth) {
-      const int64_t at = j * ld + lane;
-      const auto weight = S::load(weights + at);
-      auto grad = S::load(grads + at);
-      if (p.dropout.enabled) {
-        const auto factor_of_dropout = S::load(dropped + at);
-        grad = S::mul(grad, factor_of_dropout);
-        S::store(weights + at, S::mul(weight, factor_of_dropout));
-      }
-      grad = S::mul(weight, S::sub(grad, S::load(strip.delta + lane)));
-      // A hidden key's dP may be NaN; its weight is 0 and so is its gradient.
-      S::store(grads + at, S::select(S::equal(weight, zero), zero, grad));
+      T* at = grads + j * ld + lane;
+      S::store(at,
+               score_gradient<T>(S::load(weights + j * ld + lane), S::load(at), S::load(strip.delta + lane)));
     }
   }
   return true;

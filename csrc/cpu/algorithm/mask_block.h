@@ -96,6 +96,12 @@ bool load_mask_block(const AttentionParams& p, const QueryStrip<P>& strip, int64
       }
     }
   }
+  // Rows of a mask are far apart in memory, which hardware does not foresee: ask for the next block's, for
+  // the products of this one to hide the way to memory.
+  if (row_stride != 0 && key_stride == 1 && key + keys < strip.keys.end) {
+    const int64_t size = size_of(p.mask.dtype);
+    prefetch_block(element(source, p.mask.dtype, keys), row_stride * size, strip.count, keys * size);
+  }
   auto visible = S::less(S::set(T(0)), S::set(T(0)));
   for (int64_t lane = 0; lane < lanes; lane += S::kWidth) {
     // Lanes past the last query hold zeros; they must not make a hidden block look visible.

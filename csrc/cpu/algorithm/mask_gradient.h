@@ -1,6 +1,7 @@
-// The gradient of a float mask: dS summed over the dimensions along which the mask was broadcast. A pass of
-// its own that computes dS again: tasks own pieces of the result and gather everything that falls on them, so
-// there are neither races nor a full-size temporary, and the order of each sum is fixed.
+// The gradient of a float mask in a type that sums are not kept in: dS summed over the dimensions along which
+// the mask was broadcast, and rounded once. A pass of its own that computes dS again: tasks own pieces of the
+// result and gather everything that falls on them, so there are neither races nor a full-size temporary, and
+// the order of each sum is fixed. Other masks get theirs on the way: mask_sum.h.
 #pragma once
 
 #include "gradient_strip.h"

@@ -66,6 +66,15 @@ SELFATTN_INLINE void store_with_residual(void* data, void* residual, DType dtype
   }
 }
 
+// Asks for `rows` pieces of `bytes` bytes, `stride` bytes apart, ahead of their use.
+inline void prefetch_block(const void* data, int64_t stride, int64_t rows, int64_t bytes) {
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t at = 0; at < bytes; at += 64) {
+      __builtin_prefetch(static_cast<const char*>(data) + row * stride + at);
+    }
+  }
+}
+
 // Transposes kWidth vectors in place by log2(kWidth) rounds of interleaving the first half with the second.
 template <class T>
 SELFATTN_INLINE void transpose(typename Simd<T>::Vec (&rows)[Simd<T>::kWidth]) {
@@ -95,6 +104,17 @@ void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t r
     for (int64_t column = 0; column < columns; column += S::kWidth) {
       const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
       typename S::Vec tile[S::kWidth];
+      // Whole tiles stay in registers all the way.
+      if (n == S::kWidth && lane + S::kWidth <= rows && dtype == dtype_of<T>()) {
+        const T* from = static_cast<const T*>(src) + lane * row_stride + column;
+        SELFATTN_UNROLL
+        for (int i = 0; i < S::kWidth; ++i) tile[i] = S::load(from + i * row_stride);
+        transpose<T>(tile);
+        T* to = dst + column * ld + lane;
+        SELFATTN_UNROLL
+        for (int i = 0; i < S::kWidth; ++i) S::store(to + i * ld, S::mul(tile[i], scale));
+        continue;
+      }
       for (int i = 0; i < S::kWidth; ++i) {
         tile[i] = lane + i < rows
                       ? load_row<T>(element(src, dtype, (lane + i) * row_stride + column), dtype, n)

@@ -1,6 +1,7 @@
-// A block of final scores, and the dropout of a block of weights.
+// A block of final scores.
 #pragma once
 
+#include "dropout.h"
 #include "elementary.h"
 #include "mask_block.h"
 #include "query_strip.h"
@@ -101,58 +102,6 @@ void with_weighing(const AttentionParams& p, Scalar<P> factor, const Body& body)
     factor == 1 ? body(Weighing<Weigh::kShort>{}) : body(Weighing<Weigh::kScaledShort>{});
   } else {
     factor == 1 ? body(Weighing<Weigh::kPlain>{}) : body(Weighing<Weigh::kScaled>{});
-  }
-}
-
-template <class T>
-T keep_scale(const Dropout& dropout) {
-  return static_cast<T>(dropout_keep_scale(dropout.probability));
-}
-
-// Multiplies a block of weights by 0 or `keep`. `key` is a multiple of 4.
-template <class P>
-void apply_dropout(const Dropout& dropout, const QueryStrip<P>& strip, int64_t key, int64_t keys,
-                   Scalar<P> keep, Scalar<P>* weights) {
-  using T = Scalar<P>;
-  using S = Simd<T>;
-  constexpr int64_t ld = kLanes<P>;
-  const uint64_t seed = static_cast<uint64_t>(*dropout.seed);
-  const uint64_t exact_threshold = dropout_threshold(dropout.probability);
-  // A threshold of 2^32 drops everything, which keep = 0 does as well.
-  const uint32_t threshold =
-      exact_threshold > 0xffffffffu ? 0xffffffffu : static_cast<uint32_t>(exact_threshold);
-  for (int64_t j = 0; j < keys; j += 4) {
-    for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
-      uint32_t c0[S::kWidth], c1[S::kWidth], c2[S::kWidth], c3[S::kWidth];
-      for (int i = 0; i < S::kWidth; ++i) {
-        c0[i] = static_cast<uint32_t>((key + j) >> 2);
-        c1[i] = static_cast<uint32_t>(strip.first + lane + i);
-        c2[i] = static_cast<uint32_t>(strip.head);
-        c3[i] = static_cast<uint32_t>(strip.batch);
-      }
-      uint32_t k0 = static_cast<uint32_t>(seed), k1 = static_cast<uint32_t>(seed >> 32);
-      for (int round = 0; round < kPhiloxRounds; ++round) {
-        for (int i = 0; i < S::kWidth;
-             ++i) {  // the compiler makes vectors of this; core/philox.h says what it computes
-          const uint64_t p0 = static_cast<uint64_t>(kPhiloxMultiplier0) * c0[i];
-          const uint64_t p1 = static_cast<uint64_t>(kPhiloxMultiplier1) * c2[i];
-          const uint32_t next0 = static_cast<uint32_t>(p1 >> 32) ^ c1[i] ^ k0;
-          const uint32_t next2 = static_cast<uint32_t>(p0 >> 32) ^ c3[i] ^ k1;
-          c1[i] = static_cast<uint32_t>(p1);
-          c3[i] = static_cast<uint32_t>(p0);
-          c0[i] = next0;
-          c2[i] = next2;
-        }
-        k0 += kPhiloxWeyl0;
-        k1 += kPhiloxWeyl1;
-      }
-      const uint32_t* words[4] = {c0, c1, c2, c3};
-      for (int64_t w = 0; w < 4 && j + w < keys; ++w) {
-        T* at = weights + (j + w) * ld + lane;
-        const uint32_t* word = words[w];
-        for (int i = 0; i < S::kWidth; ++i) at[i] *= word[i] < threshold ? T(0) : keep;
-      }
-    }
   }
 }
 

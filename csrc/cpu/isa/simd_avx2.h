@@ -73,6 +73,39 @@ struct Simd<float> {
     return _mm256_and_ps(_mm256_castsi256_ps(hidden),
                          _mm256_set1_ps(-std::numeric_limits<float>::infinity()));
   }
+
+  // A 32-bit word per lane, in the low half of 64 bits; what stands above it does not count.
+  struct Words {
+    __m256i even, odd;
+  };
+  static SELFATTN_INLINE Words words(uint32_t x) {
+    const __m256i all = _mm256_set1_epi64x(x);
+    return {all, all};
+  }
+  static SELFATTN_INLINE Words words_from(uint32_t first) {  // first + lane
+    const __m256i lane = _mm256_setr_epi64x(0, 2, 4, 6);
+    return {_mm256_add_epi64(lane, _mm256_set1_epi64x(first)),
+            _mm256_add_epi64(lane, _mm256_set1_epi64x(static_cast<int64_t>(first) + 1))};
+  }
+  static SELFATTN_INLINE Words multiply_words(Words a, uint32_t b) {  // all 64 bits of the product
+    const __m256i factor = _mm256_set1_epi64x(b);
+    return {_mm256_mul_epu32(a.even, factor), _mm256_mul_epu32(a.odd, factor)};
+  }
+  static SELFATTN_INLINE Words high_words(Words a) {
+    return {_mm256_srli_epi64(a.even, 32), _mm256_srli_epi64(a.odd, 32)};
+  }
+  static SELFATTN_INLINE Words xor_words(Words a, Words b, uint32_t c) {
+    const __m256i all = _mm256_set1_epi64x(c);
+    return {_mm256_xor_si256(_mm256_xor_si256(a.even, b.even), all),
+            _mm256_xor_si256(_mm256_xor_si256(a.odd, b.odd), all)};
+  }
+  static SELFATTN_INLINE Mask words_below(Words a, uint32_t limit) {
+    // Comparison is signed: both sides move by half the range.
+    const __m256i half = _mm256_set1_epi32(INT32_MIN);
+    const __m256i both = _mm256_blend_epi32(a.even, _mm256_shuffle_epi32(a.odd, 0xa0), 0xaa);
+    const __m256i bound = _mm256_xor_si256(_mm256_set1_epi32(static_cast<int>(limit)), half);
+    return _mm256_castsi256_ps(_mm256_cmpgt_epi32(bound, _mm256_xor_si256(both, half)));
+  }
 };
 
 template <>
@@ -112,6 +145,24 @@ struct Simd<double> {
   }
   static SELFATTN_INLINE Vec interleave_high(Vec a, Vec b) {
     return _mm256_permute2f128_pd(_mm256_unpacklo_pd(a, b), _mm256_unpackhi_pd(a, b), 0x31);
+  }
+
+  // See Simd<float>.
+  using Words = __m256i;
+  static SELFATTN_INLINE Words words(uint32_t x) { return _mm256_set1_epi64x(x); }
+  static SELFATTN_INLINE Words words_from(uint32_t first) {
+    return _mm256_add_epi64(_mm256_setr_epi64x(0, 1, 2, 3), _mm256_set1_epi64x(first));
+  }
+  static SELFATTN_INLINE Words multiply_words(Words a, uint32_t b) {
+    return _mm256_mul_epu32(a, _mm256_set1_epi64x(b));
+  }
+  static SELFATTN_INLINE Words high_words(Words a) { return _mm256_srli_epi64(a, 32); }
+  static SELFATTN_INLINE Words xor_words(Words a, Words b, uint32_t c) {
+    return _mm256_xor_si256(_mm256_xor_si256(a, b), _mm256_set1_epi64x(c));
+  }
+  static SELFATTN_INLINE Mask words_below(Words a, uint32_t limit) {
+    const __m256i word = _mm256_and_si256(a, _mm256_set1_epi64x(0xffffffff));
+    return _mm256_castsi256_pd(_mm256_cmpgt_epi64(_mm256_set1_epi64x(limit), word));
   }
 };
 

@@ -82,6 +82,36 @@ struct Simd<float> {
     const __mmask16 hidden = _mm_cmpeq_epi8_mask(bytes, _mm_setzero_si128());
     return _mm512_maskz_mov_ps(hidden, _mm512_set1_ps(-std::numeric_limits<float>::infinity()));
   }
+
+  // A 32-bit word per lane, in the low half of 64 bits; what stands above it does not count.
+  struct Words {
+    __m512i even, odd;
+  };
+  static SELFATTN_INLINE Words words(uint32_t x) {
+    const __m512i all = _mm512_set1_epi64(x);
+    return {all, all};
+  }
+  static SELFATTN_INLINE Words words_from(uint32_t first) {  // first + lane
+    const __m512i lane = _mm512_setr_epi64(0, 2, 4, 6, 8, 10, 12, 14);
+    return {_mm512_add_epi64(lane, _mm512_set1_epi64(first)),
+            _mm512_add_epi64(lane, _mm512_set1_epi64(static_cast<int64_t>(first) + 1))};
+  }
+  static SELFATTN_INLINE Words multiply_words(Words a, uint32_t b) {  // all 64 bits of the product
+    const __m512i factor = _mm512_set1_epi64(b);
+    return {_mm512_mul_epu32(a.even, factor), _mm512_mul_epu32(a.odd, factor)};
+  }
+  static SELFATTN_INLINE Words high_words(Words a) {
+    return {_mm512_srli_epi64(a.even, 32), _mm512_srli_epi64(a.odd, 32)};
+  }
+  static SELFATTN_INLINE Words xor_words(Words a, Words b, uint32_t c) {
+    const __m512i all = _mm512_set1_epi64(c);
+    return {_mm512_ternarylogic_epi64(a.even, b.even, all, 0x96),
+            _mm512_ternarylogic_epi64(a.odd, b.odd, all, 0x96)};
+  }
+  static SELFATTN_INLINE Mask words_below(Words a, uint32_t limit) {
+    const __m512i both = _mm512_mask_shuffle_epi32(a.even, 0xaaaa, a.odd, _MM_PERM_CCAA);
+    return _mm512_cmplt_epu32_mask(both, _mm512_set1_epi32(static_cast<int>(limit)));
+  }
 };
 
 template <>
@@ -116,6 +146,24 @@ struct Simd<double> {
   }
   static SELFATTN_INLINE Vec interleave_high(Vec a, Vec b) {
     return _mm512_permutex2var_pd(a, _mm512_setr_epi64(4, 12, 5, 13, 6, 14, 7, 15), b);
+  }
+
+  // See Simd<float>.
+  using Words = __m512i;
+  static SELFATTN_INLINE Words words(uint32_t x) { return _mm512_set1_epi64(x); }
+  static SELFATTN_INLINE Words words_from(uint32_t first) {
+    return _mm512_add_epi64(_mm512_setr_epi64(0, 1, 2, 3, 4, 5, 6, 7), _mm512_set1_epi64(first));
+  }
+  static SELFATTN_INLINE Words multiply_words(Words a, uint32_t b) {
+    return _mm512_mul_epu32(a, _mm512_set1_epi64(b));
+  }
+  static SELFATTN_INLINE Words high_words(Words a) { return _mm512_srli_epi64(a, 32); }
+  static SELFATTN_INLINE Words xor_words(Words a, Words b, uint32_t c) {
+    return _mm512_ternarylogic_epi64(a, b, _mm512_set1_epi64(c), 0x96);
+  }
+  static SELFATTN_INLINE Mask words_below(Words a, uint32_t limit) {
+    const __m512i word = _mm512_and_si512(a, _mm512_set1_epi64(0xffffffff));
+    return _mm512_cmplt_epu64_mask(word, _mm512_set1_epi64(limit));
   }
 };
 

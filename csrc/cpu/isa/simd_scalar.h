@@ -45,6 +45,38 @@ struct PortableSimd {
     constexpr int kBias = sizeof(T) == 4 ? 127 : 1023, kMantissa = sizeof(T) == 4 ? 23 : 52;
     return a * (Vec)(((Mask)(n + magic()) + kBias) << kMantissa);
   }
+
+  // A 32-bit word per lane, in the low half of 64 bits; what stands above it does not count.
+  struct Words {
+    uint64_t lane[kLanes];
+  };
+  static SELFATTN_INLINE Words words(uint32_t x) {
+    Words r;
+    for (int i = 0; i < kLanes; ++i) r.lane[i] = x;
+    return r;
+  }
+  static SELFATTN_INLINE Words words_from(uint32_t first) {  // first + lane
+    Words r;
+    for (int i = 0; i < kLanes; ++i) r.lane[i] = first + static_cast<uint64_t>(i);
+    return r;
+  }
+  static SELFATTN_INLINE Words multiply_words(Words a, uint32_t b) {  // all 64 bits of the product
+    for (int i = 0; i < kLanes; ++i) a.lane[i] = static_cast<uint64_t>(static_cast<uint32_t>(a.lane[i])) * b;
+    return a;
+  }
+  static SELFATTN_INLINE Words high_words(Words a) {
+    for (int i = 0; i < kLanes; ++i) a.lane[i] >>= 32;
+    return a;
+  }
+  static SELFATTN_INLINE Words xor_words(Words a, Words b, uint32_t c) {
+    for (int i = 0; i < kLanes; ++i) a.lane[i] ^= b.lane[i] ^ c;
+    return a;
+  }
+  static SELFATTN_INLINE Mask words_below(Words a, uint32_t limit) {
+    Mask m;
+    for (int i = 0; i < kLanes; ++i) m[i] = static_cast<uint32_t>(a.lane[i]) < limit ? -1 : 0;
+    return m;
+  }
 };
 
 template <>
