@@ -3,6 +3,7 @@ preloaded into processes that force the instruction set "amx"."""
 
 from __future__ import annotations
 
+import ast
 import os
 import platform
 import re
@@ -22,8 +23,10 @@ EMULATOR = TESTS / "amx_emulator"
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 #: Tests of the existing suite that take a few seconds in the emulator.
 CHOSEN = {
-    "test_functional.py": "leading_dimensions or grouped_query or masks_broadcast or layout_of_the_query",
+    "test_determinism.py": "amx",
     "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
+    "test_options_pairwise.py": "fused-amx",
+    "test_pieces.py": "amx",
 }
 
 
@@ -86,18 +89,41 @@ def test_tools_that_watch_for_faults_leave_it_alone(
     assert "Fatal Python error: Illegal instruction" in error.value.stderr
 
 
-def test_forward_and_backward_execute_amx(emulator: str, run_python: Callable[..., str]) -> None:
+#: What forward and backward of one head execute with 64 queries, 64 keys and head dim 64. A product of two
+#: 64 x 64 matrices is 4 x 4 tiles of the result, 2 deep: 32. The forward has two; the backward five, and half
+#: a one for delta, which 16-bit inputs take twice (of the output and of its rounding error). "high" takes
+#: three products of pieces, "highest" six, float16 three and for scores, dP and delta four.
+EXECUTED = {
+    ("bfloat16", "highest"): (2 * 32, 6 * 32),
+    ("float16", "highest"): (7 * 32, 4 * 3 * 32 + 3 * 3 * 32),
+    ("float32", "medium"): (2 * 32, 5 * 32 + 16),
+    ("float32", "high"): (3 * 2 * 32, 3 * (5 * 32 + 16)),
+    ("float32", "highest"): (6 * 2 * 32, 6 * (5 * 32 + 16)),
+    ("float64", "highest"): (0, 0),
+}
+
+
+def test_every_arithmetic_executes_its_products(emulator: str, run_python: Callable[..., str]) -> None:
     script = """
-q, k, v = (torch.randn(1, 2, 67, 64, dtype=torch.bfloat16, requires_grad=True) for _ in range(3))
-explanation = backends.explain(q, k, v)
-before = count(b"tdpbf16ps")
-out = scaled_dot_product_attention(q, k, v)
-between = count(b"tdpbf16ps")
-out.sum().backward()
-print(explanation.kernel, explanation.isa, between > before, count(b"tdpbf16ps") > between)
+def executed(dtype, precision, queries=64, head_dim=64, **options):
+    torch.set_float32_matmul_precision(precision)
+    shapes = [(1, 1, length, head_dim) for length in (queries, 64, 64)]
+    q, k, v = (torch.randn(shape, dtype=getattr(torch, dtype), requires_grad=True) for shape in shapes)
+    start = count(b"tdpbf16ps")
+    out = scaled_dot_product_attention(q, k, v, **options)
+    middle = count(b"tdpbf16ps")
+    out.sum().backward()
+    return backends.explain(q, k, v, **options).isa, middle - start, count(b"tdpbf16ps") - middle
 """
+    calls = [f"executed{name}" for name in EXECUTED]
+    few = [f"executed({dtype!r}, {precision!r}, 4)" for dtype, precision in EXECUTED]
+    elsewhere = ["executed('bfloat16', 'highest', head_dim=15)", "executed('float16', 'highest', scale=-1.0)"]
+    script += f"print([{', '.join(calls + few + elsewhere)}])"
     printed = run_python(PRELUDE + script, LD_PRELOAD=emulator, SELFATTN_CPU_ISA="amx")
-    assert printed.split() == ["fused", "amx", "True", "True"]
+    expected = [
+        ("amx" if forward else "avx512", forward, backward) for forward, backward in EXECUTED.values()
+    ]
+    assert ast.literal_eval(printed) == expected + [("avx512", 0, 0)] * (len(few) + len(elsewhere))
 
 
 @pytest.mark.parametrize("module", CHOSEN)

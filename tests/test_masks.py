@@ -131,6 +131,23 @@ def test_partly_hidden_nan_stays_in_the_rows_that_see_it(kernel: str) -> None:
     assert grads[1].isnan().all(-1)[:, :, 46:].all()
 
 
+@pytest.mark.parametrize("junk", [torch.nan, -torch.inf, torch.inf])
+def test_keys_hidden_from_a_nan_row_get_no_gradient_of_it(junk: float, kernel: str) -> None:
+    """Whether the junk that a query sees is near the key that it does not see, or far before or behind it."""
+    query, key, value = (torch.randn(1, 1, length, 64) for length in (8, 700, 700))
+    for at, hidden in ((3, 90), (3, 650), (650, 3)):
+        points = [query.clone(), key.clone(), value.clone()]
+        points[1][:, :, at] = junk
+        points = [point.requires_grad_() for point in points]
+        seen = torch.ones(8, 700, dtype=torch.bool)
+        seen[:, hidden] = False
+        out = scaled_dot_product_attention(*points, seen)
+        assert out.isnan().any()
+        grads = torch.autograd.grad(out.sum(), points)
+        for grad in grads[1:]:
+            assert not grad[:, :, hidden].any()
+
+
 @pytest.mark.parametrize("junk", [torch.nan, torch.inf])
 def test_junk_in_a_query_that_sees_nothing(junk: float, kernel: str) -> None:
     """Padded queries: their rows are zeros, and keys get no gradient from them."""
