@@ -15,7 +15,7 @@ from selfattn_ext import reference, scaled_dot_product_attention
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 70, 1030, 8  # strips of queries and chunks of keys with a rest
 
 #: Sizes of the mask by whether it has batch, heads, queries and keys.
-SHAPES = list(itertools.product((BATCH, 1), (HEADS, 1), (QUERIES, 1), (KEYS, 1)))
+SHAPES: list[tuple[int, ...]] = list(itertools.product((BATCH, 1), (HEADS, 1), (QUERIES, 1), (KEYS, 1)))
 
 #: (dtype, that of the mask, heads of key and value); the last two masks are not of the sums' dtype.
 KINDS = [
@@ -49,7 +49,8 @@ def hidden_mask(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 def run(tensors: dict[str, Tensor], cotangent: Tensor, attend: Any, **options: Any) -> list[Tensor]:
     out = attend(**tensors, **options)
-    out = out.out if isinstance(out, tuple) else out
+    if isinstance(out, reference.AttentionResult):
+        out = out.out
     return list(torch.autograd.grad(out, list(tensors.values()), cotangent.to(out.dtype)))
 
 
