@@ -181,7 +181,7 @@ class BackwardTask {
       s.block.grad.in_float = strip.gradients_in_float();
       s.query_rows.load(queries, s.block.grad.in_float);
     }
-    s.grad_out_rows.load(strip.source(p, a.grad_out, p.value_dim));
+    s.grad_out_rows.load(strip.source(p, a.grad_out, p.value_dim).as_gradient());
     leave_hidden_out = leave_hidden_out || !well_behaved(s.query_rows, strip.count, p.head_dim) ||
                        !well_behaved(s.grad_out_rows, strip.count, p.value_dim);
     const bool special = s.query_rows.special() || s.grad_out_rows.special();

@@ -44,7 +44,7 @@ struct GradientStrip : QueryStrip<P> {
   void begin_gradient(const AttentionParams& p, const BackwardArguments& a, int64_t batch, int64_t head,
                       int64_t first, int64_t count) {
     this->begin(p, batch, head, first, count);
-    grad_out.load(this->source(p, a.grad_out, p.value_dim));
+    grad_out.load(this->source(p, a.grad_out, p.value_dim).as_gradient());
     RowSource residual{};
     if (a.out_residual.data != nullptr) residual = this->source(p, a.out_residual, p.value_dim);
     delta_sum.compute(this->source(p, a.out, p.value_dim), residual, grad_out, this->vecs, delta);

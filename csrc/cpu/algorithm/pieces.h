@@ -91,10 +91,10 @@ SELFATTN_INLINE __m512i magnitude_bits(__m512 x) {
 
 // Whether all pieces of numbers of these magnitudes, and products of two, are ordinary numbers: 0 or of
 // middling size. Outside that, pieces overflow or vanish.
-SELFATTN_INLINE bool are_ordinary(__m512i magnitudes) {
-  const __m512i least = _mm512_set1_epi32(power_of_two(-80));
+SELFATTN_INLINE bool are_ordinary(__m512i magnitudes, int least_bits) {
+  const __m512i least = _mm512_set1_epi32(least_bits);
   const __mmask16 outside = _mm512_cmpgt_epu32_mask(_mm512_sub_epi32(magnitudes, least),
-                                                    _mm512_set1_epi32(power_of_two(60) - power_of_two(-80)));
+                                                    _mm512_set1_epi32(power_of_two(60) - least_bits));
   return (outside & _mm512_test_epi32_mask(magnitudes, magnitudes)) == 0;
 }
 
@@ -109,6 +109,11 @@ SELFATTN_INLINE bool is_finite_bfloat16(__m512i bits) {
 inline bool is_ordinary_row(const RowSource& s, int64_t row, int pieces) {
   const void* data = element(s.data, s.dtype, row * s.stride);
   bool ordinary = true;
+  // The mean over a large batch makes gradients of 1e-12, which must not cost the slow way: their products
+  // with data still have all their pieces from 2^-60 on, and what is far smaller in a row than its largest
+  // number may lose the last ones.
+  const int least = power_of_two(s.is_gradient ? -110 : -80);
+  const int least_largest = power_of_two(s.is_gradient ? -60 : -40);
   __m512i largest = _mm512_setzero_si512();
   for (int64_t column = 0; column < s.columns; column += 32) {
     Numbers x = load_32(data, s.dtype, column, s.columns);
@@ -117,11 +122,11 @@ inline bool is_ordinary_row(const RowSource& s, int64_t row, int pieces) {
       continue;
     }
     const __m512i first = magnitude_bits(x.first), second = magnitude_bits(x.second);
-    ordinary &= are_ordinary(first) && are_ordinary(second);
+    ordinary &= are_ordinary(first, least) && are_ordinary(second, least);
     largest = _mm512_max_epu32(largest, _mm512_max_epu32(first, second));
   }
   const unsigned most = _mm512_reduce_max_epu32(largest);
-  return ordinary && (most == 0 || most >= static_cast<unsigned>(power_of_two(-40)));
+  return ordinary && (most == 0 || most >= static_cast<unsigned>(least_largest));
 }
 
 // to[piece][row][padded depth]: rows one after another, zeros up to whole steps, and `rows` padded to 16.

@@ -190,10 +190,12 @@ struct RowSource {
   const void* data;
   DType dtype;
   int64_t stride, rows, columns;
+  bool is_gradient = false;  // which may be much smaller than data is
 
   RowSource from(int64_t row, int64_t count) const {
-    return {element(data, dtype, row * stride), dtype, stride, count, columns};
+    return {element(data, dtype, row * stride), dtype, stride, count, columns, is_gradient};
   }
+  RowSource as_gradient() const { return {data, dtype, stride, rows, columns, true}; }
 };
 
 inline RowSource row_source(const View& view, DType dtype, int64_t batch, int64_t head, int64_t first,
