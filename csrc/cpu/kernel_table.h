@@ -24,8 +24,8 @@ struct Kernel {
   void (*masked_softmax)(const SoftmaxParams&, const ThreadPool&);
   void (*masked_softmax_backward)(const SoftmaxParams&, const ThreadPool&);
 
-  // For people: the kernel that attention calls like this one are handed on to, nullptr where they are not. Null
-  // itself for kernels that never do that.
+  // For people: the kernel that attention calls like this one are handed on to, nullptr where they are not.
+  // Null itself for kernels that never do that.
   const Kernel* (*hands_on_to)(const AttentionParams&) = nullptr;
 };
 
