@@ -25,12 +25,14 @@ struct ForwardTask {
   }
 
   // Strips of one item share the key and value blocks that they pull through the cache, and their conversion
-  // where the tensors do not hold T. Splitting into pieces is dear enough to be shared by as many as leave
-  // the threads enough items; which strips share an item changes nothing in their results.
+  // where the tensors do not hold T. As many as leave the threads enough items and fit the level-2 cache;
+  // which strips share an item changes nothing in their results.
   int64_t strips_for(int64_t strips, int threads) const {
-    if (kPlain<P>) return p.dtype == dtype_of<T>() ? 2 : 4;
-    const int64_t share = strips / (4 * threads);
-    return share < 2 ? 2 : share > kMostStrips ? kMostStrips : share;
+    constexpr int64_t kCache = 768 * 1024;
+    int64_t most = kCache / ForwardStrip<P>::bytes(p);
+    if (most > kMostStrips) most = kMostStrips;
+    if (most > strips / (4 * threads)) most = strips / (4 * threads);
+    return most < 2 ? 2 : most;
   }
   static constexpr int64_t kMostStrips = 16;
 

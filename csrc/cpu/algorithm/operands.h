@@ -26,10 +26,9 @@ constexpr int64_t kKeyBlock = 64;  // keys per block of scores; a multiple of 4,
 template <class P>
 constexpr bool kPlain = true;
 
-// Keys that the forward brings in at a time: where the tensors are used as they lie, more than a block wins
-// nothing.
+// Keys that the forward brings in at a time, for all strips of an item.
 template <class P>
-constexpr int64_t kLoadedKeys = kKeyBlock;
+constexpr int64_t kLoadedKeys = 4 * kKeyBlock;
 
 template <class P>
 struct ScalarOf {

@@ -37,9 +37,6 @@ template <>
 constexpr bool kPlain<Pairs> = false;
 
 template <>
-constexpr int64_t kLoadedKeys<Pairs> = 4 * kKeyBlock;
-
-template <>
 struct ScalarOf<Pairs> {
   using type = float;
 };
