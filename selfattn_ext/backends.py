@@ -206,6 +206,7 @@ def explain(
         query.shape[-2],
         query.shape[-1],
         default_scale(query.shape[-1]) if scale is None else scale,
+        alibi_slopes is not None,
     )
     if other is not None:
         taken = next(kernel for kernel in kernels() if (kernel.name, kernel.isa) == (chosen.name, other))

@@ -108,7 +108,7 @@ selfattn::DType dtype_named(const std::string& name) {
 }
 
 py::object hands_on_to(const std::string& kernel, const std::string& dtype, const std::string& precision,
-                       int64_t queries, int64_t head_dim, double scale) {
+                       int64_t queries, int64_t head_dim, double scale, bool alibi) {
   const Kernel& chosen = selfattn::cpu::choose_kernel(kernel.c_str());
   if (chosen.hands_on_to == nullptr) return py::none();
   selfattn::AttentionParams p;
@@ -119,6 +119,7 @@ py::object hands_on_to(const std::string& kernel, const std::string& dtype, cons
   p.queries = queries;
   p.head_dim = head_dim;
   p.scale = scale;
+  if (alibi) p.alibi_slopes.data = &p;  // whether there are any is all that is asked
   const Kernel* other = chosen.hands_on_to(p);
   return other == nullptr ? py::object(py::none()) : py::object(py::str(other->isa));
 }
@@ -142,7 +143,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "The row of kernel_table() that a call takes, given '' (automatic) or a kernel's name. ValueError "
       "if there is none.");
   module.def("hands_on_to", &hands_on_to, py::arg("kernel"), py::arg("dtype"), py::arg("float32_precision"),
-             py::arg("queries"), py::arg("head_dim"), py::arg("scale"),
+             py::arg("queries"), py::arg("head_dim"), py::arg("scale"), py::arg("alibi"),
              "The instruction set whose kernel computes such a call in place of the chosen one, or None.");
   module.def("cpu_isa", &selfattn::cpu::forced_isa,
              "The forced instruction set, '' when the choice is automatic.");

@@ -17,7 +17,11 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // Decided by dtype, precision and shape alone, so that all passes of a call decide alike. With more pieces
 // than the engine has an advantage for, float is faster; with a few queries, memory is the limit; a factor of
 // the scores that is not positive cannot wait until after their maximum.
+// The gradient of ALiBi slopes is a sum of
+// dS times distances in which nearly all cancels, if only the weights in O and in dS are the same numbers:
+// rounding them for O alone would leave far distances standing.
 inline bool takes_pairs(const AttentionParams& p) {
+  if (p.alibi_slopes.data != nullptr && Pairs::pieces(p) == 1) return false;
   return p.dtype != DType::kFloat64 && Pairs::pieces(p) <= PairEngine::kMostPieces &&
          p.queries > kThinQueries && p.head_dim >= kLeastHeadDim && p.scale > 0.0;
 }
