@@ -1,0 +1,47 @@
+// Dropout: the pattern of core/philox.h. One call of Philox serves four neighbouring keys of a query.
+#pragma once
+
+#include "../../core/attention_params.h"
+#include "../../core/philox.h"
+#include "device.cuh"
+
+namespace selfattn::cuda {
+
+template <class T>
+class DropoutPattern {
+ public:
+  // Reads the seed from device memory.
+  __device__ __forceinline__ DropoutPattern(const Dropout& dropout, int64_t batch, int64_t head)
+      : enabled_(dropout.enabled), batch_(static_cast<uint32_t>(batch)), head_(static_cast<uint32_t>(head)) {
+    if (!enabled_) return;
+    seed_ = static_cast<uint64_t>(*dropout.seed);
+    // A threshold of 2^32 drops everything, which the factor of 0 that belongs to it does as well.
+    const uint64_t exact = dropout_threshold(dropout.probability);
+    threshold_ = exact > 0xffffffffu ? 0xffffffffu : static_cast<uint32_t>(exact);
+    keep_scale_ = static_cast<T>(dropout_keep_scale(dropout.probability));
+  }
+
+  __device__ __forceinline__ bool enabled() const { return enabled_; }
+
+  // The words of keys 4 * (key / 4) .. + 3.
+  __device__ __forceinline__ Philox4 words(int64_t query, int64_t key) const {
+    return philox(seed_, static_cast<uint32_t>(key >> 2), static_cast<uint32_t>(query), head_, batch_);
+  }
+
+  // What the weight of a key is multiplied by: 0 or 1 / (1 - probability). `words` must be those of its four;
+  // key & 3 picks among them without an array that is indexed at run time, which would lie in memory.
+  __device__ __forceinline__ T factor(const Philox4& words, int64_t key) const {
+    const uint32_t even = key & 2 ? words.word[2] : words.word[0];
+    const uint32_t odd = key & 2 ? words.word[3] : words.word[1];
+    return (key & 1 ? odd : even) < threshold_ ? T(0) : keep_scale_;
+  }
+
+ private:
+  bool enabled_;
+  uint32_t batch_, head_;
+  uint64_t seed_ = 0;
+  uint32_t threshold_ = 0;
+  T keep_scale_ = T(1);
+};
+
+}  // namespace selfattn::cuda

@@ -1,0 +1,57 @@
+// The softmax of a row whose scores come piece by piece: the largest so far, and the sum of exp(score - max).
+// A row that has seen nothing is (-inf, 0).
+#pragma once
+
+#include "elementary.cuh"
+
+namespace selfattn::cuda {
+
+// What to subtract from scores before exp: the maximum, but where that is -inf, 0, as -inf - -inf is NaN.
+template <class T>
+__device__ __forceinline__ T softmax_shift(T max) {
+  return max == -infinity<T>() ? T(0) : max;
+}
+
+template <class T>
+struct RowState {
+  T max = -infinity<T>();
+  T sum = T(0);
+
+  // A sink has a score and no value; -inf is no sink.
+  static __device__ __forceinline__ RowState of_sink(T sink) {
+    RowState state;
+    state.max = sink;
+    state.sum = sink == -infinity<T>() ? T(0) : exponential(sink - sink);
+    return state;
+  }
+
+  __device__ __forceinline__ T shift() const { return softmax_shift(max); }
+
+  // The largest score so far is now at least `other`. Returns what everything summed up before must be
+  // multiplied by; `sum` is the caller's to multiply, along with what it adds. NaN never becomes a maximum:
+  // it reaches the sum by exp.
+  __device__ __forceinline__ T raise_max(T other) {
+    const T before = max;
+    max = larger(max, other);
+    return exponential(before - shift());
+  }
+
+  // Joins the state of other keys of the row. What was weighed by either state is then to be multiplied by
+  // its factor.
+  __device__ __forceinline__ void merge(const RowState& other, T* factor, T* other_factor) {
+    *factor = raise_max(other.max);
+    *other_factor = exponential(other.max - shift());
+    sum = sum * *factor + other.sum * *other_factor;
+  }
+
+  // The factor of weights and outputs at the end; 0 for a row that saw nothing.
+  __device__ __forceinline__ T inverse_sum() const { return sum == T(0) ? T(0) : T(1) / sum; }
+};
+
+// A weighted sum at the end: exactly 0 for a row that saw nothing, whatever its values hold.
+template <class T>
+__device__ __forceinline__ T normalised(T weighted_sum, T inverse_sum) {
+  return inverse_sum == T(0) ? T(0) : weighted_sum * inverse_sum;
+}
+
+}  // namespace selfattn::cuda

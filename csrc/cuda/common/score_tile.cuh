@@ -1,0 +1,133 @@
+// What happens to a score between q·k and the softmax: scale, softcap, ALiBi, mask, and who sees whom.
+//
+// Kernels compute scores by tiles: rows are neighbouring queries, columns neighbouring keys. Positions are
+// 64-bit numbers, but within a tile 32 bits are enough: by its position a query in `row` sees the keys in
+// columns row + window_begin .. row + window_end, since windows move with the query.
+#pragma once
+
+#include "../../core/attention_params.h"
+#include "elementary.cuh"
+
+namespace selfattn::cuda {
+
+// The scores of one head from query `first_query` on. T is the accumulation type.
+template <class T>
+class ScoreTile {
+ public:
+  __device__ __forceinline__ ScoreTile(const AttentionParams& p, int64_t batch, int64_t head,
+                                       int64_t first_query)
+      : scale_(static_cast<T>(p.scale)),
+        softcap_(static_cast<T>(p.softcap)),
+        inverse_softcap_(p.softcap > 0.0 ? T(1) / static_cast<T>(p.softcap) : T(0)),
+        slope_(p.alibi_slopes.data != nullptr ? head_scalar(p.alibi_slopes, batch, head) : T(0)),
+        mask_(p.mask.data),
+        mask_dtype_(p.mask.dtype),
+        mask_row_stride_(p.mask.stride[2]),
+        mask_key_stride_(p.mask.stride[3]),
+        row_of_mask_(p.mask.offset(batch, head, first_query)),
+        position_(first_query + p.query_offset),
+        keys_(p.keys),
+        window_left_(p.window_left),
+        window_right_(p.window_right),
+        rows_(clamp(p.queries - first_query)) {
+    move_to(0);
+  }
+
+  // One number per head, such as a slope or a sink.
+  static __device__ __forceinline__ T head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
+    return static_cast<const T*>(scalars.data)[batch * scalars.batch_stride + head * scalars.head_stride];
+  }
+
+  // Column 0 becomes `first_key`.
+  __device__ __forceinline__ void move_to(int64_t first_key) {
+    corner_ = position_ - first_key;
+    columns_ = clamp(keys_ - first_key);
+    window_begin_ = window_left_ >= 0 ? clamp(corner_ - window_left_) : -kFar;
+    window_end_ = window_right_ >= 0 ? clamp(corner_ + window_right_) : kFar;
+    mask_at_ = row_of_mask_ + first_key * mask_key_stride_;
+  }
+
+  // Rows and columns of the tile that lie in the tensors.
+  __device__ __forceinline__ int rows() const { return rows_; }
+  __device__ __forceinline__ int columns() const { return columns_; }
+
+  // Whether all these rows see all these columns by position: then window_shows need not be asked.
+  __device__ __forceinline__ bool window_covers(int rows, int columns) const {
+    const int last_row = (rows < rows_ ? rows : rows_) - 1;
+    return columns <= columns_ && window_begin_ <= -last_row && window_end_ >= columns - 1;
+  }
+
+  // Whether a score in the window is nothing but scale · q·k.
+  __device__ __forceinline__ bool is_plain() const {
+    return mask_ == nullptr && softcap_ == T(0) && slope_ == T(0);
+  }
+
+  __device__ __forceinline__ bool has_mask() const { return mask_ != nullptr; }
+
+  // By position alone; false outside of the tensors.
+  __device__ __forceinline__ bool window_shows(int row, int column) const {
+    return row < rows_ && column < columns_ && column - row >= window_begin_ && column - row <= window_end_;
+  }
+
+  // By the mask alone, for elements that the window shows.
+  __device__ __forceinline__ bool mask_shows(int row, int column) const {
+    return mask_ == nullptr || bias(row, column) != -infinity<T>();
+  }
+
+  __device__ __forceinline__ T scale() const { return scale_; }
+  __device__ __forceinline__ T scaled(T dot) const { return rounded_product(scale_, dot); }
+
+  // The final score of an element that the window shows; -inf where the mask hides it, whatever `dot` is.
+  __device__ __forceinline__ T score_in_window(int row, int column, T dot) const {
+    T s = scaled(dot);
+    if (softcap_ != T(0)) {
+      s = rounded_product(softcap_, hyperbolic_tangent(rounded_product(s, inverse_softcap_)));
+    }
+    if (slope_ != T(0)) {
+      const int64_t distance = corner_ + (row - column);
+      s -= rounded_product(slope_, static_cast<T>(distance < 0 ? -distance : distance));
+    }
+    if (mask_ != nullptr) {
+      const T b = bias(row, column);
+      s = b == -infinity<T>() ? b : s + b;
+    }
+    return s;
+  }
+
+  // The final score of any element: -inf where it is hidden by whatever rule, or outside of the tensors.
+  __device__ __forceinline__ T score(int row, int column, T dot) const {
+    return window_shows(row, column) ? score_in_window(row, column, dot) : -infinity<T>();
+  }
+
+ private:
+  // Beyond any tile, and far enough from the ends of int for sums of two.
+  static constexpr int kFar = 1 << 29;
+
+  static __device__ __forceinline__ int clamp(int64_t n) {
+    return static_cast<int>(n < -kFar ? -kFar : (n > kFar ? kFar : n));
+  }
+
+  // The mask as a number to add: of a boolean mask 0 or -inf.
+  __device__ __forceinline__ T bias(int row, int column) const {
+    const T x =
+        load_element<T>(mask_, mask_dtype_, mask_at_ + row * mask_row_stride_ + column * mask_key_stride_);
+    if (mask_dtype_ != DType::kBool) return x;
+    return x != T(0) ? T(0) : -infinity<T>();
+  }
+
+  T scale_, softcap_, inverse_softcap_, slope_;
+  const void* mask_;
+  DType mask_dtype_;
+  int64_t mask_row_stride_, mask_key_stride_;
+  int64_t row_of_mask_;  // the mask's element for row 0 and key 0
+  int64_t position_;     // of row 0 among the keys
+  int64_t keys_, window_left_, window_right_;
+  int rows_;
+
+  // Of the current first key.
+  int64_t corner_;  // position of row 0 minus that of column 0
+  int64_t mask_at_;
+  int columns_, window_begin_, window_end_;
+};
+
+}  // namespace selfattn::cuda
