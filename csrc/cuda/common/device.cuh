@@ -1,0 +1,49 @@
+// The language of the kernels: CUDA under nvcc, and under SELFATTN_CUDA_EMULATOR the same words for a C++
+// host compiler, which runs the kernels on the CPU (tests/emulator). Dynamic shared memory is the only one:
+// what a block uses is then one array, with one size that the launch knows.
+#pragma once
+
+#include <cstddef>
+
+#if defined(SELFATTN_CUDA_EMULATOR)
+
+#include "cuda_emulator.h"
+
+#else
+
+#include <cuda_runtime.h>
+
+#include <stdexcept>
+#include <string>
+
+// Declares `name`: the dynamic shared memory of the block, an array of bytes aligned to 128.
+#define SELFATTN_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
+
+namespace selfattn::cuda {
+
+inline void check_cuda(cudaError_t status, const char* doing) {
+  if (status == cudaSuccess) return;
+  cudaGetLastError();  // or the next launch, of whomever, would report it again
+  throw std::runtime_error(std::string("CUDA failed to ") + doing + ": " + cudaGetErrorString(status));
+}
+
+// Kernels may use this much dynamic shared memory without being allowed to.
+constexpr size_t kSharedMemoryUnasked = 48 * 1024;
+
+// kernel<<<grid, block, shared_bytes, stream>>>(arguments...), with errors as std::runtime_error.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            const Arguments&... arguments) {
+  if (shared_bytes > kSharedMemoryUnasked) {
+    check_cuda(
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
+        "give a kernel its shared memory");
+  }
+  kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
+  check_cuda(cudaGetLastError(), "launch a kernel");
+}
+
+}  // namespace selfattn::cuda
+
+#endif

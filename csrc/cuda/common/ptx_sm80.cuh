@@ -1,0 +1,133 @@
+// The instructions of sm_80 that CUDA C++ has no words for. This is the only file with inline PTX for them;
+// the emulator has a functional model of each (tests/emulator/ptx_sm80_model.h), which golden outputs of real
+// devices hold to the truth. On older devices they trap: kernels that use them are never chosen there.
+//
+// Terms of the PTX manual: a "row" is one of the 8 rows of an 8 x 8 matrix of 16-bit elements, 16 bytes,
+// aligned to 16. Fragments are laid out as there; "collective" calls are made by all 32 lanes of a warp
+// together.
+#pragma once
+
+#include <cstdint>
+
+#include "device.cuh"
+
+#if defined(SELFATTN_CUDA_EMULATOR)
+
+#include "ptx_sm80_model.h"
+
+#else
+
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+#define SELFATTN_PTX_SM80(...) __trap()
+#else
+#define SELFATTN_PTX_SM80(...) asm volatile(__VA_ARGS__)
+#endif
+
+namespace selfattn::cuda::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// Starts a copy of 16 bytes from global to shared memory, both aligned to 16; of zeros when !valid, and then
+// `global` is not read. The bytes are there for this thread after copy_async_wait, for others after a barrier
+// behind that.
+__device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid) {
+  SELFATTN_PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
+                    "l"(global), "r"(valid ? 16 : 0) : "memory");
+}
+
+// Closes a group of this thread's copies, which may be empty.
+__device__ __forceinline__ void copy_async_commit() {
+  SELFATTN_PTX_SM80("cp.async.commit_group;" :: : "memory");
+}
+
+// Waits until at most the newest `Pending` groups of this thread are still on their way.
+template <int Pending>
+__device__ __forceinline__ void copy_async_wait() {
+  SELFATTN_PTX_SM80("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
+}
+
+// Four 8 x 8 matrices; lane l gives the row l % 8 of matrix l / 8. Register m of a lane holds the elements
+// 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of matrix m. Collective.
+__device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* row) {
+  SELFATTN_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]),
+                    "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+// The same with each matrix transposed. Collective.
+__device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row) {
+  SELFATTN_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]),
+                    "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
+}
+
+// Two 8 x 8 matrices; lanes 0 to 15 give the rows, the others a valid address too. Collective.
+__device__ __forceinline__ void load_matrix_x2(uint32_t (&r)[2], const void* row) {
+  SELFATTN_PTX_SM80("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]),
+                    "=r"(r[1]) : "r"(shared_address(row)) : "memory");
+}
+
+// The same with each matrix transposed. Collective.
+__device__ __forceinline__ void load_matrix_x2_transposed(uint32_t (&r)[2], const void* row) {
+  SELFATTN_PTX_SM80("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]),
+                    "=r"(r[1]) : "r"(shared_address(row)) : "memory");
+}
+
+// d += a b for a 16 x 16 (row-major fragment), b 16 x 8 (column-major fragment), d 16 x 8. Collective.
+__device__ __forceinline__ void multiply_bfloat16(float (&d)[4], const uint32_t (&a)[4],
+                                                  const uint32_t (&b)[2]) {
+  SELFATTN_PTX_SM80(
+      "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};" : "+f"(d[0]),
+      "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+__device__ __forceinline__ void multiply_float16(float (&d)[4], const uint32_t (&a)[4],
+                                                 const uint32_t (&b)[2]) {
+  SELFATTN_PTX_SM80(
+      "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};" : "+f"(d[0]),
+      "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// d += a b for a 16 x 8, b 8 x 8, d 16 x 8, of numbers that round_to_tf32 has made: the 13 low bits of others
+// are ignored. Collective.
+__device__ __forceinline__ void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
+  SELFATTN_PTX_SM80(
+      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
+      "{%0, %1, %2, %3};" : "+f"(d[0]),
+      "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+// The nearest number with 10 bits of mantissa, ties away from zero.
+__device__ __forceinline__ uint32_t round_to_tf32(float value) {
+  uint32_t rounded = 0;
+  SELFATTN_PTX_SM80("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
+  return rounded;
+}
+
+// Two 16-bit numbers, rounded to nearest even, `low` in the low half. NaN becomes 0x7fff.
+__device__ __forceinline__ uint32_t pack_bfloat16(float low, float high) {
+  uint32_t packed = 0;
+  SELFATTN_PTX_SM80("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+__device__ __forceinline__ uint32_t pack_float16(float low, float high) {
+  uint32_t packed = 0;
+  SELFATTN_PTX_SM80("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  return packed;
+}
+
+// 2^value to about 2 units in the last place; subnormal arguments and results become zero.
+__device__ __forceinline__ float exp2_approx(float value) {
+  float result = 0.0f;
+  SELFATTN_PTX_SM80("ex2.approx.ftz.f32 %0, %1;" : "=f"(result) : "f"(value));
+  return result;
+}
+
+}  // namespace selfattn::cuda::ptx
+
+#undef SELFATTN_PTX_SM80
+
+#endif

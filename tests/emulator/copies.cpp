@@ -1,0 +1,61 @@
+#include "copies.h"
+
+#include <cstring>
+
+#include "options.h"
+#include "shared_memory.h"
+
+namespace selfattn::emulator {
+
+void AsyncCopies::complete(const Copy& copy) {
+  if (copy.source == nullptr) {
+    std::memset(copy.destination, 0, static_cast<size_t>(copy.bytes));
+  } else {
+    std::memcpy(copy.destination, copy.source, static_cast<size_t>(copy.bytes));
+  }
+}
+
+void AsyncCopies::issue(void* destination, const void* source, int bytes, const Site& site) {
+  check_shared(destination, bytes, site);
+  const Copy copy{destination, source, bytes, open_group_};
+  const Copies when = options().copies;
+  if (when == Copies::kEager || (when == Copies::kRandom && random_number() % 4 == 0)) return complete(copy);
+  std::memset(destination, 0xff, static_cast<size_t>(bytes));
+  in_flight_.push_back(copy);
+}
+
+void AsyncCopies::commit() { ++open_group_; }
+
+void AsyncCopies::wait(int pending) {
+  // The copies since the last commit belong to no group yet: nothing waits for them.
+  size_t kept = 0;
+  for (const Copy& copy : in_flight_) {
+    if (copy.group < open_group_ - pending) {
+      complete(copy);
+    } else {
+      in_flight_[kept++] = copy;
+    }
+  }
+  in_flight_.resize(kept);
+}
+
+void AsyncCopies::pass() {
+  if (in_flight_.empty() || options().copies != Copies::kRandom) return;
+  // In any order: groups complete one after the other only for those who wait.
+  size_t kept = 0;
+  for (const Copy& copy : in_flight_) {
+    if (random_number() % 4 == 0) {
+      complete(copy);
+    } else {
+      in_flight_[kept++] = copy;
+    }
+  }
+  in_flight_.resize(kept);
+}
+
+void AsyncCopies::finish() {
+  for (const Copy& copy : in_flight_) complete(copy);
+  in_flight_.clear();
+}
+
+}  // namespace selfattn::emulator

@@ -1,0 +1,9 @@
+// CUDA C++ for a host compiler: what csrc/cuda/common/device.cuh includes instead of CUDA's headers. Include
+// it after every other header: some of its words (min, max, __global__) are those of others.
+#pragma once
+
+#include "vector_types.h"
+
+#include "device_math.h"
+#include "launch.h"
+#include "warp_functions.h"

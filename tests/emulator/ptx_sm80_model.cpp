@@ -1,0 +1,166 @@
+#include "ptx_sm80_model.h"
+
+#include <cmath>
+#include <cstring>
+
+#include "core/dtype.h"
+#include "options.h"
+#include "scheduler.h"
+#include "shared_memory.h"
+#include "tensor_core.h"
+
+namespace selfattn::emulator {
+
+namespace {
+
+constexpr int kRowBytes = 16;
+constexpr int kMatrixRows = 8;
+
+struct MatrixLoad {
+  uint32_t* registers;
+  const void* row;
+  int matrices;
+  bool transposed;
+};
+
+uint16_t element(const void* row, int column) {
+  uint16_t value;
+  std::memcpy(&value, static_cast<const unsigned char*>(row) + 2 * column, sizeof(value));
+  return value;
+}
+
+void load(const Operands& operands) {
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const auto* mine = static_cast<const MatrixLoad*>(operands[static_cast<size_t>(lane)]);
+    for (int m = 0; m < mine->matrices; ++m) {
+      const auto row = [&](int r) {
+        return static_cast<const MatrixLoad*>(operands[static_cast<size_t>(m * kMatrixRows + r)])->row;
+      };
+      const int first = 2 * (lane % 4), other = lane / 4;
+      const uint32_t low = mine->transposed ? element(row(first), other) : element(row(other), first);
+      const uint32_t high =
+          mine->transposed ? element(row(first + 1), other) : element(row(other), first + 1);
+      mine->registers[m] = low | high << 16;
+    }
+  }
+}
+
+struct Product {
+  MmaFormat format;
+  float* d;
+  const uint32_t* a;
+  const uint32_t* b;
+};
+
+float half_of(uint32_t packed, int half, MmaFormat format) {
+  const auto bits = static_cast<uint16_t>(packed >> (16 * half));
+  return format == MmaFormat::kBFloat16 ? float_from_bfloat16(bits) : float_from_float16(bits);
+}
+
+float tf32(uint32_t bits) { return float_from_bits(bits & 0xffffe000u); }
+
+// From the fragments of the lanes to matrices, as the PTX manual draws them: `group` is the lane's row of a
+// quad of lanes, `place` its number in the quad.
+void gather(const Product& lane, int group, int place, MmaOperands& matrices) {
+  for (int r = 0; r < 4; ++r) {
+    const int row = group + 8 * (r % 2);
+    if (lane.format == MmaFormat::kTf32) {
+      matrices.a[row][place + 4 * (r / 2)] = tf32(lane.a[r]);
+    } else {
+      const int column = 2 * place + 8 * (r / 2);
+      for (int half = 0; half < 2; ++half)
+        matrices.a[row][column + half] = half_of(lane.a[r], half, lane.format);
+    }
+  }
+  for (int r = 0; r < 2; ++r) {
+    if (lane.format == MmaFormat::kTf32) {
+      matrices.b[place + 4 * r][group] = tf32(lane.b[r]);
+    } else {
+      const int row = 2 * place + 8 * r;
+      for (int half = 0; half < 2; ++half)
+        matrices.b[row + half][group] = half_of(lane.b[r], half, lane.format);
+    }
+  }
+}
+
+void multiply_warp(const Operands& operands) {
+  MmaOperands matrices;
+  const MmaFormat format = static_cast<const Product*>(operands[0])->format;
+  matrices.depth = format == MmaFormat::kTf32 ? 8 : 16;
+  matrices.smallest_exponent =
+      format == MmaFormat::kFloat16 ? kSmallestExponentFloat16 : kSmallestExponentFloat32;
+  // The accumulator has the same place in all three formats.
+  const auto accumulator = [&](int lane, int r) -> float& {
+    return matrices.d[lane / 4 + 8 * (r / 2)][2 * (lane % 4) + r % 2];
+  };
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const auto& mine = *static_cast<const Product*>(operands[static_cast<size_t>(lane)]);
+    gather(mine, lane / 4, lane % 4, matrices);
+    for (int r = 0; r < 4; ++r) accumulator(lane, r) = mine.d[r];
+  }
+  multiply_accumulate(matrices, options().capability);
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    const auto& mine = *static_cast<const Product*>(operands[static_cast<size_t>(lane)]);
+    for (int r = 0; r < 4; ++r) mine.d[r] = accumulator(lane, r);
+  }
+}
+
+}  // namespace
+
+void copy_async(void* shared, const void* global, bool valid, const Site& site) {
+  if (valid && reinterpret_cast<uintptr_t>(global) % kRowBytes != 0) {
+    fail(whereabouts() + " gives " + to_string(site) + " a global address that is not aligned to 16 bytes");
+  }
+  self().copies.issue(shared, valid ? global : nullptr, kRowBytes, site);
+}
+
+void copy_async_commit() { self().copies.commit(); }
+
+void copy_async_wait(int pending) { self().copies.wait(pending); }
+
+void load_matrices(uint32_t* registers, const void* row, int matrices, bool transposed, const Site& site) {
+  if (self().lane < kMatrixRows * matrices) check_shared(row, kRowBytes, site);
+  MatrixLoad operands{registers, row, matrices, transposed};
+  meet(site, kFullMask, &operands, &load);
+}
+
+void multiply(MmaFormat format, float* d, const uint32_t* a, const uint32_t* b, const Site& site) {
+  Product operands{format, d, a, b};
+  meet(site, kFullMask, &operands, &multiply_warp);
+}
+
+}  // namespace selfattn::emulator
+
+namespace selfattn::cuda::ptx {
+
+namespace {
+
+constexpr uint32_t kNan16 = 0x7fffu;
+
+float flushed(float value) {
+  return std::fpclassify(value) == FP_SUBNORMAL ? std::copysign(0.0f, value) : value;
+}
+
+uint32_t packed(uint32_t low, uint32_t high) { return low | high << 16; }
+
+}  // namespace
+
+uint32_t round_to_tf32(float value) {
+  if (std::isnan(value)) return 0x7fffffffu;
+  const uint32_t bits = bits_from_float(value);
+  return std::isinf(value) ? bits : (bits + 0x1000u) & 0xffffe000u;
+}
+
+uint32_t pack_bfloat16(float low, float high) {
+  const auto one = [](float x) { return std::isnan(x) ? kNan16 : uint32_t{bfloat16_from_float(x)}; };
+  return packed(one(low), one(high));
+}
+
+uint32_t pack_float16(float low, float high) {
+  const auto one = [](float x) { return std::isnan(x) ? kNan16 : uint32_t{float16_from_float(x)}; };
+  return packed(one(low), one(high));
+}
+
+float exp2_approx(float value) { return flushed(std::exp2(flushed(value))); }
+
+}  // namespace selfattn::cuda::ptx

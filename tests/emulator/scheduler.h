@@ -1,0 +1,52 @@
+// The threads of one block, and which of them runs: one at a time, until it waits or ends.
+#pragma once
+
+#include <cstdint>
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "copies.h"
+#include "fiber.h"
+#include "site.h"
+#include "vector_types.h"
+#include "warp.h"
+
+namespace selfattn::emulator {
+
+struct Thread {
+  Fiber fiber;
+  uint3 index{};
+  int number = 0;  // within the block
+  int warp = 0;
+  int lane = 0;
+  bool ended = false;
+  Site waits_in;  // its primitive is null while the thread does not wait
+  AsyncCopies copies;
+};
+
+struct Block {
+  std::vector<std::unique_ptr<Thread>> threads;
+  std::vector<Warp> warps;
+  Barrier barrier;
+};
+
+// The running block and thread. Only valid during a launch.
+Block& block();
+Thread& self();
+
+// The running thread waits here until someone wakes it; meanwhile others run. When none can, the launch fails
+// with a report of what each waits for.
+void wait(const Site& site);
+void wake(Thread& thread);
+
+// Ends the launch: launch() throws this sentence. May be called from a thread of a kernel only.
+[[noreturn]] void fail(const std::string& what);
+
+// Where the running thread is: "thread 5 (warp 0, lane 5) of block (0, 0, 0)".
+std::string whereabouts();
+
+// Runs body(context) once in each thread of each block, with a new shared memory for each block.
+void run_grid(dim3 grid, dim3 block, size_t shared_bytes, void (*body)(void* context), void* context);
+
+}  // namespace selfattn::emulator

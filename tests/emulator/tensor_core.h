@@ -1,0 +1,31 @@
+// The arithmetic of mma.sync, to the bit.
+//
+// A tensor core adds the products of one group of k to the accumulator in a single step: every product is
+// exact, all terms are shifted to the largest exponent among them and truncated to a few bits beyond those of
+// float32, their sum is exact, and the result is truncated, not rounded. Groups follow each other in the
+// order of k. The length of a group and the bits that are kept differ between generations;
+// tests/test_emulator_mma.py compares this with mmasim (PyPI), whose author measured them on devices.
+#pragma once
+
+namespace selfattn::emulator {
+
+constexpr int kMmaRows = 16;
+constexpr int kMmaColumns = 8;
+constexpr int kMmaMostDepth = 16;
+
+// The smallest exponent of a normal number: subnormal ones keep it.
+constexpr int kSmallestExponentFloat16 = -14;
+constexpr int kSmallestExponentFloat32 = -126;  // and that of bfloat16 and TF32
+
+struct MmaOperands {
+  int depth = 0;  // 16, or 8 for TF32
+  int smallest_exponent = 0;
+  float a[kMmaRows][kMmaMostDepth];
+  float b[kMmaMostDepth][kMmaColumns];
+  float d[kMmaRows][kMmaColumns];  // the accumulator, replaced by the result
+};
+
+// d += a b as a device of this compute capability does it.
+void multiply_accumulate(MmaOperands& operands, int capability);
+
+}  // namespace selfattn::emulator
