@@ -78,9 +78,9 @@ def shown_in_the_map() -> set[str]:
 def test_the_map_shows_every_file() -> None:
     files = {
         str(path.relative_to(ROOT))
-        for folder in ("selfattn_ext", "csrc", "benchmarks")
+        for folder in ("selfattn_ext", "csrc", "benchmarks", "scripts")
         for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".cpp", ".h"} and not path.name.startswith(".")
+        if path.suffix in {".py", ".cpp", ".h", ".sh"} and not path.name.startswith(".")
     }
     shown = shown_in_the_map()
     assert sorted(files - shown) == []

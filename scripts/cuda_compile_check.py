@@ -1,0 +1,256 @@
+"""Compiles every CUDA kernel for every architecture, and fails where the result is not as it should be.
+
+    python scripts/cuda_compile_check.py                     every source, every architecture
+    python scripts/cuda_compile_check.py --archs 90a --jobs 1
+    python scripts/cuda_compile_check.py csrc/cuda/sm80/merge.cu --json report.json
+
+It needs nvcc and, to read the machine code, nvdisasm (pip install nvidia-cuda-nvdisasm), but no GPU and no
+torch. Warnings are errors. No kernel may spill registers, use local or static shared memory, or exceed its
+limit of registers; kernels for tensor cores must hold their instructions. The limits are in kernel_limits.py.
+What has been compiled is remembered by content, so a second run takes seconds.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import runpy
+import sys
+import time
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from types import SimpleNamespace
+
+import compiler_report
+import kernel_limits
+import nvcc
+
+ROOT = Path(__file__).resolve().parents[1]
+# By path: importing the package would load torch and the compiled library.
+sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
+terminal = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "terminal.py")))
+
+#: Turing, Ampere, Hopper, and the two kinds of Blackwell.
+ARCHITECTURES = ("75", "80", "90a", "100", "120")
+# The oldest with the instructions of the sm80 kernels; on older ones those are compiled, and never chosen.
+_AMPERE = 80
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """One source compiled for one architecture."""
+
+    source: str
+    architecture: str
+    kernels: dict[str, compiler_report.Usage]  # by folder/file/function
+    tensor_instructions: int
+    problems: list[str]
+    seconds: float
+    peak_mb: float
+    remembered: bool
+
+    @property
+    def registers(self) -> int:
+        """Of the kernel that uses most."""
+        return max((usage.registers for usage in self.kernels.values()), default=0)
+
+
+def judge(source: Path, architecture: str, outcome: nvcc.Outcome) -> Verdict:
+    """Everything that is wrong with one outcome."""
+    problems = [*compiler_report.remarks(outcome.report)]
+    if outcome.exit_code != 0:
+        problems += compiler_report.errors(outcome.report) or [f"nvcc ended with {outcome.exit_code}"]
+    if outcome.peak_bytes > kernel_limits.COMPILER_BYTES:
+        problems.append(f"compiling it takes {outcome.peak_bytes / 1e6:.0f} MB")
+    usages = compiler_report.usage_of_kernels(outcome.report)
+    if outcome.exit_code == 0 and not usages:
+        problems.append("holds no kernel")
+    kernels, tensor_instructions = {}, 0
+    for mangled, function in compiler_report.function_names(usages).items():
+        usage = usages[mangled]
+        opcodes = None if outcome.opcodes is None else outcome.opcodes.get(mangled, {})
+        kernel = f"{source.parent.name}/{source.stem}/{function}"
+        kernels[kernel] = usage
+        problems += [f"{kernel}: {problem}" for problem in _problems(kernel, architecture, usage, opcodes)]
+        tensor_instructions += (opcodes or {}).get("HMMA", 0)
+    return Verdict(
+        str(source),
+        architecture,
+        kernels,
+        tensor_instructions,
+        problems,
+        outcome.seconds,
+        outcome.peak_bytes / 1e6,
+        outcome.remembered,
+    )
+
+
+def _problems(
+    kernel: str, architecture: str, usage: compiler_report.Usage, opcodes: dict[str, int] | None
+) -> list[str]:
+    found = []
+    limit = kernel_limits.limit_of(kernel)
+    if limit is None:
+        return ["scripts/kernel_limits.py has no limit for it"]
+    if usage.registers > limit.registers:
+        found.append(f"{usage.registers} registers, allowed are {limit.registers}")
+    if usage.spill_bytes:
+        found.append(f"{usage.spill_bytes} bytes of register spills")
+    if usage.stack_bytes:
+        found.append(f"{usage.stack_bytes} bytes of local memory")
+    if usage.static_shared_bytes:
+        found.append(
+            f"{usage.static_shared_bytes} bytes of static shared memory; kernels take it dynamically"
+        )
+    if opcodes is not None:
+        if accesses := opcodes.get("LDL", 0) + opcodes.get("STL", 0):
+            found.append(f"{accesses} accesses to local memory")
+        tensor_cores = limit.tensor_cores and nvcc.architecture_number(architecture) >= _AMPERE
+        if tensor_cores and not opcodes.get("HMMA"):
+            found.append("no HMMA instruction: its products do not run on tensor cores")
+    return found
+
+
+def check(
+    compiler: nvcc.Compiler, files: Sequence[Path], architectures: Sequence[str], jobs: int
+) -> list[Verdict]:
+    """Every source for every architecture, in that order, with a progress bar."""
+    order = [(file, architecture) for file in files for architecture in architectures]
+    verdicts = {}
+    with (
+        ThreadPoolExecutor(jobs) as pool,
+        terminal.Progress("compiling", len(order)) as progress,
+    ):
+        running = {pool.submit(compiler.compile, *task): task for task in order}
+        for future in as_completed(running):
+            task = running[future]
+            verdicts[task] = judge(*task, future.result())
+            progress.update(len(verdicts), f"{task[0].name} sm_{task[1]}")
+    return [verdicts[task] for task in order]
+
+
+def text(verdicts: Sequence[Verdict]) -> str:
+    """A line for each source: registers for each architecture, HMMA instructions, cost of compiling."""
+    architectures = list(dict.fromkeys(verdict.architecture for verdict in verdicts))
+    rows = []
+    for source in dict.fromkeys(verdict.source for verdict in verdicts):
+        found = {verdict.architecture: verdict for verdict in verdicts if verdict.source == source}
+        cells = [_registers(found.get(architecture)) for architecture in architectures]
+        most = max(found.values(), key=lambda verdict: verdict.tensor_instructions)
+        rows.append(
+            [
+                _shown(source),
+                *cells,
+                str(most.tensor_instructions or "-"),
+                f"{sum(verdict.seconds for verdict in found.values()):.1f}",
+                f"{max(verdict.peak_mb for verdict in found.values()):.0f}",
+            ]
+        )
+    header = ["registers", *(f"sm_{name}" for name in architectures), "HMMA", "seconds", "MB"]
+    lines: str = terminal.table(header, rows)
+    return lines
+
+
+def _registers(verdict: Verdict | None) -> str:
+    if verdict is None:
+        return ""
+    return f"{verdict.registers or ''}{'!' if verdict.problems else ''}"
+
+
+def _shown(source: str) -> str:
+    path = Path(source)
+    return str(path.relative_to(ROOT) if path.is_relative_to(ROOT) else path)
+
+
+def _cost(verdicts: Sequence[Verdict]) -> str:
+    """How long compiling everything for one architecture takes one core."""
+    seconds: dict[str, float] = {}
+    for verdict in verdicts:
+        seconds[verdict.architecture] = seconds.get(verdict.architecture, 0.0) + verdict.seconds
+    return "compiler seconds: " + ", ".join(f"sm_{name} {total:.0f}" for name, total in seconds.items())
+
+
+def summary(verdicts: Sequence[Verdict], elapsed: float) -> str:
+    """The problems, the cost, and one line about the whole."""
+    lines = [
+        f"{_shown(verdict.source)} for sm_{verdict.architecture}: {problem}"
+        for verdict in verdicts
+        for problem in verdict.problems
+    ]
+    remembered = sum(verdict.remembered for verdict in verdicts)
+    failed = bool(lines)
+    lines += [
+        _cost(verdicts),
+        f"{'FAILED' if failed else 'passed'}: {len(verdicts)} compilations ({remembered} remembered) in "
+        f"{elapsed:.0f} s, {sum(bool(v.problems) for v in verdicts)} with problems",
+    ]
+    return "\n".join(lines)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parsed = _parser().parse_args(arguments)
+    program = nvcc.find_nvcc()
+    if program is None:
+        return _usage_error("no nvcc in $CUDA_HOME, on PATH or in /usr/local/cuda: install CUDA")
+    nvdisasm = None if parsed.no_sass else nvcc.find_nvdisasm(program)
+    if nvdisasm is None and not parsed.no_sass:
+        return _usage_error("no nvdisasm: pip install nvidia-cuda-nvdisasm, or leave it out with --no-sass")
+    files = [path.resolve() for path in parsed.files] or [Path(path) for path in sources.cuda_sources()]
+    if missing := [str(path) for path in files if not path.is_file()]:
+        return _usage_error(f"no such file: {', '.join(missing)}")
+    start = time.perf_counter()
+    compiler = nvcc.Compiler(program, nvdisasm, sources.cuda_compile_flags(), parsed.cache)
+    verdicts = check(compiler, files, parsed.archs, parsed.jobs)
+    print(text(verdicts), summary(verdicts, time.perf_counter() - start), sep="\n\n")
+    if parsed.json is not None:
+        parsed.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1) + "\n", encoding="utf-8")
+    return int(any(verdict.problems for verdict in verdicts))
+
+
+def _usage_error(message: str) -> int:
+    print(f"cuda_compile_check.py: error: {message}", file=sys.stderr)
+    return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="sources (default: all of them)")
+    parser.add_argument(
+        "--archs",
+        type=_architectures,
+        default=list(ARCHITECTURES),
+        metavar="N,N",
+        help=f"architectures (default: {','.join(ARCHITECTURES)})",
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compilers at once"
+    )
+    parser.add_argument("--no-sass", action="store_true", help="leave out what needs nvdisasm")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    parser.add_argument(
+        "--cache",
+        type=Path,
+        default=ROOT / "build" / "compile-check",
+        metavar="FOLDER",
+        help="where results are remembered (default: build/compile-check)",
+    )
+    return parser
+
+
+def _architectures(given: str) -> list[str]:
+    names = given.split(",")
+    for name in names:
+        try:
+            nvcc.architecture_number(name)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from None
+    return names
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,30 @@
+"""What scripts/cuda_compile_check.py demands of each compiled CUDA kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+
+#: Memory that one compilation may take, so that a small machine can run one for each of its cores.
+COMPILER_BYTES = 2 * 10**9
+
+
+@dataclass(frozen=True)
+class Limit:
+    """Registers of a thread that a kernel may use at most, and whether its products must be HMMA."""
+
+    registers: int
+    tensor_cores: bool = False
+
+
+#: By folder/file/function, the file without its suffix; the first pattern that fits counts.
+LIMITS = {
+    "simt/*/*": Limit(registers=128),
+    "sm80/*/*merge*": Limit(registers=64),
+    "sm80/*/*": Limit(registers=255, tensor_cores=True),
+}
+
+
+def limit_of(kernel: str) -> Limit | None:
+    """The limit of a kernel told as folder/file/function, None where the table has none."""
+    return next((limit for pattern, limit in LIMITS.items() if fnmatchcase(kernel, pattern)), None)

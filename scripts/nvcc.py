@@ -1,0 +1,150 @@
+"""Compiles one CUDA source for one architecture, and remembers the outcome as long as nothing has changed."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import compiler_report
+
+#: Warnings of every stage are errors; ptxas tells registers, and fails on spills and local memory.
+STRICT = ("-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills,-warn-lmem-usage,-Werror")
+
+# Raised whenever Outcome or the way to make one changes.
+_FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What compiling one source for one architecture gave."""
+
+    exit_code: int
+    report: str  # everything that nvcc and its stages printed
+    seconds: float
+    peak_bytes: int  # of the largest process among nvcc and its stages
+    opcodes: dict[str, dict[str, int]] | None  # by mangled function; None without nvdisasm
+    remembered: bool = False
+
+
+def find_nvcc() -> str | None:
+    """The path of nvcc: in $CUDA_HOME, on PATH, or where CUDA is usually installed."""
+    homes = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
+    places = [*(f"{home}/bin" for home in homes if home), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
+    return shutil.which("nvcc", path=os.pathsep.join(places))
+
+
+def find_nvdisasm(nvcc: str) -> str | None:
+    """The path of nvdisasm: beside nvcc, on PATH, or from the package nvidia-cuda-nvdisasm."""
+    packages = Path(sysconfig.get_path("purelib"), "nvidia")
+    places = [str(Path(nvcc).parent), os.environ.get("PATH", ""), *map(str, packages.glob("*/bin"))]
+    return shutil.which("nvdisasm", path=os.pathsep.join(places))
+
+
+class Compiler:
+    """nvcc with the flags of the build and STRICT.
+
+    Args:
+        nvcc, nvdisasm: the programs; without nvdisasm no opcodes are counted.
+        flags: what the build hands to nvcc.
+        cache: a folder for what has been compiled without an error.
+    """
+
+    def __init__(self, nvcc: str, nvdisasm: str | None, flags: Sequence[str], cache: Path) -> None:
+        self._nvcc, self._nvdisasm, self._flags = nvcc, nvdisasm, [*flags, *STRICT]
+        self._cache = cache
+        tools = [[program, "--version"] for program in (nvcc, nvdisasm) if program is not None]
+        self._versions = [subprocess.run(tool, capture_output=True, text=True).stdout for tool in tools]
+
+    def compile(self, source: Path, architecture: str) -> Outcome:
+        """Compile, or recall what compiling the same text with the same compiler gave.
+
+        Args:
+            architecture: as nvcc has it, without ``sm_``: "80", "90a".
+        """
+        record = self._record(source, architecture)
+        remembered = _recall(record)
+        if remembered is not None:
+            return remembered
+        with tempfile.TemporaryDirectory() as folder:
+            cubin, dependencies = Path(folder, "kernels.cubin"), Path(folder, "dependencies")
+            command = [self._nvcc, "-cubin", "-o", str(cubin), "-MMD", "-MF", str(dependencies)]
+            command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
+            outcome = _run([*command, *self._flags, str(source)], Path(folder, "report"))
+            if outcome.exit_code != 0:
+                return outcome
+            if self._nvdisasm is not None:
+                outcome = replace(outcome, opcodes=_opcodes(self._nvdisasm, cubin))
+            _remember(record, outcome, _files_of(dependencies.read_text(encoding="utf-8")))
+        return outcome
+
+    def _record(self, source: Path, architecture: str) -> Path:
+        what = [_FORMAT, str(source.resolve()), architecture, self._flags, self._versions]
+        name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
+        return self._cache / f"{source.stem}.{architecture}.{name}.json"
+
+
+def _run(command: Sequence[str], output: Path) -> Outcome:
+    start = time.perf_counter()
+    with output.open("w+", encoding="utf-8", errors="replace") as file:
+        process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
+        # The resources of this one child and what it has waited for: of many jobs at once, its own.
+        _, status, resources = os.wait4(process.pid, 0)
+    process.returncode = os.waitstatus_to_exitcode(status)
+    report = output.read_text(encoding="utf-8", errors="replace")
+    seconds = time.perf_counter() - start
+    return Outcome(process.returncode, report, seconds, resources.ru_maxrss * 1024, None)
+
+
+def _opcodes(nvdisasm: str, cubin: Path) -> dict[str, dict[str, int]]:
+    text = subprocess.run([nvdisasm, "-c", str(cubin)], capture_output=True, text=True, check=True).stdout
+    return {name: dict(counts) for name, counts in compiler_report.instructions(text).items()}
+
+
+def _files_of(dependencies: str) -> list[str]:
+    """The files of a rule for make, "target : first \\ second"."""
+    return shlex.split(dependencies.partition(" :")[2].replace("\\\n", " "))
+
+
+def _digest(path: str) -> str | None:
+    try:
+        return hashlib.sha256(Path(path).read_bytes()).hexdigest()
+    except OSError:
+        return None
+
+
+def _remember(record: Path, outcome: Outcome, files: Sequence[str]) -> None:
+    record.parent.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"files": {path: _digest(path) for path in files}, "outcome": asdict(outcome)})
+    # Under its name only when whole, should two runs write it or one be interrupted.
+    with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False, encoding="utf-8") as file:
+        file.write(text)
+    os.replace(file.name, record)
+
+
+def _recall(record: Path) -> Outcome | None:
+    try:
+        found = json.loads(record.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        return None
+    if any(_digest(path) != digest for path, digest in found["files"].items()):
+        return None
+    return replace(Outcome(**found["outcome"]), remembered=True)
+
+
+def architecture_number(architecture: str) -> int:
+    """90 of "90a"."""
+    found = re.fullmatch(r"(\d+)[af]?", architecture)
+    if found is None:
+        raise ValueError(f"no architecture: {architecture!r}; there are numbers such as 80, 90a, 120")
+    return int(found[1])

@@ -1,0 +1,215 @@
+"""scripts/cuda_compile_check.py: it passes what is right, and finds each thing that it is there to find."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPTS = Path(__file__).parents[1] / "scripts"
+sys.path.insert(0, str(SCRIPTS))
+
+import compiler_report  # noqa: E402
+import cuda_compile_check  # noqa: E402
+import kernel_limits  # noqa: E402
+import nvcc  # noqa: E402
+
+COMPILER = nvcc.find_nvcc()
+DISASSEMBLER = None if COMPILER is None else nvcc.find_nvdisasm(COMPILER)
+needs_nvcc = pytest.mark.skipif(COMPILER is None, reason="no nvcc on this machine")
+
+PLAIN = """
+#include "factor.h"
+__global__ void __launch_bounds__(128) plain(float* out) { out[threadIdx.x] *= FACTOR; }
+"""
+
+#: 200 values per thread and 64 registers for them.
+SPILLING = """
+__global__ void __launch_bounds__(1024) spilling(float* out, const float* in) {
+  float held[200];
+#pragma unroll
+  for (int i = 0; i < 200; ++i) held[i] = in[i * 1024 + threadIdx.x];
+  __syncthreads();
+#pragma unroll
+  for (int i = 0; i < 200; ++i) out[(199 - i) * 1024 + threadIdx.x] = held[i] * held[(i * 7 + 3) % 200];
+}
+"""
+
+#: A local array that is indexed at run time lies in memory.
+INDEXED = """
+__global__ void indexed(float* out, const int* at) {
+  float held[64] = {};
+  for (int i = 0; i < 64; ++i) held[at[i] & 63] += out[i];
+  out[threadIdx.x] = held[at[threadIdx.x] & 63];
+}
+"""
+
+SHARED = """
+__global__ void shared(float* out) {
+  __shared__ float held[128];
+  held[threadIdx.x] = out[threadIdx.x];
+  __syncthreads();
+  out[threadIdx.x] = held[127 - threadIdx.x];
+}
+"""
+
+WARNING = """
+__global__ void warning(float* out) {
+  int unused = 3;
+  out[threadIdx.x] = 0;
+}
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    """Writes a source into a folder, checks it, returns the exit code and what was printed."""
+
+    def run(text: str, folder: str = "simt", arch: str = "80", *options: str) -> tuple[int, str]:
+        source = tmp_path / folder / "kernel.cu"
+        source.parent.mkdir(exist_ok=True)
+        source.write_text(text)
+        header = source.parent / "factor.h"
+        if not header.exists():
+            header.write_text("#define FACTOR 2\n")
+        sass = [] if DISASSEMBLER is not None else ["--no-sass"]
+        arguments = [str(source), "--archs", arch, "--jobs", "1", "--cache", str(tmp_path / "cache"), *sass]
+        code = cuda_compile_check.main([*arguments, *options])
+        return code, capsys.readouterr().out
+
+    return run
+
+
+@needs_nvcc
+def test_a_sound_kernel_passes_and_is_remembered(check: Callable, tmp_path: Path) -> None:
+    code, printed = check(PLAIN, "simt", "75,90a", "--json", str(tmp_path / "report.json"))
+    assert code == 0
+    assert "passed: 2 compilations (0 remembered)" in printed
+    report = json.loads((tmp_path / "report.json").read_text())
+    assert [verdict["architecture"] for verdict in report] == ["75", "90a"]
+    assert all(0 < verdict["kernels"]["simt/kernel/plain"]["registers"] < 20 for verdict in report)
+    assert all(verdict["peak_mb"] > 10 and verdict["seconds"] > 0 for verdict in report)
+    assert "2 compilations (2 remembered)" in check(PLAIN, "simt", "75,90a")[1]
+    (tmp_path / "simt" / "factor.h").write_text("#define FACTOR 3\n")
+    assert "2 compilations (0 remembered)" in check(PLAIN, "simt", "75,90a")[1]
+
+
+@needs_nvcc
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        (SPILLING, "bytes of register spills"),
+        (INDEXED, "bytes of local memory"),
+        (SHARED, "512 bytes of static shared memory"),
+        (WARNING, '"unused" was declared but never referenced'),
+        ("int nothing;", "holds no kernel"),
+        ("__global__ void broken() { undeclared(); }", 'identifier "undeclared" is undefined'),
+    ],
+    ids=["spills", "local memory", "static shared memory", "warning", "no kernel", "error"],
+)
+def test_faults_are_found(text: str, expected: str, check: Callable) -> None:
+    code, printed = check(text)
+    assert code == 1
+    assert expected in printed
+    assert "FAILED: 1 compilations" in printed
+    # What has failed is compiled again, so that it fails again.
+    assert check(text)[0] == 1
+
+
+@needs_nvcc
+def test_registers_are_limited(check: Callable, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel_limits, "LIMITS", {"simt/*/plain": kernel_limits.Limit(registers=2)})
+    code, printed = check(PLAIN)
+    assert code == 1
+    assert "simt/kernel/plain: " in printed
+    assert "registers, allowed are 2" in printed
+    monkeypatch.setattr(kernel_limits, "LIMITS", {})
+    assert "no limit for it" in check(PLAIN)[1]
+
+
+@needs_nvcc
+def test_tensor_cores_are_demanded_from_ampere_on(check: Callable) -> None:
+    if DISASSEMBLER is None:
+        pytest.skip("no nvdisasm on this machine")
+    code, printed = check(PLAIN, "sm80")
+    assert code == 1
+    assert "no HMMA instruction" in printed
+    assert check(PLAIN, "sm80", "75")[0] == 0
+
+
+def test_reports_of_ptxas() -> None:
+    report = """
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z5firstPf' for 'sm_90a'
+ptxas info    : Function properties for _Z5firstPf
+    8 bytes stack frame, 4 bytes spill stores, 12 bytes spill loads
+ptxas info    : Used 168 registers, used 1 barriers, 8 bytes cumulative stack size, 64 bytes smem
+ptxas info    : Function properties for _Z6helperv
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Compiling entry function '_Z6secondPf' for 'sm_90a'
+ptxas info    : Function properties for _Z6secondPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 24 registers, used 0 barriers
+ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are serialized
+"""
+    assert compiler_report.usage_of_kernels(report) == {
+        "_Z5firstPf": compiler_report.Usage(168, 8, 16, 64),
+        "_Z6secondPf": compiler_report.Usage(24, 0, 0, 0),
+    }
+    (remark,) = compiler_report.remarks(report)
+    assert "C7510" in remark
+    outcome = nvcc.Outcome(0, report, seconds=1.0, peak_bytes=3 * 10**9, opcodes=None)
+    verdict = cuda_compile_check.judge(Path("csrc/cuda/simt/kernel.cu"), "90a", outcome)
+    assert remark in verdict.problems
+    assert "compiling it takes 3000 MB" in verdict.problems
+    assert verdict.registers == 168
+
+
+def test_instructions_of_nvdisasm() -> None:
+    sass = """
+\t.section\t.text._Z5firstPf,"ax",@progbits
+_Z5firstPf:
+        /*0000*/                   MOV R1, c[0x0][0x28] ;
+        /*0010*/              @!P0 HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
+        /*0020*/             @!UPT UIADD3 UR4, URZ, URZ, URZ ;
+        /*0030*/              @P1  LDL.64 R2, [R1] ;
+.L_x_1:
+        /*0040*/                   STL [R1+0x8], R3 ;
+\t.section\t.text._Z6secondPf,"ax",@progbits
+        /*0000*/                   EXIT ;
+"""
+    assert compiler_report.instructions(sass) == {
+        "_Z5firstPf": {"MOV": 1, "HMMA": 1, "UIADD3": 1, "LDL": 1, "STL": 1},
+        "_Z6secondPf": {"EXIT": 1},
+    }
+    report = """
+ptxas info    : Compiling entry function '_Z5firstPf' for 'sm_80'
+ptxas info    : Function properties for _Z5firstPf
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used 24 registers
+"""
+    outcome = nvcc.Outcome(0, report, 1.0, 10**8, compiler_report.instructions(sass))
+    verdict = cuda_compile_check.judge(Path("csrc/cuda/sm80/kernel.cu"), "80", outcome)
+    assert verdict.tensor_instructions == 1
+    assert verdict.problems == ["sm80/kernel/first: 2 accesses to local memory"]
+
+
+def test_names_of_functions() -> None:
+    names = {
+        "_Z5firstPf": "first",
+        "_ZN12_GLOBAL__N_15innerEv": "inner",
+        "_ZN8selfattn4cuda4sm8014forward_kernelILi64EEEvNS1_4ArgsE": "forward_kernel",
+    }
+    assert compiler_report.function_names(names) == names
+
+
+def test_bad_arguments() -> None:
+    script = str(SCRIPTS / "cuda_compile_check.py")
+    for arguments, expected in ((["--archs", "sm_80"], "no architecture"), (["none.cu"], "no such file")):
+        run = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+        assert run.returncode == 2
+        assert expected in run.stderr or "no nvcc" in run.stderr or "no nvdisasm" in run.stderr
