@@ -198,11 +198,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nvdisasm = None if parsed.no_sass else nvcc.find_nvdisasm(program)
     if nvdisasm is None and not parsed.no_sass:
         return _usage_error("no nvdisasm: pip install nvidia-cuda-nvdisasm, or leave it out with --no-sass")
-    files = [path.resolve() for path in parsed.files] or [Path(path) for path in sources.cuda_sources()]
+    files = [path.resolve() for path in parsed.files] or sorted(sources.root().rglob("*.cu"))
     if missing := [str(path) for path in files if not path.is_file()]:
         return _usage_error(f"no such file: {', '.join(missing)}")
     start = time.perf_counter()
-    compiler = nvcc.Compiler(program, nvdisasm, sources.cuda_compile_flags(), parsed.cache)
+    compiler = nvcc.Compiler(program, nvdisasm, sources.cuda_flags(), parsed.cache)
     verdicts = check(compiler, files, parsed.archs, parsed.jobs)
     print(text(verdicts), summary(verdicts, time.perf_counter() - start), sep="\n\n")
     if parsed.json is not None:

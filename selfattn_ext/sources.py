@@ -62,11 +62,6 @@ def library_sources() -> list[str]:
     return _in_folders(LIBRARY_FOLDERS, "*.cpp")
 
 
-def cuda_sources() -> list[str]:
-    """Absolute paths of the CUDA sources, which nvcc compiles for every architecture alike."""
-    return _in_folders(("cuda",), "*.cu")
-
-
 def extension_sources() -> list[str]:
     """Absolute paths of all sources of the Python extension module.
 
@@ -94,15 +89,17 @@ def optimisation_flags() -> list[str]:
     return ["-std=c++17", "-O3", "-g0", "-fvisibility=hidden"]
 
 
+def cuda_flags() -> list[str]:
+    """Flags of nvcc in every build by setup.py and jit.py, without those that name architectures.
+
+    No ``--use_fast_math``: kernels name the approximate functions that they want.
+    """
+    return ["-std=c++17", "-O3", "-Xcompiler=-fvisibility=hidden"]
+
+
 def compile_flags() -> list[str]:
     """All compiler flags of the installed library."""
     return [*optimisation_flags(), *(f"-D{definition}" for definition in definitions())]
-
-
-def cuda_compile_flags() -> list[str]:
-    """Compiler flags of the CUDA sources, for nvcc; without any architecture."""
-    macros = [f"-D{definition}" for definition in definitions()]
-    return ["-std=c++17", "-O3", "-Xcompiler=-fvisibility=hidden", *macros]
 
 
 if __name__ == "__main__":
