@@ -20,14 +20,21 @@ extern const Kernel kFusedAvx512;
 extern const Kernel kFusedAvx2;
 #endif
 extern const Kernel kFusedScalar;
+#if defined(SELFATTN_CUDA_EMULATOR)
+extern const Kernel kEmulatedSm80;  // the CUDA kernels on the CPU, for tests (tests/emulator)
+extern const Kernel kEmulatedSimt;
+#endif
 
 namespace {
 
 const Kernel* const kKernels[] = {
 #if defined(__x86_64__)
-    &kFusedAmx,    &kFusedAvx512Bf16, &kFusedAvx512, &kFusedAvx2,
+    &kFusedAmx,     &kFusedAvx512Bf16, &kFusedAvx512, &kFusedAvx2,
 #endif
-    &kFusedScalar, &kLoops,
+    &kFusedScalar,  &kLoops,
+#if defined(SELFATTN_CUDA_EMULATOR)
+    &kEmulatedSm80, &kEmulatedSimt,
+#endif
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
 
