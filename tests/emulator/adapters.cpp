@@ -59,11 +59,11 @@ struct Emulated {
     kernel_for(p).weights(p, outputs, {});
   }
   static void scores(const ScoresParams& p, const ThreadPool&) {
-    const auto* own = by_name(kName).scores;
+    const auto own = by_name(kName).scores;
     (own != nullptr ? own : by_name(kSimt).scores)(p, {});
   }
   static void masked_softmax(const SoftmaxParams& p, const ThreadPool&) {
-    const auto* own = by_name(kName).masked_softmax;
+    const auto own = by_name(kName).masked_softmax;
     (own != nullptr ? own : by_name(kSimt).masked_softmax)(p, {});
   }
 
