@@ -28,7 +28,7 @@ STAMPS := build/make/$(shell printf %s '$(abspath $(ENV))' | cksum | cut -d ' ' 
 
 SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not -name __pycache__) \
 	setup.py pyproject.toml selfattn_ext/sources.py selfattn_ext/toolchain.py
-CPP_FILES = $(shell find csrc tests/cpp tests/amx_emulator tests/emulator -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help build demo test cpp-test lint format wheel sdist clean
 help:
@@ -81,6 +81,7 @@ lint: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/clang-format" --dry-run -Werror $(CPP_FILES)
 	"$(BIN)/mypy"
+	"$(BIN)/shellcheck" .ci/run scripts/*.sh
 
 format: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" check --fix .
