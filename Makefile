@@ -27,7 +27,7 @@ BIN := $(ENV)/bin
 STAMPS := build/make/$(shell printf %s '$(abspath $(ENV))' | cksum | cut -d ' ' -f 1)
 
 SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not -name __pycache__) \
-	setup.py pyproject.toml selfattn_ext/sources.py selfattn_ext/toolchain.py
+	setup.py pyproject.toml selfattn_ext/sources.py selfattn_ext/toolchain.py selfattn_ext/cuda_build.py
 CPP_FILES = $(shell find csrc tests/cpp tests/amx_emulator -name '*.cpp' -o -name '*.h')
 
 .PHONY: help build demo test cpp-test lint format wheel sdist clean

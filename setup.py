@@ -12,13 +12,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 
-from setuptools import setup
+from setuptools import Extension, setup
 from setuptools.command.build_py import build_py
 
 try:
-    from torch.utils.cpp_extension import BuildExtension, CppExtension
+    import torch
+    from torch.utils import cpp_extension
+    from torch.utils.cpp_extension import BuildExtension
 except ImportError:  # metadata and sdist need no torch; building says what is missing
-    from setuptools import Extension as CppExtension
     from setuptools.command.build_ext import build_ext as BuildExtension
 
     TORCH_FOUND = False
@@ -30,10 +31,26 @@ ROOT = Path(__file__).resolve().parent
 # By path: importing the package would load the library that is about to be built.
 sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
 toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "toolchain.py")))
+cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "cuda_build.py")))
 
 
 def relative(paths: list[str]) -> list[str]:
     return [os.path.relpath(path, ROOT) for path in paths]
+
+
+def extension(plan) -> Extension:
+    """The library for what the plan says about CUDA."""
+    make = cpp_extension.CUDAExtension if plan.cuda else cpp_extension.CppExtension
+    return make(
+        "selfattn_ext._C",
+        relative(sources.extension_sources(plan.cuda)),
+        depends=relative(sources.headers()),
+        extra_compile_args={
+            "cxx": [*sources.compile_flags(), *cuda_build.definitions(plan)],
+            "nvcc": [*sources.cuda_flags(), *cuda_build.architecture_flags(plan.architectures)],
+        },
+        language="c++",
+    )
 
 
 class BuildLibrary(BuildExtension):
@@ -55,7 +72,15 @@ class BuildLibrary(BuildExtension):
         if problem is not None:
             raise SystemExit(problem)
         with toolchain.environment():
-            super().run()
+            try:
+                plan = cuda_build.plan_for(torch)
+            except ValueError as error:
+                raise SystemExit(f"selfattn_ext: {error}") from None
+            print(f"selfattn_ext: {plan.explanation}", flush=True)
+            with cuda_build.environment(plan, cpp_extension):
+                # Declared without them below, as nothing but a build needs to look for nvcc.
+                vars(self.extensions[0]).update(vars(extension(plan)))
+                super().run()
 
 
 class BuildPackage(build_py):
@@ -73,14 +98,6 @@ class BuildPackage(build_py):
 
 setup(
     version=sources.version(),
-    ext_modules=[
-        CppExtension(
-            "selfattn_ext._C",
-            relative(sources.extension_sources()),
-            depends=relative(sources.headers()),
-            extra_compile_args={"cxx": sources.compile_flags()} if TORCH_FOUND else [],
-            language="c++",
-        )
-    ],
+    ext_modules=[Extension("selfattn_ext._C", relative(sources.extension_sources()))],
     cmdclass={"build_ext": BuildLibrary, "build_py": BuildPackage},
 )

@@ -13,17 +13,55 @@ from . import checks, precision, reference, shapes
 __all__ = [
     "Maybe",
     "Options",
+    "Prepared",
     "add_causal_bias",
     "add_float32_precision",
     "add_window",
     "autocast",
     "formula",
     "keywords_of",
+    "prepared",
 ]
 
 #: The operators' keyword arguments that are no tensors; those at their default are left out.
 Options = dict[str, Any]
 Maybe = Tensor | None
+#: query, key and value in four dimensions, mask, slopes, sinks, scale; a plain tuple costs a call the least.
+Prepared = tuple[shapes.Canonical, Maybe, Maybe, Maybe, float]
+
+
+def prepared(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    alibi_slopes: Maybe,
+    sinks: Maybe,
+    options: Options,
+) -> Prepared:
+    """Brings the arguments of attention into the operators' form; adds what is no tensor to the options."""
+    if is_causal:
+        options["is_causal"] = True
+    query, key, value = autocast(query, key, value)
+    form = shapes.canonical(query, key, value, enable_gqa)
+    add_float32_precision(options, form.query)
+    mask = None
+    if attn_mask is not None:
+        if checks.is_causal_bias(attn_mask):
+            add_causal_bias(options, attn_mask, form, alibi_slopes is not None)
+        else:
+            mask = shapes.mask_four_dimensional(checks.mask("attn_mask", attn_mask), form)
+    dtype = reference.accumulation_dtype(form.query.dtype)
+    return (
+        form,
+        mask,
+        None if alibi_slopes is None else shapes.head_numbers(alibi_slopes, form, dtype),
+        None if sinks is None else shapes.head_numbers(sinks, form, dtype),
+        reference.default_scale(form.query.shape[3]) if scale is None else checks.scale(scale),
+    )
 
 
 def add_window(options: Options, window_size: Sequence[int]) -> None:

@@ -1,11 +1,13 @@
 """Which kernel runs: what was compiled, what this machine can run, what a call takes, why the others do not.
 
-Each operator has several kernels. "fused" is tiled and vectorised, compiled once per instruction set, and
-chosen by itself; "loops" is the formula as three nested loops, to read and to compare with, and runs only
-when asked for::
+Each operator has several kernels. On the CPU, "fused" is tiled and vectorised, compiled once per instruction
+set, and chosen by itself; "loops" is the formula as three nested loops, to read and to compare with, and runs
+only when asked for::
 
     with selfattn_ext.backends.use("loops"):
         out = selfattn_ext.scaled_dot_product_attention(query, key, value)
+
+On CUDA, in builds that have kernels for it, "sm80" takes what tensor cores can do and "simt" everything.
 
 The environment variable SELFATTN_KERNEL names the kernel for a whole process, SELFATTN_CPU_ISA the
 instruction set (scalar, avx2, avx512, avx512_bf16, amx); :func:`use_cpu_isa` sets the latter inside a
@@ -25,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, library, precision
+from . import arguments, checks, library, ops, precision
 from .reference import default_scale
 
 __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]
@@ -79,12 +81,14 @@ class Explanation:
     dtype: str
     #: How exact products of float32 numbers are to be; None for other dtypes.
     float32_precision: str | None
-    threads: int
+    #: None on CUDA.
+    threads: int | None
     refused: dict[str, str]
 
     def __str__(self) -> str:
         dtype = f"{self.dtype} ({self.float32_precision})" if self.float32_precision else self.dtype
-        lines = [f"{self.kernel}/{self.isa} on {self.device}, {dtype}, {self.threads} threads"]
+        threads = "" if self.threads is None else f", {self.threads} threads"
+        lines = [f"{self.kernel}/{self.isa} on {self.device}, {dtype}{threads}"]
         lines += [f"  not {name}: {reason}" for name, reason in self.refused.items()]
         return "\n".join(lines)
 
@@ -100,18 +104,36 @@ def _row(row: dict[str, Any]) -> Kernel:
     )
 
 
-def kernels() -> list[Kernel]:
-    """Every compiled kernel, best first, those that this machine cannot run too."""
-    return [_row(row) for row in library.extension().kernel_table()]
+def kernels(device: torch.device | str = "cpu") -> list[Kernel]:
+    """Every compiled kernel for a kind of device, best first, those that this machine cannot run too.
+
+    Args:
+        device: "cpu" or "cuda". There are none for "cuda" in a build without CUDA; ``reason`` is about the
+            GPU that is named, or the current one.
+    """
+    wanted = torch.device(device)
+    if wanted.type == "cpu":
+        return [_row(row) for row in library.extension().kernel_table()]
+    if wanted.type != "cuda":
+        return []
+    if torch.cuda.is_available():
+        return [_row(row) for row in library.extension().cuda_kernel_table(_capability(wanted))]
+    missing = "there is no GPU that torch can use"
+    return [_row({**row, "reason": missing}) for row in library.extension().cuda_kernel_table(90)]
 
 
-def available() -> list[Kernel]:
-    """The kernels that this machine can run, best first."""
-    return [kernel for kernel in kernels() if kernel.available]
+def available(device: torch.device | str = "cpu") -> list[Kernel]:
+    """Those of :func:`kernels` that this machine can run, best first."""
+    return [kernel for kernel in kernels(device) if kernel.available]
+
+
+def _capability(device: torch.device) -> int:
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
 
 
 def cpu_isas() -> list[str]:
-    """The instruction sets whose fused kernels this machine can run, best first."""
+    """The instruction sets of the CPU whose fused kernels this machine can run, best first."""
     return list(dict.fromkeys(kernel.isa for kernel in available() if kernel.automatic))
 
 
@@ -124,7 +146,7 @@ def use(name: str) -> Iterator[None]:
         ValueError: no kernel has that name, or this machine cannot run it.
     """
     global forcing
-    _choose(name)
+    _check_name(name)
     token = _forced.set(name)
     with _lock:
         forcing += 1
@@ -150,6 +172,14 @@ def use_cpu_isa(name: str) -> Iterator[None]:
         yield
     finally:
         extension.set_cpu_isa(before)
+
+
+def _check_name(name: str) -> None:
+    on_cuda = {kernel.name: kernel for kernel in kernels("cuda")}
+    if name not in on_cuda or name in {kernel.name for kernel in kernels()}:
+        _choose(name)
+    elif (reason := on_cuda[name].reason) is not None:
+        raise ValueError(f'kernel "{name}" cannot run here: {reason}')
 
 
 def _choose(name: str) -> Kernel:
@@ -197,6 +227,17 @@ def explain(
         query_offset=query_offset,
     )
     forced = forced_kernel()
+    if query.device.type == "cuda":
+        options: arguments.Options = {"dropout_p": dropout_p} if dropout_p else {}
+        if query_offset:
+            options["query_offset"] = query_offset
+        if softcap:
+            options["softcap"] = softcap
+        arguments.add_window(options, window_size)
+        call = arguments.prepared(
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options
+        )
+        return _explain_on_cuda(call, options, forced)
     taken = chosen = _choose(forced)
     dtype = str(query.dtype).removeprefix("torch.")
     other = library.extension().hands_on_to(
@@ -224,6 +265,38 @@ def explain(
         dtype=dtype,
         float32_precision=precision.current() if query.dtype is torch.float32 else None,
         threads=torch.get_num_threads(),
+        refused=refused,
+    )
+
+
+def _explain_on_cuda(call: arguments.Prepared, options: arguments.Options, forced: str) -> Explanation:
+    form, mask, slopes, sinks, scale = call
+    query, key, value = form[:3]
+    seed = torch.zeros(1, dtype=torch.int64, device=query.device) if "dropout_p" in options else None
+    keywords = arguments.keywords_of(options, mask, slopes, sinks, seed)
+    # The operator of that name asks the kernels about the very call.
+    lines = ops.attention_refusals(query, key, value, scale, **keywords).split("\n")
+    reasons = dict(zip((kernel.name for kernel in kernels(query.device)), lines, strict=True))
+    takers = [name for name, reason in reasons.items() if not reason]
+    if forced and forced not in takers:
+        known = ", ".join(f'"{name}"' for name in reasons)
+        reason = reasons.get(forced) or f"it is none of the kernels for CUDA, {known}"
+        raise ValueError(f'kernel "{forced}" is asked for and does not take this call: {reason}')
+    if not takers:
+        raise ValueError(f"no kernel takes this call: {reasons}")
+    taken = forced or takers[0]
+    refused = {
+        f"{name}/cuda": reason or (f"{forced} is asked for" if forced else f"{taken} is faster")
+        for name, reason in reasons.items()
+        if name != taken
+    }
+    return Explanation(
+        kernel=taken,
+        isa="cuda",
+        device=str(query.device),
+        dtype=str(query.dtype).removeprefix("torch."),
+        float32_precision=precision.current() if query.dtype is torch.float32 else None,
+        threads=None,
         refused=refused,
     )
 

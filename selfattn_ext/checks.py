@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 import operator
+import re
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -17,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import shapes
+from . import cuda_build, library, shapes
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES_TEXT = "float64, float32, bfloat16 or float16"
@@ -32,6 +33,22 @@ def diagnose(check: Callable[..., None], *args: Any, **kwargs: Any) -> Exception
     except (ValueError, TypeError) as problem:
         return problem
     return None
+
+
+def out_of_memory(error: MemoryError, tensor: Tensor) -> Exception:
+    """What to raise in place of an operator's MemoryError: on CUDA, what torch's own functions raise.
+
+    The operators learn only that an allocation failed. Trying it once more tells why: an earlier kernel's
+    error shows there as well as lack of memory.
+    """
+    if tensor.device.type != "cuda":
+        return error
+    wanted = re.search(r"\((\d+) bytes\)", str(error))
+    try:
+        torch.empty(int(wanted[1]) if wanted else 1, dtype=torch.uint8, device=tensor.device)
+    except Exception as reason:
+        return reason
+    return torch.OutOfMemoryError(f"CUDA out of memory: {error}")
 
 
 def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFFSET) -> int:
@@ -146,6 +163,20 @@ def _device(name: str, tensor: Tensor, first: str, device: torch.device) -> None
         )
 
 
+def _has_kernels(name: str, device: torch.device) -> None:
+    build = library.extension().build_info()
+    allowed = "cpu or cuda" if build["cuda"] else "cpu"
+    if device.type == "meta":
+        raise ValueError(f"{name} is on the meta device and has no data; allowed is {allowed}")
+    if device.type == "cuda" and not build["cuda"]:
+        raise ValueError(
+            f"{name} is on {device}, and this build of selfattn_ext has no CUDA kernels: "
+            f"{cuda_build.ABSENT[build['cuda_absent']]}. {cuda_build.install_hint(torch.version.cuda)}"
+        )
+    if device.type not in ("cpu", "cuda"):
+        raise ValueError(f"{name} is on {device}, for which this build has no kernels; allowed is {allowed}")
+
+
 def _floats(tensors: dict[str, Any]) -> None:
     """Dense floating tensors of one dtype on one device that has kernels."""
     for name, tensor in tensors.items():
@@ -159,12 +190,7 @@ def _floats(tensors: dict[str, Any]) -> None:
             raise TypeError(
                 f"{name} is {tensor.dtype} and {first} {reference.dtype}: they must have the same dtype"
             )
-    if reference.device.type == "meta":
-        raise ValueError(f"{first} is on the meta device and has no data; allowed is cpu")
-    if reference.device.type != "cpu":
-        raise ValueError(
-            f"{first} is on {reference.device}, for which this build has no kernels; allowed is cpu"
-        )
+    _has_kernels(first, reference.device)
 
 
 def _fits(name: str, sizes: Sequence[int]) -> None:

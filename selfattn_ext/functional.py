@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from . import arguments, autograd, autograd_pieces, backends, checks, ops, precision, shapes
-from .reference import accumulation_dtype, default_scale
+from .reference import default_scale
 
 __all__ = ["attention_scores", "attention_weights", "masked_softmax", "scaled_dot_product_attention"]
 
@@ -110,8 +110,9 @@ def scaled_dot_product_attention(
             :class:`torch.nn.attention.bias.CausalBias` is taken as the rule that it stands for. Combines with
             ``is_causal`` and the window.
         dropout_p: probability with which each weight is dropped, whenever it is not 0: pass 0 in evaluation.
-            The pattern is drawn from torch's default generator (:func:`torch.manual_seed`) and does not
-            depend on threads or kernels.
+            The pattern comes from a seed that is drawn on the query's device from torch's default generator
+            there (:func:`torch.manual_seed` governs them all). It does not depend on threads or kernels, and
+            a CUDA graph draws a new one at each replay.
         is_causal: query i sees keys ``j <= i + query_offset``.
         scale: factor of the scores, ``1 / sqrt(E)`` by default.
         enable_gqa: allows H query heads against Hk kv heads where Hk divides H (Ainslie et al. 2023).
@@ -136,7 +137,7 @@ def scaled_dot_product_attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
-        MemoryError: there is no memory for the result.
+        MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
     Products of float32 numbers are as exact as :func:`torch.set_float32_matmul_precision` asks when the call
     is made, those of its gradients too: "highest" (the default) gives the accuracy of float32, "high" that of
@@ -171,39 +172,30 @@ def scaled_dot_product_attention(
             and forward_ad._current_level < 0
         ):
             try:
-                factor = None if scale is None else checks.scale(scale)
+                given = None if scale is None else checks.scale(scale)
                 if (asked := _float32_precision()) != "highest" and query.dtype is _FLOAT32:
                     options["float32_precision"] = asked
                 if options:
-                    factor = default_scale(query.size(3)) if factor is None else factor
+                    given = default_scale(query.size(3)) if given is None else given
                     if is_causal:
                         options["is_causal"] = True
                     if not enable_gqa and query.size(1) != key.size(1) != 1:
                         raise ValueError("heads that do not go together")
                 if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
                     return autograd.plain_attention(
-                        query, key, value, (factor, is_causal, enable_gqa, options)
+                        query, key, value, (given, is_causal, enable_gqa, options)
                     )
-                if options and factor is not None:
-                    return ops.direct_forward(query, key, value, factor, **options)[0]
-                return ops.plain_attention(query, key, value, factor, is_causal, enable_gqa)
+                if options and given is not None:
+                    return ops.direct_forward(query, key, value, given, **options)[0]
+                return ops.plain_attention(query, key, value, given, is_causal, enable_gqa)
             except (ValueError, RuntimeError):
                 # Something to broadcast or to make dense, a flag that is no bool, or a mistake: the general
                 # way finds out which.
                 pass
 
-        if is_causal:
-            options["is_causal"] = True
-        q, k, v = arguments.autocast(query, key, value)
-        form = shapes.canonical(q, k, v, enable_gqa)
-        arguments.add_float32_precision(options, form.query)
-        mask = None
-        if attn_mask is not None:
-            if checks.is_causal_bias(attn_mask):
-                arguments.add_causal_bias(options, attn_mask, form, alibi_slopes is not None)
-            else:
-                mask = shapes.mask_four_dimensional(checks.mask("attn_mask", attn_mask), form)
-        dtype = accumulation_dtype(form.query.dtype)
+        form, mask, slopes, sink_logits, factor = arguments.prepared(
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options
+        )
         seed = None
         if dropout_p:
             options["dropout_p"] = checks.probability("dropout_p", dropout_p)
@@ -213,14 +205,16 @@ def scaled_dot_product_attention(
             form.key,
             form.value,
             mask,
-            None if alibi_slopes is None else shapes.head_numbers(alibi_slopes, form, dtype),
-            None if sinks is None else shapes.head_numbers(sinks, form, dtype),
+            slopes,
+            sink_logits,
             seed,
-            default_scale(form.query.shape[3]) if scale is None else checks.scale(scale),
+            factor,
             options,
             return_weights,
             return_lse,
         )
+    except MemoryError as error:
+        raise checks.out_of_memory(error, query) from None
     except _REFUSALS:
         problem = checks.diagnose(
             checks.attention,
@@ -280,7 +274,7 @@ def attention_weights(
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
-        MemoryError: there is no memory for the result.
+        MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
     if not isinstance(key, Tensor) or key.dim() < 2:
         checks.scores(query, key)
@@ -321,13 +315,15 @@ def attention_scores(
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
-        MemoryError: there is no memory for the result.
+        MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
     try:
         q, k = arguments.autocast(query, key)
         form = shapes.canonical(q, k, k, enable_gqa)
         factor = default_scale(form.query.size(3)) if scale is None else checks.scale(scale)
         scores = autograd_pieces.attention_scores(form.query, form.key, factor, backends.forced_kernel())
+    except MemoryError as error:
+        raise checks.out_of_memory(error, query) from None
     except _REFUSALS:
         problem = checks.diagnose(checks.scores, query, key, scale, enable_gqa)
         if problem is None:
@@ -363,7 +359,7 @@ def masked_softmax(
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
-        MemoryError: there is no memory for the result.
+        MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
     try:
         if scores.dim() < 2:
@@ -386,6 +382,8 @@ def masked_softmax(
                 )
             bias = shapes.mask_four_dimensional(checks.mask("mask", mask), form)
         weights = autograd_pieces.masked_softmax(flat, bias, checks.scale(scale), options)
+    except MemoryError as error:
+        raise checks.out_of_memory(error, scores) from None
     except _REFUSALS:
         problem = checks.diagnose(checks.softmax, scores, mask, scale_=scale, query_offset=query_offset)
         if problem is None:

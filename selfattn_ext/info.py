@@ -11,10 +11,18 @@ from typing import Any
 
 import torch
 
-from selfattn_ext import backends, library, sources
+from selfattn_ext import backends, cuda_build, library, sources
 from selfattn_ext.terminal import describe
 
-VARIABLES = ("SELFATTN_KERNEL", "SELFATTN_CPU_ISA", "OMP_NUM_THREADS", "ATEN_CPU_CAPABILITY")
+VARIABLES = (
+    "SELFATTN_KERNEL",
+    "SELFATTN_CPU_ISA",
+    "SELFATTN_CUDA",
+    "TORCH_CUDA_ARCH_LIST",
+    "CUDA_HOME",
+    "OMP_NUM_THREADS",
+    "ATEN_CPU_CAPABILITY",
+)
 EXTRAS = ("numpy", "matplotlib", "seaborn", "transformers")
 
 
@@ -34,7 +42,9 @@ def facts() -> dict[str, Any]:
         "build": dict(build),
         "torch": torch.__version__,
         "torch_cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        "torch_cuda": torch.version.cuda,
         "cuda_device": torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+        "cuda_devices": cuda_devices(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "architecture": architecture,
@@ -44,6 +54,17 @@ def facts() -> dict[str, Any]:
         "features": {name: bool(present) for name, present in features.items()},
         "environment": {name: os.environ[name] for name in VARIABLES if name in os.environ},
     }
+
+
+def cuda_devices() -> list[str]:
+    """Name and compute capability of every GPU that torch can use."""
+    if not torch.cuda.is_available():
+        return []
+    described = []
+    for index in range(torch.cuda.device_count()):
+        major, minor = torch.cuda.get_device_capability(index)
+        described.append(f"{torch.cuda.get_device_name(index)} (compute capability {major}.{minor})")
+    return described
 
 
 def cpu_name() -> str:
@@ -70,12 +91,13 @@ def run() -> int:
             f"{build['compiler']}, torch {build['torch']}; loads under {build['torch_minimum']} and newer",
         ),
         ("optimized", _yes(build["optimized"])),
-        ("CUDA", "kernels built" if build["cuda"] else "kernels not built"),
+        ("CUDA", _cuda(build)),
         (
             "torch",
             f"{found['torch']}, CPU capability {found['torch_cpu_capability']}, {found['threads']} threads",
         ),
-        ("GPU", found["cuda_device"] or "none that torch can use"),
+        ("nvcc", str(cuda_build.find_nvcc() or "none")),
+        ("GPU", ", ".join(found["cuda_devices"]) or "none that torch can use"),
         ("Python", f"{found['python']} ({sys.executable})"),
         ("platform", found["platform"]),
         ("CPU", f"{found['cpu']}, {found['logical_cpus']} logical, {found['architecture']}"),
@@ -119,7 +141,18 @@ def _print_kernels() -> int:
         reason = explanation.refused.get(f"{kernel.name}/{kernel.isa}")
         if reason is not None and kernel.available and not chosen:
             print(f"      not taken: {reason}")
+    on_cuda = backends.kernels("cuda")
+    if on_cuda:
+        print("\nkernels for CUDA, best first:")
+    for kernel in on_cuda:
+        print(f"    {kernel}")
     return 0
+
+
+def _cuda(build: dict[str, Any]) -> str:
+    if build["cuda"]:
+        return f"kernels for compute capability {build['cuda_architectures']}, by {build['cuda_compiler']}"
+    return f"no kernels: {cuda_build.ABSENT[build['cuda_absent']]}"
 
 
 def _yes(flag: bool) -> str:

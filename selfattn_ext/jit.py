@@ -1,4 +1,4 @@
-"""The package's C++ sources through ``torch.utils.cpp_extension.load``.
+"""The package's C++ and CUDA sources through ``torch.utils.cpp_extension.load``.
 
 For experiments with the kernels: edit csrc, call :func:`load` in a new process, and the changed kernels are
 at hand as ``module.ops`` beside those of the installed library. The sources need no special flags, so the
@@ -11,6 +11,7 @@ does the same, without optimising the code between the kernels.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import sys
 from collections.abc import Sequence
@@ -19,7 +20,7 @@ from types import ModuleType
 
 import torch
 
-from . import sources, toolchain
+from . import cuda_build, sources, toolchain
 
 _loaded: dict[tuple[object, ...], ModuleType] = {}
 
@@ -36,10 +37,14 @@ def load(
     name: str = "selfattn_jit",
     *,
     extra_cflags: Sequence[str] = (),
+    extra_cuda_cflags: Sequence[str] = (),
     build_directory: str | os.PathLike[str] | None = None,
     verbose: bool = False,
 ) -> ModuleType:
-    """Compile the package's C++ sources and load them under a name of their own.
+    """Compile the package's sources and load them under a name of their own.
+
+    CUDA kernels are among them where torch has CUDA and nvcc and a GPU are there; SELFATTN_CUDA=0 leaves them
+    out, SELFATTN_CUDA=1 does without the GPU.
 
     The first call takes a minute or two; later ones, in other processes, compile only what has changed. A
     second call in one process returns the module of the first.
@@ -47,6 +52,7 @@ def load(
     Args:
         name: name of the module, and namespace of its operators: ``torch.ops.<name>``.
         extra_cflags: compiler flags after the package's own, for instance ``["-DNDEBUG"]``.
+        extra_cuda_cflags: the same for nvcc, for instance ``["-lineinfo"]``.
         build_directory: where object files and library go; by default a folder of this Python, torch and name
             in torch's cache of extensions (``TORCH_EXTENSIONS_DIR``).
         verbose: print the compiler's commands and output.
@@ -55,7 +61,8 @@ def load(
         The pybind11 module; its ``ops`` are the operators, its ``op_namespace`` is their namespace.
 
     Raises:
-        ValueError: the name is no identifier, or its operators are registered already.
+        ValueError: the name is no identifier, its operators are registered already, or environment variables
+            ask for CUDA kernels that cannot be built.
         ImportError: there is no compiler or no ninja; the message says what to install.
         RuntimeError: the sources do not compile; the message holds the compiler's output.
     """
@@ -63,18 +70,20 @@ def load(
         raise ValueError(
             f"name must be an identifier, for a module and its namespace of operators; got {name!r}"
         )
-    key = (name, tuple(extra_cflags), None if build_directory is None else os.path.abspath(build_directory))
+    folder = None if build_directory is None else os.path.abspath(build_directory)
+    key = (name, tuple(extra_cflags), tuple(extra_cuda_cflags), folder)
     if key not in _loaded:
         if is_registered(name):
             raise ValueError(f"torch.ops.{name} holds a loaded library already; choose another name")
         flags = [*sources.optimisation_flags(), *extra_cflags]
-        _loaded[key] = compile_and_load(name, flags, build_directory, verbose)
+        _loaded[key] = compile_and_load(name, flags, extra_cuda_cflags, build_directory, verbose)
     return _loaded[key]
 
 
 def compile_and_load(
     name: str,
     flags: Sequence[str],
+    extra_cuda_cflags: Sequence[str] = (),
     build_directory: str | os.PathLike[str] | None = None,
     verbose: bool = False,
 ) -> ModuleType:
@@ -83,6 +92,7 @@ def compile_and_load(
     Raises:
         ImportError: there is no compiler or no ninja; the message says what to install.
         RuntimeError: the sources do not compile.
+        ValueError: environment variables ask for CUDA kernels that cannot be built.
     """
     problem = toolchain.compiler_problem()
     if problem is None and toolchain.ninja_folder() is None:
@@ -93,7 +103,9 @@ def compile_and_load(
     # Imported late: it brings in setuptools, which takes longer than the rest of the package.
     from torch.utils import cpp_extension
 
-    with toolchain.environment():
+    with toolchain.environment(), contextlib.ExitStack() as stack:
+        plan = cuda_build.plan_for(torch, at_run_time=True)
+        stack.enter_context(cuda_build.environment(plan, cpp_extension))
         if build_directory is None:
             root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
             # Another Python needs another module, and another torch would compile everything again in place.
@@ -108,8 +120,13 @@ def compile_and_load(
         try:
             return cpp_extension.load(
                 name,
-                sources.extension_sources(),
-                extra_cflags=list(flags),
+                sources.extension_sources(plan.cuda),
+                extra_cflags=[*flags, *cuda_build.definitions(plan)],
+                extra_cuda_cflags=[
+                    *sources.cuda_flags(),
+                    *cuda_build.architecture_flags(plan.architectures),
+                    *extra_cuda_cflags,
+                ],
                 build_directory=str(folder),
                 verbose=verbose,
             )

@@ -93,7 +93,7 @@ def _compile() -> ModuleType:
     name = f"selfattn_ext_{zlib.crc32(os.fsencode(folder)):08x}"
     try:
         return jit.compile_and_load(name, sources.compile_flags())
-    except ImportError as error:
+    except (ImportError, ValueError) as error:
         raise ImportError(f"{nothing}, and none can be made: {error}") from error
     except RuntimeError as error:
         raise ImportError(f"{nothing}, and its sources do not compile: {error}") from error

@@ -49,6 +49,12 @@ class _AttentionForward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
 
 
+class _AttentionRefusals(Protocol):
+    """(query, key, value, scale, *, options) -> a line per CUDA kernel: why it does not take this call."""
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any) -> str: ...
+
+
 class _AttentionWeights(Protocol):
     """(query, key, row_max, row_sum, scale, *, options) -> weights (B,H,L,S)."""
 
@@ -173,6 +179,7 @@ _ops = library.ops()
 NAMESPACE: str = _ops.name
 
 attention_forward: _AttentionForward = _ops.attention_forward.default
+attention_refusals: _AttentionRefusals = _ops.attention_refusals.default
 attention_weights: _AttentionWeights = _ops.attention_weights.default
 attention_backward: _AttentionBackward = _ops.attention_backward.default
 attention_scores: _AttentionScores = _ops.attention_scores.default
@@ -201,6 +208,23 @@ def _refuse_meta(*arguments: Any) -> None:
         raise RuntimeError(
             "selfattn_ext runs on no meta tensors; use torch._subclasses.FakeTensorMode for shapes"
         )
+
+
+def _no_gradient_on_cuda(*arguments: Any, **options: Any) -> Any:
+    raise NotImplementedError(
+        "selfattn_ext has no CUDA kernels for gradients yet: take them on the CPU, or through the formula, "
+        "selfattn_ext.reference.attention, whose results torch differentiates on any device"
+    )
+
+
+# Where the operators' own kernels will be registered, in csrc/ops/cuda; C++ could not raise this exception.
+for _name in (
+    "attention_backward",
+    "plain_attention_backward",
+    "attention_scores_backward",
+    "masked_softmax_backward",
+):
+    torch.library.impl(f"{NAMESPACE}::{_name}", "cuda", _no_gradient_on_cuda)
 
 
 def _fake(name: str) -> Callable[[_Kernel], _Kernel]:

@@ -1,4 +1,4 @@
-"""The one list of C++ sources and compiler flags.
+"""The one list of C++ and CUDA sources and of compiler flags.
 
 setup.py, jit.py and CMakeLists.txt read it, each in its own way, so this file needs neither torch nor the
 rest of the package: it is importable alone, and ``python selfattn_ext/sources.py library`` prints a list
@@ -17,8 +17,12 @@ NAMESPACE = "selfattn"
 #: The oldest torch that can load the library, as csrc/ops/build_options.h has it.
 MINIMUM_TORCH = (2, 11)
 
-#: Folders of csrc whose sources make the operator library; every ``*.cpp`` in them is compiled.
-LIBRARY_FOLDERS = ("core", "cpu", "ops")
+#: Folders of csrc whose sources make the operator library; every ``*.cpp`` in them is compiled, and every
+#: ``*.cu`` in a build with CUDA.
+LIBRARY_FOLDERS = ("core", "cpu", "cuda", "ops")
+
+#: What lies in a folder of this name, on whatever level, belongs to builds with CUDA alone.
+CUDA_FOLDER = "cuda"
 
 #: The folder of the pybind11 module, which Python needs and a C++ program does not.
 PYTHON_FOLDER = "python"
@@ -52,27 +56,38 @@ def supports(torch_version: str) -> bool:
     return found is not None and (int(found[1]), int(found[2])) >= MINIMUM_TORCH
 
 
-def _in_folders(folders: tuple[str, ...], pattern: str) -> list[str]:
+def _in_folders(folders: tuple[str, ...], cuda: bool) -> list[str]:
+    base = root()
+    paths = [
+        path
+        for folder in folders
+        for path in (base / folder).rglob("*")
+        if path.suffix in (".cpp", ".cu")
+        and (cuda or CUDA_FOLDER not in path.relative_to(base).parts)
+        and not path.name.startswith(".")
+    ]
     # Sorted, so that two builds link in the same order and give the same library.
-    return sorted(str(path) for folder in folders for path in (root() / folder).rglob(pattern))
+    return sorted(map(str, paths))
 
 
-def library_sources() -> list[str]:
+def library_sources(cuda: bool = False) -> list[str]:
     """Absolute paths of the operator library's sources, without the pybind11 module."""
-    return _in_folders(LIBRARY_FOLDERS, "*.cpp")
+    return _in_folders(LIBRARY_FOLDERS, cuda)
 
 
-def extension_sources() -> list[str]:
+def extension_sources(cuda: bool = False) -> list[str]:
     """Absolute paths of all sources of the Python extension module.
 
-    They compile as they are with ``torch.utils.cpp_extension.load(name=..., sources=extension_sources())``.
+    They compile as they are with ``torch.utils.cpp_extension.load(name=..., sources=extension_sources())``,
+    and with ``cuda=True`` where torch has CUDA and nvcc is found. The sources that only a build with CUDA has
+    tell the others by being there; no macro does.
     """
-    return _in_folders((*LIBRARY_FOLDERS, PYTHON_FOLDER), "*.cpp")
+    return _in_folders((*LIBRARY_FOLDERS, PYTHON_FOLDER), cuda)
 
 
 def headers() -> list[str]:
     """Absolute paths of every file of csrc that sources include."""
-    return sorted(str(path) for pattern in ("*.h", "*.inc") for path in root().rglob(pattern))
+    return sorted(str(path) for pattern in ("*.h", "*.cuh", "*.inc") for path in root().rglob(pattern))
 
 
 def definitions() -> list[str]:
@@ -103,7 +118,12 @@ def compile_flags() -> list[str]:
 
 
 if __name__ == "__main__":
-    _LISTS = {"library": library_sources, "definitions": definitions, "version": lambda: [version()]}
+    _LISTS = {
+        "library": library_sources,
+        "library-with-cuda": lambda: library_sources(cuda=True),
+        "definitions": definitions,
+        "version": lambda: [version()],
+    }
     if len(sys.argv) != 2 or sys.argv[1] not in _LISTS:
         sys.exit(f"usage: python {sys.argv[0]} {{{','.join(_LISTS)}}}")
     print("\n".join(_LISTS[sys.argv[1]]()))

@@ -76,10 +76,13 @@ def ninja_folder() -> str | None:
 @contextlib.contextmanager
 def environment() -> Iterator[None]:
     """Make torch's build code find the same compiler and ninja as this module, also for linking."""
-    saved = {name: os.environ.get(name) for name in ("CXX", "PATH")}
+    saved = {name: os.environ.get(name) for name in ("CXX", "NVCC_CCBIN", "PATH")}
     command, folder = compiler(), ninja_folder()
     if command is not None:
         os.environ["CXX"] = shlex.join(command)
+        if len(command) == 1:
+            # nvcc would take gcc, which need not be of a version that it accepts.
+            os.environ.setdefault("NVCC_CCBIN", command[0])
     if folder is not None:
         os.environ["PATH"] = os.pathsep.join([saved["PATH"] or os.defpath, folder])
     try:

@@ -84,14 +84,21 @@ class TestArguments:
 class TestSources:
     def test_names_of_objects_are_unique(self):
         # torch's loader names object files by the name of the source alone, whatever its folder.
-        names = Counter(Path(source).stem for source in sources.extension_sources())
+        names = Counter(Path(source).stem for source in sources.extension_sources(cuda=True))
         assert [name for name, count in names.items() if count > 1] == []
 
+    def test_a_build_without_cuda_has_none_of_its_sources(self):
+        assert not [source for source in sources.extension_sources() if "cuda" in Path(source).parts[-3:]]
+        assert not [source for source in sources.extension_sources() if source.endswith(".cu")]
+        only = set(sources.extension_sources(cuda=True)) - set(sources.extension_sources())
+        assert {Path(source).name for source in only} >= {"engine_cuda.cpp", "device_code.cu"}
+
     def test_one_list(self):
-        extension, operators = set(sources.extension_sources()), set(sources.library_sources())
-        assert operators < extension
-        assert {Path(source).parent.name for source in extension - operators} == {"python"}
-        everything = {str(path) for path in sources.root().rglob("*.cpp")}
+        for cuda in (False, True):
+            extension, operators = set(sources.extension_sources(cuda)), set(sources.library_sources(cuda))
+            assert operators < extension
+            assert {Path(source).parent.name for source in extension - operators} == {"python"}
+        everything = {str(path) for suffix in ("cpp", "cu") for path in sources.root().rglob(f"*.{suffix}")}
         assert extension == everything
 
 

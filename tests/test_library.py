@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfattn_ext import jit, library, sources, toolchain
+from selfattn_ext import cuda_build, jit, library, sources, toolchain
 
 PACKAGE = Path(library.__file__).parent
 
@@ -37,7 +37,7 @@ def small_checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "selfattn_ext").mkdir()
     (folder / "selfattn_ext" / "__init__.py").touch()
-    for module in (jit, library, sources, toolchain):
+    for module in (cuda_build, jit, library, sources, toolchain):
         shutil.copy(module.__file__, folder / "selfattn_ext")
     (folder / "csrc" / "python").mkdir(parents=True)
     shutil.copy(sources.root() / "version.h", folder / "csrc")
@@ -69,7 +69,9 @@ class TestIntrospection:
         assert info["version"] == sources.version()
         assert info["torch_minimum"] == ".".join(map(str, sources.MINIMUM_TORCH))
         assert info["optimized"] is True
-        assert info["cuda"] is False
+        assert info["cuda"] is (info["cuda_compiler"] is not None) is (info["cuda_architectures"] is not None)
+        assert info["cuda_absent"] in cuda_build.ABSENT
+        assert info["cuda_absent"] == "" or not info["cuda"]
         assert info["cxx_standard"] >= 201703
         assert info["compiler"].partition(" ")[0] in {"gcc", "clang"}
         assert sources.supports(info["torch"])

@@ -18,9 +18,10 @@ int64_t checked_window(const char* name, int64_t window) {
   return window < kMaxWindow ? window : kMaxWindow;
 }
 
-HeadScalars head_scalars(const char* name, const TensorHandle& handle, const AttentionParams& params) {
+HeadScalars head_scalars(const char* name, const TensorHandle& handle, const AttentionParams& params,
+                         const Input& query) {
   if (!handle) return {};
-  const Input input = inspect(name, handle);
+  const Input input = inspect(name, handle, query);
   check_dtype(input, accumulation_dtype(params.dtype));
   check_rank(input, 2);
   if ((input.size[0] != 1 && input.size[0] != params.batch) || input.size[1] != params.heads) {
@@ -31,13 +32,13 @@ HeadScalars head_scalars(const char* name, const TensorHandle& handle, const Att
   return {input.data, input.size[0] == 1 ? 0 : input.stride[0], input.stride[1]};
 }
 
-Dropout dropout(double probability, const TensorHandle& seed) {
+Dropout dropout(double probability, const TensorHandle& seed, const Input& query) {
   if (!(probability >= 0.0 && probability <= 1.0)) {
     refuse("dropout_p must lie between 0 and 1, but it is ", probability);
   }
   if (probability == 0.0) return {};
   if (!seed) refuse("dropout_seed must be given where dropout_p > 0: an int64 tensor of one element");
-  const Input input = inspect("dropout_seed", seed);
+  const Input input = inspect("dropout_seed", seed, query);
   int64_t count = 1;
   for (int64_t d = 0; d < input.rank; ++d) count *= input.size[d];
   if (input.dtype_code != dtype_codes().int64 || count != 1) {
@@ -151,11 +152,11 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
   check_index_range(p);
 
   if (options.attn_mask) {
-    p.mask = mask_view(inspect("attn_mask", options.attn_mask), p.batch, p.heads, p.queries, p.keys);
+    p.mask = mask_view(inspect("attn_mask", options.attn_mask, query), p.batch, p.heads, p.queries, p.keys);
   }
-  p.alibi_slopes = head_scalars("alibi_slopes", options.alibi_slopes, p);
-  p.sinks = head_scalars("sinks", options.sinks, p);
-  p.dropout = dropout(options.dropout_p, options.dropout_seed);
+  p.alibi_slopes = head_scalars("alibi_slopes", options.alibi_slopes, p, query);
+  p.sinks = head_scalars("sinks", options.sinks, p, query);
+  p.dropout = dropout(options.dropout_p, options.dropout_seed, query);
   p.scale = finite_scale(scale);
   if (!(options.softcap >= 0.0 && std::isfinite(options.softcap))) {
     refuse("softcap must be 0 (off) or a positive finite number, but it is ", options.softcap);

@@ -47,7 +47,7 @@ Output head_gradient(const char* name, const TensorHandle& coefficients, const O
   if (!coefficients) return {};
   const DType dtype = accumulation_dtype(p.dtype);
   const Input input = inspect(name, coefficients);
-  Output sums = allocate(name, {input.size[0], input.size[1]}, dtype);
+  Output sums = allocate(name, {input.size[0], input.size[1]}, dtype, input.device);
   const bool shared_by_batch = input.size[0] == 1;
   if (dtype == DType::kFloat64) {
     reduce_rows(static_cast<const double*>(rows.data), static_cast<double*>(sums.data), shared_by_batch, p);
@@ -63,8 +63,8 @@ Output mask_gradient(const TensorHandle& mask_handle, bool needed, const Attenti
   if (!mask_handle) refuse("need_mask_grad was given without attn_mask");
   if (p.mask.dtype == DType::kBool) refuse("a boolean attn_mask has no gradient");
   const Input mask = inspect("attn_mask", mask_handle);
-  Output grad_mask =
-      allocate("grad_mask", {mask.size[0], mask.size[1], mask.size[2], mask.size[3]}, p.mask.dtype);
+  Output grad_mask = allocate("grad_mask", {mask.size[0], mask.size[1], mask.size[2], mask.size[3]},
+                              p.mask.dtype, mask.device);
   *view = grad_mask.view(p.mask.dtype);
   for (int d = 0; d < kMaxRank; ++d) {
     if (mask.size[d] == 1) view->stride[d] = 0;
@@ -78,28 +78,28 @@ Output mask_gradient(const TensorHandle& mask_handle, bool needed, const Attenti
 
 Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, const Options& options) {
   const Input query = inspect("query", t.query);
-  const Input key = inspect("key", t.key);
-  const Input value = inspect("value", t.value);
+  const Input key = inspect("key", t.key, query);
+  const Input value = inspect("value", t.value, query);
   const AttentionParams p = attention_params(query, key, &value, scale, options);
   const cpu::Kernel& kernel = cpu::choose_kernel(options.kernel.text);
 
   BackwardArguments a;
   const auto output_like = [&](const char* name, TensorHandle& handle) {
-    Input input = inspect(name, handle);
+    Input input = inspect(name, handle, query);
     check_shape(input, {p.batch, p.heads, p.queries, p.value_dim});
     check_dtype(input, p.dtype);
     if (!has_unit_last_stride(input)) make_contiguous(handle, input);
     return plain_view(input, p.dtype);
   };
   const auto row_statistic = [&](const char* name, TensorHandle& handle) {
-    Input input = inspect(name, handle);
+    Input input = inspect(name, handle, query);
     return row_statistics(handle, input, p);
   };
   a.grad_out = output_like("grad_out", t.grad_out);
   a.out = output_like("out", t.out);
   if (t.out_residual) a.out_residual = output_like("out_residual", t.out_residual);
   if (t.statistics) {
-    Input both = inspect("statistics", t.statistics);
+    Input both = inspect("statistics", t.statistics, query);
     const auto rows = pair_of_row_statistics(t.statistics, both, p);
     a.row_max = rows.first;
     a.row_sum = rows.second;
@@ -109,7 +109,7 @@ Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, co
   }
   if (t.grad_row) a.grad_row = row_statistic("grad_row", t.grad_row);
   if (t.grad_weights) {
-    const Input grad_weights = inspect("grad_weights", t.grad_weights);
+    const Input grad_weights = inspect("grad_weights", t.grad_weights, query);
     check_shape(grad_weights, {p.batch, p.heads, p.queries, p.keys});
     check_dtype(grad_weights, p.dtype);
     a.grad_weights = plain_view(grad_weights, p.dtype);
@@ -117,6 +117,7 @@ Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, co
 
   Gradients grads;
   grads.dtype = p.dtype;
+  grads.device = query.device;
   grads.mask = mask_gradient(options.attn_mask, need_mask_grad, p, &a.grad_mask);
   grads.query = allocate_like("grad_query", {p.batch, p.heads, p.queries, p.head_dim}, p.dtype, query);
   grads.key = allocate_like("grad_key", {p.batch, p.kv_heads, p.keys, p.head_dim}, p.dtype, key);
@@ -124,10 +125,13 @@ Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, co
   const DType accumulation = accumulation_dtype(p.dtype);
   Output slopes_rows, sinks_rows;
   if (options.alibi_slopes) {
-    slopes_rows = allocate("the slopes' row gradients", {p.batch, p.heads, p.queries}, accumulation);
+    slopes_rows =
+        allocate("the slopes' row gradients", {p.batch, p.heads, p.queries}, accumulation, query.device);
   }
-  if (options.sinks)
-    sinks_rows = allocate("the sinks' row gradients", {p.batch, p.heads, p.queries}, accumulation);
+  if (options.sinks) {
+    sinks_rows =
+        allocate("the sinks' row gradients", {p.batch, p.heads, p.queries}, accumulation, query.device);
+  }
 
   if (p.batch == 0 || p.heads == 0 || p.queries == 0) {
     grads.key.fill_zero();
@@ -168,9 +172,9 @@ void attention_backward(StableIValue* values, uint64_t, uint64_t) {
 
   Gradients grads = run_backward(tensors, scale, need_mask_grad, options);
   const DType accumulation = accumulation_dtype(grads.dtype);
-  if (!grads.mask.handle) grads.mask = allocate_nothing(grads.dtype);
-  if (!grads.slopes.handle) grads.slopes = allocate_nothing(accumulation);
-  if (!grads.sinks.handle) grads.sinks = allocate_nothing(accumulation);
+  if (!grads.mask.handle) grads.mask = allocate_nothing(grads.dtype, grads.device);
+  if (!grads.slopes.handle) grads.slopes = allocate_nothing(accumulation, grads.device);
+  if (!grads.sinks.handle) grads.sinks = allocate_nothing(accumulation, grads.device);
   stack.put(grads.query.handle, grads.key.handle, grads.value.handle, grads.mask.handle, grads.slopes.handle,
             grads.sinks.handle);
 }

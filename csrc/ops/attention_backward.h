@@ -1,4 +1,4 @@
-// The backward pass, behind the operators that offer it.
+// The backward pass, behind the operators that offer it. It runs on the CPU.
 #pragma once
 
 #include "attention_arguments.h"
@@ -18,6 +18,7 @@ struct BackwardTensors {
 // Those of mask, slopes and sinks have no handle where there is no such gradient.
 struct Gradients {
   DType dtype = DType::kFloat32;
+  Device device;
   Output query, key, value, mask, slopes, sinks;
 };
 

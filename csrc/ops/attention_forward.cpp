@@ -1,15 +1,16 @@
 // attention_forward: out = softmax(scores) @ value, with the row statistics that the backward needs.
 #include "attention_forward.h"
 
-#include "run_kernel.h"
+#include "engine.h"
+#include "operators.h"
 
 namespace selfattn::ops {
 
 ForwardCall::ForwardCall(const TensorHandle& query_handle, const TensorHandle& key_handle,
                          const TensorHandle& value_handle, double scale, const Options& options)
     : query(inspect("query", query_handle)),
-      key(inspect("key", key_handle)),
-      value(inspect("value", value_handle)),
+      key(inspect("key", key_handle, query)),
+      value(inspect("value", value_handle, query)),
       params(attention_params(query, key, &value, scale, options)) {}
 
 Output ForwardCall::allocate_out(const char* name) const {
@@ -19,13 +20,10 @@ Output ForwardCall::allocate_out(const char* name) const {
 
 void run_forward(const ForwardCall& call, const Name& kernel, const Output& out, void* row_max, void* row_sum,
                  void* residual) {
-  const cpu::Kernel& chosen = cpu::choose_kernel(kernel.text);
-  if (call.rows() == 0) return;
-  run_kernel(chosen.forward, call.params,
-             ForwardOutputs{out.view(call.params.dtype), row_max, row_sum, residual});
+  const Device device = call.query.device;
+  engine_of(device).forward(kernel.text, call.params,
+                            ForwardOutputs{out.view(call.params.dtype), row_max, row_sum, residual}, device);
 }
-
-namespace {
 
 void attention_forward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
@@ -40,15 +38,14 @@ void attention_forward(StableIValue* values, uint64_t, uint64_t) {
   const AttentionParams& p = call.params;
   const DType accumulation = accumulation_dtype(p.dtype);
   Output out = call.allocate_out("out");
-  Output row_max = allocate("row_max", {p.batch, p.heads, p.queries}, accumulation);
-  Output row_sum = allocate("row_sum", {p.batch, p.heads, p.queries}, accumulation);
+  Output row_max = allocate("row_max", {p.batch, p.heads, p.queries}, accumulation, call.query.device);
+  Output row_sum = allocate("row_sum", {p.batch, p.heads, p.queries}, accumulation, call.query.device);
   const bool has_residual = need_residual && call.rounds();
-  Output residual = has_residual ? call.allocate_out("out_residual") : allocate_nothing(p.dtype);
+  Output residual =
+      has_residual ? call.allocate_out("out_residual") : allocate_nothing(p.dtype, call.query.device);
   run_forward(call, options.kernel, out, row_max.data, row_sum.data, has_residual ? residual.data : nullptr);
   stack.put(out.handle, row_max.handle, row_sum.handle, residual.handle);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
   library.impl("attention_forward", &attention_forward);

@@ -1,5 +1,7 @@
 // attention_scores: scale * query @ key^T, each query head against its key head; and its backward.
 #include "attention_arguments.h"
+#include "engine.h"
+#include "operators.h"
 #include "run_kernel.h"
 
 namespace selfattn::ops {
@@ -22,6 +24,8 @@ ScoresParams scores_params(const Input& query, const Input& key, double scale) {
   return p;
 }
 
+}  // namespace
+
 void attention_scores(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   const TensorHandle query_handle = stack.tensor();
@@ -30,14 +34,15 @@ void attention_scores(StableIValue* values, uint64_t, uint64_t) {
   const Name name = stack.name();
 
   const Input query = inspect("query", query_handle);
-  const Input key = inspect("key", key_handle);
+  const Input key = inspect("key", key_handle, query);
   ScoresParams p = scores_params(query, key, scale);
-  const cpu::Kernel& kernel = cpu::choose_kernel(name.text);
-  Output scores = allocate("scores", {p.batch, p.heads, p.queries, p.keys}, p.dtype);
+  Output scores = allocate("scores", {p.batch, p.heads, p.queries, p.keys}, p.dtype, query.device);
   p.scores = scores.view(p.dtype);
-  if (scores.bytes > 0) run_kernel(kernel.scores, p);
+  engine_of(query.device).scores(name.text, p, query.device);
   stack.put(scores.handle);
 }
+
+namespace {
 
 void attention_scores_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
@@ -48,9 +53,9 @@ void attention_scores_backward(StableIValue* values, uint64_t, uint64_t) {
   const Name name = stack.name();
 
   const Input query = inspect("query", query_handle);
-  const Input key = inspect("key", key_handle);
+  const Input key = inspect("key", key_handle, query);
   ScoresParams p = scores_params(query, key, scale);
-  Input grad_scores = inspect("grad_scores", grad_scores_handle);
+  Input grad_scores = inspect("grad_scores", grad_scores_handle, query);
   check_shape(grad_scores, {p.batch, p.heads, p.queries, p.keys});
   check_dtype(grad_scores, p.dtype);
   if (!has_unit_last_stride(grad_scores)) make_contiguous(grad_scores_handle, grad_scores);

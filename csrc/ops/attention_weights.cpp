@@ -1,10 +1,9 @@
 // attention_weights: softmax(scores), after dropout, from the row statistics of attention_forward.
 #include "attention_arguments.h"
-#include "run_kernel.h"
+#include "engine.h"
+#include "operators.h"
 
 namespace selfattn::ops {
-
-namespace {
 
 void attention_weights(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
@@ -16,22 +15,19 @@ void attention_weights(StableIValue* values, uint64_t, uint64_t) {
   const Options options(stack);
 
   const Input query = inspect("query", query_handle);
-  const Input key = inspect("key", key_handle);
-  Input row_max = inspect("row_max", row_max_handle);
-  Input row_sum = inspect("row_sum", row_sum_handle);
+  const Input key = inspect("key", key_handle, query);
+  Input row_max = inspect("row_max", row_max_handle, query);
+  Input row_sum = inspect("row_sum", row_sum_handle, query);
   const AttentionParams p = attention_params(query, key, nullptr, scale, options);
   WeightsOutputs outputs;
   outputs.row_max = row_statistics(row_max_handle, row_max, p);
   outputs.row_sum = row_statistics(row_sum_handle, row_sum, p);
-  const cpu::Kernel& kernel = cpu::choose_kernel(options.kernel.text);
 
-  Output weights = allocate("weights", {p.batch, p.heads, p.queries, p.keys}, p.dtype);
+  Output weights = allocate("weights", {p.batch, p.heads, p.queries, p.keys}, p.dtype, query.device);
   outputs.weights = weights.data;
-  if (weights.bytes > 0) run_kernel(kernel.weights, p, outputs);
+  engine_of(query.device).weights(options.kernel.text, p, outputs, query.device);
   stack.put(weights.handle);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
   library.impl("attention_weights", &attention_weights);

@@ -9,6 +9,7 @@
 #include <cstdint>
 #include <cstring>
 #include <optional>
+#include <string>
 #include <utility>
 
 #include "stable.h"
@@ -75,6 +76,7 @@ class Stack {
     int64_t index = 0;
     ((values_[index++] = torch::stable::detail::from(results.release())), ...);
   }
+  void put_text(const std::string& text) { values_[0] = torch::stable::detail::from(text); }
 
  private:
   template <class T>

@@ -26,6 +26,26 @@ int32_t code_of(DType dtype) {
   return codes.float32;
 }
 
+namespace {
+
+// "cuda:0", as Python spells it.
+std::string device_text(Device device) {
+  const struct {
+    int32_t type;
+    const char* name;
+  } known[] = {{aoti_torch_device_type_cuda(), "cuda"},
+               {aoti_torch_device_type_meta(), "meta"},
+               {aoti_torch_device_type_xpu(), "xpu"},
+               {aoti_torch_device_type_mps(), "mps"}};
+  if (device.type == aoti_torch_device_type_cpu()) return "cpu";
+  for (const auto& other : known) {
+    if (device.type == other.type) return std::string(other.name) + ":" + std::to_string(device.index);
+  }
+  return "another device";
+}
+
+}  // namespace
+
 Input inspect(const char* name, const TensorHandle& handle) {
   Input input;
   input.name = name;
@@ -36,6 +56,8 @@ Input inspect(const char* name, const TensorHandle& handle) {
       aoti_torch_get_sizes(handle.get(), &size) != TORCH_SUCCESS ||
       aoti_torch_get_strides(handle.get(), &stride) != TORCH_SUCCESS ||
       aoti_torch_get_dtype(handle.get(), &input.dtype_code) != TORCH_SUCCESS ||
+      aoti_torch_get_device_type(handle.get(), &input.device.type) != TORCH_SUCCESS ||
+      aoti_torch_get_device_index(handle.get(), &input.device.index) != TORCH_SUCCESS ||
       aoti_torch_get_storage_offset(handle.get(), &offset) != TORCH_SUCCESS ||
       aoti_torch_get_storage_size(handle.get(), &storage_bytes) != TORCH_SUCCESS ||
       torch_get_const_data_ptr(handle.get(), &input.data) != TORCH_SUCCESS) {
@@ -55,6 +77,16 @@ Input inspect(const char* name, const TensorHandle& handle) {
   if (!empty && (last + 1) * item > storage_bytes) {
     refuse(name, " of shape ", shape_text(size, input.rank), " reaches beyond its storage of ", storage_bytes,
            " bytes");
+  }
+  return input;
+}
+
+Input inspect(const char* name, const TensorHandle& handle, const Input& first) {
+  const Input input = inspect(name, handle);
+  // Index and all: a pointer of one GPU is no pointer of another.
+  if (input.device.type != first.device.type || input.device.index != first.device.index) {
+    refuse(name, " is on ", device_text(input.device), " and ", first.name, " on ", device_text(first.device),
+           ": all tensors must be on one device");
   }
   return input;
 }

@@ -43,9 +43,16 @@ int32_t code_of(DType dtype);
 
 constexpr int kMaxRank = 4;
 
+// Where a tensor lives, in the framework's numbers.
+struct Device {
+  int32_t type = 0;
+  int32_t index = 0;
+};
+
 // The facts about one argument, asked once. Borrows from the handle.
 struct Input {
   const char* name = "";
+  Device device;
   int64_t rank = 0;
   const int64_t* size = nullptr;
   const int64_t* stride = nullptr;
@@ -54,6 +61,8 @@ struct Input {
 };
 
 Input inspect(const char* name, const TensorHandle& handle);
+// The same for an argument that is not the first: it must be on the device of that one.
+Input inspect(const char* name, const TensorHandle& handle, const Input& first);
 
 // "(2, 8, 16, 64)"
 std::string shape_text(const int64_t* size, int64_t rank);

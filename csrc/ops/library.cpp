@@ -15,6 +15,9 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "attention_forward(Tensor query, Tensor key, Tensor value, float scale, *, "
       "bool need_residual=False, "  //
       SELFATTN_OPTIONS ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual)");
+  // For people: a line per CUDA kernel, best first, on why it does not take this call, empty where it does.
+  library.def("attention_refusals(Tensor query, Tensor key, Tensor value, float scale, *, "  //
+              SELFATTN_OPTIONS ") -> str");
   library.def(
       "attention_weights(Tensor query, Tensor key, Tensor row_max, Tensor row_sum, float scale, *, "  //
       SELFATTN_OPTIONS ") -> Tensor");

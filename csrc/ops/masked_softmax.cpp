@@ -1,5 +1,7 @@
 // masked_softmax: softmax(scale * scores + mask) over the keys that each query may see; and its backward.
 #include "attention_arguments.h"
+#include "engine.h"
+#include "operators.h"
 #include "run_kernel.h"
 
 namespace selfattn::ops {
@@ -19,6 +21,8 @@ SoftmaxParams softmax_params(const Input& scores, double scale) {
   return p;
 }
 
+}  // namespace
+
 void masked_softmax(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   TensorHandle scores_handle = stack.tensor();
@@ -32,16 +36,19 @@ void masked_softmax(StableIValue* values, uint64_t, uint64_t) {
   check_rank(scores, 4);
   if (!has_unit_last_stride(scores)) make_contiguous(scores_handle, scores);
   SoftmaxParams p = softmax_params(scores, scale);
-  if (mask_handle) p.mask = mask_view(inspect("mask", mask_handle), p.batch, p.heads, p.queries, p.keys);
+  if (mask_handle) {
+    p.mask = mask_view(inspect("mask", mask_handle, scores), p.batch, p.heads, p.queries, p.keys);
+  }
   p.window_right = is_causal ? 0 : -1;
   p.query_offset = checked_query_offset(query_offset);
-  const cpu::Kernel& kernel = cpu::choose_kernel(name.text);
 
-  Output weights = allocate("weights", {p.batch, p.heads, p.queries, p.keys}, p.dtype);
+  Output weights = allocate("weights", {p.batch, p.heads, p.queries, p.keys}, p.dtype, scores.device);
   p.result = weights.view(p.dtype);
-  if (weights.bytes > 0) run_kernel(kernel.masked_softmax, p);
+  engine_of(scores.device).masked_softmax(name.text, p, scores.device);
   stack.put(weights.handle);
 }
+
+namespace {
 
 void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
@@ -54,14 +61,15 @@ void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t) {
   check_rank(weights, 4);
   if (!has_unit_last_stride(weights)) make_contiguous(weights_handle, weights);
   SoftmaxParams p = softmax_params(weights, scale);
-  Input grad_weights = inspect("grad_weights", grad_weights_handle);
+  Input grad_weights = inspect("grad_weights", grad_weights_handle, weights);
   check_shape(grad_weights, {p.batch, p.heads, p.queries, p.keys});
   check_dtype(grad_weights, p.dtype);
   if (!has_unit_last_stride(grad_weights)) make_contiguous(grad_weights_handle, grad_weights);
   p.grad = plain_view(grad_weights, p.dtype);
   const cpu::Kernel& kernel = cpu::choose_kernel(name.text);
 
-  Output grad_scores = allocate("grad_scores", {p.batch, p.heads, p.queries, p.keys}, p.dtype);
+  Output grad_scores =
+      allocate("grad_scores", {p.batch, p.heads, p.queries, p.keys}, p.dtype, weights.device);
   p.result = grad_scores.view(p.dtype);
   if (grad_scores.bytes > 0) run_kernel(kernel.masked_softmax_backward, p);
   stack.put(grad_scores.handle);

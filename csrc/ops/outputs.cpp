@@ -10,7 +10,18 @@ bool is_heads_inside(const Input& like) {
   return like.size[1] > 1 && like.size[2] > 1 && like.stride[1] != 0 && like.stride[1] < like.stride[2];
 }
 
-Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, DType dtype,
+TensorHandle empty_strided(const char* name, const int64_t* size, const int64_t* stride, int64_t rank,
+                           int32_t dtype_code, size_t bytes, Device device) {
+  AtenTensorHandle handle = nullptr;
+  if (aoti_torch_empty_strided(rank, size, stride, dtype_code, device.type, device.index, &handle) !=
+      TORCH_SUCCESS) {
+    throw AllocationFailure(std::string("not enough memory for ") + name + " of shape " +
+                            shape_text(size, rank) + " (" + std::to_string(bytes) + " bytes)");
+  }
+  return TensorHandle(handle);
+}
+
+Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, DType dtype, Device device,
                         bool heads_inside) {
   const int64_t* size = shape.begin();
   const int64_t rank = static_cast<int64_t>(shape.size());
@@ -33,14 +44,8 @@ Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, 
   }
   output.bytes = empty ? 0 : static_cast<size_t>(next);
 
-  AtenTensorHandle handle = nullptr;
-  if (aoti_torch_empty_strided(rank, size, output.stride, code_of(dtype), aoti_torch_device_type_cpu(), 0,
-                               &handle) != TORCH_SUCCESS) {
-    throw AllocationFailure(std::string("not enough memory for ") + name + " of shape " +
-                            shape_text(size, rank) + " (" + std::to_string(output.bytes) + " bytes)");
-  }
-  output.handle = TensorHandle(handle);
-  torch_get_mutable_data_ptr(handle, &output.data);
+  output.handle = empty_strided(name, size, output.stride, rank, code_of(dtype), output.bytes, device);
+  torch_get_mutable_data_ptr(output.handle.get(), &output.data);
   return output;
 }
 
@@ -54,14 +59,31 @@ void Output::fill_zero() const {
   if (bytes > 0) std::memset(data, 0, bytes);
 }
 
-Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dtype) {
-  return allocate_strided(name, shape, dtype, false);
+Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dtype, Device device) {
+  return allocate_strided(name, shape, dtype, device, false);
 }
 
 Output allocate_like(const char* name, std::initializer_list<int64_t> shape, DType dtype, const Input& like) {
-  return allocate_strided(name, shape, dtype, is_heads_inside(like));
+  return allocate_strided(name, shape, dtype, like.device, is_heads_inside(like));
 }
 
-Output allocate_nothing(DType dtype) { return allocate_strided("an unused result", {0}, dtype, false); }
+Output allocate_nothing(DType dtype, Device device) {
+  return allocate_strided("an unused result", {0}, dtype, device, false);
+}
+
+Scratch::Scratch(const char* name, size_t bytes, Device device) {
+  if (bytes == 0) return;
+  if (device.type == aoti_torch_device_type_cpu()) {
+    host_.reset(new char[bytes]);
+    data_ = host_.get();
+    return;
+  }
+  const auto size = static_cast<int64_t>(bytes);
+  const int64_t stride = 1;
+  tensor_ = empty_strided(name, &size, &stride, 1, aoti_torch_dtype_uint8(), bytes, device);
+  void* data = nullptr;
+  torch_get_mutable_data_ptr(tensor_.get(), &data);
+  data_ = static_cast<char*>(data);
+}
 
 }  // namespace selfattn::ops

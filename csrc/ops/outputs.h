@@ -2,6 +2,7 @@
 #pragma once
 
 #include <initializer_list>
+#include <memory>
 
 #include "checks.h"
 
@@ -15,11 +16,12 @@ struct Output {
   size_t bytes = 0;
 
   View view(DType dtype) const;
+  // On the CPU.
   void fill_zero() const;
 };
 
 // Uninitialised and contiguous. Throws AllocationFailure, or refuses a shape whose element count overflows.
-Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dtype);
+Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dtype, Device device);
 
 // As allocate(), for a (batch, heads, rows, columns) result that follows the layout of `like`: where that is
 // the transpose of a (batch, rows, heads, columns) tensor the result is one too, so that the caller's
@@ -27,6 +29,21 @@ Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dt
 Output allocate_like(const char* name, std::initializer_list<int64_t> shape, DType dtype, const Input& like);
 
 // The (0,) tensor that stands for a result nobody asked for.
-Output allocate_nothing(DType dtype);
+Output allocate_nothing(DType dtype, Device device);
+
+// Uninitialised memory for as long as an operator runs, on the device of its tensors. On CUDA it comes from
+// the framework's caching allocator, which hands it to later work of the same stream alone: it may be given
+// back before the kernel that uses it has run.
+class Scratch {
+ public:
+  Scratch() = default;
+  Scratch(const char* name, size_t bytes, Device device);
+  char* data() const { return data_; }
+
+ private:
+  std::unique_ptr<char[]> host_;
+  TensorHandle tensor_;
+  char* data_ = nullptr;
+};
 
 }  // namespace selfattn::ops

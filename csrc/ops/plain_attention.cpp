@@ -5,10 +5,10 @@
 // even at its default, each result an allocation. So these take few arguments, and one of them returns out
 // alone.
 #include <cmath>
-#include <memory>
 
 #include "attention_backward.h"
 #include "attention_forward.h"
+#include "operators.h"
 
 namespace selfattn::ops {
 
@@ -39,6 +39,8 @@ TensorHandle nothing() {
   return TensorHandle(handle);
 }
 
+}  // namespace
+
 void plain_attention(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   const TensorHandle query = stack.tensor();
@@ -52,8 +54,8 @@ void plain_attention(StableIValue* values, uint64_t, uint64_t) {
   check_heads(call, enable_gqa);
   Output out = call.allocate_out("out");
   const int64_t bytes = call.rows() * size_of(accumulation_dtype(call.params.dtype));
-  const std::unique_ptr<char[]> statistics(new char[2 * bytes]);
-  run_forward(call, options.kernel, out, statistics.get(), statistics.get() + bytes, nullptr);
+  const Scratch statistics("the row statistics", 2 * bytes, call.query.device);
+  run_forward(call, options.kernel, out, statistics.data(), statistics.data() + bytes, nullptr);
   stack.put(out.handle);
 }
 
@@ -70,7 +72,8 @@ void plain_attention_forward(StableIValue* values, uint64_t, uint64_t) {
   check_heads(call, enable_gqa);
   const AttentionParams& p = call.params;
   Output out = call.allocate_out("out");
-  Output statistics = allocate("statistics", {2, p.batch, p.heads, p.queries}, accumulation_dtype(p.dtype));
+  Output statistics = allocate("statistics", {2, p.batch, p.heads, p.queries}, accumulation_dtype(p.dtype),
+                               call.query.device);
   Output residual;
   if (call.rounds()) {
     residual = call.allocate_out("out_residual");
@@ -81,6 +84,8 @@ void plain_attention_forward(StableIValue* values, uint64_t, uint64_t) {
   run_forward(call, options.kernel, out, row_max, row_max + statistics.bytes / 2, residual.data);
   stack.put(out.handle, statistics.handle, residual.handle);
 }
+
+namespace {
 
 void plain_attention_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);

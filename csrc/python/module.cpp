@@ -3,12 +3,15 @@
 // up.
 #include <pybind11/pybind11.h>
 
+#include <algorithm>
+#include <iterator>
 #include <string>
 
 #include "../cpu/cpu_features.h"
 #include "../cpu/kernel_table.h"
 #include "../cpu/peak/peak.h"
 #include "../ops/build_options.h"
+#include "../ops/engine.h"
 #include "../ops/run_kernel.h"
 #include "../version.h"
 
@@ -41,7 +44,11 @@ py::dict build_info() {
   info["cxx_standard"] = static_cast<long>(__cplusplus);
   info["torch"] = TORCH_VERSION;           // whose headers were used
   info["torch_minimum"] = target_torch();  // the oldest that loads the library
-  info["cuda"] = false;
+  const selfattn::ops::CudaPart* cuda = selfattn::ops::cuda_part();
+  info["cuda"] = cuda != nullptr;
+  info["cuda_compiler"] = cuda != nullptr ? py::object(py::str(cuda->compiler)) : py::none();
+  info["cuda_architectures"] = cuda != nullptr ? py::object(py::str(cuda->architectures)) : py::none();
+  info["cuda_absent"] = SELFATTN_STRINGIZE(SELFATTN_CUDA_ABSENT);
 #ifdef __OPTIMIZE__
   info["optimized"] = true;
 #else
@@ -79,6 +86,52 @@ py::list kernel_table() {
   const Kernel* const* kernels = selfattn::cpu::all_kernels(&count);
   py::list table;
   for (int i = 0; i < count; ++i) table.append(describe(*kernels[i], i));
+  return table;
+}
+
+// An attention that any kernel would take if only its dtype and the device allow it: contiguous, without
+// options.
+selfattn::AttentionParams ordinary_attention(selfattn::DType dtype) {
+  selfattn::AttentionParams p;
+  p.batch = p.heads = p.kv_heads = 1;
+  p.queries = p.keys = 1024;
+  p.head_dim = p.value_dim = 64;
+  p.dtype = dtype;
+  for (selfattn::View* view : {&p.query, &p.key, &p.value}) {
+    view->dtype = dtype;
+    const int64_t stride[4] = {p.queries * p.head_dim, p.queries * p.head_dim, p.head_dim, 1};
+    std::copy(std::begin(stride), std::end(stride), view->stride);
+  }
+  return p;
+}
+
+py::list cuda_kernel_table(int capability) {
+  py::list table;
+  const selfattn::ops::CudaPart* cuda = selfattn::ops::cuda_part();
+  if (cuda == nullptr) return table;
+  int count = 0;
+  const selfattn::cuda::Kernel* const* kernels = cuda->all_kernels(&count);
+  for (int i = 0; i < count; ++i) {
+    const selfattn::cuda::Kernel& kernel = *kernels[i];
+    py::list dtypes;
+    const char* reason = nullptr;
+    for (const selfattn::DType dtype : {selfattn::DType::kFloat64, selfattn::DType::kFloat32,
+                                        selfattn::DType::kBFloat16, selfattn::DType::kFloat16}) {
+      reason = kernel.refuses(ordinary_attention(dtype), capability);
+      if (reason == nullptr) dtypes.append(selfattn::name_of(dtype));
+    }
+    const bool available = py::len(dtypes) > 0;
+    py::dict row;
+    row["name"] = kernel.name;
+    row["isa"] = "cuda";
+    row["description"] = kernel.description;
+    row["dtypes"] = py::tuple(dtypes);
+    row["priority"] = i;
+    row["automatic"] = true;
+    row["available"] = available;
+    row["reason"] = available ? py::object(py::none()) : py::str(reason);
+    table.append(row);
+  }
   return table;
 }
 
@@ -132,12 +185,15 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.attr("op_namespace") = op_namespace;
   module.attr("ops") = py::module_::import("torch").attr("ops").attr(op_namespace.c_str());
 
-  module.def("build_info", &build_info, "Version, compiler and torch of the build, as a dict.");
+  module.def("build_info", &build_info, "Version, compiler, torch and CUDA of the build, as a dict.");
   module.def("cpu_features", &cpu_features,
              "The architecture (str), and which instruction sets this machine has (bool each).");
   module.def("kernel_table", &kernel_table,
              "Every compiled CPU kernel, best first, as dicts: name, isa, description, dtypes, priority, "
              "automatic, available, reason (why not available, or None).");
+  module.def("cuda_kernel_table", &cuda_kernel_table, py::arg("capability"),
+             "The same for the CUDA kernels on devices of compute capability major * 10 + minor; empty in a "
+             "build without CUDA.");
   module.def(
       "choose_kernel", &choose_kernel, py::arg("name") = "",
       "The row of kernel_table() that a call takes, given '' (automatic) or a kernel's name. ValueError "

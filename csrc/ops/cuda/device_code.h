@@ -1,0 +1,13 @@
+// What nvcc made, and which devices it runs on.
+#pragma once
+
+namespace selfattn::ops {
+
+const char* cuda_compiler();       // "nvcc 13.0.88"
+const char* cuda_architectures();  // "7.5, 8.0"
+
+// major * 10 + minor of the current device, whose index this is. Throws std::runtime_error where the library
+// holds no code for such a device; asks CUDA only the first time.
+int usable_capability(int device);
+
+}  // namespace selfattn::ops

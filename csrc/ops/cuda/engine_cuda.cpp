@@ -1,0 +1,147 @@
+// The operators on CUDA tensors: the device of the tensors, its current stream, and the choice of a kernel.
+// Nothing here waits for the device or reads its memory, so that CUDA graphs can capture a call.
+//
+// The gradients have no kernels yet: selfattn_ext/ops.py answers for their operators.
+#define USE_CUDA  // the shim's header declares its functions for streams only then
+#include "../stable.h"
+
+#include <torch/csrc/stable/accelerator.h>
+
+#include <cstring>
+
+#include "../attention_forward.h"
+#include "../engine.h"
+#include "../operators.h"
+#include "device_code.h"
+
+namespace selfattn::ops {
+
+namespace {
+
+// While it lives, the device is CUDA's current one; then again the one that was.
+class Turn {
+ public:
+  explicit Turn(Device device) : guard_(device.index), capability_(usable_capability(device.index)) {
+    void* stream = nullptr;
+    if (aoti_torch_get_current_cuda_stream(device.index, &stream) != TORCH_SUCCESS) {
+      throw std::runtime_error("torch has no current stream for cuda:" + std::to_string(device.index));
+    }
+    launch.stream = static_cast<CUstream_st*>(stream);
+  }
+
+  int capability() const { return capability_; }
+
+  cuda::Launch launch;
+
+ private:
+  torch::stable::accelerator::DeviceGuard guard_;
+  int capability_;
+};
+
+const cuda::Kernel* find_kernel(const char* name) {
+  int count = 0;
+  const cuda::Kernel* const* kernels = cuda::all_kernels(&count);
+  for (int n = 0; n < count; ++n) {
+    if (std::strcmp(kernels[n]->name, name) == 0) return kernels[n];
+  }
+  return nullptr;
+}
+
+// The kernel of an operator that not every kernel has: the one asked for or chosen if it has it, else "simt".
+// `like` describes an attention on the same tensors.
+template <class Function>
+Function choose_function(Function cuda::Kernel::* field, const char* name, const AttentionParams& like,
+                         int capability) {
+  const cuda::Kernel* kernel = find_kernel(name);
+  // Throws for an unknown name.
+  if (kernel == nullptr) kernel = &cuda::choose_kernel(name, like, capability);
+  const bool takes = kernel->*field != nullptr && kernel->refuses(like, capability) == nullptr;
+  return takes ? kernel->*field : find_kernel("simt")->*field;
+}
+
+void forward(const char* name, const AttentionParams& p, const ForwardOutputs& outputs, Device device) {
+  Turn turn(device);
+  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
+  if (p.batch * p.heads * p.queries == 0) return;
+  const Scratch workspace("the kernel's working space", kernel.forward_workspace(p), device);
+  turn.launch.workspace = workspace.data();
+  kernel.forward(p, outputs, turn.launch);
+}
+
+void weights(const char* name, const AttentionParams& p, const WeightsOutputs& outputs, Device device) {
+  const Turn turn(device);
+  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
+  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) kernel.weights(p, outputs, turn.launch);
+}
+
+void scores(const char* name, const ScoresParams& p, Device device) {
+  const Turn turn(device);
+  AttentionParams like;
+  like.batch = p.batch;
+  like.heads = p.heads;
+  like.kv_heads = p.kv_heads;
+  like.queries = p.queries;
+  like.keys = p.keys;
+  like.head_dim = p.head_dim;
+  like.dtype = p.dtype;
+  like.scale = p.scale;
+  like.query = p.query;
+  like.key = p.key;
+  const auto run = choose_function(&cuda::Kernel::scores, name, like, turn.capability());
+  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run(p, turn.launch);
+}
+
+void masked_softmax(const char* name, const SoftmaxParams& p, Device device) {
+  const Turn turn(device);
+  AttentionParams like;
+  like.batch = p.batch;
+  like.heads = p.heads;
+  like.kv_heads = p.heads;
+  like.queries = p.queries;
+  like.keys = p.keys;
+  like.dtype = p.dtype;
+  like.mask = p.mask;
+  const auto run = choose_function(&cuda::Kernel::masked_softmax, name, like, turn.capability());
+  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run(p, turn.launch);
+}
+
+// See the schema in library.cpp.
+void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  const TensorHandle query = stack.tensor();
+  const TensorHandle key = stack.tensor();
+  const TensorHandle value = stack.tensor();
+  const double scale = stack.number();
+  const Options options(stack);
+
+  const ForwardCall call(query, key, value, scale, options);
+  const Turn turn(call.query.device);
+  int count = 0;
+  const cuda::Kernel* const* kernels = cuda::all_kernels(&count);
+  std::string lines;
+  for (int n = 0; n < count; ++n) {
+    const char* reason = kernels[n]->refuses(call.params, turn.capability());
+    lines += std::string(n > 0 ? "\n" : "") + (reason != nullptr ? reason : "");
+  }
+  stack.put_text(lines);
+}
+
+const CudaPart kPart = {{&forward, &weights, &scores, &masked_softmax},
+                        cuda_compiler(),
+                        cuda_architectures(),
+                        &cuda::all_kernels};
+const AnnounceCudaPart kAnnounced(kPart);
+
+}  // namespace
+
+STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) {
+  library.impl("attention_forward", &attention_forward);
+  library.impl("attention_weights", &attention_weights);
+  library.impl("attention_scores", &attention_scores);
+  library.impl("masked_softmax", &masked_softmax);
+  library.impl("plain_attention", &plain_attention);
+  library.impl("plain_attention_forward", &plain_attention_forward);
+  library.impl("attention_refusals", &attention_refusals);
+}
+
+}  // namespace selfattn::ops

@@ -1,0 +1,37 @@
+// The last step of an operator, by kind of device: choose a kernel, give it scratch memory and threads or a
+// stream, run it. The operators know no more about devices than this.
+#pragma once
+
+#include "../cuda/kernel_table.h"
+#include "checks.h"
+
+namespace selfattn::ops {
+
+// `kernel` is "" for the automatic choice, or a name from the kernel table of the device. Results without
+// elements run nothing; a wrong name is refused for them too.
+struct Engine {
+  void (*forward)(const char* kernel, const AttentionParams&, const ForwardOutputs&, Device);
+  void (*weights)(const char* kernel, const AttentionParams&, const WeightsOutputs&, Device);
+  void (*scores)(const char* kernel, const ScoresParams&, Device);
+  void (*masked_softmax)(const char* kernel, const SoftmaxParams&, Device);
+};
+
+const Engine& engine_of(Device device);
+
+// What a build with CUDA has and others lack. The sources in ops/cuda announce it when the library is loaded,
+// so that nothing else depends on how the library was built: the list of sources alone decides.
+struct CudaPart {
+  Engine engine;
+  const char* compiler;       // "nvcc 13.0.88"
+  const char* architectures;  // "7.5, 8.0": compute capabilities with machine code
+  const cuda::Kernel* const* (*all_kernels)(int* count);
+};
+
+// nullptr in a build without CUDA.
+const CudaPart* cuda_part();
+
+struct AnnounceCudaPart {
+  explicit AnnounceCudaPart(const CudaPart& part);
+};
+
+}  // namespace selfattn::ops

@@ -1,0 +1,16 @@
+// The operators that run on CPU and CUDA tensors, as the dispatcher calls them. Each checks its arguments and
+// allocates its results by itself; what is left to the kind of device is an Engine.
+#pragma once
+
+#include "stable.h"
+
+namespace selfattn::ops {
+
+void attention_forward(StableIValue* values, uint64_t, uint64_t);
+void attention_weights(StableIValue* values, uint64_t, uint64_t);
+void attention_scores(StableIValue* values, uint64_t, uint64_t);
+void masked_softmax(StableIValue* values, uint64_t, uint64_t);
+void plain_attention(StableIValue* values, uint64_t, uint64_t);
+void plain_attention_forward(StableIValue* values, uint64_t, uint64_t);
+
+}  // namespace selfattn::ops
