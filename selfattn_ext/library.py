@@ -2,7 +2,8 @@
 
 Importing ``selfattn_ext._C`` registers the operators with torch; ``ops()`` and ``extension()`` are the two
 ways in for the rest of the package. A checkout that was never installed has no compiled library: it is
-compiled then and there, through torch's cache of extensions.
+compiled then and there, through torch's cache of extensions. SELFATTN_LIBRARY names another file, for builds
+with sanitizers or, in the tests, with the CUDA kernels on the CPU.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import ctypes
 import functools
 import importlib
 import importlib.machinery
+import importlib.util
 import os
 import sys
 import zlib
@@ -22,6 +24,7 @@ import torch
 from . import jit, sources
 
 _MODULE = f"{__package__}._C"
+_VARIABLE = "SELFATTN_LIBRARY"
 
 
 def ops() -> Any:
@@ -50,7 +53,7 @@ def extension() -> ModuleType:
         )
     # Beside this file and nowhere else: an editable install would offer that of another checkout.
     spec = importlib.machinery.PathFinder.find_spec(_MODULE, [os.path.dirname(__file__)])
-    file = None if spec is None else spec.origin
+    file = os.environ.get(_VARIABLE) or (None if spec is None else spec.origin)
     if jit.is_registered(sources.NAMESPACE) and not (file is not None and _is_open(file)):
         # A second registration would end the process without a message.
         raise ImportError(
@@ -62,7 +65,7 @@ def extension() -> ModuleType:
 
 def _import(file: str) -> ModuleType:
     try:
-        module = importlib.import_module(_MODULE)
+        module = _module_in(file) if os.environ.get(_VARIABLE) else importlib.import_module(_MODULE)
     except ImportError as error:
         raise ImportError(
             f"{file} does not load under torch {torch.__version__} ({error}); "
@@ -74,6 +77,15 @@ def _import(file: str) -> ModuleType:
             f"{file} is of version {built} and the Python files beside it are of {sources.version()}; "
             "install selfattn_ext again, with --force-reinstall --no-deps"
         )
+    return module
+
+
+def _module_in(file: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(_MODULE, file)
+    if spec is None or spec.loader is None:
+        raise ImportError("it is no compiled module")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
     return module
 
 

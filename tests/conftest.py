@@ -27,7 +27,12 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(params=[*(f"fused-{isa}" for isa in backends.cpu_isas()), "loops"])
+# A process that runs on one kernel, such as one of the emulator's, tests that one.
+@pytest.fixture(
+    params=[backends.forced_kernel()]
+    if backends.forced_kernel()
+    else [*(f"fused-{isa}" for isa in backends.cpu_isas()), "loops"]
+)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every kernel of this machine in every instruction set, forced."""
     name, _, isa = request.param.partition("-")

@@ -13,21 +13,29 @@
 
 namespace selfattn::cpu {
 
-#if defined(__x86_64__)
+// The library of the emulator has the CUDA kernels on the CPU instead, for tests (tests/emulator).
+#if defined(__x86_64__) && !defined(SELFATTN_CUDA_EMULATOR)
 extern const Kernel kFusedAmx;
 extern const Kernel kFusedAvx512Bf16;
 extern const Kernel kFusedAvx512;
 extern const Kernel kFusedAvx2;
 #endif
 extern const Kernel kFusedScalar;
+#if defined(SELFATTN_CUDA_EMULATOR)
+extern const Kernel kEmulatedSm80;
+extern const Kernel kEmulatedSimt;
+#endif
 
 namespace {
 
 const Kernel* const kKernels[] = {
-#if defined(__x86_64__)
-    &kFusedAmx,    &kFusedAvx512Bf16, &kFusedAvx512, &kFusedAvx2,
+#if defined(__x86_64__) && !defined(SELFATTN_CUDA_EMULATOR)
+    &kFusedAmx,     &kFusedAvx512Bf16, &kFusedAvx512, &kFusedAvx2,
 #endif
-    &kFusedScalar, &kLoops,
+    &kFusedScalar,  &kLoops,
+#if defined(SELFATTN_CUDA_EMULATOR)
+    &kEmulatedSm80, &kEmulatedSimt,
+#endif
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
 

@@ -2,7 +2,9 @@
 
 #include <cstring>
 
+#include "banks.h"
 #include "options.h"
+#include "races.h"
 #include "shared_memory.h"
 
 namespace selfattn::emulator {
@@ -17,6 +19,8 @@ void AsyncCopies::complete(const Copy& copy) {
 
 void AsyncCopies::issue(void* destination, const void* source, int bytes, const Site& site) {
   check_shared(destination, bytes, site);
+  banks::record_copy(site, destination);
+  unwaited_.emplace_back(open_group_, races::begin_copy(destination, source, bytes, site));
   const Copy copy{destination, source, bytes, open_group_};
   const Copies when = options().copies;
   if (when == Copies::kEager || (when == Copies::kRandom && random_number() % 4 == 0)) return complete(copy);
@@ -37,6 +41,12 @@ void AsyncCopies::wait(int pending) {
     }
   }
   in_flight_.resize(kept);
+
+  size_t waited = 0;
+  while (waited < unwaited_.size() && unwaited_[waited].first < open_group_ - pending) ++waited;
+  if (waited == 0) return;
+  races::copies_arrived(unwaited_[waited - 1].second);
+  unwaited_.erase(unwaited_.begin(), unwaited_.begin() + static_cast<std::ptrdiff_t>(waited));
 }
 
 void AsyncCopies::pass() {

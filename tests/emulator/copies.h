@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <utility>
 #include <vector>
 
 #include "site.h"
@@ -31,6 +32,9 @@ class AsyncCopies {
   static void complete(const Copy& copy);
 
   std::vector<Copy> in_flight_;
+  // Group and number, for the race detector, of every copy that has not been waited for, complete or not: a
+  // kernel may not rely on that.
+  std::vector<std::pair<int64_t, int64_t>> unwaited_;
   int64_t open_group_ = 0;  // the number of the group that the next commit closes
 };
 

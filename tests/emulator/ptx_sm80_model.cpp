@@ -2,9 +2,12 @@
 
 #include <cmath>
 #include <cstring>
+#include <vector>
 
 #include "core/dtype.h"
+#include "banks.h"
 #include "options.h"
+#include "races.h"
 #include "scheduler.h"
 #include "shared_memory.h"
 #include "tensor_core.h"
@@ -21,6 +24,7 @@ struct MatrixLoad {
   const void* row;
   int matrices;
   bool transposed;
+  const Site* site;
 };
 
 uint16_t element(const void* row, int column) {
@@ -30,6 +34,14 @@ uint16_t element(const void* row, int column) {
 }
 
 void load(const Operands& operands) {
+  const auto& first_lane = *static_cast<const MatrixLoad*>(operands[0]);
+  for (int m = 0; m < first_lane.matrices; ++m) {
+    std::vector<const void*> rows;
+    for (int r = 0; r < kMatrixRows; ++r) {
+      rows.push_back(static_cast<const MatrixLoad*>(operands[static_cast<size_t>(m * kMatrixRows + r)])->row);
+    }
+    banks::record(*first_lane.site, rows);
+  }
   for (int lane = 0; lane < kWarpSize; ++lane) {
     const auto* mine = static_cast<const MatrixLoad*>(operands[static_cast<size_t>(lane)]);
     for (int m = 0; m < mine->matrices; ++m) {
@@ -119,8 +131,11 @@ void copy_async_commit() { self().copies.commit(); }
 void copy_async_wait(int pending) { self().copies.wait(pending); }
 
 void load_matrices(uint32_t* registers, const void* row, int matrices, bool transposed, const Site& site) {
-  if (self().lane < kMatrixRows * matrices) check_shared(row, kRowBytes, site);
-  MatrixLoad operands{registers, row, matrices, transposed};
+  if (self().lane < kMatrixRows * matrices) {
+    check_shared(row, kRowBytes, site);
+    races::read(row, kRowBytes, site);
+  }
+  MatrixLoad operands{registers, row, matrices, transposed, &site};
   meet(site, kFullMask, &operands, &load);
 }
 

@@ -6,7 +6,10 @@
 #include <mutex>
 #include <stdexcept>
 
+#include "banks.h"
+#include "faults.h"
 #include "options.h"
+#include "races.h"
 #include "shared_memory.h"
 
 uint3 threadIdx;
@@ -123,6 +126,7 @@ void run_thread() {
 
 void run_block(size_t shared_bytes) {
   shared_memory().start(shared_bytes);
+  races::start_block(static_cast<int>(current_block.threads.size()));
   current_block.barrier = Barrier();
   for (Warp& warp : current_block.warps) warp.meetings.clear();
   ended = 0;
@@ -138,6 +142,8 @@ void run_block(size_t shared_bytes) {
   current_thread = next_thread();
   threadIdx = current_thread->index;
   Fiber::switch_to(caller, current_thread->fiber);
+  current_thread = nullptr;
+  banks::end_block();
   if (failure.empty()) shared_memory().check_margin();
 }
 
@@ -161,6 +167,7 @@ void make_threads(dim3 shape) {
 
 Block& block() { return current_block; }
 Thread& self() { return *current_thread; }
+bool in_kernel() { return current_thread != nullptr; }
 
 void wait(const Site& site) {
   current_thread->waits_in = site;
@@ -186,7 +193,9 @@ void fail(const std::string& what) {
 void run_grid(dim3 grid, dim3 block_shape, size_t shared_bytes, void (*body)(void* context), void* context) {
   static std::mutex one_launch_at_a_time;
   std::lock_guard<std::mutex> lock(one_launch_at_a_time);
+  const FaultHandler faults;
   restart_random_numbers();
+  races::start_grid();
   kernel_body = body;
   kernel_context = context;
   failure.clear();

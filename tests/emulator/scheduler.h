@@ -35,6 +35,9 @@ struct Block {
 Block& block();
 Thread& self();
 
+// Whether a thread of a kernel is running, rather than the host's code or the emulator's own between blocks.
+bool in_kernel();
+
 // The running thread waits here until someone wakes it; meanwhile others run. When none can, the launch fails
 // with a report of what each waits for.
 void wait(const Site& site);

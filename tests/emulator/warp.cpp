@@ -3,6 +3,7 @@
 #include <cstdio>
 #include <cstring>
 
+#include "races.h"
 #include "scheduler.h"
 
 namespace selfattn::emulator {
@@ -82,6 +83,9 @@ int meet_block(const Site& site, bool vote) {
   barrier.last_votes = barrier.votes;
   barrier.arrived = 0;
   barrier.votes = 0;
+  std::vector<int> everyone;
+  for (const auto& thread : block().threads) everyone.push_back(thread->number);
+  races::synchronise(everyone);
   for (const auto& thread : block().threads) {
     if (thread.get() != &self()) wake(*thread);
   }

@@ -1,5 +1,6 @@
 #include "warp_functions.h"
 
+#include "races.h"
 #include "scheduler.h"
 
 namespace selfattn::emulator {
@@ -31,6 +32,12 @@ void vote(const Operands& operands) {
   }
 }
 
-void fence(const Operands&) {}
+void fence(const Operands& operands) {
+  std::vector<int> threads;
+  for (int lane = 0; lane < kWarpSize; ++lane) {
+    if (operands[static_cast<size_t>(lane)] != nullptr) threads.push_back(self().warp * kWarpSize + lane);
+  }
+  races::synchronise(threads);
+}
 
 }  // namespace selfattn::emulator

@@ -65,7 +65,8 @@ inline int __syncthreads_and(
 
 inline void __syncwarp(uint32_t mask = selfattn::emulator::kFullMask,
                        selfattn::emulator::Site site = selfattn::emulator::Site::at("__syncwarp")) {
-  selfattn::emulator::meet(site, mask, nullptr, &selfattn::emulator::fence);
+  bool present = true;  // an operand, so that fence() knows who takes part
+  selfattn::emulator::meet(site, mask, &present, &selfattn::emulator::fence);
 }
 
 // `width` as in CUDA: lanes exchange within groups of that many, a power of 2.

@@ -1,0 +1,99 @@
+// The CUDA kernels as CPU kernels: rows of the CPU's table that launch them, in the emulator, on host memory.
+// So the operators, and every test of theirs, can run on them.
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <new>
+
+#include "cpu/kernel_table.h"
+#include "cuda/kernel_table.h"
+#include "options.h"
+
+namespace selfattn::cpu {
+
+namespace {
+
+constexpr size_t kAlignment = 256;
+
+// Filled with NaN, as nothing says what device memory holds.
+struct Workspace {
+  std::unique_ptr<void, void (*)(void*)> memory{nullptr, &std::free};
+
+  explicit Workspace(size_t bytes) {
+    if (bytes == 0) return;
+    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
+    memory.reset(std::aligned_alloc(kAlignment, bytes));
+    if (memory == nullptr) throw std::bad_alloc();
+    std::memset(memory.get(), 0xff, bytes);
+  }
+};
+
+const cuda::Kernel& by_name(const char* name) {
+  int count = 0;
+  const cuda::Kernel* const* kernels = cuda::all_kernels(&count);
+  for (int n = 0; n < count; ++n) {
+    if (std::strcmp(kernels[n]->name, name) == 0) return *kernels[n];
+  }
+  // Says which names there are.
+  return cuda::choose_kernel(name, AttentionParams(), emulator::options().capability);
+}
+
+constexpr const char* kSm80 = "sm80";
+constexpr const char* kSimt = "simt";
+
+// Name is one of the above. A call that the kernel refuses goes to the one that takes it in its place.
+template <const char* const& kName>
+struct Emulated {
+  static const cuda::Kernel& kernel_for(const AttentionParams& p) {
+    const int capability = emulator::options().capability;
+    const cuda::Kernel& kernel = by_name(kName);
+    return kernel.refuses(p, capability) == nullptr ? kernel : cuda::choose_kernel("", p, capability);
+  }
+
+  static void forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool&) {
+    const cuda::Kernel& kernel = kernel_for(p);
+    const Workspace workspace(kernel.forward_workspace(p));
+    kernel.forward(p, outputs, {nullptr, workspace.memory.get()});
+  }
+  static void weights(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool&) {
+    kernel_for(p).weights(p, outputs, {});
+  }
+  static void scores(const ScoresParams& p, const ThreadPool&) {
+    const auto own = by_name(kName).scores;
+    (own != nullptr ? own : by_name(kSimt).scores)(p, {});
+  }
+  static void masked_softmax(const SoftmaxParams& p, const ThreadPool&) {
+    const auto own = by_name(kName).masked_softmax;
+    (own != nullptr ? own : by_name(kSimt).masked_softmax)(p, {});
+  }
+
+  // There are no CUDA kernels for gradients yet: the CPU's own compute them from these forwards.
+  static size_t backward_workspace(const AttentionParams& p) {
+    return choose_kernel("").backward_workspace(p);
+  }
+  static void backward(const AttentionParams& p, const BackwardArguments& arguments, const ThreadPool& pool) {
+    choose_kernel("").backward(p, arguments, pool);
+  }
+  static void scores_backward(const ScoresParams& p, const ThreadPool& pool) {
+    choose_kernel("").scores_backward(p, pool);
+  }
+  static void masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
+    choose_kernel("").masked_softmax_backward(p, pool);
+  }
+
+  static constexpr Kernel row(const char* description) {
+    return {kName,    "emulated",       description,         false,
+            &forward, &weights,         &backward_workspace, &backward,
+            &scores,  &scores_backward, &masked_softmax,     &masked_softmax_backward};
+  }
+};
+
+}  // namespace
+
+// Declared in csrc/cpu/kernel_table.cpp.
+extern const Kernel kEmulatedSm80;
+extern const Kernel kEmulatedSimt;
+const Kernel kEmulatedSm80 = Emulated<kSm80>::row("the CUDA kernel with tensor cores, in the emulator");
+const Kernel kEmulatedSimt = Emulated<kSimt>::row("the portable CUDA kernel, in the emulator");
+
+}  // namespace selfattn::cpu

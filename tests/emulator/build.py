@@ -1,0 +1,210 @@
+"""Compiles the package with its CUDA kernels for the emulator, and programs that run in it.
+
+``python tests/emulator/build.py`` prints the path of the library; ``--variant`` chooses how the kernels are
+compiled. Ninja compiles what has changed only, whatever the process that asks.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fcntl
+import os
+import runpy
+import subprocess
+import sys
+import sysconfig
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import SimpleNamespace
+
+ROOT = Path(__file__).resolve().parents[2]
+EMULATOR = ROOT / "tests" / "emulator"
+CSRC = ROOT / "csrc"
+
+#: The name of the Python module, as selfattn_ext.library imports it.
+MODULE = "_C"
+
+# By path: importing the package would load the library that may be about to be built.
+sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
+toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "toolchain.py")))
+
+#: What each variant adds to the flags of the kernels and, apart, of the emulator. Race detection instruments
+#: the kernels only: the emulator itself is what they are judged by.
+VARIANTS: dict[str, tuple[list[str], list[str]]] = {
+    "plain": ([], []),
+    "race": (["-fsanitize=thread", "-g1"], ["-DSELFATTN_EMULATOR_RACES"]),
+    "asan": (
+        ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"],
+        ["-fsanitize=address,undefined", "-fno-sanitize-recover=undefined", "-g1"],
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Tools:
+    """What a build needs of the environment it runs in."""
+
+    compiler: str
+    ninja: str
+    torch: Path
+    torch_version: str
+
+
+def tools() -> Tools:
+    """The compiler, ninja and torch of this environment."""
+    torch = find_spec("torch")
+    if torch is None or torch.origin is None:
+        raise RuntimeError("torch is missing")
+    compiler, folder = toolchain.compiler(), toolchain.ninja_folder()
+    if compiler is None or folder is None:
+        raise RuntimeError(toolchain.compiler_problem() or "ninja is missing: pip install ninja")
+    return Tools(" ".join(compiler), str(Path(folder) / "ninja"), Path(torch.origin).parent, version("torch"))
+
+
+def library_sources() -> list[Path]:
+    """The C++ sources of the package, without those of the CUDA kernels and, as they take most of the time to
+    compile, of the vectorised CPU kernels.
+    """
+    return [
+        path
+        for folder in (*sources.LIBRARY_FOLDERS, sources.PYTHON_FOLDER)
+        for path in sorted((CSRC / folder).rglob("*.cpp"))
+        if "cuda" not in path.relative_to(CSRC).parts
+        and not path.name.startswith(("kernels_avx", "kernels_amx"))
+    ]
+
+
+def kernel_sources(folder: Path = CSRC) -> list[Path]:
+    """The CUDA kernels and the C++ files beside them."""
+    return sorted(path for suffix in ("*.cu", "*.cpp") for path in (folder / "cuda").rglob(suffix))
+
+
+def emulator_sources() -> list[Path]:
+    """The emulator itself, without what joins it to the package."""
+    return sorted(path for path in EMULATOR.glob("*.cpp") if path.name != "adapters.cpp")
+
+
+class NinjaFile:
+    """The text of a build.ninja, one object file per source."""
+
+    def __init__(self, tools: Tools) -> None:
+        self.tools = tools
+        self.lines = [
+            "rule compile",
+            f"  command = {tools.compiler} -MMD -MF $out.d $flags -c $in -o $out",
+            "  depfile = $out.d",
+            "  deps = gcc",
+            "rule link",
+            f"  command = {tools.compiler} $in $flags -o $out",
+        ]
+
+    def objects(self, sources: Iterable[Path], folder: str, flags: list[str]) -> list[str]:
+        """Compiles each source into `folder`, and returns the object files."""
+        made = []
+        for source in sources:
+            name = str(source.relative_to(ROOT) if source.is_relative_to(ROOT) else source).strip("/")
+            target = f"{folder}/{name.replace('/', '.')}.o"
+            language = ["-x", "c++"] if source.suffix == ".cu" else []
+            self.lines += [f"build {target}: compile {source}", f"  flags = {' '.join([*flags, *language])}"]
+            made.append(target)
+        return made
+
+    def link(self, target: str, objects: Iterable[str], flags: list[str]) -> None:
+        self.lines += [f"build {target}: link {' '.join(objects)}", f"  flags = {' '.join(flags)}"]
+
+    def text(self) -> str:
+        return "\n".join([*self.lines, ""])
+
+
+def write_ninja(tools: Tools, variant: str, kernels_in: Path = CSRC) -> NinjaFile:
+    """The library and the program of small wrong kernels, in one variant."""
+    kernel_flags, emulator_flags = VARIANTS[variant]
+    # Static variables of inline functions would be shared with another library of this code in the process.
+    common = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra"]
+    include = [f"-I{kernels_in}", f"-I{EMULATOR}"]
+    emulated = [*common, "-O2", "-DSELFATTN_CUDA_EMULATOR", *include]
+    link = [flag for flag in emulator_flags if flag.startswith("-fsanitize")]
+
+    file = NinjaFile(tools)
+    emulator = file.objects(emulator_sources(), f"{variant}/emulator", [*emulated, *emulator_flags])
+    kernels = file.objects(kernel_sources(kernels_in), f"{variant}/kernels", [*emulated, *kernel_flags])
+    # The CPU's kernels matter for gradients only: a quick build rather than quick kernels.
+    python = ["-isystem", str(tools.torch / "include"), "-isystem", sysconfig.get_path("include")]
+    names = [f"-DTORCH_EXTENSION_NAME={MODULE}", "-DSELFATTN_NAMESPACE=selfattn"]
+    package = file.objects(
+        [*library_sources(), EMULATOR / "adapters.cpp"],
+        "package",
+        [*common, "-O1", "-DSELFATTN_CUDA_EMULATOR", f"-I{CSRC}", f"-I{EMULATOR}", *python, *names],
+    )
+    torch = tools.torch / "lib"
+    file.link(
+        f"{variant}/{MODULE}.so",
+        [*package, *kernels, *emulator],
+        ["-shared", *link, "-ldl", f"-L{torch}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch}"],
+    )
+    for source in sorted((EMULATOR / "programs").glob("*.cu")):
+        program = file.objects([source], f"{variant}/programs", [*emulated, *kernel_flags])
+        file.link(f"{variant}/{source.stem}", [*program, *emulator], [*link, "-ldl"])
+    return file
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    folder.mkdir(parents=True, exist_ok=True)
+    with open(folder / "lock", "w", encoding="utf-8") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+
+
+def build(
+    target: str,
+    variant: str = "plain",
+    *,
+    kernels_in: Path = CSRC,
+    folder: Path | None = None,
+    jobs: int | None = None,
+) -> Path:
+    """Brings `target` up to date and returns its path.
+
+    Args:
+        target: "library" or the name of a program.
+        variant: one of VARIANTS.
+        kernels_in: the folder that holds ``cuda``, for builds of changed kernels.
+        folder: where object files go; by default one of this Python and torch in the checkout's build folder.
+        jobs: how many compilers run at a time; by default $MAX_JOBS or the number of processors.
+
+    Raises:
+        RuntimeError: something does not compile; the message holds the compiler's output.
+    """
+    found = tools()
+    if folder is None:
+        folder = ROOT / "build" / "emulator" / f"{sys.implementation.cache_tag}_torch{found.torch_version}"
+    output = f"{variant}/{MODULE}.so" if target == "library" else f"{variant}/{target}"
+    jobs = jobs or int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1
+    with _locked(folder):
+        file = folder / f"{variant}.ninja"
+        text = write_ninja(found, variant, kernels_in).text()
+        if not file.exists() or file.read_text(encoding="utf-8") != text:
+            file.write_text(text, encoding="utf-8")
+        command = [found.ninja, "-C", str(folder), "-f", file.name, "-j", str(jobs), output]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return folder / output
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--variant", choices=VARIANTS, default="plain")
+    parser.add_argument("--target", default="library")
+    parser.add_argument("--jobs", type=int)
+    arguments = parser.parse_args()
+    print(build(arguments.target, arguments.variant, jobs=arguments.jobs))
+
+
+if __name__ == "__main__":
+    main()
