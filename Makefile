@@ -28,9 +28,9 @@ STAMPS := build/make/$(shell printf %s '$(abspath $(ENV))' | cksum | cut -d ' ' 
 
 SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not -name __pycache__) \
 	setup.py pyproject.toml selfattn_ext/sources.py selfattn_ext/toolchain.py selfattn_ext/cuda_build.py
-CPP_FILES = $(shell find csrc tests/cpp tests/amx_emulator -name '*.cpp' -o -name '*.h')
+CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help build demo test cpp-test lint format wheel sdist clean
+.PHONY: help build demo test cpp-test lint format cuda-check wheel sdist clean
 help:
 	@sed -n '/^# /s/^# \{0,1\}//p;/^TORCH/q' Makefile
 
@@ -81,6 +81,7 @@ lint: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" format --check .
 	"$(BIN)/clang-format" --dry-run -Werror $(CPP_FILES)
 	"$(BIN)/mypy"
+	"$(BIN)/shellcheck" .ci/run scripts/*.sh
 
 format: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" check --fix .
@@ -97,6 +98,10 @@ cpp-test: $(STAMPS)/cpp-tools
 		-DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja"
 	"$(BIN)/cmake" --build build/cmake
 	cd build/cmake && "$(abspath $(BIN))/ctest" --output-on-failure
+
+# What nvcc makes of the CUDA kernels, for every architecture; needs no GPU.   (ARGS="--sparse" takes less time)
+cuda-check: $(STAMPS)/built
+	"$(BIN)/python" scripts/cuda_compile_check.py $(ARGS)
 
 wheel: build
 	"$(BIN)/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .

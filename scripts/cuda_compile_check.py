@@ -2,6 +2,7 @@
 
     python scripts/cuda_compile_check.py                     every source, every architecture
     python scripts/cuda_compile_check.py --archs 90a --jobs 1
+    python scripts/cuda_compile_check.py --sparse            two architectures per source, in turns
     python scripts/cuda_compile_check.py csrc/cuda/sm80/merge.cu --json report.json
 
 It needs nvcc and, to read the machine code, nvdisasm (pip install nvidia-cuda-nvdisasm), but no GPU and no
@@ -31,10 +32,13 @@ import nvcc
 ROOT = Path(__file__).resolve().parents[1]
 # By path: importing the package would load torch and the compiled library.
 sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
+cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "cuda_build.py")))
 terminal = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "terminal.py")))
 
-#: Turing, Ampere, Hopper, and the two kinds of Blackwell.
-ARCHITECTURES = ("75", "80", "90a", "100", "120")
+#: What a build without a GPU at hand is made for, as nvcc has it: "80", "90a".
+ARCHITECTURES = tuple(name.replace(".", "") for name in cuda_build.DEFAULT_ARCHITECTURES)
+#: Whose machine code every source is checked in when not all pairs are.
+_EVERYWHERE = "80"
 # The oldest with the instructions of the sm80 kernels; on older ones those are compiled, and never chosen.
 _AMPERE = 80
 
@@ -114,11 +118,25 @@ def _problems(
     return found
 
 
-def check(
-    compiler: nvcc.Compiler, files: Sequence[Path], architectures: Sequence[str], jobs: int
-) -> list[Verdict]:
-    """Every source for every architecture, in that order, with a progress bar."""
-    order = [(file, architecture) for file in files for architecture in architectures]
+def tasks(files: Sequence[Path], architectures: Sequence[str], sparse: bool) -> list[tuple[Path, str]]:
+    """What to compile for what: all pairs, or, sparse, every source for sm_80 and one other in turns.
+
+    Sources are instances of few templates, so that what goes wrong on one architecture goes wrong in most.
+    """
+    if not sparse or len(architectures) < 3:
+        return [(file, architecture) for file in files for architecture in architectures]
+    common = _EVERYWHERE if _EVERYWHERE in architectures else architectures[0]
+    others = [architecture for architecture in architectures if architecture != common]
+    return [
+        (file, architecture)
+        for index, file in enumerate(files)
+        for architecture in architectures
+        if architecture in (common, others[index % len(others)])
+    ]
+
+
+def check(compiler: nvcc.Compiler, order: Sequence[tuple[Path, str]], jobs: int) -> list[Verdict]:
+    """Compiles and judges each task, with a progress bar; verdicts are in the order of the tasks."""
     verdicts = {}
     with (
         ThreadPoolExecutor(jobs) as pool,
@@ -134,7 +152,7 @@ def check(
 
 def text(verdicts: Sequence[Verdict]) -> str:
     """A line for each source: registers for each architecture, HMMA instructions, cost of compiling."""
-    architectures = list(dict.fromkeys(verdict.architecture for verdict in verdicts))
+    architectures = sorted({verdict.architecture for verdict in verdicts}, key=nvcc.architecture_number)
     rows = []
     for source in dict.fromkeys(verdict.source for verdict in verdicts):
         found = {verdict.architecture: verdict for verdict in verdicts if verdict.source == source}
@@ -192,18 +210,18 @@ def summary(verdicts: Sequence[Verdict], elapsed: float) -> str:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parsed = _parser().parse_args(arguments)
-    program = nvcc.find_nvcc()
-    if program is None:
+    found = cuda_build.find_nvcc()
+    if found is None:
         return _usage_error("no nvcc in $CUDA_HOME, on PATH or in /usr/local/cuda: install CUDA")
-    nvdisasm = None if parsed.no_sass else nvcc.find_nvdisasm(program)
+    nvdisasm = None if parsed.no_sass else nvcc.find_nvdisasm(found.command)
     if nvdisasm is None and not parsed.no_sass:
         return _usage_error("no nvdisasm: pip install nvidia-cuda-nvdisasm, or leave it out with --no-sass")
     files = [path.resolve() for path in parsed.files] or sorted(sources.root().rglob("*.cu"))
     if missing := [str(path) for path in files if not path.is_file()]:
         return _usage_error(f"no such file: {', '.join(missing)}")
     start = time.perf_counter()
-    compiler = nvcc.Compiler(program, nvdisasm, sources.cuda_flags(), parsed.cache)
-    verdicts = check(compiler, files, parsed.archs, parsed.jobs)
+    compiler = nvcc.Compiler(found.command, nvdisasm, sources.cuda_flags(), parsed.cache)
+    verdicts = check(compiler, tasks(files, parsed.archs, parsed.sparse), parsed.jobs)
     print(text(verdicts), summary(verdicts, time.perf_counter() - start), sep="\n\n")
     if parsed.json is not None:
         parsed.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1) + "\n", encoding="utf-8")
@@ -226,6 +244,11 @@ def _parser() -> argparse.ArgumentParser:
         default=list(ARCHITECTURES),
         metavar="N,N",
         help=f"architectures (default: {','.join(ARCHITECTURES)})",
+    )
+    parser.add_argument(
+        "--sparse",
+        action="store_true",
+        help=f"every source for sm_{_EVERYWHERE} and one other architecture in turns, not for all of them",
     )
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compilers at once"

@@ -37,13 +37,6 @@ class Outcome:
     remembered: bool = False
 
 
-def find_nvcc() -> str | None:
-    """The path of nvcc: in $CUDA_HOME, on PATH, or where CUDA is usually installed."""
-    homes = [os.environ.get(name, "") for name in ("CUDA_HOME", "CUDA_PATH")]
-    places = [*(f"{home}/bin" for home in homes if home), os.environ.get("PATH", ""), "/usr/local/cuda/bin"]
-    return shutil.which("nvcc", path=os.pathsep.join(places))
-
-
 def find_nvdisasm(nvcc: str) -> str | None:
     """The path of nvdisasm: beside nvcc, on PATH, or from the package nvidia-cuda-nvdisasm."""
     packages = Path(sysconfig.get_path("purelib"), "nvidia")

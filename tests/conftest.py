@@ -8,6 +8,7 @@ import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import gpu
 import pytest
 import torch
 
@@ -28,16 +29,39 @@ def isa(request: pytest.FixtureRequest) -> Iterator[str]:
 
 
 # A process that runs on one kernel, such as one of the emulator's, tests that one.
-@pytest.fixture(
-    params=[backends.forced_kernel()]
+KERNELS = (
+    [backends.forced_kernel()]
     if backends.forced_kernel()
     else [*(f"fused-{isa}" for isa in backends.cpu_isas()), "loops"]
 )
+
+
+@pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every kernel of this machine in every instruction set, forced."""
     name, _, isa = request.param.partition("-")
     with backends.use(name), backends.use_cpu_isa(isa):
         yield request.param
+
+
+@pytest.fixture(params=gpu.KERNELS)
+def cuda_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every way to compute on the GPU, forced; for modules that start with gpu.need()."""
+    with backends.use(request.param.partition("-")[2]):
+        yield request.param
+
+
+# Without a GPU the modules that are about nothing else say what is missing.
+@pytest.fixture(params=[*KERNELS, *(gpu.KERNELS if gpu.required() or gpu.missing() is None else ())])
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every kernel of this machine, forced, and the device that it computes on: "cpu" or "cuda"."""
+    name, _, variant = request.param.partition("-")
+    if name == "cuda":
+        with backends.use(variant):
+            yield "cuda"
+    else:
+        with backends.use(name), backends.use_cpu_isa(variant):
+            yield "cpu"
 
 
 @pytest.fixture

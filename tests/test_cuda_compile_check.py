@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from selfattn_ext import cuda_build
+
 SCRIPTS = Path(__file__).parents[1] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
@@ -18,8 +20,8 @@ import cuda_compile_check  # noqa: E402
 import kernel_limits  # noqa: E402
 import nvcc  # noqa: E402
 
-COMPILER = nvcc.find_nvcc()
-DISASSEMBLER = None if COMPILER is None else nvcc.find_nvdisasm(COMPILER)
+COMPILER = cuda_build.find_nvcc()
+DISASSEMBLER = None if COMPILER is None else nvcc.find_nvdisasm(COMPILER.command)
 needs_nvcc = pytest.mark.skipif(COMPILER is None, reason="no nvcc on this machine")
 
 PLAIN = """
@@ -196,6 +198,23 @@ ptxas info    : Used 24 registers
     verdict = cuda_compile_check.judge(Path("csrc/cuda/sm80/kernel.cu"), "80", outcome)
     assert verdict.tensor_instructions == 1
     assert verdict.problems == ["sm80/kernel/first: 2 accesses to local memory"]
+
+
+def test_sparse_runs_meet_every_source_and_every_architecture() -> None:
+    files = [Path(name) for name in "abcdefgh"]
+    archs = cuda_compile_check.ARCHITECTURES
+    assert {"75", "80", "90a", "100", "120"} <= set(archs)
+    everything = cuda_compile_check.tasks(files, archs, sparse=False)
+    assert len(everything) == len(set(everything)) == len(files) * len(archs)
+    some = cuda_compile_check.tasks(files, archs, sparse=True)
+    assert len(some) == 2 * len(files)
+    assert set(some) < set(everything)
+    assert {(file, "80") for file in files} < set(some)
+    assert {arch for _, arch in some} == set(archs)
+    assert cuda_compile_check.tasks(files[:1], ("80", "90a"), sparse=True) == [
+        (files[0], "80"),
+        (files[0], "90a"),
+    ]
 
 
 def test_names_of_functions() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
+from dataclasses import replace
 
 import pytest
 from cases import DTYPES, LAYOUTS, MASKS, Case, check
@@ -84,8 +85,8 @@ CASES = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-def test_pair_of_options(case: Case, kernel: str) -> None:
-    check(case)
+def test_pair_of_options(case: Case, device: str) -> None:
+    check(replace(case, device=device))
 
 
 def test_every_pair_occurs() -> None:

@@ -26,10 +26,14 @@ class Tolerance:
 # 16-bit floors are half a unit in the last place of the largest element, that of float32 is a few units; the
 # judge of float64 makes rounding errors of its own.
 TOLERANCES: dict[tuple[str, torch.dtype], Tolerance] = {
-    ("cpu", torch.float64): Tolerance(floor=1e-14),
-    ("cpu", torch.float32): Tolerance(floor=1e-6),
-    ("cpu", torch.bfloat16): Tolerance(floor=2.0**-8),
-    ("cpu", torch.float16): Tolerance(floor=2.0**-11),
+    (device, dtype): Tolerance(floor)
+    for device in ("cpu", "cuda")
+    for dtype, floor in (
+        (torch.float64, 1e-14),
+        (torch.float32, 1e-6),
+        (torch.bfloat16, 2.0**-8),
+        (torch.float16, 2.0**-11),
+    )
 }
 
 

@@ -154,18 +154,19 @@ class Inputs:
         return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
 
 
-def inputs(case: Case, seed: int = 0) -> Inputs:
+def inputs(case: Case, seed: int = 0, device: str = "cpu") -> Inputs:
     """Normally distributed tensors; they require gradients where the case has a backward pass."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, grad: bool = case.backward) -> Tensor:
-        return torch.randn(shape, generator=generator).to(case.dtype).requires_grad_(grad)
+        drawn = torch.randn(shape, generator=generator, device=device)
+        return drawn.to(case.dtype).requires_grad_(grad)
 
     mask: Tensor | None = None
     if case.mask == "gradient":
         mask = normal(case.length, case.key_count)
     elif case.mask == "bool":
-        mask = _half_of_the_blocks(case.length, case.key_count)
+        mask = _half_of_the_blocks(case.length, case.key_count).to(device)
     return Inputs(
         query=normal(case.batch, case.heads, case.length, case.head_dim),
         key=normal(case.batch, case.kv_head_count, case.key_count, case.head_dim),

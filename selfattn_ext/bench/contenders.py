@@ -54,7 +54,7 @@ def rules(case: Case, tensors: Inputs) -> tuple[bool, Tensor | None]:
     say goes into the mask."""
     if case.causal and case.query_offset == 0 and case.window is None and tensors.mask is None:
         return True, None
-    seen = case.visible()
+    seen = _visible(case, tensors)
     if seen is None or tensors.mask is None:
         return False, tensors.mask if seen is None else seen
     return False, _both(tensors.mask, seen)
@@ -64,7 +64,7 @@ def _prepare_torch(case: Case, tensors: Inputs) -> Call:
     options: dict[str, Any] = {"enable_gqa": case.kv_head_count != case.heads, "dropout_p": case.dropout}
     is_causal, mask = rules(case, tensors)
     # A mask that is being trained has to meet the other rules at every step.
-    seen = case.visible() if case.backward and case.mask == "gradient" else None
+    seen = _visible(case, tensors) if case.backward and case.mask == "gradient" else None
 
     def call() -> Tensor:
         current = mask if seen is None or tensors.mask is None else _both(tensors.mask, seen)
@@ -73,6 +73,11 @@ def _prepare_torch(case: Case, tensors: Inputs) -> Call:
         )
 
     return call
+
+
+def _visible(case: Case, tensors: Inputs) -> Tensor | None:
+    seen = case.visible()
+    return None if seen is None else seen.to(tensors.query.device)
 
 
 def _both(mask: Tensor, seen: Tensor) -> Tensor:

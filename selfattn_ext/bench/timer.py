@@ -9,8 +9,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
+
 # A sample shorter than this would measure the clock and the scheduler as much as the call.
 _SAMPLE_SECONDS = 1e-3
+
+
+#: The seconds that a call takes, as the mean over this many repetitions.
+Clock = Callable[[Callable[[], object], int], float]
 
 
 @dataclass(frozen=True)
@@ -60,13 +66,34 @@ class Ratio:
         return _quartiles(self.samples)
 
 
-def interleave(calls: Mapping[str, Callable[[], object]], effort: Effort) -> dict[str, Timing]:
+def wall_clock(call: Callable[[], object], repetitions: int) -> float:
+    """The clock of calls that return when they are done, as those on CPU do."""
+    start = time.perf_counter()
+    for _ in range(repetitions):
+        call()
+    return (time.perf_counter() - start) / repetitions
+
+
+def event_clock(call: Callable[[], object], repetitions: int) -> float:
+    """The clock of calls that return while the GPU still works: between two events in its current stream."""
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    start.record()
+    for _ in range(repetitions):
+        call()
+    end.record()
+    end.synchronize()
+    return float(start.elapsed_time(end)) / 1e3 / repetitions
+
+
+def interleave(
+    calls: Mapping[str, Callable[[], object]], effort: Effort, clock: Clock = wall_clock
+) -> dict[str, Timing]:
     """Time the calls in turns.
 
     Each is called twice before, so that allocation and lazy initialisation are over; a sample of a short call
     is the mean over as many repetitions as fill a millisecond. Garbage collection waits meanwhile.
     """
-    repetitions = {name: _warm_up(call) for name, call in calls.items()}
+    repetitions = {name: _warm_up(call, clock) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
     collecting = gc.isenabled()
     gc.collect()
@@ -77,34 +104,27 @@ def interleave(calls: Mapping[str, Callable[[], object]], effort: Effort) -> dic
             if done >= effort.min_rounds and time.perf_counter() > deadline:
                 break
             for name, call in calls.items():
-                samples[name].append(_seconds(call, repetitions[name]))
+                samples[name].append(clock(call, repetitions[name]))
     finally:
         if collecting:
             gc.enable()
     return {name: Timing(tuple(seconds)) for name, seconds in samples.items()}
 
 
-def best_seconds(call: Callable[[], object], seconds: float) -> float:
+def best_seconds(call: Callable[[], object], seconds: float, clock: Clock = wall_clock) -> float:
     """The shortest time of a call among the runs that fit into ``seconds``, three at least."""
-    repetitions = _warm_up(call)
+    repetitions = _warm_up(call, clock)
     deadline = time.perf_counter() + seconds
-    times = [_seconds(call, repetitions) for _ in range(3)]
+    times = [clock(call, repetitions) for _ in range(3)]
     while time.perf_counter() < deadline:
-        times.append(_seconds(call, repetitions))
+        times.append(clock(call, repetitions))
     return min(times)
 
 
-def _warm_up(call: Callable[[], object]) -> int:
+def _warm_up(call: Callable[[], object], clock: Clock) -> int:
     """Call twice; how many repetitions make a sample."""
-    call()
-    return max(1, math.ceil(_SAMPLE_SECONDS / max(_seconds(call, 1), 1e-9)))
-
-
-def _seconds(call: Callable[[], object], repetitions: int) -> float:
-    start = time.perf_counter()
-    for _ in range(repetitions):
-        call()
-    return (time.perf_counter() - start) / repetitions
+    clock(call, 1)
+    return max(1, math.ceil(_SAMPLE_SECONDS / max(clock(call, 1), 1e-9)))
 
 
 def _quartiles(samples: Sequence[float]) -> tuple[float, float]:

@@ -1,0 +1,103 @@
+"""What is timed on a GPU, and what the project aims at there."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Literal
+
+import torch
+
+from selfattn_ext.bench.cases import Case
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+@dataclass(frozen=True)
+class Aim:
+    """TFLOP/s, or how many times as fast as a backend of torch or as the best of them."""
+
+    value: float
+    of: Literal["TFLOP/s", "best", "cudnn", "flash", "efficient", "math"]
+
+    def __str__(self) -> str:
+        return f"{self.value:g} TFLOP/s" if self.of == "TFLOP/s" else f"{self.value:g}x {self.of}"
+
+
+@dataclass(frozen=True)
+class Line:
+    """One row of the table."""
+
+    case: Case
+    aim: Aim | None = None
+    quick: bool = False
+
+
+SHORT = Aim(1.3, "best")
+MASKED = Aim(1.3, "best")
+FLOAT32 = Aim(2.0, "efficient")
+#: FlashAttention-2 on an H100, by its own figures; meant for that generation of GPUs.
+LONG = Aim(370.0, "TFLOP/s")
+
+_TOKENS, _WIDTH = 16384, 2048
+
+
+def _case(length: int, head_dim: int, dtype: torch.dtype = BF16) -> Case:
+    """As many sequences as make 16384 tokens, as many heads as make a width of 2048."""
+    return Case(_TOKENS // length, _WIDTH // head_dim, length, head_dim, dtype=dtype)
+
+
+def lines(quick: bool = False) -> list[Line]:
+    """All lines, or the few of a short run."""
+    every = [*_short(), *_long(), *_float32(), *_masks(), *_options(), *_decoding()]
+    return [line for line in every if line.quick or not quick]
+
+
+def _short() -> Iterable[Line]:
+    for length in (128, 256, 512):
+        for head_dim in (64, 128):
+            yield Line(_case(length, head_dim), SHORT, quick=length == 512)
+    yield Line(replace(_case(512, 128), causal=True), SHORT)
+    yield Line(Case(4, 8, 64, 64, dtype=BF16), SHORT, quick=True)
+
+
+def _long() -> Iterable[Line]:
+    for length in (2048, 8192):
+        for head_dim in (64, 128, 256):
+            aimed = (length, head_dim) == (8192, 128)
+            yield Line(_case(length, head_dim), LONG if aimed else None, quick=aimed)
+            yield Line(replace(_case(length, head_dim), causal=True), quick=aimed)
+    yield Line(_case(2048, 128, FP16))
+    yield Line(_case(2048, 80))
+    yield Line(replace(_case(2048, 128), value_dim=64))
+
+
+def _float32() -> Iterable[Line]:
+    for length in (512, 2048, 8192):
+        for head_dim in (64, 128):
+            yield Line(_case(length, head_dim, FP32), FLOAT32, quick=length == 2048)
+    yield Line(replace(_case(2048, 64, FP32), causal=True), FLOAT32)
+    for head_dim in (64, 128):
+        yield Line(replace(_case(2048, head_dim, FP32), precision="high"), FLOAT32)
+    yield Line(Case(4, 8, 512, 64, dtype=FP64))
+
+
+def _masks() -> Iterable[Line]:
+    for dtype in (BF16, FP32):
+        yield Line(replace(_case(2048, 64, dtype), mask="bool"), MASKED, quick=dtype == BF16)
+        yield Line(replace(_case(2048, 128, dtype), mask="gradient"), MASKED)
+    yield Line(replace(_case(512, 64), mask="bool"), MASKED)
+
+
+def _options() -> Iterable[Line]:
+    yield Line(replace(_case(2048, 128), dropout=0.1))
+    yield Line(replace(_case(8192, 64), causal=True, window=256))
+    yield Line(replace(_case(2048, 128), causal=True, heads=32, kv_heads=8))
+
+
+def _decoding() -> Iterable[Line]:
+    """One query each; keys and values larger than a GPU's caches."""
+    yield Line(Case(8, 16, 1, 128, dtype=BF16, keys=8192), quick=True)
+    yield Line(Case(32, 32, 1, 128, dtype=BF16, keys=8192, kv_heads=8))
+    yield Line(Case(1, 32, 1, 128, dtype=BF16, keys=131072, kv_heads=8), quick=True)
+    yield Line(Case(8, 16, 1, 128, dtype=FP32, keys=8192))

@@ -1,0 +1,208 @@
+"""Times each case: this package and every backend of torch in turns, errors and peaks beside them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+from gpu_cases import Aim, Line
+from gpu_peak import Ceiling, Meter
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from selfattn_ext import backends
+from selfattn_ext.bench import timer
+from selfattn_ext.bench.accuracy import truth
+from selfattn_ext.bench.cases import Case, Inputs, as_json, inputs
+from selfattn_ext.bench.contenders import OURS, TORCH
+from selfattn_ext.bench.measure import note
+from selfattn_ext.bench.timer import Effort, Ratio, Timing
+from selfattn_ext.terminal import Progress, describe
+
+BACKENDS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+
+
+@dataclass(frozen=True)
+class Call:
+    """A call, and the setting under which it is made, which the clock leaves out."""
+
+    function: Callable[[], Tensor]
+    setting: Callable[[], AbstractContextManager[object]] = nullcontext
+
+    def __call__(self) -> Tensor:
+        return self.function()
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case as measured."""
+
+    line: Line
+    kernel: str  # which of this package's kernels ran
+    timings: dict[str, Timing]  # by backend, and this package's
+    refused: dict[str, str]  # why a backend has none
+    error: float | None
+    ceiling: Ceiling
+
+    @property
+    def ours(self) -> Timing:
+        return self.timings[OURS.name]
+
+    def ratio(self, backend: str) -> float | None:
+        """Time of a backend over ours, or of the fastest; above 1 this package is faster."""
+        names = [name for name in BACKENDS if name in self.timings and backend in (name, "best")]
+        return min((Ratio.of(self.timings[name], self.ours).median for name in names), default=None)
+
+    @property
+    def tflops(self) -> float:
+        return self.line.case.flops() / self.ours.median / 1e12
+
+    @property
+    def reached(self) -> str:
+        """Whether the aim is: "yes", "no", or "" where there is none or nothing to compare with."""
+        aim: Aim | None = self.line.aim
+        if aim is None:
+            return ""
+        value = self.tflops if aim.of == "TFLOP/s" else self.ratio(aim.of)
+        return "" if value is None else "yes" if value >= aim.value else "no"
+
+
+class Session:
+    """Measures rows on one device, whose peaks they share."""
+
+    def __init__(self, device: str, effort: Effort, meter: Meter | None = None) -> None:
+        self._device, self._effort = device, effort
+        self._clock = timer.event_clock if device == "cuda" else timer.wall_clock
+        self.meter = meter or Meter(device, self._clock)
+
+    def measure(self, lines: Sequence[Line]) -> list[Row]:
+        """A row for each line; a progress bar on stderr meanwhile."""
+        rows = []
+        with Progress("measuring", len(lines)) as progress:
+            for line in lines:
+                rows.append(self.row(line))
+                progress.update(len(rows), note(line.case))
+        return rows
+
+    @torch.no_grad()
+    def row(self, line: Line) -> Row:
+        """One case."""
+        before = torch.get_float32_matmul_precision()
+        torch.set_float32_matmul_precision(line.case.precision)
+        try:
+            return self._row(line)
+        finally:
+            torch.set_float32_matmul_precision(before)
+
+    def _row(self, line: Line) -> Row:
+        case = line.case
+        ceiling = self.meter.ceiling(case.dtype, case.precision)
+        tensors = inputs(case, device=self._device)
+        ours = OURS.prepare(case, tensors)
+        judge = truth(case, tensors)
+        error = None if judge is None else judge.error(case, [ours()])
+        kernel = backends.explain(tensors.query, tensors.key, tensors.value, enable_gqa=True).kernel
+        calls, refused = {OURS.name: Call(ours)}, {}
+        for name in BACKENDS:
+            try:
+                calls[name] = _call_of(name, case, tensors)
+            except NotImplementedError as reason:
+                refused[name] = str(reason)
+        timings = timer.interleave(calls, self._effort, self._timed)
+        return Row(line, kernel, timings, refused, error, ceiling)
+
+    def _timed(self, call: Callable[[], object], repetitions: int) -> float:
+        assert isinstance(call, Call)
+        with call.setting():
+            return self._clock(call, repetitions)
+
+
+def _call_of(backend: str, case: Case, tensors: Inputs) -> Call:
+    """torch's attention by one backend.
+
+    Raises:
+        NotImplementedError: the backend does not take the case.
+    """
+    call = Call(TORCH.prepare(case, tensors), lambda: sdpa_kernel(BACKENDS[backend]))
+    with warnings.catch_warnings(), call.setting():
+        warnings.simplefilter("ignore")  # one for each reason of a refusal
+        try:
+            call()
+        except RuntimeError as error:  # lack of memory among them
+            raise NotImplementedError(describe(error)) from error
+    return call
+
+
+def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
+    """The table's head and lines."""
+    header = ["dtype", "(B, H, T, D)", "options", "kernel", *(f"{name} ms" for name in BACKENDS), "our ms"]
+    header += ["best / ours", "TFLOP/s", "of product", "of copy", "error", "aim", "reached"]
+    return header, [_cells(row) for row in rows]
+
+
+def _cells(row: Row) -> list[str]:
+    case, best = row.line.case, row.ratio("best")
+    seconds = row.ours.median
+    return [
+        case.dtype_name,
+        str(case.shape),
+        case.options(),
+        row.kernel,
+        *(f"{row.timings[n].median * 1e3:.3f}" if n in row.timings else "-" for n in BACKENDS),
+        f"{seconds * 1e3:.3f}",
+        "-" if best is None else f"{best:.2f}",
+        f"{row.tflops:.1f}",
+        f"{row.ceiling.of_product(case, seconds):.0%}",
+        f"{row.ceiling.of_copy(case, seconds):.0%}",
+        "-" if row.error is None else f"{row.error:.1e}",
+        "" if row.line.aim is None else str(row.line.aim),
+        row.reached,
+    ]
+
+
+def notes(rows: Sequence[Row], peaks: dict[str, float]) -> str:
+    """What the columns mean, the peaks, and how many aims are reached."""
+    judged = [row for row in rows if row.reached]
+    measured = ", ".join(f"{value:.0f} {name}" for name, value in peaks.items())
+    return "\n".join(
+        [
+            "ms: medians by CUDA events, contenders in turns; - where a backend of torch refuses the case.",
+            "best / ours: time of torch's fastest backend over ours; above 1 this package is faster.",
+            "of product, of copy: of the speed of a large matrix product and of a large copy in this run.",
+            "error: of our output against float64, relative to its largest value.",
+            f"Peaks: {measured}.",
+            f"{sum(row.reached == 'yes' for row in judged)} of {len(judged)} aims reached.",
+        ]
+    )
+
+
+def row_data(row: Row) -> dict[str, Any]:
+    """A row as plain data."""
+    return {
+        **as_json(row.line.case),
+        "kernel": row.kernel,
+        "aim": None if row.line.aim is None else asdict(row.line.aim),
+        "reached": row.reached,
+        "tflops": row.tflops,
+        "error": row.error,
+        "peak": asdict(row.ceiling),
+        "refused": row.refused,
+        "contenders": {
+            name: {
+                "median_seconds": timing.median,
+                "quartile_seconds": timing.quartiles,
+                "rounds": len(timing.samples),
+            }
+            for name, timing in row.timings.items()
+        },
+        "ratios": {name: row.ratio(name) for name in (*BACKENDS, "best")},
+    }

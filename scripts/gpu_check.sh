@@ -1,0 +1,122 @@
+#!/usr/bin/env bash
+# What a machine with a GPU has to say about this checkout: builds the library for that GPU in place, runs the
+# tests that need one, records what the GPU's instructions compute, and compares speeds with torch.
+#
+#   scripts/gpu_check.sh --all             every step, in the order below
+#   scripts/gpu_check.sh --build --test    some of them; every other step needs --build once before
+#
+#   --build    compile for the GPU that is here, in place
+#   --test     every test that runs on a GPU; that one cannot be used is a failure
+#   --suite    the rest of the tests
+#   --check    the kernels against nvcc's and the disassembler's reports, for this GPU's architecture
+#   --golden   what the GPU answers to every instruction that the emulator models, as golden.tar: unpack it in
+#              tests/emulator/golden and commit that, for the emulator's tests to replay
+#   --bench    the table against each backend of torch's scaled_dot_product_attention
+#   --quick    with --bench: fewer cases
+#
+# A step takes at most 8 minutes on 16 cores: what runs longer is stopped and counts as failed (STEP_SECONDS
+# changes the limit). Steps after a failed one still run. Nothing is downloaded and nothing installed: PYTHON
+# (default: python3) needs torch with CUDA, setuptools, ninja and pytest, and nvcc must be there.
+# Everything goes into OUT (default: gpu-results): log.txt, which grows with every call, and what steps make.
+set -uo pipefail
+cd "$(dirname "$0")/.." || exit
+exec </dev/null
+
+python=${PYTHON:-python3}
+limit=${STEP_SECONDS:-480}
+out=${OUT:-gpu-results}
+steps=()
+quick=()
+gpu_tests=(tests/test_cuda.py tests/test_cuda_runtime.py tests/test_cuda_sizes.py
+  tests/test_options_pairwise.py tests/test_edge_cases.py)
+summary=()
+
+usage() { sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"; }
+
+wanted() { # keeps the order of the help, whatever that of the arguments
+  local step
+  for step in build test suite check golden bench; do
+    case " ${steps[*]} " in *" $step "* | *" all "*) echo "$step" ;; esac
+  done
+}
+
+architecture() { # of this GPU, with its own instructions where the kernels may use them
+  "$python" -c '
+import torch
+capability = "%d%d" % torch.cuda.get_device_capability()
+print({"90": "90a"}.get(capability, capability))'
+}
+
+# shellcheck disable=SC2329  # called in a bash of its own, which can be stopped
+record_golden() { # record_golden PYTHON ARCHITECTURE ARCHIVE
+  folder=$(mktemp -d) || return
+  trap 'rm -rf "$folder"' EXIT
+  PATH="${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin" nvcc -std=c++17 -O3 -Icsrc \
+    -gencode "arch=compute_$2,code=sm_$2" tests/emulator/programs/probe.cu -o "$folder/probe" &&
+    "$1" tests/emulator/probe.py "$folder/probe" "$folder/golden" && tar -cf "$3" -C "$folder/golden" .
+}
+
+run() { # run NAME COMMAND...: a step within its time limit; its line in the summary
+  local name=$1 start=$SECONDS code line
+  shift
+  printf '\n=== %s: %s\n' "$name" "$*"
+  timeout --kill-after=20 "$limit" "$@"
+  code=$?
+  case $code in
+    0) line="passed" ;;
+    124 | 137) line="FAILED: stopped after $limit s" ;;
+    *) line="FAILED with $code" ;;
+  esac
+  summary+=("$(printf '%-7s %s (%d s)' "$name" "$line" $((SECONDS - start)))")
+}
+
+perform() { # perform STEP
+  case $1 in
+    build) # for the GPU that torch sees, unless TORCH_CUDA_ARCH_LIST says otherwise
+      run build env SELFATTN_CUDA=1 "$python" setup.py --quiet build_ext --inplace
+      ;;
+    test)
+      run test env SELFATTN_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1 "$python" -m pytest -q -p no:cacheprovider \
+        "${gpu_tests[@]}"
+      ;;
+    suite) # without what needs the network or packages that such a machine may lack
+      run suite env PYTHONUNBUFFERED=1 "$python" -m pytest -q -p no:cacheprovider \
+        "${gpu_tests[@]/#/--ignore=}" \
+        --ignore=tests/test_install.py --ignore=tests/test_notebook.py --ignore=tests/test_source_notebooks.py
+      ;;
+    check)
+      run check "$python" scripts/cuda_compile_check.py --archs "$(architecture)"
+      ;;
+    golden)
+      export -f record_golden
+      run golden bash -c 'record_golden "$@"' golden "$python" "$(architecture)" "$out/golden.tar"
+      ;;
+    bench)
+      run bench env PYTHONUNBUFFERED=1 "$python" benchmarks/gpu_run.py ${quick[@]+"${quick[@]}"} \
+        --json "$out/bench.json" --markdown "$out/bench.md"
+      ;;
+  esac
+}
+
+while [ $# -gt 0 ]; do
+  case $1 in
+    --build | --test | --suite | --check | --golden | --bench | --all) steps+=("${1#--}") ;;
+    --quick) quick=(--quick) ;;
+    -h | --help) usage; exit 0 ;;
+    *) echo "gpu_check.sh: unknown argument $1; --help lists the steps" >&2; exit 2 ;;
+  esac
+  shift
+done
+[ ${#steps[@]} -gt 0 ] || { usage >&2; exit 2; }
+
+mkdir -p "$out" || exit 1
+out=$(cd "$out" && pwd)
+all_steps() {
+  date -u +'%Y-%m-%d %H:%M UTC'
+  for step in $(wanted); do perform "$step"; done
+  printf '\n=== summary (results in %s)\n' "$out"
+  printf '%s\n' "${summary[@]}"
+  [[ "${summary[*]}" != *FAILED* ]]
+}
+all_steps 2>&1 | tee -a "$out/log.txt"
+exit "${PIPESTATUS[0]}"

@@ -1,0 +1,100 @@
+"""scripts/gpu_check.sh as far as that goes without a GPU: which steps run, what is kept, when it fails."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.sh"
+STEPS = ["build", "test", "suite", "check", "golden", "bench"]
+
+Check = Callable[..., subprocess.CompletedProcess[str]]
+
+#: Stands for Python: tells its arguments, fails or hangs where it is told to.
+PYTHON = """#!/bin/sh
+case "$*" in
+  -c*) echo 90a ;;
+  *$FAIL*) exit 7 ;;
+  *$HANG*) sleep 30 ;;
+  *probe.py*) mkdir "$3" && echo "python $*" ;;
+  *) echo "python $*" ;;
+esac
+"""
+
+
+@pytest.fixture
+def check(tmp_path: Path) -> Check:
+    """Runs the script with arguments and variables, with a Python that does nothing."""
+    python = tmp_path / "python"
+    python.write_text(PYTHON)
+    python.chmod(0o755)
+    nvcc = tmp_path / "cuda" / "bin" / "nvcc"
+    nvcc.parent.mkdir(parents=True)
+    nvcc.write_text('#!/bin/sh\necho "nvcc $*"\n')
+    nvcc.chmod(0o755)
+
+    def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        variables = {"PYTHON": str(python), "CUDA_HOME": str(tmp_path / "cuda"), "OUT": str(tmp_path / "out")}
+        variables |= {"FAIL": "nothing", "HANG": "nothing", "PATH": os.environ["PATH"], **environment}
+        return subprocess.run([SCRIPT, *arguments], env=variables, capture_output=True, text=True)
+
+    return run
+
+
+def steps_of(run: subprocess.CompletedProcess[str]) -> list[str]:
+    return re.findall(r"^=== (\w+): ", run.stdout, re.M)
+
+
+def test_help_names_every_step(check: Check) -> None:
+    for flag in ("--help", "-h"):
+        run = check(flag)
+        assert run.returncode == 0
+        assert all(f"--{step} " in run.stdout for step in STEPS)
+    assert re.findall(r"^  --(\w+)  ", run.stdout, re.M)[: len(STEPS)] == STEPS
+
+
+@pytest.mark.parametrize("arguments", [[], ["--nothing"], ["--test", "tests"], ["--quick"]], ids=str)
+def test_bad_arguments(arguments: list[str], check: Check, tmp_path: Path) -> None:
+    run = check(*arguments)
+    assert run.returncode == 2
+    assert run.stderr
+    assert not (tmp_path / "out").exists()
+
+
+def test_steps_run_in_order_and_once(check: Check, tmp_path: Path) -> None:
+    assert steps_of(check("--all")) == STEPS
+    run = check("--bench", "--build", "--bench", "--quick")
+    assert run.returncode == 0
+    assert steps_of(run) == ["build", "bench"]
+    out = tmp_path / "out"
+    benchmark = f"benchmarks/gpu_run.py --quick --json {out}/bench.json --markdown {out}/bench.md"
+    assert f"python {benchmark}" in run.stdout
+    assert "--archs 90a" in check("--check").stdout
+    run = check("--golden")
+    assert "arch=compute_90a,code=sm_90a tests/emulator/programs/probe.cu" in run.stdout
+    assert re.search(r"^python tests/emulator/probe.py \S+/probe \S+/golden$", run.stdout, re.M)
+    assert re.search("^golden +passed", run.stdout, re.M)
+    # One log for all calls.
+    assert sorted(path.name for path in out.iterdir()) == ["golden.tar", "log.txt"]
+    assert (out / "log.txt").read_text().count("=== summary") == 4
+
+
+def test_failures_are_told_and_stop_nothing(check: Check) -> None:
+    run = check("--build", "--test", "--bench", FAIL="setup.py", HANG="test_cuda", STEP_SECONDS="1")
+    assert run.returncode == 1
+    summary = run.stdout.partition("=== summary")[2]
+    assert re.search(r"^build +FAILED with 7 ", summary, re.M)
+    assert re.search(r"^test +FAILED: stopped after 1 s", summary, re.M)
+    assert re.search(r"^bench +passed", summary, re.M)
+
+
+def test_what_it_runs_is_there() -> None:
+    root, text = SCRIPT.parents[1], SCRIPT.read_text()
+    files = re.findall(r"\b((?:tests|scripts|benchmarks)/[\w/]+\.(?:py|cu))", text)
+    assert len(files) >= 9
+    assert [path for path in files if not (root / path).is_file()] == []
