@@ -11,6 +11,8 @@
 namespace selfattn::cuda::simt {
 
 constexpr int kSoftmaxRows = kThreads / kWarp;  // of a block
+constexpr int kKeysPerLane = 4;                 // at a time
+constexpr int kKeysAtOnce = kWarp * kKeysPerLane;
 
 // One state from those of the lanes, in all lanes.
 template <class T>
@@ -26,9 +28,23 @@ __device__ __forceinline__ RowState<T> merge_lanes(RowState<T> state) {
   return state;
 }
 
+// Final scores of the lane's keys `first` + lane, + 32 + lane and so on; -inf beyond the last key.
+template <DType kDType, class T>
+__device__ __forceinline__ void scores_of_lane(ScoreTile<T>& tile,
+                                               const typename Element<kDType>::Storage* row, int64_t first,
+                                               int lane, T (&s)[kKeysPerLane]) {
+  tile.move_to(first);
+#pragma unroll
+  for (int i = 0; i < kKeysPerLane; ++i) {
+    const int column = i * kWarp + lane;
+    const bool inside = column < tile.columns();
+    s[i] = inside ? tile.score(0, column, Element<kDType>::widen(row[first + column])) : -infinity<T>();
+  }
+}
+
 // `p` holds the options of the scores: scale, mask and window.
 template <DType kDType>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     masked_softmax_kernel(const AttentionParams p, const View scores, const View result,
                           const int64_t first_block) {
   using T = typename Element<kDType>::Accumulation;
@@ -43,19 +59,30 @@ __global__ void __launch_bounds__(kThreads)
   Storage* const to = static_cast<Storage*>(result.data) + result.offset(at.batch, at.head, at.first_row);
   ScoreTile<T> tile(p, at.batch, at.head, at.first_row);
 
+  T s[kKeysPerLane];
   RowState<T> state;
-  for (int64_t key = lane; key < p.keys; key += kWarp) {
-    tile.move_to(key);
-    const T score = tile.score(0, 0, Element<kDType>::widen(from[key]));
-    const T factor = state.raise_max(score);
-    state.sum = multiply_add(state.sum, factor, exponential(score - state.shift()));
+#pragma unroll 1
+  for (int64_t first = 0; first < p.keys; first += kKeysAtOnce) {
+    scores_of_lane<kDType>(tile, from, first, lane, s);
+    T most = s[0];
+#pragma unroll
+    for (int i = 1; i < kKeysPerLane; ++i) most = larger(most, s[i]);
+    T sum = state.sum * state.raise_max(most);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) sum += exponential(s[i] - state.shift());
+    state.sum = sum;
   }
   state = merge_lanes(state);
+
   const T inverse = state.inverse_sum();
-  for (int64_t key = lane; key < p.keys; key += kWarp) {
-    tile.move_to(key);
-    const T score = tile.score(0, 0, Element<kDType>::widen(from[key]));
-    to[key] = Element<kDType>::narrow(state.weight(score, inverse));
+#pragma unroll 1
+  for (int64_t first = 0; first < p.keys; first += kKeysAtOnce) {
+    scores_of_lane<kDType>(tile, from, first, lane, s);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int column = i * kWarp + lane;
+      if (column < tile.columns()) to[first + column] = Element<kDType>::narrow(state.weight(s[i], inverse));
+    }
   }
 }
 

@@ -30,7 +30,7 @@ __device__ __forceinline__ void normalise(const T* row_max, const T* row_sum, in
 
 // `statistics.row_max` is null where the scores are wanted as they are. The result lies in `matrix`.
 template <DType kDType>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, 4)
     score_matrix_kernel(const AttentionParams p, const WeightsOutputs statistics, const View matrix,
                         const int64_t first_block) {
   using T = typename Element<kDType>::Accumulation;
