@@ -20,8 +20,8 @@ class Limit:
 #: By folder/file/function, the file without its suffix; the first pattern that fits counts.
 LIMITS = {
     "cuda/device_code/*": Limit(registers=32),
-    "simt/simt_scores*/*": Limit(registers=96),
-    "simt/*/*": Limit(registers=224),
+    "simt/*/*forward*": Limit(registers=255),  # two blocks of 128 threads fit a multiprocessor
+    "simt/*/*": Limit(registers=128),
     "sm80/*/*merge*": Limit(registers=64),
     "sm80/*/*": Limit(registers=255, tensor_cores=True),
 }

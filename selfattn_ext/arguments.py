@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,16 +26,8 @@ __all__ = [
 #: The operators' keyword arguments that are no tensors; those at their default are left out.
 Options = dict[str, Any]
 Maybe = Tensor | None
-
-
-class Prepared(NamedTuple):
-    """The tensors of a call of attention as the operators take them."""
-
-    form: shapes.Canonical
-    mask: Maybe
-    slopes: Maybe
-    sinks: Maybe
-    scale: float
+#: query, key and value in four dimensions, mask, slopes, sinks, scale; a plain tuple costs a call the least.
+Prepared = tuple[shapes.Canonical, Maybe, Maybe, Maybe, float]
 
 
 def prepared(
@@ -63,7 +55,7 @@ def prepared(
         else:
             mask = shapes.mask_four_dimensional(checks.mask("attn_mask", attn_mask), form)
     dtype = reference.accumulation_dtype(form.query.dtype)
-    return Prepared(
+    return (
         form,
         mask,
         None if alibi_slopes is None else shapes.head_numbers(alibi_slopes, form, dtype),

@@ -270,11 +270,12 @@ def explain(
 
 
 def _explain_on_cuda(call: arguments.Prepared, options: arguments.Options, forced: str) -> Explanation:
-    query, key, value = call.form[:3]
+    form, mask, slopes, sinks, scale = call
+    query, key, value = form[:3]
     seed = torch.zeros(1, dtype=torch.int64, device=query.device) if "dropout_p" in options else None
-    keywords = arguments.keywords_of(options, call.mask, call.slopes, call.sinks, seed)
+    keywords = arguments.keywords_of(options, mask, slopes, sinks, seed)
     # The operator of that name asks the kernels about the very call.
-    lines = ops.attention_refusals(query, key, value, call.scale, **keywords).split("\n")
+    lines = ops.attention_refusals(query, key, value, scale, **keywords).split("\n")
     reasons = dict(zip((kernel.name for kernel in kernels(query.device)), lines, strict=True))
     takers = [name for name, reason in reasons.items() if not reason]
     if forced and forced not in takers:

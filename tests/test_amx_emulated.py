@@ -147,7 +147,6 @@ def test_tests_pass_in_the_emulator(module: str, emulator: str) -> None:
             "LD_PRELOAD": emulator,
             "SELFATTN_CPU_ISA": "amx",
             "SELFATTN_AMX_EMULATOR_REPORT": "1",
-            "SELFATTN_AMX_EMULATOR_PATCH": "0",
         },
         capture_output=True,
         text=True,

@@ -20,9 +20,9 @@ CASES = [
         {"dtype": torch.float16, "dropout_p": 0.3, "softcap": 3.0, "window": (30, 20), "query_offset": 50},
     )
 ] + [
-    # Work that is divided along the queries or along the keys.
+    # Work that is divided along the queries or along the keys, enough of it to be worth three threads.
     Case(batch=1, heads=1, kv_heads=1, queries=300, keys=130, mask="float rows"),
-    Case(batch=1, heads=2, kv_heads=1, queries=2, keys=1100),
+    Case(batch=1, heads=2, kv_heads=1, queries=2, keys=9000),
 ]
 
 

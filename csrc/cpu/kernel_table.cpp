@@ -13,7 +13,8 @@
 
 namespace selfattn::cpu {
 
-#if defined(__x86_64__)
+// The library of the emulator has the CUDA kernels on the CPU instead, for tests (tests/emulator).
+#if defined(__x86_64__) && !defined(SELFATTN_CUDA_EMULATOR)
 extern const Kernel kFusedAmx;
 extern const Kernel kFusedAvx512Bf16;
 extern const Kernel kFusedAvx512;
@@ -21,14 +22,14 @@ extern const Kernel kFusedAvx2;
 #endif
 extern const Kernel kFusedScalar;
 #if defined(SELFATTN_CUDA_EMULATOR)
-extern const Kernel kEmulatedSm80;  // the CUDA kernels on the CPU, for tests (tests/emulator)
+extern const Kernel kEmulatedSm80;
 extern const Kernel kEmulatedSimt;
 #endif
 
 namespace {
 
 const Kernel* const kKernels[] = {
-#if defined(__x86_64__)
+#if defined(__x86_64__) && !defined(SELFATTN_CUDA_EMULATOR)
     &kFusedAmx,     &kFusedAvx512Bf16, &kFusedAvx512, &kFusedAvx2,
 #endif
     &kFusedScalar,  &kLoops,

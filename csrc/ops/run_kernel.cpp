@@ -30,4 +30,13 @@ cpu::ThreadPool thread_pool() {
   return {static_cast<int>(threads), &run_on_framework_threads};
 }
 
+cpu::ThreadPool thread_pool(double scores) {
+  // A score costs a nanosecond or less, waking a thread microseconds.
+  constexpr double kScoresOfAThread = 16384;
+  cpu::ThreadPool pool = thread_pool();
+  const double worth = 1.0 + scores / kScoresOfAThread;
+  if (worth < pool.threads) pool.threads = static_cast<int>(worth);
+  return pool;
+}
+
 }  // namespace selfattn::ops

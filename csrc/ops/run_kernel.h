@@ -11,11 +11,17 @@ namespace selfattn::ops {
 // The framework's thread pool with its current number of threads (torch.set_num_threads).
 cpu::ThreadPool thread_pool();
 
-// Calls kernel(arguments..., thread_pool()). Kernels allocate scratch only: bad_alloc has one meaning.
-template <class Kernel, class... Arguments>
-void run_kernel(Kernel kernel, const Arguments&... arguments) {
+// As many of them as it is worth waking for so many scores.
+cpu::ThreadPool thread_pool(double scores);
+
+// Calls kernel(params, results..., thread_pool(...)). Kernels allocate scratch only: bad_alloc has one
+// meaning.
+template <class Kernel, class Params, class... Results>
+void run_kernel(Kernel kernel, const Params& params, const Results&... results) {
+  const double scores =
+      static_cast<double>(params.batch * params.heads * params.queries) * static_cast<double>(params.keys);
   try {
-    kernel(arguments..., thread_pool());
+    kernel(params, results..., thread_pool(scores));
   } catch (const std::bad_alloc&) {
     throw AllocationFailure("not enough memory for the kernel's working space");
   } catch (const std::length_error&) {

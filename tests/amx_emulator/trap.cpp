@@ -57,12 +57,13 @@ void on_illegal_instruction(int signal_number, siginfo_t* info, void* raw_contex
   auto& context = *static_cast<ucontext_t*>(raw_context);
   greg_t& rip = context.uc_mcontext.gregs[REG_RIP];
   const auto address = static_cast<uint64_t>(rip);
-  if (!sent && is_patched(address)) return;  // by another thread, in the meantime
-
   Instruction instruction;
   const char* fault = nullptr;
   const Decoding decoding =
       sent ? Decoding::kNotAmx : decode(reinterpret_cast<const uint8_t*>(rip), instruction, fault);
+  // Another thread may have patched it since it trapped, even while it was being decoded. Asked last: bytes
+  // that are old now were old when they were read.
+  if (!sent && is_patched(address)) return;
   if (decoding == Decoding::kNotAmx) {
     hand_on(signal_number, info, raw_context, sent);
     return;

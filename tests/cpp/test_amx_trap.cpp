@@ -9,8 +9,10 @@ TEST(skipped) { std::printf("skipped: AMX is an extension of x86-64, and its emu
 #else
 
 #include <signal.h>
+#include <sys/mman.h>
 #include <ucontext.h>
 
+#include <atomic>
 #include <cstdlib>
 #include <cstring>
 #include <thread>
@@ -158,6 +160,34 @@ TEST(threads_have_tiles_of_their_own) {
   for (std::thread& thread : threads) thread.join();
   for (const bool thread_right : right) CHECK(thread_right);
   if (!native_amx()) CHECK(count("tdpbf16ps") - before == 8 * 20 * 50);
+}
+
+// Thousands of instructions that nobody has executed before, each met by several threads at about the same
+// time: one of them puts the jump there while another looks at what made it trap.
+TEST(threads_meet_at_fresh_instructions) {
+  constexpr int kSites = 4000, kSlot = 8, kThreads = 4;
+  const uint8_t tilezero[kSlot] = {0xc4, 0xe2, 0x7b, 0x49, 0xc0, 0x90, 0x90, 0x90};  // and three nops
+  void* const memory = mmap(nullptr, kSites * kSlot + 1, PROT_READ | PROT_WRITE | PROT_EXEC,
+                            MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  CHECK(memory != MAP_FAILED);
+  auto* const code = static_cast<uint8_t*>(memory);
+  for (int site = 0; site < kSites; ++site) std::memcpy(code + site * kSlot, tilezero, kSlot);
+  code[kSites * kSlot] = 0xc3;  // ret
+  const uint64_t before = count("tilezero");
+  std::atomic<int> ready{0};
+  std::vector<std::thread> threads;
+  for (int thread = 0; thread < kThreads; ++thread) {
+    threads.emplace_back([&] {
+      ldtilecfg(TileConfig().all(16, 64));
+      ++ready;
+      while (ready < kThreads) std::this_thread::yield();
+      reinterpret_cast<void (*)()>(memory)();
+      tilerelease();
+    });
+  }
+  for (std::thread& thread : threads) thread.join();
+  if (!native_amx()) CHECK(count("tilezero") - before == kThreads * kSites);
+  munmap(memory, kSites * kSlot + 1);
 }
 
 // The first time an instruction traps, then a jump has taken its place.

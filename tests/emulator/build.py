@@ -66,12 +66,15 @@ def tools() -> Tools:
 
 
 def library_sources() -> list[Path]:
-    """The C++ sources of the package, without those of the CUDA kernels."""
+    """The C++ sources of the package, without those of the CUDA kernels and, as they take most of the time to
+    compile, of the vectorised CPU kernels.
+    """
     return [
         path
         for folder in (*sources.LIBRARY_FOLDERS, sources.PYTHON_FOLDER)
         for path in sorted((CSRC / folder).rglob("*.cpp"))
         if "cuda" not in path.relative_to(CSRC).parts
+        and not path.name.startswith(("kernels_avx", "kernels_amx"))
     ]
 
 

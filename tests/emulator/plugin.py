@@ -13,6 +13,6 @@ import os
 
 from . import build
 
-os.environ.setdefault(
-    "SELFATTN_LIBRARY", str(build.build("library", os.environ.get("SELFATTN_EMULATOR_VARIANT", "plain")))
-)
+if "SELFATTN_LIBRARY" not in os.environ:
+    variant = os.environ.get("SELFATTN_EMULATOR_VARIANT", "plain")
+    os.environ["SELFATTN_LIBRARY"] = str(build.build("library", variant))

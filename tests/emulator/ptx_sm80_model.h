@@ -68,6 +68,8 @@ inline void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t 
   emulator::multiply(emulator::MmaFormat::kTf32, d, a, b, site);
 }
 
+inline int opaque(int value) { return value; }
+
 uint32_t round_to_tf32(float value);
 uint32_t pack_bfloat16(float low, float high);
 uint32_t pack_float16(float low, float high);

@@ -11,7 +11,7 @@ namespace selfattn::cpu::SELFATTN_ISA {
 constexpr int64_t kDecodeChunk = 1024;  // keys of an item
 // Keys from one step of the softmax to the next. While that runs no key or value is on its way, hence more
 // than kKeyBlock.
-constexpr int64_t kDecodeBlock = 256;
+constexpr int64_t kDecodeBlock = 512;
 
 template <class T>
 struct DecodeTask {

@@ -25,19 +25,7 @@ __device__ __forceinline__ double multiply_add(double a, double b, double c) { r
 
 // A product that is rounded by itself: no compiler merges it with an addition. Scores need that, so that
 // every pass gets the same bits, and so that the largest score minus the row's maximum is exactly 0.
-__device__ __forceinline__ float rounded_product(float a, float b) {
-#if defined(__CUDA_ARCH__)
-  return __fmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
-__device__ __forceinline__ double rounded_product(double a, double b) {
-#if defined(__CUDA_ARCH__)
-  return __dmul_rn(a, b);
-#else
-  return a * b;
-#endif
-}
+__device__ __forceinline__ float rounded_product(float a, float b) { return __fmul_rn(a, b); }
+__device__ __forceinline__ double rounded_product(double a, double b) { return __dmul_rn(a, b); }
 
 }  // namespace selfattn::cuda

@@ -41,11 +41,17 @@ struct RowState {
   __device__ __forceinline__ void merge(const RowState& other, T* factor, T* other_factor) {
     *factor = raise_max(other.max);
     *other_factor = exponential(other.max - shift());
-    sum = sum * *factor + other.sum * *other_factor;
+    // Rounded apart, so that it makes no difference which of the two joins the other.
+    sum = rounded_product(sum, *factor) + rounded_product(other.sum, *other_factor);
   }
 
   // The factor of weights and outputs at the end; 0 for a row that saw nothing.
   __device__ __forceinline__ T inverse_sum() const { return sum == T(0) ? T(0) : T(1) / sum; }
+
+  // The weight of a score of the row: 0 where it is hidden, also in a row whose sum is NaN.
+  __device__ __forceinline__ T weight(T score, T inverse_sum) const {
+    return score == -infinity<T>() ? T(0) : exponential(score - shift()) * inverse_sum;
+  }
 };
 
 // A weighted sum at the end: exactly 0 for a row that saw nothing, whatever its values hold.

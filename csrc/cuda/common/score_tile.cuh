@@ -14,21 +14,14 @@ namespace selfattn::cuda {
 template <class T>
 class ScoreTile {
  public:
-  __device__ __forceinline__ ScoreTile(const AttentionParams& p, int64_t batch, int64_t head,
+  // Keeps a reference to the parameters, which lie where reading them costs no registers.
+  __device__ __forceinline__ ScoreTile(const AttentionParams& params, int64_t batch, int64_t head,
                                        int64_t first_query)
-      : scale_(static_cast<T>(p.scale)),
-        softcap_(static_cast<T>(p.softcap)),
-        inverse_softcap_(p.softcap > 0.0 ? T(1) / static_cast<T>(p.softcap) : T(0)),
+      : p(params),
+        scale_(static_cast<T>(p.scale)),
         slope_(p.alibi_slopes.data != nullptr ? head_scalar(p.alibi_slopes, batch, head) : T(0)),
-        mask_(p.mask.data),
-        mask_dtype_(p.mask.dtype),
-        mask_row_stride_(p.mask.stride[2]),
-        mask_key_stride_(p.mask.stride[3]),
         row_of_mask_(p.mask.offset(batch, head, first_query)),
         position_(first_query + p.query_offset),
-        keys_(p.keys),
-        window_left_(p.window_left),
-        window_right_(p.window_right),
         rows_(clamp(p.queries - first_query)) {
     move_to(0);
   }
@@ -41,10 +34,10 @@ class ScoreTile {
   // Column 0 becomes `first_key`.
   __device__ __forceinline__ void move_to(int64_t first_key) {
     corner_ = position_ - first_key;
-    columns_ = clamp(keys_ - first_key);
-    window_begin_ = window_left_ >= 0 ? clamp(corner_ - window_left_) : -kFar;
-    window_end_ = window_right_ >= 0 ? clamp(corner_ + window_right_) : kFar;
-    mask_at_ = row_of_mask_ + first_key * mask_key_stride_;
+    columns_ = clamp(p.keys - first_key);
+    window_begin_ = p.window_left >= 0 ? clamp(corner_ - p.window_left) : -kFar;
+    window_end_ = p.window_right >= 0 ? clamp(corner_ + p.window_right) : kFar;
+    mask_at_ = row_of_mask_ + first_key * p.mask.stride[3];
   }
 
   // Rows and columns of the tile that lie in the tensors.
@@ -59,10 +52,10 @@ class ScoreTile {
 
   // Whether a score in the window is nothing but scale · q·k.
   __device__ __forceinline__ bool is_plain() const {
-    return mask_ == nullptr && softcap_ == T(0) && slope_ == T(0);
+    return p.mask.data == nullptr && p.softcap == 0.0 && slope_ == T(0);
   }
 
-  __device__ __forceinline__ bool has_mask() const { return mask_ != nullptr; }
+  __device__ __forceinline__ bool has_mask() const { return p.mask.data != nullptr; }
 
   // By position alone; false outside of the tensors.
   __device__ __forceinline__ bool window_shows(int row, int column) const {
@@ -71,7 +64,7 @@ class ScoreTile {
 
   // By the mask alone, for elements that the window shows.
   __device__ __forceinline__ bool mask_shows(int row, int column) const {
-    return mask_ == nullptr || bias(row, column) != -infinity<T>();
+    return p.mask.data == nullptr || bias(row, column) != -infinity<T>();
   }
 
   __device__ __forceinline__ T scale() const { return scale_; }
@@ -80,14 +73,15 @@ class ScoreTile {
   // The final score of an element that the window shows; -inf where the mask hides it, whatever `dot` is.
   __device__ __forceinline__ T score_in_window(int row, int column, T dot) const {
     T s = scaled(dot);
-    if (softcap_ != T(0)) {
-      s = rounded_product(softcap_, hyperbolic_tangent(rounded_product(s, inverse_softcap_)));
+    if (p.softcap > 0.0) {
+      const T cap = static_cast<T>(p.softcap);
+      s = rounded_product(cap, hyperbolic_tangent(s / cap));
     }
     if (slope_ != T(0)) {
       const int64_t distance = corner_ + (row - column);
       s -= rounded_product(slope_, static_cast<T>(distance < 0 ? -distance : distance));
     }
-    if (mask_ != nullptr) {
+    if (p.mask.data != nullptr) {
       const T b = bias(row, column);
       s = b == -infinity<T>() ? b : s + b;
     }
@@ -109,20 +103,17 @@ class ScoreTile {
 
   // The mask as a number to add: of a boolean mask 0 or -inf.
   __device__ __forceinline__ T bias(int row, int column) const {
-    const T x =
-        load_element<T>(mask_, mask_dtype_, mask_at_ + row * mask_row_stride_ + column * mask_key_stride_);
-    if (mask_dtype_ != DType::kBool) return x;
+    const int64_t index = mask_at_ + row * p.mask.stride[2] + column * p.mask.stride[3];
+    const T x = load_element<T>(p.mask.data, p.mask.dtype, index);
+    if (p.mask.dtype != DType::kBool) return x;
     return x != T(0) ? T(0) : -infinity<T>();
   }
 
-  T scale_, softcap_, inverse_softcap_, slope_;
-  const void* mask_;
-  DType mask_dtype_;
-  int64_t mask_row_stride_, mask_key_stride_;
-  int64_t row_of_mask_;  // the mask's element for row 0 and key 0
-  int64_t position_;     // of row 0 among the keys
-  int64_t keys_, window_left_, window_right_;
-  int rows_;
+  const AttentionParams& p;
+  const T scale_, slope_;
+  const int64_t row_of_mask_;  // the mask's element for row 0 and key 0
+  const int64_t position_;     // of row 0 among the keys
+  const int rows_;
 
   // Of the current first key.
   int64_t corner_;  // position of row 0 minus that of column 0

@@ -1,0 +1,60 @@
+// The table itself: a kernel is in it, and then found by every op, once it has a line here.
+#include "kernel_table.h"
+
+#include <cstring>
+#include <stdexcept>
+#include <string>
+
+#include "simt/simt.h"
+
+namespace selfattn::cuda {
+
+namespace {
+
+const Kernel* const kKernels[] = {
+    &kSimt,
+};
+constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);
+
+std::string quoted(const char* name) { return std::string("\"") + name + "\""; }
+
+std::string capability_text(int capability) {
+  return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
+}
+
+const Kernel* kernel_named(const char* name) {
+  std::string known;
+  for (const Kernel* kernel : kKernels) {
+    if (std::strcmp(name, kernel->name) == 0) return kernel;
+    known += (known.empty() ? "" : ", ") + quoted(kernel->name);
+  }
+  throw std::invalid_argument("kernel must be \"\" (automatic) or, on CUDA, one of " + known +
+                              ", but it is " + quoted(name));
+}
+
+}  // namespace
+
+const Kernel* const* all_kernels(int* count) {
+  *count = kKernelCount;
+  return kKernels;
+}
+
+const Kernel& choose_kernel(const char* name, const AttentionParams& params, int capability) {
+  if (*name != '\0') {
+    const Kernel* kernel = kernel_named(name);
+    const char* reason = kernel->refuses(params, capability);
+    if (reason == nullptr) return *kernel;
+    throw std::invalid_argument("kernel " + quoted(name) + " cannot run this call on a device of compute " +
+                                "capability " + capability_text(capability) + ": " + reason);
+  }
+  std::string reasons;
+  for (const Kernel* kernel : kKernels) {
+    const char* reason = kernel->refuses(params, capability);
+    if (reason == nullptr) return *kernel;
+    reasons += (reasons.empty() ? "" : "; ") + quoted(kernel->name) + ": " + reason;
+  }
+  throw std::invalid_argument("no CUDA kernel can run this call on a device of compute capability " +
+                              capability_text(capability) + " (" + reasons + ")");
+}
+
+}  // namespace selfattn::cuda

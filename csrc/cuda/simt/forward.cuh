@@ -1,0 +1,229 @@
+// The forward: online softmax over tiles of keys. A block owns kRows queries of one head and up to
+// kOutputColumns columns of the values; nothing of size queries x keys exists outside of its registers.
+#pragma once
+
+#include "../../core/visible_range.h"
+#include "../common/row_state.cuh"
+#include "grid.cuh"
+#include "scores.cuh"
+#include "store.cuh"
+
+namespace selfattn::cuda::simt {
+
+// What a block works at. It lies in shared memory: registers are for sums, and what is read from there
+// between two barriers takes none of them meanwhile.
+template <DType kDType>
+struct ForwardPlan {
+  HeadTile at;
+  int64_t first_column;  // of the values
+  int rows;              // of the queries, at most kRows
+  KeyRange visible;
+  RowSource<kDType> queries, keys, values;
+
+  static __host__ __device__ __forceinline__ int64_t value_parts(const AttentionParams& p) {
+    return p.value_dim > 0 ? divide_up(p.value_dim, kOutputColumns) : 1;
+  }
+
+  __device__ __forceinline__ ForwardPlan(const AttentionParams& p, int64_t block)
+      : at(block / value_parts(p), p.heads, p.queries, kTileRows),
+        first_column(block % value_parts(p) * kOutputColumns),
+        rows(smaller(p.queries - at.first_row, kTileRows)),
+        visible(visible_keys(p, at.first_row, at.first_row + rows - 1)),
+        queries(p.query, at.batch, at.head),
+        keys(p.key, at.batch, p.kv_head(at.head)),
+        values(p.value, at.batch, p.kv_head(at.head)) {}
+
+ private:
+  static constexpr int kTileRows = kRows<typename Element<kDType>::Accumulation>;
+};
+
+// A block's shared memory. Narrow heads keep their queries for all keys; those of wide heads are loaded again
+// with every tile of keys, for several blocks to fit a multiprocessor.
+template <DType kDType>
+struct ForwardShared {
+  using T = typename Element<kDType>::Accumulation;
+  static constexpr int kResidentDims = 64;
+  static constexpr int kPlanBytes = 256;
+  static_assert(sizeof(ForwardPlan<kDType>) <= kPlanBytes, "panels begin where the plan has ended");
+
+  ForwardPlan<kDType>* plan;
+  T* columns;  // kColumnPanel: keys, then values
+  T* weights;  // kWeightPanel
+  T* queries;  // one kRowPanel, or as many as the head has
+
+  __device__ __forceinline__ explicit ForwardShared(unsigned char* memory)
+      : plan(reinterpret_cast<ForwardPlan<kDType>*>(memory)),
+        columns(reinterpret_cast<T*>(memory + kPlanBytes)),
+        weights(columns + kColumnPanel<T>),
+        queries(weights + kWeightPanel<T>) {}
+
+  static __host__ __device__ __forceinline__ bool resident(int64_t head_dim) {
+    return head_dim <= kResidentDims;
+  }
+  static size_t bytes(int64_t head_dim) {
+    const int64_t panels = resident(head_dim) ? divide_up(head_dim, kDepth<T>) : 1;
+    const int64_t elements = kColumnPanel<T> + kWeightPanel<T> + panels * kRowPanel<T>;
+    return kPlanBytes + static_cast<size_t>(elements) * sizeof(T);
+  }
+};
+
+// The largest of the numbers that the threads of a row hold.
+template <class T>
+__device__ __forceinline__ T largest_of_row(T x) {
+#pragma unroll
+  for (int lanes = kThreadColumns / 2; lanes > 0; lanes /= 2) {
+    x = larger(x, __shfl_xor_sync(kWholeWarp, x, lanes));
+  }
+  return x;
+}
+
+template <class T>
+__device__ __forceinline__ T sum_of_row(T x) {
+#pragma unroll
+  for (int lanes = kThreadColumns / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kWholeWarp, x, lanes);
+  return x;
+}
+
+// Scores become weights relative to the largest score so far, -0 where hidden: see is_hidden. What the rows
+// have summed up before follows their maximum. state.sum is this thread's share of a row's sum.
+template <class T>
+__device__ __forceinline__ void weigh(Fragment<T>& s, RowState<T> (&state)[kRowsPerThread<T>],
+                                      Fragment<T> (&out)[kOutputPanels]) {
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread<T>; ++r) {
+    T most = s[r][0];
+#pragma unroll
+    for (int c = 1; c < kColumnsPerThread; ++c) most = larger(most, s[r][c]);
+    const T factor = state[r].raise_max(largest_of_row(most));
+    const T shift = state[r].shift();
+    T sum = T(0);
+#pragma unroll
+    for (int c = 0; c < kColumnsPerThread; ++c) {
+      const T weight = exponential(s[r][c] - shift);
+      sum += weight;
+      s[r][c] = s[r][c] == -infinity<T>() ? -T(0) : weight;
+#pragma unroll
+      for (int n = 0; n < kOutputPanels; ++n) out[n][r][c] *= factor;
+    }
+    state[r].sum = multiply_add(state[r].sum, factor, sum);
+  }
+}
+
+template <DType kDType>
+__global__ void __launch_bounds__(kThreads, 2)
+    forward_kernel(const AttentionParams p, const ForwardOutputs outputs, const int64_t first_block) {
+  using T = typename Element<kDType>::Accumulation;
+  SELFATTN_DYNAMIC_SHARED(memory);
+  const ForwardShared<kDType> shared(memory);
+  ForwardPlan<kDType>& plan = *shared.plan;
+  if (threadIdx.x == 0) plan = ForwardPlan<kDType>(p, first_block + blockIdx.x);
+  __syncthreads();
+  const bool has_rows = warp_has_rows<T>(plan.rows);
+
+  Fragment<T> out[kOutputPanels];
+#pragma unroll
+  for (int n = 0; n < kOutputPanels; ++n) clear<T>(out[n]);
+  RowState<T> state[kRowsPerThread<T>];
+  if (p.sinks.data != nullptr) {
+    const T sink = ScoreTile<T>::head_scalar(p.sinks, plan.at.batch, plan.at.head);
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread<T>; ++r) {
+      state[r] = RowState<T>::of_sink(sink);
+      if (thread_column() != 0) state[r].sum = T(0);
+    }
+  }
+
+  const bool resident = ForwardShared<kDType>::resident(p.head_dim);
+  bool queries_missing = true;
+  for (int64_t key = plan.visible.begin / kColumns * kColumns; key < plan.visible.end; key += kColumns) {
+    ScoreTile<T> tile(p, plan.at.batch, plan.at.head, plan.at.first_row);
+    tile.move_to(key);
+    if (tile.has_mask() && !__syncthreads_or(has_rows && sees_any(tile))) continue;
+
+    Fragment<T> s;
+    clear<T>(s);
+    for (int64_t dim = 0; dim < p.head_dim; dim += kDepth<T>) {
+      T* const query_panel = shared.queries + (resident ? dim / kDepth<T> * kRowPanel<T> : 0);
+      __syncthreads();  // everyone has finished with the panels
+      if (queries_missing || !resident) {
+        load_transposed<kDType, kRows<T>>(query_panel, plan.queries, plan.at.first_row, p.queries, dim,
+                                          p.head_dim);
+      }
+      load_transposed<kDType, kColumns>(shared.columns, plan.keys, key, p.keys, dim, p.head_dim);
+      __syncthreads();
+      if (has_rows) multiply<T>(query_panel, shared.columns, smaller(p.head_dim - dim, kDepth<T>), s);
+    }
+    queries_missing = false;
+
+    finish_scores(tile, shared.weights, s);
+    weigh<T>(s, state, out);
+    put_fragment<T>(shared.weights, s);
+    if (p.dropout.enabled) {
+      drop(DropoutPattern<T>(p.dropout, plan.at.batch, plan.at.head), plan.at.first_row, key, shared.weights);
+    }
+    __syncwarp();  // the half-warp that shares rows reads their weights, and nobody else does
+
+#pragma unroll
+    for (int n = 0; n < kOutputPanels; ++n) {
+      const int64_t column = plan.first_column + n * kColumns;
+      if (column >= p.value_dim) continue;
+      // Each tile is summed up by itself and then added: the errors of a long sum stay small.
+      Fragment<T> part;
+      clear<T>(part);
+      for (int step = 0; step < kColumns && key + step < plan.visible.end; step += kDepth<T>) {
+        __syncthreads();
+        const bool odd =
+            load_rows<kDType>(shared.columns, plan.values, key + step, p.keys, column, p.value_dim);
+        const bool skip_hidden = __syncthreads_or(odd);
+        const T* const weights = shared.weights + panel_size<kRows<T>>(step);
+        const int steps = smaller(p.keys - key - step, kDepth<T>);
+        if (has_rows && skip_hidden) {
+          multiply<T, true>(weights, shared.columns, steps, part);
+        } else if (has_rows) {
+          multiply<T>(weights, shared.columns, steps, part);
+        }
+      }
+#pragma unroll
+      for (int r = 0; r < kRowsPerThread<T>; ++r) {
+#pragma unroll
+        for (int c = 0; c < kColumnsPerThread; ++c) {
+          out[n][r][c] += part[r][c];
+        }
+      }
+    }
+  }
+
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread<T>; ++r) {
+    state[r].sum = sum_of_row(state[r].sum);
+    const int row = fragment_row<T>(r);
+    if (plan.first_column == 0 && thread_column() == 0 && row < plan.rows) {
+      const int64_t index = (plan.at.batch * p.heads + plan.at.head) * p.queries + plan.at.first_row + row;
+      static_cast<T*>(outputs.row_max)[index] = state[r].max;
+      static_cast<T*>(outputs.row_sum)[index] = state[r].sum;
+    }
+  }
+  const RowTarget<kDType> target(outputs.out, outputs.out_residual, plan.at.batch, plan.at.head);
+#pragma unroll
+  for (int n = 0; n < kOutputPanels; ++n) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread<T>; ++r) {
+      const T inverse = state[r].inverse_sum();
+#pragma unroll
+      for (int c = 0; c < kColumnsPerThread; ++c) out[n][r][c] = normalised(out[n][r][c], inverse);
+    }
+    store_fragment<kDType, T>(target, plan.at.first_row, p.queries, plan.first_column + n * kColumns,
+                              p.value_dim, out[n]);
+  }
+}
+
+template <DType kDType>
+void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
+  using T = typename Element<kDType>::Accumulation;
+  const int64_t blocks =
+      p.batch * p.heads * divide_up(p.queries, kRows<T>) * ForwardPlan<kDType>::value_parts(p);
+  launch_blocks(&forward_kernel<kDType>, blocks, kThreads, ForwardShared<kDType>::bytes(p.head_dim), where, p,
+                outputs);
+}
+
+}  // namespace selfattn::cuda::simt

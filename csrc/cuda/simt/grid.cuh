@@ -1,0 +1,40 @@
+// One block per piece of work, however many there are: a grid's first dimension ends at 2^31 - 1 blocks, and
+// the others at 65,535.
+#pragma once
+
+#include "../common/device.cuh"
+#include "../kernel_table.h"
+
+namespace selfattn::cuda::simt {
+
+constexpr int64_t kLargestGrid = 2147483647;
+
+__host__ __device__ __forceinline__ int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// Launches kernel(arguments..., first) for blocks first + blockIdx.x = 0 .. blocks - 1.
+template <class... Parameters, class... Arguments>
+void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
+                   const Launch& where, const Arguments&... arguments) {
+  for (int64_t first = 0; first < blocks; first += kLargestGrid) {
+    const int64_t count = blocks - first < kLargestGrid ? blocks - first : kLargestGrid;
+    launch(kernel, dim3(static_cast<unsigned>(count)), dim3(static_cast<unsigned>(threads)), shared_bytes,
+           where.stream, arguments..., first);
+  }
+}
+
+// Which rows of which head a block works at. Tiles with the last rows come first: under a causal mask they
+// have the most to do.
+struct HeadTile {
+  int64_t batch, head, first_row;
+
+  // `index` counts tiles of `height` rows, all those of one head before the next.
+  __device__ __forceinline__ HeadTile(int64_t index, int64_t heads, int64_t rows, int height) {
+    const int64_t tiles = divide_up(rows, height);
+    const int64_t head_index = index / tiles;
+    first_row = (tiles - 1 - index % tiles) * height;
+    batch = head_index / heads;
+    head = head_index % heads;
+  }
+};
+
+}  // namespace selfattn::cuda::simt

@@ -1,0 +1,105 @@
+// masked_softmax: scale, mask and softmax of given scores. A warp owns a row: there is nothing to multiply,
+// and so nothing to share. It reads the row twice, for the statistics and for the weights.
+#pragma once
+
+#include "../common/element.cuh"
+#include "../common/row_state.cuh"
+#include "../common/score_tile.cuh"
+#include "grid.cuh"
+#include "tile.cuh"
+
+namespace selfattn::cuda::simt {
+
+constexpr int kSoftmaxRows = kThreads / kWarp;  // of a block
+constexpr int kKeysPerLane = 4;                 // at a time
+constexpr int kKeysAtOnce = kWarp * kKeysPerLane;
+
+// One state from those of the lanes, in all lanes.
+template <class T>
+__device__ __forceinline__ RowState<T> merge_lanes(RowState<T> state) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    RowState<T> other;
+    other.max = __shfl_xor_sync(kWholeWarp, state.max, lanes);
+    other.sum = __shfl_xor_sync(kWholeWarp, state.sum, lanes);
+    T factor, other_factor;
+    state.merge(other, &factor, &other_factor);
+  }
+  return state;
+}
+
+// Final scores of the lane's keys `first` + lane, + 32 + lane and so on; -inf beyond the last key.
+template <DType kDType, class T>
+__device__ __forceinline__ void scores_of_lane(ScoreTile<T>& tile,
+                                               const typename Element<kDType>::Storage* row, int64_t first,
+                                               int lane, T (&s)[kKeysPerLane]) {
+  tile.move_to(first);
+#pragma unroll
+  for (int i = 0; i < kKeysPerLane; ++i) {
+    const int column = i * kWarp + lane;
+    const bool inside = column < tile.columns();
+    s[i] = inside ? tile.score(0, column, Element<kDType>::widen(row[first + column])) : -infinity<T>();
+  }
+}
+
+// `p` holds the options of the scores: scale, mask and window.
+template <DType kDType>
+__global__ void __launch_bounds__(kThreads, 4)
+    masked_softmax_kernel(const AttentionParams p, const View scores, const View result,
+                          const int64_t first_block) {
+  using T = typename Element<kDType>::Accumulation;
+  using Storage = typename Element<kDType>::Storage;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const HeadTile at((first_block + blockIdx.x) * kSoftmaxRows + static_cast<int>(threadIdx.x) / kWarp,
+                    p.heads, p.queries, 1);
+  if (at.batch >= p.batch) return;
+
+  const Storage* const from =
+      static_cast<const Storage*>(scores.data) + scores.offset(at.batch, at.head, at.first_row);
+  Storage* const to = static_cast<Storage*>(result.data) + result.offset(at.batch, at.head, at.first_row);
+  ScoreTile<T> tile(p, at.batch, at.head, at.first_row);
+
+  T s[kKeysPerLane];
+  RowState<T> state;
+#pragma unroll 1
+  for (int64_t first = 0; first < p.keys; first += kKeysAtOnce) {
+    scores_of_lane<kDType>(tile, from, first, lane, s);
+    T most = s[0];
+#pragma unroll
+    for (int i = 1; i < kKeysPerLane; ++i) most = larger(most, s[i]);
+    T sum = state.sum * state.raise_max(most);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) sum += exponential(s[i] - state.shift());
+    state.sum = sum;
+  }
+  state = merge_lanes(state);
+
+  const T inverse = state.inverse_sum();
+#pragma unroll 1
+  for (int64_t first = 0; first < p.keys; first += kKeysAtOnce) {
+    scores_of_lane<kDType>(tile, from, first, lane, s);
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int column = i * kWarp + lane;
+      if (column < tile.columns()) to[first + column] = Element<kDType>::narrow(state.weight(s[i], inverse));
+    }
+  }
+}
+
+template <DType kDType>
+void masked_softmax(const SoftmaxParams& s, const Launch& where) {
+  AttentionParams p;
+  p.batch = s.batch;
+  p.heads = s.heads;
+  p.queries = s.queries;
+  p.keys = s.keys;
+  p.dtype = s.dtype;
+  p.scale = s.scale;
+  p.mask = s.mask;
+  p.window_right = s.window_right;
+  p.query_offset = s.query_offset;
+  const int64_t blocks = divide_up(p.batch * p.heads * p.queries, kSoftmaxRows);
+  launch_blocks(&masked_softmax_kernel<kDType>, blocks, kThreads, 0, where, p, s.scores, s.result);
+}
+
+}  // namespace selfattn::cuda::simt

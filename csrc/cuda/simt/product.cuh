@@ -1,0 +1,62 @@
+// The one product: fragment(r, c) += Σ_k left(k, row r) · right(k, column c), both panels of shared memory.
+#pragma once
+
+#include "load.cuh"
+
+namespace selfattn::cuda::simt {
+
+// Weights of keys that a query may not see are stored as -0: a weight by itself is never negative, so that
+// the sign is free to tell them from weights that are 0 by their size or by dropout. The difference matters
+// where a value is infinite or NaN: hidden, it must not reach the output; visible, it must.
+__device__ __forceinline__ bool is_hidden(float weight) { return bits_from_float(weight) == 0x80000000u; }
+__device__ __forceinline__ bool is_hidden(double weight) {
+  uint64_t bits;
+  memcpy(&bits, &weight, sizeof(bits));
+  return bits == 0x8000000000000000u;
+}
+
+template <class T>
+__device__ __forceinline__ void clear(Fragment<T>& fragment) {
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread<T>; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColumnsPerThread; ++c) fragment[r][c] = T(0);
+  }
+}
+
+// `steps` is rounded up to whole vectors. kSkipHidden leaves out the products of hidden weights, which are
+// the left operand.
+template <class T, bool kSkipHidden = false>
+__device__ __forceinline__ void multiply(const T* left, const T* right, int steps, Fragment<T>& fragment) {
+  constexpr int kV = kVector<T>;
+  constexpr int kRowVectors = kRowsPerThread<T> / kV, kColumnVectors = kColumnsPerThread / kV;
+#pragma unroll 1
+  for (int first = 0; first < steps; first += kV) {
+#pragma unroll(kSkipHidden ? 1 : kV)
+    for (int i = 0; i < kV; ++i) {
+      const int k = first + i;
+      Vector<T> rows[kRowVectors], columns[kColumnVectors];
+#pragma unroll
+      for (int v = 0; v < kRowVectors; ++v) {
+        rows[v] =
+            *reinterpret_cast<const Vector<T>*>(left + panel_index<T, kRows<T>>(k, fragment_row<T>(v * kV)));
+      }
+#pragma unroll
+      for (int v = 0; v < kColumnVectors; ++v) {
+        columns[v] = *reinterpret_cast<const Vector<T>*>(
+            right + panel_index<T, kColumns>(k, fragment_column<T>(v * kV)));
+      }
+#pragma unroll
+      for (int r = 0; r < kRowsPerThread<T>; ++r) {
+        const T x = rows[r / kV].element[r % kV];
+        if (kSkipHidden && is_hidden(x)) continue;
+#pragma unroll
+        for (int c = 0; c < kColumnsPerThread; ++c) {
+          fragment[r][c] = multiply_add(x, columns[c / kV].element[c % kV], fragment[r][c]);
+        }
+      }
+    }
+  }
+}
+
+}  // namespace selfattn::cuda::simt

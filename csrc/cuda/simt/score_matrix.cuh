@@ -1,0 +1,117 @@
+// Every score of every query, written out: as it is (attention_scores) or as the weight that it becomes, from
+// the row statistics of the forward (attention_weights). A block computes one tile.
+#pragma once
+
+#include "../../core/visible_range.h"
+#include "../common/row_state.cuh"
+#include "grid.cuh"
+#include "scores.cuh"
+#include "store.cuh"
+
+namespace selfattn::cuda::simt {
+
+template <class T>
+constexpr size_t kScoreMatrixBytes =
+    static_cast<size_t>(kColumnPanel<T> + kRowPanel<T> + kWeightPanel<T>) * sizeof(T);
+
+// Final scores become weights, 0 where hidden and in rows that see nothing.
+template <class T>
+__device__ __forceinline__ void normalise(const T* row_max, const T* row_sum, int rows, Fragment<T>& s) {
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread<T>; ++r) {
+    const int row = fragment_row<T>(r);
+    if (row >= rows) continue;
+    const RowState<T> state{row_max[row], row_sum[row]};
+    const T inverse = state.inverse_sum();
+#pragma unroll
+    for (int c = 0; c < kColumnsPerThread; ++c) s[r][c] = state.weight(s[r][c], inverse);
+  }
+}
+
+// `statistics.row_max` is null where the scores are wanted as they are. The result lies in `matrix`.
+template <DType kDType>
+__global__ void __launch_bounds__(kThreads, 4)
+    score_matrix_kernel(const AttentionParams p, const WeightsOutputs statistics, const View matrix,
+                        const int64_t first_block) {
+  using T = typename Element<kDType>::Accumulation;
+  SELFATTN_DYNAMIC_SHARED(memory);
+  T* const key_panel = reinterpret_cast<T*>(memory);
+  T* const query_panel = key_panel + kColumnPanel<T>;
+  T* const score_panel = query_panel + kRowPanel<T>;
+
+  const int64_t block = first_block + blockIdx.x;
+  const int64_t key_tiles = divide_up(p.keys, kColumns);
+  const int64_t first_key = block % key_tiles * kColumns;
+  const HeadTile at(block / key_tiles, p.heads, p.queries, kRows<T>);
+  const RowSource<kDType> queries(p.query, at.batch, at.head);
+  const RowSource<kDType> keys(p.key, at.batch, p.kv_head(at.head));
+  const int rows = smaller(p.queries - at.first_row, kRows<T>);
+
+  Fragment<T> s;
+  clear<T>(s);
+  const KeyRange visible = visible_keys(p, at.first_row, at.first_row + rows - 1);
+  const bool shown = first_key < visible.end && first_key + kColumns > visible.begin;
+  for (int64_t dim = 0; shown && dim < p.head_dim; dim += kDepth<T>) {
+    __syncthreads();
+    load_transposed<kDType, kRows<T>>(query_panel, queries, at.first_row, p.queries, dim, p.head_dim);
+    load_transposed<kDType, kColumns>(key_panel, keys, first_key, p.keys, dim, p.head_dim);
+    __syncthreads();
+    multiply<T>(query_panel, key_panel, smaller(p.head_dim - dim, kDepth<T>), s);
+  }
+
+  if (shown) {
+    ScoreTile<T> tile(p, at.batch, at.head, at.first_row);
+    tile.move_to(first_key);
+    finish_scores(tile, score_panel, s);
+  }
+  if (statistics.row_max != nullptr && shown) {
+    const int64_t row = (at.batch * p.heads + at.head) * p.queries + at.first_row;
+    normalise<T>(static_cast<const T*>(statistics.row_max) + row,
+                 static_cast<const T*>(statistics.row_sum) + row, rows, s);
+    if (p.dropout.enabled) {
+      put_fragment<T>(score_panel, s);
+      drop(DropoutPattern<T>(p.dropout, at.batch, at.head), at.first_row, first_key, score_panel);
+      get_fragment<T>(score_panel, s);
+    }
+  }
+  const RowTarget<kDType> target(matrix, nullptr, at.batch, at.head);
+  store_fragment<kDType, T>(target, at.first_row, p.queries, first_key, p.keys, s);
+}
+
+template <DType kDType>
+void launch_score_matrix(const AttentionParams& p, const WeightsOutputs& statistics, const View& matrix,
+                         const Launch& where) {
+  using T = typename Element<kDType>::Accumulation;
+  const int64_t blocks = p.batch * p.heads * divide_up(p.queries, kRows<T>) * divide_up(p.keys, kColumns);
+  launch_blocks(&score_matrix_kernel<kDType>, blocks, kThreads, kScoreMatrixBytes<T>, where, p, statistics,
+                matrix);
+}
+
+template <DType kDType>
+void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
+  View matrix;
+  matrix.data = outputs.weights;
+  matrix.dtype = kDType;
+  const int64_t head = p.queries * p.keys;
+  const int64_t stride[4] = {p.heads * head, head, p.keys, 1};
+  for (int d = 0; d < 4; ++d) matrix.stride[d] = stride[d];
+  launch_score_matrix<kDType>(p, outputs, matrix, where);
+}
+
+template <DType kDType>
+void scores(const ScoresParams& s, const Launch& where) {
+  AttentionParams p;
+  p.batch = s.batch;
+  p.heads = s.heads;
+  p.kv_heads = s.kv_heads;
+  p.queries = s.queries;
+  p.keys = s.keys;
+  p.head_dim = s.head_dim;
+  p.dtype = s.dtype;
+  p.scale = s.scale;
+  p.query = s.query;
+  p.key = s.key;
+  launch_score_matrix<kDType>(p, {}, s.scores, where);
+}
+
+}  // namespace selfattn::cuda::simt

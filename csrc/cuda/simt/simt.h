@@ -1,0 +1,24 @@
+// "simt": attention by plain multiply-adds, for every dtype, shape, option and layout, on compute capability
+// 7.5 and newer. What no other kernel takes comes here.
+#pragma once
+
+#include "../kernel_table.h"
+
+namespace selfattn::cuda {
+
+extern const Kernel kSimt;
+
+namespace simt {
+
+// One instantiation each in a file of its own.
+template <DType kDType>
+void forward(const AttentionParams& params, const ForwardOutputs& outputs, const Launch& where);
+template <DType kDType>
+void weights(const AttentionParams& params, const WeightsOutputs& outputs, const Launch& where);
+template <DType kDType>
+void scores(const ScoresParams& params, const Launch& where);
+template <DType kDType>
+void masked_softmax(const SoftmaxParams& params, const Launch& where);
+
+}  // namespace simt
+}  // namespace selfattn::cuda

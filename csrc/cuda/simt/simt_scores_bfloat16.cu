@@ -1,0 +1,10 @@
+#include "masked_softmax.cuh"
+#include "score_matrix.cuh"
+
+namespace selfattn::cuda::simt {
+
+template void weights<DType::kBFloat16>(const AttentionParams&, const WeightsOutputs&, const Launch&);
+template void scores<DType::kBFloat16>(const ScoresParams&, const Launch&);
+template void masked_softmax<DType::kBFloat16>(const SoftmaxParams&, const Launch&);
+
+}  // namespace selfattn::cuda::simt

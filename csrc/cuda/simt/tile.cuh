@@ -1,0 +1,88 @@
+// The shape of a block's work, and how its operands lie in shared memory.
+//
+// A block computes kRows x kColumns numbers at a time: scores of queries against keys, or outputs. Its
+// threads form a grid of kThreadRows x kThreadColumns, each of which owns kRowsPerThread x kColumnsPerThread
+// of them in registers, so that one step of a product costs two or three 16-byte reads of shared memory for
+// 32 (float) or 16 (double) multiply-adds. The threads that share rows are half a warp: what they do to a row
+// together, softmax, needs shuffles only.
+#pragma once
+
+#include "../common/device.cuh"
+
+namespace selfattn::cuda::simt {
+
+constexpr int kThreads = 128;
+constexpr int kThreadColumns = 16;
+constexpr int kThreadRows = kThreads / kThreadColumns;
+constexpr int kWarp = 32;
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
+// Elements of T that shared memory moves at once: 16 bytes.
+template <class T>
+constexpr int kVector = 16 / static_cast<int>(sizeof(T));
+
+template <class T>
+constexpr int kRowsPerThread = 32 / static_cast<int>(sizeof(T));
+constexpr int kColumnsPerThread = 4;
+
+template <class T>
+constexpr int kRows = kThreadRows * kRowsPerThread<T>;
+constexpr int kColumns = kThreadColumns * kColumnsPerThread;
+
+// Steps of a product between two loads of shared memory: dimensions of a head, or keys.
+template <class T>
+constexpr int kDepth = 128 / static_cast<int>(sizeof(T));
+
+// Outputs of a thread: kOutputPanels times kColumns columns of values, which is as much as registers hold.
+// Wider values are shared out among blocks, each of which computes the scores anew.
+constexpr int kOutputPanels = 2;
+constexpr int kOutputColumns = kOutputPanels * kColumns;
+
+// The thread's part of a kRows x kColumns result.
+template <class T>
+using Fragment = T[kRowsPerThread<T>][kColumnsPerThread];
+
+__device__ __forceinline__ int thread_row() { return static_cast<int>(threadIdx.x) / kThreadColumns; }
+__device__ __forceinline__ int thread_column() { return static_cast<int>(threadIdx.x) % kThreadColumns; }
+
+// The row and column of the thread's fragment element. Rows are neighbours. Columns are neighbours within a
+// vector; vectors of the kThreadColumns threads alternate, for their reads to be of neighbouring memory.
+template <class T>
+__device__ __forceinline__ int fragment_row(int r) {
+  return thread_row() * kRowsPerThread<T> + r;
+}
+template <class T>
+__device__ __forceinline__ int fragment_column(int c) {
+  return (c / kVector<T> * kThreadColumns + thread_column()) * kVector<T> + c % kVector<T>;
+}
+
+// Whether the warp has any row below `rows`; warps without one only help to load. Asked by a vote, for the
+// compiler to know that a warp agrees: shuffles in code that might be divergent cost a call each.
+template <class T>
+__device__ __forceinline__ bool warp_has_rows(int rows) {
+  return __any_sync(kWholeWarp, thread_row() * kRowsPerThread<T> < rows) != 0;
+}
+
+// A panel is an operand of a product in shared memory: element (k, x) for step k and row or column x, of
+// kWidth in all. After as many steps as a vector has elements comes a gap of one vector: without it,
+// transposing loads, which write neighbouring steps, and the weights, which a half-warp writes for 16 keys,
+// would meet in one bank. Indices remain sums, so that unrolled code finds them at constant offsets from one
+// register.
+template <class T, int kWidth>
+__host__ __device__ __forceinline__ constexpr int panel_index(int k, int x) {
+  return k * kWidth + k / kVector<T> * kVector<T> + x;
+}
+
+// Elements of a panel of so many steps, a multiple of kVector.
+template <int kWidth>
+__host__ __device__ constexpr int panel_size(int steps) {
+  return steps * (kWidth + 1);
+}
+template <class T>
+constexpr int kRowPanel = panel_size<kRows<T>>(kDepth<T>);
+template <class T>
+constexpr int kColumnPanel = panel_size<kColumns>(kDepth<T>);
+template <class T>
+constexpr int kWeightPanel = panel_size<kRows<T>>(kColumns);
+
+}  // namespace selfattn::cuda::simt

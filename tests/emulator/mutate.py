@@ -1,0 +1,159 @@
+"""Deletes each synchronisation statement of the CUDA kernels in turn and looks whether the tests notice.
+
+    python tests/emulator/mutate.py [--list] [--only TEXT] [--kernel simt|sm80] [--jobs N]
+
+A mutant is one statement less: a barrier, a __syncwarp, a commit of copies, a wait for them. It is built with the
+race detector, in a copy of the sources, and runs a few problems under several schedules with copies as late as
+they may be. It is killed when a problem fails, hangs, or changes a bit; a mutant that survives either lacks a
+test, or the statement was not needed. What is known to be the latter is in EQUIVALENT, with the reason.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from emulator import build
+
+#: A whole statement, on one line or more.
+STATEMENT = re.compile(
+    r"^[ \t]*(?:[\w:]+::)?(?:__syncthreads|__syncwarp|copy_async_commit|copy_async_wait(?:<[^>]*>)?)\s*\([^;]*\)\s*;",
+    re.MULTILINE,
+)
+
+#: Where a statement may go without any test noticing, and why: file name and text of its line -> reason.
+EQUIVALENT: dict[tuple[str, str], str] = {}
+
+#: Schedule, copies, and how many of forward_cases.py are left out between two that run.
+RUNS = [("fifo", "late", 3), ("sticky", "random", 7)]
+LIMIT_SECONDS = 300
+
+
+@dataclass(frozen=True)
+class Mutant:
+    file: Path  # relative to csrc
+    line: int
+    text: str
+    start: int
+    end: int
+
+    def __str__(self) -> str:
+        return f"{self.file}:{self.line}: {self.text}"
+
+
+def mutants() -> Iterator[Mutant]:
+    """Every synchronisation statement of csrc/cuda."""
+    for path in sorted((build.CSRC / "cuda").rglob("*.cuh")):
+        if path.name.startswith("ptx_"):
+            continue
+        source = path.read_text(encoding="utf-8")
+        for found in STATEMENT.finditer(source):
+            line = source.count("\n", 0, found.start()) + 1
+            text = " ".join(found[0].split())
+            yield Mutant(path.relative_to(build.CSRC), line, text, found.start(), found.end())
+
+
+def run(library: Path, kernel: str) -> tuple[str, str]:
+    """The results of all runs, and how the first that failed ended, or ""."""
+    results = []
+    for schedule, copies, every in RUNS:
+        environment = {
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([str(build.ROOT), str(build.ROOT / "tests")]),
+            "SELFATTN_LIBRARY": str(library),
+            "SELFATTN_KERNEL": kernel,
+            "SELFATTN_EMULATOR_SCHEDULE": schedule,
+            "SELFATTN_EMULATOR_COPIES": copies,
+            "OMP_NUM_THREADS": "1",
+        }
+        command = [sys.executable, "-m", "emulator.forward_cases", str(every)]
+        try:
+            done = subprocess.run(
+                command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
+            )
+        except subprocess.TimeoutExpired:
+            return "", "hangs"
+        if done.returncode != 0:
+            said = re.search(r"FAILED: (.*)", done.stdout)
+            return "", said[1] if said else done.stderr.strip().splitlines()[-1]
+        results.append(done.stdout)
+    return "".join(results), ""
+
+
+def kernel_of(file: Path) -> list[str]:
+    """The kernels that a file belongs to: by its folder, or both."""
+    return [name for name in ("simt", "sm80") if name in file.parts] or ["simt", "sm80"]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--list", action="store_true", help="only show the mutants")
+    parser.add_argument("--only", default="", help="mutants that contain this text")
+    parser.add_argument("--kernel", choices=("simt", "sm80"), help="this kernel's mutants")
+    parser.add_argument("--jobs", type=int)
+    arguments = parser.parse_args()
+    chosen = [
+        mutant
+        for mutant in mutants()
+        if arguments.only in str(mutant) and arguments.kernel in (None, *kernel_of(mutant.file))
+    ]
+    if arguments.list:
+        print("\n".join(map(str, chosen)))
+        return
+
+    # One copy of the sources and one folder of object files: ninja compiles what a mutant touches only.
+    folder = build.ROOT / "build" / "mutants"
+    copy = folder / "csrc"
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(build.CSRC, copy)
+    objects = folder / "objects"
+
+    def library() -> Path:
+        return build.build("library", "race", kernels_in=copy, folder=objects, jobs=arguments.jobs)
+
+    unchanged = library()
+    expected = {}
+    for kernel in {kernel for mutant in chosen for kernel in kernel_of(mutant.file)}:
+        expected[kernel], problem = run(unchanged, kernel)
+        if problem:
+            sys.exit(f"{kernel} fails before anything is changed: {problem}")
+
+    survived = []
+    for number, mutant in enumerate(chosen, 1):
+        path = copy / mutant.file
+        source = path.read_text(encoding="utf-8")
+        path.write_text(source[: mutant.start] + ";" + source[mutant.end :], encoding="utf-8")
+        started = time.monotonic()
+        try:
+            reasons = []
+            mutated = library()
+            for kernel in kernel_of(mutant.file):
+                results, problem = run(mutated, kernel)
+                reasons += [problem or "the results differ"] if problem or results != expected[kernel] else []
+                if reasons:
+                    break
+        finally:
+            path.write_text(source, encoding="utf-8")
+        known = EQUIVALENT.get((mutant.file.name, mutant.text))
+        verdict = f"killed: {reasons[0][:160]}" if reasons else f"SURVIVED{f' ({known})' if known else ''}"
+        if not reasons and known is None:
+            survived.append(mutant)
+        print(f"[{number}/{len(chosen)}, {time.monotonic() - started:.0f} s] {mutant}: {verdict}", flush=True)
+    print(f"{len(chosen)} mutants, {len(survived)} survived without a known reason")
+    sys.exit(bool(survived))
+
+
+if __name__ == "__main__":
+    main()
