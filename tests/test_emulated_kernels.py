@@ -23,6 +23,7 @@ KERNELS = ("simt", "sm80")
 MAIN = ("random", "late", 1)
 OTHERS = [("fifo", "eager", 6), ("lifo", "late", 6), ("sticky", "random", 6)]
 RACE = ("fifo", "late", 9)
+ASAN = ("sticky", "late", 9)
 
 #: Existing tests that say something about a forward whose kernel is forced.
 CHOSEN = {
@@ -49,11 +50,13 @@ def environment(kernel: str, schedule: str, copies: str, variant: str = "plain")
     }
 
 
-def digests(kernel: str, schedule: str, copies: str, every: int, variant: str = "plain") -> dict[str, str]:
+def digests(
+    kernel: str, schedule: str, copies: str, every: int, variant: str = "plain", **variables: str
+) -> dict[str, str]:
     """Runs the cases of emulator/forward_cases.py, and returns a digest of the results of each."""
     run = subprocess.run(
         [sys.executable, "-m", "emulator.forward_cases", str(every)],
-        env=environment(kernel, schedule, copies, variant),
+        env=environment(kernel, schedule, copies, variant) | variables,
         capture_output=True,
         text=True,
         check=False,
@@ -88,6 +91,27 @@ def test_schedules_do_not_change_a_bit(
 def test_there_is_no_race(expected: tuple[str, dict[str, str]]) -> None:
     kernel, results = expected
     for case, digest in digests(kernel, *RACE, variant="race").items():
+        assert digest == results[case], case
+
+
+def sanitizers() -> str | None:
+    """The runtime libraries that a program without sanitizers must load first, None where there are none."""
+    compiler = build.tools().compiler.split()
+    names = ("libasan.so", "libubsan.so")
+    asked = [
+        subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True)
+        for name in names
+    ]
+    paths = [answer.stdout.strip() for answer in asked]
+    return ":".join(paths) if all(os.path.isabs(path) for path in paths) else None
+
+
+@pytest.mark.skipif(sanitizers() is None, reason="the compiler has no libasan and libubsan to preload")
+def test_sanitizers_find_nothing(expected: tuple[str, dict[str, str]]) -> None:
+    kernel, results = expected
+    # Python's own memory is never given back.
+    options = {"LD_PRELOAD": str(sanitizers()), "ASAN_OPTIONS": "detect_leaks=0"}
+    for case, digest in digests(kernel, *ASAN, variant="asan", **options).items():
         assert digest == results[case], case
 
 

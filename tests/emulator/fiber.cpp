@@ -7,6 +7,7 @@
 #include <new>
 
 #if defined(__SANITIZE_ADDRESS__)
+#include <sanitizer/asan_interface.h>
 #include <sanitizer/common_interface_defs.h>
 #endif
 
@@ -77,6 +78,10 @@ void Fiber::prepare(void (*entry)()) {
   makecontext(&context_, entry, 0);
 #endif
   sanitizer_stack_ = nullptr;
+#if defined(__SANITIZE_ADDRESS__)
+  // Threads that end leave frames behind from which nothing returns.
+  __asan_unpoison_memory_region(stack_, kStackBytes);
+#endif
 }
 
 void Fiber::switch_to(Fiber& from, Fiber& to) {

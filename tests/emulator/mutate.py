@@ -2,10 +2,10 @@
 
     python tests/emulator/mutate.py [--list] [--only TEXT] [--kernel simt|sm80] [--jobs N]
 
-A mutant is one statement less: a barrier, a __syncwarp, a commit of copies, a wait for them. It is built with the
-race detector, in a copy of the sources, and runs a few problems under several schedules with copies as late as
-they may be. It is killed when a problem fails, hangs, or changes a bit; a mutant that survives either lacks a
-test, or the statement was not needed. What is known to be the latter is in EQUIVALENT, with the reason.
+A mutant is one statement less: a barrier, a __syncwarp, a commit of copies, a wait for them. It is built with
+the race detector, in a copy of the sources, and runs a few problems under several schedules with copies as
+late as they may be. It is killed when a problem fails, hangs, or changes a bit; a mutant that survives either
+lacks a test, or the statement was not needed: EQUIVALENT holds those, with the reason.
 """
 
 from __future__ import annotations
@@ -25,11 +25,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from emulator import build
 
+_CALLS = "__syncthreads|__syncwarp|copy_async_commit|copy_async_wait(?:<[^>]*>)?"
 #: A whole statement, on one line or more.
-STATEMENT = re.compile(
-    r"^[ \t]*(?:[\w:]+::)?(?:__syncthreads|__syncwarp|copy_async_commit|copy_async_wait(?:<[^>]*>)?)\s*\([^;]*\)\s*;",
-    re.MULTILINE,
-)
+STATEMENT = re.compile(rf"(?<!\w)(?:\w+::)*(?:{_CALLS})\s*\([^;]*?\)\s*;")
 
 #: Where a statement may go without any test noticing, and why: file name and text of its line -> reason.
 EQUIVALENT: dict[tuple[str, str], str] = {}
@@ -59,6 +57,8 @@ def mutants() -> Iterator[Mutant]:
         source = path.read_text(encoding="utf-8")
         for found in STATEMENT.finditer(source):
             line = source.count("\n", 0, found.start()) + 1
+            if "//" in source.splitlines()[line - 1][: found.start() - source.rfind("\n", 0, found.start())]:
+                continue  # a comment speaks of it
             text = " ".join(found[0].split())
             yield Mutant(path.relative_to(build.CSRC), line, text, found.start(), found.end())
 
