@@ -22,6 +22,8 @@ set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 exec </dev/null
 
+# The package is built in place, not installed.
+export PYTHONPATH="$PWD${PYTHONPATH:+:$PYTHONPATH}"
 python=${PYTHON:-python3}
 limit=${STEP_SECONDS:-480}
 out=${OUT:-gpu-results}

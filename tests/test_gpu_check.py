@@ -22,7 +22,7 @@ case "$*" in
   *$FAIL*) exit 7 ;;
   *$HANG*) sleep 30 ;;
   *probe.py*) mkdir "$3" && echo "python $*" ;;
-  *) echo "python $*" ;;
+  *) echo "python $*" && echo "path $PYTHONPATH" ;;
 esac
 """
 
@@ -74,6 +74,8 @@ def test_steps_run_in_order_and_once(check: Check, tmp_path: Path) -> None:
     out = tmp_path / "out"
     benchmark = f"benchmarks/gpu_run.py --quick --json {out}/bench.json --markdown {out}/bench.md"
     assert f"python {benchmark}" in run.stdout
+    # Nothing is installed: scripts find the package in the checkout.
+    assert f"path {SCRIPT.parents[1]}\n" in run.stdout
     assert "--archs 90a" in check("--check").stdout
     run = check("--golden")
     assert "arch=compute_90a,code=sm_90a tests/emulator/programs/probe.cu" in run.stdout
