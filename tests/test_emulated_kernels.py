@@ -16,7 +16,7 @@ from emulator import build
 import selfattn_ext
 
 TESTS = Path(__file__).parent
-KERNELS = ("simt", "sm80")
+KERNELS = [name for name in ("simt", "sm80") if (build.CSRC / "cuda" / name).is_dir()]
 
 #: Schedule, asynchronous copies, and of how many cases one runs. All cases run once, as a device hardly ever
 #: would: threads in any order, copies at the last moment.
