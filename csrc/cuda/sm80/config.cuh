@@ -1,0 +1,99 @@
+// Shapes of the work: which warp owns what, by element type, head dim and path. See docs/cuda-kernels.md.
+#pragma once
+
+#include "../../core/dtype.h"
+#include "../common/device.cuh"
+
+namespace selfattn::cuda::sm80 {
+
+// Three kernels for each type and dim:
+enum class Path {
+  kPlain,    // scale, window and sinks only; 16-bit types. The one that has to be fast.
+  kOptions,  // everything, by flags at run time
+  kThin,     // the same for few queries: the warps of a block share its rows and divide the keys
+};
+
+template <DType kDTypeOf, int kDimOf, Path kPathOf>
+struct Config {
+  static constexpr DType kDType = kDTypeOf;
+  static constexpr int kDim = kDimOf;  // head dim and value dim, padded
+  static constexpr Path kPath = kPathOf;
+  static constexpr bool kPlain = kPath == Path::kPlain;
+  static constexpr bool kThin = kPath == Path::kThin;
+  static constexpr bool kFloat32 = kDType == DType::kFloat32;
+  static constexpr int kPieces = kFloat32 ? 3 : 1;  // at most, see pieces.cuh
+
+  static constexpr int row_warps() {
+    if (kFloat32 && kDim >= 192) return 2;
+    if (kThin) return 1;
+    if (kPlain) return kDim == 192 ? 8 : 4;
+    return !kFloat32 && kDim > 64 && kDim <= 192 ? 8 : 4;
+  }
+  static constexpr int key_warps() {
+    if (kFloat32 && kDim >= 192) return kDim == 192 ? 2 : 1;
+    return kThin ? 4 : 1;
+  }
+  // Strips of 16 rows that a warp owns. Two halve the reads of shared memory, where registers allow.
+  static constexpr int strips() { return kPlain && kDim <= 128 ? 2 : 1; }
+  static constexpr int tile_keys() {
+    if (kFloat32) return kDim == 256 ? 16 : kDim == 192 ? 32 : kDim == 128 && !kThin ? 32 : 64;
+    return kThin && kDim <= 64 ? 128 : 64;
+  }
+
+  static constexpr int kRowWarps = row_warps();
+  static constexpr int kKeyWarps = key_warps();
+  static constexpr int kStrips = strips();
+  static constexpr int kThreads = 32 * kRowWarps * kKeyWarps;
+  static constexpr int kWarpRows = 16 * kStrips;
+  static constexpr int kRows = kWarpRows * kRowWarps;  // of a tile
+  static constexpr int kKeys = tile_keys();            // of a tile
+  static constexpr int kWarpKeys = kKeys / kKeyWarps;
+  static constexpr int kKeyTiles = kWarpKeys / 8;  // of eight keys: the columns of one product
+  static constexpr int kDimTiles = kDim / 8;
+  static_assert(kWarpKeys % 16 == 0, "a product with values sums over 16 keys");
+
+  // The next smaller padded dim: whatever chooses this one is larger.
+  static constexpr int kBelow =
+      kDim == 32 ? 0 : kDim == 64 ? 32 : kDim == 96 ? 64 : kDim == 128 ? 96 : kDim == 192 ? 128 : 192;
+  // Whether a step of 16 dims may lie beyond the true dim, and is worth asking: where head dim and value dim
+  // differ much, whole runs of four steps are skipped; asking more often would only hinder scheduling.
+  static __host__ __device__ constexpr bool asks_whether_beyond(int step) {
+    return step > 0 && (step % 4 == 0 || step > kBelow / 16);
+  }
+};
+
+// The accumulators of one warp: what mma leaves in a lane. Of rows `group` and `group + 8` of each strip the
+// lane holds two neighbouring columns of every eight.
+template <class C>
+struct Scores {
+  float at[C::kStrips][C::kKeyTiles][4];
+};
+template <class C>
+struct Output {
+  float at[C::kStrips][C::kDimTiles][4];
+};
+
+constexpr uint32_t kAllLanes = 0xffffffffu;
+
+// Where a thread stands.
+template <class C>
+struct Lane {
+  int thread, lane, group, quad;
+  int first_row;  // of the warp, in the tile
+  int first_key;
+
+  __device__ __forceinline__ Lane()
+      : thread(static_cast<int>(threadIdx.x)), lane(thread & 31), group(lane >> 2), quad(lane & 3) {
+    const int warp = thread >> 5;
+    first_row = warp % C::kRowWarps * C::kWarpRows;
+    first_key = warp / C::kRowWarps * C::kWarpKeys;
+  }
+  __device__ __forceinline__ int row(int strip, int half) const {
+    return first_row + strip * 16 + half * 8 + group;
+  }
+  // The first of the lane's two columns; the second is the next.
+  __device__ __forceinline__ int key(int tile) const { return first_key + tile * 8 + quad * 2; }
+  __device__ __forceinline__ int dim(int tile) const { return tile * 8 + quad * 2; }
+};
+
+}  // namespace selfattn::cuda::sm80

@@ -1,0 +1,168 @@
+// From accumulators to results: warps that divided the keys are merged, rows are normalised and written.
+#pragma once
+
+#include "../common/element.cuh"
+#include "shared_layout.cuh"
+#include "softmax.cuh"
+
+namespace selfattn::cuda::sm80 {
+
+// Halves of the warps that share rows merge pairwise, until the first has it all. The tiles in shared memory
+// are no longer needed and make room.
+template <class C>
+__device__ __forceinline__ void merge_key_warps(const SharedMemory<C>& shared, const Lane<C>& lane,
+                                                Softmax<C>& softmax, Output<C>& output) {
+  const int warp = lane.thread >> 5, row_warp = warp % C::kRowWarps, key_warp = warp / C::kRowWarps;
+#pragma unroll
+  for (int left = C::kKeyWarps / 2; left >= 1; left /= 2) {
+    float* slot = shared.exchange() +
+                  ((key_warp % left) * C::kRowWarps + row_warp) * SharedLayout<C>::kExchangeFloats + lane.lane;
+    __syncthreads();
+    if (key_warp >= left && key_warp < 2 * left) {
+      float* at = slot;
+#pragma unroll
+      for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          at[0] = softmax.max[strip][half];
+          at[32] = softmax.sum[strip][half];
+          at += 64;
+        }
+#pragma unroll
+        for (int tile = 0; tile < C::kDimTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i, at += 32) *at = output.at[strip][tile][i];
+        }
+      }
+    }
+    __syncthreads();
+    if (key_warp < left) {
+      const float* at = slot;
+#pragma unroll
+      for (int strip = 0; strip < C::kStrips; ++strip) {
+        float factor[2], other_factor[2];
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          RowState<float> state{softmax.max[strip][half], softmax.sum[strip][half]};
+          state.merge(RowState<float>{at[0], at[32]}, &factor[half], &other_factor[half]);
+          at += 64;
+          softmax.max[strip][half] = state.max;
+          softmax.sum[strip][half] = state.sum;
+        }
+#pragma unroll
+        for (int tile = 0; tile < C::kDimTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i, at += 32) {
+            float& sum = output.at[strip][tile][i];
+            sum = sum * factor[i / 2] + *at * other_factor[i / 2];
+          }
+        }
+      }
+    }
+  }
+}
+
+// Two neighbouring results, and what their rounding took away.
+template <DType kDType>
+__device__ __forceinline__ void store_pair(const ForwardPlan& plan, int64_t at, float x, float y, bool both) {
+  using E = Element<kDType>;
+  using Storage = typename E::Storage;
+  struct __align__(2 * sizeof(Storage)) Pair {
+    Storage x, y;
+  };
+  const Pair rounded{E::narrow(x), E::narrow(y)};
+  Storage* out = static_cast<Storage*>(plan.outputs.out.data) + at;
+  if (plan.out_pairs) {
+    *reinterpret_cast<Pair*>(out) = rounded;
+  } else {
+    out[0] = rounded.x;
+    if (both) out[1] = rounded.y;
+  }
+  if (plan.outputs.out_residual == nullptr) return;
+  const Pair lost{E::narrow(x - E::widen(rounded.x)), E::narrow(y - E::widen(rounded.y))};
+  Storage* residual = static_cast<Storage*>(plan.outputs.out_residual) + at;
+  if (plan.out_pairs) {
+    *reinterpret_cast<Pair*>(residual) = lost;
+  } else {
+    residual[0] = lost.x;
+    if (both) residual[1] = lost.y;
+  }
+}
+
+// The sink, a score without a value, joins at the end. Writes the row's statistics and returns the factor of
+// its output: 0 for a row that saw nothing.
+__device__ __forceinline__ float finish_row(const ForwardPlan& plan, int64_t batch, int64_t head, int64_t row,
+                                            RowState<float> state) {
+  const AttentionParams& p = plan.params;
+  float factor = 1.0f, ignored;
+  if (p.sinks.data != nullptr) {
+    state.merge(RowState<float>::of_sink(head_scalar(p.sinks, batch, head)), &factor, &ignored);
+  }
+  static_cast<float*>(plan.outputs.row_max)[row] = state.max;
+  static_cast<float*>(plan.outputs.row_sum)[row] = state.sum;
+  return state.inverse_sum() * factor * plan.dropout_scale;
+}
+
+// Normalised rows (or, of splits, the sums as they are) go through shared memory, where the tiles have been, so
+// that a row is written by neighbouring lanes; each warp takes care of its own rows. Blocks of eight columns
+// are exchanged by the row's number against bank conflicts.
+template <class C>
+__device__ __forceinline__ int exchanged(int row, int column) {
+  return row * C::kDim + (column ^ (row & 3) << 3);
+}
+
+template <class C>
+__device__ __forceinline__ void write_rows(const ForwardPlan& plan, const Work<C>& work, const Lane<C>& lane,
+                                           const SharedMemory<C>& shared, const Softmax<C>& softmax,
+                                           const Output<C>& output) {
+  const AttentionParams& p = plan.params;
+  const bool partial = C::kThin && plan.partial_out != nullptr;
+  float* rows = shared.exchange();
+#pragma unroll
+  for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int r = lane.row(strip, half);
+      const RowOf row = work.row(plan, r);
+      const RowState<float> state{softmax.max[strip][half], softmax.sum[strip][half]};
+      float factor = 1.0f;
+      if (r < work.rows) {
+        const int64_t at = (static_cast<int64_t>(work.batch) * p.heads + row.head) * p.queries + row.query;
+        if (!partial) {
+          factor = finish_row(plan, work.batch, row.head, at, state);
+        } else if (lane.quad == 0) {
+          plan.partial_max[at * plan.splits + work.split] = state.max;
+          plan.partial_sum[at * plan.splits + work.split] = state.sum;
+        }
+      }
+#pragma unroll
+      for (int tile = 0; tile < C::kDimTiles; ++tile) {
+        const float x = output.at[strip][tile][2 * half], y = output.at[strip][tile][2 * half + 1];
+        *reinterpret_cast<float2*>(rows + exchanged<C>(r, lane.dim(tile))) =
+            float2{normalised(x, factor), normalised(y, factor)};
+      }
+    }
+  }
+  __syncwarp();
+  const int end = min(lane.first_row + C::kWarpRows, work.rows);
+#pragma unroll 1
+  for (int r = lane.first_row; r < end; ++r) {
+    const RowOf row = work.row(plan, r);
+    const int64_t flat = (static_cast<int64_t>(work.batch) * p.heads + row.head) * p.queries + row.query;
+    const int64_t at = partial ? (flat * plan.splits + work.split) * p.value_dim
+                               : plan.outputs.out.offset(work.batch, row.head, row.query);
+#pragma unroll 1
+    for (int column = lane.lane * 2; column < p.value_dim; column += 64) {
+      const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C>(r, column));
+      const bool both = column + 1 < p.value_dim;
+      if (partial) {
+        plan.partial_out[at + column] = pair.x;
+        if (both) plan.partial_out[at + column + 1] = pair.y;
+      } else {
+        store_pair<C::kDType>(plan, at + column, pair.x, pair.y, both);
+      }
+    }
+  }
+}
+
+}  // namespace selfattn::cuda::sm80

@@ -1,0 +1,35 @@
+// From a call to the kernels that compute it.
+#pragma once
+
+#include "forward.cuh"
+#include "instances.h"
+
+namespace selfattn::cuda::sm80 {
+
+// A grid of so many blocks, in x alone where that can hold them.
+inline dim3 grid_of(int64_t blocks) {
+  constexpr int64_t kMostX = int64_t{1} << 30;
+  const int64_t y = (blocks + kMostX - 1) / kMostX;
+  return dim3(static_cast<unsigned>(y > 1 ? kMostX : blocks), static_cast<unsigned>(y));
+}
+
+template <class C>
+void run_path(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream, void* workspace) {
+  const ForwardPlan plan = plan_forward(p, outputs, C::kRows, workspace);
+  if (plan.blocks == 0) return;
+  launch(&forward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), SharedLayout<C>::kBytes, stream, plan);
+  if (plan.splits > 1) run_merge<C::kDType>(plan, stream);
+}
+
+template <DType kDType, int kDim>
+void run_forward(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream,
+                 void* workspace) {
+  if (is_thin(p)) return run_path<Config<kDType, kDim, Path::kThin>>(p, outputs, stream, workspace);
+  // float32 spends its time on products: what the other path would save is not felt.
+  if constexpr (kDType != DType::kFloat32) {
+    if (is_plain(p)) return run_path<Config<kDType, kDim, Path::kPlain>>(p, outputs, stream, workspace);
+  }
+  run_path<Config<kDType, kDim, Path::kOptions>>(p, outputs, stream, workspace);
+}
+
+}  // namespace selfattn::cuda::sm80

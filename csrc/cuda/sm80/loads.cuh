@@ -1,0 +1,196 @@
+// Tiles from global to shared memory.
+//
+// Eight neighbouring lanes (four where rows have 12 or 4 chunks) share a row, so that a warp reads whole
+// lines and a row's flag has one group of writers. Whatever lies beyond the tensor or its dim becomes zero.
+#pragma once
+
+#include "../common/element.cuh"
+#include "pieces.cuh"
+#include "shared_layout.cuh"
+#include "work.cuh"
+
+namespace selfattn::cuda::sm80 {
+
+// How the threads of a block share a tile of kRows rows of kChunks chunks.
+template <class C, int kRowCount, int kChunks>
+struct TileShare {
+  static constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // of a row
+  static constexpr int kStep = C::kThreads / kLanes;       // rows at a time
+  static constexpr int kPasses = (kRowCount + kStep - 1) / kStep;
+  static constexpr int kPerLane = kChunks / kLanes;
+  static_assert(kChunks % kLanes == 0 && kStep % 8 == 0, "the swizzle of a thread's chunks never changes");
+
+  int row, lane;
+  __device__ __forceinline__ TileShare() {
+    // Anew for every tile: registers are scarcer than additions.
+    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+    row = thread / kLanes;
+    lane = thread % kLanes;
+  }
+
+  // Whether this pass goes beyond the tile: known when compiling, but for the last.
+  static __device__ __forceinline__ bool beyond(int pass, int row_of_pass) {
+    return kRowCount % kStep != 0 && pass == kPasses - 1 && row_of_pass >= kRowCount;
+  }
+
+  // Whether any lane of this thread's row says yes.
+  __device__ __forceinline__ bool any_of_row(bool mine) const {
+    const uint32_t votes = __ballot_sync(0xffffffffu, mine);
+    const int first = static_cast<int>(threadIdx.x) & 31 & ~(kLanes - 1);
+    return (votes >> first & ((1u << kLanes) - 1u)) != 0;
+  }
+};
+
+// The chunk of 16 bytes that begins at `column` of a row, element by element: for rows that are not aligned
+// or end within a chunk.
+template <class Storage>
+__device__ __forceinline__ void copy_elements(unsigned char* shared, const Storage* row, int column, int dim) {
+  constexpr int kCount = 16 / static_cast<int>(sizeof(Storage));
+  auto* to = reinterpret_cast<Storage*>(shared);
+#pragma unroll 1
+  for (int i = 0; i < kCount; ++i) to[i] = column + i < dim ? row[column + i] : Storage(0);
+}
+
+// Where a chunk of a tile of keys or values arrives: 16-bit elements in the swizzled tile, float32 in the
+// staging area, where every thread finds its own chunks again.
+template <class C>
+__device__ __forceinline__ int arrival(int row, int chunk) {
+  return C::kFloat32 ? row * (C::kDim * 4) + chunk * 16 : Swizzle<C::kDim>::offset(row, chunk);
+}
+
+// Starts to bring `count` rows of a matrix.
+template <class C, class Storage>
+__device__ __forceinline__ void start_rows(unsigned char* shared, const Storage* matrix, int64_t stride,
+                                           int count, int dim, bool vectors) {
+  constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Storage));
+  using Share = TileShare<C, C::kKeys, C::kDim / kPerChunk>;
+  const Share share;
+  const Storage* row = matrix + share.row * stride;
+  if (vectors) {
+#pragma unroll
+    for (int pass = 0; pass < Share::kPasses; ++pass, row += Share::kStep * stride) {
+      const int r = share.row + pass * Share::kStep;
+      if (Share::beyond(pass, r)) break;
+#pragma unroll
+      for (int i = 0; i < Share::kPerLane; ++i) {
+        const int chunk = share.lane + i * Share::kLanes;
+        ptx::copy_async_16(shared + arrival<C>(r, chunk), row + chunk * kPerChunk,
+                           r < count && chunk * kPerChunk < dim);
+      }
+    }
+  } else {
+#pragma unroll 1
+    for (int r = share.row; r < C::kKeys; r += Share::kStep, row += Share::kStep * stride) {
+#pragma unroll 1
+      for (int chunk = share.lane; chunk < C::kDim / kPerChunk; chunk += Share::kLanes) {
+        copy_elements(shared + arrival<C>(r, chunk), row, chunk * kPerChunk, r < count ? dim : 0);
+      }
+    }
+  }
+}
+
+// Four numbers to the planes of their pieces. Returns whether one has none; with kLeaveOut that one becomes
+// zero.
+template <class C, bool kLeaveOut>
+__device__ __forceinline__ bool store_pieces(unsigned char* planes, int plane_bytes, int row, int chunk,
+                                             float4 x) {
+  const bool special = has_no_pieces(x.x) || has_no_pieces(x.y) || has_no_pieces(x.z) || has_no_pieces(x.w);
+  if (kLeaveOut && special) {
+    if (has_no_pieces(x.x)) x.x = 0.0f;
+    if (has_no_pieces(x.y)) x.y = 0.0f;
+    if (has_no_pieces(x.z)) x.z = 0.0f;
+    if (has_no_pieces(x.w)) x.w = 0.0f;
+  }
+  unsigned char* to = planes + Swizzle<C::kDim>::offset(row, chunk / 2) + chunk % 2 * 8;
+#pragma unroll
+  for (int piece = 0; piece < C::kPieces; ++piece) {
+    uint2 packed;
+    packed.x = take_piece(x.x, x.y);
+    packed.y = take_piece(x.z, x.w);
+    *reinterpret_cast<uint2*>(to + piece * plane_bytes) = packed;
+  }
+  return special;
+}
+
+// The tile of queries, once for a block. float32 is split on the way; returns whether this thread met a number
+// without pieces.
+template <class C>
+__device__ __forceinline__ bool start_queries(const ForwardPlan& plan, const Work<C>& work,
+                                              const SharedMemory<C>& shared) {
+  constexpr int kPerChunk = C::kFloat32 ? 4 : 8;
+  using Share = TileShare<C, C::kRows, C::kDim / kPerChunk>;
+  using Storage = typename Element<C::kDType>::Storage;
+  const AttentionParams& p = plan.params;
+  const int dim = static_cast<int>(p.head_dim);
+  const Share share;
+  bool any = false;
+#pragma unroll 1
+  for (int pass = 0; pass < Share::kPasses; ++pass) {
+    const int r = share.row + pass * Share::kStep;
+    const bool beyond = Share::beyond(pass, r);
+    const RowOf row = work.row(plan, r);
+    const Storage* from =
+        static_cast<const Storage*>(p.query.data) + p.query.offset(work.batch, row.head, row.query);
+    bool special = false;
+#pragma unroll 1
+    for (int i = 0; i < Share::kPerLane && !beyond; ++i) {
+      const int chunk = share.lane + i * Share::kLanes, column = chunk * kPerChunk;
+      const int columns = r < work.rows ? dim : 0;  // that exist
+      if constexpr (C::kFloat32) {
+        float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
+        if (plan.query_vectors) {
+          if (column < columns) x = *reinterpret_cast<const float4*>(from + column);
+        } else {
+          if (column < columns) x.x = from[column];
+          if (column + 1 < columns) x.y = from[column + 1];
+          if (column + 2 < columns) x.z = from[column + 2];
+          if (column + 3 < columns) x.w = from[column + 3];
+        }
+        special |= store_pieces<C, false>(shared.queries(), SharedLayout<C>::kQueryPlane, r, chunk, x);
+      } else {
+        unsigned char* to = shared.queries() + Swizzle<C::kDim>::offset(r, chunk);
+        if (plan.query_vectors) {
+          ptx::copy_async_16(to, from + column, column < columns);
+        } else {
+          copy_elements(to, from, column, columns);
+        }
+      }
+    }
+    if constexpr (C::kFloat32) {
+      const bool flag = share.any_of_row(special);
+      if (share.lane == 0 && !beyond) shared.query_flags()[r] = flag;
+      any |= flag;
+    }
+  }
+  return any;
+}
+
+// Makes pieces of the staged tile: each thread of the chunks that it brought itself, so that no barrier is
+// needed before. Marks rows with numbers that have none. Returns whether this thread met one.
+template <class C, bool kLeaveOut>
+__device__ __forceinline__ bool split_staged(const SharedMemory<C>& shared, unsigned char* planes,
+                                             unsigned char* flags) {
+  using Share = TileShare<C, C::kKeys, C::kDim / 4>;
+  const Share share;
+  bool any = false;
+#pragma unroll 1
+  for (int pass = 0; pass < Share::kPasses; ++pass) {
+    const int r = share.row + pass * Share::kStep;
+    const bool beyond = Share::beyond(pass, r);
+    bool special = false;
+#pragma unroll
+    for (int i = 0; i < Share::kPerLane; ++i) {
+      if (beyond) break;
+      const int chunk = share.lane + i * Share::kLanes;
+      const float4 x =
+          *reinterpret_cast<const float4*>(shared.staging() + arrival<C>(r, chunk));
+      special |= store_pieces<C, kLeaveOut>(planes, SharedLayout<C>::kTilePlane, r, chunk, x);
+    }
+    const bool flag = share.any_of_row(special);
+    if (share.lane == 0 && !beyond) flags[r] = flag;
+    any |= flag;
+  }
+  return any;
+}
+
+}  // namespace selfattn::cuda::sm80

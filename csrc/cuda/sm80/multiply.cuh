@@ -1,0 +1,163 @@
+// The two matrix products of a tile on tensor cores.
+//
+// Operands come from swizzled tiles by ldmatrix, four 8 x 8 matrices at a time. A lane's address is a constant
+// of the thread but for the step along the row, which the swizzle turns into one exclusive or.
+#pragma once
+
+#include "loads.cuh"
+
+namespace selfattn::cuda::sm80 {
+
+// The lane's part in reading blocks of 16 rows by 16 columns. kRowsFirst: matrices 0 and 1 are the upper and
+// lower rows (queries, values); otherwise the left and right columns (keys).
+template <class C, bool kRowsFirst>
+struct BlockReader {
+  const unsigned char* row;
+  int chunk;
+
+  __device__ __forceinline__ BlockReader(const unsigned char* tile, int first_row, int lane) {
+    const int lower = (kRowsFirst ? lane >> 3 : lane >> 4) & 1, right = (kRowsFirst ? lane >> 4 : lane >> 3) & 1;
+    const int r = first_row + (lane & 7) + lower * 8;
+    row = tile + r * Swizzle<C::kDim>::kRowBytes;
+    chunk = ptx::opaque((right ^ Swizzle<C::kDim>::pattern(r)) << 4);
+  }
+  // The address for columns 16 * step .. and rows moved by a multiple of 16.
+  __device__ __forceinline__ const unsigned char* at(int step, int rows) const {
+    return row + (chunk ^ (step << 5)) + rows * Swizzle<C::kDim>::kRowBytes;
+  }
+};
+
+// The products of pieces that are kept, smallest first: tensor cores cut their running sum off instead of
+// rounding it, relative to what it holds by then. Two pieces begin at the fourth, one at the last.
+constexpr int kProducts = 6;
+__host__ __device__ constexpr int left_piece(int product) {
+  return product == 0 ? 2 : product == 1 || product == 3 ? 1 : 0;
+}
+__host__ __device__ constexpr int right_piece(int product) {
+  return product == 2 ? 2 : product == 1 || product == 4 ? 1 : 0;
+}
+__device__ __forceinline__ int first_product(int pieces) { return pieces == 3 ? 0 : pieces == 2 ? 3 : 5; }
+
+template <class C>
+using LeftBlock = uint32_t[C::kPieces][C::kStrips][4];  // 16 rows of every strip by 16
+template <class C>
+using RightBlock = uint32_t[C::kPieces][4];  // 16 by two times 8 columns
+
+// sums[strip][first], [first + 1] += a b. float32 sums the products of pieces of these 16 terms by themselves
+// and adds that in float: otherwise long sums would lose the bits that are cut off all in one direction.
+template <class C, int kTiles>
+__device__ __forceinline__ void multiply_block(const LeftBlock<C>& a, const RightBlock<C>& b, int pieces,
+                                               float (&sums)[C::kStrips][kTiles][4], int first) {
+  using A = Arithmetic<C::kDType>;
+  if constexpr (!C::kFloat32) {
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+      A::multiply(sums[strip][first], a[0][strip], b[0][0], b[0][1]);
+      A::multiply(sums[strip][first + 1], a[0][strip], b[0][2], b[0][3]);
+    }
+  } else {
+    float block[C::kStrips][2][4] = {};
+#pragma unroll
+    for (int n = 0; n < kProducts; ++n) {
+      if (n < first_product(pieces)) continue;
+#pragma unroll
+      for (int strip = 0; strip < C::kStrips; ++strip) {
+        const auto& left = a[left_piece(n)][strip];
+        const auto& right = b[right_piece(n)];
+        A::multiply(block[strip][0], left, right[0], right[1]);
+        A::multiply(block[strip][1], left, right[2], right[3]);
+      }
+    }
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        sums[strip][first][i] += block[strip][0][i];
+        sums[strip][first + 1][i] += block[strip][1][i];
+      }
+    }
+  }
+}
+
+// scores = queries keys^T, unscaled.
+template <class C>
+__device__ __forceinline__ void multiply_scores(const SharedMemory<C>& shared, const Lane<C>& lane,
+                                                int head_dim, int pieces, Scores<C>& scores) {
+  using Layout = SharedLayout<C>;
+  const BlockReader<C, true> queries(shared.queries(), lane.first_row, lane.lane);
+  const BlockReader<C, false> keys(shared.keys(), lane.first_key, lane.lane);
+#pragma unroll
+  for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+    for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) scores.at[strip][tile][i] = 0.0f;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < C::kDim / 16; ++step) {
+    if (C::asks_whether_beyond(step) && step * 16 >= head_dim) break;
+    LeftBlock<C> a;
+#pragma unroll
+    for (int piece = 0; piece < C::kPieces; ++piece) {
+      if (piece >= pieces) break;
+#pragma unroll
+      for (int strip = 0; strip < C::kStrips; ++strip) {
+        ptx::load_matrix_x4(a[piece][strip], queries.at(step, strip * 16) + piece * Layout::kQueryPlane);
+      }
+    }
+#pragma unroll
+    for (int tile = 0; tile < C::kKeyTiles; tile += 2) {
+      RightBlock<C> b;
+#pragma unroll
+      for (int piece = 0; piece < C::kPieces; ++piece) {
+        if (piece >= pieces) break;
+        ptx::load_matrix_x4(b[piece], keys.at(step, tile * 8) + piece * Layout::kTilePlane);
+      }
+      multiply_block<C>(a, b, pieces, scores.at, tile);
+    }
+  }
+}
+
+// output += weights values. The accumulators of two neighbouring products of scores are, packed, a left
+// operand as it stands: weights never leave the registers.
+template <class C>
+__device__ __forceinline__ void multiply_values(const SharedMemory<C>& shared, const Lane<C>& lane,
+                                                int value_dim, int pieces, const Scores<C>& weights,
+                                                Output<C>& output) {
+  using A = Arithmetic<C::kDType>;
+  const BlockReader<C, true> values(shared.values(), lane.first_key, lane.lane);
+#pragma unroll
+  for (int tile = 0; tile < C::kKeyTiles; tile += 2) {
+    LeftBlock<C> a;
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        // Registers 0 and 1: both rows of the left eight keys; 2 and 3: of the right.
+        const float* pair = &weights.at[strip][tile + i / 2][i % 2 * 2];
+        float low = pair[0], high = pair[1];
+        if constexpr (C::kFloat32) {
+#pragma unroll
+          for (int piece = 0; piece < C::kPieces; ++piece) a[piece][strip][i] = take_piece(low, high);
+        } else {
+          a[0][strip][i] = A::pack(low, high);
+        }
+      }
+    }
+#pragma unroll
+    for (int step = 0; step < C::kDim / 16; ++step) {
+      if (C::asks_whether_beyond(step) && step * 16 >= value_dim) break;
+      RightBlock<C> b;
+#pragma unroll
+      for (int piece = 0; piece < C::kPieces; ++piece) {
+        if (piece >= pieces) break;
+        ptx::load_matrix_x4_transposed(b[piece],
+                                       values.at(step, tile * 8) + piece * SharedLayout<C>::kTilePlane);
+      }
+      multiply_block<C>(a, b, pieces, output.at, 2 * step);
+    }
+  }
+}
+
+}  // namespace selfattn::cuda::sm80

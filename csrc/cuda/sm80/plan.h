@@ -1,0 +1,60 @@
+// What one launch of the sm80 forward is told: the call, and how its work is divided. Plain C++, filled on
+// the host from shapes, strides and addresses alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../../core/attention_params.h"
+
+namespace selfattn::cuda::sm80 {
+
+// A unit is what shares keys and values: one query head, or in thin calls all query heads of a kv head, their
+// queries one after another ("folded"). Its rows are cut into tiles; in thin calls its keys into splits.
+struct ForwardPlan {
+  AttentionParams params;
+  ForwardOutputs outputs;
+
+  int64_t units = 0;
+  int64_t unit_rows = 0;
+  int64_t row_tiles = 0;
+  int64_t splits = 1;
+  int64_t split_keys = 0;  // keys of a split
+  int64_t blocks = 0;
+
+  float scale = 1.0f;
+  float scale_log2 = 1.0f;    // scale * log2(e)
+  float dropout_scale = 1.0f;  // of the output: weights themselves are only dropped
+  int pieces = 1;              // of float32 numbers, see pieces.cuh
+
+  // Whether rows can be read 16 bytes at a time, results written and masks read two elements at a time.
+  bool query_vectors = false;
+  bool key_vectors = false;
+  bool value_vectors = false;
+  bool out_pairs = false;
+  bool mask_pairs = false;
+
+  // States of the splits, [batch * heads * queries][splits] and, for out, [value_dim] more; null where one
+  // split is all.
+  float* partial_max = nullptr;
+  float* partial_sum = nullptr;
+  float* partial_out = nullptr;
+};
+
+// Calls with at most so many queries are thin: they are bound by reading keys and values.
+constexpr int64_t kThinQueries = 16;
+
+constexpr int64_t kMaxDim = 256;
+
+// `rows_per_tile` is the tile's of the kernel that will run.
+ForwardPlan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, int64_t rows_per_tile,
+                         void* workspace);
+
+bool is_thin(const AttentionParams& params);
+
+// Whether no option asks for more than scale, window and sinks.
+bool is_plain(const AttentionParams& params);
+
+size_t forward_workspace(const AttentionParams& params);
+
+}  // namespace selfattn::cuda::sm80

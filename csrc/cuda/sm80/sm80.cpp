@@ -1,0 +1,63 @@
+#include "sm80.h"
+
+#include <algorithm>
+#include <cstdint>
+
+#include "instances.h"
+
+namespace selfattn::cuda {
+
+namespace sm80 {
+namespace {
+
+constexpr int kLeastCapability = 80;
+
+const char* refuses(const AttentionParams& p, int capability) {
+  if (capability < kLeastCapability) return "it needs compute capability 8.0 or later";
+  if (p.dtype == DType::kFloat64) return "tensor cores do not multiply float64";
+  if (p.head_dim > kMaxDim || p.value_dim > kMaxDim) return "it takes head dims up to 256";
+  constexpr int64_t kMost = INT32_MAX - 1024;  // sums of an index and a tile's size are exact
+  if (p.batch > kMost || p.heads > kMost || p.keys > kMost || p.queries > kMost) {
+    return "it counts batches, heads, queries and keys in 32 bits";
+  }
+  return nullptr;
+}
+
+template <DType kDType>
+void forward_of(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& launch) {
+  const int64_t dim = std::max(p.head_dim, p.value_dim);
+  const auto run = dim <= 32    ? &run_forward<kDType, 32>
+                   : dim <= 64  ? &run_forward<kDType, 64>
+                   : dim <= 96  ? &run_forward<kDType, 96>
+                   : dim <= 128 ? &run_forward<kDType, 128>
+                   : dim <= 192 ? &run_forward<kDType, 192>
+                                : &run_forward<kDType, 256>;
+  run(p, outputs, launch.stream, launch.workspace);
+}
+
+void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& launch) {
+  switch (p.dtype) {
+    case DType::kBFloat16:
+      return forward_of<DType::kBFloat16>(p, outputs, launch);
+    case DType::kFloat16:
+      return forward_of<DType::kFloat16>(p, outputs, launch);
+    default:
+      return forward_of<DType::kFloat32>(p, outputs, launch);
+  }
+}
+
+}  // namespace
+}  // namespace sm80
+
+const Kernel kSm80 = {
+    "sm80",
+    "tensor cores by mma.sync, tiles copied asynchronously",
+    &sm80::refuses,
+    &sm80::forward_workspace,
+    &sm80::forward,
+    /*weights=*/nullptr,
+    /*scores=*/nullptr,
+    /*masked_softmax=*/nullptr,
+};
+
+}  // namespace selfattn::cuda

@@ -1,0 +1,10 @@
+// "sm80": attention forward on tensor cores by mma.sync, for compute capability 8.0 and later.
+#pragma once
+
+#include "../kernel_table.h"
+
+namespace selfattn::cuda {
+
+extern const Kernel kSm80;
+
+}  // namespace selfattn::cuda

@@ -1,0 +1,107 @@
+#include "plan.h"
+
+#include <algorithm>
+
+#include "../../core/philox.h"
+
+namespace selfattn::cuda::sm80 {
+
+namespace {
+
+constexpr double kLog2E = 1.4426950408889634;
+constexpr int64_t kAlignment = 16;  // bytes, of an asynchronous copy
+
+int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// Whether every row of a view starts at a multiple of `bytes`. Strides of dimensions that hold one element
+// are never used, but telling them apart is worth no code.
+bool rows_start_at_multiples(const View& view, int64_t bytes) {
+  bool all = reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(bytes) == 0;
+  for (int d = 0; d < 3; ++d) all = all && view.stride[d] * size_of(view.dtype) % bytes == 0;
+  return all;
+}
+
+bool readable_by_vectors(const View& view, int64_t columns) {
+  return columns * size_of(view.dtype) % kAlignment == 0 && rows_start_at_multiples(view, kAlignment);
+}
+
+// Keys that one block of a thin call reads. Enough to be worth starting a block for, and few enough splits
+// for the merge not to be felt. From the number of keys alone: a row must not depend on its batch.
+int64_t keys_of_split(int64_t keys) {
+  constexpr int64_t kLeast = 256, kMostSplits = 64;
+  return std::max(kLeast, divide_up(divide_up(keys, kMostSplits), kLeast) * kLeast);
+}
+
+int64_t splits_of(const AttentionParams& p) {
+  return is_thin(p) && p.keys > 0 ? divide_up(p.keys, keys_of_split(p.keys)) : 1;
+}
+
+int64_t rows_of(const AttentionParams& p) { return p.batch * p.heads * p.queries; }
+
+int pieces_of(const AttentionParams& p) {
+  if (p.dtype != DType::kFloat32) return 1;
+  switch (p.float32_precision) {
+    case Float32Precision::kHighest:
+      return 3;
+    case Float32Precision::kHigh:
+      return 2;
+    case Float32Precision::kMedium:
+      return 1;
+  }
+  return 3;
+}
+
+}  // namespace
+
+bool is_thin(const AttentionParams& p) { return p.queries <= kThinQueries; }
+
+bool is_plain(const AttentionParams& p) {
+  return p.mask.data == nullptr && p.alibi_slopes.data == nullptr && p.softcap == 0.0 && !p.dropout.enabled &&
+         p.scale > 1e-30 && p.scale < 1e30;
+}
+
+size_t forward_workspace(const AttentionParams& p) {
+  const int64_t splits = splits_of(p);
+  if (splits == 1) return 0;
+  return static_cast<size_t>(rows_of(p) * splits * (2 + p.value_dim)) * sizeof(float);
+}
+
+ForwardPlan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, int64_t rows_per_tile,
+                         void* workspace) {
+  ForwardPlan plan;
+  plan.params = p;
+  plan.outputs = outputs;
+  const bool folded = is_thin(p);
+  plan.units = p.batch * (folded ? p.kv_heads : p.heads);
+  plan.unit_rows = p.queries * (folded && p.kv_heads > 0 ? p.heads / p.kv_heads : 1);
+  plan.row_tiles = divide_up(plan.unit_rows, rows_per_tile);
+  plan.splits = splits_of(p);
+  plan.split_keys = plan.splits > 1 ? keys_of_split(p.keys) : p.keys;
+  plan.blocks = plan.units * plan.row_tiles * plan.splits;
+
+  plan.scale = static_cast<float>(p.scale);
+  plan.scale_log2 = static_cast<float>(p.scale * kLog2E);
+  if (p.dropout.enabled) plan.dropout_scale = static_cast<float>(dropout_keep_scale(p.dropout.probability));
+  plan.pieces = pieces_of(p);
+
+  plan.query_vectors = readable_by_vectors(p.query, p.head_dim);
+  plan.key_vectors = readable_by_vectors(p.key, p.head_dim);
+  plan.value_vectors = readable_by_vectors(p.value, p.value_dim);
+  const int64_t pair = 2 * size_of(p.dtype);
+  View residual = outputs.out;
+  residual.data = outputs.out_residual;
+  plan.out_pairs = p.value_dim % 2 == 0 && rows_start_at_multiples(outputs.out, pair) &&
+                   rows_start_at_multiples(residual, pair);
+  plan.mask_pairs = p.mask.data != nullptr && p.keys % 2 == 0 && p.mask.stride[3] == 1 &&
+                    rows_start_at_multiples(p.mask, 2 * size_of(p.mask.dtype));
+
+  if (plan.splits > 1) {
+    const int64_t states = rows_of(p) * plan.splits;
+    plan.partial_max = static_cast<float*>(workspace);
+    plan.partial_sum = plan.partial_max + states;
+    plan.partial_out = plan.partial_sum + states;
+  }
+  return plan;
+}
+
+}  // namespace selfattn::cuda::sm80

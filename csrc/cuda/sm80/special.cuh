@@ -1,0 +1,97 @@
+// float32 numbers without pieces: NaN, Inf and far-off magnitudes (pieces.cuh). They are kept out of the
+// products and their terms computed one by one, in float, for the rows that see them. What a row is made of
+// depends on its own query and the keys that it sees alone: whatever is hidden from it, and whatever its
+// neighbours hold, changes no bit of it.
+//
+// Where query or key holds such a number, the score is computed anew. Where a value is one, it is zero in the
+// tile, and weight * value is added for the rows that see the key.
+#pragma once
+
+#include "multiply.cuh"
+#include "visibility.cuh"
+
+namespace selfattn::cuda::sm80 {
+
+__device__ __forceinline__ const float* float_row(const View& view, int64_t batch, int64_t head,
+                                                  int64_t row) {
+  return static_cast<const float*>(view.data) + view.offset(batch, head, row);
+}
+
+// Tiles are taken in a loop that is not unrolled, to keep rare code small; registers have no index at run
+// time, hence the selection.
+template <class C>
+__device__ __forceinline__ void replace_special_scores(const ForwardPlan& plan, const Work<C>& work,
+                                                       const Lane<C>& lane, const SharedMemory<C>& shared,
+                                                       int first_key, Scores<C>& scores) {
+  const AttentionParams& p = plan.params;
+#pragma unroll 1
+  for (int n = 0; n < C::kKeyTiles * 2; ++n) {
+    const int column = lane.key(n / 2) + n % 2;
+    if (first_key + column >= p.keys) continue;
+    const float* key = float_row(p.key, work.batch, work.kv_head, first_key + column);
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row_of_tile = lane.row(strip, half);
+        if (!shared.key_flags()[column] && !shared.query_flags()[row_of_tile]) continue;
+        const RowOf row = work.row(plan, row_of_tile);
+        const float* query = float_row(p.query, work.batch, row.head, row.query);
+        float dot = 0.0f;
+#pragma unroll 1
+        for (int64_t e = 0; e < p.head_dim; ++e) dot = fmaf(query[e], key[e], dot);
+#pragma unroll
+        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            if (tile * 2 + i == n) scores.at[strip][tile][2 * half + i] = dot;
+          }
+        }
+      }
+    }
+  }
+}
+
+// Adds the terms of the special values of one tile.
+template <class C>
+__device__ __forceinline__ void add_special_values(const ForwardPlan& plan, const Work<C>& work,
+                                                   const Lane<C>& lane, const SharedMemory<C>& shared,
+                                                   int first_key, const Scores<C>& weights,
+                                                   Output<C>& output) {
+  const AttentionParams& p = plan.params;
+#pragma unroll 1
+  for (int n = 0; n < C::kWarpKeys; ++n) {
+    const int column = lane.first_key + n;
+    if (!shared.value_flags()[column]) continue;
+    const int key = first_key + column;
+    const float* values = float_row(p.value, work.batch, work.kv_head, key);
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float weight = 0.0f;
+#pragma unroll
+        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+          const float* pair = &weights.at[strip][tile][2 * half];
+          if (n / 8 == tile) weight = n % 2 ? pair[1] : pair[0];
+        }
+        weight = __shfl_sync(0xffffffffu, weight, (lane.lane & ~3) | (n % 8 / 2));
+        const RowOf row = work.row(plan, lane.row(strip, half));
+        if (!sees(plan, work, row, key)) continue;
+#pragma unroll
+        for (int tile = 0; tile < C::kDimTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int column_of_value = lane.dim(tile) + i;
+            if (column_of_value >= p.value_dim) continue;
+            if (!has_no_pieces(values[column_of_value])) continue;
+            float& sum = output.at[strip][tile][2 * half + i];
+            sum = fmaf(weight, values[column_of_value], sum);
+          }
+        }
+      }
+    }
+  }
+}
+
+}  // namespace selfattn::cuda::sm80

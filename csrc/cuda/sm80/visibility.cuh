@@ -1,0 +1,105 @@
+// Who sees whom within a tile: by position, and by the mask.
+#pragma once
+
+#include "../common/elementary.cuh"
+#include "work.cuh"
+
+namespace selfattn::cuda::sm80 {
+
+// Columns of the tile that a row sees by its position.
+struct Columns {
+  int begin, end;
+  __device__ __forceinline__ bool hold(int column) const { return column >= begin && column < end; }
+};
+
+template <class C>
+__device__ __forceinline__ Columns visible_columns(const ForwardPlan& plan, const Work<C>& work, int query,
+                                                   int first_key) {
+  const KeyRange range = visible_keys(plan.params, query, query);
+  const int64_t end = range.end < work.end ? range.end : work.end;
+  return {static_cast<int>(clamp_key(range.begin - first_key, C::kKeys)),
+          static_cast<int>(clamp_key(end - first_key, C::kKeys))};
+}
+
+// Whether every row of the block sees every key of the tile by its position. Windows move with the query: the
+// first ends earliest, the last begins latest.
+template <class C>
+__device__ __forceinline__ bool sees_whole_tile(const ForwardPlan& plan, const Work<C>& work, int first_key) {
+  const AttentionParams& p = plan.params;
+  const int first = C::kThin ? 0 : work.first_row;
+  const int last = (C::kThin ? static_cast<int>(p.queries) : work.first_row + work.rows) - 1;
+  return first_key + C::kKeys <= work.end && first_key >= visible_keys(p, last, last).begin &&
+         first_key + C::kKeys <= visible_keys(p, first, first).end;
+}
+
+// The bits of a mask element that hides: false, or -inf.
+
+__device__ __forceinline__ bool mask_hides(const View& mask, int64_t element) {
+  switch (mask.dtype) {
+    case DType::kBool:
+      return static_cast<const uint8_t*>(mask.data)[element] == 0;
+    case DType::kBFloat16:
+      return static_cast<const uint16_t*>(mask.data)[element] == 0xff80u;
+    case DType::kFloat16:
+      return static_cast<const uint16_t*>(mask.data)[element] == 0xfc00u;
+    case DType::kFloat32:
+      return static_cast<const float*>(mask.data)[element] == -infinity<float>();
+    case DType::kFloat64:
+      return static_cast<const double*>(mask.data)[element] == -infinity<double>();
+  }
+  return false;
+}
+
+// One key, by every rule.
+template <class C>
+__device__ __forceinline__ bool sees(const ForwardPlan& plan, const Work<C>& work, RowOf row, int key) {
+  const View& mask = plan.params.mask;
+  const KeyRange range = visible_keys(plan.params, row.query, row.query);
+  return key >= range.begin && key < range.end &&
+         (C::kPlain || mask.data == nullptr ||
+          !mask_hides(mask, mask.offset(work.batch, row.head, row.query) + key * mask.stride[3]));
+}
+
+// Bits of the rows that a lane owns: column c of the warp's keys is bit c % 32 of word c / 32, set where the
+// mask shows it.
+template <class C>
+struct MaskBits {
+  static constexpr int kWords = (C::kWarpKeys + 31) / 32;
+  uint32_t of[C::kStrips][2][kWords];
+
+  // Reads the mask of the tile at first_key, one row after another with the keys across the lanes, as they lie
+  // in memory. Returns whether the mask shows anything to the rows of the warp.
+  __device__ __forceinline__ bool load(const ForwardPlan& plan, const Work<C>& work, const Lane<C>& lane,
+                                       int first_key) {
+    const View& mask = plan.params.mask;
+    const int key = first_key + lane.first_key + lane.lane;
+    uint32_t any = 0;
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll 2
+      for (int r = 0; r < 16; ++r) {
+        const int row_of_tile = lane.first_row + strip * 16 + r;
+        const RowOf row = work.row(plan, row_of_tile);
+        const int64_t at = mask.offset(work.batch, row.head, row.query) + key * mask.stride[3];
+#pragma unroll
+        for (int word = 0; word < kWords; ++word) {
+          const bool exists = row_of_tile < work.rows && lane.lane + word * 32 < C::kWarpKeys &&
+                              key + word * 32 < plan.params.keys;
+          const bool shown = exists && !mask_hides(mask, at + word * 32 * mask.stride[3]);
+          const uint32_t bits = __ballot_sync(0xffffffffu, shown);
+          any |= bits;
+          if (r == lane.group) of[strip][0][word] = bits;
+          if (r == lane.group + 8) of[strip][1][word] = bits;
+        }
+      }
+    }
+    return any != 0;
+  }
+
+  // Words are chosen by numbers known when compiling, as registers must be.
+  __device__ __forceinline__ bool shows(const Lane<C>& lane, int strip, int half, int tile, int i) const {
+    return of[strip][half][tile / 4] >> (tile % 4 * 8 + lane.quad * 2 + i) & 1u;
+  }
+};
+
+}  // namespace selfattn::cuda::sm80
