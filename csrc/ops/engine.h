@@ -2,7 +2,7 @@
 // stream, run it. The operators know no more about devices than this.
 #pragma once
 
-#include "../cuda/kernel_table.h"
+#include "../cuda/cuda_kernel_table.h"
 #include "checks.h"
 
 namespace selfattn::ops {

@@ -6,7 +6,7 @@
 #include <new>
 
 #include "cpu/kernel_table.h"
-#include "cuda/kernel_table.h"
+#include "cuda/cuda_kernel_table.h"
 #include "options.h"
 
 namespace selfattn::cpu {

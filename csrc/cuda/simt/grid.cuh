@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../common/device.cuh"
-#include "../kernel_table.h"
+#include "../cuda_kernel_table.h"
 
 namespace selfattn::cuda::simt {
 

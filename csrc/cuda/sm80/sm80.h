@@ -1,7 +1,7 @@
 // "sm80": attention forward on tensor cores by mma.sync, for compute capability 8.0 and later.
 #pragma once
 
-#include "../kernel_table.h"
+#include "../cuda_kernel_table.h"
 
 namespace selfattn::cuda {
 

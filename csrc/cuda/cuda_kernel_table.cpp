@@ -1,5 +1,5 @@
 // The table itself: a kernel is in it, and then found by every op, once it has a line here.
-#include "kernel_table.h"
+#include "cuda_kernel_table.h"
 
 #include <cstring>
 #include <stdexcept>
