@@ -23,7 +23,7 @@ struct ForwardPlan {
   int64_t blocks = 0;
 
   float scale = 1.0f;
-  float scale_log2 = 1.0f;    // scale * log2(e)
+  float scale_log2 = 1.0f;     // scale * log2(e)
   float dropout_scale = 1.0f;  // of the output: weights themselves are only dropped
   int pieces = 1;              // of float32 numbers, see pieces.cuh
 
