@@ -6,12 +6,14 @@
 #include <string>
 
 #include "simt/simt.h"
+#include "sm80/sm80.h"
 
 namespace selfattn::cuda {
 
 namespace {
 
 const Kernel* const kKernels[] = {
+    &kSm80,
     &kSimt,
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);

@@ -74,6 +74,5 @@ uint32_t round_to_tf32(float value);
 uint32_t pack_bfloat16(float low, float high);
 uint32_t pack_float16(float low, float high);
 float exp2_approx(float value);
-inline int opaque(int value) { return value; }
 
 }  // namespace selfattn::cuda::ptx

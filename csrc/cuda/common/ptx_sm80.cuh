@@ -126,8 +126,8 @@ __device__ __forceinline__ float exp2_approx(float value) {
   return result;
 }
 
-// The same number, of which the compiler knows nothing: what is computed from it is not kept in registers from
-// one iteration of a loop to the next.
+// The same number, of which the compiler knows nothing: what is computed from it is not kept in registers
+// from one iteration of a loop to the next.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;

@@ -53,8 +53,12 @@ struct Config {
   static_assert(kWarpKeys % 16 == 0, "a product with values sums over 16 keys");
 
   // The next smaller padded dim: whatever chooses this one is larger.
-  static constexpr int kBelow =
-      kDim == 32 ? 0 : kDim == 64 ? 32 : kDim == 96 ? 64 : kDim == 128 ? 96 : kDim == 192 ? 128 : 192;
+  static constexpr int kBelow = kDim == 32    ? 0
+                                : kDim == 64  ? 32
+                                : kDim == 96  ? 64
+                                : kDim == 128 ? 96
+                                : kDim == 192 ? 128
+                                              : 192;
   // Whether a step of 16 dims may lie beyond the true dim, and is worth asking: where head dim and value dim
   // differ much, whole runs of four steps are skipped; asking more often would only hinder scheduling.
   static __host__ __device__ constexpr bool asks_whether_beyond(int step) {

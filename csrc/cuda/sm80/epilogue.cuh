@@ -16,7 +16,8 @@ __device__ __forceinline__ void merge_key_warps(const SharedMemory<C>& shared, c
 #pragma unroll
   for (int left = C::kKeyWarps / 2; left >= 1; left /= 2) {
     float* slot = shared.exchange() +
-                  ((key_warp % left) * C::kRowWarps + row_warp) * SharedLayout<C>::kExchangeFloats + lane.lane;
+                  ((key_warp % left) * C::kRowWarps + row_warp) * SharedLayout<C>::kExchangeFloats +
+                  lane.lane;
     __syncthreads();
     if (key_warp >= left && key_warp < 2 * left) {
       float* at = slot;
@@ -89,23 +90,25 @@ __device__ __forceinline__ void store_pair(const ForwardPlan& plan, int64_t at, 
   }
 }
 
-// The sink, a score without a value, joins at the end. Writes the row's statistics and returns the factor of
-// its output: 0 for a row that saw nothing.
+// The sink, a score without a value, joins at the end. Returns the factor of the row's output, 0 for a row that
+// saw nothing. One of the lanes that share the row writes its statistics.
 __device__ __forceinline__ float finish_row(const ForwardPlan& plan, int64_t batch, int64_t head, int64_t row,
-                                            RowState<float> state) {
+                                            RowState<float> state, bool writes) {
   const AttentionParams& p = plan.params;
   float factor = 1.0f, ignored;
   if (p.sinks.data != nullptr) {
     state.merge(RowState<float>::of_sink(head_scalar(p.sinks, batch, head)), &factor, &ignored);
   }
-  static_cast<float*>(plan.outputs.row_max)[row] = state.max;
-  static_cast<float*>(plan.outputs.row_sum)[row] = state.sum;
+  if (writes) {
+    static_cast<float*>(plan.outputs.row_max)[row] = state.max;
+    static_cast<float*>(plan.outputs.row_sum)[row] = state.sum;
+  }
   return state.inverse_sum() * factor * plan.dropout_scale;
 }
 
-// Normalised rows (or, of splits, the sums as they are) go through shared memory, where the tiles have been, so
-// that a row is written by neighbouring lanes; each warp takes care of its own rows. Blocks of eight columns
-// are exchanged by the row's number against bank conflicts.
+// Normalised rows (or, of splits, the sums as they are) go through shared memory, where the tiles have been,
+// so that a row is written by neighbouring lanes; each warp takes care of its own rows. Blocks of eight
+// columns are exchanged by the row's number against bank conflicts.
 template <class C>
 __device__ __forceinline__ int exchanged(int row, int column) {
   return row * C::kDim + (column ^ (row & 3) << 3);
@@ -129,7 +132,7 @@ __device__ __forceinline__ void write_rows(const ForwardPlan& plan, const Work<C
       if (r < work.rows) {
         const int64_t at = (static_cast<int64_t>(work.batch) * p.heads + row.head) * p.queries + row.query;
         if (!partial) {
-          factor = finish_row(plan, work.batch, row.head, at, state);
+          factor = finish_row(plan, work.batch, row.head, at, state, lane.quad == 0);
         } else if (lane.quad == 0) {
           plan.partial_max[at * plan.splits + work.split] = state.max;
           plan.partial_sum[at * plan.splits + work.split] = state.sum;

@@ -29,6 +29,8 @@ class Forward {
       attend(careful);
       if (C::kFloat32 || careful || !__syncthreads_or(!is_finite(output_))) break;
     }
+    // A block that met no keys has not waited for its queries, whose place the results take.
+    ptx::copy_async_wait<0>();
     softmax_.finish(plan_.scale);
     if constexpr (C::kKeyWarps > 1) merge_key_warps(shared_, lane_, softmax_, output_);
     __syncthreads();  // the results take the place of the tiles

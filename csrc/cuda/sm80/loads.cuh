@@ -44,7 +44,8 @@ struct TileShare {
 // The chunk of 16 bytes that begins at `column` of a row, element by element: for rows that are not aligned
 // or end within a chunk.
 template <class Storage>
-__device__ __forceinline__ void copy_elements(unsigned char* shared, const Storage* row, int column, int dim) {
+__device__ __forceinline__ void copy_elements(unsigned char* shared, const Storage* row, int column,
+                                              int dim) {
   constexpr int kCount = 16 / static_cast<int>(sizeof(Storage));
   auto* to = reinterpret_cast<Storage*>(shared);
 #pragma unroll 1
@@ -112,8 +113,8 @@ __device__ __forceinline__ bool store_pieces(unsigned char* planes, int plane_by
   return special;
 }
 
-// The tile of queries, once for a block. float32 is split on the way; returns whether this thread met a number
-// without pieces.
+// The tile of queries, once for a block. float32 is split on the way; returns whether this thread met a
+// number without pieces.
 template <class C>
 __device__ __forceinline__ bool start_queries(const ForwardPlan& plan, const Work<C>& work,
                                               const SharedMemory<C>& shared) {
@@ -182,8 +183,7 @@ __device__ __forceinline__ bool split_staged(const SharedMemory<C>& shared, unsi
     for (int i = 0; i < Share::kPerLane; ++i) {
       if (beyond) break;
       const int chunk = share.lane + i * Share::kLanes;
-      const float4 x =
-          *reinterpret_cast<const float4*>(shared.staging() + arrival<C>(r, chunk));
+      const float4 x = *reinterpret_cast<const float4*>(shared.staging() + arrival<C>(r, chunk));
       special |= store_pieces<C, kLeaveOut>(planes, SharedLayout<C>::kTilePlane, r, chunk, x);
     }
     const bool flag = share.any_of_row(special);

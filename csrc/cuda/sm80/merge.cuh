@@ -36,7 +36,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const ForwardPlan 
       if (column + 1 < p.value_dim) sum[n][1] = fmaf(factor, partial[column + 1], sum[n][1]);
     }
   }
-  const float factor = finish_row(plan, batch, head, row, state);
+  const float factor = finish_row(plan, batch, head, row, state, lane == 0);
   const int64_t at = plan.outputs.out.offset(batch, head, row % p.queries);
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {

@@ -1,7 +1,7 @@
 // The two matrix products of a tile on tensor cores.
 //
-// Operands come from swizzled tiles by ldmatrix, four 8 x 8 matrices at a time. A lane's address is a constant
-// of the thread but for the step along the row, which the swizzle turns into one exclusive or.
+// Operands come from swizzled tiles by ldmatrix, four 8 x 8 matrices at a time. A lane's address is a
+// constant of the thread but for the step along the row, which the swizzle turns into one exclusive or.
 #pragma once
 
 #include "loads.cuh"
@@ -16,7 +16,8 @@ struct BlockReader {
   int chunk;
 
   __device__ __forceinline__ BlockReader(const unsigned char* tile, int first_row, int lane) {
-    const int lower = (kRowsFirst ? lane >> 3 : lane >> 4) & 1, right = (kRowsFirst ? lane >> 4 : lane >> 3) & 1;
+    const int lower = (kRowsFirst ? lane >> 3 : lane >> 4) & 1,
+              right = (kRowsFirst ? lane >> 4 : lane >> 3) & 1;
     const int r = first_row + (lane & 7) + lower * 8;
     row = tile + r * Swizzle<C::kDim>::kRowBytes;
     chunk = ptx::opaque((right ^ Swizzle<C::kDim>::pattern(r)) << 4);

@@ -1,9 +1,10 @@
-// Values of NaN and Inf in 16-bit types. A weight of 0 does not hide them, so that a key which may not be seen
-// could still spoil a row.
+// Values of NaN and Inf in 16-bit types. A weight of 0 does not hide them, so that a key which may not be
+// seen could still spoil a row.
 //
-// Nobody looks at the values on the usual way. If the result turns out not to be finite, the block starts over
-// with such values zeroed as they arrive, and adds them to the rows that see them at the end. Their weights
-// need not be known for that: a product with NaN or Inf is NaN or Inf, whatever is positive in front of it.
+// Nobody looks at the values on the usual way. If the result turns out not to be finite, the block starts
+// over with such values zeroed as they arrive, and adds them to the rows that see them at the end. Their
+// weights need not be known for that: a product with NaN or Inf is NaN or Inf, whatever is positive in front
+// of it.
 #pragma once
 
 #include "../common/dropout.cuh"

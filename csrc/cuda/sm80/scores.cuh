@@ -50,7 +50,8 @@ __device__ __forceinline__ float quick_tanh(float x) {
 
 // Two neighbouring elements of a mask; the second only where it exists.
 template <class T>
-__device__ __forceinline__ void load_pair(const T* at, int64_t stride, bool vector, bool second, T (&pair)[2]) {
+__device__ __forceinline__ void load_pair(const T* at, int64_t stride, bool vector, bool second,
+                                          T (&pair)[2]) {
   struct __align__(2 * sizeof(T)) Pair {
     T x, y;
   };
@@ -98,8 +99,9 @@ __device__ __forceinline__ void add_mask(const ForwardPlan& plan, const Work<C>&
 
 // Every option, each in a pass of its own over the registers: a flag is asked once, not for every element.
 template <class C>
-__device__ __forceinline__ void apply_options(const ForwardPlan& plan, const Work<C>& work, const Lane<C>& lane,
-                                              int first_key, const MaskBits<C>& mask, Scores<C>& scores) {
+__device__ __forceinline__ void apply_options(const ForwardPlan& plan, const Work<C>& work,
+                                              const Lane<C>& lane, int first_key, const MaskBits<C>& mask,
+                                              Scores<C>& scores) {
   const AttentionParams& p = plan.params;
   for_each_score(scores, [&](int, int, int, int, float& s) { s = rounded_product(s, plan.scale); });
   if (p.softcap != 0.0) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../simt/simt.h"
 #include "instances.h"
 
 namespace selfattn::cuda {
@@ -55,7 +56,7 @@ const Kernel kSm80 = {
     &sm80::refuses,
     &sm80::forward_workspace,
     &sm80::forward,
-    /*weights=*/nullptr,
+    &simt::weights_of_dtype,
     /*scores=*/nullptr,
     /*masked_softmax=*/nullptr,
 };

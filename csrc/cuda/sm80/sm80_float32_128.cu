@@ -2,6 +2,7 @@
 
 namespace selfattn::cuda::sm80 {
 
-template void run_forward<DType::kFloat32, 128>(const AttentionParams&, const ForwardOutputs&, cudaStream_t, void*);
+template void run_forward<DType::kFloat32, 128>(const AttentionParams&, const ForwardOutputs&, cudaStream_t,
+                                                void*);
 
 }  // namespace selfattn::cuda::sm80

@@ -90,8 +90,8 @@ struct Softmax {
 // Four neighbouring keys share one call of Philox, two neighbouring lanes these keys: the even lane makes the
 // numbers of the upper row, the odd lane those of the lower, and they exchange.
 template <class C>
-__device__ __forceinline__ void drop_weights(const ForwardPlan& plan, const Work<C>& work, const Lane<C>& lane,
-                                             int first_key, Scores<C>& weights) {
+__device__ __forceinline__ void drop_weights(const ForwardPlan& plan, const Work<C>& work,
+                                             const Lane<C>& lane, int first_key, Scores<C>& weights) {
   const bool odd = lane.lane & 1;
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {

@@ -67,8 +67,8 @@ struct MaskBits {
   static constexpr int kWords = (C::kWarpKeys + 31) / 32;
   uint32_t of[C::kStrips][2][kWords];
 
-  // Reads the mask of the tile at first_key, one row after another with the keys across the lanes, as they lie
-  // in memory. Returns whether the mask shows anything to the rows of the warp.
+  // Reads the mask of the tile at first_key, one row after another with the keys across the lanes, as they
+  // lie in memory. Returns whether the mask shows anything to the rows of the warp.
   __device__ __forceinline__ bool load(const ForwardPlan& plan, const Work<C>& work, const Lane<C>& lane,
                                        int first_key) {
     const View& mask = plan.params.mask;

@@ -43,8 +43,8 @@ struct Work {
     rows = min(static_cast<int>(plan.unit_rows) - first_row, C::kRows);
 
     // Rows of thin calls may be any queries of their heads.
-    const KeyRange range = C::kThin ? visible_keys(p, 0, p.queries - 1)
-                                       : visible_keys(p, first_row, first_row + rows - 1);
+    const KeyRange range =
+        C::kThin ? visible_keys(p, 0, p.queries - 1) : visible_keys(p, first_row, first_row + rows - 1);
     const int64_t from = split * plan.split_keys, to = from + plan.split_keys;
     begin = static_cast<int>(range.begin > from ? range.begin : from);
     end = static_cast<int>(range.end < to ? range.end : to);
