@@ -45,6 +45,12 @@ void forward_of_dtype(const AttentionParams& p, const ForwardOutputs& outputs, c
       &forward<DType::kFloat16>, outputs, where);
 }
 
+void weights_of_dtype(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
+  call_for_dtype<AttentionParams, const WeightsOutputs&, const Launch&>(
+      p, &weights<DType::kFloat64>, &weights<DType::kFloat32>, &weights<DType::kBFloat16>,
+      &weights<DType::kFloat16>, outputs, where);
+}
+
 void scores_of_dtype(const ScoresParams& p, const Launch& where) {
   call_for_dtype<ScoresParams, const Launch&>(p, &scores<DType::kFloat64>, &scores<DType::kFloat32>,
                                               &scores<DType::kBFloat16>, &scores<DType::kFloat16>, where);
@@ -57,13 +63,6 @@ void masked_softmax_of_dtype(const SoftmaxParams& p, const Launch& where) {
 }
 
 }  // namespace
-
-void weights_of_dtype(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
-  call_for_dtype<AttentionParams, const WeightsOutputs&, const Launch&>(
-      p, &weights<DType::kFloat64>, &weights<DType::kFloat32>, &weights<DType::kBFloat16>,
-      &weights<DType::kFloat16>, outputs, where);
-}
-
 }  // namespace simt
 
 const Kernel kSimt = {

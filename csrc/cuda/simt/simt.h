@@ -20,8 +20,5 @@ void scores(const ScoresParams& params, const Launch& where);
 template <DType kDType>
 void masked_softmax(const SoftmaxParams& params, const Launch& where);
 
-// For any dtype; also for kernels that leave the weights to simt.
-void weights_of_dtype(const AttentionParams& params, const WeightsOutputs& outputs, const Launch& where);
-
 }  // namespace simt
 }  // namespace selfattn::cuda

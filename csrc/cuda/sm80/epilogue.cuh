@@ -63,36 +63,37 @@ __device__ __forceinline__ void merge_key_warps(const SharedMemory<C>& shared, c
   }
 }
 
-// Two neighbouring results, and what their rounding took away.
+// Two neighbouring elements, of which the second may not exist.
 template <DType kDType>
-__device__ __forceinline__ void store_pair(const ForwardPlan& plan, int64_t at, float x, float y, bool both) {
+__device__ __forceinline__ void store_pair(void* tensor, int64_t at, float x, float y, bool both,
+                                           bool vector) {
   using E = Element<kDType>;
   using Storage = typename E::Storage;
   struct __align__(2 * sizeof(Storage)) Pair {
     Storage x, y;
   };
-  const Pair rounded{E::narrow(x), E::narrow(y)};
-  Storage* out = static_cast<Storage*>(plan.outputs.out.data) + at;
-  if (plan.out_pairs) {
-    *reinterpret_cast<Pair*>(out) = rounded;
+  Storage* to = static_cast<Storage*>(tensor) + at;
+  if (vector) {
+    *reinterpret_cast<Pair*>(to) = Pair{E::narrow(x), E::narrow(y)};
   } else {
-    out[0] = rounded.x;
-    if (both) out[1] = rounded.y;
-  }
-  if (plan.outputs.out_residual == nullptr) return;
-  const Pair lost{E::narrow(x - E::widen(rounded.x)), E::narrow(y - E::widen(rounded.y))};
-  Storage* residual = static_cast<Storage*>(plan.outputs.out_residual) + at;
-  if (plan.out_pairs) {
-    *reinterpret_cast<Pair*>(residual) = lost;
-  } else {
-    residual[0] = lost.x;
-    if (both) residual[1] = lost.y;
+    to[0] = E::narrow(x);
+    if (both) to[1] = E::narrow(y);
   }
 }
 
-// The sink, a score without a value, joins at the end. Returns the factor of the row's output, 0 for a row that
-// saw nothing. One of the lanes that share the row writes its statistics.
-__device__ __forceinline__ float finish_row(const ForwardPlan& plan, int64_t batch, int64_t head, int64_t row,
+// Results, and what their rounding took away.
+template <DType kDType>
+__device__ __forceinline__ void store_results(const Plan& plan, int64_t at, float x, float y, bool both) {
+  using E = Element<kDType>;
+  store_pair<kDType>(plan.outputs.out.data, at, x, y, both, plan.out_pairs);
+  if (plan.outputs.out_residual == nullptr) return;
+  store_pair<kDType>(plan.outputs.out_residual, at, x - E::widen(E::narrow(x)), y - E::widen(E::narrow(y)),
+                     both, plan.out_pairs);
+}
+
+// The sink, a score without a value, joins at the end. Returns the factor of the row's output, 0 for a row
+// that saw nothing. One of the lanes that share the row writes its statistics.
+__device__ __forceinline__ float finish_row(const Plan& plan, int64_t batch, int64_t head, int64_t row,
                                             RowState<float> state, bool writes) {
   const AttentionParams& p = plan.params;
   float factor = 1.0f, ignored;
@@ -109,13 +110,13 @@ __device__ __forceinline__ float finish_row(const ForwardPlan& plan, int64_t bat
 // Normalised rows (or, of splits, the sums as they are) go through shared memory, where the tiles have been,
 // so that a row is written by neighbouring lanes; each warp takes care of its own rows. Blocks of eight
 // columns are exchanged by the row's number against bank conflicts.
-template <class C>
+template <int kColumns>
 __device__ __forceinline__ int exchanged(int row, int column) {
-  return row * C::kDim + (column ^ (row & 3) << 3);
+  return row * kColumns + (column ^ (row & 3) << 3);
 }
 
 template <class C>
-__device__ __forceinline__ void write_rows(const ForwardPlan& plan, const Work<C>& work, const Lane<C>& lane,
+__device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
                                            const SharedMemory<C>& shared, const Softmax<C>& softmax,
                                            const Output<C>& output) {
   const AttentionParams& p = plan.params;
@@ -141,7 +142,7 @@ __device__ __forceinline__ void write_rows(const ForwardPlan& plan, const Work<C
 #pragma unroll
       for (int tile = 0; tile < C::kDimTiles; ++tile) {
         const float x = output.at[strip][tile][2 * half], y = output.at[strip][tile][2 * half + 1];
-        *reinterpret_cast<float2*>(rows + exchanged<C>(r, lane.dim(tile))) =
+        *reinterpret_cast<float2*>(rows + exchanged<C::kDim>(r, lane.dim(tile))) =
             float2{normalised(x, factor), normalised(y, factor)};
       }
     }
@@ -156,13 +157,13 @@ __device__ __forceinline__ void write_rows(const ForwardPlan& plan, const Work<C
                                : plan.outputs.out.offset(work.batch, row.head, row.query);
 #pragma unroll 1
     for (int column = lane.lane * 2; column < p.value_dim; column += 64) {
-      const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C>(r, column));
+      const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));
       const bool both = column + 1 < p.value_dim;
       if (partial) {
         plan.partial_out[at + column] = pair.x;
         if (both) plan.partial_out[at + column + 1] = pair.y;
       } else {
-        store_pair<C::kDType>(plan, at + column, pair.x, pair.y, both);
+        store_results<C::kDType>(plan, at + column, pair.x, pair.y, both);
       }
     }
   }

@@ -7,13 +7,16 @@ struct CUstream_st;
 
 namespace selfattn::cuda::sm80 {
 
-// Compiled in sm80_<dtype>_<dim>.cu for the three 32-bit and smaller types and the dims of padded_dim().
+// Compiled in sm80_<dtype>_<dim>.cu.
 template <DType kDType, int kDim>
 void run_forward(const AttentionParams& params, const ForwardOutputs& outputs, CUstream_st* stream,
                  void* workspace);
 
+template <DType kDType, int kDim>
+void run_weights(const AttentionParams& params, const WeightsOutputs& outputs, CUstream_st* stream);
+
 // Compiled in sm80_merge.cu for the same types: joins the splits.
 template <DType kDType>
-void run_merge(const ForwardPlan& plan, CUstream_st* stream);
+void run_merge(const Plan& plan, CUstream_st* stream);
 
 }  // namespace selfattn::cuda::sm80

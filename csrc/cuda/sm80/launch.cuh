@@ -3,6 +3,7 @@
 
 #include "forward.cuh"
 #include "instances.h"
+#include "weights.cuh"
 
 namespace selfattn::cuda::sm80 {
 
@@ -15,7 +16,7 @@ inline dim3 grid_of(int64_t blocks) {
 
 template <class C>
 void run_path(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream, void* workspace) {
-  const ForwardPlan plan = plan_forward(p, outputs, C::kRows, workspace);
+  const Plan plan = plan_forward(p, outputs, {C::kRows, C::kKeys, C::kThin}, workspace);
   if (plan.blocks == 0) return;
   launch(&forward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), SharedLayout<C>::kBytes, stream, plan);
   if (plan.splits > 1) run_merge<C::kDType>(plan, stream);
@@ -30,6 +31,15 @@ void run_forward(const AttentionParams& p, const ForwardOutputs& outputs, cudaSt
     if (is_plain(p)) return run_path<Config<kDType, kDim, Path::kPlain>>(p, outputs, stream, workspace);
   }
   run_path<Config<kDType, kDim, Path::kOptions>>(p, outputs, stream, workspace);
+}
+
+template <DType kDType, int kDim>
+void run_weights(const AttentionParams& p, const WeightsOutputs& outputs, cudaStream_t stream) {
+  using C = Config<kDType, kDim, Path::kOptions>;
+  const Plan plan = plan_weights(p, outputs, {C::kRows, C::kKeys, C::kThin});
+  if (plan.blocks == 0) return;
+  launch(&weights_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), weights_shared_bytes<C>(), stream,
+         plan);
 }
 
 }  // namespace selfattn::cuda::sm80

@@ -116,7 +116,7 @@ __device__ __forceinline__ bool store_pieces(unsigned char* planes, int plane_by
 // The tile of queries, once for a block. float32 is split on the way; returns whether this thread met a
 // number without pieces.
 template <class C>
-__device__ __forceinline__ bool start_queries(const ForwardPlan& plan, const Work<C>& work,
+__device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& work,
                                               const SharedMemory<C>& shared) {
   constexpr int kPerChunk = C::kFloat32 ? 4 : 8;
   using Share = TileShare<C, C::kRows, C::kDim / kPerChunk>;

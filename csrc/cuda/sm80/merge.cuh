@@ -9,7 +9,7 @@ constexpr int kMergeRows = 4;  // of a block, one for each warp
 constexpr int kMergeThreads = 32 * kMergeRows;
 
 template <DType kDType>
-__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const ForwardPlan plan) {
+__global__ void __launch_bounds__(kMergeThreads) merge_kernel(const Plan plan) {
   const AttentionParams& p = plan.params;
   const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
   const int64_t row = block * kMergeRows + (threadIdx.x >> 5);
@@ -42,8 +42,8 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const ForwardPlan 
   for (int n = 0; n < kColumns; ++n) {
     const int column = n * 64 + lane * 2;
     if (column >= p.value_dim) continue;
-    store_pair<kDType>(plan, at + column, normalised(sum[n][0], factor), normalised(sum[n][1], factor),
-                       column + 1 < p.value_dim);
+    store_results<kDType>(plan, at + column, normalised(sum[n][0], factor), normalised(sum[n][1], factor),
+                          column + 1 < p.value_dim);
   }
 }
 

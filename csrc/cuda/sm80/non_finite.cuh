@@ -54,7 +54,7 @@ __device__ __forceinline__ void clear_non_finite_values(const SharedMemory<C>& s
 
 // Each warp looks through all keys of the block for its rows.
 template <class C>
-__device__ __forceinline__ void add_non_finite_values(const ForwardPlan& plan, const Work<C>& work,
+__device__ __forceinline__ void add_non_finite_values(const Plan& plan, const Work<C>& work,
                                                       const Lane<C>& lane, Output<C>& output) {
   using E = Element<C::kDType>;
   const AttentionParams& p = plan.params;

@@ -1,4 +1,4 @@
-// What one launch of the sm80 forward is told: the call, and how its work is divided. Plain C++, filled on
+// What one launch of a sm80 kernel is told: the call, and how its work is divided. Plain C++, filled on
 // the host from shapes, strides and addresses alone.
 #pragma once
 
@@ -11,15 +11,17 @@ namespace selfattn::cuda::sm80 {
 
 // A unit is what shares keys and values: one query head, or in thin calls all query heads of a kv head, their
 // queries one after another ("folded"). Its rows are cut into tiles; in thin calls its keys into splits.
-struct ForwardPlan {
+struct Plan {
   AttentionParams params;
-  ForwardOutputs outputs;
+  ForwardOutputs outputs;          // of the forward
+  WeightsOutputs weights_outputs;  // of the weights
 
   int64_t units = 0;
   int64_t unit_rows = 0;
   int64_t row_tiles = 0;
   int64_t splits = 1;
   int64_t split_keys = 0;  // keys of a split
+  int64_t key_tiles = 0;   // of the weights, which have a block for each
   int64_t blocks = 0;
 
   float scale = 1.0f;
@@ -46,9 +48,16 @@ constexpr int64_t kThinQueries = 16;
 
 constexpr int64_t kMaxDim = 256;
 
-// `rows_per_tile` is the tile's of the kernel that will run.
-ForwardPlan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, int64_t rows_per_tile,
-                         void* workspace);
+// How a kernel cuts its work.
+struct TileShape {
+  int64_t rows;
+  int64_t keys;
+  bool folded;  // all query heads of a kv head are one unit, as in thin calls
+};
+
+Plan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, const TileShape& tile,
+                  void* workspace);
+Plan plan_weights(const AttentionParams& params, const WeightsOutputs& outputs, const TileShape& tile);
 
 bool is_thin(const AttentionParams& params);
 

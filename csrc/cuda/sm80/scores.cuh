@@ -24,8 +24,8 @@ __device__ __forceinline__ void for_each_score(Scores<C>& scores, const Body& bo
 
 // Replaces, so that NaN of hidden keys ends here.
 template <class C>
-__device__ __forceinline__ void hide_by_position(const ForwardPlan& plan, const Work<C>& work,
-                                                 const Lane<C>& lane, int first_key, Scores<C>& scores) {
+__device__ __forceinline__ void hide_by_position(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+                                                 int first_key, Scores<C>& scores) {
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
@@ -73,7 +73,7 @@ __device__ __forceinline__ float mask_value(uint16_t x, DType dtype) {
 
 // Adds a float mask whose elements are stored as T.
 template <class C, class T>
-__device__ __forceinline__ void add_mask(const ForwardPlan& plan, const Work<C>& work, const Lane<C>& lane,
+__device__ __forceinline__ void add_mask(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
                                          int first_key, Scores<C>& scores) {
   const View& mask = plan.params.mask;
   const int left = static_cast<int>(plan.params.keys) - first_key;
@@ -99,9 +99,8 @@ __device__ __forceinline__ void add_mask(const ForwardPlan& plan, const Work<C>&
 
 // Every option, each in a pass of its own over the registers: a flag is asked once, not for every element.
 template <class C>
-__device__ __forceinline__ void apply_options(const ForwardPlan& plan, const Work<C>& work,
-                                              const Lane<C>& lane, int first_key, const MaskBits<C>& mask,
-                                              Scores<C>& scores) {
+__device__ __forceinline__ void apply_options(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+                                              int first_key, const MaskBits<C>& mask, Scores<C>& scores) {
   const AttentionParams& p = plan.params;
   for_each_score(scores, [&](int, int, int, int, float& s) { s = rounded_product(s, plan.scale); });
   if (p.softcap != 0.0) {

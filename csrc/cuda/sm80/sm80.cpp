@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "../simt/simt.h"
 #include "instances.h"
 
 namespace selfattn::cuda {
@@ -24,27 +23,39 @@ const char* refuses(const AttentionParams& p, int capability) {
   return nullptr;
 }
 
+// The padded dims that there are kernels for.
 template <DType kDType>
-void forward_of(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& launch) {
-  const int64_t dim = std::max(p.head_dim, p.value_dim);
-  const auto run = dim <= 32    ? &run_forward<kDType, 32>
-                   : dim <= 64  ? &run_forward<kDType, 64>
-                   : dim <= 96  ? &run_forward<kDType, 96>
-                   : dim <= 128 ? &run_forward<kDType, 128>
-                   : dim <= 192 ? &run_forward<kDType, 192>
-                                : &run_forward<kDType, 256>;
-  run(p, outputs, launch.stream, launch.workspace);
+auto forward_for(int64_t dim) {
+  return dim <= 32    ? &run_forward<kDType, 32>
+         : dim <= 64  ? &run_forward<kDType, 64>
+         : dim <= 96  ? &run_forward<kDType, 96>
+         : dim <= 128 ? &run_forward<kDType, 128>
+         : dim <= 192 ? &run_forward<kDType, 192>
+                      : &run_forward<kDType, 256>;
+}
+template <DType kDType>
+auto weights_for(int64_t dim) {
+  return dim <= 32    ? &run_weights<kDType, 32>
+         : dim <= 64  ? &run_weights<kDType, 64>
+         : dim <= 96  ? &run_weights<kDType, 96>
+         : dim <= 128 ? &run_weights<kDType, 128>
+         : dim <= 192 ? &run_weights<kDType, 192>
+                      : &run_weights<kDType, 256>;
 }
 
 void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& launch) {
-  switch (p.dtype) {
-    case DType::kBFloat16:
-      return forward_of<DType::kBFloat16>(p, outputs, launch);
-    case DType::kFloat16:
-      return forward_of<DType::kFloat16>(p, outputs, launch);
-    default:
-      return forward_of<DType::kFloat32>(p, outputs, launch);
-  }
+  const int64_t dim = std::max(p.head_dim, p.value_dim);
+  const auto run = p.dtype == DType::kBFloat16  ? forward_for<DType::kBFloat16>(dim)
+                   : p.dtype == DType::kFloat16 ? forward_for<DType::kFloat16>(dim)
+                                                : forward_for<DType::kFloat32>(dim);
+  run(p, outputs, launch.stream, launch.workspace);
+}
+
+void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& launch) {
+  const auto run = p.dtype == DType::kBFloat16  ? weights_for<DType::kBFloat16>(p.head_dim)
+                   : p.dtype == DType::kFloat16 ? weights_for<DType::kFloat16>(p.head_dim)
+                                                : weights_for<DType::kFloat32>(p.head_dim);
+  run(p, outputs, launch.stream);
 }
 
 }  // namespace
@@ -56,7 +67,7 @@ const Kernel kSm80 = {
     &sm80::refuses,
     &sm80::forward_workspace,
     &sm80::forward,
-    &simt::weights_of_dtype,
+    &sm80::weights,
     /*scores=*/nullptr,
     /*masked_softmax=*/nullptr,
 };

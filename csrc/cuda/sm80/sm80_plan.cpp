@@ -66,41 +66,58 @@ size_t forward_workspace(const AttentionParams& p) {
   return static_cast<size_t>(rows_of(p) * splits * (2 + p.value_dim)) * sizeof(float);
 }
 
-ForwardPlan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, int64_t rows_per_tile,
-                         void* workspace) {
-  ForwardPlan plan;
-  plan.params = p;
-  plan.outputs = outputs;
-  const bool folded = is_thin(p);
-  plan.units = p.batch * (folded ? p.kv_heads : p.heads);
-  plan.unit_rows = p.queries * (folded && p.kv_heads > 0 ? p.heads / p.kv_heads : 1);
-  plan.row_tiles = divide_up(plan.unit_rows, rows_per_tile);
-  plan.splits = splits_of(p);
-  plan.split_keys = plan.splits > 1 ? keys_of_split(p.keys) : p.keys;
-  plan.blocks = plan.units * plan.row_tiles * plan.splits;
+namespace {
 
+// What forward and weights have in common.
+Plan plan_scores(const AttentionParams& p, const TileShape& tile) {
+  Plan plan;
+  plan.params = p;
+  const bool folds = tile.folded && p.kv_heads > 0;
+  plan.units = p.batch * (folds ? p.kv_heads : p.heads);
+  plan.unit_rows = p.queries * (folds ? p.heads / p.kv_heads : 1);
+  plan.row_tiles = divide_up(plan.unit_rows, tile.rows);
+  plan.split_keys = p.keys;
   plan.scale = static_cast<float>(p.scale);
   plan.scale_log2 = static_cast<float>(p.scale * kLog2E);
   if (p.dropout.enabled) plan.dropout_scale = static_cast<float>(dropout_keep_scale(p.dropout.probability));
   plan.pieces = pieces_of(p);
-
   plan.query_vectors = readable_by_vectors(p.query, p.head_dim);
   plan.key_vectors = readable_by_vectors(p.key, p.head_dim);
+  plan.mask_pairs = p.mask.data != nullptr && p.keys % 2 == 0 && p.mask.stride[3] == 1 &&
+                    rows_start_at_multiples(p.mask, 2 * size_of(p.mask.dtype));
+  return plan;
+}
+
+}  // namespace
+
+Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const TileShape& tile,
+                  void* workspace) {
+  Plan plan = plan_scores(p, tile);
+  plan.outputs = outputs;
   plan.value_vectors = readable_by_vectors(p.value, p.value_dim);
   const int64_t pair = 2 * size_of(p.dtype);
   View residual = outputs.out;
   residual.data = outputs.out_residual;
   plan.out_pairs = p.value_dim % 2 == 0 && rows_start_at_multiples(outputs.out, pair) &&
                    rows_start_at_multiples(residual, pair);
-  plan.mask_pairs = p.mask.data != nullptr && p.keys % 2 == 0 && p.mask.stride[3] == 1 &&
-                    rows_start_at_multiples(p.mask, 2 * size_of(p.mask.dtype));
-
+  plan.splits = splits_of(p);
   if (plan.splits > 1) {
+    plan.split_keys = keys_of_split(p.keys);
     const int64_t states = rows_of(p) * plan.splits;
     plan.partial_max = static_cast<float*>(workspace);
     plan.partial_sum = plan.partial_max + states;
     plan.partial_out = plan.partial_sum + states;
   }
+  plan.blocks = plan.units * plan.row_tiles * plan.splits;
+  return plan;
+}
+
+Plan plan_weights(const AttentionParams& p, const WeightsOutputs& outputs, const TileShape& tile) {
+  Plan plan = plan_scores(p, tile);
+  plan.weights_outputs = outputs;
+  plan.out_pairs = p.keys % 2 == 0;
+  plan.key_tiles = divide_up(p.keys, tile.keys);
+  plan.blocks = plan.units * plan.row_tiles * plan.key_tiles;
   return plan;
 }
 

@@ -51,7 +51,8 @@ struct Softmax {
           most = larger(most, larger(s[0], s[1]));
         }
         most = max_of_row(most);
-        const float shift = C::kPlain ? softmax_shift(most) * scale_log2 : softmax_shift(most);
+        const float shift =
+            C::kPlain ? rounded_product(softmax_shift(most), scale_log2) : softmax_shift(most);
         const float rescale = weight(max[strip][half], shift, scale_log2);
         max[strip][half] = most;
         float total = sum[strip][half] * rescale;
@@ -74,13 +75,25 @@ struct Softmax {
     }
   }
 
-  __device__ __forceinline__ void finish(float scale) {
+  // The plain path subtracts the rounded product of maximum and scale from exact ones. Here sums and output
+  // become those of the exact maximum, or sums of large scores would be off by what that rounding was.
+  __device__ __forceinline__ void finish(float scale, float scale_log2, Output<C>& output) {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sum[strip][half] = sum_of_row(sum[strip][half]);
-        if (C::kPlain) max[strip][half] *= scale;
+        if constexpr (C::kPlain) {
+          const float most = softmax_shift(max[strip][half]);
+          const float correction = 1.0f / weight(most, rounded_product(most, scale_log2), scale_log2);
+          sum[strip][half] *= correction;
+#pragma unroll
+          for (int tile = 0; tile < C::kDimTiles; ++tile) {
+            output.at[strip][tile][2 * half] *= correction;
+            output.at[strip][tile][2 * half + 1] *= correction;
+          }
+          max[strip][half] = rounded_product(max[strip][half], scale);
+        }
       }
     }
   }
@@ -90,8 +103,8 @@ struct Softmax {
 // Four neighbouring keys share one call of Philox, two neighbouring lanes these keys: the even lane makes the
 // numbers of the upper row, the odd lane those of the lower, and they exchange.
 template <class C>
-__device__ __forceinline__ void drop_weights(const ForwardPlan& plan, const Work<C>& work,
-                                             const Lane<C>& lane, int first_key, Scores<C>& weights) {
+__device__ __forceinline__ void drop_weights(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+                                             int first_key, Scores<C>& weights) {
   const bool odd = lane.lane & 1;
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {

@@ -20,7 +20,7 @@ __device__ __forceinline__ const float* float_row(const View& view, int64_t batc
 // Tiles are taken in a loop that is not unrolled, to keep rare code small; registers have no index at run
 // time, hence the selection.
 template <class C>
-__device__ __forceinline__ void replace_special_scores(const ForwardPlan& plan, const Work<C>& work,
+__device__ __forceinline__ void replace_special_scores(const Plan& plan, const Work<C>& work,
                                                        const Lane<C>& lane, const SharedMemory<C>& shared,
                                                        int first_key, Scores<C>& scores) {
   const AttentionParams& p = plan.params;
@@ -54,10 +54,9 @@ __device__ __forceinline__ void replace_special_scores(const ForwardPlan& plan, 
 
 // Adds the terms of the special values of one tile.
 template <class C>
-__device__ __forceinline__ void add_special_values(const ForwardPlan& plan, const Work<C>& work,
-                                                   const Lane<C>& lane, const SharedMemory<C>& shared,
-                                                   int first_key, const Scores<C>& weights,
-                                                   Output<C>& output) {
+__device__ __forceinline__ void add_special_values(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+                                                   const SharedMemory<C>& shared, int first_key,
+                                                   const Scores<C>& weights, Output<C>& output) {
   const AttentionParams& p = plan.params;
 #pragma unroll 1
   for (int n = 0; n < C::kWarpKeys; ++n) {

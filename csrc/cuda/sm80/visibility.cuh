@@ -13,7 +13,7 @@ struct Columns {
 };
 
 template <class C>
-__device__ __forceinline__ Columns visible_columns(const ForwardPlan& plan, const Work<C>& work, int query,
+__device__ __forceinline__ Columns visible_columns(const Plan& plan, const Work<C>& work, int query,
                                                    int first_key) {
   const KeyRange range = visible_keys(plan.params, query, query);
   const int64_t end = range.end < work.end ? range.end : work.end;
@@ -24,7 +24,7 @@ __device__ __forceinline__ Columns visible_columns(const ForwardPlan& plan, cons
 // Whether every row of the block sees every key of the tile by its position. Windows move with the query: the
 // first ends earliest, the last begins latest.
 template <class C>
-__device__ __forceinline__ bool sees_whole_tile(const ForwardPlan& plan, const Work<C>& work, int first_key) {
+__device__ __forceinline__ bool sees_whole_tile(const Plan& plan, const Work<C>& work, int first_key) {
   const AttentionParams& p = plan.params;
   const int first = C::kThin ? 0 : work.first_row;
   const int last = (C::kThin ? static_cast<int>(p.queries) : work.first_row + work.rows) - 1;
@@ -52,7 +52,7 @@ __device__ __forceinline__ bool mask_hides(const View& mask, int64_t element) {
 
 // One key, by every rule.
 template <class C>
-__device__ __forceinline__ bool sees(const ForwardPlan& plan, const Work<C>& work, RowOf row, int key) {
+__device__ __forceinline__ bool sees(const Plan& plan, const Work<C>& work, RowOf row, int key) {
   const View& mask = plan.params.mask;
   const KeyRange range = visible_keys(plan.params, row.query, row.query);
   return key >= range.begin && key < range.end &&
@@ -69,7 +69,7 @@ struct MaskBits {
 
   // Reads the mask of the tile at first_key, one row after another with the keys across the lanes, as they
   // lie in memory. Returns whether the mask shows anything to the rows of the warp.
-  __device__ __forceinline__ bool load(const ForwardPlan& plan, const Work<C>& work, const Lane<C>& lane,
+  __device__ __forceinline__ bool load(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
                                        int first_key) {
     const View& mask = plan.params.mask;
     const int key = first_key + lane.first_key + lane.lane;

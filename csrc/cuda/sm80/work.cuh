@@ -23,7 +23,7 @@ struct Work {
 
   // `block` counts row tiles first, so that blocks which run together share keys and values in the cache; the
   // last tile, which sees most under a causal mask, starts first.
-  __device__ __forceinline__ Work(const ForwardPlan& plan, int64_t block) {
+  __device__ __forceinline__ Work(const Plan& plan, int64_t block) {
     const AttentionParams& p = plan.params;
     const int tile = static_cast<int>(plan.row_tiles - 1 - block % plan.row_tiles);
     block /= plan.row_tiles;
@@ -51,7 +51,7 @@ struct Work {
   }
 
   // Rows beyond the last are taken for the last, so that whatever is read for them exists.
-  __device__ __forceinline__ RowOf row(const ForwardPlan& plan, int row_of_tile) const {
+  __device__ __forceinline__ RowOf row(const Plan& plan, int row_of_tile) const {
     const int r = first_row + min(row_of_tile, rows - 1);
     if (!C::kThin) return {first_head, r};
     const int queries = static_cast<int>(plan.params.queries);

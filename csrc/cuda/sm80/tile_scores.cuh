@@ -1,0 +1,77 @@
+// The scores of a block's rows against one tile of keys after another: what forward and weights share, so
+// that both see the same bits.
+#pragma once
+
+#include "multiply.cuh"
+#include "scores.cuh"
+#include "special.cuh"
+
+namespace selfattn::cuda::sm80 {
+
+template <class C>
+class TileScores {
+ protected:
+  using Storage = typename Element<C::kDType>::Storage;
+
+  __device__ __forceinline__ TileScores(const Plan& plan, int64_t block, unsigned char* memory)
+      : plan_(plan), p_(plan.params), work_(plan, block), shared_{memory} {
+    keys_of_head_ = static_cast<const Storage*>(p_.key.data) + p_.key.offset(work_.batch, work_.kv_head, 0);
+  }
+
+  // Once, before the first keys.
+  __device__ __forceinline__ void start_queries() {
+    special_query_ = sm80::start_queries<C>(plan_, work_, shared_);
+  }
+
+  __device__ __forceinline__ int count(int first_key) const {
+    const int left = static_cast<int>(p_.keys) - first_key;
+    return left < C::kKeys ? left : C::kKeys;
+  }
+  __device__ __forceinline__ void start_keys(int tile) {
+    const int first_key = tile * C::kKeys;
+    start_rows<C>(C::kFloat32 ? shared_.staging() : shared_.keys(),
+                  keys_of_head_ + first_key * p_.key.stride[2], p_.key.stride[2], count(first_key),
+                  static_cast<int>(p_.head_dim), plan_.key_vectors);
+  }
+
+  // When this returns, the tile is there for every warp, and every warp is done with what came before: 16-bit
+  // types may then load over the tile of values. float32 needs the barrier twice, as keys and values take
+  // turns in the same planes. Returns whether keys or queries hold numbers that need attention.
+  __device__ __forceinline__ bool wait_for_keys() {
+    ptx::copy_async_wait<0>();
+    __syncthreads();
+    if constexpr (C::kFloat32) {
+      const bool special = split_staged<C, false>(shared_, shared_.keys(), shared_.key_flags());
+      return __syncthreads_or(special || special_query_) != 0;
+    }
+    return false;
+  }
+
+  // Reads the mask of a tile. Returns whether it shows anything to some row of the block.
+  __device__ __forceinline__ bool load_mask(int tile) {
+    return __syncthreads_or(mask_.load(plan_, work_, lane_, tile * C::kKeys)) != 0;
+  }
+
+  __device__ __forceinline__ void compute_scores(int first_key, bool special) {
+    multiply_scores(shared_, lane_, static_cast<int>(p_.head_dim), plan_.pieces, scores_);
+    if constexpr (C::kFloat32) {
+      if (special) replace_special_scores(plan_, work_, lane_, shared_, first_key, scores_);
+    }
+    if constexpr (!C::kPlain) apply_options(plan_, work_, lane_, first_key, mask_, scores_);
+    if (!sees_whole_tile<C>(plan_, work_, first_key)) {
+      hide_by_position(plan_, work_, lane_, first_key, scores_);
+    }
+  }
+
+  const Plan& plan_;
+  const AttentionParams& p_;
+  const Work<C> work_;
+  const Lane<C> lane_;
+  const SharedMemory<C> shared_;
+  const Storage* keys_of_head_;
+  bool special_query_ = false;
+  Scores<C> scores_;
+  MaskBits<C> mask_;
+};
+
+}  // namespace selfattn::cuda::sm80

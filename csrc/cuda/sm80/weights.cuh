@@ -1,0 +1,106 @@
+// The weights themselves, from the forward's row statistics: a block for every tile of rows and of keys.
+#pragma once
+
+#include "epilogue.cuh"
+#include "tile_scores.cuh"
+
+namespace selfattn::cuda::sm80 {
+
+// On their way out the weights take the place of the tiles, which for small dims is not enough.
+template <class C>
+constexpr int weights_shared_bytes() {
+  constexpr int kWeights = C::kRows * C::kKeys * 4;
+  return kWeights > SharedLayout<C>::kBytes ? kWeights : SharedLayout<C>::kBytes;
+}
+
+template <class C>
+class Weights : TileScores<C> {
+  using Base = TileScores<C>;
+  using Base::lane_, Base::p_, Base::plan_, Base::scores_, Base::shared_, Base::work_;
+
+ public:
+  __device__ __forceinline__ Weights(const Plan& plan, int64_t block, unsigned char* memory)
+      : Base(plan, block / plan.key_tiles, memory), tile_(static_cast<int>(block % plan.key_tiles)) {}
+
+  __device__ __forceinline__ void run() {
+    const int first_key = tile_ * C::kKeys;
+    const bool visible = first_key < work_.end && first_key + C::kKeys > work_.begin &&
+                         (p_.mask.data == nullptr || this->load_mask(tile_));
+    if (visible) {
+      this->start_queries();
+      this->start_keys(tile_);
+      ptx::copy_async_commit();
+      this->compute_scores(first_key, this->wait_for_keys());
+      weigh();
+      if (p_.dropout.enabled) drop_weights(plan_, work_, lane_, first_key, scores_);
+    } else {
+      for_each_score(scores_, [](int, int, int, int, float& s) { s = 0.0f; });
+    }
+    __syncthreads();
+    write(first_key);
+  }
+
+ private:
+  __device__ __forceinline__ int64_t flat_row(int row_of_tile) const {
+    const RowOf row = work_.row(plan_, row_of_tile);
+    return (static_cast<int64_t>(work_.batch) * p_.heads + row.head) * p_.queries + row.query;
+  }
+
+  // A hidden key has weight 0 in every row, one that holds NaN included.
+  __device__ __forceinline__ void weigh() {
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t at = flat_row(lane_.row(strip, half));
+        const float shift = softmax_shift(static_cast<const float*>(plan_.weights_outputs.row_max)[at]);
+        const float sum = static_cast<const float*>(plan_.weights_outputs.row_sum)[at];
+#pragma unroll
+        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& s = scores_.at[strip][tile][2 * half + i];
+            s = s == -infinity<float>() || sum == 0.0f ? 0.0f : exponential(s - shift) / sum;
+          }
+        }
+      }
+    }
+  }
+
+  __device__ __forceinline__ void write(int first_key) {
+    float* rows = shared_.exchange();
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+#pragma unroll
+        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+          const float* s = &scores_.at[strip][tile][2 * half];
+          *reinterpret_cast<float2*>(rows + exchanged<C::kKeys>(lane_.row(strip, half), lane_.key(tile))) =
+              float2{s[0] * plan_.dropout_scale, s[1] * plan_.dropout_scale};
+        }
+      }
+    }
+    __syncthreads();
+    const int keys = this->count(first_key);
+    for (int r = lane_.thread / 32; r < work_.rows; r += C::kThreads / 32) {
+      const int64_t at = flat_row(r) * p_.keys + first_key;
+      for (int column = lane_.lane * 2; column < keys; column += 64) {
+        const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kKeys>(r, column));
+        store_pair<C::kDType>(plan_.weights_outputs.weights, at + column, pair.x, pair.y, column + 1 < keys,
+                              plan_.out_pairs);
+      }
+    }
+  }
+
+  int tile_;
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) weights_kernel(const Plan plan) {
+  SELFATTN_DYNAMIC_SHARED(memory);
+  const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
+  if (block < plan.blocks) Weights<C>(plan, block, memory).run();
+}
+
+}  // namespace selfattn::cuda::sm80
