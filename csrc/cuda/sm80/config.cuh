@@ -2,13 +2,13 @@
 #pragma once
 
 #include "../../core/dtype.h"
-#include "../common/device.cuh"
+#include "../common/ptx_sm80.cuh"
 
 namespace selfattn::cuda::sm80 {
 
 // Three kernels for each type and dim:
 enum class Path {
-  kPlain,    // scale, window and sinks only; 16-bit types. The one that has to be fast.
+  kPlain,    // see is_plain(); 16-bit types. The one that has to be fast.
   kOptions,  // everything, by flags at run time
   kThin,     // the same for few queries: the warps of a block share its rows and divide the keys
 };
@@ -87,7 +87,10 @@ struct Lane {
   int first_key;
 
   __device__ __forceinline__ Lane()
-      : thread(static_cast<int>(threadIdx.x)), lane(thread & 31), group(lane >> 2), quad(lane & 3) {
+      : thread(ptx::opaque(static_cast<int>(threadIdx.x))),
+        lane(thread & 31),
+        group(lane >> 2),
+        quad(lane & 3) {
     const int warp = thread >> 5;
     first_row = warp % C::kRowWarps * C::kWarpRows;
     first_key = warp / C::kRowWarps * C::kWarpKeys;

@@ -12,15 +12,12 @@ namespace selfattn::cuda::sm80 {
 template <class C>
 class Forward : TileScores<C> {
   using Base = TileScores<C>;
-  using Base::lane_, Base::p_, Base::plan_, Base::scores_, Base::shared_, Base::work_;
+  using Base::p_, Base::plan_, Base::scores_, Base::shared_, Base::work_;
   using typename Base::Storage;
 
  public:
   __device__ __forceinline__ Forward(const Plan& plan, int64_t block, unsigned char* memory)
-      : Base(plan, block, memory) {
-    values_of_head_ =
-        static_cast<const Storage*>(p_.value.data) + p_.value.offset(work_.batch, work_.kv_head, 0);
-  }
+      : Base(plan, block, memory) {}
 
   __device__ __forceinline__ void run() {
     this->start_queries();
@@ -33,19 +30,18 @@ class Forward : TileScores<C> {
     // A block that met no keys has not waited for its queries, whose place the results take.
     ptx::copy_async_wait<0>();
     softmax_.finish(plan_.scale, plan_.scale_log2, output_);
-    if constexpr (C::kKeyWarps > 1) merge_key_warps(shared_, lane_, softmax_, output_);
+    if constexpr (C::kKeyWarps > 1) merge_key_warps(shared_, this->lane(), softmax_, output_);
     __syncthreads();
-    if (lane_.thread >= 32 * C::kRowWarps) return;
+    if (this->lane().thread >= 32 * C::kRowWarps) return;
     if constexpr (!C::kFloat32) {
-      if (careful) add_non_finite_values(plan_, work_, lane_, output_);
+      if (careful) add_non_finite_values(plan_, work_, this->lane(), output_);
     }
-    write_rows(plan_, work_, lane_, shared_, softmax_, output_);
+    write_rows(plan_, work_, this->lane(), shared_, softmax_, output_);
   }
 
  private:
   __device__ __forceinline__ void attend(bool careful) {
     reset();
-    const bool busy = lane_.first_row < work_.rows;
     const int first = work_.begin / C::kKeys;
     int tile = find_tile(work_.begin < work_.end ? (work_.end - 1) / C::kKeys : first - 1, first);
     if (tile >= first) this->start_keys(tile);
@@ -55,19 +51,21 @@ class Forward : TileScores<C> {
       const bool special_scores = this->wait_for_keys();
       start_values(tile);
       ptx::copy_async_commit();
-      if (busy) this->compute_scores(first_key, special_scores);
+      if (has_rows()) this->compute_scores(first_key, special_scores);
 
       tile = find_tile(tile - 1, first);
       const bool special_values = wait_for_values(careful);
       if (tile >= first) this->start_keys(tile);
       ptx::copy_async_commit();
-      if (busy) {
+      if (has_rows()) {
         softmax_.step(plan_.scale_log2, scores_, output_);
-        if (!C::kPlain && p_.dropout.enabled) drop_weights(plan_, work_, lane_, first_key, scores_);
+        if (!C::kPlain && p_.dropout.enabled) drop_weights(plan_, work_, this->lane(), first_key, scores_);
         if constexpr (C::kFloat32) {
-          if (special_values) add_special_values(plan_, work_, lane_, shared_, first_key, scores_, output_);
+          if (special_values)
+            add_special_values(plan_, work_, this->lane(), shared_, first_key, scores_, output_);
         }
-        multiply_values(shared_, lane_, static_cast<int>(p_.value_dim), plan_.pieces, scores_, output_);
+        multiply_values(shared_, this->lane(), static_cast<int>(p_.value_dim), plan_.pieces, scores_,
+                        output_);
       }
     }
   }
@@ -84,6 +82,9 @@ class Forward : TileScores<C> {
     }
   }
 
+  // Warps without rows help to load.
+  __device__ __forceinline__ bool has_rows() const { return this->lane().first_row < work_.rows; }
+
   // The next tile, counting down from `tile`, of which the mask shows anything to some row; its bits are read
   // by then, long before they are needed.
   __device__ __forceinline__ int find_tile(int tile, int first) {
@@ -97,7 +98,7 @@ class Forward : TileScores<C> {
   __device__ __forceinline__ void start_values(int tile) {
     const int first_key = tile * C::kKeys;
     start_rows<C>(C::kFloat32 ? shared_.staging() : shared_.values(),
-                  values_of_head_ + first_key * p_.value.stride[2], p_.value.stride[2],
+                  rows_of_head<Storage>(p_.value, work_, first_key), p_.value.stride[2],
                   this->count(first_key), static_cast<int>(p_.value_dim), plan_.value_vectors);
   }
 
@@ -113,7 +114,6 @@ class Forward : TileScores<C> {
     return false;
   }
 
-  const Storage* values_of_head_;
   Softmax<C> softmax_;
   Output<C> output_;
 };

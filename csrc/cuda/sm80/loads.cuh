@@ -67,7 +67,7 @@ __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage*
   using Share = TileShare<C, C::kKeys, C::kDim / kPerChunk>;
   const Share share;
   const Storage* row = matrix + share.row * stride;
-  if (vectors) {
+  if (C::kPlain || vectors) {
 #pragma unroll
     for (int pass = 0; pass < Share::kPasses; ++pass, row += Share::kStep * stride) {
       const int r = share.row + pass * Share::kStep;
@@ -150,7 +150,7 @@ __device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& w
         special |= store_pieces<C, false>(shared.queries(), SharedLayout<C>::kQueryPlane, r, chunk, x);
       } else {
         unsigned char* to = shared.queries() + Swizzle<C::kDim>::offset(r, chunk);
-        if (plan.query_vectors) {
+        if (C::kPlain || plan.query_vectors) {
           ptx::copy_async_16(to, from + column, column < columns);
         } else {
           copy_elements(to, from, column, columns);

@@ -120,32 +120,43 @@ __device__ __forceinline__ void multiply_scores(const SharedMemory<C>& shared, c
   }
 }
 
-// output += weights values. The accumulators of two neighbouring products of scores are, packed, a left
-// operand as it stands: weights never leave the registers.
+// Keys 8 * tile .. + 15 of the weights as a left operand: the accumulators of two neighbouring products of
+// scores are one as they stand, once packed, so that weights never leave the registers.
+template <class C>
+__device__ __forceinline__ void pack_weights(const Scores<C>& weights, int tile, LeftBlock<C>& a) {
+#pragma unroll
+  for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      // Registers 0 and 1: both rows of the left eight keys; 2 and 3: of the right.
+      const float* pair = &weights.at[strip][tile + i / 2][i % 2 * 2];
+      float low = pair[0], high = pair[1];
+      if constexpr (C::kFloat32) {
+#pragma unroll
+        for (int piece = 0; piece < C::kPieces; ++piece) a[piece][strip][i] = take_piece(low, high);
+      } else {
+        a[0][strip][i] = Arithmetic<C::kDType>::pack(low, high);
+      }
+    }
+  }
+}
+
+// output += weights values.
 template <class C>
 __device__ __forceinline__ void multiply_values(const SharedMemory<C>& shared, const Lane<C>& lane,
                                                 int value_dim, int pieces, const Scores<C>& weights,
                                                 Output<C>& output) {
-  using A = Arithmetic<C::kDType>;
   const BlockReader<C, true> values(shared.values(), lane.first_key, lane.lane);
+  // Packed, 16-bit weights take half the registers; pieces of float32 would take more.
+  LeftBlock<C> packed[C::kFloat32 ? 1 : C::kKeyTiles / 2];
+  if constexpr (!C::kFloat32) {
 #pragma unroll
-  for (int tile = 0; tile < C::kKeyTiles; tile += 2) {
-    LeftBlock<C> a;
+    for (int n = 0; n < C::kKeyTiles / 2; ++n) pack_weights<C>(weights, 2 * n, packed[n]);
+  }
 #pragma unroll
-    for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        // Registers 0 and 1: both rows of the left eight keys; 2 and 3: of the right.
-        const float* pair = &weights.at[strip][tile + i / 2][i % 2 * 2];
-        float low = pair[0], high = pair[1];
-        if constexpr (C::kFloat32) {
-#pragma unroll
-          for (int piece = 0; piece < C::kPieces; ++piece) a[piece][strip][i] = take_piece(low, high);
-        } else {
-          a[0][strip][i] = A::pack(low, high);
-        }
-      }
-    }
+  for (int n = 0; n < C::kKeyTiles / 2; ++n) {
+    LeftBlock<C>& a = packed[C::kFloat32 ? 0 : n];
+    if constexpr (C::kFloat32) pack_weights<C>(weights, 2 * n, a);
 #pragma unroll
     for (int step = 0; step < C::kDim / 16; ++step) {
       if (C::asks_whether_beyond(step) && step * 16 >= value_dim) break;
@@ -154,7 +165,7 @@ __device__ __forceinline__ void multiply_values(const SharedMemory<C>& shared, c
       for (int piece = 0; piece < C::kPieces; ++piece) {
         if (piece >= pieces) break;
         ptx::load_matrix_x4_transposed(b[piece],
-                                       values.at(step, tile * 8) + piece * SharedLayout<C>::kTilePlane);
+                                       values.at(step, n * 16) + piece * SharedLayout<C>::kTilePlane);
       }
       multiply_block<C>(a, b, pieces, output.at, 2 * step);
     }

@@ -61,7 +61,8 @@ Plan plan_weights(const AttentionParams& params, const WeightsOutputs& outputs, 
 
 bool is_thin(const AttentionParams& params);
 
-// Whether no option asks for more than scale, window and sinks.
+// Whether no option asks for more than a positive scale, window and sinks, and all rows can be read 16 bytes
+// at a time.
 bool is_plain(const AttentionParams& params);
 
 size_t forward_workspace(const AttentionParams& params);

@@ -1,7 +1,7 @@
 // Shared memory of a block, and the swizzle that keeps its banks free of conflicts.
 #pragma once
 
-#include "config.cuh"
+#include "work.cuh"
 
 namespace selfattn::cuda::sm80 {
 
@@ -37,7 +37,8 @@ struct SharedLayout {
   // A byte per row of a tile: whether it holds numbers that need attention, see special.cuh.
   static constexpr int kQueryFlags = kFlags, kKeyFlags = kQueryFlags + C::kRows;
   static constexpr int kValueFlags = kKeyFlags + C::kKeys;
-  static constexpr int kBytes = kValueFlags + C::kKeys;
+  static constexpr int kWork = kValueFlags + C::kKeys;
+  static constexpr int kBytes = kWork + static_cast<int>(sizeof(Work<C>));
 
   // At the end: states and outputs of half the warps that divided the keys.
   static constexpr int kStateFloats = C::kStrips * 2;
@@ -58,6 +59,9 @@ struct SharedMemory {
   __device__ __forceinline__ unsigned char* values() const { return bytes + Layout::kValues; }
   __device__ __forceinline__ unsigned char* staging() const { return bytes + Layout::kStaging; }
   __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(bytes); }
+  __device__ __forceinline__ Work<C>& work() const {
+    return *reinterpret_cast<Work<C>*>(bytes + Layout::kWork);
+  }
   __device__ __forceinline__ unsigned char* query_flags() const { return bytes + Layout::kQueryFlags; }
   __device__ __forceinline__ unsigned char* key_flags() const { return bytes + Layout::kKeyFlags; }
   __device__ __forceinline__ unsigned char* value_flags() const { return bytes + Layout::kValueFlags; }

@@ -57,7 +57,8 @@ bool is_thin(const AttentionParams& p) { return p.queries <= kThinQueries; }
 
 bool is_plain(const AttentionParams& p) {
   return p.mask.data == nullptr && p.alibi_slopes.data == nullptr && p.softcap == 0.0 && !p.dropout.enabled &&
-         p.scale > 1e-30 && p.scale < 1e30;
+         p.scale > 1e-30 && p.scale < 1e30 && readable_by_vectors(p.query, p.head_dim) &&
+         readable_by_vectors(p.key, p.head_dim) && readable_by_vectors(p.value, p.value_dim);
 }
 
 size_t forward_workspace(const AttentionParams& p) {

@@ -14,9 +14,13 @@ class TileScores {
   using Storage = typename Element<C::kDType>::Storage;
 
   __device__ __forceinline__ TileScores(const Plan& plan, int64_t block, unsigned char* memory)
-      : plan_(plan), p_(plan.params), work_(plan, block), shared_{memory} {
-    keys_of_head_ = static_cast<const Storage*>(p_.key.data) + p_.key.offset(work_.batch, work_.kv_head, 0);
+      : plan_(plan), p_(plan.params), shared_{memory}, work_(shared_.work()) {
+    if (threadIdx.x == 0) shared_.work() = Work<C>(plan, block);
+    __syncthreads();
   }
+
+  // Made anew wherever it is asked for: registers are scarcer than additions.
+  static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
 
   // Once, before the first keys.
   __device__ __forceinline__ void start_queries() {
@@ -30,7 +34,7 @@ class TileScores {
   __device__ __forceinline__ void start_keys(int tile) {
     const int first_key = tile * C::kKeys;
     start_rows<C>(C::kFloat32 ? shared_.staging() : shared_.keys(),
-                  keys_of_head_ + first_key * p_.key.stride[2], p_.key.stride[2], count(first_key),
+                  rows_of_head<Storage>(p_.key, work_, first_key), p_.key.stride[2], count(first_key),
                   static_cast<int>(p_.head_dim), plan_.key_vectors);
   }
 
@@ -49,26 +53,24 @@ class TileScores {
 
   // Reads the mask of a tile. Returns whether it shows anything to some row of the block.
   __device__ __forceinline__ bool load_mask(int tile) {
-    return __syncthreads_or(mask_.load(plan_, work_, lane_, tile * C::kKeys)) != 0;
+    return __syncthreads_or(mask_.load(plan_, work_, lane(), tile * C::kKeys)) != 0;
   }
 
   __device__ __forceinline__ void compute_scores(int first_key, bool special) {
-    multiply_scores(shared_, lane_, static_cast<int>(p_.head_dim), plan_.pieces, scores_);
+    multiply_scores(shared_, lane(), static_cast<int>(p_.head_dim), plan_.pieces, scores_);
     if constexpr (C::kFloat32) {
-      if (special) replace_special_scores(plan_, work_, lane_, shared_, first_key, scores_);
+      if (special) replace_special_scores(plan_, work_, lane(), shared_, first_key, scores_);
     }
-    if constexpr (!C::kPlain) apply_options(plan_, work_, lane_, first_key, mask_, scores_);
+    if constexpr (!C::kPlain) apply_options(plan_, work_, lane(), first_key, mask_, scores_);
     if (!sees_whole_tile<C>(plan_, work_, first_key)) {
-      hide_by_position(plan_, work_, lane_, first_key, scores_);
+      hide_by_position(plan_, work_, lane(), first_key, scores_);
     }
   }
 
   const Plan& plan_;
   const AttentionParams& p_;
-  const Work<C> work_;
-  const Lane<C> lane_;
   const SharedMemory<C> shared_;
-  const Storage* keys_of_head_;
+  const Work<C>& work_;  // lies in shared memory
   bool special_query_ = false;
   Scores<C> scores_;
   MaskBits<C> mask_;

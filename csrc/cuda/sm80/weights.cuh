@@ -16,7 +16,7 @@ constexpr int weights_shared_bytes() {
 template <class C>
 class Weights : TileScores<C> {
   using Base = TileScores<C>;
-  using Base::lane_, Base::p_, Base::plan_, Base::scores_, Base::shared_, Base::work_;
+  using Base::p_, Base::plan_, Base::scores_, Base::shared_, Base::work_;
 
  public:
   __device__ __forceinline__ Weights(const Plan& plan, int64_t block, unsigned char* memory)
@@ -32,7 +32,7 @@ class Weights : TileScores<C> {
       ptx::copy_async_commit();
       this->compute_scores(first_key, this->wait_for_keys());
       weigh();
-      if (p_.dropout.enabled) drop_weights(plan_, work_, lane_, first_key, scores_);
+      if (p_.dropout.enabled) drop_weights(plan_, work_, this->lane(), first_key, scores_);
     } else {
       for_each_score(scores_, [](int, int, int, int, float& s) { s = 0.0f; });
     }
@@ -52,7 +52,7 @@ class Weights : TileScores<C> {
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t at = flat_row(lane_.row(strip, half));
+        const int64_t at = flat_row(this->lane().row(strip, half));
         const float shift = softmax_shift(static_cast<const float*>(plan_.weights_outputs.row_max)[at]);
         const float sum = static_cast<const float*>(plan_.weights_outputs.row_sum)[at];
 #pragma unroll
@@ -76,16 +76,17 @@ class Weights : TileScores<C> {
 #pragma unroll
         for (int tile = 0; tile < C::kKeyTiles; ++tile) {
           const float* s = &scores_.at[strip][tile][2 * half];
-          *reinterpret_cast<float2*>(rows + exchanged<C::kKeys>(lane_.row(strip, half), lane_.key(tile))) =
+          *reinterpret_cast<float2*>(
+              rows + exchanged<C::kKeys>(this->lane().row(strip, half), this->lane().key(tile))) =
               float2{s[0] * plan_.dropout_scale, s[1] * plan_.dropout_scale};
         }
       }
     }
     __syncthreads();
     const int keys = this->count(first_key);
-    for (int r = lane_.thread / 32; r < work_.rows; r += C::kThreads / 32) {
+    for (int r = this->lane().thread / 32; r < work_.rows; r += C::kThreads / 32) {
       const int64_t at = flat_row(r) * p_.keys + first_key;
-      for (int column = lane_.lane * 2; column < keys; column += 64) {
+      for (int column = this->lane().lane * 2; column < keys; column += 64) {
         const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kKeys>(r, column));
         store_pair<C::kDType>(plan_.weights_outputs.weights, at + column, pair.x, pair.y, column + 1 < keys,
                               plan_.out_pairs);

@@ -13,6 +13,7 @@ struct RowOf {
   int query;
 };
 
+// Lies in shared memory: what is asked for once a tile should not fill registers in between.
 template <class C>
 struct Work {
   int batch, kv_head, split;
@@ -58,6 +59,12 @@ struct Work {
     return {first_head + r / queries, r % queries};
   }
 };
+
+// Keys or values of the block's head, from row `first` on.
+template <class Storage, class C>
+__device__ __forceinline__ const Storage* rows_of_head(const View& view, const Work<C>& work, int first) {
+  return static_cast<const Storage*>(view.data) + view.offset(work.batch, work.kv_head, first);
+}
 
 // One coefficient of a head, such as a slope or a sink.
 __device__ __forceinline__ float head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
