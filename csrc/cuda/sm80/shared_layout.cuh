@@ -29,7 +29,11 @@ struct SharedLayout {
   static constexpr int kQueryPlane = C::kRows * C::kDim * 2;
   static constexpr int kTilePlane = C::kKeys * C::kDim * 2;
 
-  static constexpr int kQueries = 0;
+  static constexpr int kWork = 0;
+  static constexpr int kTiles = 128;  // where they begin, and what takes their place at the end
+  static_assert(sizeof(Work<C>) <= kTiles, "a block's plan comes before its tiles");
+
+  static constexpr int kQueries = kTiles;
   static constexpr int kKeys = kQueries + C::kPieces * kQueryPlane;
   static constexpr int kValues = C::kFloat32 ? kKeys : kKeys + kTilePlane;
   static constexpr int kStaging = kValues + C::kPieces * kTilePlane;
@@ -37,15 +41,14 @@ struct SharedLayout {
   // A byte per row of a tile: whether it holds numbers that need attention, see special.cuh.
   static constexpr int kQueryFlags = kFlags, kKeyFlags = kQueryFlags + C::kRows;
   static constexpr int kValueFlags = kKeyFlags + C::kKeys;
-  static constexpr int kWork = kValueFlags + C::kKeys;
-  static constexpr int kBytes = kWork + static_cast<int>(sizeof(Work<C>));
+  static constexpr int kBytes = kValueFlags + C::kKeys;
 
   // At the end: states and outputs of half the warps that divided the keys.
   static constexpr int kStateFloats = C::kStrips * 2;
   static constexpr int kExchangeFloats = (2 * kStateFloats + C::kStrips * C::kDimTiles * 4) * 32;
-  static_assert(C::kRowWarps * (C::kKeyWarps / 2) * kExchangeFloats * 4 <= kFlags,
+  static_assert(C::kRowWarps * (C::kKeyWarps / 2) * kExchangeFloats * 4 <= kFlags - kTiles,
                 "the exchange between warps takes the place of the tiles");
-  static_assert(C::kRows * C::kDim * 4 <= kFlags, "so do the results on their way out");
+  static_assert(C::kRows * C::kDim * 4 <= kFlags - kTiles, "so do the results on their way out");
   static_assert(kBytes <= 99 * 1024, "consumer devices have no more than 99 KB for a block");
 };
 
@@ -58,7 +61,9 @@ struct SharedMemory {
   __device__ __forceinline__ unsigned char* keys() const { return bytes + Layout::kKeys; }
   __device__ __forceinline__ unsigned char* values() const { return bytes + Layout::kValues; }
   __device__ __forceinline__ unsigned char* staging() const { return bytes + Layout::kStaging; }
-  __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(bytes); }
+  __device__ __forceinline__ float* exchange() const {
+    return reinterpret_cast<float*>(bytes + Layout::kTiles);
+  }
   __device__ __forceinline__ Work<C>& work() const {
     return *reinterpret_cast<Work<C>*>(bytes + Layout::kWork);
   }

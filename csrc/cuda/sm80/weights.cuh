@@ -9,7 +9,7 @@ namespace selfattn::cuda::sm80 {
 // On their way out the weights take the place of the tiles, which for small dims is not enough.
 template <class C>
 constexpr int weights_shared_bytes() {
-  constexpr int kWeights = C::kRows * C::kKeys * 4;
+  constexpr int kWeights = SharedLayout<C>::kTiles + C::kRows * C::kKeys * 4;
   return kWeights > SharedLayout<C>::kBytes ? kWeights : SharedLayout<C>::kBytes;
 }
 
