@@ -1,0 +1,118 @@
+"""NaN, infinities and far-off magnitudes: what is hidden changes no bit, what is visible counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from selfattn_ext import reference, scaled_dot_product_attention
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: A few queries, and more than a tile of them.
+LENGTHS = (3, 70)
+KEYS = 150
+
+
+def inputs(dtype: torch.dtype, queries: int, head_dim: int = 40) -> list[Tensor]:
+    """Query, key and value: two batches, two heads that share one of keys and values."""
+    shapes = (2, 2, queries, head_dim), (2, 1, KEYS, head_dim), (2, 1, KEYS, 24)
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def junk_of(dtype: torch.dtype) -> tuple[float, ...]:
+    inf, nan = torch.inf, torch.nan
+    return (nan, inf, -inf) if dtype == torch.float16 else (nan, inf, -inf, 3e38, 2.0**61, 2.0**-81, 1e-40)
+
+
+def forward(tensors: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+    torch.manual_seed(1)  # dropout
+    options = {"enable_gqa": True, "return_weights": True, "return_lse": True} | options
+    return scaled_dot_product_attention(*tensors, **options)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return bool(((one == other) & (one.signbit() == other.signbit()) | one.isnan() & other.isnan()).all())
+
+
+def hiding(how: str, queries: int, dtype: torch.dtype) -> tuple[dict[str, Any], list[int]]:
+    """Options, and some of the keys that they hide from every query."""
+    if how == "causal":
+        return {"is_causal": True, "query_offset": 75 - queries}, [75, 100, 149]
+    if how == "window":
+        window = {"window_size": (20, 10), "query_offset": 60, "dropout_p": 0.2}
+        return window, [3, 39, 149] if queries > 3 else [3, 39, 80, 149]
+    hidden = [3, 70, 71, 149]
+    seen = torch.rand(2, 1, queries, KEYS) < 0.7
+    seen[..., hidden] = False
+    mask = seen if how == "mask" else torch.zeros(seen.shape, dtype=dtype).masked_fill(~seen, -torch.inf)
+    return {"attn_mask": mask}, hidden
+
+
+@pytest.mark.parametrize("queries", LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("how", ["mask", "float mask", "causal", "window"])
+def test_hidden_keys_leave_every_bit(how: str, dtype: torch.dtype, queries: int, kernel: str) -> None:
+    tensors = inputs(dtype, queries)
+    options, hidden = hiding(how, queries, dtype)
+    clean = forward(tensors, **options)
+    for junk in junk_of(dtype):
+        dirty = [tensor.clone() for tensor in tensors]
+        dirty[1][:, :, hidden] = junk
+        dirty[2][:, :, hidden] = junk
+        for name, one, other in zip(("out", "weights", "lse"), forward(dirty, **options), clean, strict=True):
+            assert same_bits(one, other), f"{name} with {junk}"
+
+
+@pytest.mark.parametrize("queries", LENGTHS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_visible_numbers_count(dtype: torch.dtype, queries: int, kernel: str) -> None:
+    """The results that are no numbers are those of the formula; other rows keep theirs."""
+    seen = torch.rand(queries, KEYS) < 0.6
+    tensors = inputs(dtype, queries)
+    clean = forward(tensors, attn_mask=seen)[0]
+    for where in range(3):
+        for junk in (torch.nan, torch.inf, -torch.inf):
+            dirty = [tensor.clone() for tensor in tensors]
+            dirty[where][0, 0, 2, 7] = junk
+            results = forward(dirty, attn_mask=seen)
+            exact = reference.attention(*(tensor.double() for tensor in dirty), attn_mask=seen)
+            named = dict(zip(("out", "weights", "lse"), results, strict=True))
+            for name in ("out", "lse"):
+                expected = getattr(exact, name).isnan()
+                assert torch.equal(named[name].isnan(), expected), f"{name} with {junk} in tensor {where}"
+            if where == 0:
+                others = [row for row in range(queries) if row != 2]
+                assert torch.equal(results[0][:, :, others], clean[:, :, others]), f"beside {junk}"
+                assert torch.equal(results[0][1], clean[1])
+
+
+#: Factors of query, key and value.
+FACTORS = [
+    (1, 1, 1),
+    (10, 1, 1),
+    (100, 1, 1),
+    (10, 10, 10),
+    (1, 1, 1e-36),
+    (1e-36, 1e-36, 1),
+    (1e-40, 1, 1),
+    (1e-24, 1e24, 1),
+    (1, 1, 1e30),
+    (1, 1, 1e37),
+]
+
+
+@pytest.mark.parametrize("queries", LENGTHS)
+@pytest.mark.parametrize("factors", FACTORS, ids=str)
+def test_float32_of_any_magnitude(factors: tuple[float, ...], queries: int, kernel: str) -> None:
+    """As accurate as the formula in float32, relative to results of any size."""
+    tensors = [
+        tensor * factor for tensor, factor in zip(inputs(torch.float32, queries, 64), factors, strict=True)
+    ]
+    exact = reference.attention(*(tensor.double() for tensor in tensors)).out
+    peer = reference.attention(*tensors).out
+    out = forward(tensors)[0]
+    error, allowed = (float((x.double() - exact).abs().max() / exact.abs().max()) for x in (out, peer))
+    assert error <= 2 * allowed + 1e-6, f"error {error:.2g}, the formula's is {allowed:.2g}"
