@@ -49,7 +49,7 @@ class Verdict:
 
     source: str
     architecture: str
-    kernels: dict[str, compiler_report.Usage]  # by folder/file/function
+    kernels: dict[str, compiler_report.Usage]  # by mangled name: instances of a template share all others
     tensor_instructions: int
     problems: list[str]
     seconds: float
@@ -72,18 +72,17 @@ def judge(source: Path, architecture: str, outcome: nvcc.Outcome) -> Verdict:
     usages = compiler_report.usage_of_kernels(outcome.report)
     if outcome.exit_code == 0 and not usages:
         problems.append("holds no kernel")
-    kernels, tensor_instructions = {}, 0
+    tensor_instructions = 0
     for mangled, function in compiler_report.function_names(usages).items():
         usage = usages[mangled]
         opcodes = None if outcome.opcodes is None else outcome.opcodes.get(mangled, {})
         kernel = f"{source.parent.name}/{source.stem}/{function}"
-        kernels[kernel] = usage
         problems += [f"{kernel}: {problem}" for problem in _problems(kernel, architecture, usage, opcodes)]
         tensor_instructions += (opcodes or {}).get("HMMA", 0)
     return Verdict(
         str(source),
         architecture,
-        kernels,
+        usages,
         tensor_instructions,
         problems,
         outcome.seconds,

@@ -20,9 +20,12 @@ class Limit:
 #: By folder/file/function, the file without its suffix; the first pattern that fits counts.
 LIMITS = {
     "cuda/device_code/*": Limit(registers=32),
-    "simt/*/*forward*": Limit(registers=255),  # two blocks of 128 threads fit a multiprocessor
+    "simt/*/*forward*": Limit(registers=240),  # two blocks of 128 threads fit a multiprocessor
     "simt/*/*": Limit(registers=128),
     "sm80/*/*merge*": Limit(registers=64),
+    "sm80/*_32/*": Limit(registers=192, tensor_cores=True),
+    "sm80/*_64/*": Limit(registers=208, tensor_cores=True),
+    "sm80/*_96/*": Limit(registers=248, tensor_cores=True),
     "sm80/*/*": Limit(registers=255, tensor_cores=True),
 }
 

@@ -93,7 +93,9 @@ def test_a_sound_kernel_passes_and_is_remembered(check: Callable, tmp_path: Path
     assert "passed: 2 compilations (0 remembered)" in printed
     report = json.loads((tmp_path / "report.json").read_text())
     assert [verdict["architecture"] for verdict in report] == ["75", "90a"]
-    assert all(0 < verdict["kernels"]["simt/kernel/plain"]["registers"] < 20 for verdict in report)
+    for verdict in report:
+        (usage,) = verdict["kernels"].values()
+        assert 0 < usage["registers"] < 20
     assert all(verdict["peak_mb"] > 10 and verdict["seconds"] > 0 for verdict in report)
     assert "2 compilations (2 remembered)" in check(PLAIN, "simt", "75,90a")[1]
     (tmp_path / "simt" / "factor.h").write_text("#define FACTOR 3\n")
@@ -169,6 +171,22 @@ ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions
     assert remark in verdict.problems
     assert "compiling it takes 3000 MB" in verdict.problems
     assert verdict.registers == 168
+
+
+def test_instances_of_a_template_are_kernels_of_their_own() -> None:
+    report = "".join(
+        f"""
+ptxas info    : Compiling entry function '{name}' for 'sm_80'
+ptxas info    : Function properties for {name}
+    0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads
+ptxas info    : Used {registers} registers
+"""
+        for name, registers in (("_Z6kernelILi1EEvv", 200), ("_Z6kernelILi2EEvv", 100))
+    )
+    outcome = nvcc.Outcome(0, report, seconds=1.0, peak_bytes=10**8, opcodes=None)
+    verdict = cuda_compile_check.judge(Path("csrc/cuda/simt/kernel.cu"), "80", outcome)
+    assert len(verdict.kernels) == 2
+    assert verdict.registers == 200
 
 
 def test_instructions_of_nvdisasm() -> None:
