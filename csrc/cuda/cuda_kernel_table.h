@@ -12,7 +12,8 @@ namespace selfattn::cuda {
 
 struct Launch {
   CUstream_st* stream = nullptr;  // nullptr is CUDA's default stream
-  // Device memory of Kernel::forward_workspace() bytes, 256-byte aligned; nullable when that is 0.
+  // Device memory of as many bytes as the kernel's function for it says, 256-byte aligned; nullable when that
+  // is 0.
   void* workspace = nullptr;
 };
 
@@ -32,9 +33,16 @@ struct Kernel {
   void (*forward)(const AttentionParams&, const ForwardOutputs&, const Launch&);
   void (*weights)(const AttentionParams&, const WeightsOutputs&, const Launch&);
 
+  // BackwardArguments::workspace is not used: the memory is the launch's. Gradients of float masks must be zero
+  // on entry.
+  size_t (*backward_workspace)(const AttentionParams&, const BackwardArguments&);
+  void (*backward)(const AttentionParams&, const BackwardArguments&, const Launch&);
+
   // Null for kernels that leave these to "simt", which has them all.
   void (*scores)(const ScoresParams&, const Launch&);
+  void (*scores_backward)(const ScoresParams&, const Launch&);
   void (*masked_softmax)(const SoftmaxParams&, const Launch&);
+  void (*masked_softmax_backward)(const SoftmaxParams&, const Launch&);
 };
 
 // Every kernel compiled into this library, best first.

@@ -72,8 +72,12 @@ const Kernel kSimt = {
     &simt::forward_workspace,
     &simt::forward_of_dtype,
     &simt::weights_of_dtype,
+    /*backward_workspace=*/nullptr,
+    /*backward=*/nullptr,
     &simt::scores_of_dtype,
+    /*scores_backward=*/nullptr,
     &simt::masked_softmax_of_dtype,
+    /*masked_softmax_backward=*/nullptr,
 };
 
 }  // namespace selfattn::cuda

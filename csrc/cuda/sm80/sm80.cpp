@@ -68,8 +68,12 @@ const Kernel kSm80 = {
     &sm80::forward_workspace,
     &sm80::forward,
     &sm80::weights,
+    /*backward_workspace=*/nullptr,
+    /*backward=*/nullptr,
     /*scores=*/nullptr,
+    /*scores_backward=*/nullptr,
     /*masked_softmax=*/nullptr,
+    /*masked_softmax_backward=*/nullptr,
 };
 
 }  // namespace selfattn::cuda
