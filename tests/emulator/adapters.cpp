@@ -67,18 +67,28 @@ struct Emulated {
     (own != nullptr ? own : by_name(kSimt).masked_softmax)(p, {});
   }
 
-  // There are no CUDA kernels for gradients yet: the CPU's own compute them from these forwards.
+  // Only now is it known how much of it a backward needs, so that it is allocated there. A kernel that has no
+  // gradients yet takes those of the CPU.
   static size_t backward_workspace(const AttentionParams& p) {
-    return choose_kernel("").backward_workspace(p);
+    return kernel_for(p).backward != nullptr ? 0 : choose_kernel("").backward_workspace(p);
   }
   static void backward(const AttentionParams& p, const BackwardArguments& arguments, const ThreadPool& pool) {
-    choose_kernel("").backward(p, arguments, pool);
+    const cuda::Kernel& kernel = kernel_for(p);
+    if (kernel.backward == nullptr) return choose_kernel("").backward(p, arguments, pool);
+    const Workspace workspace(kernel.backward_workspace(p, arguments));
+    kernel.backward(p, arguments, {nullptr, workspace.memory.get()});
   }
   static void scores_backward(const ScoresParams& p, const ThreadPool& pool) {
-    choose_kernel("").scores_backward(p, pool);
+    const auto own = by_name(kName).scores_backward;
+    const auto run = own != nullptr ? own : by_name(kSimt).scores_backward;
+    if (run == nullptr) return choose_kernel("").scores_backward(p, pool);
+    run(p, {});
   }
   static void masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
-    choose_kernel("").masked_softmax_backward(p, pool);
+    const auto own = by_name(kName).masked_softmax_backward;
+    const auto run = own != nullptr ? own : by_name(kSimt).masked_softmax_backward;
+    if (run == nullptr) return choose_kernel("").masked_softmax_backward(p, pool);
+    run(p, {});
   }
 
   static constexpr Kernel row(const char* description) {
