@@ -20,6 +20,7 @@ class Limit:
 #: By folder/file/function, the file without its suffix; the first pattern that fits counts.
 LIMITS = {
     "cuda/device_code/*": Limit(registers=32),
+    "rows/*": Limit(registers=64),
     "simt/*/*forward*": Limit(registers=240),  # two blocks of 128 threads fit a multiprocessor
     "simt/*/*": Limit(registers=128),
     "sm80/*/*merge*": Limit(registers=64),

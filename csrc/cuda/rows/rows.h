@@ -20,13 +20,14 @@ size_t row_gradients_bytes(const AttentionParams& params);
 template <class T>
 RowGradients<T> row_gradients_in(void* memory, const AttentionParams& params);
 
-// Fills them, and BackwardArguments::grad_sinks_rows where there are sinks. `memory` has row_gradients_bytes().
+// Fills them, and BackwardArguments::grad_sinks_rows where there are sinks. `memory` has
+// row_gradients_bytes().
 void prepare(const AttentionParams& params, const BackwardArguments& arguments, void* memory,
              const Launch& where);
 
-// What follows the tiles: grad_slopes_rows or grad_sinks_rows, (batch, heads, queries), summed over the queries
-// and, where the coefficient was shared by the batch, over that, into (batch or 1, heads). Float64 sums of fixed
-// order.
+// What follows the tiles: grad_slopes_rows or grad_sinks_rows, (batch, heads, queries), summed over the
+// queries and, where the coefficient was shared by the batch, over that, into (batch or 1, heads). Float64
+// sums of fixed order.
 void sum_of_rows(const AttentionParams& params, const void* rows, void* sums, bool shared_by_batch,
                  const Launch& where);
 

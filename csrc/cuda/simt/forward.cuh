@@ -3,8 +3,8 @@
 #pragma once
 
 #include "../../core/visible_range.h"
+#include "../common/grid.cuh"
 #include "../common/row_state.cuh"
-#include "grid.cuh"
 #include "scores.cuh"
 #include "store.cuh"
 

@@ -3,9 +3,9 @@
 #pragma once
 
 #include "../common/element.cuh"
+#include "../common/grid.cuh"
 #include "../common/row_state.cuh"
 #include "../common/score_tile.cuh"
-#include "grid.cuh"
 #include "tile.cuh"
 
 namespace selfattn::cuda::simt {

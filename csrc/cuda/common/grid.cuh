@@ -2,10 +2,10 @@
 // the others at 65,535.
 #pragma once
 
-#include "../common/device.cuh"
+#include "device.cuh"
 #include "../cuda_kernel_table.h"
 
-namespace selfattn::cuda::simt {
+namespace selfattn::cuda {
 
 constexpr int64_t kLargestGrid = 2147483647;
 
@@ -37,4 +37,4 @@ struct HeadTile {
   }
 };
 
-}  // namespace selfattn::cuda::simt
+}  // namespace selfattn::cuda

@@ -1,0 +1,61 @@
+// The way from a dtype to its kernels, and where the numbers of the rows lie in the memory that they get.
+#include "rows.h"
+
+#include <stdexcept>
+#include <string>
+
+#include "rows_of_dtype.h"
+
+namespace selfattn::cuda::rows {
+
+namespace {
+
+constexpr size_t kAlignment = 256;
+
+size_t bytes_of_array(const AttentionParams& p) {
+  const size_t size = p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
+  const size_t bytes = static_cast<size_t>(p.batch * p.heads * p.queries) * size;
+  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+}
+
+}  // namespace
+
+size_t row_gradients_bytes(const AttentionParams& p) { return 3 * bytes_of_array(p); }
+
+template <class T>
+RowGradients<T> row_gradients_in(void* memory, const AttentionParams& p) {
+  const size_t bytes = bytes_of_array(p);
+  char* const first = static_cast<char*>(memory);
+  return {reinterpret_cast<T*>(first), reinterpret_cast<T*>(first + bytes),
+          reinterpret_cast<T*>(first + 2 * bytes)};
+}
+
+template RowGradients<float> row_gradients_in<float>(void*, const AttentionParams&);
+template RowGradients<double> row_gradients_in<double>(void*, const AttentionParams&);
+
+void prepare(const AttentionParams& p, const BackwardArguments& a, void* memory, const Launch& where) {
+  switch (p.dtype) {
+    case DType::kFloat64:
+      return prepare_of_dtype<DType::kFloat64>(p, a, memory, where);
+    case DType::kFloat32:
+      return prepare_of_dtype<DType::kFloat32>(p, a, memory, where);
+    case DType::kBFloat16:
+      return prepare_of_dtype<DType::kBFloat16>(p, a, memory, where);
+    case DType::kFloat16:
+      return prepare_of_dtype<DType::kFloat16>(p, a, memory, where);
+    case DType::kBool:
+      break;
+  }
+  throw std::invalid_argument(std::string("attention of dtype ") + name_of(p.dtype) + " does not exist");
+}
+
+void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool shared_by_batch,
+                 const Launch& where) {
+  if (p.dtype == DType::kFloat64) {
+    sum_of_rows_as(p, static_cast<const double*>(rows), static_cast<double*>(sums), shared_by_batch, where);
+  } else {
+    sum_of_rows_as(p, static_cast<const float*>(rows), static_cast<float*>(sums), shared_by_batch, where);
+  }
+}
+
+}  // namespace selfattn::cuda::rows
