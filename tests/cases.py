@@ -4,6 +4,7 @@ a peer.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -31,6 +32,22 @@ MASKS = {
     "float rows": (lambda b, h, q, k: (1, h, q, 1), None),
     "float32": (lambda b, h, q, k: (1, h, q, k), torch.float32),
     "bfloat16": (lambda b, h, q, k: (b, 1, q, k), torch.bfloat16),
+}
+
+#: Masks that only some tests need: float ones of every broadcast, named by the dimensions that they have, and
+#: ones that hide whole tiles, whole rows, or that leave scores whose exponential is no float32 number.
+MORE_MASKS = {
+    "float " + ("".join(name for name, has in zip("bhqk", kept, strict=True) if has) or "number"): (
+        lambda b, h, q, k, kept=kept: tuple(
+            n if has else 1 for n, has in zip((b, h, q, k), kept, strict=True)
+        ),
+        None,
+    )
+    for kept in itertools.product((True, False), repeat=4)
+} | {
+    "bool tiles": (lambda b, h, q, k: (b, 1, q, k), torch.bool),
+    "float tiles": (lambda b, h, q, k: (h, q, k), None),
+    "low": (lambda b, h, q, k: (q, k), None),
 }
 
 LAYOUTS = ("contiguous", "transposed", "expanded", "offset", "columns")
@@ -63,6 +80,7 @@ class Case:
     value_dim: int = 16
     dtype: torch.dtype = torch.float32
     layout: str = "contiguous"
+    grad_layout: str = "contiguous"  # of the gradient of out
     mask: str | None = None
     is_causal: bool = False
     query_offset: int = 0
@@ -73,6 +91,7 @@ class Case:
     dropout_p: float = 0.0
     weights: bool = False
     lse: bool = False
+    opposed: float = 0.0  # what the first elements of query and key are off from 0, to either side
     seed: int = 0
     device: str = "cpu"
 
@@ -93,19 +112,27 @@ class Case:
             return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device, dtype)
 
         b, h, hk, q, k = self.batch, self.heads, self.kv_heads, self.queries, self.keys
+        query, key = normal(b, h, q, self.head_dim), normal(b, hk, k, self.head_dim)
+        query[..., :1] += self.opposed
+        key[..., :1] -= self.opposed
         tensors = {
-            "query": laid_out(normal(b, h, q, self.head_dim), self.layout),
-            "key": laid_out(normal(b, hk, k, self.head_dim), self.layout),
+            "query": laid_out(query, self.layout),
+            "key": laid_out(key, self.layout),
             "value": laid_out(normal(b, hk, k, self.value_dim), self.layout),
         }
         if self.mask is not None:
-            shape, dtype = MASKS[self.mask]
+            shape, dtype = (MASKS | MORE_MASKS)[self.mask]
             shape = shape(b, h, q, k)
             hidden = (torch.rand(shape, generator=generator) < 0.3).to(self.device)
+            if self.mask.endswith("tiles"):
+                hidden[..., : q // 3, k // 4 :] = True
+                hidden[..., q // 2 :, : k // 2] = True
+                hidden[..., q // 4 : q // 4 + 3, :] = True
             if dtype == torch.bool:
                 tensors["attn_mask"] = ~hidden
             else:
                 mask = normal(*shape, dtype=dtype or self.dtype)
+                mask = mask - 100 if self.mask == "low" else mask
                 tensors["attn_mask"] = mask if min(shape) == 1 else mask.masked_fill(hidden, -torch.inf)
         if self.alibi:
             shape = (h,) if self.alibi == 1 else (b, h)
@@ -206,8 +233,9 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
-def check(case: Case) -> None:
-    """Asserts that results and gradients of a case are as accurate as the table of tolerances demands.
+def check(case: Case) -> dict[str, Tensor]:
+    """Asserts that results and gradients of a case are as accurate as the table of tolerances demands, and
+    returns them.
 
     On CUDA, where there are no kernels for gradients, the results alone.
     """
@@ -215,6 +243,7 @@ def check(case: Case) -> None:
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     ours = case.run(tensors)
     cotangents = cotangents_of(ours, case.seed)
+    cotangents["out"] = laid_out(cotangents["out"], case.grad_layout)
     with_gradients = case.device == "cpu"
     if with_gradients:
         ours |= gradients(ours, cotangents, tensors)
@@ -237,3 +266,4 @@ def check(case: Case) -> None:
             assert_accurate(name, result.detach(), exact[name].detach(), peer[name].detach(), size, dtype)
         for name, tensor in tensors.items():
             assert torch.equal(tensor, before[name]), f"{name} was changed"
+    return ours

@@ -1,0 +1,115 @@
+"""Gradients of every option on one kernel in the emulator, judged as tests/tolerances.py demands.
+
+    PYTHONPATH=tests SELFATTN_KERNEL=simt python -m emulator.backward_cases [EVERY [FIRST]]
+
+runs each EVERY-th case from FIRST on, forward and backward, and prints for each a digest of the results and
+gradients: they must be the same bits under every schedule. tests/test_emulated_kernels.py does so.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import sys
+from dataclasses import replace
+
+from . import plugin  # noqa: F401  (before the package)
+
+# isort: split
+import torch
+from cases import DTYPES, LAYOUTS, MASKS, MORE_MASKS, Case, check
+from test_options_pairwise import as_case, covering
+
+OPTIONS = {
+    "dtype": list(DTYPES),
+    # Squares, a few queries with many keys, the other way round, and an odd number of half tiles.
+    "length": [*((length, length) for length in (1, 63, 64, 65)), (129, 140), (5, 200), (200, 7), (65, 192)],
+    "head_counts": [(2, 2), (4, 2), (3, 1)],
+    "dims": [(16, 16), (64, 64), (80, 80), (128, 128), (80, 16), (33, 65)],
+    "layout": list(LAYOUTS),
+    "grad_layout": list(LAYOUTS),
+    "mask": [None, *MASKS, "bool tiles", "float tiles"],
+    "is_causal": [False, True],
+    "query_offset": [0, 5, -70],
+    "window": [(-1, -1), (70, -1), (-1, 6), (9, 2)],
+    "softcap": [0.0, 1.5],
+    "alibi": [0, 1, 2],
+    "sinks": [False, True],
+    "dropout_p": [0.0, 0.3],
+    "weights": [False, True],
+    "lse": [False, True],
+    "batch": [1, 2],
+}
+
+#: What cuts a mask in different ways, and where reductions over rows and over columns are long.
+_POSITIONS = [{}, {"is_causal": True, "query_offset": 30}, {"window": (40, 20), "softcap": 1.5}]
+_LENGTHS = [(65, 200), (300, 40), (130, 130), (5, 333), (1, 64)]
+_BROADCASTS = [name for name in MORE_MASKS if name.endswith(("number", *"bhqk"))]
+
+
+def cases() -> list[Case]:
+    """Every pair of values of two options in some case; the others in an order that spreads what is alike."""
+    chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
+    return [
+        replace(case, seed=index) for index, case in enumerate([*chosen, *_mask_cases(), *_plain_cases()])
+    ]
+
+
+def _mask_cases() -> list[Case]:
+    """The gradient of float masks of every broadcast, in turns with each length, dtype and group."""
+    return [
+        Case(
+            2,
+            *((4, 2), (3, 3), (2, 1))[turn % 3],
+            *_LENGTHS[turn % len(_LENGTHS)],
+            head_dim=(16, 40)[turn % 2],
+            value_dim=16,
+            dtype=DTYPES[turn % len(DTYPES)],
+            mask=mask,
+            **_POSITIONS[turn // 2 % len(_POSITIONS)],
+        )
+        for turn, mask in enumerate(itertools.chain(_BROADCASTS, reversed(_BROADCASTS), _BROADCASTS))
+    ]
+
+
+def _plain_cases() -> list[Case]:
+    """No options: tiles of every dim with a rest and without, and exponentials beyond float32 at the end."""
+    lengths = itertools.cycle([(65, 65), (128, 128), (130, 63), (64, 192)])
+    causal = itertools.cycle([False, True, True, False, True])
+    sized = [
+        Case(1, 2, 1, *next(lengths), size, size, dtype, is_causal=next(causal), lse=True)
+        for dtype in DTYPES
+        for size in (32, 64, 96, 128, 192, 256)
+    ]
+    # exp(-lse) overflows at lse < -88.7, and keys of 0 beyond the end have scores of 0.
+    low = [
+        Case(1, 2, 1, keys if causal else 70, keys, 64, 64, dtype, opposed=30.0, is_causal=causal)
+        for dtype in DTYPES
+        for keys, causal in ((64, False), (192, True), (200, False))
+    ]
+    masked = [Case(1, 2, 1, 70, keys, 64, 64, dtype, mask="low") for dtype in DTYPES for keys in (64, 192)]
+    return [*sized, *low, *masked]
+
+
+def digest_of(case: Case) -> str:
+    """Asserts that results and gradients are accurate, and returns a digest of their bits."""
+    digest = hashlib.sha256()
+    for result in check(case).values():
+        digest.update(result.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    return digest.hexdigest()[:16]
+
+
+def main(every: int = 1, first: int = 0) -> None:
+    torch.set_num_threads(1)
+    failed = 0
+    for case in cases()[first::every]:
+        try:
+            print(case, digest_of(case), flush=True)
+        except (AssertionError, RuntimeError) as error:
+            failed += 1
+            print(f"{case} FAILED: {error}", flush=True)
+    sys.exit(failed != 0)
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
