@@ -23,6 +23,7 @@ LIMITS = {
     "rows/*": Limit(registers=64),
     "simt/*/*forward*": Limit(registers=240),  # two blocks of 128 threads fit a multiprocessor
     "simt/*/*": Limit(registers=128),
+    "mask/*/*": Limit(registers=96),
     "sm80/*/*merge*": Limit(registers=64),
     "sm80/*_32/*": Limit(registers=192, tensor_cores=True),
     "sm80/*_64/*": Limit(registers=208, tensor_cores=True),

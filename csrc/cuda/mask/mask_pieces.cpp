@@ -1,0 +1,48 @@
+#include "mask_pieces.h"
+
+#include <algorithm>
+
+namespace selfattn::cuda {
+
+namespace {
+
+int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
+
+// Splits that each piece has at most. Blocks enough to fill a large device, counted without the batch where
+// the mask has one: an element must not depend on the batch it is computed in. For the same reason the
+// splits' sums may not take more memory than a few elements per batch then, which rules tiles out.
+int64_t most_splits(const MaskPieces& p) {
+  constexpr int64_t kBlocks = 256;
+  if (p.kept[0] && p.kept[2] && p.kept[3]) return 1;
+  const int64_t pieces_of_batch = p.kept[0] && p.count[0] > 0 ? p.pieces / p.count[0] : p.pieces;
+  return std::max<int64_t>(1, kBlocks / std::max<int64_t>(1, pieces_of_batch));
+}
+
+}  // namespace
+
+MaskPieces mask_pieces(const AttentionParams& params, const BackwardArguments& arguments, int tile_rows,
+                       int tile_columns) {
+  MaskPieces p;
+  p.tile_rows = tile_rows;
+  p.tile_columns = tile_columns;
+  p.count[0] = params.batch;
+  p.count[1] = params.heads;
+  p.count[2] = divide_up(params.queries, tile_rows);
+  p.count[3] = divide_up(params.keys, tile_columns);
+  p.pieces = p.items = 1;
+  for (int d = 0; d < 4; ++d) {
+    p.kept[d] = arguments.grad_mask.stride[d] != 0;
+    (p.kept[d] ? p.pieces : p.items) *= p.count[d];
+  }
+  p.split_items = divide_up(p.items, most_splits(p));
+  p.splits = p.split_items > 0 ? divide_up(p.items, p.split_items) : 1;
+  return p;
+}
+
+size_t mask_partial_bytes(const MaskPieces& p, DType dtype) {
+  if (p.splits == 1) return 0;
+  const int64_t bytes = p.pieces * p.splits * p.rows() * p.columns() * (dtype == DType::kFloat64 ? 8 : 4);
+  return static_cast<size_t>(divide_up(bytes, 256) * 256);
+}
+
+}  // namespace selfattn::cuda
