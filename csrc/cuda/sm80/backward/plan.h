@@ -1,0 +1,68 @@
+// What one launch of a backward kernel of sm80 is told: the call, and how its work is divided. Plain C++,
+// filled on the host from shapes, strides and addresses alone.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "../../../core/attention_params.h"
+
+struct CUstream_st;
+
+namespace selfattn::cuda::sm80::backward {
+
+// Of every query, with the queries of a head padded: rows begin at multiples of 16 bytes and whole tiles of
+// them can be read. Queries beyond the last have a weight of 0 and a delta of 0.
+struct Statistics {
+  float* shift = nullptr;        // of rows::RowGradients, or log2 of the sum of 2^score where calls are plain
+  float* inverse_sum = nullptr;  // of rows::RowGradients; +0 beyond the last query
+  float* delta = nullptr;
+  int64_t queries = 0;  // of a head, padded
+};
+
+// Sides own tiles of rows of a unit: the queries of a head or the keys of a kv head.
+struct Plan {
+  AttentionParams params;
+  BackwardArguments arguments;
+  Statistics statistics;
+
+  int64_t units = 0;
+  int64_t row_tiles = 0;  // of a unit
+  int64_t blocks = 0;
+
+  float scale = 1.0f;
+  float scale_log2 = 1.0f;     // scale * log2(e)
+  float dropout_scale = 1.0f;  // of kept weights
+  int pieces = 1;              // of float32 numbers, see pieces.cuh
+
+  // Whether rows can be read 16 bytes at a time, results written and masks read two elements at a time.
+  bool query_vectors = false;
+  bool key_vectors = false;
+  bool value_vectors = false;
+  bool grad_out_vectors = false;
+  bool grad_query_pairs = false;
+  bool grad_key_pairs = false;
+  bool grad_value_pairs = false;
+  bool mask_pairs = false;
+};
+
+constexpr int64_t kMaxDim = 256;
+constexpr int64_t kMaxFloat32Dim = 128;  // more does not fit into shared memory as pieces
+constexpr int64_t kQueryPadding = 128;   // of statistics: a multiple of the queries of any tile
+
+// Whether sm80 computes the gradients of such a call: otherwise simt does.
+bool takes(const AttentionParams& params);
+
+// Whether no option asks for more than a positive scale, window and sinks, and all rows can be read 16 bytes
+// at a time.
+bool is_plain(const AttentionParams& params, const BackwardArguments& arguments);
+
+// `rows`: of a tile; `owns_queries`: see Config.
+Plan plan_side(const AttentionParams& params, const BackwardArguments& arguments,
+               const Statistics& statistics, int64_t rows, bool owns_queries);
+
+// Workspace: what rows::prepare() leaves, then the statistics.
+size_t workspace_bytes(const AttentionParams& params, const BackwardArguments& arguments);
+Statistics statistics_in(void* workspace, const AttentionParams& params);
+
+}  // namespace selfattn::cuda::sm80::backward

@@ -1,0 +1,62 @@
+// Shared memory of a block of the backward.
+#pragma once
+
+#include "../shared_layout.cuh"
+#include "work.cuh"
+
+namespace selfattn::cuda::sm80::backward {
+
+// Bytes from the start of the block's shared memory. float32 tiles are planes of bfloat16 pieces.
+template <class C>
+struct SharedLayout {
+  static constexpr int kOwnPlane = C::kRows * C::kDim * 2;
+  static constexpr int kPassPlane = C::kColumns * C::kDim * 2;
+
+  static constexpr int kWork = 0;
+  static constexpr int kTiles = 128;  // where they begin, and what takes their place at the end
+  static_assert(sizeof(Work<C>) <= kTiles, "a block's plan comes before its tiles");
+
+  static constexpr int kOwn1 = kTiles;
+  static constexpr int kOwn2 = kOwn1 + C::kPieces * kOwnPlane;
+  static constexpr int kPass1 = kOwn2 + (C::kNeedsSecondDots ? C::kPieces * kOwnPlane : 0);
+  static constexpr int kPass2 = kPass1 + C::kPieces * kPassPlane;
+  static constexpr int kStatistics = kPass2 + C::kPieces * kPassPlane;
+  // A byte per row of a tile: whether it holds numbers that need attention.
+  static constexpr int kFlags = kStatistics + 3 * C::kQueries * 4;
+  static constexpr int kBytes = kFlags + 2 * C::kRows + 2 * C::kColumns;
+
+  // At the end: sums of the warps that divided the columns, and results on their way out.
+  static_assert(C::kRows * C::kDim * 4 <= kStatistics - kTiles, "results take the place of the tiles");
+  static_assert(kBytes <= 99 * 1024, "consumer devices have no more than 99 KB for a block");
+};
+
+template <class C>
+struct SharedMemory {
+  using Layout = SharedLayout<C>;
+  unsigned char* bytes;
+
+  __device__ __forceinline__ Work<C>& work() const {
+    return *reinterpret_cast<Work<C>*>(bytes + Layout::kWork);
+  }
+  __device__ __forceinline__ unsigned char* own1() const { return bytes + Layout::kOwn1; }
+  __device__ __forceinline__ unsigned char* own2() const { return bytes + Layout::kOwn2; }
+  __device__ __forceinline__ unsigned char* pass1() const { return bytes + Layout::kPass1; }
+  __device__ __forceinline__ unsigned char* pass2() const { return bytes + Layout::kPass2; }
+  __device__ __forceinline__ float* exchange() const {
+    return reinterpret_cast<float*>(bytes + Layout::kTiles);
+  }
+
+  // Statistics of the queries of a tile, whether rows or columns.
+  __device__ __forceinline__ float* shift() const {
+    return reinterpret_cast<float*>(bytes + Layout::kStatistics);
+  }
+  __device__ __forceinline__ float* inverse_sum() const { return shift() + C::kQueries; }
+  __device__ __forceinline__ float* delta() const { return shift() + 2 * C::kQueries; }
+
+  __device__ __forceinline__ unsigned char* own1_flags() const { return bytes + Layout::kFlags; }
+  __device__ __forceinline__ unsigned char* own2_flags() const { return own1_flags() + C::kRows; }
+  __device__ __forceinline__ unsigned char* pass1_flags() const { return own1_flags() + 2 * C::kRows; }
+  __device__ __forceinline__ unsigned char* pass2_flags() const { return pass1_flags() + C::kColumns; }
+};
+
+}  // namespace selfattn::cuda::sm80::backward

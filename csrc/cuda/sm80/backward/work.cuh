@@ -1,0 +1,84 @@
+// What a block of the backward computes: which rows, against which columns of which heads.
+#pragma once
+
+#include "../../../core/visible_range.h"
+#include "config.cuh"
+#include "plan.h"
+
+namespace selfattn::cuda::sm80::backward {
+
+// A tile of columns that passes by. Sizes and indices have 32 bits here, as in the forward.
+struct Passing {
+  int head;   // whose queries the tile's scores belong to
+  int first;  // key or query
+};
+
+// Lies in shared memory: what is asked for once a tile should not fill registers in between.
+template <class C>
+struct Work {
+  int batch, kv_head;
+  int head, last_head;  // whose queries own or pass
+  int first_row;        // of the tile: query or key
+  int rows;             // of the tile that exist
+  int begin, end;       // columns that some row may see by its position
+  int columns;          // that exist: keys or queries
+
+  __device__ __forceinline__ Work() = default;
+
+  // `block` counts row tiles first, so that blocks which run together share what passes by in the cache; the
+  // tiles that see most under a causal mask start first: the last of queries, the first of keys.
+  __device__ __forceinline__ Work(const Plan& plan, int64_t block) {
+    const AttentionParams& p = plan.params;
+    int tile = static_cast<int>(block % plan.row_tiles);
+    if (C::kOwnsQueries) tile = static_cast<int>(plan.row_tiles) - 1 - tile;
+    const int64_t unit = block / plan.row_tiles;
+    const int group = static_cast<int>(p.heads / p.kv_heads);
+    first_row = tile * C::kRows;
+    if (C::kOwnsQueries) {
+      batch = static_cast<int>(unit / p.heads);
+      head = last_head = static_cast<int>(unit % p.heads);
+      kv_head = head / group;
+      rows = min(static_cast<int>(p.queries) - first_row, C::kRows);
+      columns = static_cast<int>(p.keys);
+      const KeyRange range = visible_keys(p, first_row, first_row + rows - 1);
+      begin = static_cast<int>(range.begin);
+      end = static_cast<int>(range.end);
+    } else {
+      batch = static_cast<int>(unit / p.kv_heads);
+      kv_head = static_cast<int>(unit % p.kv_heads);
+      head = kv_head * group;
+      last_head = head + group - 1;
+      rows = min(static_cast<int>(p.keys) - first_row, C::kRows);
+      columns = static_cast<int>(p.queries);
+      const QueryRange range = visible_queries(p, first_row, first_row + rows - 1);
+      begin = static_cast<int>(range.begin);
+      end = static_cast<int>(range.end);
+    }
+  }
+
+  // Tiles begin at multiples of their size, so that a row's bits depend on the row alone.
+  __device__ __forceinline__ Passing first_passing() const {
+    return {head, begin / C::kColumns * C::kColumns};
+  }
+  __device__ __forceinline__ Passing next(Passing passing) const {
+    passing.first += C::kColumns;
+    return passing.first < end ? passing : Passing{passing.head + 1, begin / C::kColumns * C::kColumns};
+  }
+  __device__ __forceinline__ bool holds(Passing passing) const {
+    return begin < end && passing.head <= last_head;
+  }
+
+  // The query and the key of an element. Neither needs to exist.
+  __device__ __forceinline__ int query(Passing passing, int row, int column) const {
+    return C::kOwnsQueries ? first_row + row : passing.first + column;
+  }
+  __device__ __forceinline__ int key(Passing passing, int row, int column) const {
+    return C::kOwnsQueries ? passing.first + column : first_row + row;
+  }
+  // Columns of a tile that exist.
+  __device__ __forceinline__ int count(Passing passing) const {
+    return min(columns - passing.first, C::kColumns);
+  }
+};
+
+}  // namespace selfattn::cuda::sm80::backward
