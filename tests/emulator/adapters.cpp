@@ -7,6 +7,7 @@
 
 #include "cpu/kernel_table.h"
 #include "cuda/cuda_kernel_table.h"
+#include "cuda/rows/rows.h"
 #include "options.h"
 
 namespace selfattn::cpu {
@@ -36,6 +37,22 @@ const cuda::Kernel& by_name(const char* name) {
   }
   // Says which names there are.
   return cuda::choose_kernel(name, AttentionParams(), emulator::options().capability);
+}
+
+// What the operators do on CUDA with the rows' gradients of slopes and sinks. On the CPU they add rows up by
+// themselves: what they find here are the sums, and zeros.
+void add_up_rows(const AttentionParams& p, const HeadScalars& coefficient, void* rows) {
+  if (rows == nullptr) return;
+  const bool shared_by_batch = coefficient.batch_stride == 0;
+  const size_t size = p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
+  const size_t heads = static_cast<size_t>((shared_by_batch ? 1 : p.batch) * p.heads);
+  const Workspace sums(heads * size);
+  cuda::rows::sum_of_rows(p, rows, sums.memory.get(), shared_by_batch, {});
+  const size_t row = static_cast<size_t>(p.queries) * size;
+  std::memset(rows, 0, static_cast<size_t>(p.batch * p.heads) * row);
+  for (size_t n = 0; n < heads; ++n) {
+    std::memcpy(static_cast<char*>(rows) + n * row, static_cast<char*>(sums.memory.get()) + n * size, size);
+  }
 }
 
 constexpr const char* kSm80 = "sm80";
@@ -77,6 +94,8 @@ struct Emulated {
     if (kernel.backward == nullptr) return choose_kernel("").backward(p, arguments, pool);
     const Workspace workspace(kernel.backward_workspace(p, arguments));
     kernel.backward(p, arguments, {nullptr, workspace.memory.get()});
+    add_up_rows(p, p.alibi_slopes, arguments.grad_slopes_rows);
+    add_up_rows(p, p.sinks, arguments.grad_sinks_rows);
   }
   static void scores_backward(const ScoresParams& p, const ThreadPool& pool) {
     const auto own = by_name(kName).scores_backward;
