@@ -210,23 +210,6 @@ def _refuse_meta(*arguments: Any) -> None:
         )
 
 
-def _no_gradient_on_cuda(*arguments: Any, **options: Any) -> Any:
-    raise NotImplementedError(
-        "selfattn_ext has no CUDA kernels for gradients yet: take them on the CPU, or through the formula, "
-        "selfattn_ext.reference.attention, whose results torch differentiates on any device"
-    )
-
-
-# Where the operators' own kernels will be registered, in csrc/ops/cuda; C++ could not raise this exception.
-for _name in (
-    "attention_backward",
-    "plain_attention_backward",
-    "attention_scores_backward",
-    "masked_softmax_backward",
-):
-    torch.library.impl(f"{NAMESPACE}::{_name}", "cuda", _no_gradient_on_cuda)
-
-
 def _fake(name: str) -> Callable[[_Kernel], _Kernel]:
     return torch.library.register_fake(f"{NAMESPACE}::{name}")
 

@@ -19,12 +19,6 @@ from selfattn_ext import backends, checks, library, ops
 
 BUILD = library.extension().build_info()
 needs_kernels = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")
-GRADIENTS = (
-    "attention_backward",
-    "plain_attention_backward",
-    "attention_scores_backward",
-    "masked_softmax_backward",
-)
 
 
 def claimed(tensor: Tensor, device: str = "cuda:0") -> Tensor:
@@ -93,26 +87,17 @@ class TestRegistration:
     @pytest.mark.parametrize("name", [name for name in ops.__all__ if name != "NAMESPACE"])
     def test_every_operator_answers(self, name: str) -> None:
         has = torch._C._dispatch_has_kernel_for_dispatch_key(f"{ops.NAMESPACE}::{name}", "CUDA")
-        assert has == (BUILD["cuda"] or name in GRADIENTS)
+        assert has == BUILD["cuda"]
 
-    def test_gradients_say_that_they_are_missing(self) -> None:
-        for name in GRADIENTS:
-            with pytest.raises(
-                NotImplementedError, match=r"no CUDA kernels for gradients yet: .*\.reference"
-            ):
-                ops._no_gradient_on_cuda(name)
 
-    @needs_kernels
-    def test_gradients_through_the_dispatcher(self) -> None:
-        x = claimed(torch.zeros(1, 1, 4, 8))
-        with pytest.raises(NotImplementedError, match="no CUDA kernels for gradients yet"):
-            ops.attention_backward(x, x, x, x, x, x, x, 1.0)
-        with pytest.raises(NotImplementedError, match="no CUDA kernels for gradients yet"):
-            ops.plain_attention_backward(x, x, x, x, x, x, None, 1.0, False)
-        with pytest.raises(NotImplementedError, match="no CUDA kernels for gradients yet"):
-            ops.attention_scores_backward(x, x, x, 1.0)
-        with pytest.raises(NotImplementedError, match="no CUDA kernels for gradients yet"):
-            ops.masked_softmax_backward(x, x, 1.0)
+def arguments_of_backward() -> dict[str, Tensor]:
+    """Every tensor that attention_backward takes."""
+    x, rows, heads = torch.zeros(1, 2, 4, 8), torch.zeros(1, 2, 4), torch.zeros(1, 2)
+    seed = torch.zeros(1, dtype=torch.int64)
+    everywhere = dict.fromkeys(("grad_out", "query", "key", "value", "out", "out_residual"), x)
+    of_rows = dict.fromkeys(("row_max", "row_sum", "grad_row"), rows)
+    square = dict.fromkeys(("grad_weights", "attn_mask"), torch.zeros(1, 2, 4, 4))
+    return everywhere | of_rows | square | {"alibi_slopes": heads, "sinks": heads, "dropout_seed": seed}
 
 
 @needs_kernels
@@ -157,6 +142,27 @@ class TestChecks:
             ops.plain_attention(self.here, self.here, self.host, None, False, False)
         with pytest.raises(ValueError, match="value is on cpu"):
             ops.attention_refusals(self.here, self.here, self.host, 1.0)
+
+    @pytest.mark.parametrize("name", arguments_of_backward())
+    def test_one_device_for_gradients(self, name: str) -> None:
+        tensors = {
+            other: tensor if other == name else claimed(tensor)
+            for other, tensor in arguments_of_backward().items()
+        }
+        message = "key is on cuda:0 and query on cpu" if name == "query" else f"{name} is on cpu"
+        with pytest.raises(ValueError, match=message):
+            ops.attention_backward(**tensors, scale=1.0, dropout_p=0.5)
+
+    def test_one_device_for_the_other_gradients(self) -> None:
+        here, host = self.here, self.host
+        with pytest.raises(ValueError, match="statistics is on cpu"):
+            ops.plain_attention_backward(
+                here, here, here, here, here, torch.zeros(2, 1, 2, 4), None, None, False
+            )
+        with pytest.raises(ValueError, match="grad_scores is on cpu"):
+            ops.attention_scores_backward(torch.zeros(1, 2, 4, 4), here, here, 1.0)
+        with pytest.raises(ValueError, match="grad_weights is on cpu"):
+            ops.masked_softmax_backward(host, here, 1.0)
 
     def test_what_is_wrong_with_shapes_is_told_as_on_the_cpu(self) -> None:
         for tensor in (self.host, self.here):

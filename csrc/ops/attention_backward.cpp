@@ -1,46 +1,12 @@
 // attention_backward: the gradients of attention_forward and of attention_weights in one call.
 #include "attention_backward.h"
 
-#include <memory>
-
-#include "run_kernel.h"
+#include "engine.h"
+#include "operators.h"
 
 namespace selfattn::ops {
 
 namespace {
-
-constexpr std::align_val_t kWorkspaceAlignment{64};
-
-struct FreeWorkspace {
-  void operator()(void* workspace) const { ::operator delete(workspace, kWorkspaceAlignment); }
-};
-using Workspace = std::unique_ptr<void, FreeWorkspace>;
-
-Workspace allocate_workspace(size_t bytes) {
-  if (bytes == 0) return nullptr;
-  try {
-    return Workspace(::operator new(bytes, kWorkspaceAlignment));
-  } catch (const std::bad_alloc&) {
-    throw AllocationFailure("not enough memory for the backward's workspace (" + std::to_string(bytes) +
-                            " bytes)");
-  }
-}
-
-// rows (batch, heads, queries) summed over the queries, and over the batch where the coefficient was shared.
-// Serial and in double, so that the result depends on nothing but the rows.
-template <class T>
-void reduce_rows(const T* rows, T* sums, bool shared_by_batch, const AttentionParams& p) {
-  for (int64_t b = 0; b < (shared_by_batch ? 1 : p.batch); ++b) {
-    for (int64_t h = 0; h < p.heads; ++h) {
-      double sum = 0.0;
-      for (int64_t source = b; source < (shared_by_batch ? p.batch : b + 1); ++source) {
-        const T* row = rows + (source * p.heads + h) * p.queries;
-        for (int64_t i = 0; i < p.queries; ++i) sum += static_cast<double>(row[i]);
-      }
-      sums[b * p.heads + h] = static_cast<T>(sum);
-    }
-  }
-}
 
 Output head_gradient(const char* name, const TensorHandle& coefficients, const Output& rows,
                      const AttentionParams& p) {
@@ -48,11 +14,10 @@ Output head_gradient(const char* name, const TensorHandle& coefficients, const O
   const DType dtype = accumulation_dtype(p.dtype);
   const Input input = inspect(name, coefficients);
   Output sums = allocate(name, {input.size[0], input.size[1]}, dtype, input.device);
-  const bool shared_by_batch = input.size[0] == 1;
-  if (dtype == DType::kFloat64) {
-    reduce_rows(static_cast<const double*>(rows.data), static_cast<double*>(sums.data), shared_by_batch, p);
+  if (rows.bytes == 0) {
+    sums.fill_zero();
   } else {
-    reduce_rows(static_cast<const float*>(rows.data), static_cast<float*>(sums.data), shared_by_batch, p);
+    engine_of(input.device).sum_of_rows(p, rows.data, sums.data, input.size[0] == 1, input.device);
   }
   return sums;
 }
@@ -81,7 +46,6 @@ Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, co
   const Input key = inspect("key", t.key, query);
   const Input value = inspect("value", t.value, query);
   const AttentionParams p = attention_params(query, key, &value, scale, options);
-  const cpu::Kernel& kernel = cpu::choose_kernel(options.kernel.text);
 
   BackwardArguments a;
   const auto output_like = [&](const char* name, TensorHandle& handle) {
@@ -142,16 +106,12 @@ Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, co
     a.grad_value = grads.value.view(p.dtype);
     a.grad_slopes_rows = slopes_rows.data;
     a.grad_sinks_rows = sinks_rows.data;
-    const Workspace workspace = allocate_workspace(kernel.backward_workspace(p));
-    a.workspace = workspace.get();
-    run_kernel(kernel.backward, p, a);
   }
+  engine_of(query.device).backward(options.kernel.text, p, a, query.device);
   grads.slopes = head_gradient("grad_slopes", options.alibi_slopes, slopes_rows, p);
   grads.sinks = head_gradient("grad_sinks", options.sinks, sinks_rows, p);
   return grads;
 }
-
-namespace {
 
 void attention_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
@@ -178,8 +138,6 @@ void attention_backward(StableIValue* values, uint64_t, uint64_t) {
   stack.put(grads.query.handle, grads.key.handle, grads.value.handle, grads.mask.handle, grads.slopes.handle,
             grads.sinks.handle);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
   library.impl("attention_backward", &attention_backward);

@@ -1,4 +1,4 @@
-// The backward pass, behind the operators that offer it. It runs on the CPU.
+// The backward pass, behind the operators that offer it.
 #pragma once
 
 #include "attention_arguments.h"

@@ -2,7 +2,6 @@
 #include "attention_arguments.h"
 #include "engine.h"
 #include "operators.h"
-#include "run_kernel.h"
 
 namespace selfattn::ops {
 
@@ -42,8 +41,6 @@ void attention_scores(StableIValue* values, uint64_t, uint64_t) {
   stack.put(scores.handle);
 }
 
-namespace {
-
 void attention_scores_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   TensorHandle grad_scores_handle = stack.tensor();
@@ -60,7 +57,6 @@ void attention_scores_backward(StableIValue* values, uint64_t, uint64_t) {
   check_dtype(grad_scores, p.dtype);
   if (!has_unit_last_stride(grad_scores)) make_contiguous(grad_scores_handle, grad_scores);
   p.scores = plain_view(grad_scores, p.dtype);
-  const cpu::Kernel& kernel = cpu::choose_kernel(name.text);
 
   Output grad_query = allocate_like("grad_query", {p.batch, p.heads, p.queries, p.head_dim}, p.dtype, query);
   Output grad_key = allocate_like("grad_key", {p.batch, p.kv_heads, p.keys, p.head_dim}, p.dtype, key);
@@ -69,13 +65,10 @@ void attention_scores_backward(StableIValue* values, uint64_t, uint64_t) {
   if (p.batch == 0 || p.heads == 0 || p.queries == 0 || p.keys == 0) {
     grad_query.fill_zero();
     grad_key.fill_zero();
-  } else {
-    run_kernel(kernel.scores_backward, p);
   }
+  engine_of(query.device).scores_backward(name.text, p, query.device);
   stack.put(grad_query.handle, grad_key.handle);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
   library.impl("attention_scores", &attention_scores);

@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include "../cpu/kernel_table.h"
+#include "outputs.h"
 #include "run_kernel.h"
 
 namespace selfattn::ops {
@@ -27,7 +28,51 @@ void masked_softmax(const char* kernel, const SoftmaxParams& p, Device) {
   if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.masked_softmax, p);
 }
 
-constexpr Engine kCpuEngine = {&forward, &weights, &scores, &masked_softmax};
+void backward(const char* kernel, const AttentionParams& p, const BackwardArguments& arguments,
+              Device device) {
+  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
+  if (p.batch * p.heads * p.queries == 0) return;
+  const Scratch workspace("the backward's workspace", chosen.backward_workspace(p), device);
+  BackwardArguments with_workspace = arguments;
+  with_workspace.workspace = workspace.data();
+  run_kernel(chosen.backward, p, with_workspace);
+}
+
+// Serial and in double, so that the result depends on nothing but the rows.
+template <class T>
+void sum_of_rows(const AttentionParams& p, const T* rows, T* sums, bool shared_by_batch) {
+  for (int64_t b = 0; b < (shared_by_batch ? 1 : p.batch); ++b) {
+    for (int64_t h = 0; h < p.heads; ++h) {
+      double sum = 0.0;
+      for (int64_t source = b; source < (shared_by_batch ? p.batch : b + 1); ++source) {
+        const T* row = rows + (source * p.heads + h) * p.queries;
+        for (int64_t i = 0; i < p.queries; ++i) sum += static_cast<double>(row[i]);
+      }
+      sums[b * p.heads + h] = static_cast<T>(sum);
+    }
+  }
+}
+
+void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool shared_by_batch, Device) {
+  if (accumulation_dtype(p.dtype) == DType::kFloat64) {
+    sum_of_rows(p, static_cast<const double*>(rows), static_cast<double*>(sums), shared_by_batch);
+  } else {
+    sum_of_rows(p, static_cast<const float*>(rows), static_cast<float*>(sums), shared_by_batch);
+  }
+}
+
+void scores_backward(const char* kernel, const ScoresParams& p, Device) {
+  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
+  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.scores_backward, p);
+}
+
+void masked_softmax_backward(const char* kernel, const SoftmaxParams& p, Device) {
+  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
+  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.masked_softmax_backward, p);
+}
+
+constexpr Engine kCpuEngine = {&forward,  &weights,     &scores,          &masked_softmax,
+                               &backward, &sum_of_rows, &scores_backward, &masked_softmax_backward};
 
 const CudaPart* announced = nullptr;
 

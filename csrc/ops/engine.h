@@ -14,6 +14,14 @@ struct Engine {
   void (*weights)(const char* kernel, const AttentionParams&, const WeightsOutputs&, Device);
   void (*scores)(const char* kernel, const ScoresParams&, Device);
   void (*masked_softmax)(const char* kernel, const SoftmaxParams&, Device);
+  // Gives the arguments their workspace. Nothing runs without queries; without keys it does, for the queries'
+  // zeros and the sinks.
+  void (*backward)(const char* kernel, const AttentionParams&, const BackwardArguments&, Device);
+  // grad_slopes_rows or grad_sinks_rows (batch, heads, queries), none of them 0, summed over the queries and,
+  // where the coefficient was shared by the batch, over that.
+  void (*sum_of_rows)(const AttentionParams&, const void* rows, void* sums, bool shared_by_batch, Device);
+  void (*scores_backward)(const char* kernel, const ScoresParams&, Device);
+  void (*masked_softmax_backward)(const char* kernel, const SoftmaxParams&, Device);
 };
 
 const Engine& engine_of(Device device);

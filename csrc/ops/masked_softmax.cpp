@@ -2,7 +2,6 @@
 #include "attention_arguments.h"
 #include "engine.h"
 #include "operators.h"
-#include "run_kernel.h"
 
 namespace selfattn::ops {
 
@@ -48,8 +47,6 @@ void masked_softmax(StableIValue* values, uint64_t, uint64_t) {
   stack.put(weights.handle);
 }
 
-namespace {
-
 void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   TensorHandle grad_weights_handle = stack.tensor();
@@ -66,16 +63,13 @@ void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t) {
   check_dtype(grad_weights, p.dtype);
   if (!has_unit_last_stride(grad_weights)) make_contiguous(grad_weights_handle, grad_weights);
   p.grad = plain_view(grad_weights, p.dtype);
-  const cpu::Kernel& kernel = cpu::choose_kernel(name.text);
 
   Output grad_scores =
       allocate("grad_scores", {p.batch, p.heads, p.queries, p.keys}, p.dtype, weights.device);
   p.result = grad_scores.view(p.dtype);
-  if (grad_scores.bytes > 0) run_kernel(kernel.masked_softmax_backward, p);
+  engine_of(weights.device).masked_softmax_backward(name.text, p, weights.device);
   stack.put(grad_scores.handle);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
   library.impl("masked_softmax", &masked_softmax);

@@ -1,10 +1,13 @@
 #include "outputs.h"
 
 #include <cstring>
+#include <new>
 
 namespace selfattn::ops {
 
 namespace {
+
+constexpr std::align_val_t kHostAlignment{64};
 
 bool is_heads_inside(const Input& like) {
   return like.size[1] > 1 && like.size[2] > 1 && like.stride[1] != 0 && like.stride[1] < like.stride[2];
@@ -43,6 +46,7 @@ Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, 
     refuse(name, " would have the shape ", shape_text(size, rank), ", more bytes than memory can address");
   }
   output.bytes = empty ? 0 : static_cast<size_t>(next);
+  output.device = device;
 
   output.handle = empty_strided(name, size, output.stride, rank, code_of(dtype), output.bytes, device);
   torch_get_mutable_data_ptr(output.handle.get(), &output.data);
@@ -56,7 +60,12 @@ View Output::view(DType dtype) const {
 }
 
 void Output::fill_zero() const {
-  if (bytes > 0) std::memset(data, 0, bytes);
+  if (bytes == 0) return;
+  if (device.type == aoti_torch_device_type_cpu()) {
+    std::memset(data, 0, bytes);
+  } else if (aoti_torch_zero_(handle.get()) != TORCH_SUCCESS) {
+    throw std::runtime_error("torch could not fill a result with zeros");
+  }
 }
 
 Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dtype, Device device) {
@@ -71,10 +80,17 @@ Output allocate_nothing(DType dtype, Device device) {
   return allocate_strided("an unused result", {0}, dtype, device, false);
 }
 
+void Scratch::FreeHost::operator()(char* memory) const { ::operator delete(memory, kHostAlignment); }
+
 Scratch::Scratch(const char* name, size_t bytes, Device device) {
   if (bytes == 0) return;
   if (device.type == aoti_torch_device_type_cpu()) {
-    host_.reset(new char[bytes]);
+    try {
+      host_.reset(static_cast<char*>(::operator new(bytes, kHostAlignment)));
+    } catch (const std::bad_alloc&) {
+      throw AllocationFailure(std::string("not enough memory for ") + name + " (" + std::to_string(bytes) +
+                              " bytes)");
+    }
     data_ = host_.get();
     return;
   }

@@ -14,9 +14,9 @@ struct Output {
   void* data = nullptr;
   int64_t stride[kMaxRank] = {0, 0, 0, 0};
   size_t bytes = 0;
+  Device device;
 
   View view(DType dtype) const;
-  // On the CPU.
   void fill_zero() const;
 };
 
@@ -31,7 +31,8 @@ Output allocate_like(const char* name, std::initializer_list<int64_t> shape, DTy
 // The (0,) tensor that stands for a result nobody asked for.
 Output allocate_nothing(DType dtype, Device device);
 
-// Uninitialised memory for as long as an operator runs, on the device of its tensors. On CUDA it comes from
+// Uninitialised memory for as long as an operator runs, on the device of its tensors; on the CPU 64-byte
+// aligned. Throws AllocationFailure, which names it. On CUDA it comes from
 // the framework's caching allocator, which hands it to later work of the same stream alone: it may be given
 // back before the kernel that uses it has run.
 class Scratch {
@@ -41,7 +42,10 @@ class Scratch {
   char* data() const { return data_; }
 
  private:
-  std::unique_ptr<char[]> host_;
+  struct FreeHost {
+    void operator()(char* memory) const;
+  };
+  std::unique_ptr<char, FreeHost> host_;
   TensorHandle tensor_;
   char* data_ = nullptr;
 };

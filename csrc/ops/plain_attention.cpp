@@ -85,8 +85,6 @@ void plain_attention_forward(StableIValue* values, uint64_t, uint64_t) {
   stack.put(out.handle, statistics.handle, residual.handle);
 }
 
-namespace {
-
 void plain_attention_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   BackwardTensors tensors;
@@ -103,8 +101,6 @@ void plain_attention_backward(StableIValue* values, uint64_t, uint64_t) {
   Gradients grads = run_backward(tensors, scale_or_default(scale, tensors.query), false, options);
   stack.put(grads.query.handle, grads.key.handle, grads.value.handle);
 }
-
-}  // namespace
 
 STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
   library.impl("plain_attention", &plain_attention);

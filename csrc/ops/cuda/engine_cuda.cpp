@@ -1,7 +1,5 @@
 // The operators on CUDA tensors: the device of the tensors, its current stream, and the choice of a kernel.
 // Nothing here waits for the device or reads its memory, so that CUDA graphs can capture a call.
-//
-// The gradients have no kernels yet: selfattn_ext/ops.py answers for their operators.
 #define USE_CUDA  // the shim's header declares its functions for streams only then
 #include "../stable.h"
 
@@ -9,6 +7,7 @@
 
 #include <cstring>
 
+#include "../../cuda/rows/rows.h"
 #include "../attention_forward.h"
 #include "../engine.h"
 #include "../operators.h"
@@ -47,6 +46,10 @@ const cuda::Kernel* find_kernel(const char* name) {
   return nullptr;
 }
 
+[[noreturn]] void refuse_for_lack_of_a_kernel() {
+  throw std::runtime_error("this build of selfattn_ext has no CUDA kernel for this gradient");
+}
+
 // The kernel of an operator that not every kernel has: the one asked for or chosen if it has it, else "simt".
 // `like` describes an attention on the same tensors.
 template <class Function>
@@ -56,7 +59,9 @@ Function choose_function(Function cuda::Kernel::* field, const char* name, const
   // Throws for an unknown name.
   if (kernel == nullptr) kernel = &cuda::choose_kernel(name, like, capability);
   const bool takes = kernel->*field != nullptr && kernel->refuses(like, capability) == nullptr;
-  return takes ? kernel->*field : find_kernel("simt")->*field;
+  const Function function = takes ? kernel->*field : find_kernel("simt")->*field;
+  if (function == nullptr) refuse_for_lack_of_a_kernel();
+  return function;
 }
 
 void forward(const char* name, const AttentionParams& p, const ForwardOutputs& outputs, Device device) {
@@ -74,7 +79,25 @@ void weights(const char* name, const AttentionParams& p, const WeightsOutputs& o
   if (p.batch * p.heads * p.queries > 0 && p.keys > 0) kernel.weights(p, outputs, turn.launch);
 }
 
-void scores(const char* name, const ScoresParams& p, Device device) {
+void backward(const char* name, const AttentionParams& p, const BackwardArguments& arguments, Device device) {
+  Turn turn(device);
+  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
+  if (p.batch * p.heads * p.queries == 0) return;
+  if (kernel.backward == nullptr) refuse_for_lack_of_a_kernel();
+  const Scratch workspace("the backward's workspace", kernel.backward_workspace(p, arguments), device);
+  turn.launch.workspace = workspace.data();
+  kernel.backward(p, arguments, turn.launch);
+}
+
+void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool shared_by_batch,
+                 Device device) {
+  const Turn turn(device);
+  cuda::rows::sum_of_rows(p, rows, sums, shared_by_batch, turn.launch);
+}
+
+// Runs that function of the kernel table that takes scores of query and key or gives their gradients.
+void run_scores(void (*cuda::Kernel::*function)(const ScoresParams&, const cuda::Launch&), const char* name,
+                const ScoresParams& p, Device device) {
   const Turn turn(device);
   AttentionParams like;
   like.batch = p.batch;
@@ -87,11 +110,21 @@ void scores(const char* name, const ScoresParams& p, Device device) {
   like.scale = p.scale;
   like.query = p.query;
   like.key = p.key;
-  const auto run = choose_function(&cuda::Kernel::scores, name, like, turn.capability());
+  const auto run = choose_function(function, name, like, turn.capability());
   if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run(p, turn.launch);
 }
 
-void masked_softmax(const char* name, const SoftmaxParams& p, Device device) {
+void scores(const char* name, const ScoresParams& p, Device device) {
+  run_scores(&cuda::Kernel::scores, name, p, device);
+}
+
+void scores_backward(const char* name, const ScoresParams& p, Device device) {
+  run_scores(&cuda::Kernel::scores_backward, name, p, device);
+}
+
+// The same for the softmax.
+void run_softmax(void (*cuda::Kernel::*function)(const SoftmaxParams&, const cuda::Launch&), const char* name,
+                 const SoftmaxParams& p, Device device) {
   const Turn turn(device);
   AttentionParams like;
   like.batch = p.batch;
@@ -101,8 +134,16 @@ void masked_softmax(const char* name, const SoftmaxParams& p, Device device) {
   like.keys = p.keys;
   like.dtype = p.dtype;
   like.mask = p.mask;
-  const auto run = choose_function(&cuda::Kernel::masked_softmax, name, like, turn.capability());
+  const auto run = choose_function(function, name, like, turn.capability());
   if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run(p, turn.launch);
+}
+
+void masked_softmax(const char* name, const SoftmaxParams& p, Device device) {
+  run_softmax(&cuda::Kernel::masked_softmax, name, p, device);
+}
+
+void masked_softmax_backward(const char* name, const SoftmaxParams& p, Device device) {
+  run_softmax(&cuda::Kernel::masked_softmax_backward, name, p, device);
 }
 
 // See the schema in library.cpp.
@@ -126,7 +167,8 @@ void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
   stack.put_text(lines);
 }
 
-const CudaPart kPart = {{&forward, &weights, &scores, &masked_softmax},
+const CudaPart kPart = {{&forward, &weights, &scores, &masked_softmax, &backward, &sum_of_rows,
+                         &scores_backward, &masked_softmax_backward},
                         cuda_compiler(),
                         cuda_architectures(),
                         &cuda::all_kernels};
@@ -137,10 +179,14 @@ const AnnounceCudaPart kAnnounced(kPart);
 STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) {
   library.impl("attention_forward", &attention_forward);
   library.impl("attention_weights", &attention_weights);
+  library.impl("attention_backward", &attention_backward);
   library.impl("attention_scores", &attention_scores);
+  library.impl("attention_scores_backward", &attention_scores_backward);
   library.impl("masked_softmax", &masked_softmax);
+  library.impl("masked_softmax_backward", &masked_softmax_backward);
   library.impl("plain_attention", &plain_attention);
   library.impl("plain_attention_forward", &plain_attention_forward);
+  library.impl("plain_attention_backward", &plain_attention_backward);
   library.impl("attention_refusals", &attention_refusals);
 }
 
