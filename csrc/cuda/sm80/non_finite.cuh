@@ -73,7 +73,7 @@ __device__ __forceinline__ void add_non_finite_values(const Plan& plan, const Wo
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const RowOf row = work.row(plan, lane.row(strip, half));
-        if (!sees(plan, work, row, key)) continue;
+        if (!sees<!C::kPlain>(p, work.batch, row, key)) continue;
         const DropoutPattern<float> dropout(p.dropout, work.batch, row.head);
         const bool dropped = dropout.enabled() && dropout.factor(dropout.words(row.query, key), key) == 0.0f;
         const float weight = dropped ? 0.0f : 1.0f;

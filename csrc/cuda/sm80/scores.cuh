@@ -6,17 +6,17 @@
 
 namespace selfattn::cuda::sm80 {
 
-// Calls body(strip, half, tile, i, score) for every element of a lane; i counts its two columns.
-template <class C, class Body>
-__device__ __forceinline__ void for_each_score(Scores<C>& scores, const Body& body) {
+// Calls body(strip, half, tile, i, element) for every element of a lane; i counts its two columns.
+template <int kStrips, int kTiles, class Body>
+__device__ __forceinline__ void for_each_element(float (&elements)[kStrips][kTiles][4], const Body& body) {
 #pragma unroll
-  for (int strip = 0; strip < C::kStrips; ++strip) {
+  for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
-      for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+      for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-        for (int i = 0; i < 2; ++i) body(strip, half, tile, i, scores.at[strip][tile][2 * half + i]);
+        for (int i = 0; i < 2; ++i) body(strip, half, tile, i, elements[strip][tile][2 * half + i]);
       }
     }
   }
@@ -48,6 +48,12 @@ __device__ __forceinline__ float quick_tanh(float x) {
   return 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approx(x * 2.8853900817779268f));
 }
 
+// Between the positions of a query and a key: what ALiBi multiplies its slope with.
+__device__ __forceinline__ float distance(const AttentionParams& p, int query, int key) {
+  const int64_t n = query + p.query_offset - key;
+  return static_cast<float>(n < 0 ? -n : n);
+}
+
 // Two neighbouring elements of a mask; the second only where it exists.
 template <class T>
 __device__ __forceinline__ void load_pair(const T* at, int64_t stride, bool vector, bool second,
@@ -65,57 +71,76 @@ __device__ __forceinline__ void load_pair(const T* at, int64_t stride, bool vect
   }
 }
 
-__device__ __forceinline__ float mask_value(float x, DType) { return x; }
-__device__ __forceinline__ float mask_value(double x, DType) { return from_double<float>(x); }
-__device__ __forceinline__ float mask_value(uint16_t x, DType dtype) {
+__device__ __forceinline__ float widened(float x, DType) { return x; }
+__device__ __forceinline__ float widened(double x, DType) { return from_double<float>(x); }
+__device__ __forceinline__ float widened(uint16_t x, DType dtype) {
   return dtype == DType::kBFloat16 ? float_from_bfloat16(x) : float_from_float16(x);
 }
 
-// Adds a float mask whose elements are stored as T.
-template <class C, class T>
-__device__ __forceinline__ void add_mask(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                         int first_key, Scores<C>& scores) {
-  const View& mask = plan.params.mask;
-  const int left = static_cast<int>(plan.params.keys) - first_key;
+// Adds a float tensor of (batch, heads, queries, keys) whose elements are stored as T.
+template <class T, class Place, int kStrips, int kTiles>
+__device__ __forceinline__ void add_tensor(const Place& at, const View& tensor, bool pairs,
+                                           float (&scores)[kStrips][kTiles][4]) {
+  const int keys = static_cast<int>(at.params().keys), queries = static_cast<int>(at.params().queries);
 #pragma unroll
-  for (int strip = 0; strip < C::kStrips; ++strip) {
+  for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowOf row = work.row(plan, lane.row(strip, half));
-      const T* of_row = static_cast<const T*>(mask.data) + mask.offset(work.batch, row.head, row.query) +
-                        (first_key + lane.key(0)) * mask.stride[3];
+      if constexpr (Place::kColumnsAreKeys) {
+        const RowOf row = at.query(strip, half, 0, 0);
+        const int first = at.key(strip, half, 0, 0);
+        const T* of_row = static_cast<const T*>(tensor.data) +
+                          tensor.offset(at.batch(), row.head, row.query) + first * tensor.stride[3];
 #pragma unroll
-      for (int tile = 0; tile < C::kKeyTiles; ++tile) {
-        const int key = lane.key(tile);
-        if (key >= left) continue;
-        T pair[2];
-        load_pair(of_row + tile * 8 * mask.stride[3], mask.stride[3], plan.mask_pairs, key + 1 < left, pair);
-        scores.at[strip][tile][2 * half] += mask_value(pair[0], mask.dtype);
-        scores.at[strip][tile][2 * half + 1] += mask_value(pair[1], mask.dtype);
+        for (int tile = 0; tile < kTiles; ++tile) {
+          const int key = first + tile * 8;
+          if (key >= keys) continue;
+          T pair[2];
+          load_pair(of_row + tile * 8 * tensor.stride[3], tensor.stride[3], pairs, key + 1 < keys, pair);
+          scores[strip][tile][2 * half] += widened(pair[0], tensor.dtype);
+          scores[strip][tile][2 * half + 1] += widened(pair[1], tensor.dtype);
+        }
+      } else {
+        const RowOf column = at.query(strip, half, 0, 0);
+        const T* of_key = static_cast<const T*>(tensor.data) +
+                          tensor.offset(at.batch(), column.head, column.query) +
+                          at.key(strip, half, 0, 0) * tensor.stride[3];
+#pragma unroll
+        for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int n = tile * 8 + i;
+            if (column.query + n >= queries) continue;
+            scores[strip][tile][2 * half + i] += widened(of_key[n * tensor.stride[2]], tensor.dtype);
+          }
+        }
       }
     }
   }
 }
 
-// Every option, each in a pass of its own over the registers: a flag is asked once, not for every element.
-template <class C>
-__device__ __forceinline__ void apply_options(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                              int first_key, const MaskBits<C>& mask, Scores<C>& scores) {
-  const AttentionParams& p = plan.params;
-  for_each_score(scores, [&](int, int, int, int, float& s) { s = rounded_product(s, plan.scale); });
+// Every option but what hides, each in a pass of its own over the registers: a flag is asked once, not for
+// every element. `capped` is called as for_each_element's body with tanh(score / softcap) of every element,
+// for whoever needs the slope of the softcap.
+template <class Place, int kStrips, int kTiles, class Capped>
+__device__ __forceinline__ void apply_options(const Place& at, float scale, bool mask_pairs,
+                                              float (&scores)[kStrips][kTiles][4], const Capped& capped) {
+  const AttentionParams& p = at.params();
+  for_each_element(scores, [&](int, int, int, int, float& s) { s = rounded_product(s, scale); });
   if (p.softcap != 0.0) {
     const float cap = static_cast<float>(p.softcap), inverse = 1.0f / cap;
-    for_each_score(scores, [&](int, int, int, int, float& s) {
+    for_each_element(scores, [&](int strip, int half, int tile, int i, float& s) {
       const float x = rounded_product(s, inverse);
-      s = rounded_product(cap, C::kFloat32 ? hyperbolic_tangent(x) : quick_tanh(x));
+      const float tanh = Place::kFloat32 ? hyperbolic_tangent(x) : quick_tanh(x);
+      capped(strip, half, tile, i, tanh);
+      s = rounded_product(cap, tanh);
     });
   }
   if (p.alibi_slopes.data != nullptr) {
-    for_each_score(scores, [&](int strip, int half, int tile, int i, float& s) {
-      const RowOf row = work.row(plan, lane.row(strip, half));
-      const int64_t distance = row.query + p.query_offset - (first_key + lane.key(tile) + i);
-      s -= rounded_product(head_scalar(p.alibi_slopes, work.batch, row.head),
-                           static_cast<float>(distance < 0 ? -distance : distance));
+    for_each_element(scores, [&](int strip, int half, int tile, int i, float& s) {
+      const RowOf row = at.query(strip, half, tile, i);
+      s -= rounded_product(head_scalar(p.alibi_slopes, at.batch(), row.head),
+                           distance(p, row.query, at.key(strip, half, tile, i)));
     });
   }
   if (p.mask.data == nullptr) return;
@@ -124,17 +149,23 @@ __device__ __forceinline__ void apply_options(const Plan& plan, const Work<C>& w
       break;
     case DType::kBFloat16:
     case DType::kFloat16:
-      add_mask<C, uint16_t>(plan, work, lane, first_key, scores);
+      add_tensor<uint16_t>(at, p.mask, mask_pairs, scores);
       break;
     case DType::kFloat32:
-      add_mask<C, float>(plan, work, lane, first_key, scores);
+      add_tensor<float>(at, p.mask, mask_pairs, scores);
       break;
     case DType::kFloat64:
-      add_mask<C, double>(plan, work, lane, first_key, scores);
+      add_tensor<double>(at, p.mask, mask_pairs, scores);
       break;
   }
-  for_each_score(scores, [&](int strip, int half, int tile, int i, float& s) {
-    if (!mask.shows(lane, strip, half, tile, i)) s = -infinity<float>();
+}
+
+// What the mask hides, whatever its score is.
+template <class C>
+__device__ __forceinline__ void hide_by_mask(const Lane<C>& lane, const MaskBitsOf<C>& mask,
+                                             Scores<C>& scores) {
+  for_each_element(scores.at, [&](int strip, int half, int tile, int i, float& s) {
+    if (!mask.shows(lane.quad, strip, half, tile, i)) s = -infinity<float>();
   });
 }
 

@@ -1,8 +1,8 @@
-// Online softmax of the rows that a lane shares with three others (Milakov and Gimelshein 2018), and dropout.
+// Online softmax of the rows that a lane shares with three others (Milakov and Gimelshein 2018).
 #pragma once
 
-#include "../common/dropout.cuh"
 #include "../common/row_state.cuh"
+#include "dropout_bits.cuh"
 #include "scores.cuh"
 
 namespace selfattn::cuda::sm80 {
@@ -100,29 +100,18 @@ struct Softmax {
 };
 
 // Zeroes weights; the survivors' factor is that of the whole output, so that 16-bit weights keep their range.
-// Four neighbouring keys share one call of Philox, two neighbouring lanes these keys: the even lane makes the
-// numbers of the upper row, the odd lane those of the lower, and they exchange.
 template <class C>
 __device__ __forceinline__ void drop_weights(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
                                              int first_key, Scores<C>& weights) {
-  const bool odd = lane.lane & 1;
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
-    const RowOf row = work.row(plan, lane.row(strip, odd));
-    const DropoutPattern<float> pattern(plan.params.dropout, work.batch, row.head);
+    const StripDropout<Place<C>> dropout({plan, work, lane, first_key}, strip);
 #pragma unroll
     for (int tile = 0; tile < C::kKeyTiles; ++tile) {
-      const Philox4 words = pattern.words(row.query, first_key + lane.key(tile));
-      uint32_t mine = 0;
+      const uint32_t kept = dropout.kept(tile);
 #pragma unroll
-      for (int i = 0; i < 4; ++i) mine |= static_cast<uint32_t>(pattern.factor(words, i) != 0.0f) << i;
-      const uint32_t other = __shfl_xor_sync(kAllLanes, mine, 1);
-      const uint32_t upper = (odd ? other : mine) >> (odd ? 2 : 0);
-      const uint32_t lower = (odd ? mine : other) >> (odd ? 2 : 0);
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        if (!(upper >> i & 1u)) weights.at[strip][tile][i] = 0.0f;
-        if (!(lower >> i & 1u)) weights.at[strip][tile][2 + i] = 0.0f;
+      for (int n = 0; n < 4; ++n) {
+        if (!(kept >> n & 1u)) weights.at[strip][tile][n] = 0.0f;
       }
     }
   }

@@ -76,7 +76,7 @@ __device__ __forceinline__ void add_special_values(const Plan& plan, const Work<
         }
         weight = __shfl_sync(0xffffffffu, weight, (lane.lane & ~3) | (n % 8 / 2));
         const RowOf row = work.row(plan, lane.row(strip, half));
-        if (!sees(plan, work, row, key)) continue;
+        if (!sees<!C::kPlain>(p, work.batch, row, key)) continue;
 #pragma unroll
         for (int tile = 0; tile < C::kDimTiles; ++tile) {
 #pragma unroll

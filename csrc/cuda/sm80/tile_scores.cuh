@@ -53,7 +53,8 @@ class TileScores {
 
   // Reads the mask of a tile. Returns whether it shows anything to some row of the block.
   __device__ __forceinline__ bool load_mask(int tile) {
-    return __syncthreads_or(mask_.load(plan_, work_, lane(), tile * C::kKeys)) != 0;
+    const Lane<C> lane_of_mask;
+    return __syncthreads_or(mask_.load(Place<C>{plan_, work_, lane_of_mask, tile * C::kKeys})) != 0;
   }
 
   __device__ __forceinline__ void compute_scores(int first_key, bool special) {
@@ -61,7 +62,12 @@ class TileScores {
     if constexpr (C::kFloat32) {
       if (special) replace_special_scores(plan_, work_, lane(), shared_, first_key, scores_);
     }
-    if constexpr (!C::kPlain) apply_options(plan_, work_, lane(), first_key, mask_, scores_);
+    if constexpr (!C::kPlain) {
+      const Lane<C> lane_of_scores;
+      const Place<C> place{plan_, work_, lane_of_scores, first_key};
+      apply_options(place, plan_.scale, plan_.mask_pairs, scores_.at, [](int, int, int, int, float) {});
+      if (p_.mask.data != nullptr) hide_by_mask(lane_of_scores, mask_, scores_);
+    }
     if (!sees_whole_tile<C>(plan_, work_, first_key)) {
       hide_by_position(plan_, work_, lane(), first_key, scores_);
     }
@@ -73,7 +79,7 @@ class TileScores {
   const Work<C>& work_;  // lies in shared memory
   bool special_query_ = false;
   Scores<C> scores_;
-  MaskBits<C> mask_;
+  MaskBitsOf<C> mask_;
 };
 
 }  // namespace selfattn::cuda::sm80

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../common/elementary.cuh"
-#include "work.cuh"
+#include "place.cuh"
 
 namespace selfattn::cuda::sm80 {
 
@@ -50,46 +50,46 @@ __device__ __forceinline__ bool mask_hides(const View& mask, int64_t element) {
   return false;
 }
 
-// One key, by every rule.
-template <class C>
-__device__ __forceinline__ bool sees(const Plan& plan, const Work<C>& work, RowOf row, int key) {
-  const View& mask = plan.params.mask;
-  const KeyRange range = visible_keys(plan.params, row.query, row.query);
+// One query and key, by every rule.
+template <bool kHasMask>
+__device__ __forceinline__ bool sees(const AttentionParams& p, int batch, RowOf row, int key) {
+  const KeyRange range = visible_keys(p, row.query, row.query);
   return key >= range.begin && key < range.end &&
-         (C::kPlain || mask.data == nullptr ||
-          !mask_hides(mask, mask.offset(work.batch, row.head, row.query) + key * mask.stride[3]));
+         (!kHasMask || p.mask.data == nullptr ||
+          !mask_hides(p.mask, p.mask.offset(batch, row.head, row.query) + key * p.mask.stride[3]));
 }
 
-// Bits of the rows that a lane owns: column c of the warp's keys is bit c % 32 of word c / 32, set where the
-// mask shows it.
-template <class C>
+// Of a warp whose rows are queries and whose columns are keys, the bits of the rows that a lane owns: column
+// c of the warp is bit c % 32 of word c / 32, set where the mask shows it.
+template <int kStrips, int kColumns>
 struct MaskBits {
-  static constexpr int kWords = (C::kWarpKeys + 31) / 32;
-  uint32_t of[C::kStrips][2][kWords];
+  static constexpr int kWords = (kColumns + 31) / 32;
+  uint32_t of[kStrips][2][kWords];
 
-  // Reads the mask of the tile at first_key, one row after another with the keys across the lanes, as they
-  // lie in memory. Returns whether the mask shows anything to the rows of the warp.
-  __device__ __forceinline__ bool load(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                       int first_key) {
-    const View& mask = plan.params.mask;
-    const int key = first_key + lane.first_key + lane.lane;
+  // Reads the mask of a tile, one row after another with the keys across the lanes, as they lie in memory.
+  // Returns whether the mask shows anything to the rows of the warp.
+  template <class Place>
+  __device__ __forceinline__ bool load(const Place& at) {
+    const View& mask = at.params().mask;
+    const int lane = at.lane.lane, group = at.lane.group;
+    const int key = at.first_key_of_warp() + lane;
     uint32_t any = 0;
 #pragma unroll
-    for (int strip = 0; strip < C::kStrips; ++strip) {
+    for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll 2
       for (int r = 0; r < 16; ++r) {
-        const int row_of_tile = lane.first_row + strip * 16 + r;
-        const RowOf row = work.row(plan, row_of_tile);
-        const int64_t at = mask.offset(work.batch, row.head, row.query) + key * mask.stride[3];
+        const int row_of_tile = at.lane.first_row + strip * 16 + r;
+        const RowOf row = at.row(row_of_tile);
+        const int64_t element = mask.offset(at.batch(), row.head, row.query) + key * mask.stride[3];
 #pragma unroll
         for (int word = 0; word < kWords; ++word) {
-          const bool exists = row_of_tile < work.rows && lane.lane + word * 32 < C::kWarpKeys &&
-                              key + word * 32 < plan.params.keys;
-          const bool shown = exists && !mask_hides(mask, at + word * 32 * mask.stride[3]);
+          const bool exists =
+              row_of_tile < at.work.rows && lane + word * 32 < kColumns && key + word * 32 < at.params().keys;
+          const bool shown = exists && !mask_hides(mask, element + word * 32 * mask.stride[3]);
           const uint32_t bits = __ballot_sync(0xffffffffu, shown);
           any |= bits;
-          if (r == lane.group) of[strip][0][word] = bits;
-          if (r == lane.group + 8) of[strip][1][word] = bits;
+          if (r == group) of[strip][0][word] = bits;
+          if (r == group + 8) of[strip][1][word] = bits;
         }
       }
     }
@@ -97,9 +97,12 @@ struct MaskBits {
   }
 
   // Words are chosen by numbers known when compiling, as registers must be.
-  __device__ __forceinline__ bool shows(const Lane<C>& lane, int strip, int half, int tile, int i) const {
-    return of[strip][half][tile / 4] >> (tile % 4 * 8 + lane.quad * 2 + i) & 1u;
+  __device__ __forceinline__ bool shows(int quad, int strip, int half, int tile, int i) const {
+    return of[strip][half][tile / 4] >> (tile % 4 * 8 + quad * 2 + i) & 1u;
   }
 };
+
+template <class C>
+using MaskBitsOf = MaskBits<C::kStrips, C::kWarpKeys>;
 
 }  // namespace selfattn::cuda::sm80

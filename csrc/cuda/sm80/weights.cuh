@@ -34,7 +34,7 @@ class Weights : TileScores<C> {
       weigh();
       if (p_.dropout.enabled) drop_weights(plan_, work_, this->lane(), first_key, scores_);
     } else {
-      for_each_score(scores_, [](int, int, int, int, float& s) { s = 0.0f; });
+      for_each_element(scores_.at, [](int, int, int, int, float& s) { s = 0.0f; });
     }
     __syncthreads();
     write(first_key);

@@ -1,0 +1,35 @@
+// Which query and key the elements of a tile of scores stand for: options ask this, and nothing else, of the
+// kernel whose scores they are. The backward has a place of its own, where rows may be keys. Rows that a
+// place names exist, columns beyond the last are for the options to leave alone.
+#pragma once
+
+#include "work.cuh"
+
+namespace selfattn::cuda::sm80 {
+
+// Of the forward: rows are queries, columns keys.
+template <class C>
+struct Place {
+  static constexpr bool kColumnsAreKeys = true;
+  static constexpr bool kFloat32 = C::kFloat32;
+
+  const Plan& plan;
+  const Work<C>& work;
+  const Lane<C>& lane;
+  int first_key;
+
+  __device__ __forceinline__ const AttentionParams& params() const { return plan.params; }
+  __device__ __forceinline__ int batch() const { return work.batch; }
+  __device__ __forceinline__ RowOf row(int row_of_tile) const { return work.row(plan, row_of_tile); }
+  __device__ __forceinline__ int first_key_of_warp() const { return first_key + lane.first_key; }
+
+  // Of an element: its query (a row here), and its key.
+  __device__ __forceinline__ RowOf query(int strip, int half, int /*tile*/, int /*i*/) const {
+    return row(lane.row(strip, half));
+  }
+  __device__ __forceinline__ int key(int /*strip*/, int /*half*/, int tile, int i) const {
+    return first_key + lane.key(tile) + i;
+  }
+};
+
+}  // namespace selfattn::cuda::sm80
