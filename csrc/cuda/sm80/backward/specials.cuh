@@ -1,0 +1,172 @@
+// Numbers that products cannot take: of float32 those without pieces (../special.cuh), of 16-bit types NaN
+// and Inf (../non_finite.cuh). In tiles whose rows are summed up they are zero, and their terms are added one
+// by one, in float, to the rows that see them. What a row is made of depends on itself and on what it sees
+// alone.
+//
+// float32 looks at every number anyway, zeroes these everywhere, and computes the dot products of rows that
+// hold one anew. The 16-bit types multiply whatever there is: an element of a product of scores depends on
+// its own query and key, and if these may not see each other it is replaced. They zero what passes by once
+// the products of scores are there, and that only in a block whose results turned out not to be finite.
+#pragma once
+
+#include "../non_finite.cuh"
+#include "../special.cuh"
+#include "weigh.cuh"
+
+namespace selfattn::cuda::sm80::backward {
+
+// Columns are taken in a loop that is not unrolled, to keep rare code small; registers have no index at run
+// time, hence the selection.
+template <int kStrips, int kTiles>
+__device__ __forceinline__ void set_element(float (&elements)[kStrips][kTiles][4], int strip, int half, int n,
+                                            float x) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      if (tile * 2 + i == n) elements[strip][tile][2 * half + i] = x;
+    }
+  }
+}
+
+__device__ __forceinline__ float dot_product(const float* x, const float* y, int64_t dim) {
+  float dot = 0.0f;
+#pragma unroll 1
+  for (int64_t e = 0; e < dim; ++e) dot = fmaf(x[e], y[e], dot);
+  return dot;
+}
+
+// float32: s and dp of rows and columns that hold such a number.
+template <class C>
+__device__ __forceinline__ void replace_special_products(const Plan& plan, const Work<C>& work,
+                                                         const Lane<C>& lane, const SharedMemory<C>& shared,
+                                                         Passing passing, Scores<C>& s, Scores<C>& dp) {
+  const AttentionParams& p = plan.params;
+  const Place<C> at{plan, work, lane, passing};
+#pragma unroll 1
+  for (int n = 0; n < C::kColumnTiles * 2; ++n) {
+    const int column = lane.column(n / 2) + n % 2;
+    if (column >= work.count(passing)) continue;
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = lane.row(strip, half);
+        const int query = at.query(strip, half, n / 2, n % 2).query, key = at.key(strip, half, n / 2, n % 2);
+        if (shared.own1_flags()[row] || shared.pass1_flags()[column]) {
+          set_element(s.at, strip, half, n,
+                      dot_product(float_row(p.query, work.batch, passing.head, query),
+                                  float_row(p.key, work.batch, work.kv_head, key), p.head_dim));
+        }
+        if (shared.own2_flags()[row] || shared.pass2_flags()[column]) {
+          set_element(dp.at, strip, half, n,
+                      dot_product(float_row(plan.arguments.grad_out, work.batch, passing.head, query),
+                                  float_row(p.value, work.batch, work.kv_head, key), p.value_dim));
+        }
+      }
+    }
+  }
+}
+
+// 16-bit types: zeroes what is not finite in a passing tile, which has arrived for all threads, and marks its
+// rows.
+template <class C>
+__device__ __forceinline__ void clear_non_finite_rows(unsigned char* tile, unsigned char* flags) {
+  using Share = TileShare<C, C::kColumns, C::kDim / 8>;
+  const Share share;
+#pragma unroll 1
+  for (int pass = 0; pass < Share::kPasses; ++pass) {
+    const int r = share.row + pass * Share::kStep;
+    const bool beyond = Share::beyond(pass, r);
+    bool found = false;
+#pragma unroll 1
+    for (int chunk = share.lane; chunk < C::kDim / 8 && !beyond; chunk += Share::kLanes) {
+      auto* elements = reinterpret_cast<uint16_t*>(tile + Swizzle<C::kDim>::offset(r, chunk));
+#pragma unroll 1
+      for (int i = 0; i < 8; ++i) {
+        if (!is_non_finite<C::kDType>(elements[i])) continue;
+        elements[i] = 0;
+        found = true;
+      }
+    }
+    const bool flag = share.any_of_row(found);
+    if (share.lane == 0 && !beyond) flags[r] = flag;
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void clear_non_finite(const SharedMemory<C>& shared) {
+  if constexpr (C::kSumsFirst) clear_non_finite_rows<C>(shared.pass1(), shared.pass1_flags());
+  if constexpr (C::kSumsSecond) clear_non_finite_rows<C>(shared.pass2(), shared.pass2_flags());
+}
+
+// Whether an element of a tensor has been zeroed.
+template <DType kDType, class Storage>
+__device__ __forceinline__ bool was_left_out(Storage x) {
+  if constexpr (kDType == DType::kFloat32) return has_no_pieces(x);
+  if constexpr (kDType != DType::kFloat32) return is_non_finite<kDType>(x);
+}
+
+// Adds factors * matrix, where rows of the latter are columns of the former, for the elements left out.
+template <class C>
+__device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMemory<C>& shared,
+                                             const unsigned char* flags, const View& matrix, int head,
+                                             int dim, const Scores<C>& factors, Output<C>& output) {
+  using E = Element<C::kDType>;
+  using Storage = typename E::Storage;
+  const AttentionParams& p = at.plan.params;
+#pragma unroll 1
+  for (int n = 0; n < C::kWarpColumns; ++n) {
+    const int column = at.lane.first_column + n;
+    if (!flags[column]) continue;
+    const auto* elements =
+        static_cast<const Storage*>(matrix.data) + matrix.offset(at.batch(), head, at.passing.first + column);
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float factor = 0.0f;
+#pragma unroll
+        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
+          const float* pair = &factors.at[strip][tile][2 * half];
+          if (n / 8 == tile) factor = n % 2 ? pair[1] : pair[0];
+        }
+        factor = __shfl_sync(kAllLanes, factor, (at.lane.lane & ~3) | (n % 8 / 2));
+        const int row = at.existing(at.lane.row(strip, half));
+        const RowOf query = {at.passing.head, at.work.query(at.passing, row, column)};
+        if (!sees<!C::kPlain>(p, at.batch(), query, at.work.key(at.passing, row, column))) continue;
+        if (is_dead(shared, C::kOwnsQueries ? row : column)) continue;
+#pragma unroll
+        for (int tile = 0; tile < C::kDimTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const int d = at.lane.dim(tile) + i;
+            if (d >= dim || !was_left_out<C::kDType>(elements[d])) continue;
+            float& sum = output.at[strip][tile][2 * half + i];
+            sum = fmaf(factor, E::widen(elements[d]), sum);
+          }
+        }
+      }
+    }
+  }
+}
+
+// ds and weights as weigh() leaves them.
+template <class C>
+__device__ __forceinline__ void add_special_terms(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+                                                  const SharedMemory<C>& shared, Passing passing,
+                                                  const Scores<C>& weights, const Scores<C>& ds,
+                                                  Output<C>& first, Output<C>& second) {
+  const AttentionParams& p = plan.params;
+  const Place<C> at{plan, work, lane, passing};
+  if constexpr (C::kSumsFirst) {
+    add_left_out(at, shared, shared.pass1_flags(), C::kOwnsQueries ? p.key : p.query,
+                 C::kOwnsQueries ? work.kv_head : passing.head, static_cast<int>(p.head_dim), ds, first);
+  }
+  if constexpr (C::kSumsSecond) {
+    add_left_out(at, shared, shared.pass2_flags(), plan.arguments.grad_out, passing.head,
+                 static_cast<int>(p.value_dim), weights, second);
+  }
+}
+
+}  // namespace selfattn::cuda::sm80::backward
