@@ -5,11 +5,12 @@ a peer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import gpu
 import torch
 from tolerances import assert_accurate
 from torch import Tensor
@@ -93,7 +94,7 @@ class Case:
     lse: bool = False
     opposed: float = 0.0  # what the first elements of query and key are off from 0, to either side
     seed: int = 0
-    device: str = "cpu"
+    device: str = gpu.DEVICE
 
     def __str__(self) -> str:
         shown = [NAMES[self.dtype]]
@@ -108,8 +109,7 @@ class Case:
         generator = torch.Generator().manual_seed(1000 + self.seed)
 
         def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
-            # Drawn on the CPU, so that every device gets the same numbers.
-            return torch.randn(shape, generator=generator, dtype=torch.float64).to(self.device, dtype)
+            return drawn(shape, generator).to(self.device, dtype)
 
         b, h, hk, q, k = self.batch, self.heads, self.kv_heads, self.queries, self.keys
         query, key = normal(b, h, q, self.head_dim), normal(b, hk, k, self.head_dim)
@@ -123,7 +123,7 @@ class Case:
         if self.mask is not None:
             shape, dtype = (MASKS | MORE_MASKS)[self.mask]
             shape = shape(b, h, q, k)
-            hidden = (torch.rand(shape, generator=generator) < 0.3).to(self.device)
+            hidden = (torch.rand(shape, generator=generator, device="cpu") < 0.3).to(self.device)
             if self.mask.endswith("tiles"):
                 hidden[..., : q // 3, k // 4 :] = True
                 hidden[..., q // 2 :, : k // 2] = True
@@ -136,7 +136,7 @@ class Case:
                 tensors["attn_mask"] = mask if min(shape) == 1 else mask.masked_fill(hidden, -torch.inf)
         if self.alibi:
             shape = (h,) if self.alibi == 1 else (b, h)
-            tensors["alibi_slopes"] = torch.rand(shape, generator=generator).to(self.device)
+            tensors["alibi_slopes"] = torch.rand(shape, generator=generator, device="cpu").to(self.device)
         if self.sinks:
             tensors["sinks"] = normal(h, dtype=torch.float32)
         return {
@@ -179,7 +179,22 @@ class Case:
         }
 
 
-def dropout_seed(manual_seed: int, device: str = "cpu") -> Tensor:
+def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
+    """Normal numbers in float64, drawn on the CPU, so that every device gets the same."""
+    return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
+
+
+def random_state() -> Tensor:
+    """The state of the generator that tensors of the tested device are drawn from."""
+    return torch.get_rng_state() if gpu.DEVICE == "cpu" else torch.cuda.get_rng_state()
+
+
+def set_random_state(state: Tensor) -> None:
+    """Puts it back."""
+    (torch.set_rng_state if gpu.DEVICE == "cpu" else torch.cuda.set_rng_state)(state)
+
+
+def dropout_seed(manual_seed: int, device: str = gpu.DEVICE) -> Tensor:
     """The seed that the package draws first after torch.manual_seed(manual_seed)."""
     torch.manual_seed(manual_seed)
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=device)
@@ -212,10 +227,7 @@ def gradients(
 
 def cotangents_of(results: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(2000 + seed)
-    return {
-        name: torch.randn(result.shape, generator=generator, dtype=torch.float64).to(result)
-        for name, result in results.items()
-    }
+    return {name: drawn(result.shape, generator).to(result) for name, result in results.items()}
 
 
 def _value_of_heads(tensors: dict[str, Tensor], case: Case) -> Tensor:
@@ -236,25 +248,20 @@ def _one_thread() -> Iterator[None]:
 def check(case: Case) -> dict[str, Tensor]:
     """Asserts that results and gradients of a case are as accurate as the table of tolerances demands, and
     returns them.
-
-    On CUDA, where there are no kernels for gradients, the results alone.
     """
     tensors = case.inputs()
     before = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     ours = case.run(tensors)
     cotangents = cotangents_of(ours, case.seed)
     cotangents["out"] = laid_out(cotangents["out"], case.grad_layout)
-    with_gradients = case.device == "cpu"
-    if with_gradients:
-        ours |= gradients(ours, cotangents, tensors)
+    ours |= gradients(ours, cotangents, tensors)
     with _one_thread():
         exact_tensors = exact_inputs(tensors)
         exact = case.formula(exact_tensors)
         # The formula with sums in the accumulation dtype: the best that this dtype can be expected to do.
         peer = case.formula(tensors)
-        if with_gradients:
-            exact |= gradients(exact, cotangents, exact_tensors)
-            peer |= gradients(peer, cotangents, tensors)
+        exact |= gradients(exact, cotangents, exact_tensors)
+        peer |= gradients(peer, cotangents, tensors)
         # The gradient of a score is the difference of two numbers of this size.
         terms = float((cotangents["out"].double() @ _value_of_heads(exact_tensors, case)).abs().max())
         for name, result in ours.items():

@@ -6,6 +6,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import gpu
@@ -15,53 +16,86 @@ import torch
 import selfattn_ext
 from selfattn_ext import backends
 
+if gpu.DEVICE != "cpu":
+    # Before the test modules, some of which make tensors as they are imported.
+    torch.set_default_device(gpu.DEVICE)
+    collect_ignore = [
+        path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in gpu.MODULES
+    ]
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"cpu_only(reason): left out with {gpu.DEVICE_VARIABLE}=cuda")
+    if gpu.DEVICE != "cpu" and (reason := gpu.missing()) is not None:
+        pytest.exit(f"{gpu.DEVICE_VARIABLE}={gpu.DEVICE}: this run {reason}", returncode=1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if gpu.DEVICE != "cpu":
+        apart = [item for item in items if item.get_closest_marker("cpu_only")]
+        config.hook.pytest_deselected(items=apart)
+        items[:] = [item for item in items if item not in apart]
+
 
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
 
 
-@pytest.fixture(params=backends.cpu_isas())
-def isa(request: pytest.FixtureRequest) -> Iterator[str]:
-    """Every instruction set of this machine, forced."""
-    with backends.use_cpu_isa(request.param):
-        yield request.param
-
-
 # A process that runs on one kernel, such as one of the emulator's, tests that one.
-KERNELS = (
+CPU_KERNELS = (
     [backends.forced_kernel()]
     if backends.forced_kernel()
     else [*(f"fused-{isa}" for isa in backends.cpu_isas()), "loops"]
 )
+#: Those of the device that the process tests.
+KERNELS = CPU_KERNELS if gpu.DEVICE == "cpu" else gpu.KERNELS
+
+
+@contextmanager
+def forced(kernel: str) -> Iterator[None]:
+    """Forces one of CPU_KERNELS or gpu.KERNELS: "name-isa", or "cuda" with the name of one after it."""
+    name, _, variant = kernel.partition("-")
+    if name == "cuda":
+        with backends.use(variant):
+            yield
+    else:
+        with backends.use(name), backends.use_cpu_isa(variant):
+            yield
 
 
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every kernel of this machine in every instruction set, forced."""
-    name, _, isa = request.param.partition("-")
-    with backends.use(name), backends.use_cpu_isa(isa):
+    with forced(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=backends.cpu_isas() if gpu.DEVICE == "cpu" else gpu.KERNELS)
+def isa(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every instruction set of this machine, forced; on a GPU, every kernel."""
+    # The former leaves the kernel that a process forces alone.
+    force = backends.use_cpu_isa if gpu.DEVICE == "cpu" else forced
+    with force(request.param):
         yield request.param
 
 
 @pytest.fixture(params=gpu.KERNELS)
 def cuda_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every way to compute on the GPU, forced; for modules that start with gpu.need()."""
-    with backends.use(request.param.partition("-")[2]):
+    with forced(request.param):
         yield request.param
 
 
 # Without a GPU the modules that are about nothing else say what is missing.
-@pytest.fixture(params=[*KERNELS, *(gpu.KERNELS if gpu.required() or gpu.missing() is None else ())])
+ALSO = gpu.KERNELS if gpu.DEVICE == "cpu" and (gpu.required() or gpu.missing() is None) else ()
+
+
+@pytest.fixture(params=[*KERNELS, *ALSO])
 def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every kernel of this machine, forced, and the device that it computes on: "cpu" or "cuda"."""
-    name, _, variant = request.param.partition("-")
-    if name == "cuda":
-        with backends.use(variant):
-            yield "cuda"
-    else:
-        with backends.use(name), backends.use_cpu_isa(variant):
-            yield "cpu"
+    with forced(request.param):
+        yield "cuda" if request.param.startswith("cuda") else "cpu"
 
 
 @pytest.fixture

@@ -1,4 +1,8 @@
-"""Whether tests can run on a GPU here, and what happens where they cannot."""
+"""Whether tests can run on a GPU here, what happens where they cannot, and which ones run there.
+
+SELFATTN_TEST_DEVICE=cuda makes the tests of MODULES, which name no device, compute on the GPU: torch's
+default device is that one then, and the fixtures force its kernels. tests/test_on_cuda.py runs them so.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +18,57 @@ REQUIRE = "SELFATTN_REQUIRE_CUDA"
 
 #: On a GPU: the kernel that a call gets by itself, and the one that takes every call.
 KERNELS = ("cuda", "cuda-simt")
+
+DEVICE_VARIABLE = "SELFATTN_TEST_DEVICE"
+#: Where tests compute that name no device: "cpu" or "cuda".
+DEVICE = os.environ.get(DEVICE_VARIABLE) or "cpu"
+
+#: The test modules that say as much about the GPU as about the CPU.
+MODULES = (
+    "test_decode.py",
+    "test_demo.py",
+    "test_determinism.py",
+    "test_double_backward.py",
+    "test_dropout.py",
+    "test_edge_cases.py",
+    "test_errors.py",
+    "test_func_transforms.py",
+    "test_functional.py",
+    "test_gradients.py",
+    "test_mask_gradient.py",
+    "test_masks.py",
+    "test_multihead_attention.py",
+    "test_multihead_layers.py",
+    "test_multihead_options.py",
+    "test_nn.py",
+    "test_notebook.py",
+    "test_ops.py",
+    "test_options_pairwise.py",
+    "test_pieces.py",
+    "test_precision.py",
+    "test_readme.py",
+    "test_reference.py",
+    "test_source_notebooks.py",
+    "test_special_numbers.py",
+    "test_viz.py",
+)
+
+#: Why the others do not, for names that begin with these words.
+ELSEWHERE = {
+    "test_amx": "instructions of a CPU",
+    "test_backends": "forces instruction sets of a CPU",
+    "test_benchmark": "times calls on the CPU",
+    "test_cli": "commands run in processes of their own; test_cuda_programs.py has those that compute",
+    "test_cuda": "is about the GPU anyway",
+    "test_emulat": "is about the emulator",
+    "test_gpu": "is about scripts for the GPU",
+    "test_install": "is about the build",
+    "test_jit": "is about the build",
+    "test_library": "is about the build",
+    "test_on_cuda": "runs the others",
+    "test_peak": "measures the CPU",
+    "test_peers": "is about other libraries on the CPU",
+}
 
 
 def missing() -> str | None:

@@ -6,6 +6,7 @@ import re
 import sys
 from pathlib import Path
 
+import gpu
 import pytest
 import torch
 
@@ -21,7 +22,7 @@ from selfattn_ext.demo.model import (
 )
 from selfattn_ext.terminal import CommandError
 
-CPU = torch.device("cpu")
+DEVICE = torch.device(gpu.DEVICE)
 SMALL = ModelSize(layers=2, heads=2, width=16, context=16)
 SENTENCES = "the cat sat on the mat. the dog sat on the log. " * 40
 
@@ -40,7 +41,18 @@ def corpus(content: str = SENTENCES, context: int = SMALL.context) -> text.Corpu
 def test_demo_trains_compares_samples_and_draws(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     book, picture = tmp_path / "book.txt", tmp_path / "drawn.png"
     book.write_text(SENTENCES, encoding="utf-8")
-    arguments = ["--text", str(book), "--steps", "3", "--seed", "5", "--out", str(picture)]
+    arguments = [
+        "--text",
+        str(book),
+        "--steps",
+        "3",
+        "--seed",
+        "5",
+        "--out",
+        str(picture),
+        "--device",
+        gpu.DEVICE,
+    ]
     assert main(["demo", *arguments]) == 0
     printed = capsys.readouterr()
     assert str(book) in printed.out
@@ -60,7 +72,9 @@ def test_demo_reports_an_attention_that_computes_something_else(
 
     monkeypatch.setattr(demo, "ATTENTIONS", (("selfattn_ext", sees_the_future), *demo.ATTENTIONS[1:]))
     # A few steps, as the attention of the untrained model adds nothing to what it predicts.
-    options = demo.Options(text=_book(tmp_path), steps=4, size=SMALL, out=tmp_path / "drawn.png")
+    options = demo.Options(
+        text=_book(tmp_path), steps=4, size=SMALL, device=gpu.DEVICE, out=tmp_path / "drawn.png"
+    )
     assert demo.run(options) == 1
     assert "MORE than rounding explains" in capsys.readouterr().out
 
@@ -69,14 +83,21 @@ def test_demo_without_matplotlib_trains_and_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
-    options = demo.Options(text=_book(tmp_path), steps=1, size=SMALL, out=tmp_path / "drawn.png")
+    options = demo.Options(
+        text=_book(tmp_path), steps=1, size=SMALL, device=gpu.DEVICE, out=tmp_path / "drawn.png"
+    )
     assert demo.run(options) == 0
     assert re.search(r"no attention heatmap: .*pip install selfattn_ext\[viz\]", capsys.readouterr().out)
 
 
 def test_demo_stops_early_on_a_slow_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = demo.Options(
-        text=_book(tmp_path), steps=50, max_seconds=1e-9, size=SMALL, out=tmp_path / "drawn.png"
+        text=_book(tmp_path),
+        steps=50,
+        max_seconds=1e-9,
+        size=SMALL,
+        device=gpu.DEVICE,
+        out=tmp_path / "drawn.png",
     )
     assert demo.run(options) == 0
     assert "stopped after 1 of 50 steps" in capsys.readouterr().out
@@ -90,14 +111,14 @@ def _book(folder: Path) -> Path:
 
 def test_the_twins_learn_and_their_losses_agree() -> None:
     found = corpus()
-    twins = race.line_up(demo.ATTENTIONS, len(found.symbols), SMALL, CPU)
-    assert race.train(twins, found, 60, 8, 0, CPU, max_seconds=60) == 60
+    twins = race.line_up(demo.ATTENTIONS, len(found.symbols), SMALL, DEVICE)
+    assert race.train(twins, found, 60, 8, 0, DEVICE, max_seconds=60) == 60
     ours = twins[0]
     assert len(ours.losses) == len(ours.seconds) == 60
     # Chance is the logarithm of 15 symbols, 2.7.
     assert ours.losses[0] > 2.2
     assert ours.losses[-1] < 1.0
-    assert race.held_out_loss(ours.model, found, CPU) < 1.2
+    assert race.held_out_loss(ours.model, found, DEVICE) < 1.2
     for other in twins[1:]:
         assert race.largest_difference(ours, other) < 1e-3
 
@@ -111,8 +132,10 @@ def test_the_race_takes_turns_on_the_same_batches() -> None:
             super().step(tokens, targets, learning_rate)
 
     found = corpus()
-    twins = race.line_up(demo.ATTENTIONS, len(found.symbols), SMALL, CPU)
-    race.train([Recorder(twin.name, twin.model, twin.optimizer) for twin in twins], found, 3, 2, 0, CPU, 60)
+    twins = race.line_up(demo.ATTENTIONS, len(found.symbols), SMALL, DEVICE)
+    race.train(
+        [Recorder(twin.name, twin.model, twin.optimizer) for twin in twins], found, 3, 2, 0, DEVICE, 60
+    )
     names = [name for name, _ in demo.ATTENTIONS]
     assert [name for name, _, _ in turns] == names * 3
     for step in range(3):

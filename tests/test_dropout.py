@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from cases import Case, check, dropout_seed
+from cases import Case, check, dropout_seed, random_state, set_random_state
 
 from selfattn_ext import attention_weights, reference, scaled_dot_product_attention
 
@@ -43,10 +43,10 @@ def test_governed_by_manual_seed() -> None:
     assert not torch.equal(first, second)
     torch.manual_seed(1)
     assert torch.equal(scaled_dot_product_attention(query, query, query, dropout_p=0.5), first)
-    state = torch.get_rng_state()
+    state = random_state()
     third = scaled_dot_product_attention(query, query, query, dropout_p=0.5)
     assert torch.equal(third, second)
-    torch.set_rng_state(state)
+    set_random_state(state)
     assert torch.equal(scaled_dot_product_attention(query, query, query, dropout_p=0.5), third)
 
 
@@ -73,6 +73,6 @@ def test_rate_and_mean() -> None:
 
 def test_no_dropout_draws_nothing() -> None:
     query = torch.randn(1, 1, 4, 4)
-    state = torch.get_rng_state()
+    state = random_state()
     scaled_dot_product_attention(query, query, query, dropout_p=0.0)
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(random_state(), state)

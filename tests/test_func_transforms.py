@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gpu
 import pytest
 import torch
 from cases import Case
@@ -300,6 +301,6 @@ def test_fake_tensors() -> None:
 def test_autocast_reaches_no_judge() -> None:
     """Second derivatives and forward mode compute in float32 under autocast too."""
     tensors = [torch.randn(1, 2, 6, 8) for _ in range(3)]
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(gpu.DEVICE, dtype=torch.bfloat16):
         inside = reference.attention(*tensors).out
     assert torch.equal(inside, reference.attention(*tensors).out)

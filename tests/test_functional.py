@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import itertools
 
+import gpu
 import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+from cases import random_state
 from tolerances import assert_accurate
 from torch.nn.attention.bias import causal_lower_right, causal_upper_left
 
@@ -149,10 +151,10 @@ def test_scale() -> None:
 
 def test_dropout_of_zero_may_be_an_int() -> None:
     query, key, value = qkv((2, 2, 3, 4), (2, 2, 3, 4), (2, 2, 3, 4))
-    state = torch.get_rng_state()
+    state = random_state()
     out = scaled_dot_product_attention(query, key, value, dropout_p=0)
     torch.testing.assert_close(out, F.scaled_dot_product_attention(query, key, value))
-    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(random_state(), state)
 
 
 def test_positional_arguments_are_those_of_torch() -> None:
@@ -235,7 +237,7 @@ def test_autocast(mask_dtype: torch.dtype | None) -> None:
     mask = None if mask_dtype is None else torch.ones(8, 8, dtype=torch.bool).tril()
     if mask_dtype == torch.float32:
         mask = torch.zeros(8, 8).masked_fill(~mask, -torch.inf)
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(gpu.DEVICE, dtype=torch.bfloat16):
         out = scaled_dot_product_attention(*tensors, mask)
         peer = F.scaled_dot_product_attention(*tensors, mask)
         assert attention_scores(*tensors[:2]).dtype == torch.bfloat16
@@ -248,19 +250,19 @@ def test_autocast(mask_dtype: torch.dtype | None) -> None:
     assert_accurate("out", out.detach(), exact, peer.detach())
     out.float().sum().backward()
     assert tensors[0].grad.dtype == torch.float32
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(gpu.DEVICE, dtype=torch.bfloat16):
         assert scaled_dot_product_attention(*(tensor.double() for tensor in tensors)).dtype == torch.float64
 
 
 def test_numpy_arrays() -> None:
     arrays = [np.random.default_rng(0).normal(size=shape) for shape in ((4, 3), (5, 3), (5, 3))]
-    query, key, value = map(torch.from_numpy, arrays)
+    query, key, value = (torch.from_numpy(array).to(gpu.DEVICE) for array in arrays)
     mask = torch.zeros(4, 5).masked_fill(torch.ones(4, 5).triu(1).bool(), -torch.inf)
     values, weights = scaled_dot_product_attention(query, key, value, mask, return_weights=True)
-    scores = arrays[0] @ arrays[1].T / np.sqrt(3) + mask.numpy()
+    scores = arrays[0] @ arrays[1].T / np.sqrt(3) + mask.cpu().numpy()
     expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    np.testing.assert_allclose(weights.numpy(), expected, rtol=1e-12)
-    np.testing.assert_allclose(values.numpy(), expected @ arrays[2], rtol=1e-12)
+    np.testing.assert_allclose(weights.cpu().numpy(), expected, rtol=1e-12)
+    np.testing.assert_allclose(values.cpu().numpy(), expected @ arrays[2], rtol=1e-12)
 
 
 def test_attention_weights_need_no_value() -> None:

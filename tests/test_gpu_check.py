@@ -8,6 +8,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+import gpu
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.sh"
@@ -93,6 +94,14 @@ def test_failures_are_told_and_stop_nothing(check: Check) -> None:
     assert re.search(r"^build +FAILED with 7 ", summary, re.M)
     assert re.search(r"^test +FAILED: stopped after 1 s", summary, re.M)
     assert re.search(r"^bench +passed", summary, re.M)
+
+
+def test_every_test_module_runs_on_the_gpu_or_says_why_not() -> None:
+    modules = {path.name for path in Path(__file__).parent.glob("test_*.py")}
+    assert set(gpu.MODULES) <= modules
+    for name in sorted(modules):
+        excused = [start for start in gpu.ELSEWHERE if name.startswith(start)]
+        assert len(excused) == (name not in gpu.MODULES), name
 
 
 def test_what_it_runs_is_there() -> None:

@@ -9,6 +9,7 @@ import warnings
 from collections.abc import Callable
 from typing import Any
 
+import gpu
 import pytest
 import torch
 from tolerances import assert_accurate
@@ -139,7 +140,7 @@ def test_autocast() -> None:
     ours, theirs = both({"batch_first": True, "add_bias_kv": True})
     x = torch.randn(2, 6, 32)
     padding = torch.zeros(2, 6).masked_fill(torch.arange(6) > 3, -math.inf)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(gpu.DEVICE, torch.bfloat16):
         actual, peer = (m(x, x, x, padding, need_weights=False)[0].detach() for m in (ours, theirs))
     exact = theirs.double()(*[x.double()] * 3, padding.double(), need_weights=False)[0].detach()
     assert actual.dtype == peer.dtype == torch.bfloat16

@@ -1,4 +1,4 @@
-"""Products of bfloat16 pieces: on every instruction set that has them, in every arithmetic that it takes.
+"""Products of pieces: wherever an instruction set or a GPU's kernel has them, in every arithmetic they take.
 
 tests/test_amx_emulated.py runs this file once more where AMX must be emulated.
 """
@@ -7,9 +7,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
 from typing import Any
 
+import gpu
 import pytest
 import torch
 from cases import MASKS, Case, check
@@ -24,27 +26,43 @@ NAMES = ("query", "key", "value")
 
 @dataclass(frozen=True)
 class Arithmetic:
-    isa: str
+    where: str  # an instruction set, or a CUDA kernel
     dtype: torch.dtype
     precision: str = "highest"
 
     def __str__(self) -> str:
-        return f"{self.isa}-{self.precision if self.dtype == FLOAT32 else str(self.dtype)[6:]}"
+        return f"{self.where}-{self.precision if self.dtype == FLOAT32 else str(self.dtype)[6:]}"
 
+
+#: On a GPU, and in a process that runs on its kernel in the emulator.
+TENSOR_CORES = gpu.DEVICE != "cpu" or backends.forced_kernel() == "sm80"
+#: Who has pieces, and who computes in plain floats.
+PLACES = ("sm80",) if TENSOR_CORES else ("amx", "avx512_bf16")
+PLAIN = "simt" if TENSOR_CORES else "avx512"
+
+HERE = {"sm80"} if TENSOR_CORES and gpu.DEVICE == "cpu" else set(backends.cpu_isas())
+if gpu.DEVICE != "cpu":
+    HERE = {kernel.name for kernel in backends.available(gpu.DEVICE)}
 
 #: One piece everywhere; more only where they are worth it.
 ARITHMETICS = [
-    Arithmetic(isa, dtype, precision)
-    for isa in ("amx", "avx512_bf16")
-    if isa in backends.cpu_isas()
+    Arithmetic(where, dtype, precision)
+    for where in PLACES
+    if where in HERE
     for dtype, precision in (
         (BFLOAT16, "highest"),
         (FLOAT32, "medium"),
-        *([(FLOAT16, "highest"), (FLOAT32, "highest"), (FLOAT32, "high")] if isa == "amx" else []),
+        *([(FLOAT16, "highest"), (FLOAT32, "highest"), (FLOAT32, "high")] if where != "avx512_bf16" else []),
     )
 ]
 
-only_amx = pytest.mark.skipif("amx" not in backends.cpu_isas(), reason="only AMX takes more than one piece")
+several_pieces = pytest.mark.skipif(
+    PLACES[0] not in HERE, reason="only AMX and tensor cores of a GPU take more than one piece"
+)
+
+
+def forced(where: str) -> AbstractContextManager[None]:
+    return backends.use(where) if TENSOR_CORES else backends.use_cpu_isa(where)
 
 
 @pytest.fixture(params=ARITHMETICS, ids=str)
@@ -52,9 +70,11 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
     """Forced, and proven to be what computes."""
     before = torch.get_float32_matmul_precision()
     torch.set_float32_matmul_precision(request.param.precision)
-    with backends.use_cpu_isa(request.param.isa):
-        probe = torch.zeros(1, 1, 16, 16, dtype=request.param.dtype)
-        assert backends.explain(probe, probe, probe).isa == request.param.isa
+    with forced(request.param.where):
+        if gpu.DEVICE != "cpu" or not TENSOR_CORES:  # what the emulator stands for is not explained
+            probe = torch.zeros(1, 1, 16, 16, dtype=request.param.dtype)
+            explanation = backends.explain(probe, probe, probe)
+            assert request.param.where in (explanation.isa, explanation.kernel)
         yield request.param
     torch.set_float32_matmul_precision(before)
 
@@ -153,7 +173,7 @@ def test_visible_numbers_without_pieces(where: str, arithmetic: Arithmetic) -> N
         tensors = tensors_of(arithmetic.dtype, (33, 100), (48, 16))
         tensors[where][0, 1, 5, 7] = junk
         results = everything(tensors, attn_mask=mask)
-        with backends.use_cpu_isa("avx512"):
+        with forced(PLAIN):
             expected = everything(tensors, attn_mask=mask)
         for name, result in results.items():
             assert torch.equal(result.isfinite(), expected[name].isfinite()), f"{name} with {junk}"
@@ -229,12 +249,12 @@ def test_magnitudes(factors: tuple[float, ...], arithmetic: Arithmetic) -> None:
         assert error <= allowed, f"{name}: {error:.2g}, allowed {allowed:.2g}"
 
 
-@only_amx
+@several_pieces
 def test_more_pieces_are_more_accurate() -> None:
     tensors = tensors_of(FLOAT32, (100, 150), (64, 64))
     exact = formula(tensors, torch.float64)
     before, seen = torch.get_float32_matmul_precision(), []
-    with backends.use_cpu_isa("amx"):
+    with forced(PLACES[0]):
         for precision in ("highest", "high", "medium"):
             torch.set_float32_matmul_precision(precision)
             seen.append(errors(tensors, exact))
@@ -244,7 +264,8 @@ def test_more_pieces_are_more_accurate() -> None:
         assert highest * 3 < high < medium / 50, name
 
 
-@only_amx
+@pytest.mark.cpu_only("tensor cores multiply float16 as torch does")
+@pytest.mark.skipif("amx" not in backends.cpu_isas(), reason="only AMX takes float16 apart")
 def test_float16_is_better_than_that_of_torch() -> None:
     tensors = {name: tensor * 4 for name, tensor in tensors_of(FLOAT16, (200, 300), (64, 64)).items()}
     exact = formula(tensors, torch.float64)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import gpu
 import pytest
 import torch
 from torch.func import grad, vmap
@@ -96,7 +97,7 @@ def test_other_dtypes_are_not(dtype: torch.dtype) -> None:
 
 def test_autocast_leaves_nothing_to_say() -> None:
     torch.set_float32_matmul_precision("medium")
-    with torch.autocast("cpu", torch.bfloat16), Recorder() as recorder:
+    with torch.autocast(gpu.DEVICE, torch.bfloat16), Recorder() as recorder:
         scaled_dot_product_attention(*qkv())
     assert recorder.seen == [("attention_forward", None)]
 

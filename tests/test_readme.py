@@ -29,7 +29,16 @@ def test_every_block_is_found() -> None:
     assert len(BLOCKS) == len(re.findall(r"^```python", README, re.M)) >= 8
 
 
-@pytest.mark.parametrize("block", BLOCKS, ids=lambda block: f"line {line_of(block)}")
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=pytest.mark.cpu_only("forces a kernel of the CPU"))
+        if "backends.use" in block["code"]
+        else block
+        for block in BLOCKS
+    ],
+    ids=lambda block: f"line {line_of(block)}",
+)
 def test_example(block: re.Match[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     # With the README's own line numbers, for tracebacks.

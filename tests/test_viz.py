@@ -45,7 +45,7 @@ def labels(axis: Any) -> list[str]:
 def test_one_head_shows_the_weights_and_the_tokens() -> None:
     weights = make_weights(4, 4)
     ax = viz.plot_attention(weights, TOKENS, title="head 3")
-    np.testing.assert_array_equal(drawn(ax), weights.numpy())
+    np.testing.assert_array_equal(drawn(ax), weights.cpu().numpy())
     assert labels(ax.xaxis) == labels(ax.yaxis) == TOKENS
     assert (ax.get_title(), ax.get_xlabel(), ax.get_ylabel()) == ("head 3", "key", "query")
     assert ax.get_ylim() == (4, 0)  # query 0 is the upper row
@@ -85,7 +85,7 @@ def test_options_of_one_head() -> None:
         lambda w: w.double(),
         lambda w: w.bfloat16().requires_grad_(),
         lambda w: w[None, None],
-        lambda w: w.numpy(),
+        lambda w: w.cpu().numpy(),
         lambda w: w.tolist(),
         lambda w: w.T.contiguous().T,
     ],
@@ -93,7 +93,7 @@ def test_options_of_one_head() -> None:
 )
 def test_forms_of_weights(convert: Callable[[torch.Tensor], Any]) -> None:
     weights = make_weights(3, 3)
-    np.testing.assert_allclose(drawn(viz.plot_attention(convert(weights))), weights.numpy(), atol=2e-3)
+    np.testing.assert_allclose(drawn(viz.plot_attention(convert(weights))), weights.cpu().numpy(), atol=2e-3)
 
 
 def test_labels_are_text() -> None:
@@ -115,7 +115,7 @@ def test_heads_share_one_scale() -> None:
     pictures = [ax for ax in figure.axes if ax.get_title().startswith("head")]
     assert [ax.get_title() for ax in pictures] == [f"head {h}" for h in range(5)]
     for h, ax in enumerate(pictures):
-        np.testing.assert_array_equal(drawn(ax), weights[0, h].numpy())
+        np.testing.assert_array_equal(drawn(ax), weights[0, h].cpu().numpy())
         assert (ax.collections[0].norm.vmin, ax.collections[0].norm.vmax) == (0, weights.max())
     # Labels stand at the left and lower edges: of 3 columns the last has no second row.
     assert [bool(labels(ax.yaxis)) for ax in pictures] == [True, False, False, True, False]
@@ -128,7 +128,7 @@ def test_chosen_heads_and_columns() -> None:
     figure = viz.plot_heads(weights, heads=[4, 1], columns=1)
     pictures = [ax for ax in figure.axes if ax.get_title().startswith("head")]
     assert [ax.get_title() for ax in pictures] == ["head 4", "head 1"]
-    np.testing.assert_array_equal(drawn(pictures[0]), weights[4].numpy())
+    np.testing.assert_array_equal(drawn(pictures[0]), weights[4].cpu().numpy())
     assert pictures[0].get_position().y0 > pictures[1].get_position().y1
 
 
@@ -139,7 +139,7 @@ def test_layers_are_rows(as_list: bool) -> None:
     figure = viz.plot_layers(given, TOKENS, layers=[1, 0], heads=[0, 2])
     titles = [ax.get_title() for ax in figure.axes if ax.get_title()]
     assert titles == ["layer 1 head 0", "layer 1 head 2", "layer 0 head 0", "layer 0 head 2"]
-    np.testing.assert_array_equal(drawn(figure.axes[1]), weights[1, 2].numpy())
+    np.testing.assert_array_equal(drawn(figure.axes[1]), weights[1, 2].cpu().numpy())
 
 
 def test_layers_with_different_numbers_of_heads() -> None:

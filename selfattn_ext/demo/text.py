@@ -65,7 +65,8 @@ class Corpus:
     """A text as symbol numbers, split into a training part and a held-out tail.
 
     The vocabulary is the most frequent MAX_SYMBOLS - 1 characters and, where the text has more, one symbol
-    for all others, so that a text in any script gives a small output layer.
+    for all others, so that a text in any script gives a small output layer. All tensors are on the CPU,
+    whatever torch's default device is.
 
     Args:
         text: what to train on.
@@ -97,7 +98,8 @@ class Corpus:
     def encode(self, text: str) -> Tensor:
         """Symbol numbers of a string of the text's characters, int64 (length,)."""
         other = self._number.get(UNKNOWN, 0)
-        return torch.tensor([self._number.get(symbol, other) for symbol in text], dtype=torch.int64)
+        numbers = [self._number.get(symbol, other) for symbol in text]
+        return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def decode(self, numbers: Tensor) -> str:
         """The string of symbol numbers of shape (length,)."""
@@ -105,13 +107,13 @@ class Corpus:
 
     def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
         """Random training sequences and what follows each symbol: two int64 tensors (size, context)."""
-        starts = torch.randint(len(self.training) - self.context, (size,), generator=generator)
+        starts = torch.randint(len(self.training) - self.context, (size,), generator=generator, device="cpu")
         return self._sequences(self.training, starts)
 
     def held_out_batch(self, size: int) -> tuple[Tensor, Tensor]:
         """Up to ``size`` evenly spread held-out sequences, the same at every call; shapes as batch()."""
         last = len(self.held_out) - self.context - 1
-        starts = torch.linspace(0, last, min(size, last + 1)).long()
+        starts = torch.linspace(0, last, min(size, last + 1), device="cpu").long()
         return self._sequences(self.held_out, starts)
 
     def prompt(self, length: int) -> Tensor:
@@ -123,5 +125,5 @@ class Corpus:
         return self.held_out[best : best + length]
 
     def _sequences(self, source: Tensor, starts: Tensor) -> tuple[Tensor, Tensor]:
-        positions = starts[:, None] + torch.arange(self.context)
+        positions = starts[:, None] + torch.arange(self.context, device="cpu")
         return source[positions], source[positions + 1]
