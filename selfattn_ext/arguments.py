@@ -100,8 +100,13 @@ def add_float32_precision(options: Options, query: Tensor) -> None:
     A backward has the options of its forward, so that it computes the same scores whatever the setting is by
     then.
     """
-    asked = precision.of_graph() if torch.compiler.is_dynamo_compiling() else precision.current()
-    if asked != "highest" and query.dtype is torch.float32:
+    if query.dtype is not torch.float32:
+        return
+    if torch.compiler.is_dynamo_compiling():
+        asked = precision.of_graph(query.is_cuda)
+    else:
+        asked = precision.current_on_cuda() if query.is_cuda else precision.current()
+    if asked != "highest":
         options["float32_precision"] = asked
 
 

@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import ops
+from . import calls, checks, ops
 from .arguments import Maybe, Options, formula, keywords_of
 from .reference import default_scale
 from .shapes import dense_rows
@@ -89,52 +89,6 @@ def attention(
     return out, weights, row_max + torch.log(row_sum) if want_lse else None
 
 
-def _contiguous(tensor: Maybe) -> Maybe:
-    return None if tensor is None else tensor.contiguous()
-
-
-def _backward(
-    grad_out: Tensor,
-    grad_weights: Maybe,
-    grad_lse: Maybe,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Maybe,
-    slopes: Maybe,
-    sinks: Maybe,
-    seed: Maybe,
-    out: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    residual: Maybe,
-    weights: Maybe,
-    scale: float,
-    options: Options,
-    need_mask_grad: bool,
-) -> tuple[Tensor, ...]:
-    """The six gradients of the operator; see Note [Gradient of weights and lse]."""
-    keywords = keywords_of(options, mask, slopes, sinks, seed)
-    if residual is not None or grad_weights is not None or grad_lse is not None or need_mask_grad:
-        keywords = dict(keywords)
-        if residual is not None:
-            keywords["out_residual"] = residual
-        grad_row = None
-        if grad_weights is not None:
-            if weights is None or query.dtype in ops.SIXTEEN_BITS:
-                shared = keywords_of(options, mask, slopes, sinks, seed)
-                weights = ops.attention_weights(query.float(), key.float(), row_max, row_sum, scale, **shared)
-            keywords["grad_weights"] = grad_weights
-            grad_row = (weights * grad_weights.to(weights.dtype)).sum(-1)
-        if grad_lse is not None:
-            grad_row = grad_lse.neg() if grad_row is None else grad_row - grad_lse
-        if grad_row is not None:
-            keywords["grad_row"] = grad_row
-        if need_mask_grad:
-            keywords["need_mask_grad"] = True
-    return ops.attention_backward(grad_out, query, key, value, out, row_max, row_sum, scale, **keywords)
-
-
 class _PlainAttention(Function):
     """Eager mode with no tensor but query, key and value, returning out: the least that a call can cost.
 
@@ -148,7 +102,7 @@ class _PlainAttention(Function):
         scale, is_causal, enable_gqa, options = call
         statistics: Any
         if options:
-            out, *statistics, residual = _forward(query, key, value, scale, options)
+            out, *statistics, residual = calls.forward(query, key, value, scale, options)
         else:
             out, statistics, residual = ops.plain_attention_forward(
                 query, key, value, scale, is_causal, enable_gqa
@@ -170,15 +124,21 @@ class _PlainAttention(Function):
                 grad_out, None, None, query, key, value, None, None, None, None, out, *statistics, residual,
                 None, scale, options, False,
             )  # fmt: skip
-        elif options:
-            if residual is not None:
-                options = {**options, "out_residual": residual}
-            row_max, row_sum = statistics
-            grads = ops.direct_backward(grad_out, query, key, value, out, row_max, row_sum, scale, **options)
-        else:
-            grads = ops.plain_attention_backward(
-                grad_out, query, key, value, out, statistics, residual, scale, is_causal
-            )
+            return grads[0], grads[1], grads[2], None
+        try:
+            if options:
+                if residual is not None:
+                    options = {**options, "out_residual": residual}
+                row_max, row_sum = statistics
+                grads = ops.direct_backward(
+                    grad_out, query, key, value, out, row_max, row_sum, scale, **options
+                )
+            else:
+                grads = ops.plain_attention_backward(
+                    grad_out, query, key, value, out, statistics, residual, scale, is_causal
+                )
+        except MemoryError as error:
+            raise checks.out_of_memory(error, query) from None
         return grads[0], grads[1], grads[2], None
 
 
@@ -209,7 +169,7 @@ class _Attention(Function):
         want_lse: bool,
     ) -> Any:
         keywords = keywords_of(options, mask, slopes, sinks, seed)
-        statistics = _forward(query, key, value, scale, keywords)
+        statistics = calls.forward(query, key, value, scale, keywords)
         out, row_max, row_sum, _ = statistics
         weights = None
         if want_weights:
@@ -236,7 +196,7 @@ class _Attention(Function):
         grad_out = grads[0] if grads[0] is not None else torch.zeros_like(saved[7])
         grad_weights = grads[1] if want_weights else None
         grad_lse = grads[-1] if want_lse else None
-        run: Any = _backward
+        run: Any = calls.backward
         if (
             torch.is_grad_enabled()
             or torch._C._are_functorch_transforms_active()
@@ -250,15 +210,6 @@ class _Attention(Function):
 
 
 _eager_attention = super(Function, _Attention).apply
-
-
-def _forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: Any, keywords: Options
-) -> tuple[Tensor, Tensor, Tensor, Maybe]:
-    """out, row_max, row_sum and, where the dtype has one, out_residual, for a backward to come."""
-    if query.dtype in ops.SIXTEEN_BITS:
-        return ops.attention_forward(query, key, value, scale, need_residual=True, **keywords)
-    return *ops.attention_forward(query, key, value, scale, **keywords)[:3], None
 
 
 def _only_needed(results: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Maybe, ...]:
@@ -282,8 +233,8 @@ class _TransformedAttention(Function):
         want_weights: bool,
     ) -> tuple[Tensor, ...]:
         query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
-        keywords = keywords_of(options, mask, _contiguous(slopes), _contiguous(sinks), seed)
-        out, row_max, row_sum, residual = _forward(query, key, value, scale, keywords)
+        keywords = keywords_of(options, mask, calls.contiguous(slopes), calls.contiguous(sinks), seed)
+        out, row_max, row_sum, residual = calls.forward(query, key, value, scale, keywords)
         results: tuple[Tensor, ...] = (out, row_max + torch.log(row_sum), row_max, row_sum)
         if residual is not None:
             results = (*results, residual)
@@ -341,8 +292,8 @@ class _AttentionBackward(Function):
         grad_out, grad_weights, grad_lse, query, key, value, *rest = inputs
         query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
         mask, slopes, sinks, *rest = rest
-        slopes, sinks = _contiguous(slopes), _contiguous(sinks)
-        return _backward(grad_out, grad_weights, grad_lse, query, key, value, mask, slopes, sinks, *rest)
+        slopes, sinks = calls.contiguous(slopes), calls.contiguous(sinks)
+        return calls.backward(grad_out, grad_weights, grad_lse, query, key, value, mask, slopes, sinks, *rest)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import ops, reference
+from . import checks, ops, reference
 from .arguments import Maybe, Options
 from .reference import accumulation_dtype
 from .shapes import dense_rows
@@ -83,9 +83,12 @@ class _ScoresBackward(Function):
     def forward(  # type: ignore[override]
         grad: Tensor, query: Tensor, key: Tensor, scale: float, kernel: str
     ) -> tuple[Tensor, Tensor]:
-        return ops.attention_scores_backward(
-            grad, dense_rows(query), dense_rows(key), scale, kernel_name=kernel
-        )
+        try:
+            return ops.attention_scores_backward(
+                grad, dense_rows(query), dense_rows(key), scale, kernel_name=kernel
+            )
+        except MemoryError as error:
+            raise checks.out_of_memory(error, query) from None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -177,7 +180,10 @@ class _MaskedSoftmaxBackward(Function):
 
     @staticmethod
     def forward(grad: Tensor, weights: Tensor, scale: float, kernel: str) -> Tensor:  # type: ignore[override]
-        return ops.masked_softmax_backward(grad, weights, scale, kernel_name=kernel)
+        try:
+            return ops.masked_softmax_backward(grad, weights, scale, kernel_name=kernel)
+        except MemoryError as error:
+            raise checks.out_of_memory(error, weights) from None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -142,6 +142,10 @@ def use(name: str) -> Iterator[None]:
     """Inside the ``with`` block, calls of this thread or task take the kernel ``name``; "" is the automatic
     choice.
 
+    A gradient takes the kernel of its forward, wherever it is taken. torch computes gradients of CUDA tensors
+    in threads of its own, so that a forward which activation checkpointing repeats there is chosen for
+    automatically; SELFATTN_KERNEL holds for all threads.
+
     Raises:
         ValueError: no kernel has that name, or this machine cannot run it.
     """
@@ -295,7 +299,9 @@ def _explain_on_cuda(call: arguments.Prepared, options: arguments.Options, force
         isa="cuda",
         device=str(query.device),
         dtype=str(query.dtype).removeprefix("torch."),
-        float32_precision=precision.current() if query.dtype is torch.float32 else None,
+        float32_precision=options.get("float32_precision", "highest")
+        if query.dtype is torch.float32
+        else None,
         threads=None,
         refused=refused,
     )

@@ -30,7 +30,8 @@ _is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_dynamo_compiling
-_float32_precision = precision.current
+_precision = precision.current
+_precision_on_cuda = precision.current_on_cuda
 _FLOAT32 = torch.float32
 
 
@@ -173,8 +174,10 @@ def scaled_dot_product_attention(
         ):
             try:
                 given = None if scale is None else checks.scale(scale)
-                if (asked := _float32_precision()) != "highest" and query.dtype is _FLOAT32:
-                    options["float32_precision"] = asked
+                if query.dtype is _FLOAT32:
+                    asked = _precision_on_cuda() if query.is_cuda else _precision()
+                    if asked != "highest":
+                        options["float32_precision"] = asked
                 if options:
                     given = default_scale(query.size(3)) if given is None else given
                     if is_causal:

@@ -112,9 +112,14 @@ class Alibi:
         slopes = torch.tensor(self.slopes, dtype=dtype, device=device)
         return alibi_bias(slopes, query_length, key_length, self.query_offset)
 
-    def options(self) -> dict[str, Any]:
-        """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`."""
-        return {"alibi_slopes": torch.tensor(self.slopes), "query_offset": self.query_offset}
+    def options(self, device: Device = None) -> dict[str, Any]:
+        """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`.
+
+        The slopes are a tensor on ``device``, which must be that of the query. A training loop makes them
+        once: bringing numbers to a GPU waits for it, and a CUDA graph cannot record it.
+        """
+        slopes = torch.tensor(self.slopes, device=device)
+        return {"alibi_slopes": slopes, "query_offset": self.query_offset}
 
 
 def alibi_bias(slopes: Tensor, query_length: int, key_length: int, query_offset: int = 0) -> Tensor:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-__all__ = ["current", "of_graph"]
+__all__ = ["current", "current_on_cuda", "of_graph"]
 
 _setting = torch._C._get_float32_matmul_precision
 
@@ -29,22 +29,34 @@ def current() -> str:
     try:
         return _setting()
     except RuntimeError:
-        matmul: Any = torch.backends.mkldnn.matmul  # type: ignore[attr-defined]
-        return _OF_BACKENDS.get(matmul.fp32_precision, "highest")
+        return _of_backend(torch.backends.mkldnn)
 
 
-def of_graph() -> str:
-    """:func:`current`, for a graph that torch.compile traces: see Note [Precision in compiled graphs]."""
+def current_on_cuda() -> str:
+    """The same for tensors on CUDA: devices apart, that of torch.backends.cuda.matmul.fp32_precision."""
+    try:
+        return _setting()
+    except RuntimeError:
+        return _of_backend(torch.backends.cuda)
+
+
+def _of_backend(backend: Any) -> str:
+    return _OF_BACKENDS.get(backend.matmul.fp32_precision, "highest")
+
+
+def of_graph(on_cuda: bool) -> str:
+    """One of the two, for a graph that torch.compile traces: see Note [Precision in compiled graphs]."""
+    asked = current_on_cuda if on_cuda else current
     try:
         from torch._dynamo.guards import GuardBuilder, install_guard
         from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, ImportSource
 
         module = AttrSource(ImportSource(__package__), __name__.rpartition(".")[2])
-        source = CallFunctionNoArgsSource(AttrSource(module, current.__name__))
+        source = CallFunctionNoArgsSource(AttrSource(module, asked.__name__))
         install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
     except (ImportError, AttributeError, TypeError):
         return "highest"
-    return current()
+    return asked()
 
 
 # Dynamo calls it while it traces, instead of tracing it.

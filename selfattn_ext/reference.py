@@ -26,6 +26,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .capture import is_capturing
 from .masks import alibi_bias, visible_pairs
 
 __all__ = [
@@ -205,8 +206,13 @@ def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def _all_finite(*tensors: Tensor) -> bool:
-    """Whether every element is finite, asked of the stored data where torch.func has wrapped the tensors."""
+    """Whether every element is finite, asked of the stored data where torch.func has wrapped the tensors.
+
+    While a CUDA graph records, nobody knows: then the answer must be no.
+    """
     for tensor in tensors:
+        if is_capturing(tensor):
+            return False
         while torch._C._functorch.is_functorch_wrapped_tensor(tensor):
             tensor = torch._C._functorch.get_unwrapped(tensor)
         if not bool(torch.isfinite(tensor.detach()).all()):

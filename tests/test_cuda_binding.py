@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import selfattn_ext
-from selfattn_ext import backends, checks, library, ops
+from selfattn_ext import backends, calls, checks, library, ops
 
 BUILD = library.extension().build_info()
 needs_kernels = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")
@@ -182,6 +182,27 @@ class TestChecks:
         with pytest.raises(RuntimeError, match="NVIDIA driver"):
             selfattn_ext.scaled_dot_product_attention(self.here, self.here, self.here)
 
+    @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+    def test_gradients_ask_the_gpu_for_memory(self) -> None:
+        """All checks pass, and the results want memory."""
+        call = {name: claimed(tensor) for name, tensor in arguments_of_backward().items()}
+        x, square = call["query"], call["grad_weights"]
+        with pytest.raises(MemoryError, match=r"not enough memory for grad_mask of shape \(1, 2, 4, 4\)"):
+            ops.attention_backward(**call, scale=1.0, dropout_p=0.5, need_mask_grad=True)
+        statistics = claimed(torch.zeros(2, 1, 2, 4))
+        with pytest.raises(MemoryError, match="grad_query"):
+            ops.plain_attention_backward(x, x, x, x, x, statistics, None, None, False)
+        with pytest.raises(MemoryError, match="grad_query"):
+            ops.attention_scores_backward(square, x, x, 1.0)
+        with pytest.raises(MemoryError, match="grad_scores"):
+            ops.masked_softmax_backward(x, x, 1.0)
+        rows, seed = call["row_max"], call["dropout_seed"]
+        nothing: Any = (None,) * 2
+        with pytest.raises(RuntimeError, match="NVIDIA driver"):
+            calls.backward(
+                x, *nothing, x, x, x, None, None, None, seed, x, rows, rows, *nothing, 1.0, {}, False
+            )
+
 
 class TestKernels:
     def test_table(self) -> None:
@@ -303,3 +324,27 @@ class TestOutOfMemory:
         else:
             assert isinstance(error, torch.OutOfMemoryError)
             assert "CUDA out of memory: not enough memory for out" in str(error)
+
+    @pytest.mark.parametrize(
+        ("name", "call"),
+        [
+            ("plain_attention_backward", lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x)),
+            ("direct_backward", lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x, softcap=1.0)),
+            ("attention_backward", lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x, x @ x.mT)),
+            ("attention_scores_backward", lambda x: selfattn_ext.attention_scores(x, x)),
+            ("masked_softmax_backward", lambda x: selfattn_ext.masked_softmax(x)),
+        ],
+        ids=lambda value: value if isinstance(value, str) else "",
+    )
+    def test_in_gradients(self, name: str, call: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        def fails(*arguments: Any, **options: Any) -> None:
+            raise MemoryError("not enough memory for grad_query (36 bytes)")
+
+        def of_torch(error: MemoryError, tensor: Tensor) -> Exception:
+            return torch.OutOfMemoryError(f"{error} on {tensor.device}")
+
+        out = call(torch.randn(1, 2, 4, 4, requires_grad=True))
+        monkeypatch.setattr(ops, name, fails)
+        monkeypatch.setattr(checks, "out_of_memory", of_torch)
+        with pytest.raises(torch.OutOfMemoryError, match=r"grad_query \(36 bytes\) on cpu"):
+            out.sum().backward()

@@ -8,10 +8,11 @@ from typing import Any
 import gpu
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from selfattn_ext import attention_weights, backends, ops, precision, scaled_dot_product_attention
+from selfattn_ext import attention_weights, backends, functional, ops, precision, scaled_dot_product_attention
 
 SETTINGS = ("highest", "high", "medium")
 
@@ -168,16 +169,16 @@ def test_a_graph_without_a_guard_is_exact(compiled: Any, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize(
-    ("change", "answer"),
+    ("change", "answer", "on_cuda"),
     [
-        ("torch.set_float32_matmul_precision('high')", "high"),
-        ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", "medium"),
-        ("torch.backends.mkldnn.matmul.fp32_precision = 'tf32'", "high"),
-        ("torch.backends.mkldnn.matmul.fp32_precision = 'ieee'", "highest"),
-        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "highest"),
+        ("torch.set_float32_matmul_precision('high')", "high", "high"),
+        ("torch.backends.mkldnn.matmul.fp32_precision = 'bf16'", "medium", "highest"),
+        ("torch.backends.mkldnn.matmul.fp32_precision = 'tf32'", "high", "highest"),
+        ("torch.backends.mkldnn.matmul.fp32_precision = 'ieee'", "highest", "highest"),
+        ("torch.backends.cuda.matmul.fp32_precision = 'tf32'", "highest", "high"),
     ],
 )
-def test_devices_set_apart(change: str, answer: str, run_python: Callable[..., str]) -> None:
+def test_devices_set_apart(change: str, answer: str, on_cuda: str, run_python: Callable[..., str]) -> None:
     """Then torch.get_float32_matmul_precision raises, and attention must not."""
     script = (
         "import torch\n"
@@ -185,9 +186,23 @@ def test_devices_set_apart(change: str, answer: str, run_python: Callable[..., s
         f"{change}\n"
         "x = torch.ones(1, 1, 2, 2)\n"
         "scaled_dot_product_attention(x, x, x)\n"
-        "print(precision.current())\n"
+        "print(precision.current(), precision.current_on_cuda())\n"
     )
-    assert run_python(script).strip() == answer
+    assert run_python(script).split() == [answer, on_cuda]
+
+
+@pytest.mark.parametrize("options", [{}, {"softcap": 2.0}, {"dropout_p": 0.5}], ids=str)
+def test_tensors_on_cuda_have_a_setting_of_their_own(
+    options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(functional, "_precision_on_cuda", lambda: "medium")
+    monkeypatch.setattr(precision, "current_on_cuda", lambda: "medium")
+    with FakeTensorMode():
+        for device, asked in (("cuda", "medium"), ("cpu", "highest")):
+            x = torch.empty(1, 2, 3, 4, device=device)
+            with Recorder() as recorder:
+                scaled_dot_product_attention(x, x, x, **options)
+            assert {precision for _, precision in recorder.seen} == {passed(asked)}
 
 
 def test_explained(setting: str) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..capture import is_capturing
 from ..functional import scaled_dot_product_attention
 from .checks import check_input, check_positive
 
@@ -178,8 +179,8 @@ def _visible(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     if mask.is_complex():
         raise TypeError(f"mask must be bool, integer or float, got {mask.dtype}")
     # An additive mask of 0 and -inf means the opposite of what its values mean here.
-    can_look = mask.is_floating_point() and not torch.compiler.is_compiling()
-    if can_look and not bool(((mask == 0) | (mask == 1)).all()):
+    can_look = not torch.compiler.is_compiling() and not is_capturing(mask)
+    if mask.is_floating_point() and can_look and not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(
             "mask must hold 0 (hidden) and 1 (visible) only; an additive mask of 0 and -inf is for "
             "scaled_dot_product_attention"

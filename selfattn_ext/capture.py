@@ -1,0 +1,17 @@
+"""Whether a CUDA graph records the calls that are made.
+
+While it does, nothing runs: there are no values that Python could look at, and asking for one ends the
+recording with an error. So whatever decides by values has to know.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+__all__ = ["is_capturing"]
+
+
+def is_capturing(tensor: Tensor) -> bool:
+    """Whether a CUDA graph records what is done with the tensor."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
