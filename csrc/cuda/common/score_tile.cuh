@@ -77,15 +77,24 @@ class ScoreTile {
       const T cap = static_cast<T>(p.softcap);
       s = rounded_product(cap, hyperbolic_tangent(s / cap));
     }
-    if (slope_ != T(0)) {
-      const int64_t distance = corner_ + (row - column);
-      s -= rounded_product(slope_, static_cast<T>(distance < 0 ? -distance : distance));
-    }
+    if (slope_ != T(0)) s -= rounded_product(slope_, distance(row, column));
     if (p.mask.data != nullptr) {
       const T b = bias(row, column);
       s = b == -infinity<T>() ? b : s + b;
     }
     return s;
+  }
+
+  // What ALiBi multiplies a slope by and subtracts.
+  __device__ __forceinline__ T distance(int row, int column) const {
+    const int64_t distance = corner_ + (row - column);
+    return static_cast<T>(distance < 0 ? -distance : distance);
+  }
+
+  // d softcap(s) / ds where s is scaled(dot).
+  __device__ __forceinline__ T softcap_slope(T dot) const {
+    const T t = hyperbolic_tangent(scaled(dot) / static_cast<T>(p.softcap));
+    return T(1) - t * t;
   }
 
   // The final score of any element: -inf where it is hidden by whatever rule, or outside of the tensors.

@@ -77,13 +77,6 @@ __device__ __forceinline__ T largest_of_row(T x) {
   return x;
 }
 
-template <class T>
-__device__ __forceinline__ T sum_of_row(T x) {
-#pragma unroll
-  for (int lanes = kThreadColumns / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kWholeWarp, x, lanes);
-  return x;
-}
-
 // Scores become weights relative to the largest score so far, -0 where hidden: see is_hidden. What the rows
 // have summed up before follows their maximum. state.sum is this thread's share of a row's sum.
 template <class T>
@@ -167,29 +160,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int n = 0; n < kOutputPanels; ++n) {
       const int64_t column = plan.first_column + n * kColumns;
       if (column >= p.value_dim) continue;
-      // Each tile is summed up by itself and then added: the errors of a long sum stay small.
-      Fragment<T> part;
-      clear<T>(part);
-      for (int step = 0; step < kColumns && key + step < plan.visible.end; step += kDepth<T>) {
-        __syncthreads();
-        const bool odd =
-            load_rows<kDType>(shared.columns, plan.values, key + step, p.keys, column, p.value_dim);
-        const bool skip_hidden = __syncthreads_or(odd);
-        const T* const weights = shared.weights + panel_size<kRows<T>>(step);
-        const int steps = smaller(p.keys - key - step, kDepth<T>);
-        if (has_rows && skip_hidden) {
-          multiply<T, true>(weights, shared.columns, steps, part);
-        } else if (has_rows) {
-          multiply<T>(weights, shared.columns, steps, part);
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kRowsPerThread<T>; ++r) {
-#pragma unroll
-        for (int c = 0; c < kColumnsPerThread; ++c) {
-          out[n][r][c] += part[r][c];
-        }
-      }
+      add_weighted<kDType>(shared.weights, shared.columns, plan.values, key, plan.visible.end, column,
+                           p.value_dim, has_rows, out[n]);
     }
   }
 

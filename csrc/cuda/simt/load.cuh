@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../common/element.cuh"
+#include "../common/elementary.cuh"
 #include "tile.cuh"
 
 namespace selfattn::cuda::simt {
@@ -98,24 +99,24 @@ __device__ __forceinline__ void load_transposed(T* panel, const RowSource<kDType
   }
 }
 
-// panel(k, x) = source(first_row + k, first_column + x) for k < kDepth and x < kColumns, zeros beyond `rows`
+// panel(k, x) = source(first_row + k, first_column + x) for k < kDepth and x < kWidth, zeros beyond `rows`
 // and `columns`. Returns whether this thread loaded anything infinite or NaN.
-template <DType kDType, class T>
+template <DType kDType, int kWidth = kColumns, class T>
 __device__ __forceinline__ bool load_rows(T* panel, const RowSource<kDType> source, int64_t first_row,
                                           int64_t rows, int64_t first_column, int64_t columns) {
-  constexpr int kVectors = kColumns / kVector<T>;
+  constexpr int kVectors = kWidth / kVector<T>;
   const int own_k = static_cast<int>(threadIdx.x) / kVectors;
   const int x = static_cast<int>(threadIdx.x) % kVectors * kVector<T>;
   const int rows_left = smaller(rows - first_row, kDepth<T>) - own_k;
-  const int columns_left = smaller(columns - first_column, kColumns) - x;
+  const int columns_left = smaller(columns - first_column, kWidth) - x;
   const auto* const at = source.data + (first_row + own_k) * source.row_stride + (first_column + x);
-  T* const to = panel + panel_index<T, kColumns>(own_k, x);
+  T* const to = panel + panel_index<T, kWidth>(own_k, x);
   T sum = T(0);
 #pragma unroll
   for (int i = 0; i < kDepth<T>; i += kThreads / kVectors) {
     const Vector<T> v = source.vector(at + i * source.row_stride, i < rows_left ? columns_left : 0);
     sum += not_finite_as_nan(v);
-    *reinterpret_cast<Vector<T>*>(to + panel_index<T, kColumns>(i, 0)) = v;
+    *reinterpret_cast<Vector<T>*>(to + panel_index<T, kWidth>(i, 0)) = v;
   }
   return sum != T(0);
 }

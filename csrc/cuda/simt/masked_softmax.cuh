@@ -1,5 +1,6 @@
-// masked_softmax: scale, mask and softmax of given scores. A warp owns a row: there is nothing to multiply,
-// and so nothing to share. It reads the row twice, for the statistics and for the weights.
+// masked_softmax: scale, mask and softmax of given scores, and its gradient. A warp owns a row: there is
+// nothing to multiply, and so nothing to share. It reads the row twice, for the statistics and for the
+// result.
 #pragma once
 
 #include "../common/element.cuh"
@@ -13,6 +14,11 @@ namespace selfattn::cuda::simt {
 constexpr int kSoftmaxRows = kThreads / kWarp;  // of a block
 constexpr int kKeysPerLane = 4;                 // at a time
 constexpr int kKeysAtOnce = kWarp * kKeysPerLane;
+
+template <class Storage>
+__device__ __forceinline__ Storage* row_of(const View& view, const HeadTile& at) {
+  return static_cast<Storage*>(view.data) + view.offset(at.batch, at.head, at.first_row);
+}
 
 // One state from those of the lanes, in all lanes.
 template <class T>
@@ -54,9 +60,8 @@ __global__ void __launch_bounds__(kThreads, 4)
                     p.heads, p.queries, 1);
   if (at.batch >= p.batch) return;
 
-  const Storage* const from =
-      static_cast<const Storage*>(scores.data) + scores.offset(at.batch, at.head, at.first_row);
-  Storage* const to = static_cast<Storage*>(result.data) + result.offset(at.batch, at.head, at.first_row);
+  const Storage* const from = row_of<Storage>(scores, at);
+  Storage* const to = row_of<Storage>(result, at);
   ScoreTile<T> tile(p, at.batch, at.head, at.first_row);
 
   T s[kKeysPerLane];
@@ -100,6 +105,58 @@ void masked_softmax(const SoftmaxParams& s, const Launch& where) {
   p.query_offset = s.query_offset;
   const int64_t blocks = divide_up(p.batch * p.heads * p.queries, kSoftmaxRows);
   launch_blocks(&masked_softmax_kernel<kDType>, blocks, kThreads, 0, where, p, s.scores, s.result);
+}
+
+// dS = scale · P (dP - Σ P dP). A weight of 0 is that of a hidden key, whose gradient must not matter even
+// where it is NaN.
+template <DType kDType>
+__global__ void __launch_bounds__(kThreads, 4)
+    masked_softmax_gradient_kernel(const SoftmaxParams p, const int64_t first_block) {
+  using T = typename Element<kDType>::Accumulation;
+  using Storage = typename Element<kDType>::Storage;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const HeadTile at((first_block + blockIdx.x) * kSoftmaxRows + static_cast<int>(threadIdx.x) / kWarp,
+                    p.heads, p.queries, 1);
+  if (at.batch >= p.batch) return;
+
+  const Storage* const weights = row_of<Storage>(p.scores, at);
+  const Storage* const grads = row_of<Storage>(p.grad, at);
+  Storage* const to = row_of<Storage>(p.result, at);
+
+  T sums[kKeysPerLane] = {};
+#pragma unroll 1
+  for (int64_t first = lane; first < p.keys; first += kKeysAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int64_t key = first + i * kWarp;
+      if (key >= p.keys) continue;
+      const T weight = Element<kDType>::widen(weights[key]), grad = Element<kDType>::widen(grads[key]);
+      if (weight != T(0)) sums[i] = multiply_add(weight, grad, sums[i]);
+    }
+  }
+  T sum = T(0);
+#pragma unroll
+  for (int i = 0; i < kKeysPerLane; ++i) sum += sums[i];
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
+
+  const T scale = static_cast<T>(p.scale);
+#pragma unroll 1
+  for (int64_t first = lane; first < p.keys; first += kKeysAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int64_t key = first + i * kWarp;
+      if (key >= p.keys) continue;
+      const T weight = Element<kDType>::widen(weights[key]), grad = Element<kDType>::widen(grads[key]);
+      to[key] = Element<kDType>::narrow(weight != T(0) ? scale * (weight * (grad - sum)) : T(0));
+    }
+  }
+}
+
+template <DType kDType>
+void masked_softmax_backward(const SoftmaxParams& p, const Launch& where) {
+  const int64_t blocks = divide_up(p.batch * p.heads * p.queries, kSoftmaxRows);
+  launch_blocks(&masked_softmax_gradient_kernel<kDType>, blocks, kThreads, 0, where, p);
 }
 
 }  // namespace selfattn::cuda::simt

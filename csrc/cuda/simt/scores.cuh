@@ -7,6 +7,14 @@
 
 namespace selfattn::cuda::simt {
 
+// The sum of the numbers that the threads of a row hold.
+template <class T>
+__device__ __forceinline__ T sum_of_row(T x) {
+#pragma unroll
+  for (int lanes = kThreadColumns / 2; lanes > 0; lanes /= 2) x += __shfl_xor_sync(kWholeWarp, x, lanes);
+  return x;
+}
+
 // Where the thread's element (r, c) lies in a panel of weights, whose steps are keys.
 template <class T>
 __device__ __forceinline__ int weight_index(int r, int c) {

@@ -4,6 +4,8 @@
 #include <stdexcept>
 #include <string>
 
+#include "../rows/rows.h"
+
 namespace selfattn::cuda {
 
 namespace simt {
@@ -19,11 +21,11 @@ const char* refuses(const AttentionParams&, int capability) {
 size_t forward_workspace(const AttentionParams&) { return 0; }
 
 // Calls the function of the params' dtype: one of four with the same arguments.
-template <class Params, class... Arguments>
-void call_for_dtype(const Params& p, void (*float64)(const Params&, Arguments...),
-                    void (*float32)(const Params&, Arguments...),
-                    void (*bfloat16)(const Params&, Arguments...),
-                    void (*float16)(const Params&, Arguments...), Arguments... arguments) {
+template <class Result, class Params, class... Arguments>
+Result call_for_dtype(const Params& p, Result (*float64)(const Params&, Arguments...),
+                      Result (*float32)(const Params&, Arguments...),
+                      Result (*bfloat16)(const Params&, Arguments...),
+                      Result (*float16)(const Params&, Arguments...), Arguments... arguments) {
   switch (p.dtype) {
     case DType::kFloat64:
       return float64(p, arguments...);
@@ -40,26 +42,58 @@ void call_for_dtype(const Params& p, void (*float64)(const Params&, Arguments...
 }
 
 void forward_of_dtype(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
-  call_for_dtype<AttentionParams, const ForwardOutputs&, const Launch&>(
+  call_for_dtype<void, AttentionParams, const ForwardOutputs&, const Launch&>(
       p, &forward<DType::kFloat64>, &forward<DType::kFloat32>, &forward<DType::kBFloat16>,
       &forward<DType::kFloat16>, outputs, where);
 }
 
 void weights_of_dtype(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
-  call_for_dtype<AttentionParams, const WeightsOutputs&, const Launch&>(
+  call_for_dtype<void, AttentionParams, const WeightsOutputs&, const Launch&>(
       p, &weights<DType::kFloat64>, &weights<DType::kFloat32>, &weights<DType::kBFloat16>,
       &weights<DType::kFloat16>, outputs, where);
 }
 
+size_t backward_workspace(const AttentionParams& p, const BackwardArguments& a) {
+  const size_t rows = rows::row_gradients_bytes(p);
+  if (a.grad_mask.data == nullptr) return rows;
+  return rows + call_for_dtype<size_t, AttentionParams, const BackwardArguments&>(
+                    p, &mask_workspace<DType::kFloat64>, &mask_workspace<DType::kFloat32>,
+                    &mask_workspace<DType::kBFloat16>, &mask_workspace<DType::kFloat16>, a);
+}
+
+void backward_of_dtype(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
+  rows::prepare(p, a, where.workspace, where);
+  call_for_dtype<void, AttentionParams, const BackwardArguments&, const Launch&>(
+      p, &backward<DType::kFloat64>, &backward<DType::kFloat32>, &backward<DType::kBFloat16>,
+      &backward<DType::kFloat16>, a, where);
+  if (a.grad_mask.data == nullptr) return;
+  call_for_dtype<void, AttentionParams, const BackwardArguments&, const Launch&>(
+      p, &mask_gradient<DType::kFloat64>, &mask_gradient<DType::kFloat32>, &mask_gradient<DType::kBFloat16>,
+      &mask_gradient<DType::kFloat16>, a, where);
+}
+
 void scores_of_dtype(const ScoresParams& p, const Launch& where) {
-  call_for_dtype<ScoresParams, const Launch&>(p, &scores<DType::kFloat64>, &scores<DType::kFloat32>,
-                                              &scores<DType::kBFloat16>, &scores<DType::kFloat16>, where);
+  call_for_dtype<void, ScoresParams, const Launch&>(p, &scores<DType::kFloat64>, &scores<DType::kFloat32>,
+                                                    &scores<DType::kBFloat16>, &scores<DType::kFloat16>,
+                                                    where);
+}
+
+void scores_backward_of_dtype(const ScoresParams& p, const Launch& where) {
+  call_for_dtype<void, ScoresParams, const Launch&>(
+      p, &scores_backward<DType::kFloat64>, &scores_backward<DType::kFloat32>,
+      &scores_backward<DType::kBFloat16>, &scores_backward<DType::kFloat16>, where);
 }
 
 void masked_softmax_of_dtype(const SoftmaxParams& p, const Launch& where) {
-  call_for_dtype<SoftmaxParams, const Launch&>(
+  call_for_dtype<void, SoftmaxParams, const Launch&>(
       p, &masked_softmax<DType::kFloat64>, &masked_softmax<DType::kFloat32>,
       &masked_softmax<DType::kBFloat16>, &masked_softmax<DType::kFloat16>, where);
+}
+
+void masked_softmax_backward_of_dtype(const SoftmaxParams& p, const Launch& where) {
+  call_for_dtype<void, SoftmaxParams, const Launch&>(
+      p, &masked_softmax_backward<DType::kFloat64>, &masked_softmax_backward<DType::kFloat32>,
+      &masked_softmax_backward<DType::kBFloat16>, &masked_softmax_backward<DType::kFloat16>, where);
 }
 
 }  // namespace
@@ -72,12 +106,12 @@ const Kernel kSimt = {
     &simt::forward_workspace,
     &simt::forward_of_dtype,
     &simt::weights_of_dtype,
-    /*backward_workspace=*/nullptr,
-    /*backward=*/nullptr,
+    &simt::backward_workspace,
+    &simt::backward_of_dtype,
     &simt::scores_of_dtype,
-    /*scores_backward=*/nullptr,
+    &simt::scores_backward_of_dtype,
     &simt::masked_softmax_of_dtype,
-    /*masked_softmax_backward=*/nullptr,
+    &simt::masked_softmax_backward_of_dtype,
 };
 
 }  // namespace selfattn::cuda

@@ -16,9 +16,20 @@ void forward(const AttentionParams& params, const ForwardOutputs& outputs, const
 template <DType kDType>
 void weights(const AttentionParams& params, const WeightsOutputs& outputs, const Launch& where);
 template <DType kDType>
+void backward(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
+// Bytes of partial sums, which follow the row gradients in the workspace.
+template <DType kDType>
+size_t mask_workspace(const AttentionParams& params, const BackwardArguments& arguments);
+template <DType kDType>
+void mask_gradient(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
+template <DType kDType>
 void scores(const ScoresParams& params, const Launch& where);
 template <DType kDType>
+void scores_backward(const ScoresParams& params, const Launch& where);
+template <DType kDType>
 void masked_softmax(const SoftmaxParams& params, const Launch& where);
+template <DType kDType>
+void masked_softmax_backward(const SoftmaxParams& params, const Launch& where);
 
 }  // namespace simt
 }  // namespace selfattn::cuda

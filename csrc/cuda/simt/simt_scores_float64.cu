@@ -1,10 +1,13 @@
 #include "masked_softmax.cuh"
 #include "score_matrix.cuh"
+#include "scores_backward.cuh"
 
 namespace selfattn::cuda::simt {
 
 template void weights<DType::kFloat64>(const AttentionParams&, const WeightsOutputs&, const Launch&);
 template void scores<DType::kFloat64>(const ScoresParams&, const Launch&);
+template void scores_backward<DType::kFloat64>(const ScoresParams&, const Launch&);
 template void masked_softmax<DType::kFloat64>(const SoftmaxParams&, const Launch&);
+template void masked_softmax_backward<DType::kFloat64>(const SoftmaxParams&, const Launch&);
 
 }  // namespace selfattn::cuda::simt

@@ -1,0 +1,158 @@
+// The gradients of queries, keys and values. A block owns rows of one side, queries of a head or keys of a kv
+// head, and up to kOutputPanels panels of their gradients; each tile that passes by is computed anew from the
+// inputs, so that nothing of size queries x keys exists and nobody adds to another block's sums.
+#pragma once
+
+#include "gradient_tile.cuh"
+#include "store.cuh"
+
+namespace selfattn::cuda::simt {
+
+// kColumns columns of one of the results. Panels are counted: dQ's, or those of dK before those of dV.
+template <Side kSide>
+struct GradientPanel {
+  bool of_values;
+  int64_t first_column, columns;  // of the tensor that it belongs to
+
+  __host__ __device__ __forceinline__ GradientPanel(const AttentionParams& p, int64_t index)
+      : of_values(kRowsAreKeys<kSide> && index >= divide_up(p.head_dim, kColumns)),
+        first_column((of_values ? index - divide_up(p.head_dim, kColumns) : index) * kColumns),
+        columns(of_values ? p.value_dim : p.head_dim) {}
+
+  __host__ __device__ __forceinline__ bool exists() const { return first_column < columns; }
+
+  static __host__ __device__ __forceinline__ int64_t count(const AttentionParams& p) {
+    return divide_up(p.head_dim, kColumns) + (kRowsAreKeys<kSide> ? divide_up(p.value_dim, kColumns) : 0);
+  }
+  // Blocks that share the same rows.
+  static __host__ __device__ __forceinline__ int64_t parts(const AttentionParams& p) {
+    return count(p) > 0 ? divide_up(count(p), kOutputPanels) : 1;
+  }
+};
+
+template <DType kDType>
+__device__ __forceinline__ GradientPlan<kDType, Side::kQuery> plan_of_queries(const AttentionParams& p,
+                                                                              const BackwardArguments& a,
+                                                                              int64_t tile) {
+  using Plan = GradientPlan<kDType, Side::kQuery>;
+  const HeadTile at(tile, p.heads, p.queries, Plan::kQueries);
+  const int rows = smaller(p.queries - at.first_row, Plan::kQueries);
+  const KeyRange visible = visible_keys(p, at.first_row, at.first_row + rows - 1);
+  return Plan(p, a, Span::only(at.batch), Span::only(at.head), Span::only(at.first_row),
+              Span::covering(visible.begin, visible.end, Plan::kKeys));
+}
+
+// Tiles with the first keys come first: under a causal mask they have the most to do.
+template <DType kDType>
+__device__ __forceinline__ GradientPlan<kDType, Side::kKey> plan_of_keys(const AttentionParams& p,
+                                                                         const BackwardArguments& a,
+                                                                         int64_t tile) {
+  using Plan = GradientPlan<kDType, Side::kKey>;
+  const HeadTile at(tile, p.kv_heads, p.keys, Plan::kKeys);
+  const int64_t first_key = (divide_up(p.keys, Plan::kKeys) - 1) * Plan::kKeys - at.first_row;
+  const int rows = smaller(p.keys - first_key, Plan::kKeys);
+  const QueryRange seeing = visible_queries(p, first_key, first_key + rows - 1);
+  const int64_t group = p.heads / p.kv_heads;
+  return Plan(p, a, Span::only(at.batch), {at.head * group, (at.head + 1) * group},
+              Span::covering(seeing.begin, seeing.end, Plan::kQueries), Span::only(first_key));
+}
+
+// Writes what the block has summed up of a panel. ds was the gradient of a score; that of q·k has the scale.
+template <DType kDType, Side kSide, class T>
+__device__ __forceinline__ void store_panel(const AttentionParams& p, const BackwardArguments& a,
+                                            const GradientPlan<kDType, kSide>& plan,
+                                            const GradientPanel<kSide>& panel, int64_t head,
+                                            Fragment<T>& out) {
+  const T scale = panel.of_values ? T(1) : static_cast<T>(p.scale);
+#pragma unroll
+  for (int r = 0; r < kRowsPerThread<T>; ++r) {
+#pragma unroll
+    for (int c = 0; c < kColumnsPerThread; ++c) out[r][c] *= scale;
+  }
+  const View& view = !kRowsAreKeys<kSide> ? a.grad_query : panel.of_values ? a.grad_value : a.grad_key;
+  const Span& rows = kRowsAreKeys<kSide> ? plan.keys : plan.queries;
+  store_fragment<kDType, T>(RowTarget<kDType>(view, nullptr, plan.batches.first, head), rows.first,
+                            kRowsAreKeys<kSide> ? p.keys : p.queries, panel.first_column, panel.columns, out);
+}
+
+template <DType kDType, Side kSide>
+__global__ void __launch_bounds__(kThreads, 2)
+    gradient_kernel(const AttentionParams p, const BackwardArguments a,
+                    const rows::RowGradients<typename Element<kDType>::Accumulation> rows,
+                    const int64_t first_block) {
+  using T = typename Element<kDType>::Accumulation;
+  SELFATTN_DYNAMIC_SHARED(memory);
+  const GradientShared<kDType, kSide> shared(memory);
+  GradientPlan<kDType, kSide>& plan = *shared.plan;
+  if (threadIdx.x == 0) {
+    const int64_t block = first_block + blockIdx.x, parts = GradientPanel<kSide>::parts(p);
+    if constexpr (kRowsAreKeys<kSide>) {
+      plan = plan_of_keys<kDType>(p, a, block / parts);
+    } else {
+      plan = plan_of_queries<kDType>(p, a, block / parts);
+    }
+    plan.first_panel = static_cast<int>(block % parts) * kOutputPanels;
+  }
+  const bool sums_slopes = kSide == Side::kQuery && a.grad_slopes_rows != nullptr;
+  if (sums_slopes && thread_column() == 0) {
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread<T>; ++r) shared.slopes[fragment_row<T>(r)] = T(0);
+  }
+  __syncthreads();
+
+  const int64_t rows_left = kRowsAreKeys<kSide> ? p.keys - plan.keys.first : p.queries - plan.queries.first;
+  const bool has_rows = warp_has_rows<T>(smaller(rows_left, kRows<T>));
+  const bool needs_score_grads = !GradientPanel<kSide>(p, plan.first_panel).of_values;
+  Fragment<T> out[kOutputPanels];
+#pragma unroll
+  for (int n = 0; n < kOutputPanels; ++n) clear<T>(out[n]);
+
+  for (; !plan.done(); move_on(plan, p, a)) {
+    if (!gradient_tile<kDType, kSide>(p, a, rows, shared, has_rows, needs_score_grads)) continue;
+#pragma unroll
+    for (int n = 0; n < kOutputPanels; ++n) {
+      const GradientPanel<kSide> panel(p, plan.first_panel + n);
+      if (!panel.exists()) continue;
+      if constexpr (kRowsAreKeys<kSide>) {
+        add_weighted<kDType>(panel.of_values ? shared.weights : shared.score_grads, shared.columns,
+                             panel.of_values ? plan.grad_rows : plan.query_rows, plan.first_query, p.queries,
+                             panel.first_column, panel.columns, has_rows, out[n]);
+      } else {
+        add_weighted<kDType>(shared.score_grads, shared.columns, plan.key_rows, plan.first_key, plan.keys.end,
+                             panel.first_column, panel.columns, has_rows, out[n]);
+      }
+    }
+  }
+
+  const int64_t head = kRowsAreKeys<kSide> ? p.kv_head(plan.heads.first) : plan.heads.first;
+#pragma unroll
+  for (int n = 0; n < kOutputPanels; ++n) {
+    const GradientPanel<kSide> panel(p, plan.first_panel + n);
+    if (panel.exists()) store_panel<kDType, kSide, T>(p, a, plan, panel, head, out[n]);
+  }
+  if (sums_slopes && plan.first_panel == 0 && thread_column() == 0) {
+    const int64_t first = (plan.batches.first * p.heads + head) * p.queries + plan.queries.first;
+#pragma unroll
+    for (int r = 0; r < kRowsPerThread<T>; ++r) {
+      const int row = fragment_row<T>(r);
+      if (row < rows_left) static_cast<T*>(a.grad_slopes_rows)[first + row] = shared.slopes[row];
+    }
+  }
+}
+
+// `where.workspace` begins with the row gradients.
+template <DType kDType>
+void backward(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
+  using T = typename Element<kDType>::Accumulation;
+  const rows::RowGradients<T> rows = rows::row_gradients_in<T>(where.workspace, p);
+  const int64_t query_blocks =
+      p.batch * p.heads * divide_up(p.queries, kRows<T>) * GradientPanel<Side::kQuery>::parts(p);
+  launch_blocks(&gradient_kernel<kDType, Side::kQuery>, query_blocks, kThreads,
+                GradientShared<kDType, Side::kQuery>::kBytes, where, p, a, rows);
+  const int64_t key_blocks =
+      p.batch * p.kv_heads * divide_up(p.keys, kRows<T>) * GradientPanel<Side::kKey>::parts(p);
+  launch_blocks(&gradient_kernel<kDType, Side::kKey>, key_blocks, kThreads,
+                GradientShared<kDType, Side::kKey>::kBytes, where, p, a, rows);
+}
+
+}  // namespace selfattn::cuda::simt

@@ -1,0 +1,157 @@
+// Which tiles of queries and keys a block of the backward goes through, and where it has got to.
+//
+// ds, the gradient of a score, is summed over keys for queries, over queries (of all heads that share them)
+// for keys and values, and for a mask over whatever it is shared by. These are three sides of one kernel: its
+// block owns what the sums belong to, and the tiles that are summed over pass by.
+#pragma once
+
+#include "../../core/visible_range.h"
+#include "../common/grid.cuh"
+#include "load.cuh"
+
+namespace selfattn::cuda::simt {
+
+enum class Side { kQuery, kKey, kMask };
+
+// The rows of a tile are what the block owns. Those of a mask's tile are queries.
+template <Side kSide>
+constexpr bool kRowsAreKeys = kSide == Side::kKey;
+template <class T, Side kSide>
+constexpr int kTileQueries = kRowsAreKeys<kSide> ? kColumns : kRows<T>;
+template <class T, Side kSide>
+constexpr int kTileKeys = kRowsAreKeys<kSide> ? kRows<T> : kColumns;
+
+// Positions first, first + step, ... below end.
+struct Span {
+  int64_t first, end;
+
+  static __host__ __device__ __forceinline__ Span only(int64_t at) { return {at, at + 1}; }
+  // From a multiple of `step` on.
+  static __host__ __device__ __forceinline__ Span covering(int64_t begin, int64_t end, int step) {
+    return {begin / step * step, end};
+  }
+
+  __host__ __device__ __forceinline__ int64_t count(int step) const {
+    return end > first ? divide_up(end - first, step) : 0;
+  }
+};
+
+// The walk through all keys of a query, all queries of a head, all heads, all batches. It lies in shared
+// memory, where one thread moves it on between two tiles: nothing of it takes registers while sums are made.
+template <DType kDType, Side kSide>
+struct GradientPlan {
+  using T = typename Element<kDType>::Accumulation;
+  static constexpr int kQueries = kTileQueries<T, kSide>, kKeys = kTileKeys<T, kSide>;
+
+  Span batches, heads, queries, keys;
+  int64_t left;                                                   // tiles, with this one
+  int64_t batch, head, first_query, first_key;                    // of this tile
+  int first_panel;                                                // of the block's results; see GradientPanel
+  RowSource<kDType> query_rows, grad_rows, key_rows, value_rows;  // of this batch and head
+
+  __device__ __forceinline__ GradientPlan(const AttentionParams& p, const BackwardArguments& a,
+                                          Span of_batches, Span of_heads, Span of_queries, Span of_keys)
+      : batches(of_batches),
+        heads(of_heads),
+        queries(of_queries),
+        keys(of_keys),
+        left(batches.count(1) * heads.count(1) * queries.count(kQueries) * keys.count(kKeys)),
+        batch(batches.first),
+        head(heads.first),
+        first_query(queries.first),
+        first_key(keys.first),
+        first_panel(0),
+        query_rows(p.query, batch, head),
+        grad_rows(a.grad_out, batch, head),
+        key_rows(p.key, batch, p.kv_head(head)),
+        value_rows(p.value, batch, p.kv_head(head)) {}
+
+  __device__ __forceinline__ bool done() const { return left <= 0; }
+
+  // To the next tile, seen or not.
+  __device__ __forceinline__ void step(const AttentionParams& p, const BackwardArguments& a) {
+    --left;
+    first_key += kKeys;
+    if (first_key < keys.end) return;
+    first_key = keys.first;
+    first_query += kQueries;
+    if (first_query < queries.end) return;
+    first_query = queries.first;
+    if (++head == heads.end) {
+      head = heads.first;
+      ++batch;
+    }
+    if (left > 0) find_rows(p, a);
+  }
+
+  // Skips `tiles` of the walk.
+  __device__ __forceinline__ void skip(const AttentionParams& p, const BackwardArguments& a, int64_t tiles) {
+    left -= tiles;
+    const int64_t of_key = keys.count(kKeys), of_query = queries.count(kQueries), of_head = heads.count(1);
+    first_key = keys.first + tiles % of_key * kKeys;
+    tiles /= of_key;
+    first_query = queries.first + tiles % of_query * kQueries;
+    tiles /= of_query;
+    head = heads.first + tiles % of_head;
+    batch = batches.first + tiles / of_head;
+    if (left > 0) find_rows(p, a);
+  }
+
+  // Whether any of the tile's queries sees any of its keys by position.
+  __device__ __forceinline__ bool in_window(const AttentionParams& p) const {
+    const int64_t last = first_query + smaller(p.queries - first_query, kQueries) - 1;
+    const KeyRange visible = visible_keys(p, first_query, last);
+    return first_key < visible.end && first_key + kKeys > visible.begin;
+  }
+
+ private:
+  __device__ __forceinline__ void find_rows(const AttentionParams& p, const BackwardArguments& a) {
+    const int64_t kv_head = p.kv_head(head);
+    query_rows = RowSource<kDType>(p.query, batch, head);
+    grad_rows = RowSource<kDType>(a.grad_out, batch, head);
+    key_rows = RowSource<kDType>(p.key, batch, kv_head);
+    value_rows = RowSource<kDType>(p.value, batch, kv_head);
+  }
+};
+
+// A block's shared memory.
+template <DType kDType, Side kSide>
+struct GradientShared {
+  using T = typename Element<kDType>::Accumulation;
+  using Plan = GradientPlan<kDType, kSide>;
+  static constexpr int kPlanBytes = 512;
+  static_assert(sizeof(Plan) <= kPlanBytes, "panels begin where the plan has ended");
+  static_assert(kRowPanel<T> <= kWeightPanel<T>, "the rows of products lie where ds will");
+  static constexpr size_t kBytes =
+      kPlanBytes + static_cast<size_t>(kRows<T> + kColumnPanel<T> + 2 * kWeightPanel<T>) * sizeof(T);
+
+  Plan* plan;
+  T* slopes;        // kRows sums of ds times distance
+  T* columns;       // kColumnPanel
+  T* weights;       // kWeightPanel: weights after dropout
+  T* score_grads;   // kWeightPanel: ds, with the slope of the softcap unless a mask's gradient is wanted
+  T* product_rows;  // kRowPanel, at the same place: both products are done when ds comes
+
+  __device__ __forceinline__ explicit GradientShared(unsigned char* memory)
+      : plan(reinterpret_cast<Plan*>(memory)),
+        slopes(reinterpret_cast<T*>(memory + kPlanBytes)),
+        columns(slopes + kRows<T>),
+        weights(columns + kColumnPanel<T>),
+        score_grads(weights + kWeightPanel<T>),
+        product_rows(score_grads) {}
+};
+
+// To the next tile that somebody may see by position. All threads must call it.
+template <DType kDType, Side kSide>
+__device__ __forceinline__ void move_on(GradientPlan<kDType, kSide>& plan, const AttentionParams& p,
+                                        const BackwardArguments& a) {
+  __syncthreads();  // everyone has finished with this one
+  if (threadIdx.x == 0) {
+    do {
+      plan.step(p, a);
+    } while (!plan.done() && !plan.in_window(p));
+  }
+  __syncthreads();
+}
+
+}  // namespace selfattn::cuda::simt

@@ -1,0 +1,207 @@
+// A tile of the backward: from the products q·k and dO·v of queries and keys to their weights W and to ds,
+//
+//   P = exp(score - shift) * inverse_sum,  W = P * keep,  ds = P * ((dO·v + grad_weights) * keep - delta),
+//
+// both -0 for hidden pairs, and never -0 for others: see is_hidden.
+#pragma once
+
+#include "../rows/rows.h"
+#include "gradient_plan.cuh"
+#include "scores.cuh"
+
+namespace selfattn::cuda::simt {
+
+// What the statistics of its row say about a pair.
+template <class T>
+struct QueryNumbers {
+  T shift, inverse_sum, delta;
+
+  __device__ __forceinline__ QueryNumbers(const rows::RowGradients<T>& rows, int64_t row)
+      : shift(rows.shift[row]), inverse_sum(rows.inverse_sum[row]), delta(rows.delta[row]) {}
+
+  // A row that sees nothing: its pairs are hidden.
+  __device__ __forceinline__ bool is_dead() const { return inverse_sum == T(0); }
+
+  // P of a visible pair. Of a score of -inf it is 0, also where the row's sum is NaN.
+  __device__ __forceinline__ T weight(T score) const {
+    return score == -infinity<T>() ? T(0) : exponential(score - shift) * inverse_sum;
+  }
+
+  // ds of a visible pair. The sum makes +0 of -0, which stands for hidden ones.
+  __device__ __forceinline__ T score_grad(T weight, T grad) const { return weight * (grad - delta) + T(0); }
+};
+
+// fragment(r, c) = left row (first_left + r) · right row (first_right + c). Rows of both lie in memory as
+// neighbouring elements.
+template <DType kDType, class T>
+__device__ __forceinline__ void multiply_rows(T* left_panel, T* right_panel, const RowSource<kDType>& left,
+                                              int64_t first_left, int64_t left_rows,
+                                              const RowSource<kDType>& right, int64_t first_right,
+                                              int64_t right_rows, int64_t dims, bool has_rows,
+                                              Fragment<T>& fragment) {
+  clear<T>(fragment);
+  for (int64_t dim = 0; dim < dims; dim += kDepth<T>) {
+    __syncthreads();  // everyone has finished with the panels
+    load_transposed<kDType, kRows<T>>(left_panel, left, first_left, left_rows, dim, dims);
+    load_transposed<kDType, kColumns>(right_panel, right, first_right, right_rows, dim, dims);
+    __syncthreads();
+    if (has_rows) multiply<T>(left_panel, right_panel, smaller(dims - dim, kDepth<T>), fragment);
+  }
+}
+
+// Whether the mask and the window show anything of the tile to this thread's share of it, which are keys that
+// neighbouring threads have the neighbours of.
+template <int kQueries, int kKeys, class T>
+__device__ __forceinline__ bool share_is_seen(const ScoreTile<T>& tile) {
+  constexpr int kAtOnce = 4, kStep = kThreads / kKeys;
+  const int key = static_cast<int>(threadIdx.x) % kKeys, own = static_cast<int>(threadIdx.x) / kKeys;
+  bool any = false;
+#pragma unroll 1
+  for (int first = own; first < kQueries && !any; first += kAtOnce * kStep) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int query = first + i * kStep;
+      any = any || (tile.window_shows(query, key) && tile.mask_shows(query, key));
+    }
+  }
+  return any;
+}
+
+// Both products of a full tile become W and ds, by nothing but a scale.
+template <Side kSide, class T>
+__device__ __forceinline__ void weigh_plain(const ScoreTile<T>& tile, const rows::RowGradients<T>& rows,
+                                            int64_t first_row, Fragment<T>& s, Fragment<T>& grad) {
+#pragma unroll
+  for (int q = 0; q < (kRowsAreKeys<kSide> ? kColumnsPerThread : kRowsPerThread<T>); ++q) {
+    const QueryNumbers<T> query(
+        rows, first_row + (kRowsAreKeys<kSide> ? fragment_column<T>(q) : fragment_row<T>(q)));
+#pragma unroll
+    for (int k = 0; k < (kRowsAreKeys<kSide> ? kRowsPerThread<T> : kColumnsPerThread); ++k) {
+      T& score = kRowsAreKeys<kSide> ? s[k][q] : s[q][k];
+      T& score_grad = kRowsAreKeys<kSide> ? grad[k][q] : grad[q][k];
+      const T weight = query.weight(tile.scaled(score));
+      score = query.is_dead() ? -T(0) : weight;
+      score_grad = query.is_dead() ? -T(0) : query.score_grad(weight, score_grad);
+    }
+  }
+}
+
+// The same with every option, in the panels, where both products lie: a loop over queries, as unrolled over
+// the registers of two fragments the code would be long and spill them. The softcap's slope is multiplied
+// into ds where that is to be multiplied by queries or keys.
+template <DType kDType, Side kSide, class T>
+__device__ __forceinline__ void weigh_options(const AttentionParams& p, const BackwardArguments& a,
+                                              const ScoreTile<T>& tile, const rows::RowGradients<T>& rows,
+                                              const GradientPlan<kDType, kSide>& plan, T* weights, T* grads,
+                                              T* slopes) {
+  using Storage = typename Element<kDType>::Storage;
+  constexpr bool kByKeys = kRowsAreKeys<kSide>;
+  constexpr int kOwnQueries = kByKeys ? kColumnsPerThread : kRowsPerThread<T>;
+  constexpr int kOwnKeys = kByKeys ? kRowsPerThread<T> : kColumnsPerThread;
+  // Keys that are neighbours, and of the same four.
+  constexpr int kGroup = kByKeys ? 4 : kVector<T>;
+  static_assert(kOwnKeys % kGroup == 0 && kGroup <= 4, "keys are weighed by groups");
+  const int64_t first_row = (plan.batch * p.heads + plan.head) * p.queries + plan.first_query;
+  const DropoutPattern<T> dropout(p.dropout, plan.batch, plan.head);
+  const bool sum_slopes = kSide == Side::kQuery && a.grad_slopes_rows != nullptr;
+
+#pragma unroll 1
+  for (int q = 0; q < kOwnQueries; ++q) {
+    const int query = kByKeys ? fragment_column<T>(q) : fragment_row<T>(q);
+    // Numbers of any row will do where there is none: the window shows nothing of it.
+    const QueryNumbers<T> numbers(rows, first_row + (query < tile.rows() ? query : 0));
+    T slope = T(0);
+#pragma unroll 1
+    for (int k = 0; k < kOwnKeys; k += kGroup) {
+      const int first_key = kByKeys ? fragment_row<T>(k) : fragment_column<T>(k);
+      Philox4 words = {};
+      if (dropout.enabled()) words = dropout.words(plan.first_query + query, plan.first_key + first_key);
+#pragma unroll
+      for (int i = 0; i < kGroup; ++i) {
+        const int key = first_key + i;
+        const int at = kByKeys ? panel_index<T, kRows<T>>(query, key) : panel_index<T, kRows<T>>(key, query);
+        const T dot = weights[at];
+        T weight = -T(0), grad = -T(0);
+        if (!numbers.is_dead() && tile.window_shows(query, key) && tile.mask_shows(query, key)) {
+          const T keep = dropout.enabled() ? dropout.factor(words, plan.first_key + key) : T(1);
+          T weight_grad = grads[at];
+          if (a.grad_weights.data != nullptr) {
+            const View& g = a.grad_weights;
+            const int64_t element = g.offset(plan.batch, plan.head, plan.first_query + query) +
+                                    (plan.first_key + key) * g.stride[3];
+            weight_grad += Element<kDType>::widen(static_cast<const Storage*>(g.data)[element]);
+          }
+          weight = numbers.weight(tile.score_in_window(query, key, dot));
+          grad = numbers.score_grad(weight, weight_grad * keep);
+          weight *= keep;
+          if (sum_slopes) slope = multiply_add(grad, -tile.distance(query, key), slope);
+          if (kSide != Side::kMask && p.softcap > 0.0) grad = grad * tile.softcap_slope(dot) + T(0);
+        }
+        weights[at] = weight;
+        grads[at] = grad;
+      }
+    }
+    if (sum_slopes) {
+      slope = sum_of_row(slope);
+      if (thread_column() == 0) slopes[query] += slope;
+    }
+  }
+}
+
+// Fragments of both products become W and ds in the panels. Threads have finished with those.
+template <DType kDType, Side kSide, class T>
+__device__ __forceinline__ void weigh_tile(const AttentionParams& p, const BackwardArguments& a,
+                                           const rows::RowGradients<T>& rows,
+                                           const GradientShared<kDType, kSide>& shared, Fragment<T>& s,
+                                           Fragment<T>& grad) {
+  using Plan = GradientPlan<kDType, kSide>;
+  const Plan& plan = *shared.plan;
+  ScoreTile<T> tile(p, plan.batch, plan.head, plan.first_query);
+  tile.move_to(plan.first_key);
+  const bool plain = tile.is_plain() && tile.rows() >= Plan::kQueries &&
+                     tile.window_covers(Plan::kQueries, Plan::kKeys) && !p.dropout.enabled &&
+                     a.grad_weights.data == nullptr && a.grad_slopes_rows == nullptr;
+  if (plain) {
+    const int64_t first_row = (plan.batch * p.heads + plan.head) * p.queries + plan.first_query;
+    weigh_plain<kSide>(tile, rows, first_row, s, grad);
+  }
+  put_fragment<T>(shared.weights, s);
+  put_fragment<T>(shared.score_grads, grad);
+  if (!plain) {
+    weigh_options<kDType, kSide>(p, a, tile, rows, plan, shared.weights, shared.score_grads, shared.slopes);
+  }
+}
+
+// The tile from beginning to end: W and ds in the panels of the warps that have rows; false, and nothing is
+// there, where the mask hides all of it. `rows` of what the block owns exist.
+template <DType kDType, Side kSide, class T>
+__device__ __forceinline__ bool gradient_tile(const AttentionParams& p, const BackwardArguments& a,
+                                              const rows::RowGradients<T>& rows,
+                                              const GradientShared<kDType, kSide>& shared, bool has_rows,
+                                              bool needs_score_grads) {
+  using Plan = GradientPlan<kDType, kSide>;
+  const Plan& plan = *shared.plan;
+  if (p.mask.data != nullptr) {
+    ScoreTile<T> tile(p, plan.batch, plan.head, plan.first_query);
+    tile.move_to(plan.first_key);
+    if (!__syncthreads_or(share_is_seen<Plan::kQueries, Plan::kKeys>(tile))) return false;
+  }
+  Fragment<T> s, grad;
+  if (kRowsAreKeys<kSide>) {
+    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.key_rows, plan.first_key, p.keys,
+                          plan.query_rows, plan.first_query, p.queries, p.head_dim, has_rows, s);
+    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.value_rows, plan.first_key, p.keys,
+                          plan.grad_rows, plan.first_query, p.queries, needs_score_grads ? p.value_dim : 0,
+                          has_rows, grad);
+  } else {
+    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.query_rows, plan.first_query, p.queries,
+                          plan.key_rows, plan.first_key, p.keys, p.head_dim, has_rows, s);
+    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.grad_rows, plan.first_query, p.queries,
+                          plan.value_rows, plan.first_key, p.keys, p.value_dim, has_rows, grad);
+  }
+  __syncthreads();  // ds takes the place of the rows
+  if (has_rows) weigh_tile<kDType, kSide>(p, a, rows, shared, s, grad);
+  return true;
+}
+
+}  // namespace selfattn::cuda::simt
