@@ -277,6 +277,17 @@ def test_allocation_failure() -> None:
     assert scaled_dot_product_attention(QUERY, KEY, VALUE).isfinite().all()
 
 
+def test_allocation_failure_of_a_copy() -> None:
+    """Gradients that torch has expanded are made dense; the operators call its lack of memory by its name."""
+    row, one = torch.ones(1, 1, 1, 8), torch.ones(1)
+    long = row.expand(1, 1, 2**39, 8)
+    rows = one.expand(1, 1, 2**39)
+    with pytest.raises(MemoryError, match=r"a contiguous copy of grad_out \(17592186044416 bytes\)"):
+        ops.attention_backward(one.expand(1, 1, 2**39, 8), long, row, row, long, rows, rows, 1.0)
+    with pytest.raises(MemoryError, match=r"a contiguous copy of row_max \(2199023255552 bytes\)"):
+        ops.attention_backward(long, long, row, row, long, rows, rows, 1.0)
+
+
 # What the Python functions never pass on, the operators refuse themselves.
 F = {"query": QUERY, "key": KEY, "value": VALUE, "scale": 1.0}
 OUT, ROW_MAX, ROW_SUM, _ = ops.attention_forward(**F)

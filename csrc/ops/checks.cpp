@@ -189,10 +189,20 @@ bool is_contiguous(const Input& input) {
 }
 
 void make_contiguous(TensorHandle& handle, Input& input) {
-  const torch::stable::Tensor dense = torch::stable::contiguous(torch::stable::Tensor(handle.release()));
+  const auto failure = [&input] {
+    size_t bytes = aoti_torch_dtype_element_size(input.dtype_code);
+    for (int64_t d = 0; d < input.rank; ++d) bytes *= static_cast<size_t>(input.size[d]);
+    return AllocationFailure(std::string("not enough memory for a contiguous copy of ") + input.name + " (" +
+                             std::to_string(bytes) + " bytes)");
+  };
+  const torch::stable::Tensor given(handle.release());
   AtenTensorHandle copy = nullptr;
-  if (aoti_torch_new_tensor_handle(dense.get(), &copy) != TORCH_SUCCESS) {
-    throw AllocationFailure(std::string("not enough memory for a contiguous copy of ") + input.name);
+  try {
+    const torch::stable::Tensor dense = torch::stable::contiguous(given);
+    if (aoti_torch_new_tensor_handle(dense.get(), &copy) != TORCH_SUCCESS) throw failure();
+  } catch (const std::runtime_error&) {
+    // Its text is the name of the function that failed; Python asks the framework for the reason.
+    throw failure();
   }
   handle = TensorHandle(copy);
   input = inspect(input.name, handle);
