@@ -8,7 +8,9 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import pytest
 from emulator import build
@@ -18,6 +20,9 @@ import selfattn_ext
 TESTS = Path(__file__).parent
 KERNELS = [name for name in ("simt", "sm80") if (build.CSRC / "cuda" / name).is_dir()]
 
+#: The modules of tests/emulator that run cases.
+CASES = ("forward_cases", "backward_cases")
+
 #: Schedule, asynchronous copies, and of how many cases one runs. All cases run once, as a device hardly ever
 #: would: threads in any order, copies at the last moment.
 MAIN = ("random", "late", 1)
@@ -25,15 +30,15 @@ OTHERS = [("fifo", "eager", 6), ("lifo", "late", 6), ("sticky", "random", 6)]
 RACE = ("fifo", "late", 9)
 ASAN = ("sticky", "late", 9)
 
-#: Existing tests that say something about a forward whose kernel is forced.
-CHOSEN = {
-    "test_options_pairwise.py": "",
-    "test_edge_cases.py": "",
-    "test_masks.py": "not never_expanded",
-    "test_dropout.py": "",
-    "test_determinism.py": "",
-    "test_special_numbers.py": "",
-}
+#: Existing tests that say something about a kernel that is forced, and pytest's expression for which of them
+#: run. A line's modules share a process, as starting one takes longer than most of them.
+CHOSEN = [
+    ("test_options_pairwise.py test_dropout.py", ""),
+    ("test_edge_cases.py test_determinism.py", ""),
+    ("test_masks.py test_gradients.py", "not never_expanded and not test_rounding"),
+    # Every broadcast of a mask is among the cases, in sizes that take less time.
+    ("test_special_numbers.py test_double_backward.py test_mask_gradient.py", "not broadcast and not groups"),
+]
 
 
 def environment(kernel: str, schedule: str, copies: str, variant: str = "plain") -> dict[str, str]:
@@ -52,11 +57,11 @@ def environment(kernel: str, schedule: str, copies: str, variant: str = "plain")
 
 
 def digests(
-    kernel: str, schedule: str, copies: str, every: int, variant: str = "plain", **variables: str
+    cases: str, kernel: str, schedule: str, copies: str, every: int, variant: str = "plain", **variables: str
 ) -> dict[str, str]:
-    """Runs the cases of emulator/forward_cases.py, and returns a digest of the results of each."""
+    """Runs cases, and returns a digest of the results of each."""
     run = subprocess.run(
-        [sys.executable, "-m", "emulator.forward_cases", str(every)],
+        [sys.executable, "-m", f"emulator.{cases}", str(every)],
         env=environment(kernel, schedule, copies, variant) | variables,
         capture_output=True,
         text=True,
@@ -70,29 +75,45 @@ def digests(
     return dict(line.rsplit(" ", 1) for line in run.stdout.splitlines())
 
 
-@pytest.fixture(scope="module", params=KERNELS)
-def expected(request: pytest.FixtureRequest) -> tuple[str, dict[str, str]]:
-    """A kernel, and the digests of its results, which are accurate."""
-    return request.param, digests(request.param, *MAIN)
+@dataclass(frozen=True)
+class Expected:
+    """What a kernel computes of the cases, which is accurate."""
+
+    cases: str
+    kernel: str
+    results: dict[str, str]
+
+    def assert_same(self, *run: Any, **variables: str) -> None:
+        for case, digest in digests(self.cases, self.kernel, *run, **variables).items():
+            assert digest == self.results[case], case
 
 
-def test_every_case_is_accurate(expected: tuple[str, dict[str, str]]) -> None:
-    assert len(expected[1]) > 100
+# A process of pytest-xdist runs all tests of one of these.
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param(
+            (cases, kernel), id=f"{kernel}-{cases}", marks=pytest.mark.xdist_group(f"{kernel} {cases}")
+        )
+        for cases in CASES
+        for kernel in KERNELS
+    ],
+)
+def expected(request: pytest.FixtureRequest) -> Expected:
+    return Expected(*request.param, digests(*request.param, *MAIN))
+
+
+def test_every_case_is_accurate(expected: Expected) -> None:
+    assert len(expected.results) > 100
 
 
 @pytest.mark.parametrize("run", OTHERS, ids=lambda run: run[0])
-def test_schedules_do_not_change_a_bit(
-    run: tuple[str, str, int], expected: tuple[str, dict[str, str]]
-) -> None:
-    kernel, results = expected
-    for case, digest in digests(kernel, *run).items():
-        assert digest == results[case], case
+def test_schedules_do_not_change_a_bit(run: tuple[str, str, int], expected: Expected) -> None:
+    expected.assert_same(*run)
 
 
-def test_there_is_no_race(expected: tuple[str, dict[str, str]]) -> None:
-    kernel, results = expected
-    for case, digest in digests(kernel, *RACE, variant="race").items():
-        assert digest == results[case], case
+def test_there_is_no_race(expected: Expected) -> None:
+    expected.assert_same(*RACE, "race")
 
 
 def sanitizers() -> str | None:
@@ -108,29 +129,18 @@ def sanitizers() -> str | None:
 
 
 @pytest.mark.skipif(sanitizers() is None, reason="the compiler has no libasan and libubsan to preload")
-def test_sanitizers_find_nothing(expected: tuple[str, dict[str, str]]) -> None:
-    kernel, results = expected
+def test_sanitizers_find_nothing(expected: Expected) -> None:
     # Python's own memory is never given back.
     options = {"LD_PRELOAD": str(sanitizers()), "ASAN_OPTIONS": "detect_leaks=0"}
-    for case, digest in digests(kernel, *ASAN, variant="asan", **options).items():
-        assert digest == results[case], case
+    expected.assert_same(*ASAN, "asan", **options)
 
 
-@pytest.mark.parametrize("module", CHOSEN)
+@pytest.mark.parametrize(("modules", "left_out"), CHOSEN, ids=lambda value: value.split(".")[0])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_existing_tests_pass(kernel: str, module: str) -> None:
+def test_existing_tests_pass(kernel: str, modules: str, left_out: str) -> None:
+    paths = [str(TESTS / module) for module in modules.split()]
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            str(TESTS / module),
-            "-k",
-            CHOSEN[module],
-        ],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, "-k", left_out],
         env=environment(kernel, "fifo", "late"),
         capture_output=True,
         text=True,
