@@ -115,8 +115,9 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "check",
         help="test every kernel on this machine against the formula",
-        description="Runs every kernel, instruction set and dtype, forward and backward, with a few "
-        "combinations of options against the formula in float64. Exit code 1 if any result is off.",
+        description="Runs every kernel of the CPU and of a GPU, instruction set and dtype, forward and "
+        "backward, with a few combinations of options against the formula in float64. Exit code 1 if any "
+        "result is off.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument("--seed", type=_seed, default=0, help="of the inputs")

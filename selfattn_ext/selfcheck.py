@@ -2,8 +2,8 @@
 
 The judge is :mod:`selfattn_ext.reference` in float64. A result passes when its error, relative to the largest
 true value, is at most twice the error that the same formula makes in the result's own dtype, plus a few
-roundings; when it is infinite or NaN exactly where the formula is; and when one thread and several give the
-same bits.
+roundings; when it is infinite or NaN exactly where the formula is; and when one thread and several, or two
+runs on a GPU, give the same bits.
 """
 
 from __future__ import annotations
@@ -117,15 +117,23 @@ def _attention(name: str, inputs: dict[str, Tensor], want: Sequence[str] = (), *
         result = reference.attention(**keywords)
         return (result.out, *(getattr(result, output) for output in want))
 
-    return Case(
-        name, partial(scaled_dot_product_attention, enable_gqa=grouped, **wanted, **options), formula, inputs
-    )
+    def ours(**tensors: Tensor) -> Any:
+        device = tensors["query"].device
+        here = {
+            key: value.to(device) if isinstance(value, Tensor) else value for key, value in options.items()
+        }
+        keywords: dict[str, Any] = {**tensors, **here, **wanted}
+        return scaled_dot_product_attention(enable_gqa=grouped, **keywords)
+
+    return Case(name, ours, formula, inputs)
 
 
 def run(seed: int = 0) -> int:
     """Check everything, print the table. Returns 0, or 1 where something failed."""
-    kernels = backends.available()
-    verdicts = {(kernel, dtype): Verdict() for kernel in kernels for dtype in DTYPES}
+    kernels = [*backends.available(), *backends.available("cuda")]
+    verdicts = {
+        (kernel, dtype): Verdict() for kernel in kernels for dtype in DTYPES if _name(dtype) in kernel.dtypes
+    }
     todo = cases(seed)
     threads = max(2, torch.get_num_threads())
     # One thread, except where several are what is checked: the cases are too small to gain by more.
@@ -133,7 +141,8 @@ def run(seed: int = 0) -> int:
         for done, (case, dtype) in enumerate([(case, dtype) for case in todo for dtype in DTYPES]):
             judge = _Judge(case, dtype)
             for kernel in kernels:
-                _check(judge, kernel, threads, verdicts[kernel, dtype])
+                if (kernel, dtype) in verdicts:
+                    _check(judge, kernel, threads, verdicts[kernel, dtype])
             progress.update(done + 1, case.name)
     return _print(verdicts, len(todo), threads)
 
@@ -160,10 +169,11 @@ class _Judge:
 def _check(judge: _Judge, kernel: backends.Kernel, threads: int, verdict: Verdict) -> None:
     name = judge.case.name
     try:
+        inputs = {name: tensor.to(_device(kernel)) for name, tensor in judge.inputs.items()}
         with _forced(kernel):
-            results = _evaluate(judge.case.ours, judge.inputs)
+            results = _evaluate(judge.case.ours, inputs)
             with _threads(threads):
-                again = _evaluate(judge.case.ours, judge.inputs)
+                again = _evaluate(judge.case.ours, inputs)
     except Exception as error:  # whatever goes wrong is what this command is there to report
         verdict.failures.append(f"{name}: {type(error).__name__}: {describe(error)}")
         return
@@ -175,7 +185,16 @@ def _check(judge: _Judge, kernel: backends.Kernel, threads: int, verdict: Verdic
             verdict.failures.append(f"{name}: {direction} error {found:.1e}, allowed {allowed:.1e}")
     if not all(map(_same_bits, [*results[0], *results[1]], [*again[0], *again[1]])):
         verdict.same_bits = False
-        verdict.failures.append(f"{name}: one thread and {threads} threads give different results")
+        runs = "two runs" if _device(kernel) == "cuda" else f"one thread and {threads} threads"
+        verdict.failures.append(f"{name}: {runs} give different results")
+
+
+def _device(kernel: backends.Kernel) -> str:
+    return "cuda" if kernel.isa == "cuda" else "cpu"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _severity(pair: tuple[float, float]) -> float:
@@ -184,7 +203,7 @@ def _severity(pair: tuple[float, float]) -> float:
 
 
 def _evaluate(function: Callable[..., Any], inputs: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs, and the gradients of all inputs for one fixed gradient of the outputs."""
+    """The outputs, and the gradients of all inputs for one fixed gradient of the outputs; all on the CPU."""
     leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
     outputs = function(**leaves)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
@@ -196,17 +215,19 @@ def _evaluate(function: Callable[..., Any], inputs: dict[str, Tensor]) -> tuple[
         for output in outputs
     ]
     grads = torch.autograd.grad(
-        outputs, list(leaves.values()), [g.to(out.dtype) for g, out in zip(gradients, outputs, strict=True)]
+        outputs, list(leaves.values()), [g.to(out) for g, out in zip(gradients, outputs, strict=True)]
     )
-    return [output.detach() for output in outputs], list(grads)
+    return [output.detach().cpu() for output in outputs], [grad.cpu() for grad in grads]
 
 
 @contextmanager
 def _forced(kernel: backends.Kernel) -> Iterator[None]:
     """Makes all calls take this kernel, and makes sure of it."""
-    with backends.use_cpu_isa(kernel.isa if kernel.automatic else ""), backends.use(kernel.name):
+    device = _device(kernel)
+    isa = kernel.isa if kernel.automatic and device == "cpu" else ""
+    with backends.use_cpu_isa(isa), backends.use(kernel.name):
         # Large enough, and of a dtype, that no kernel hands it on to another.
-        probe = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16)
+        probe = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16, device=device)
         chosen = backends.explain(probe, probe, probe)
         if (chosen.kernel, chosen.isa) != (kernel.name, kernel.isa):
             raise RuntimeError(
@@ -247,7 +268,7 @@ def _print(verdicts: dict[tuple[backends.Kernel, torch.dtype], Verdict], count: 
     rows = [
         [
             f"{kernel.name}/{kernel.isa}",
-            str(dtype).removeprefix("torch."),
+            _name(dtype),
             *(f"{number:.1e}" for number in (*verdict.forward, *verdict.backward)),
             "yes" if verdict.same_bits else "NO",
             "FAILED" if verdict.failures else "ok",
@@ -266,14 +287,15 @@ def _print(verdicts: dict[tuple[backends.Kernel, torch.dtype], Verdict], count: 
     ]
     print(table(header, rows, left=2))
     failures = [
-        f"{kernel.name}/{kernel.isa} {str(dtype).removeprefix('torch.')}: {failure}"
+        f"{kernel.name}/{kernel.isa} {_name(dtype)}: {failure}"
         for (kernel, dtype), verdict in verdicts.items()
         for failure in verdict.failures
     ]
     if failures:
         print("\nfailed:", *failures, sep="\n  ")
         return 1
-    unavailable = [kernel for kernel in backends.kernels() if not kernel.available]
+    everything = [*backends.kernels(), *backends.kernels("cuda")]
+    unavailable = [kernel for kernel in everything if not kernel.available]
     for kernel in unavailable:
         print(f"not on this machine: {kernel.name}/{kernel.isa}: {kernel.reason}")
     print(

@@ -24,12 +24,6 @@ if gpu.DEVICE != "cpu":
     ]
 
 
-def pytest_configure(config: pytest.Config) -> None:
-    config.addinivalue_line("markers", f"cpu_only(reason): left out with {gpu.DEVICE_VARIABLE}=cuda")
-    if gpu.DEVICE != "cpu" and (reason := gpu.missing()) is not None:
-        pytest.exit(f"{gpu.DEVICE_VARIABLE}={gpu.DEVICE}: this run {reason}", returncode=1)
-
-
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if gpu.DEVICE != "cpu":
         apart = [item for item in items if item.get_closest_marker("cpu_only")]
@@ -37,8 +31,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in apart]
 
 
-def pytest_configure() -> None:
-    """The processes of pytest-xdist share the processors: threads that wait for each other only spin."""
+def pytest_configure(config: pytest.Config) -> None:
+    config.addinivalue_line("markers", f"cpu_only(reason): left out with {gpu.DEVICE_VARIABLE}=cuda")
+    if gpu.DEVICE != "cpu" and (reason := gpu.missing()) is not None:
+        pytest.exit(f"{gpu.DEVICE_VARIABLE}={gpu.DEVICE}: this run {reason}", returncode=1)
+    # The processes of pytest-xdist share the processors: threads that wait for each other only spin.
     if workers := int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "0")):
         threads = max(1, (os.cpu_count() or 1) // workers)
         os.environ.setdefault("OMP_NUM_THREADS", str(threads))  # for the processes that tests start
