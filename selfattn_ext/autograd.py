@@ -17,6 +17,11 @@ Note [Gradient of weights and lse]
     is ``dS = P * (dropout(grad_out @ value^T + dW) - delta)``, where ``delta = rowsum(grad_out * out) +
     rowsum(W * dW) - dl``. The operator computes the first term of delta; ``grad_row`` carries the other two.
 
+Note [Threads of a backward]
+    torch computes gradients of CUDA tensors in threads of its own, where context variables of the caller do
+    not hold. What a gradient depends on beside tensors, the kernel asked for and the precision of float32
+    products, therefore comes from the forward's call.
+
 Note [Rounded outputs]
     delta wants the output and the weights as they were before they were rounded to 16 bits. The forward
     operator gives what rounding took away from out as out_residual, where a backward is to come; weights that

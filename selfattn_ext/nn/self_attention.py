@@ -55,6 +55,7 @@ class SelfAttention(nn.Module):
         Args:
             x: (..., L, d_model) in the dtype of the parameters; (L, d_model) is fine.
             mask: 0 and 1 or False and True, broadcastable to (..., L, L); 0 hides key j from query i.
+                A float mask is looked at, which on CUDA waits for the GPU; bool is not.
             is_causal: hides the keys after each query as well.
 
         Returns:
@@ -126,7 +127,7 @@ class MultiHeadSelfAttention(nn.Module):
             x: (B, L, d_model) in the dtype of the parameters, (L, d_model), or with more leading dimensions.
             mask: 0 and 1 or False and True of any dtype; 0 hides key j from query i. (L, L) for all,
                 (B, L, L) for each sequence, (B, 1, 1, L) to hide padding, or whatever else broadcasts to
-                (B, H, L, L).
+                (B, H, L, L). A float mask is looked at, which on CUDA waits for the GPU; bool is not.
             is_causal: hides the keys after each query as well.
             return_weights: whether to return the weights as well, which costs the memory of (B, H, L, L).
 
