@@ -140,10 +140,10 @@ def scaled_dot_product_attention(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
-    On CUDA neither a call nor its gradient waits for the GPU, so that a CUDA graph can record a whole training
-    step. Two runs give the same bits on either device, gradients included. A second derivative looks once
-    whether inputs are finite where keys are hidden from queries; while a graph records it cannot, and takes
-    memory for (L, S, E) products instead.
+    On CUDA neither a call nor its gradient waits for the GPU, so that a CUDA graph can record a training
+    step. Two runs give the same bits on either device, gradients included. A second derivative looks whether
+    inputs are finite where keys are hidden from queries; while a graph records it cannot, and takes memory
+    for (L, S, E) products instead.
 
     Products of float32 numbers are as exact as :func:`torch.set_float32_matmul_precision` asks when the call
     is made, those of its gradients too: "highest" (the default) gives the accuracy of float32, "high" that of
