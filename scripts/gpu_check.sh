@@ -6,7 +6,8 @@
 #   scripts/gpu_check.sh --build --test    some of them; every other step needs --build once before
 #
 #   --build    compile for the GPU that is here, in place
-#   --test     every test that runs on a GPU; that one cannot be used is a failure
+#   --test     the tests that are about the GPU; that one cannot be used is a failure
+#   --device   the tests of numbers, gradients and modules with their tensors on the GPU, likewise
 #   --suite    the rest of the tests
 #   --check    the kernels against nvcc's and the disassembler's reports, for this GPU's architecture
 #   --golden   what the GPU answers to every instruction that the emulator models, as golden.tar: unpack it in
@@ -29,15 +30,16 @@ limit=${STEP_SECONDS:-480}
 out=${OUT:-gpu-results}
 steps=()
 quick=()
-gpu_tests=(tests/test_cuda.py tests/test_cuda_runtime.py tests/test_cuda_sizes.py
-  tests/test_options_pairwise.py tests/test_edge_cases.py)
+gpu_tests=(tests/test_cuda.py tests/test_cuda_runtime.py tests/test_cuda_sizes.py tests/test_cuda_training.py)
+# What needs the network or packages that such a machine may lack.
+elsewhere=(--ignore=tests/test_install.py --ignore=tests/test_notebook.py --ignore=tests/test_source_notebooks.py)
 summary=()
 
 usage() { sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"; }
 
 wanted() { # keeps the order of the help, whatever that of the arguments
   local step
-  for step in build test suite check golden bench; do
+  for step in build test device suite check golden bench; do
     case " ${steps[*]} " in *" $step "* | *" all "*) echo "$step" ;; esac
   done
 }
@@ -72,19 +74,33 @@ run() { # run NAME COMMAND...: a step within its time limit; its line in the sum
   summary+=("$(printf '%-7s %s (%d s)' "$name" "$line" $((SECONDS - start)))")
 }
 
+tests() { # tests NAME VARIABLE=VALUE... [-- ARGUMENT...]: in several processes where pytest-xdist is installed
+  local name=$1 variables=(PYTHONUNBUFFERED=1) parallel=()
+  shift
+  while [ $# -gt 0 ] && [ "$1" != -- ]; do
+    variables+=("$1")
+    shift
+  done
+  "$python" -c 'import xdist' 2>/dev/null && parallel=(--numprocesses logical --maxprocesses 8 --dist loadgroup)
+  run "$name" env "${variables[@]}" "$python" -m pytest -q -p no:cacheprovider \
+    ${parallel[@]+"${parallel[@]}"} "${@:2}"
+}
+
 perform() { # perform STEP
   case $1 in
     build) # for the GPU that torch sees, unless TORCH_CUDA_ARCH_LIST says otherwise
       run build env SELFATTN_CUDA=1 "$python" setup.py --quiet build_ext --inplace
       ;;
     test)
+      # One process: some of these want most of the GPU's memory, and look at how much of it is taken.
       run test env SELFATTN_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1 "$python" -m pytest -q -p no:cacheprovider \
         "${gpu_tests[@]}"
       ;;
-    suite) # without what needs the network or packages that such a machine may lack
-      run suite env PYTHONUNBUFFERED=1 "$python" -m pytest -q -p no:cacheprovider \
-        "${gpu_tests[@]/#/--ignore=}" \
-        --ignore=tests/test_install.py --ignore=tests/test_notebook.py --ignore=tests/test_source_notebooks.py
+    device)
+      tests device SELFATTN_TEST_DEVICE=cuda SELFATTN_REQUIRE_CUDA=1 -- "${elsewhere[@]}"
+      ;;
+    suite)
+      tests suite -- "${gpu_tests[@]/#/--ignore=}" --ignore=tests/test_on_cuda.py "${elsewhere[@]}"
       ;;
     check)
       run check "$python" scripts/cuda_compile_check.py --archs "$(architecture)"
@@ -102,7 +118,7 @@ perform() { # perform STEP
 
 while [ $# -gt 0 ]; do
   case $1 in
-    --build | --test | --suite | --check | --golden | --bench | --all) steps+=("${1#--}") ;;
+    --build | --test | --device | --suite | --check | --golden | --bench | --all) steps+=("${1#--}") ;;
     --quick) quick=(--quick) ;;
     -h | --help) usage; exit 0 ;;
     *) echo "gpu_check.sh: unknown argument $1; --help lists the steps" >&2; exit 2 ;;

@@ -58,7 +58,7 @@ ELSEWHERE = {
     "test_amx": "instructions of a CPU",
     "test_backends": "forces instruction sets of a CPU",
     "test_benchmark": "times calls on the CPU",
-    "test_cli": "commands run in processes of their own; test_cuda_programs.py has those that compute",
+    "test_cli": "is about arguments; what a command computes is in test_demo.py, or uses the GPU by itself",
     "test_cuda": "is about the GPU anyway",
     "test_emulat": "is about the emulator",
     "test_gpu": "is about scripts for the GPU",

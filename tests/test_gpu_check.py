@@ -12,7 +12,7 @@ import gpu
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.sh"
-STEPS = ["build", "test", "suite", "check", "golden", "bench"]
+STEPS = ["build", "test", "device", "suite", "check", "golden", "bench"]
 
 Check = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -23,7 +23,7 @@ case "$*" in
   *$FAIL*) exit 7 ;;
   *$HANG*) sleep 30 ;;
   *probe.py*) mkdir "$3" && echo "python $*" ;;
-  *) echo "python $*" && echo "path $PYTHONPATH" ;;
+  *) echo "python $* on ${SELFATTN_TEST_DEVICE:-cpu}" && echo "path $PYTHONPATH" ;;
 esac
 """
 
@@ -78,13 +78,17 @@ def test_steps_run_in_order_and_once(check: Check, tmp_path: Path) -> None:
     # Nothing is installed: scripts find the package in the checkout.
     assert f"path {SCRIPT.parents[1]}\n" in run.stdout
     assert "--archs 90a" in check("--check").stdout
+    assert re.search(r"pytest .*--ignore=tests/test_install.py .* on cuda$", check("--device").stdout, re.M)
+    suite = check("--suite").stdout
+    assert re.search(r"pytest .*--ignore=tests/test_cuda_training.py .* on cpu$", suite, re.M)
+    assert "--ignore=tests/test_on_cuda.py" in suite
     run = check("--golden")
     assert "arch=compute_90a,code=sm_90a tests/emulator/programs/probe.cu" in run.stdout
     assert re.search(r"^python tests/emulator/probe.py \S+/probe \S+/golden$", run.stdout, re.M)
     assert re.search("^golden +passed", run.stdout, re.M)
     # One log for all calls.
     assert sorted(path.name for path in out.iterdir()) == ["golden.tar", "log.txt"]
-    assert (out / "log.txt").read_text().count("=== summary") == 4
+    assert (out / "log.txt").read_text().count("=== summary") == 6
 
 
 def test_failures_are_told_and_stop_nothing(check: Check) -> None:
