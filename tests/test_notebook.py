@@ -6,6 +6,7 @@ import json
 import sys
 from pathlib import Path
 
+import gpu
 import nbformat
 import pytest
 from nbclient import NotebookClient
@@ -50,6 +51,10 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 def test_notebook_runs(kernel: str, tmp_path: Path) -> None:
     notebook = nbformat.read(NOTEBOOK, as_version=4)
     stored = outputs(notebook)
+    if gpu.DEVICE != "cpu":
+        first = f"import torch\ntorch.set_default_device({gpu.DEVICE!r})"
+        notebook.cells.insert(0, nbformat.v4.new_code_cell(first))
+        stored.insert(0, [])
     client = NotebookClient(
         notebook, timeout=120, kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}}
     )
