@@ -22,10 +22,8 @@ struct QueryNumbers {
   // A row that sees nothing: its pairs are hidden.
   __device__ __forceinline__ bool is_dead() const { return inverse_sum == T(0); }
 
-  // P of a visible pair. Of a score of -inf it is 0, also where the row's sum is NaN.
-  __device__ __forceinline__ T weight(T score) const {
-    return score == -infinity<T>() ? T(0) : exponential(score - shift) * inverse_sum;
-  }
+  // P of a visible pair. In a row whose sum is NaN, that of a score of -inf is NaN as well.
+  __device__ __forceinline__ T weight(T score) const { return exponential(score - shift) * inverse_sum; }
 
   // ds of a visible pair. The sum makes +0 of -0, which stands for hidden ones.
   __device__ __forceinline__ T score_grad(T weight, T grad) const { return weight * (grad - delta) + T(0); }
