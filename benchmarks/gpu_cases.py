@@ -38,6 +38,9 @@ MASKED = Aim(1.3, "best")
 FLOAT32 = Aim(2.0, "efficient")
 #: FlashAttention-2 on an H100, by its own figures; meant for that generation of GPUs.
 LONG = Aim(370.0, "TFLOP/s")
+LONG_BACKWARD = Aim(320.0, "TFLOP/s")
+FLOAT32_TRAINING = Aim(2.0, "best")
+MASK_TRAINING = Aim(2.0, "best")
 
 _TOKENS, _WIDTH = 16384, 2048
 
@@ -49,8 +52,9 @@ def _case(length: int, head_dim: int, dtype: torch.dtype = BF16) -> Case:
 
 def lines(quick: bool = False) -> list[Line]:
     """All lines, or the few of a short run."""
-    every = [*_short(), *_long(), *_float32(), *_masks(), *_options(), *_decoding()]
-    return [line for line in every if line.quick or not quick]
+    forward = [*_short(), *_long(), *_float32(), *_masks(), *_options(), *_decoding()]
+    training = [*_backward(), *_training(), *_float32_training(), *_mask_training(), *_training_options()]
+    return [line for line in (*forward, *training) if line.quick or not quick]
 
 
 def _short() -> Iterable[Line]:
@@ -101,3 +105,49 @@ def _decoding() -> Iterable[Line]:
     yield Line(Case(32, 32, 1, 128, dtype=BF16, keys=8192, kv_heads=8))
     yield Line(Case(1, 32, 1, 128, dtype=BF16, keys=131072, kv_heads=8), quick=True)
     yield Line(Case(8, 16, 1, 128, dtype=FP32, keys=8192))
+
+
+def _backward() -> Iterable[Line]:
+    """The backward pass alone, on a graph that is kept."""
+    for length in (512, 2048, 8192):
+        for head_dim in (64, 128):
+            aimed = (length, head_dim) == (8192, 128)
+            case = replace(_case(length, head_dim), backward=True, graph_kept=True)
+            yield Line(case, LONG_BACKWARD if aimed else None, quick=aimed)
+            if length == 8192:
+                yield Line(replace(case, causal=True))
+
+
+def _training() -> Iterable[Line]:
+    """Forward and backward, as a training step has them."""
+    for length, head_dim in ((128, 64), (512, 128), (2048, 64), (2048, 128), (2048, 256), (8192, 128)):
+        yield Line(replace(_case(length, head_dim), backward=True), quick=(length, head_dim) == (2048, 128))
+    yield Line(replace(_case(2048, 128), causal=True, backward=True))
+    yield Line(replace(_case(2048, 128, FP16), backward=True), quick=True)
+    yield Line(replace(_case(2048, 80), backward=True))
+    yield Line(Case(4, 8, 64, 64, dtype=BF16, backward=True))
+
+
+def _float32_training() -> Iterable[Line]:
+    for length in (512, 2048, 8192):
+        for head_dim in (64, 128):
+            case = replace(_case(length, head_dim, FP32), backward=True)
+            yield Line(case, FLOAT32_TRAINING, quick=length == 2048)
+    yield Line(replace(_case(2048, 64, FP32), causal=True, backward=True), FLOAT32_TRAINING)
+    yield Line(replace(_case(2048, 64, FP32), precision="high", backward=True), FLOAT32_TRAINING)
+    yield Line(Case(4, 8, 512, 64, dtype=FP64, backward=True))
+
+
+def _mask_training() -> Iterable[Line]:
+    """A mask (L, S) that learns: its gradient is summed over the batch and the heads."""
+    for dtype in (BF16, FP16, FP32):
+        for head_dim in (64, 128):
+            case = replace(_case(2048, head_dim, dtype), mask="gradient", backward=True)
+            yield Line(case, MASK_TRAINING, quick=(dtype, head_dim) in ((BF16, 128), (FP32, 64)))
+
+
+def _training_options() -> Iterable[Line]:
+    yield Line(replace(_case(2048, 128), mask="bool", backward=True))
+    yield Line(replace(_case(2048, 128), dropout=0.1, backward=True))
+    yield Line(replace(_case(8192, 64), causal=True, window=256, backward=True))
+    yield Line(replace(_case(2048, 128), causal=True, heads=32, kv_heads=8, backward=True))

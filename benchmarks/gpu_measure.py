@@ -11,14 +11,13 @@ from typing import Any
 import torch
 from gpu_cases import Aim, Line
 from gpu_peak import Ceiling, Meter
-from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from selfattn_ext import backends
 from selfattn_ext.bench import timer
 from selfattn_ext.bench.accuracy import truth
 from selfattn_ext.bench.cases import Case, Inputs, as_json, inputs
-from selfattn_ext.bench.contenders import OURS, TORCH
+from selfattn_ext.bench.contenders import OURS, TORCH, results, runner
 from selfattn_ext.bench.measure import note
 from selfattn_ext.bench.timer import Effort, Ratio, Timing
 from selfattn_ext.terminal import Progress, describe
@@ -31,14 +30,17 @@ BACKENDS = {
 }
 
 
+Setting = Callable[[], AbstractContextManager[object]]
+
+
 @dataclass(frozen=True)
 class Call:
     """A call, and the setting under which it is made, which the clock leaves out."""
 
-    function: Callable[[], Tensor]
-    setting: Callable[[], AbstractContextManager[object]] = nullcontext
+    function: Callable[[], object]
+    setting: Setting = nullcontext
 
-    def __call__(self) -> Tensor:
+    def __call__(self) -> object:
         return self.function()
 
 
@@ -52,6 +54,7 @@ class Row:
     refused: dict[str, str]  # why a backend has none
     error: float | None
     ceiling: Ceiling
+    memory: dict[str, int]  # bytes at the peak beyond the inputs, results included; none but on a GPU
 
     @property
     def ours(self) -> Timing:
@@ -59,8 +62,16 @@ class Row:
 
     def ratio(self, backend: str) -> float | None:
         """Time of a backend over ours, or of the fastest; above 1 this package is faster."""
-        names = [name for name in BACKENDS if name in self.timings and backend in (name, "best")]
-        return min((Ratio.of(self.timings[name], self.ours).median for name in names), default=None)
+        if backend == "best":
+            backend = self.fastest or ""
+        return Ratio.of(self.timings[backend], self.ours).median if backend in self.timings else None
+
+    @property
+    def fastest(self) -> str | None:
+        """torch's fastest backend, None where none takes the case."""
+        names = [name for name in BACKENDS if name in self.timings]
+        ratios = {name: Ratio.of(self.timings[name], self.ours).median for name in names}
+        return min(ratios, key=lambda name: ratios[name], default=None)
 
     @property
     def tflops(self) -> float:
@@ -93,13 +104,13 @@ class Session:
                 progress.update(len(rows), note(line.case))
         return rows
 
-    @torch.no_grad()
     def row(self, line: Line) -> Row:
         """One case."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(line.case.precision)
         try:
-            return self._row(line)
+            with torch.set_grad_enabled(line.case.backward):
+                return self._row(line)
         finally:
             torch.set_float32_matmul_precision(before)
 
@@ -109,16 +120,26 @@ class Session:
         tensors = inputs(case, device=self._device)
         ours = OURS.prepare(case, tensors)
         judge = truth(case, tensors)
-        error = None if judge is None else judge.error(case, [ours()])
+        error = None if judge is None else judge.error(case, results(ours, case, tensors))
         kernel = backends.explain(tensors.query, tensors.key, tensors.value, enable_gqa=True).kernel
-        calls, refused = {OURS.name: Call(ours)}, {}
+        calls, refused = {OURS.name: Call(runner(ours, case, tensors))}, {}
         for name in BACKENDS:
             try:
                 calls[name] = _call_of(name, case, tensors)
             except NotImplementedError as reason:
                 refused[name] = str(reason)
+        memory = {name: self._peak(call) for name, call in calls.items()} if self._device == "cuda" else {}
         timings = timer.interleave(calls, self._effort, self._timed)
-        return Row(line, kernel, timings, refused, error, ceiling)
+        return Row(line, kernel, timings, refused, error, ceiling, memory)
+
+    def _peak(self, call: Call) -> int:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        with call.setting():
+            call()
+        torch.cuda.synchronize()
+        return torch.cuda.max_memory_allocated() - before
 
     def _timed(self, call: Callable[[], object], repetitions: int) -> float:
         assert isinstance(call, Call)
@@ -132,10 +153,14 @@ def _call_of(backend: str, case: Case, tensors: Inputs) -> Call:
     Raises:
         NotImplementedError: the backend does not take the case.
     """
-    call = Call(TORCH.prepare(case, tensors), lambda: sdpa_kernel(BACKENDS[backend]))
-    with warnings.catch_warnings(), call.setting():
+
+    def setting() -> AbstractContextManager[object]:
+        return sdpa_kernel(BACKENDS[backend])
+
+    with warnings.catch_warnings(), setting():
         warnings.simplefilter("ignore")  # one for each reason of a refusal
         try:
+            call = Call(runner(TORCH.prepare(case, tensors), case, tensors), setting)
             call()
         except RuntimeError as error:  # lack of memory among them
             raise NotImplementedError(describe(error)) from error
@@ -144,8 +169,9 @@ def _call_of(backend: str, case: Case, tensors: Inputs) -> Call:
 
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The table's head and lines."""
-    header = ["dtype", "(B, H, T, D)", "options", "kernel", *(f"{name} ms" for name in BACKENDS), "our ms"]
-    header += ["best / ours", "TFLOP/s", "of product", "of copy", "error", "aim", "reached"]
+    header = ["dtype", "(B, H, T, D)", "options", "pass", "kernel", *(f"{name} ms" for name in BACKENDS)]
+    header += ["our ms", "best / ours", "TFLOP/s", "of product", "of copy", "best MB", "our MB", "error"]
+    header += ["aim", "reached"]
     return header, [_cells(row) for row in rows]
 
 
@@ -156,6 +182,7 @@ def _cells(row: Row) -> list[str]:
         case.dtype_name,
         str(case.shape),
         case.options(),
+        case.direction.replace("forward+backward", "f+b"),
         row.kernel,
         *(f"{row.timings[n].median * 1e3:.3f}" if n in row.timings else "-" for n in BACKENDS),
         f"{seconds * 1e3:.3f}",
@@ -163,6 +190,7 @@ def _cells(row: Row) -> list[str]:
         f"{row.tflops:.1f}",
         f"{row.ceiling.of_product(case, seconds):.0%}",
         f"{row.ceiling.of_copy(case, seconds):.0%}",
+        *(f"{row.memory[n] / 1e6:.0f}" if n in row.memory else "-" for n in (row.fastest, OURS.name)),
         "-" if row.error is None else f"{row.error:.1e}",
         "" if row.line.aim is None else str(row.line.aim),
         row.reached,
@@ -177,8 +205,10 @@ def notes(rows: Sequence[Row], peaks: dict[str, float]) -> str:
         [
             "ms: medians by CUDA events, contenders in turns; - where a backend of torch refuses the case.",
             "best / ours: time of torch's fastest backend over ours; above 1 this package is faster.",
+            "f+b: forward and backward; TFLOP/s count two products forward and five backward.",
             "of product, of copy: of the speed of a large matrix product and of a large copy in this run.",
-            "error: of our output against float64, relative to its largest value.",
+            "MB: at the peak beyond the inputs, results included; best is torch's fastest backend.",
+            "error: of our output and gradients against float64, relative to the largest value of each.",
             f"Peaks: {measured}.",
             f"{sum(row.reached == 'yes' for row in judged)} of {len(judged)} aims reached.",
         ]
@@ -196,6 +226,7 @@ def row_data(row: Row) -> dict[str, Any]:
         "error": row.error,
         "peak": asdict(row.ceiling),
         "refused": row.refused,
+        "memory": row.memory,
         "contenders": {
             name: {
                 "median_seconds": timing.median,

@@ -23,14 +23,18 @@ class Ceiling:
         return case.flops() / seconds / 1e12 / self.tflops
 
     def of_copy(self, case: Case, seconds: float) -> float:
-        """The share of the copy's bandwidth; inputs are read once, the output is written once."""
+        """The share of the copy's bandwidth; see moved_bytes()."""
         return moved_bytes(case) / seconds / 1e9 / self.copy_gbs
 
 
 def moved_bytes(case: Case) -> int:
-    """Of query, key, value and output; the least that a call has to move."""
-    written = case.batch * case.heads * case.length * case.value_dimension * case.dtype.itemsize
-    return case.bytes_read() + written
+    """The least that a call has to move: query, key, value and output once for each pass, and in the backward
+    one the gradient of each beside it."""
+    output = case.batch * case.heads * case.length * case.value_dimension * case.dtype.itemsize
+    once = case.bytes_read() + output
+    if not case.backward:
+        return once
+    return 2 * once if case.graph_kept else 3 * once
 
 
 class Meter:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -50,19 +51,25 @@ def test_rows_on_the_cpu(modules: SimpleNamespace, session: SimpleNamespace) -> 
         modules.cases.Line(plain, modules.cases.Aim(1e6, "TFLOP/s")),
         modules.cases.Line(masked, modules.cases.Aim(1e-6, "math")),
         modules.cases.Line(Case(1, 2, 1, 8, keys=40, dropout=0.5), modules.cases.Aim(1.0, "cudnn")),
+        modules.cases.Line(Case(1, 2, 16, 8, mask="gradient", backward=True)),
+        modules.cases.Line(Case(1, 2, 16, 8, backward=True, graph_kept=True)),
     ]
     rows = session.measure(lines)
-    assert [row.reached for row in rows] == ["no", "yes", ""]
+    assert [row.reached for row in rows] == ["no", "yes", "", "", ""]
     assert set(rows[0].timings) == {"selfattn_ext", "flash", "math"}
     assert set(rows[0].refused) == {"cudnn", "efficient"}
     assert rows[0].error < 1e-5
     assert rows[1].error < 1e-2
     assert rows[2].error is None
+    assert all(row.error < 1e-5 for row in rows[3:])
+    assert all("math" in row.timings for row in rows)
+    assert not any(row.memory for row in rows)
     assert len(rows[0].ours.samples) >= MOMENT.min_rounds
     header, cells = modules.measure.cells(rows)
     text = table(header, cells, left=3)
     assert all(len(line) == len(header) for line in cells)
     assert cells[1][2] == "causal mask=bool precision=high"
+    assert [line[3] for line in cells] == ["forward", "forward", "forward", "f+b", "backward"]
     assert cells[0][-2:] == ["1e+06 TFLOP/s", "no"]
     assert "cudnn ms" in text
     assert "1 of 2 aims reached" in modules.measure.notes(rows, session.meter.measured())
@@ -82,15 +89,22 @@ def test_ratios_and_shares(modules: SimpleNamespace) -> None:
         {},
         None,
         modules.peak.Ceiling(tflops=100.0, copy_gbs=1000.0),
+        {"cudnn": 3_000_000, "flash": 2_000_000, "selfattn_ext": 1_000_000},
     )
     assert row.ratio("best") == pytest.approx(1.5)
     assert row.ratio("flash") == pytest.approx(2.0)
     assert row.ratio("math") is None
+    assert row.fastest == "cudnn"
+    header, (line,) = modules.measure.cells([row])
+    assert dict(zip(header, line, strict=True)).items() >= {("best MB", "3"), ("our MB", "1")}
     assert row.reached == "yes"
     flops = 4 * 2 * 4 * 1024 * 1024 * 64
     assert row.tflops == pytest.approx(flops / 1e9)
     assert row.ceiling.of_product(case, 1e-3) == pytest.approx(flops / 1e9 / 100)
     assert row.ceiling.of_copy(case, 1e-3) == pytest.approx(4 * 2 * 4 * 1024 * 64 * 2 / 1e9)
+    for options, times_as_many in (({"backward": True}, 3), ({"backward": True, "graph_kept": True}, 2)):
+        moved = modules.peak.moved_bytes(replace(case, **options))
+        assert moved == times_as_many * modules.peak.moved_bytes(case)
 
 
 def test_peaks(modules: SimpleNamespace) -> None:
@@ -116,9 +130,13 @@ def test_cases(modules: SimpleNamespace) -> None:
     assert 5 < len(quick) < len(lines)
     for line in lines:
         assert line.case.flops() > 0
-        assert not line.case.backward
-    (long,) = (line for line in lines if line.aim == modules.cases.LONG)
-    assert (long.case.length, long.case.head_dim) == (8192, 128)
+    for aim, backward in ((modules.cases.LONG, False), (modules.cases.LONG_BACKWARD, True)):
+        (long,) = (line for line in lines if line.aim == aim)
+        assert (long.case.length, long.case.head_dim) == (8192, 128)
+        assert (long.case.backward, long.case.graph_kept) == (backward, backward)
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        training = [line.case for line in lines if line.case.backward and line.case.dtype == dtype]
+        assert {case.mask for case in training} >= {"none", "gradient"}
 
 
 def test_needs_a_gpu(modules: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
