@@ -28,6 +28,16 @@ CSRC = ROOT / "csrc"
 #: The name of the Python module, as selfattn_ext.library imports it.
 MODULE = "_C"
 
+#: What the operators ask of the framework that needs a GPU: host_device.cpp answers instead.
+OF_A_DEVICE = (
+    "aoti_torch_create_device_guard",
+    "aoti_torch_delete_device_guard",
+    "aoti_torch_empty_strided",
+    "aoti_torch_get_current_cuda_stream",
+    "aoti_torch_zero_",
+    "torch_call_dispatcher",
+)
+
 # By path: importing the package would load the library that may be about to be built.
 sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
 toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "toolchain.py")))
@@ -86,7 +96,8 @@ def kernel_sources(folder: Path = CSRC) -> list[Path]:
 
 def emulator_sources() -> list[Path]:
     """The emulator itself, without what joins it to the package."""
-    return sorted(path for path in EMULATOR.glob("*.cpp") if path.name != "adapters.cpp")
+    joints = ("adapters.cpp", "host_device.cpp")
+    return sorted(path for path in EMULATOR.glob("*.cpp") if path.name not in joints)
 
 
 class NinjaFile:
@@ -122,7 +133,7 @@ class NinjaFile:
 
 
 def write_ninja(tools: Tools, variant: str, kernels_in: Path = CSRC) -> NinjaFile:
-    """The library and the program of small wrong kernels, in one variant."""
+    """The library, as kernels of the CPU and as those of a device, and small programs, in one variant."""
     kernel_flags, emulator_flags = VARIANTS[variant]
     # Static variables of inline functions would be shared with another library of this code in the process.
     common = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra"]
@@ -136,17 +147,26 @@ def write_ninja(tools: Tools, variant: str, kernels_in: Path = CSRC) -> NinjaFil
     # The CPU's kernels matter for gradients only: a quick build rather than quick kernels.
     python = ["-isystem", str(tools.torch / "include"), "-isystem", sysconfig.get_path("include")]
     names = [f"-DTORCH_EXTENSION_NAME={MODULE}", "-DSELFATTN_NAMESPACE=selfattn"]
-    package = file.objects(
-        [*library_sources(), EMULATOR / "adapters.cpp"],
-        "package",
-        [*common, "-O1", "-DSELFATTN_CUDA_EMULATOR", f"-I{CSRC}", f"-I{EMULATOR}", *python, *names],
-    )
+    plain = [*common, "-O1", "-DSELFATTN_CUDA_EMULATOR", f"-I{CSRC}", f"-I{EMULATOR}", *python, *names]
+    package = file.objects([*library_sources(), EMULATOR / "adapters.cpp"], "package", plain)
     torch = tools.torch / "lib"
-    file.link(
-        f"{variant}/{MODULE}.so",
-        [*package, *kernels, *emulator],
-        ["-shared", *link, "-ldl", f"-L{torch}", "-ltorch", "-ltorch_cpu", "-lc10", f"-Wl,-rpath,{torch}"],
-    )
+    shared = [
+        "-shared",
+        *link,
+        "-ldl",
+        f"-L{torch}",
+        "-ltorch",
+        "-ltorch_cpu",
+        "-lc10",
+        f"-Wl,-rpath,{torch}",
+    ]
+    file.link(f"{variant}/{MODULE}.so", [*package, *kernels, *emulator], shared)
+
+    # torch's own headers, not those of its stable ABI, ask for a newer C++.
+    half = file.objects([CSRC / "ops" / "cuda" / "engine_cuda.cpp"], "device", plain)
+    half += file.objects([EMULATOR / "host_device.cpp"], "device", [*plain, "-std=c++20"])
+    wrapped = [f"-Wl,--wrap={name}" for name in OF_A_DEVICE]
+    file.link(f"{variant}/device/{MODULE}.so", [*package, *half, *kernels, *emulator], [*shared, *wrapped])
     for source in sorted((EMULATOR / "programs").glob("*.cu")):
         program = file.objects([source], f"{variant}/programs", [*emulated, *kernel_flags])
         file.link(f"{variant}/{source.stem}", [*program, *emulator], [*link, "-ldl"])
@@ -172,7 +192,7 @@ def build(
     """Brings `target` up to date and returns its path.
 
     Args:
-        target: "library" or the name of a program.
+        target: "library"; "device", for tensors on cuda:0; or the name of a program.
         variant: one of VARIANTS.
         kernels_in: the folder that holds ``cuda``, for builds of changed kernels.
         folder: where object files go; by default one of this Python and torch in the checkout's build folder.
@@ -184,7 +204,8 @@ def build(
     found = tools()
     if folder is None:
         folder = ROOT / "build" / "emulator" / f"{sys.implementation.cache_tag}_torch{found.torch_version}"
-    output = f"{variant}/{MODULE}.so" if target == "library" else f"{variant}/{target}"
+    libraries = {"library": f"{variant}/{MODULE}.so", "device": f"{variant}/device/{MODULE}.so"}
+    output = libraries.get(target, f"{variant}/{target}")
     jobs = jobs or int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1
     with _locked(folder):
         file = folder / f"{variant}.ninja"

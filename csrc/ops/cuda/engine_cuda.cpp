@@ -46,10 +46,6 @@ const cuda::Kernel* find_kernel(const char* name) {
   return nullptr;
 }
 
-[[noreturn]] void refuse_for_lack_of_a_kernel() {
-  throw std::runtime_error("this build of selfattn_ext has no CUDA kernel for this gradient");
-}
-
 // The kernel of an operator that not every kernel has: the one asked for or chosen if it has it, else "simt".
 // `like` describes an attention on the same tensors.
 template <class Function>
@@ -59,9 +55,7 @@ Function choose_function(Function cuda::Kernel::* field, const char* name, const
   // Throws for an unknown name.
   if (kernel == nullptr) kernel = &cuda::choose_kernel(name, like, capability);
   const bool takes = kernel->*field != nullptr && kernel->refuses(like, capability) == nullptr;
-  const Function function = takes ? kernel->*field : find_kernel("simt")->*field;
-  if (function == nullptr) refuse_for_lack_of_a_kernel();
-  return function;
+  return takes ? kernel->*field : find_kernel("simt")->*field;
 }
 
 void forward(const char* name, const AttentionParams& p, const ForwardOutputs& outputs, Device device) {
@@ -81,9 +75,9 @@ void weights(const char* name, const AttentionParams& p, const WeightsOutputs& o
 
 void backward(const char* name, const AttentionParams& p, const BackwardArguments& arguments, Device device) {
   Turn turn(device);
-  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
+  const cuda::Kernel& chosen = cuda::choose_kernel(name, p, turn.capability());
+  const cuda::Kernel& kernel = chosen.backward != nullptr ? chosen : *find_kernel("simt");
   if (p.batch * p.heads * p.queries == 0) return;
-  if (kernel.backward == nullptr) refuse_for_lack_of_a_kernel();
   const Scratch workspace("the backward's workspace", kernel.backward_workspace(p, arguments), device);
   turn.launch.workspace = workspace.data();
   kernel.backward(p, arguments, turn.launch);
