@@ -51,8 +51,12 @@ __device__ __forceinline__ void store_mask_gradient(const AttentionParams& p, co
   store_element<T>(grad_mask.data, grad_mask.dtype, index, sum);
 }
 
+// Blocks of a multiprocessor: its registers are enough for three, those of float64 would spill.
 template <DType kDType>
-__global__ void __launch_bounds__(kThreads, 2)
+constexpr int kMaskBlocks = kDType == DType::kFloat64 ? 2 : 3;
+
+template <DType kDType>
+__global__ void __launch_bounds__(kThreads, kMaskBlocks<kDType>)
     mask_gradient_kernel(const AttentionParams p, const BackwardArguments a,
                          const rows::RowGradients<typename Element<kDType>::Accumulation> rows,
                          const MaskPieces pieces, const int64_t first_block) {
