@@ -64,8 +64,9 @@ class Forward : TileScores<C> {
           if (special_values)
             add_special_values(plan_, work_, this->lane(), shared_, first_key, scores_, output_);
         }
-        multiply_values(shared_, this->lane(), static_cast<int>(p_.value_dim), plan_.pieces, scores_,
-                        output_);
+        accumulate<C>(scores_.at,
+                      Operand{shared_.values(), SharedLayout<C>::kTilePlane, this->lane().first_key},
+                      this->lane().lane, static_cast<int>(p_.value_dim), plan_.pieces, output_.at);
       }
     }
   }
@@ -97,9 +98,9 @@ class Forward : TileScores<C> {
 
   __device__ __forceinline__ void start_values(int tile) {
     const int first_key = tile * C::kKeys;
-    start_rows<C>(C::kFloat32 ? shared_.staging() : shared_.values(),
-                  rows_of_head<Storage>(p_.value, work_, first_key), p_.value.stride[2],
-                  this->count(first_key), static_cast<int>(p_.value_dim), plan_.value_vectors);
+    start_rows<C, C::kKeys>(C::kFloat32 ? shared_.staging() : shared_.values(),
+                            rows_of_head<Storage>(p_.value, work_, first_key), p_.value.stride[2],
+                            this->count(first_key), static_cast<int>(p_.value_dim), plan_.value_vectors);
   }
 
   // As wait_for_keys.

@@ -59,12 +59,12 @@ __device__ __forceinline__ int arrival(int row, int chunk) {
   return C::kFloat32 ? row * (C::kDim * 4) + chunk * 16 : Swizzle<C::kDim>::offset(row, chunk);
 }
 
-// Starts to bring `count` rows of a matrix.
-template <class C, class Storage>
+// Starts to bring `count` rows of a matrix, and zeros for those of the tile that are not there.
+template <class C, int kRowCount, class Storage>
 __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage* matrix, int64_t stride,
                                            int count, int dim, bool vectors) {
   constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Storage));
-  using Share = TileShare<C, C::kKeys, C::kDim / kPerChunk>;
+  using Share = TileShare<C, kRowCount, C::kDim / kPerChunk>;
   const Share share;
   const Storage* row = matrix + share.row * stride;
   if (C::kPlain || vectors) {
@@ -81,7 +81,7 @@ __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage*
     }
   } else {
 #pragma unroll 1
-    for (int r = share.row; r < C::kKeys; r += Share::kStep, row += Share::kStep * stride) {
+    for (int r = share.row; r < kRowCount; r += Share::kStep, row += Share::kStep * stride) {
 #pragma unroll 1
       for (int chunk = share.lane; chunk < C::kDim / kPerChunk; chunk += Share::kLanes) {
         copy_elements(shared + arrival<C>(r, chunk), row, chunk * kPerChunk, r < count ? dim : 0);
@@ -113,6 +113,20 @@ __device__ __forceinline__ bool store_pieces(unsigned char* planes, int plane_by
   return special;
 }
 
+// Four numbers of a row that has `columns` of them, zeros beyond.
+__device__ __forceinline__ float4 load_four(const float* row, int column, int columns, bool vectors) {
+  float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (vectors) {
+    if (column < columns) x = *reinterpret_cast<const float4*>(row + column);
+  } else {
+    if (column < columns) x.x = row[column];
+    if (column + 1 < columns) x.y = row[column + 1];
+    if (column + 2 < columns) x.z = row[column + 2];
+    if (column + 3 < columns) x.w = row[column + 3];
+  }
+  return x;
+}
+
 // The tile of queries, once for a block. float32 is split on the way; returns whether this thread met a
 // number without pieces.
 template <class C>
@@ -138,15 +152,7 @@ __device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& w
       const int chunk = share.lane + i * Share::kLanes, column = chunk * kPerChunk;
       const int columns = r < work.rows ? dim : 0;  // that exist
       if constexpr (C::kFloat32) {
-        float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
-        if (plan.query_vectors) {
-          if (column < columns) x = *reinterpret_cast<const float4*>(from + column);
-        } else {
-          if (column < columns) x.x = from[column];
-          if (column + 1 < columns) x.y = from[column + 1];
-          if (column + 2 < columns) x.z = from[column + 2];
-          if (column + 3 < columns) x.w = from[column + 3];
-        }
+        const float4 x = load_four(from, column, columns, plan.query_vectors);
         special |= store_pieces<C, false>(shared.queries(), SharedLayout<C>::kQueryPlane, r, chunk, x);
       } else {
         unsigned char* to = shared.queries() + Swizzle<C::kDim>::offset(r, chunk);

@@ -80,56 +80,63 @@ __device__ __forceinline__ void multiply_block(const LeftBlock<C>& a, const Righ
   }
 }
 
-// scores = queries keys^T, unscaled.
-template <class C>
-__device__ __forceinline__ void multiply_scores(const SharedMemory<C>& shared, const Lane<C>& lane,
-                                                int head_dim, int pieces, Scores<C>& scores) {
-  using Layout = SharedLayout<C>;
-  const BlockReader<C, true> queries(shared.queries(), lane.first_row, lane.lane);
-  const BlockReader<C, false> keys(shared.keys(), lane.first_key, lane.lane);
+// A tile of shared memory as a warp reads it: planes of pieces, from one of its rows on.
+struct Operand {
+  const unsigned char* tile;
+  int plane_bytes;
+  int first_row;
+};
+
+// sums = left right^T over `dim`: scores, unscaled, from queries and keys.
+template <class C, int kTiles>
+__device__ __forceinline__ void multiply_rows(const Operand& left, const Operand& right, int lane, int dim,
+                                              int pieces, float (&sums)[C::kStrips][kTiles][4]) {
+  const BlockReader<C, true> left_reader(left.tile, left.first_row, lane);
+  const BlockReader<C, false> right_reader(right.tile, right.first_row, lane);
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
-    for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+    for (int tile = 0; tile < kTiles; ++tile) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) scores.at[strip][tile][i] = 0.0f;
+      for (int i = 0; i < 4; ++i) sums[strip][tile][i] = 0.0f;
     }
   }
 #pragma unroll
   for (int step = 0; step < C::kDim / 16; ++step) {
-    if (C::asks_whether_beyond(step) && step * 16 >= head_dim) break;
+    if (C::asks_whether_beyond(step) && step * 16 >= dim) break;
     LeftBlock<C> a;
 #pragma unroll
     for (int piece = 0; piece < C::kPieces; ++piece) {
       if (piece >= pieces) break;
 #pragma unroll
       for (int strip = 0; strip < C::kStrips; ++strip) {
-        ptx::load_matrix_x4(a[piece][strip], queries.at(step, strip * 16) + piece * Layout::kQueryPlane);
+        ptx::load_matrix_x4(a[piece][strip], left_reader.at(step, strip * 16) + piece * left.plane_bytes);
       }
     }
 #pragma unroll
-    for (int tile = 0; tile < C::kKeyTiles; tile += 2) {
+    for (int tile = 0; tile < kTiles; tile += 2) {
       RightBlock<C> b;
 #pragma unroll
       for (int piece = 0; piece < C::kPieces; ++piece) {
         if (piece >= pieces) break;
-        ptx::load_matrix_x4(b[piece], keys.at(step, tile * 8) + piece * Layout::kTilePlane);
+        ptx::load_matrix_x4(b[piece], right_reader.at(step, tile * 8) + piece * right.plane_bytes);
       }
-      multiply_block<C>(a, b, pieces, scores.at, tile);
+      multiply_block<C>(a, b, pieces, sums, tile);
     }
   }
 }
 
-// Keys 8 * tile .. + 15 of the weights as a left operand: the accumulators of two neighbouring products of
+// Columns 8 * tile .. + 15 of the weights as a left operand: the accumulators of two neighbouring products of
 // scores are one as they stand, once packed, so that weights never leave the registers.
-template <class C>
-__device__ __forceinline__ void pack_weights(const Scores<C>& weights, int tile, LeftBlock<C>& a) {
+template <class C, int kTiles>
+__device__ __forceinline__ void pack_weights(const float (&weights)[C::kStrips][kTiles][4], int tile,
+                                             LeftBlock<C>& a) {
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Registers 0 and 1: both rows of the left eight keys; 2 and 3: of the right.
-      const float* pair = &weights.at[strip][tile + i / 2][i % 2 * 2];
+      // Registers 0 and 1: both rows of the left eight columns; 2 and 3: of the right.
+      const float* pair = &weights[strip][tile + i / 2][i % 2 * 2];
       float low = pair[0], high = pair[1];
       if constexpr (C::kFloat32) {
 #pragma unroll
@@ -141,33 +148,32 @@ __device__ __forceinline__ void pack_weights(const Scores<C>& weights, int tile,
   }
 }
 
-// output += weights values.
-template <class C>
-__device__ __forceinline__ void multiply_values(const SharedMemory<C>& shared, const Lane<C>& lane,
-                                                int value_dim, int pieces, const Scores<C>& weights,
-                                                Output<C>& output) {
-  const BlockReader<C, true> values(shared.values(), lane.first_key, lane.lane);
+// output += weights right: of weights and values, the columns of the former being the rows of the latter.
+template <class C, int kTiles>
+__device__ __forceinline__ void accumulate(const float (&weights)[C::kStrips][kTiles][4],
+                                           const Operand& right, int lane, int dim, int pieces,
+                                           float (&output)[C::kStrips][C::kDimTiles][4]) {
+  const BlockReader<C, true> reader(right.tile, right.first_row, lane);
   // Packed, 16-bit weights take half the registers; pieces of float32 would take more.
-  LeftBlock<C> packed[C::kFloat32 ? 1 : C::kKeyTiles / 2];
+  LeftBlock<C> packed[C::kFloat32 ? 1 : kTiles / 2];
   if constexpr (!C::kFloat32) {
 #pragma unroll
-    for (int n = 0; n < C::kKeyTiles / 2; ++n) pack_weights<C>(weights, 2 * n, packed[n]);
+    for (int n = 0; n < kTiles / 2; ++n) pack_weights<C>(weights, 2 * n, packed[n]);
   }
 #pragma unroll
-  for (int n = 0; n < C::kKeyTiles / 2; ++n) {
+  for (int n = 0; n < kTiles / 2; ++n) {
     LeftBlock<C>& a = packed[C::kFloat32 ? 0 : n];
     if constexpr (C::kFloat32) pack_weights<C>(weights, 2 * n, a);
 #pragma unroll
     for (int step = 0; step < C::kDim / 16; ++step) {
-      if (C::asks_whether_beyond(step) && step * 16 >= value_dim) break;
+      if (C::asks_whether_beyond(step) && step * 16 >= dim) break;
       RightBlock<C> b;
 #pragma unroll
       for (int piece = 0; piece < C::kPieces; ++piece) {
         if (piece >= pieces) break;
-        ptx::load_matrix_x4_transposed(b[piece],
-                                       values.at(step, n * 16) + piece * SharedLayout<C>::kTilePlane);
+        ptx::load_matrix_x4_transposed(b[piece], reader.at(step, n * 16) + piece * right.plane_bytes);
       }
-      multiply_block<C>(a, b, pieces, output.at, 2 * step);
+      multiply_block<C>(a, b, pieces, output, 2 * step);
     }
   }
 }

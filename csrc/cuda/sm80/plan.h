@@ -67,4 +67,13 @@ bool is_plain(const AttentionParams& params);
 
 size_t forward_workspace(const AttentionParams& params);
 
+// Whether every row of a view starts at a multiple of `bytes`; whether its rows of `columns` can be read 16
+// bytes at a time, or the elements of a mask two at a time.
+bool rows_start_at_multiples(const View& view, int64_t bytes);
+bool readable_by_vectors(const View& view, int64_t columns);
+bool readable_by_pairs(const View& mask, int64_t columns);
+
+// Of numbers of the call's dtype at its precision, see pieces.cuh.
+int pieces_of(const AttentionParams& params);
+
 }  // namespace selfattn::cuda::sm80

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../simt/simt.h"
+#include "backward/instances.h"
 #include "instances.h"
 
 namespace selfattn::cuda {
@@ -58,6 +60,17 @@ void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Laun
   run(p, outputs, launch.stream);
 }
 
+// Tiles of wide float32 numbers do not fit into shared memory, twice as pieces: simt takes those calls.
+size_t backward_workspace(const AttentionParams& p, const BackwardArguments& arguments) {
+  if (!backward::takes(p)) return kSimt.backward_workspace(p, arguments);
+  return backward::workspace_bytes(p, arguments);
+}
+
+void run_backward(const AttentionParams& p, const BackwardArguments& arguments, const Launch& launch) {
+  if (!backward::takes(p)) return kSimt.backward(p, arguments, launch);
+  backward::run(p, arguments, launch);
+}
+
 }  // namespace
 }  // namespace sm80
 
@@ -68,8 +81,8 @@ const Kernel kSm80 = {
     &sm80::forward_workspace,
     &sm80::forward,
     &sm80::weights,
-    /*backward_workspace=*/nullptr,
-    /*backward=*/nullptr,
+    &sm80::backward_workspace,
+    &sm80::run_backward,
     /*scores=*/nullptr,
     /*scores_backward=*/nullptr,
     /*masked_softmax=*/nullptr,

@@ -13,18 +13,6 @@ constexpr int64_t kAlignment = 16;  // bytes, of an asynchronous copy
 
 int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
-// Whether every row of a view starts at a multiple of `bytes`. Strides of dimensions that hold one element
-// are never used, but telling them apart is worth no code.
-bool rows_start_at_multiples(const View& view, int64_t bytes) {
-  bool all = reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(bytes) == 0;
-  for (int d = 0; d < 3; ++d) all = all && view.stride[d] * size_of(view.dtype) % bytes == 0;
-  return all;
-}
-
-bool readable_by_vectors(const View& view, int64_t columns) {
-  return columns * size_of(view.dtype) % kAlignment == 0 && rows_start_at_multiples(view, kAlignment);
-}
-
 // Keys that one block of a thin call reads. Enough to be worth starting a block for, and few enough splits
 // for the merge not to be felt. From the number of keys alone: a row must not depend on its batch.
 int64_t keys_of_split(int64_t keys) {
@@ -38,6 +26,24 @@ int64_t splits_of(const AttentionParams& p) {
 
 int64_t rows_of(const AttentionParams& p) { return p.batch * p.heads * p.queries; }
 
+}  // namespace
+
+// Strides of dimensions that hold one element are never used, but telling them apart is worth no code.
+bool rows_start_at_multiples(const View& view, int64_t bytes) {
+  bool all = reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(bytes) == 0;
+  for (int d = 0; d < 3; ++d) all = all && view.stride[d] * size_of(view.dtype) % bytes == 0;
+  return all;
+}
+
+bool readable_by_vectors(const View& view, int64_t columns) {
+  return columns * size_of(view.dtype) % kAlignment == 0 && rows_start_at_multiples(view, kAlignment);
+}
+
+bool readable_by_pairs(const View& mask, int64_t columns) {
+  return mask.data != nullptr && columns % 2 == 0 && mask.stride[3] == 1 &&
+         rows_start_at_multiples(mask, 2 * size_of(mask.dtype));
+}
+
 int pieces_of(const AttentionParams& p) {
   if (p.dtype != DType::kFloat32) return 1;
   switch (p.float32_precision) {
@@ -50,8 +56,6 @@ int pieces_of(const AttentionParams& p) {
   }
   return 3;
 }
-
-}  // namespace
 
 bool is_thin(const AttentionParams& p) { return p.queries <= kThinQueries; }
 
@@ -84,8 +88,7 @@ Plan plan_scores(const AttentionParams& p, const TileShape& tile) {
   plan.pieces = pieces_of(p);
   plan.query_vectors = readable_by_vectors(p.query, p.head_dim);
   plan.key_vectors = readable_by_vectors(p.key, p.head_dim);
-  plan.mask_pairs = p.mask.data != nullptr && p.keys % 2 == 0 && p.mask.stride[3] == 1 &&
-                    rows_start_at_multiples(p.mask, 2 * size_of(p.mask.dtype));
+  plan.mask_pairs = readable_by_pairs(p.mask, p.keys);
   return plan;
 }
 

@@ -33,9 +33,9 @@ class TileScores {
   }
   __device__ __forceinline__ void start_keys(int tile) {
     const int first_key = tile * C::kKeys;
-    start_rows<C>(C::kFloat32 ? shared_.staging() : shared_.keys(),
-                  rows_of_head<Storage>(p_.key, work_, first_key), p_.key.stride[2], count(first_key),
-                  static_cast<int>(p_.head_dim), plan_.key_vectors);
+    start_rows<C, C::kKeys>(C::kFloat32 ? shared_.staging() : shared_.keys(),
+                            rows_of_head<Storage>(p_.key, work_, first_key), p_.key.stride[2],
+                            count(first_key), static_cast<int>(p_.head_dim), plan_.key_vectors);
   }
 
   // When this returns, the tile is there for every warp, and every warp is done with what came before: 16-bit
@@ -58,7 +58,10 @@ class TileScores {
   }
 
   __device__ __forceinline__ void compute_scores(int first_key, bool special) {
-    multiply_scores(shared_, lane(), static_cast<int>(p_.head_dim), plan_.pieces, scores_);
+    using Layout = SharedLayout<C>;
+    multiply_rows<C>(Operand{shared_.queries(), Layout::kQueryPlane, lane().first_row},
+                     Operand{shared_.keys(), Layout::kTilePlane, lane().first_key}, lane().lane,
+                     static_cast<int>(p_.head_dim), plan_.pieces, scores_.at);
     if constexpr (C::kFloat32) {
       if (special) replace_special_scores(plan_, work_, lane(), shared_, first_key, scores_);
     }

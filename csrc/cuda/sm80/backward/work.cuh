@@ -23,8 +23,6 @@ struct Work {
   int begin, end;       // columns that some row may see by its position
   int columns;          // that exist: keys or queries
 
-  __device__ __forceinline__ Work() = default;
-
   // `block` counts row tiles first, so that blocks which run together share what passes by in the cache; the
   // tiles that see most under a causal mask start first: the last of queries, the first of keys.
   __device__ __forceinline__ Work(const Plan& plan, int64_t block) {

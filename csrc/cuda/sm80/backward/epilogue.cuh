@@ -1,0 +1,110 @@
+// From accumulators to gradients: warps that divided the columns are added up, rows are scaled and written.
+#pragma once
+
+#include "../../common/elementary.cuh"
+#include "../epilogue.cuh"
+#include "shared_layout.cuh"
+#include "weigh.cuh"
+
+namespace selfattn::cuda::sm80::backward {
+
+template <class C>
+__device__ __forceinline__ void clear(Output<C>& output) {
+#pragma unroll
+  for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+    for (int tile = 0; tile < C::kDimTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output.at[strip][tile][i] = 0.0f;
+    }
+  }
+}
+
+template <class C>
+__device__ __forceinline__ bool is_finite(const Output<C>& output) {
+  bool finite = true;
+#pragma unroll
+  for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+    for (int tile = 0; tile < C::kDimTiles; ++tile) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) finite = finite && fabsf(output.at[strip][tile][i]) < infinity<float>();
+    }
+  }
+  return finite;
+}
+
+// The second of two warps that share rows hands its numbers to the first. The tiles in shared memory are no
+// longer needed, and make room. Called by all warps.
+template <class C, int kRowCount, int kColumnCount>
+__device__ __forceinline__ void add_column_warps(const SharedMemory<C>& shared,
+                                                 float (&numbers)[kRowCount][kColumnCount]) {
+  if constexpr (C::kColumnWarps > 1) {
+    static_assert(C::kColumnWarps == 2, "one addition");
+    constexpr int kLanes = 32 * C::kRowWarps;
+    const int thread = Lane<C>().thread;
+    float* at = shared.exchange() + thread % kLanes;
+    __syncthreads();  // whatever was there has been read
+    if (thread >= kLanes) {
+#pragma unroll
+      for (int n = 0; n < kRowCount * kColumnCount; ++n) {
+        at[n * kLanes] = numbers[n / kColumnCount][n % kColumnCount];
+      }
+    }
+    __syncthreads();
+    if (thread < kLanes) {
+#pragma unroll
+      for (int n = 0; n < kRowCount * kColumnCount; ++n) {
+        numbers[n / kColumnCount][n % kColumnCount] += at[n * kLanes];
+      }
+    }
+    // The rows on their way out take other places of the same memory.
+    __syncthreads();
+  }
+}
+
+// Where results go.
+struct Target {
+  const View& view;
+  int head;
+  int columns;
+  bool pairs;  // can be written two elements at a time
+};
+
+// Through shared memory, where the tiles have been, so that a row is written by neighbouring lanes; each warp
+// takes care of its own rows. Called by all warps.
+template <class C>
+__device__ __forceinline__ void write_rows(const Work<C>& work, const SharedMemory<C>& shared,
+                                           Output<C>& output, float factor, const Target& target) {
+  const Lane<C> lane;
+  static_assert(C::kColumnWarps == 1 || C::kStrips == 1, "the accumulators of one strip are one array");
+  add_column_warps(shared, output.at[0]);
+  if (lane.thread >= 32 * C::kRowWarps) return;
+  float* rows = shared.exchange();
+#pragma unroll
+  for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int tile = 0; tile < C::kDimTiles; ++tile) {
+        *reinterpret_cast<float2*>(rows + exchanged<C::kDim>(lane.row(strip, half), lane.dim(tile))) =
+            float2{output.at[strip][tile][2 * half] * factor, output.at[strip][tile][2 * half + 1] * factor};
+      }
+    }
+  }
+  __syncwarp();
+  const int end = min(lane.first_row + C::kWarpRows, work.rows);
+#pragma unroll 1
+  for (int r = lane.first_row; r < end; ++r) {
+    const int64_t at = target.view.offset(work.batch, target.head, work.first_row + r);
+#pragma unroll 1
+    for (int column = lane.lane * 2; column < target.columns; column += 64) {
+      const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));
+      store_pair<C::kDType>(target.view.data, at + column, pair.x, pair.y, column + 1 < target.columns,
+                            target.pairs);
+    }
+  }
+  __syncwarp();
+}
+
+}  // namespace selfattn::cuda::sm80::backward

@@ -1,0 +1,194 @@
+// The backward of one side: a block owns a tile of queries or keys, tiles of the others pass by, and for each
+// pair of tiles the weights and the gradients of the scores are worked out anew, from
+//
+//   s = first own, first passing: q k        dp = second own, second passing: dO v
+//
+// so that nothing has to be added up between blocks. Rows are what the block owns in both directions: weights
+// and gradients leave mma as they are wanted for the sums over the columns, and never leave the registers.
+//
+// One tile of each passing operand is in shared memory. The second comes while the first is accumulated, the
+// first while the products of the second are computed.
+#pragma once
+
+#include "epilogue.cuh"
+#include "loads.cuh"
+#include "products.cuh"
+#include "specials.cuh"
+#include "weigh.cuh"
+
+namespace selfattn::cuda::sm80::backward {
+
+template <class C>
+class Gradients {
+ public:
+  __device__ __forceinline__ Gradients(const Plan& plan, int64_t block, unsigned char* memory)
+      : plan_(plan), p_(plan.params), shared_{memory}, work_(shared_.work()) {
+    if (threadIdx.x == 0) shared_.work() = Work<C>(plan, block);
+    __syncthreads();
+  }
+
+  __device__ __forceinline__ void run() {
+    own_special_ = load_own<C>(plan_, work_, shared_);
+    // 16-bit types look for numbers that need attention where 0 * Inf or 0 * NaN may have shown in the
+    // result.
+    bool careful = C::kFloat32;
+    for (;; careful = true) {
+      reset();
+      if constexpr (C::kNeedsSecondDots) {
+        pass(careful);
+      } else {
+        pass_values(careful);
+      }
+      if (careful || !__syncthreads_or(!finite())) break;
+    }
+    // A block that met no tile has not waited for its own, whose place the results take.
+    ptx::copy_async_wait<0>();
+    __syncthreads();
+    write();
+  }
+
+ private:
+  // Made anew wherever it is asked for: registers are scarcer than additions.
+  static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
+
+  __device__ __forceinline__ void reset() {
+    slopes_.reset();
+    if constexpr (C::kSumsFirst) clear(first_);
+    if constexpr (C::kSumsSecond) clear(second_);
+  }
+
+  __device__ __forceinline__ bool finite() const {
+    bool finite = true;
+    if constexpr (C::kSumsFirst) finite = finite && is_finite<C>(first_);
+    if constexpr (C::kSumsSecond) finite = finite && is_finite<C>(second_);
+    return finite;
+  }
+
+  // The first tile from `passing` on of which the mask shows anything to some row; its bits are read by then.
+  __device__ __forceinline__ Passing find(Passing passing) {
+    if constexpr (!C::kPlain) {
+      if (p_.mask.data == nullptr) return passing;
+      while (work_.holds(passing) && !__syncthreads_or(mask_.load(plan_, work_, lane(), passing))) {
+        passing = work_.next(passing);
+      }
+    }
+    return passing;
+  }
+
+  // Warps without rows help to load.
+  __device__ __forceinline__ bool has_rows() const { return lane().first_row < work_.rows; }
+
+  __device__ __forceinline__ void pass(bool careful) {
+    Passing passing = find(work_.first_passing());
+    bool special_first = false, special_second = false;
+    if (work_.holds(passing)) special_second = load_second<C>(plan_, work_, shared_, passing);
+    ptx::copy_async_commit();
+    while (work_.holds(passing)) {
+      ptx::copy_async_wait<0>();
+      __syncthreads();  // the second tile is there; every warp is done with the first
+      special_first = load_first<C>(plan_, work_, shared_, passing);
+      ptx::copy_async_commit();
+      if (has_rows()) multiply_second(plan_, shared_, dp_);
+      ptx::copy_async_wait<0>();
+      const bool special = meet(special_first || special_second);
+      if (has_rows()) multiply_first(plan_, shared_, s_);
+      attend(passing, careful, special);
+      if constexpr (C::kSumsSecond) {
+        if (has_rows()) accumulate_second(plan_, shared_, s_, second_);
+      }
+      passing = find(work_.next(passing));
+      // The products of the second tile were done at the last barrier, its accumulation and its flags were
+      // not.
+      if (C::kSumsSecond || careful) __syncthreads();
+      if (work_.holds(passing)) special_second = load_second<C>(plan_, work_, shared_, passing);
+      ptx::copy_async_commit();
+      if (has_rows()) accumulate_first(plan_, shared_, dp_, first_);
+    }
+  }
+
+  // The same for weights alone, which need no dp: the order is the forward's.
+  __device__ __forceinline__ void pass_values(bool careful) {
+    static_assert(!C::kFloat32 || C::kNeedsSecondDots, "float32 sums both at once");
+    Passing passing = find(work_.first_passing());
+    if (work_.holds(passing)) load_first<C>(plan_, work_, shared_, passing);
+    ptx::copy_async_commit();
+    while (work_.holds(passing)) {
+      ptx::copy_async_wait<0>();
+      __syncthreads();  // the first tile is there; every warp is done with the second
+      load_second<C>(plan_, work_, shared_, passing);
+      ptx::copy_async_commit();
+      if (has_rows()) multiply_first(plan_, shared_, s_);
+      if (careful) ptx::copy_async_wait<0>();
+      attend(passing, careful, false);
+      passing = find(work_.next(passing));
+      ptx::copy_async_wait<0>();
+      __syncthreads();  // the second tile is there; every warp is done with the first
+      if (work_.holds(passing)) load_first<C>(plan_, work_, shared_, passing);
+      ptx::copy_async_commit();
+      if (has_rows()) accumulate_second(plan_, shared_, s_, second_);
+    }
+  }
+
+  // A barrier. Returns whether any thread met numbers without pieces.
+  __device__ __forceinline__ bool meet(bool special) {
+    if constexpr (C::kFloat32) return __syncthreads_or(special || own_special_) != 0;
+    __syncthreads();
+    return false;
+  }
+
+  // From products to weights and gradients. The terms of numbers that need attention are added here, one by
+  // one; in the tiles they are zero.
+  __device__ __forceinline__ void attend(Passing passing, bool careful, bool special) {
+    if constexpr (C::kFloat32) {
+      if (special && has_rows()) {
+        replace_special_products<C>(plan_, work_, lane(), shared_, passing, s_, dp_);
+      }
+    } else if (careful) {
+      __syncthreads();
+      clear_non_finite<C>(shared_);
+      __syncthreads();
+      special = true;
+    }
+    if (!has_rows()) return;
+    weigh<C>(plan_, work_, lane(), shared_, passing, mask_, slopes_, s_, dp_);
+    if (special) add_special_terms<C>(plan_, work_, lane(), shared_, passing, s_, dp_, first_, second_);
+  }
+
+  __device__ __forceinline__ void write() {
+    const BackwardArguments& a = plan_.arguments;
+    if constexpr (C::kSide == Side::kQuery) {
+      if constexpr (C::kColumnWarps > 1) add_column_warps(shared_, slopes_.sum);
+      if (lane().thread < 32 * C::kRowWarps) slopes_.write(plan_, work_, lane());
+    }
+    const int head = C::kOwnsQueries ? work_.head : work_.kv_head;
+    if constexpr (C::kSumsFirst) {
+      const bool pairs = C::kOwnsQueries ? plan_.grad_query_pairs : plan_.grad_key_pairs;
+      write_rows<C>(
+          work_, shared_, first_, plan_.scale,
+          {C::kOwnsQueries ? a.grad_query : a.grad_key, head, static_cast<int>(p_.head_dim), pairs});
+    }
+    if constexpr (C::kSumsSecond) {
+      write_rows<C>(work_, shared_, second_, plan_.dropout_scale,
+                    {a.grad_value, head, static_cast<int>(p_.value_dim), plan_.grad_value_pairs});
+    }
+  }
+
+  const Plan& plan_;
+  const AttentionParams& p_;
+  const SharedMemory<C> shared_;
+  const Work<C>& work_;  // lies in shared memory
+  bool own_special_ = false;
+  MaskBits<C> mask_;
+  Slopes<C> slopes_;
+  Scores<C> s_, dp_;
+  Output<C> first_, second_;
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const Plan plan) {
+  SELFATTN_DYNAMIC_SHARED(memory);
+  const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
+  if (block < plan.blocks) Gradients<C>(plan, block, memory).run();
+}
+
+}  // namespace selfattn::cuda::sm80::backward

@@ -1,0 +1,43 @@
+// From a call to the kernels that compute it.
+#pragma once
+
+#include "../../common/device.cuh"
+#include "gradients.cuh"
+#include "instances.h"
+
+namespace selfattn::cuda::sm80::backward {
+
+template <class C>
+void run_side(const AttentionParams& p, const BackwardArguments& a, const Statistics& statistics,
+              CUstream_st* stream) {
+  const Plan plan = plan_side(p, a, statistics, C::kRows, C::kOwnsQueries);
+  if (plan.blocks == 0) return;
+  constexpr int64_t kMostX = int64_t{1} << 30;
+  const int64_t y = (plan.blocks + kMostX - 1) / kMostX;
+  const dim3 grid(static_cast<unsigned>(y > 1 ? kMostX : plan.blocks), static_cast<unsigned>(y));
+  launch(&backward_kernel<C>, grid, dim3(C::kThreads), SharedLayout<C>::kBytes, stream, plan);
+}
+
+template <DType kDType, int kDim, Path kPath>
+void run_path(const AttentionParams& p, const BackwardArguments& a, const Statistics& statistics,
+              CUstream_st* stream) {
+  run_side<Config<kDType, kDim, Side::kQuery, kPath>>(p, a, statistics, stream);
+  if constexpr (kDim == 256) {
+    run_side<Config<kDType, kDim, Side::kKey, kPath>>(p, a, statistics, stream);
+    run_side<Config<kDType, kDim, Side::kValue, kPath>>(p, a, statistics, stream);
+  } else {
+    run_side<Config<kDType, kDim, Side::kKeyValue, kPath>>(p, a, statistics, stream);
+  }
+}
+
+template <DType kDType, int kDim>
+void run_sides(const AttentionParams& p, const BackwardArguments& a, const Statistics& statistics,
+               CUstream_st* stream) {
+  // float32 spends its time on products: what the other path would save is not felt.
+  if constexpr (kDType != DType::kFloat32) {
+    if (is_plain(p, a)) return run_path<kDType, kDim, Path::kPlain>(p, a, statistics, stream);
+  }
+  run_path<kDType, kDim, Path::kOptions>(p, a, statistics, stream);
+}
+
+}  // namespace selfattn::cuda::sm80::backward

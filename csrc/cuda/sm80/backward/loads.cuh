@@ -1,0 +1,129 @@
+// What a block of the backward reads, from global to shared memory.
+#pragma once
+
+#include "../loads.cuh"
+#include "shared_layout.cuh"
+
+namespace selfattn::cuda::sm80::backward {
+
+// One of the four operands, of one head.
+struct Matrix {
+  const View& view;
+  int head;
+  int columns;   // head dim or value dim
+  bool vectors;  // rows can be read 16 bytes at a time
+};
+
+// Brings `count` rows of a matrix, from row `first` on, into a tile; the rest of the tile becomes zeros.
+// 16-bit types are on their way when this returns. float32 is there, split into pieces: the products of six
+// pieces take so long that waiting is not felt, and shared memory has no room for a staging area. Numbers
+// without pieces become zero, and the rows that hold them are marked. Returns whether this thread met one.
+template <class C, int kRowCount>
+__device__ __forceinline__ bool load_tile(const Matrix& matrix, int batch, int first, int count,
+                                          unsigned char* tile, unsigned char* flags) {
+  using Storage = typename Element<C::kDType>::Storage;
+  const int64_t stride = matrix.view.stride[2];
+  const Storage* rows =
+      static_cast<const Storage*>(matrix.view.data) + matrix.view.offset(batch, matrix.head, first);
+  if constexpr (!C::kFloat32) {
+    start_rows<C, kRowCount>(tile, rows, stride, count, matrix.columns, matrix.vectors);
+    return false;
+  } else {
+    using Share = TileShare<C, kRowCount, C::kDim / 4>;
+    constexpr int kPlane = kRowCount * C::kDim * 2;
+    const Share share;
+    bool any = false;
+#pragma unroll 1
+    for (int pass = 0; pass < Share::kPasses; ++pass) {
+      const int r = share.row + pass * Share::kStep;
+      const bool beyond = Share::beyond(pass, r);
+      bool special = false;
+#pragma unroll 2
+      for (int i = 0; i < Share::kPerLane && !beyond; ++i) {
+        const int chunk = share.lane + i * Share::kLanes;
+        const float4 x =
+            load_four(rows + r * stride, chunk * 4, r < count ? matrix.columns : 0, matrix.vectors);
+        special |= store_pieces<C, true>(tile, kPlane, r, chunk, x);
+      }
+      const bool flag = share.any_of_row(special);
+      if (share.lane == 0 && !beyond) flags[r] = flag;
+      any |= flag;
+    }
+    return any;
+  }
+}
+
+template <class C>
+__device__ __forceinline__ Matrix query_matrix(const Plan& plan, int head) {
+  return {plan.params.query, head, static_cast<int>(plan.params.head_dim), plan.query_vectors};
+}
+template <class C>
+__device__ __forceinline__ Matrix key_matrix(const Plan& plan, int kv_head) {
+  return {plan.params.key, kv_head, static_cast<int>(plan.params.head_dim), plan.key_vectors};
+}
+template <class C>
+__device__ __forceinline__ Matrix value_matrix(const Plan& plan, int kv_head) {
+  return {plan.params.value, kv_head, static_cast<int>(plan.params.value_dim), plan.value_vectors};
+}
+template <class C>
+__device__ __forceinline__ Matrix grad_out_matrix(const Plan& plan, int head) {
+  return {plan.arguments.grad_out, head, static_cast<int>(plan.params.value_dim), plan.grad_out_vectors};
+}
+
+// Starts to bring the numbers of a tile of queries.
+template <class C>
+__device__ __forceinline__ void start_statistics(const Plan& plan, const Work<C>& work,
+                                                 const SharedMemory<C>& shared, int head, int first_query) {
+  constexpr int kChunks = C::kQueries / 4;
+  const Statistics& statistics = plan.statistics;
+  const int64_t row = static_cast<int64_t>(work.batch) * plan.params.heads + head;
+  const int64_t at = row * statistics.queries + first_query;
+  for (int n = static_cast<int>(threadIdx.x); n < 3 * kChunks; n += C::kThreads) {
+    const int chunk = n % kChunks * 4;
+    const float* from = n < kChunks       ? statistics.shift
+                        : n < 2 * kChunks ? statistics.inverse_sum
+                                          : statistics.delta;
+    if (C::kPlain && n >= kChunks && n < 2 * kChunks) continue;
+    ptx::copy_async_16(shared.shift() + n * 4, from + at + chunk, true);
+  }
+}
+
+// The tiles that the block owns, once. Returns whether this thread met a number that needs attention.
+template <class C>
+__device__ __forceinline__ bool load_own(const Plan& plan, const Work<C>& work,
+                                         const SharedMemory<C>& shared) {
+  const Matrix first = C::kOwnsQueries ? query_matrix<C>(plan, work.head) : key_matrix<C>(plan, work.kv_head);
+  const Matrix second =
+      C::kOwnsQueries ? grad_out_matrix<C>(plan, work.head) : value_matrix<C>(plan, work.kv_head);
+  if (C::kOwnsQueries) start_statistics<C>(plan, work, shared, work.head, work.first_row);
+  bool special = load_tile<C, C::kRows>(first, work.batch, work.first_row, work.rows, shared.own1(),
+                                        shared.own1_flags());
+  if constexpr (C::kNeedsSecondDots) {
+    special |= load_tile<C, C::kRows>(second, work.batch, work.first_row, work.rows, shared.own2(),
+                                      shared.own2_flags());
+  }
+  return special;
+}
+
+// A passing tile: queries (with their numbers) or keys.
+template <class C>
+__device__ __forceinline__ bool load_first(const Plan& plan, const Work<C>& work,
+                                           const SharedMemory<C>& shared, Passing passing) {
+  const Matrix matrix =
+      C::kOwnsQueries ? key_matrix<C>(plan, work.kv_head) : query_matrix<C>(plan, passing.head);
+  if (!C::kOwnsQueries) start_statistics<C>(plan, work, shared, passing.head, passing.first);
+  return load_tile<C, C::kColumns>(matrix, work.batch, passing.first, work.count(passing), shared.pass1(),
+                                   shared.pass1_flags());
+}
+
+// The other one: dO or values.
+template <class C>
+__device__ __forceinline__ bool load_second(const Plan& plan, const Work<C>& work,
+                                            const SharedMemory<C>& shared, Passing passing) {
+  const Matrix matrix =
+      C::kOwnsQueries ? value_matrix<C>(plan, work.kv_head) : grad_out_matrix<C>(plan, passing.head);
+  return load_tile<C, C::kColumns>(matrix, work.batch, passing.first, work.count(passing), shared.pass2(),
+                                   shared.pass2_flags());
+}
+
+}  // namespace selfattn::cuda::sm80::backward
