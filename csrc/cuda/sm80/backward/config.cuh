@@ -23,7 +23,10 @@ enum class Path {
 // A pair of operands is what is multiplied for the scores (`first`: queries and keys), another what is
 // multiplied for the gradient of the weights (`second`: dO and values). Of each pair the block owns one and
 // the other passes.
-template <DType kDTypeOf, int kDimOf, Side kSideOf, Path kPathOf>
+//
+// kCareful: NaN and Inf are looked for, and kept from whom they are hidden. float32 always looks; 16-bit types
+// compute a tile again with small fragments, which leave room for the code, if its results are not finite.
+template <DType kDTypeOf, int kDimOf, Side kSideOf, Path kPathOf, bool kCarefulOf = kDTypeOf == DType::kFloat32>
 struct Config {
   static constexpr DType kDType = kDTypeOf;
   static constexpr int kDim = kDimOf;  // head dim and value dim, padded
@@ -32,6 +35,8 @@ struct Config {
   static constexpr bool kPlain = kPath == Path::kPlain;
   static constexpr bool kFloat32 = kDType == DType::kFloat32;
   static constexpr int kPieces = kFloat32 ? 3 : 1;  // at most, see pieces.cuh
+  static constexpr bool kCareful = kCarefulOf;
+  using Careful = Config<kDType, kDim, kSide, kPath, true>;
 
   static constexpr bool kOwnsQueries = kSide == Side::kQuery || kSide == Side::kMask;
   static constexpr bool kSumsFirst = kSide == Side::kQuery || kSide == Side::kKeyValue || kSide == Side::kKey;
@@ -41,7 +46,7 @@ struct Config {
 
   // Strips of 16 rows that a warp owns. Two halve the reads of shared memory, where registers allow.
   static constexpr int strips() {
-    if (!kPlain) return 1;
+    if (!kPlain || kCareful) return 1;
     if (kDim == 64) return 2;
     return kDim == 128 && kSide != Side::kKeyValue ? 2 : 1;
   }
@@ -52,6 +57,7 @@ struct Config {
   static constexpr int column_warps() { return kFloat32 && kDim == 128 ? 2 : 1; }
   static constexpr int tile_columns() {
     if (kFloat32 || kDim == 256) return 32;
+    if (kCareful) return 16;
     if (kPlain) return kDim == 64 && kSide == Side::kKeyValue ? 32 : kDim == 128 && strips() == 2 ? 32 : 64;
     return kDim == 128 && kSumsSecond ? 32 : 64;
   }

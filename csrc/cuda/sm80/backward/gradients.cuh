@@ -21,30 +21,28 @@ namespace selfattn::cuda::sm80::backward {
 template <class C>
 class Gradients {
  public:
-  __device__ __forceinline__ Gradients(const Plan& plan, int64_t block, unsigned char* memory)
+  __device__ __forceinline__ Gradients(const Plan& plan, const RowTile& tile, unsigned char* memory)
       : plan_(plan), p_(plan.params), shared_{memory}, work_(shared_.work()) {
-    if (threadIdx.x == 0) shared_.work() = Work<C>(plan, block);
+    if (threadIdx.x == 0) shared_.work() = Work<C>(plan, tile);
     __syncthreads();
   }
 
-  __device__ __forceinline__ void run() {
+  // Returns whether results were written: not if they turned out not to be finite, and 0 * Inf or 0 * NaN of
+  // a hidden row may be why.
+  __device__ __forceinline__ bool run() {
     own_special_ = load_own<C>(plan_, work_, shared_);
-    // 16-bit types look for numbers that need attention where 0 * Inf or 0 * NaN may have shown in the
-    // result.
-    bool careful = C::kFloat32;
-    for (;; careful = true) {
-      reset();
-      if constexpr (C::kNeedsSecondDots) {
-        pass(careful);
-      } else {
-        pass_values(careful);
-      }
-      if (careful || !__syncthreads_or(!finite())) break;
+    reset();
+    if constexpr (C::kNeedsSecondDots) {
+      pass();
+    } else {
+      pass_values();
     }
+    if (!C::kCareful && __syncthreads_or(!finite())) return false;
     // A block that met no tile has not waited for its own, whose place the results take.
     ptx::copy_async_wait<0>();
     __syncthreads();
     write();
+    return true;
   }
 
  private:
@@ -68,17 +66,21 @@ class Gradients {
   __device__ __forceinline__ Passing find(Passing passing) {
     if constexpr (!C::kPlain) {
       if (p_.mask.data == nullptr) return passing;
-      while (work_.holds(passing) && !__syncthreads_or(mask_.load(plan_, work_, lane(), passing))) {
-        passing = work_.next(passing);
-      }
+      while (work_.holds(passing) && !shows(passing)) passing = work_.next(passing);
     }
     return passing;
+  }
+
+  // Reads the mask of a tile. Returns whether it shows anything to some row of the block.
+  __device__ __forceinline__ bool shows(Passing passing) {
+    const Lane<C> lane;
+    return __syncthreads_or(mask_.load(Place<C>{plan_, work_, lane, passing})) != 0;
   }
 
   // Warps without rows help to load.
   __device__ __forceinline__ bool has_rows() const { return lane().first_row < work_.rows; }
 
-  __device__ __forceinline__ void pass(bool careful) {
+  __device__ __forceinline__ void pass() {
     Passing passing = find(work_.first_passing());
     bool special_first = false, special_second = false;
     if (work_.holds(passing)) special_second = load_second<C>(plan_, work_, shared_, passing);
@@ -92,14 +94,14 @@ class Gradients {
       ptx::copy_async_wait<0>();
       const bool special = meet(special_first || special_second);
       if (has_rows()) multiply_first(plan_, shared_, s_);
-      attend(passing, careful, special);
+      attend(passing, special);
       if constexpr (C::kSumsSecond) {
         if (has_rows()) accumulate_second(plan_, shared_, s_, second_);
       }
       passing = find(work_.next(passing));
       // The products of the second tile were done at the last barrier, its accumulation and its flags were
       // not.
-      if (C::kSumsSecond || careful) __syncthreads();
+      if (C::kSumsSecond || C::kCareful) __syncthreads();
       if (work_.holds(passing)) special_second = load_second<C>(plan_, work_, shared_, passing);
       ptx::copy_async_commit();
       if (has_rows()) accumulate_first(plan_, shared_, dp_, first_);
@@ -107,7 +109,7 @@ class Gradients {
   }
 
   // The same for weights alone, which need no dp: the order is the forward's.
-  __device__ __forceinline__ void pass_values(bool careful) {
+  __device__ __forceinline__ void pass_values() {
     static_assert(!C::kFloat32 || C::kNeedsSecondDots, "float32 sums both at once");
     Passing passing = find(work_.first_passing());
     if (work_.holds(passing)) load_first<C>(plan_, work_, shared_, passing);
@@ -118,8 +120,8 @@ class Gradients {
       load_second<C>(plan_, work_, shared_, passing);
       ptx::copy_async_commit();
       if (has_rows()) multiply_first(plan_, shared_, s_);
-      if (careful) ptx::copy_async_wait<0>();
-      attend(passing, careful, false);
+      if (C::kCareful) ptx::copy_async_wait<0>();
+      attend(passing, false);
       passing = find(work_.next(passing));
       ptx::copy_async_wait<0>();
       __syncthreads();  // the second tile is there; every warp is done with the first
@@ -138,20 +140,22 @@ class Gradients {
 
   // From products to weights and gradients. The terms of numbers that need attention are added here, one by
   // one; in the tiles they are zero.
-  __device__ __forceinline__ void attend(Passing passing, bool careful, bool special) {
+  __device__ __forceinline__ void attend(Passing passing, bool special) {
     if constexpr (C::kFloat32) {
       if (special && has_rows()) {
         replace_special_products<C>(plan_, work_, lane(), shared_, passing, s_, dp_);
       }
-    } else if (careful) {
+    } else if constexpr (C::kCareful) {
       __syncthreads();
       clear_non_finite<C>(shared_);
       __syncthreads();
       special = true;
     }
     if (!has_rows()) return;
-    weigh<C>(plan_, work_, lane(), shared_, passing, mask_, slopes_, s_, dp_);
-    if (special) add_special_terms<C>(plan_, work_, lane(), shared_, passing, s_, dp_, first_, second_);
+    weigh<C>(plan_, work_, lane(), shared_, passing, mask_, slopes_, special, s_, dp_);
+    if constexpr (C::kCareful) {
+      if (special) add_special_terms<C>(plan_, work_, lane(), shared_, passing, s_, dp_, first_, second_);
+    }
   }
 
   __device__ __forceinline__ void write() {
@@ -188,7 +192,21 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const Plan plan) {
   SELFATTN_DYNAMIC_SHARED(memory);
   const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
-  if (block < plan.blocks) Gradients<C>(plan, block, memory).run();
+  if (block >= plan.blocks) return;
+  const RowTile tile = RowTile::of_block<C>(plan, block);
+  const bool done = Gradients<C>(plan, tile, memory).run();
+  if constexpr (!C::kCareful) {
+    using Careful = typename C::Careful;
+    static_assert(Careful::kThreads == C::kThreads && C::kRows % Careful::kRows == 0 &&
+                      SharedLayout<Careful>::kBytes <= SharedLayout<C>::kBytes,
+                  "the same block can do it all again");
+    const int64_t rows = C::kOwnsQueries ? plan.params.queries : plan.params.keys;
+#pragma unroll 1
+    for (int first = 0; !done && first < C::kRows && tile.first_row + first < rows; first += Careful::kRows) {
+      __syncthreads();
+      Gradients<Careful>(plan, {tile.unit, tile.first_row + first}, memory).run();
+    }
+  }
 }
 
 }  // namespace selfattn::cuda::sm80::backward

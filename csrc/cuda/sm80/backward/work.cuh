@@ -13,6 +13,21 @@ struct Passing {
   int first;  // key or query
 };
 
+// Rows that a block owns: those of a tile of a unit, which is a head's queries or a kv head's keys.
+struct RowTile {
+  int64_t unit;
+  int first_row;
+
+  // `block` counts row tiles first, so that blocks which run together share what passes by in the cache; the
+  // tiles that see most under a causal mask start first: the last of queries, the first of keys.
+  template <class C>
+  static __device__ __forceinline__ RowTile of_block(const Plan& plan, int64_t block) {
+    int tile = static_cast<int>(block % plan.row_tiles);
+    if (C::kOwnsQueries) tile = static_cast<int>(plan.row_tiles) - 1 - tile;
+    return {block / plan.row_tiles, tile * C::kRows};
+  }
+};
+
 // Lies in shared memory: what is asked for once a tile should not fill registers in between.
 template <class C>
 struct Work {
@@ -23,15 +38,11 @@ struct Work {
   int begin, end;       // columns that some row may see by its position
   int columns;          // that exist: keys or queries
 
-  // `block` counts row tiles first, so that blocks which run together share what passes by in the cache; the
-  // tiles that see most under a causal mask start first: the last of queries, the first of keys.
-  __device__ __forceinline__ Work(const Plan& plan, int64_t block) {
+  __device__ __forceinline__ Work(const Plan& plan, const RowTile& tile) {
     const AttentionParams& p = plan.params;
-    int tile = static_cast<int>(block % plan.row_tiles);
-    if (C::kOwnsQueries) tile = static_cast<int>(plan.row_tiles) - 1 - tile;
-    const int64_t unit = block / plan.row_tiles;
+    const int64_t unit = tile.unit;
+    first_row = tile.first_row;
     const int group = static_cast<int>(p.heads / p.kv_heads);
-    first_row = tile * C::kRows;
     if (C::kOwnsQueries) {
       batch = static_cast<int>(unit / p.heads);
       head = last_head = static_cast<int>(unit % p.heads);
