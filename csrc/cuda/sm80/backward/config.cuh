@@ -24,9 +24,11 @@ enum class Path {
 // multiplied for the gradient of the weights (`second`: dO and values). Of each pair the block owns one and
 // the other passes.
 //
-// kCareful: NaN and Inf are looked for, and kept from whom they are hidden. float32 always looks; 16-bit types
-// compute a tile again with small fragments, which leave room for the code, if its results are not finite.
-template <DType kDTypeOf, int kDimOf, Side kSideOf, Path kPathOf, bool kCarefulOf = kDTypeOf == DType::kFloat32>
+// kCareful: NaN and Inf are looked for, and kept from whom they are hidden. float32 always looks; 16-bit
+// types compute a tile again with small fragments, which leave room for the code, if its results are not
+// finite.
+template <DType kDTypeOf, int kDimOf, Side kSideOf, Path kPathOf,
+          bool kCarefulOf = kDTypeOf == DType::kFloat32>
 struct Config {
   static constexpr DType kDType = kDTypeOf;
   static constexpr int kDim = kDimOf;  // head dim and value dim, padded
@@ -56,8 +58,9 @@ struct Config {
   }
   static constexpr int column_warps() { return kFloat32 && kDim == 128 ? 2 : 1; }
   static constexpr int tile_columns() {
-    if (kFloat32 || kDim == 256) return 32;
+    if (kFloat32) return 32;
     if (kCareful) return 16;
+    if (kDim == 256) return 32;
     if (kPlain) return kDim == 64 && kSide == Side::kKeyValue ? 32 : kDim == 128 && strips() == 2 ? 32 : 64;
     return kDim == 128 && kSumsSecond ? 32 : 64;
   }

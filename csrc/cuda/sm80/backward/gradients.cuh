@@ -147,12 +147,11 @@ class Gradients {
       }
     } else if constexpr (C::kCareful) {
       __syncthreads();
-      clear_non_finite<C>(shared_);
-      __syncthreads();
-      special = true;
+      special = __syncthreads_or(clear_non_finite<C>(shared_)) != 0;
     }
     if (!has_rows()) return;
-    weigh<C>(plan_, work_, lane(), shared_, passing, mask_, slopes_, special, s_, dp_);
+    const bool careful = C::kFloat32 ? special : C::kCareful;
+    weigh<C>(plan_, work_, lane(), shared_, passing, mask_, slopes_, careful, s_, dp_);
     if constexpr (C::kCareful) {
       if (special) add_special_terms<C>(plan_, work_, lane(), shared_, passing, s_, dp_, first_, second_);
     }
@@ -188,24 +187,32 @@ class Gradients {
   Output<C> first_, second_;
 };
 
+// Again, where NaN or Inf showed: rare, and a function of its own, so that it takes no registers from the
+// kernel.
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const Plan plan) {
+__device__ __noinline__ void start_over(const Plan& plan, unsigned char* memory) {
+  using Careful = typename C::Careful;
+  static_assert(Careful::kThreads == C::kThreads && C::kRows % Careful::kRows == 0 &&
+                    SharedLayout<Careful>::kBytes <= SharedLayout<C>::kBytes,
+                "the same block can do it all again");
+#pragma unroll 1
+  for (int part = 0; part < C::kRows / Careful::kRows; ++part) {
+    RowTile tile = SharedMemory<C>{memory}.work().tile;
+    if (part > 0) tile.first_row += Careful::kRows;
+    if (tile.first_row >= (C::kOwnsQueries ? plan.params.queries : plan.params.keys)) break;
+    __syncthreads();
+    Gradients<Careful>(plan, tile, memory).run();
+  }
+}
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_constant__ Plan plan) {
   SELFATTN_DYNAMIC_SHARED(memory);
   const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
   if (block >= plan.blocks) return;
-  const RowTile tile = RowTile::of_block<C>(plan, block);
-  const bool done = Gradients<C>(plan, tile, memory).run();
+  const bool done = Gradients<C>(plan, RowTile::of_block<C>(plan, block), memory).run();
   if constexpr (!C::kCareful) {
-    using Careful = typename C::Careful;
-    static_assert(Careful::kThreads == C::kThreads && C::kRows % Careful::kRows == 0 &&
-                      SharedLayout<Careful>::kBytes <= SharedLayout<C>::kBytes,
-                  "the same block can do it all again");
-    const int64_t rows = C::kOwnsQueries ? plan.params.queries : plan.params.keys;
-#pragma unroll 1
-    for (int first = 0; !done && first < C::kRows && tile.first_row + first < rows; first += Careful::kRows) {
-      __syncthreads();
-      Gradients<Careful>(plan, {tile.unit, tile.first_row + first}, memory).run();
-    }
+    if (!done) start_over<C>(plan, memory);
   }
 }
 

@@ -74,18 +74,15 @@ __device__ __forceinline__ Matrix grad_out_matrix(const Plan& plan, int head) {
 template <class C>
 __device__ __forceinline__ void start_statistics(const Plan& plan, const Work<C>& work,
                                                  const SharedMemory<C>& shared, int head, int first_query) {
-  constexpr int kChunks = C::kQueries / 4;
   const Statistics& statistics = plan.statistics;
   const int64_t row = static_cast<int64_t>(work.batch) * plan.params.heads + head;
   const int64_t at = row * statistics.queries + first_query;
-  for (int n = static_cast<int>(threadIdx.x); n < 3 * kChunks; n += C::kThreads) {
-    const int chunk = n % kChunks * 4;
-    const float* from = n < kChunks       ? statistics.shift
-                        : n < 2 * kChunks ? statistics.inverse_sum
-                                          : statistics.delta;
-    if (C::kPlain && n >= kChunks && n < 2 * kChunks) continue;
-    ptx::copy_async_16(shared.shift() + n * 4, from + at + chunk, true);
-  }
+  const int chunk = ptx::opaque(static_cast<int>(threadIdx.x)) * 4;
+  static_assert(C::kQueries / 4 <= C::kThreads, "a chunk for each thread");
+  if (chunk >= C::kQueries) return;
+  ptx::copy_async_16(shared.shift() + chunk, statistics.shift + at + chunk, true);
+  if (!C::kPlain) ptx::copy_async_16(shared.inverse_sum() + chunk, statistics.inverse_sum + at + chunk, true);
+  ptx::copy_async_16(shared.delta() + chunk, statistics.delta + at + chunk, true);
 }
 
 // The tiles that the block owns, once. Returns whether this thread met a number that needs attention.

@@ -20,13 +20,15 @@ struct SharedLayout {
   static constexpr int kOwn2 = kOwn1 + C::kPieces * kOwnPlane;
   static constexpr int kPass1 = kOwn2 + (C::kNeedsSecondDots ? C::kPieces * kOwnPlane : 0);
   static constexpr int kPass2 = kPass1 + C::kPieces * kPassPlane;
-  static constexpr int kStatistics = kPass2 + C::kPieces * kPassPlane;
+  // At the end, sums of the warps that divided the columns and results on their way out take the tiles'
+  // place.
+  static constexpr int kTilesEnd = kPass2 + C::kPieces * kPassPlane;
+  static constexpr int kResultsEnd = kTiles + C::kRows * C::kDim * 4;
+  static constexpr int kStatistics = kTilesEnd > kResultsEnd ? kTilesEnd : kResultsEnd;
   // A byte per row of a tile: whether it holds numbers that need attention.
   static constexpr int kFlags = kStatistics + 3 * C::kQueries * 4;
   static constexpr int kBytes = kFlags + 2 * C::kRows + 2 * C::kColumns;
 
-  // At the end: sums of the warps that divided the columns, and results on their way out.
-  static_assert(C::kRows * C::kDim * 4 <= kStatistics - kTiles, "results take the place of the tiles");
   static_assert(kBytes <= 99 * 1024, "consumer devices have no more than 99 KB for a block");
 };
 

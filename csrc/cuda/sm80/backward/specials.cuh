@@ -69,11 +69,12 @@ __device__ __forceinline__ void replace_special_products(const Plan& plan, const
 }
 
 // 16-bit types: zeroes what is not finite in a passing tile, which has arrived for all threads, and marks its
-// rows.
+// rows. Returns whether this thread met any.
 template <class C>
-__device__ __forceinline__ void clear_non_finite_rows(unsigned char* tile, unsigned char* flags) {
+__device__ __forceinline__ bool clear_non_finite_rows(unsigned char* tile, unsigned char* flags) {
   using Share = TileShare<C, C::kColumns, C::kDim / 8>;
   const Share share;
+  bool any = false;
 #pragma unroll 1
   for (int pass = 0; pass < Share::kPasses; ++pass) {
     const int r = share.row + pass * Share::kStep;
@@ -91,13 +92,17 @@ __device__ __forceinline__ void clear_non_finite_rows(unsigned char* tile, unsig
     }
     const bool flag = share.any_of_row(found);
     if (share.lane == 0 && !beyond) flags[r] = flag;
+    any |= flag;
   }
+  return any;
 }
 
 template <class C>
-__device__ __forceinline__ void clear_non_finite(const SharedMemory<C>& shared) {
-  if constexpr (C::kSumsFirst) clear_non_finite_rows<C>(shared.pass1(), shared.pass1_flags());
-  if constexpr (C::kSumsSecond) clear_non_finite_rows<C>(shared.pass2(), shared.pass2_flags());
+__device__ __forceinline__ bool clear_non_finite(const SharedMemory<C>& shared) {
+  bool any = false;
+  if constexpr (C::kSumsFirst) any |= clear_non_finite_rows<C>(shared.pass1(), shared.pass1_flags());
+  if constexpr (C::kSumsSecond) any |= clear_non_finite_rows<C>(shared.pass2(), shared.pass2_flags());
+  return any;
 }
 
 // Whether an element of a tensor has been zeroed.

@@ -31,6 +31,7 @@ struct RowTile {
 // Lies in shared memory: what is asked for once a tile should not fill registers in between.
 template <class C>
 struct Work {
+  RowTile tile;
   int batch, kv_head;
   int head, last_head;  // whose queries own or pass
   int first_row;        // of the tile: query or key
@@ -38,10 +39,11 @@ struct Work {
   int begin, end;       // columns that some row may see by its position
   int columns;          // that exist: keys or queries
 
-  __device__ __forceinline__ Work(const Plan& plan, const RowTile& tile) {
+  __device__ __forceinline__ Work(const Plan& plan, const RowTile& own) {
     const AttentionParams& p = plan.params;
-    const int64_t unit = tile.unit;
-    first_row = tile.first_row;
+    const int64_t unit = own.unit;
+    tile = own;
+    first_row = own.first_row;
     const int group = static_cast<int>(p.heads / p.kv_heads);
     if (C::kOwnsQueries) {
       batch = static_cast<int>(unit / p.heads);
