@@ -6,6 +6,9 @@
 
 #include "vector_types.h"
 
+// A device function that is called rather than inlined.
+#define SELFATTN_CALLED __attribute__((noinline))
+
 #define SELFATTN_DYNAMIC_SHARED(name) unsigned char* const name = selfattn::emulator::dynamic_shared_memory()
 
 namespace selfattn::emulator {

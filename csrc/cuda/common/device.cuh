@@ -16,6 +16,9 @@
 #include <stdexcept>
 #include <string>
 
+// A device function that is called rather than inlined: for rare code, whose registers the kernel is not to pay for.
+#define SELFATTN_CALLED __noinline__
+
 // Declares `name`: the dynamic shared memory of the block, an array of bytes aligned to 128.
 #define SELFATTN_DYNAMIC_SHARED(name) extern __shared__ __align__(128) unsigned char name[]
 

@@ -190,7 +190,7 @@ class Gradients {
 // Again, where NaN or Inf showed: rare, and a function of its own, so that it takes no registers from the
 // kernel.
 template <class C>
-__device__ __noinline__ void start_over(const Plan& plan, unsigned char* memory) {
+__device__ SELFATTN_CALLED void start_over(const Plan& plan, unsigned char* memory) {
   using Careful = typename C::Careful;
   static_assert(Careful::kThreads == C::kThreads && C::kRows % Careful::kRows == 0 &&
                     SharedLayout<Careful>::kBytes <= SharedLayout<C>::kBytes,
