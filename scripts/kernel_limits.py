@@ -33,6 +33,8 @@ LIMITS = {
     "sm80/*_64/*": Limit(registers=208, tensor_cores=True),
     "sm80/*_96/*": Limit(registers=248, tensor_cores=True),
     "sm80/*/*": Limit(registers=255, tensor_cores=True),
+    "backward/*statistics/*": Limit(registers=32),
+    "backward/*/*": Limit(registers=255, tensor_cores=True),
 }
 
 

@@ -16,7 +16,8 @@
 #include <stdexcept>
 #include <string>
 
-// A device function that is called rather than inlined: for rare code, whose registers the kernel is not to pay for.
+// A device function that is called rather than inlined: for rare code, whose registers the kernel is not to
+// pay for.
 #define SELFATTN_CALLED __noinline__
 
 // Declares `name`: the dynamic shared memory of the block, an array of bytes aligned to 128.

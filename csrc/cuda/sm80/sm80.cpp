@@ -60,7 +60,8 @@ void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Laun
   run(p, outputs, launch.stream);
 }
 
-// Where simt computes the gradients: tiles of wide float32 numbers do not fit into shared memory, twice as pieces.
+// Where simt computes the gradients: tiles of wide float32 numbers do not fit into shared memory, twice as
+// pieces.
 bool hands_over(const AttentionParams& p, const BackwardArguments& arguments) {
   return !backward::takes(p) || arguments.grad_mask.data != nullptr;
 }
