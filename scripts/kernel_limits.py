@@ -28,6 +28,7 @@ LIMITS = {
     "simt/*/*gradient*": Limit(registers=240),  # two
     "simt/*/*": Limit(registers=128),
     "mask/*/*": Limit(registers=96),
+    "backward/sm80_mask*": Limit(registers=232, tensor_cores=True),  # two blocks
     "sm80/*/*merge*": Limit(registers=64),
     "sm80/*_32/*": Limit(registers=192, tensor_cores=True),
     "sm80/*_64/*": Limit(registers=208, tensor_cores=True),

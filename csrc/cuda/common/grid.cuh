@@ -22,6 +22,14 @@ void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, int threads, s
   }
 }
 
+// A grid of so many blocks, in x alone where that can hold them. Kernels that launch it know how many there
+// are: the last row of the grid may have more.
+inline dim3 grid_of(int64_t blocks) {
+  constexpr int64_t kMostX = int64_t{1} << 30;
+  const int64_t y = (blocks + kMostX - 1) / kMostX;
+  return dim3(static_cast<unsigned>(y > 1 ? kMostX : blocks), static_cast<unsigned>(y));
+}
+
 // Which rows of which head a block works at. Tiles with the last rows come first: under a causal mask they
 // have the most to do.
 struct HeadTile {

@@ -1,18 +1,12 @@
 // From a call to the kernels that compute it.
 #pragma once
 
+#include "../common/grid.cuh"
 #include "forward.cuh"
 #include "instances.h"
 #include "weights.cuh"
 
 namespace selfattn::cuda::sm80 {
-
-// A grid of so many blocks, in x alone where that can hold them.
-inline dim3 grid_of(int64_t blocks) {
-  constexpr int64_t kMostX = int64_t{1} << 30;
-  const int64_t y = (blocks + kMostX - 1) / kMostX;
-  return dim3(static_cast<unsigned>(y > 1 ? kMostX : blocks), static_cast<unsigned>(y));
-}
 
 template <class C>
 void run_path(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream, void* workspace) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../../cuda_kernel_table.h"
+#include "../../mask/mask_pieces.h"
 #include "plan.h"
 
 namespace selfattn::cuda::sm80::backward {
@@ -11,10 +12,19 @@ template <DType kDType, int kDim>
 void run_sides(const AttentionParams& params, const BackwardArguments& arguments,
                const Statistics& statistics, CUstream_st* stream);
 
+// The gradient of the mask; compiled in sm80_mask_<dtype>_<dim>.cu. How its work is divided, and the gradient
+// itself: `partial` has mask_partial_bytes().
+template <DType kDType, int kDim>
+MaskPieces pieces_of_mask(const AttentionParams& params, const BackwardArguments& arguments);
+template <DType kDType, int kDim>
+void run_mask(const AttentionParams& params, const BackwardArguments& arguments, const Statistics& statistics,
+              void* partial, const Launch& where);
+
 // From what rows::prepare() left in the workspace; compiled in sm80_backward_statistics.cu.
 void pad_statistics(const AttentionParams& params, const Statistics& to, bool plain, const Launch& where);
 
-// A whole call: sm80_backward.cpp.
+// A whole call: sm80_backward.cpp. Workspace: statistics_bytes(), and what the mask's gradient needs.
+size_t workspace_bytes(const AttentionParams& params, const BackwardArguments& arguments);
 void run(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -1,7 +1,7 @@
 // From a call to the kernels that compute it.
 #pragma once
 
-#include "../../common/device.cuh"
+#include "../../common/grid.cuh"
 #include "gradients.cuh"
 #include "instances.h"
 
@@ -12,10 +12,7 @@ void run_side(const AttentionParams& p, const BackwardArguments& a, const Statis
               CUstream_st* stream) {
   const Plan plan = plan_side(p, a, statistics, C::kRows, C::kOwnsQueries);
   if (plan.blocks == 0) return;
-  constexpr int64_t kMostX = int64_t{1} << 30;
-  const int64_t y = (plan.blocks + kMostX - 1) / kMostX;
-  const dim3 grid(static_cast<unsigned>(y > 1 ? kMostX : plan.blocks), static_cast<unsigned>(y));
-  launch(&backward_kernel<C>, grid, dim3(C::kThreads), SharedLayout<C>::kBytes, stream, plan);
+  launch(&backward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), SharedLayout<C>::kBytes, stream, plan);
 }
 
 template <DType kDType, int kDim, Path kPath>

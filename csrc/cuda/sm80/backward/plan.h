@@ -61,8 +61,8 @@ bool is_plain(const AttentionParams& params, const BackwardArguments& arguments)
 Plan plan_side(const AttentionParams& params, const BackwardArguments& arguments,
                const Statistics& statistics, int64_t rows, bool owns_queries);
 
-// Workspace: what rows::prepare() leaves, then the statistics.
-size_t workspace_bytes(const AttentionParams& params, const BackwardArguments& arguments);
+// What rows::prepare() leaves, then the statistics: how the workspace begins, a multiple of 256.
+size_t statistics_bytes(const AttentionParams& params);
 Statistics statistics_in(void* workspace, const AttentionParams& params);
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -31,7 +31,7 @@ bool is_plain(const AttentionParams& p, const BackwardArguments& a) {
          readable_by_vectors(a.grad_out, p.value_dim);
 }
 
-size_t workspace_bytes(const AttentionParams& p, const BackwardArguments&) {
+size_t statistics_bytes(const AttentionParams& p) {
   const int64_t numbers = 3 * p.batch * p.heads * padded_queries(p);
   return rows::row_gradients_bytes(p) + static_cast<size_t>(numbers) * sizeof(float);
 }

@@ -1,0 +1,191 @@
+// The gradient of a float mask: a block owns a piece of it (../../mask/mask_pieces.h), and the tiles of
+// scores that fall on the piece pass by. Their gradients are added up where they are worked out, in
+// registers, element by element; sums over queries or keys that the mask does not tell apart come once, at
+// the end.
+#pragma once
+
+#include "../../common/grid.cuh"
+#include "../../mask/mask_pieces.h"
+#include "loads.cuh"
+#include "products.cuh"
+#include "specials.cuh"
+#include "weigh.cuh"
+
+namespace selfattn::cuda::sm80::backward {
+
+template <class C>
+class MaskGradient {
+  using Layout = SharedLayout<C>;
+  static_assert(C::kSide == Side::kMask);
+  // One column more, so that neither rows nor columns are read from few banks.
+  static constexpr int kStride = C::kColumns + 1;
+  static_assert(C::kRows * kStride * 4 <= Layout::kStatistics - Layout::kTiles,
+                "sums take the place of the tiles");
+
+ public:
+  __device__ __forceinline__ MaskGradient(const Plan& plan, const MaskPieces& pieces, unsigned char* memory)
+      : plan_(plan), p_(plan.params), pieces_(pieces), shared_{memory}, work_(shared_.work()) {}
+
+  __device__ __forceinline__ void run(int64_t block) {
+    const MaskPieces::Tile corner = pieces_.piece(block / pieces_.splits);
+    const int64_t from = block % pieces_.splits * pieces_.split_items;
+    const int64_t to =
+        from + pieces_.split_items < pieces_.items ? from + pieces_.split_items : pieces_.items;
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int tile = 0; tile < C::kColumnTiles; ++tile) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum_.at[strip][tile][i] = 0.0f;
+      }
+    }
+#pragma unroll 1
+    for (int64_t n = from; n < to; ++n) add(pieces_.item(corner, n));
+    __syncthreads();
+    reduce();
+    write(corner, block);
+  }
+
+ private:
+  static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
+
+  __device__ __forceinline__ void add(const MaskPieces::Tile& item) {
+    const int first_row = static_cast<int>(item.row_tile) * C::kRows;
+    const int rows = min(static_cast<int>(p_.queries) - first_row, C::kRows);
+    const Passing passing{static_cast<int>(item.head), static_cast<int>(item.column_tile) * C::kColumns};
+    const KeyRange range = visible_keys(p_, first_row, first_row + rows - 1);
+    if (passing.first >= range.end || passing.first + C::kColumns <= range.begin) return;
+
+    __syncthreads();  // every warp is done with the item before
+    if (threadIdx.x == 0) {
+      Work<C>& work = shared_.work();
+      work.batch = static_cast<int>(item.batch);
+      work.head = work.last_head = passing.head;
+      work.kv_head = static_cast<int>(p_.kv_head(passing.head));
+      work.first_row = first_row;
+      work.rows = rows;
+      work.begin = static_cast<int>(range.begin);
+      work.end = static_cast<int>(range.end);
+      work.columns = static_cast<int>(p_.keys);
+    }
+    __syncthreads();
+    if (p_.mask.data != nullptr) {
+      const Lane<C> lane_of_mask;
+      if (!__syncthreads_or(mask_.load(Place<C>{plan_, work_, lane_of_mask, passing}))) return;
+    }
+
+    // Neighbouring items often share the queries or the keys.
+    const int64_t row_tile = (item.batch * p_.heads + item.head) * pieces_.count[2] + item.row_tile;
+    const int64_t column_tile =
+        (item.batch * p_.kv_heads + work_.kv_head) * pieces_.count[3] + item.column_tile;
+    if (row_tile != row_tile_) own_special_ = load_own<C>(plan_, work_, shared_);
+    if (column_tile != column_tile_) {
+      passing_special_ = load_first<C>(plan_, work_, shared_, passing);
+      passing_special_ |= load_second<C>(plan_, work_, shared_, passing);
+    }
+    row_tile_ = row_tile;
+    column_tile_ = column_tile;
+    ptx::copy_async_commit();
+    ptx::copy_async_wait<0>();
+    const bool special = __syncthreads_or(own_special_ || passing_special_) != 0;
+    if (lane().first_row >= rows) return;
+
+    Scores<C> s, ds;
+    multiply_first(plan_, shared_, s);
+    multiply_second(plan_, shared_, ds);
+    if constexpr (C::kFloat32) {
+      if (special) replace_special_products<C>(plan_, work_, lane(), shared_, passing, s, ds);
+    }
+    Slopes<C> none;
+    weigh<C>(plan_, work_, lane(), shared_, passing, mask_, none, /*careful=*/true, s, ds);
+    for_each_pair(sum_, ds, [](int, int, int, int, float& sum, float& gradient) { sum += gradient; });
+  }
+
+  // The sums to shared memory, over queries and keys that the mask does not tell apart in the first row or
+  // column.
+  __device__ __forceinline__ void reduce() {
+    float* sums = shared_.exchange();
+    const Lane<C> own;
+    for_each_element(sum_.at, [&](int strip, int half, int tile, int i, float& sum) {
+      sums[own.row(strip, half) * kStride + own.column(tile) + i] = sum;
+    });
+    __syncthreads();
+    if (!pieces_.kept[2]) {
+      for (int column = static_cast<int>(threadIdx.x); column < C::kColumns; column += C::kThreads) {
+        float total = 0.0f;
+        for (int row = 0; row < C::kRows; ++row) total += sums[row * kStride + column];
+        sums[column] = total;
+      }
+      __syncthreads();
+    }
+    if (!pieces_.kept[3]) {
+      for (int row = static_cast<int>(threadIdx.x); row < pieces_.rows(); row += C::kThreads) {
+        float total = 0.0f;
+        for (int column = 0; column < C::kColumns; ++column) total += sums[row * kStride + column];
+        sums[row * kStride] = total;
+      }
+      __syncthreads();
+    }
+  }
+
+  __device__ __forceinline__ void write(const MaskPieces::Tile& corner, int64_t block) const {
+    const float* sums = shared_.exchange();
+    const View& gradient = plan_.arguments.grad_mask;
+    const int columns = pieces_.columns(), count = pieces_.rows() * columns;
+#pragma unroll 1
+    for (int n = static_cast<int>(threadIdx.x); n < count; n += C::kThreads) {
+      const int row = n / columns, column = n % columns;
+      const float sum = sums[row * kStride + column];
+      if (pieces_.partial != nullptr) {
+        static_cast<float*>(pieces_.partial)[block * count + n] = sum;
+        continue;
+      }
+      const int64_t query = corner.row_tile * C::kRows + row, key = corner.column_tile * C::kColumns + column;
+      if (query >= p_.queries || key >= p_.keys) continue;
+      store_element(gradient.data, gradient.dtype,
+                    gradient.offset(corner.batch, corner.head, query) + key * gradient.stride[3], sum);
+    }
+  }
+
+  const Plan& plan_;
+  const AttentionParams& p_;
+  const MaskPieces& pieces_;
+  const SharedMemory<C> shared_;
+  const Work<C>& work_;                       // lies in shared memory; of one item after another
+  int64_t row_tile_ = -1, column_tile_ = -1;  // in shared memory
+  bool own_special_ = false, passing_special_ = false;
+  MaskBits<C> mask_;
+  Scores<C> sum_;
+};
+
+template <class C>
+__global__ void __launch_bounds__(C::kThreads, 1)
+    mask_gradient_kernel(const Plan plan, const MaskPieces pieces) {
+  SELFATTN_DYNAMIC_SHARED(memory);
+  const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
+  if (block < pieces.blocks()) MaskGradient<C>(plan, pieces, memory).run(block);
+}
+
+template <DType kDType, int kDim>
+using MaskConfig = Config<kDType, kDim, Side::kMask, Path::kOptions>;
+
+template <DType kDType, int kDim>
+MaskPieces pieces_of_mask(const AttentionParams& p, const BackwardArguments& a) {
+  using C = MaskConfig<kDType, kDim>;
+  return mask_pieces(p, a, C::kRows, C::kColumns);
+}
+
+template <DType kDType, int kDim>
+void run_mask(const AttentionParams& p, const BackwardArguments& a, const Statistics& statistics,
+              void* partial, const Launch& where) {
+  using C = MaskConfig<kDType, kDim>;
+  MaskPieces pieces = pieces_of_mask<kDType, kDim>(p, a);
+  if (pieces.splits > 1) pieces.partial = partial;
+  if (pieces.blocks() == 0) return;
+  const Plan plan = plan_side(p, a, statistics, C::kRows, C::kOwnsQueries);
+  launch(&mask_gradient_kernel<C>, grid_of(pieces.blocks()), dim3(C::kThreads), SharedLayout<C>::kBytes,
+         where.stream, plan, pieces);
+  join_mask_splits(p, a, pieces, where);
+}
+
+}  // namespace selfattn::cuda::sm80::backward

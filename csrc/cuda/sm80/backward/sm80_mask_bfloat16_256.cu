@@ -1,0 +1,9 @@
+#include "mask_gradient.cuh"
+
+namespace selfattn::cuda::sm80::backward {
+
+template MaskPieces pieces_of_mask<DType::kBFloat16, 256>(const AttentionParams&, const BackwardArguments&);
+template void run_mask<DType::kBFloat16, 256>(const AttentionParams&, const BackwardArguments&,
+                                              const Statistics&, void*, const Launch&);
+
+}  // namespace selfattn::cuda::sm80::backward
