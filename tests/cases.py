@@ -144,6 +144,10 @@ class Case:
             for name, tensor in tensors.items()
         }
 
+    def products(self) -> int:
+        """Multiplications of the scores and of their weights with the values: what a forward takes."""
+        return self.batch * self.heads * self.queries * self.keys * (self.head_dim + self.value_dim)
+
     def numbers(self) -> dict[str, Any]:
         """The options that are no tensors, those at their default left out."""
         options = {
