@@ -75,8 +75,7 @@ void weights(const char* name, const AttentionParams& p, const WeightsOutputs& o
 
 void backward(const char* name, const AttentionParams& p, const BackwardArguments& arguments, Device device) {
   Turn turn(device);
-  const cuda::Kernel& chosen = cuda::choose_kernel(name, p, turn.capability());
-  const cuda::Kernel& kernel = chosen.backward != nullptr ? chosen : *find_kernel("simt");
+  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
   if (p.batch * p.heads * p.queries == 0) return;
   const Scratch workspace("the backward's workspace", kernel.backward_workspace(p, arguments), device);
   turn.launch.workspace = workspace.data();
