@@ -3,8 +3,8 @@
     PYTHONPATH=tests SELFATTN_KERNEL=simt python -m emulator.forward_cases [EVERY [FIRST [MOST]]]
 
 runs each EVERY-th case from FIRST on, without those of more than MOST million products of scores and values,
-and prints, for each, a digest of the results: they must be the same bits under every schedule. tests/test_emulated_kernels.py
-does so.
+and prints, for each, a digest of the results: they must be the same bits under every schedule.
+tests/test_emulated_kernels.py does so.
 """
 
 from __future__ import annotations
