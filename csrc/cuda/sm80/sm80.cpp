@@ -62,17 +62,15 @@ void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Laun
 
 // Where simt computes the gradients: tiles of wide float32 numbers do not fit into shared memory, twice as
 // pieces.
-bool hands_over(const AttentionParams& p, const BackwardArguments& arguments) {
-  return !backward::takes(p) || arguments.grad_mask.data != nullptr;
-}
+bool hands_over(const AttentionParams& p) { return !backward::takes(p); }
 
 size_t backward_workspace(const AttentionParams& p, const BackwardArguments& arguments) {
-  if (hands_over(p, arguments)) return kSimt.backward_workspace(p, arguments);
+  if (hands_over(p)) return kSimt.backward_workspace(p, arguments);
   return backward::workspace_bytes(p, arguments);
 }
 
 void run_backward(const AttentionParams& p, const BackwardArguments& arguments, const Launch& launch) {
-  if (hands_over(p, arguments)) return kSimt.backward(p, arguments, launch);
+  if (hands_over(p)) return kSimt.backward(p, arguments, launch);
   backward::run(p, arguments, launch);
 }
 
