@@ -84,30 +84,22 @@ struct Emulated {
     (own != nullptr ? own : by_name(kSimt).masked_softmax)(p, {});
   }
 
-  // Only now is it known how much of it a backward needs, so that it is allocated there. A kernel that has no
-  // gradients yet takes those of the CPU.
-  static size_t backward_workspace(const AttentionParams& p) {
-    return kernel_for(p).backward != nullptr ? 0 : choose_kernel("").backward_workspace(p);
-  }
-  static void backward(const AttentionParams& p, const BackwardArguments& arguments, const ThreadPool& pool) {
+  // Only the call says how much of it a backward needs, so that it is allocated there.
+  static size_t backward_workspace(const AttentionParams&) { return 0; }
+  static void backward(const AttentionParams& p, const BackwardArguments& arguments, const ThreadPool&) {
     const cuda::Kernel& kernel = kernel_for(p);
-    if (kernel.backward == nullptr) return choose_kernel("").backward(p, arguments, pool);
     const Workspace workspace(kernel.backward_workspace(p, arguments));
     kernel.backward(p, arguments, {nullptr, workspace.memory.get()});
     add_up_rows(p, p.alibi_slopes, arguments.grad_slopes_rows);
     add_up_rows(p, p.sinks, arguments.grad_sinks_rows);
   }
-  static void scores_backward(const ScoresParams& p, const ThreadPool& pool) {
+  static void scores_backward(const ScoresParams& p, const ThreadPool&) {
     const auto own = by_name(kName).scores_backward;
-    const auto run = own != nullptr ? own : by_name(kSimt).scores_backward;
-    if (run == nullptr) return choose_kernel("").scores_backward(p, pool);
-    run(p, {});
+    (own != nullptr ? own : by_name(kSimt).scores_backward)(p, {});
   }
-  static void masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
+  static void masked_softmax_backward(const SoftmaxParams& p, const ThreadPool&) {
     const auto own = by_name(kName).masked_softmax_backward;
-    const auto run = own != nullptr ? own : by_name(kSimt).masked_softmax_backward;
-    if (run == nullptr) return choose_kernel("").masked_softmax_backward(p, pool);
-    run(p, {});
+    (own != nullptr ? own : by_name(kSimt).masked_softmax_backward)(p, {});
   }
 
   static constexpr Kernel row(const char* description) {
