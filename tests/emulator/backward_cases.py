@@ -18,8 +18,9 @@ from . import plugin  # noqa: F401  (before the package)
 
 # isort: split
 import torch
-from cases import DTYPES, LAYOUTS, MASKS, MORE_MASKS, Case, check
+from cases import DTYPES, LAYOUTS, MASKS, MORE_MASKS, Case, check, cotangents_of, gradients, laid_out
 from test_options_pairwise import as_case, covering
+from torch import Tensor
 
 OPTIONS = {
     "dtype": list(DTYPES),
@@ -89,15 +90,60 @@ def _plain_cases() -> list[Case]:
         for keys, causal in ((64, False), (192, True), (200, False))
     ]
     masked = [Case(1, 2, 1, 70, keys, 64, 64, dtype, mask="low") for dtype in DTYPES for keys in (64, 192)]
-    return [*sized, *low, *masked]
+    # Queries that see nothing, and keys that nobody sees: digest_of fills them with NaN.
+    hidden = [
+        Case(1, 2, 1, *lengths, size, size, dtype, is_causal=True, query_offset=-20, lse=True)
+        for dtype in DTYPES
+        for size, lengths in ((32, (70, 150)), (64, (130, 140)), (128, (70, 90)), (256, (50, 90)))
+    ]
+    return [*sized, *low, *masked, *hidden]
+
+
+def fill_hidden(case: Case, tensors: dict[str, Tensor]) -> bool:
+    """Writes NaN to queries that see nothing, to the gradients of their output and to keys and values that
+    nobody sees, by position alone. Returns whether there are any.
+    """
+    position = torch.arange(case.queries)[:, None] + case.query_offset
+    key, (left, right) = torch.arange(case.keys), case.window
+    seen = torch.ones(case.queries, case.keys, dtype=torch.bool)
+    if case.is_causal:
+        seen &= key <= position
+    if left >= 0:
+        seen &= key >= position - left
+    if right >= 0:
+        seen &= key <= position + right
+    blind, unseen = ~seen.any(1), ~seen.any(0)
+    hidden = {"query": blind, "key": unseen, "value": unseen}
+    if not case.sinks:  # they see what the blind see
+        hidden["out"] = blind
+    for name, rows in hidden.items():
+        tensor = tensors[name].detach()
+        entries = tensor[:1] if tensor.stride(0) == 0 else tensor
+        entries[:, :, rows] = torch.nan
+    return bool(blind.any() or unseen.any())
 
 
 def digest_of(case: Case) -> str:
-    """Asserts that results and gradients are accurate, and returns a digest of their bits."""
+    """Asserts that results and gradients are accurate, and that NaN in what is hidden changes no bit of them.
+    Returns a digest of the bits.
+    """
+    results = check(case)
+    tensors = case.inputs()
+    cotangents = cotangents_of(results, case.seed)
+    cotangents["out"] = laid_out(cotangents["out"], case.grad_layout)
+    if fill_hidden(case, tensors | {"out": cotangents["out"]}):
+        again = case.run(tensors)
+        again |= gradients(again, cotangents, tensors)
+        for name, result in again.items():
+            assert bytes_of(result) == bytes_of(results[name]), f"{name}, with NaN in what is hidden"
     digest = hashlib.sha256()
-    for result in check(case).values():
-        digest.update(result.detach().contiguous().view(torch.uint8).numpy().tobytes())
+    for result in results.values():
+        digest.update(bytes_of(result))
     return digest.hexdigest()[:16]
+
+
+def bytes_of(tensor: Tensor) -> bytes:
+    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
 
 
 def main(every: int = 1, first: int = 0, most: int = 10**6) -> None:

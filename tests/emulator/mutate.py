@@ -16,6 +16,8 @@ import re
 import shutil
 import subprocess
 import sys
+import tempfile
+import threading
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -34,8 +36,13 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("simt/forward.cuh", "__syncwarp();"): "a barrier of the block comes before the weights are read",
 }
 
-#: Schedule, copies, and how many of forward_cases.py are left out between two that run.
-RUNS = [("fifo", "late", 3), ("sticky", "random", 7)]
+#: The cases that a kernel's files are judged by: schedule, copies, and of how many one runs.
+RUNS = {
+    "forward_cases": [("fifo", "late", 3), ("sticky", "random", 7)],
+    "backward_cases": [("fifo", "late", 5), ("sticky", "random", 11)],
+}
+#: Million products of the largest case.
+MOST = 7
 LIMIT_SECONDS = 300
 
 
@@ -65,10 +72,27 @@ def mutants() -> Iterator[Mutant]:
             yield Mutant(path.relative_to(build.CSRC), line, text, found.start(), found.end())
 
 
-def run(library: Path, kernel: str) -> tuple[str, str]:
+def cases_of(file: Path) -> list[str]:
+    """The modules that run a file's code; each backward comes after its forward."""
+    if "backward" in file.parts or file.parts[1] in ("rows", "mask"):
+        return ["backward_cases"]
+    return ["backward_cases", "forward_cases"] if file.parts[1] == "simt" else ["forward_cases"]
+
+
+def kernels_of(file: Path) -> list[str]:
+    """The kernels that a file belongs to: by its folder, or both."""
+    return [name for name in ("simt", "sm80") if name in file.parts] or ["simt", "sm80"]
+
+
+def ways(file: Path) -> list[tuple[str, str]]:
+    """Kernels with the cases that run a file's code."""
+    return [(kernel, cases) for kernel in kernels_of(file) for cases in cases_of(file)]
+
+
+def run(library: Path, kernel: str, cases: str) -> tuple[str, str]:
     """The results of all runs, and how the first that failed ended, or ""."""
     results = []
-    for schedule, copies, every in RUNS:
+    for schedule, copies, every in RUNS[cases]:
         environment = {
             **os.environ,
             "PYTHONPATH": os.pathsep.join([str(build.ROOT), str(build.ROOT / "tests")]),
@@ -78,23 +102,39 @@ def run(library: Path, kernel: str) -> tuple[str, str]:
             "SELFATTN_EMULATOR_COPIES": copies,
             "OMP_NUM_THREADS": "1",
         }
-        command = [sys.executable, "-m", "emulator.forward_cases", str(every)]
-        try:
-            done = subprocess.run(
-                command, env=environment, capture_output=True, text=True, timeout=LIMIT_SECONDS, check=False
-            )
-        except subprocess.TimeoutExpired:
-            return "", "hangs"
-        if done.returncode != 0:
-            said = re.search(r"FAILED: (.*)", done.stdout)
-            return "", said[1] if said else done.stderr.strip().splitlines()[-1]
-        results.append(done.stdout)
+        command = [sys.executable, "-m", f"emulator.{cases}", str(every), "0", str(MOST)]
+        said, problem = follow(command, environment)
+        if problem:
+            return "", problem
+        results.append(said)
     return "".join(results), ""
 
 
-def kernel_of(file: Path) -> list[str]:
-    """The kernels that a file belongs to: by its folder, or both."""
-    return [name for name in ("simt", "sm80") if name in file.parts] or ["simt", "sm80"]
+def follow(command: list[str], environment: dict[str, str]) -> tuple[str, str]:
+    """What a process prints, and how its first case that failed ended, or ""; nothing runs after that."""
+    lines = []
+    with (
+        tempfile.TemporaryFile("w+") as errors,
+        subprocess.Popen(
+            command, env=environment, stdout=subprocess.PIPE, stderr=errors, text=True
+        ) as process,
+    ):
+        late = threading.Timer(LIMIT_SECONDS, process.kill)
+        late.start()
+        assert process.stdout is not None
+        for line in process.stdout:
+            lines.append(line)
+            if "FAILED: " in line:
+                process.kill()
+                break
+        code, in_time = process.wait(), late.is_alive()
+        late.cancel()
+        errors.seek(0)
+        if "FAILED: " in "".join(lines[-1:]):
+            return "", lines[-1].split("FAILED: ", 1)[1].strip()
+        if code != 0:
+            return "", (errors.read().strip().splitlines() or [f"exit {code}"])[-1] if in_time else "hangs"
+    return "".join(lines), ""
 
 
 def main() -> None:
@@ -109,7 +149,7 @@ def main() -> None:
     chosen = [
         mutant
         for mutant in mutants()
-        if arguments.only in str(mutant) and arguments.kernel in (None, *kernel_of(mutant.file))
+        if arguments.only in str(mutant) and arguments.kernel in (None, *kernels_of(mutant.file))
     ]
     if arguments.list:
         print("\n".join(map(str, chosen)))
@@ -127,10 +167,10 @@ def main() -> None:
 
     unchanged = library()
     expected = {}
-    for kernel in {kernel for mutant in chosen for kernel in kernel_of(mutant.file)}:
-        expected[kernel], problem = run(unchanged, kernel)
+    for kernel, cases in sorted({way for mutant in chosen for way in ways(mutant.file)}):
+        expected[kernel, cases], problem = run(unchanged, kernel, cases)
         if problem:
-            sys.exit(f"{kernel} fails before anything is changed: {problem}")
+            sys.exit(f"{kernel} fails {cases} before anything is changed: {problem}")
 
     survived = []
     for number, mutant in enumerate(chosen, 1):
@@ -141,10 +181,10 @@ def main() -> None:
         try:
             reasons = []
             mutated = library()
-            for kernel in kernel_of(mutant.file):
-                results, problem = run(mutated, kernel)
-                reasons += [problem or "the results differ"] if problem or results != expected[kernel] else []
-                if reasons:
+            for way in ways(mutant.file):
+                results, problem = run(mutated, *way)
+                if problem or results != expected[way]:
+                    reasons.append(problem or "the results differ")
                     break
         finally:
             path.write_text(source, encoding="utf-8")

@@ -139,8 +139,11 @@ __device__ __forceinline__ void weigh_options(const Place<C>& at, const SharedMe
   apply_options(at, at.plan.scale, at.plan.mask_pairs, s.at,
                 [&](int strip, int half, int tile, int i, float tanh) {
                   const float slope = fmaf(-tanh, tanh, 1.0f);
-                  // Queries want the gradient of the capped score too, for ALiBi's slopes.
-                  if constexpr (C::kSide == Side::kQuery) cap_slope.at[strip][tile][2 * half + i] = slope;
+                  // Queries want the gradient of the capped score too, for ALiBi's slopes. What is hidden is
+                  // 0 by the time that the two are multiplied: the maximum is 0 where its slope is NaN.
+                  if constexpr (C::kSide == Side::kQuery) {
+                    cap_slope.at[strip][tile][2 * half + i] = fmaxf(slope, 0.0f);
+                  }
                   if constexpr (C::kSide != Side::kMask && C::kSide != Side::kQuery && C::kNeedsSecondDots) {
                     dp.at[strip][tile][2 * half + i] *= slope;
                   }
