@@ -13,6 +13,7 @@
 #include "epilogue.cuh"
 #include "loads.cuh"
 #include "products.cuh"
+#include "scaled_rows.cuh"
 #include "specials.cuh"
 #include "weigh.cuh"
 
@@ -51,6 +52,7 @@ class Gradients {
 
   __device__ __forceinline__ void reset() {
     slopes_.reset();
+    scaled_.reset();
     if constexpr (C::kSumsFirst) clear(first_);
     if constexpr (C::kSumsSecond) clear(second_);
   }
@@ -152,6 +154,7 @@ class Gradients {
     if (!has_rows()) return;
     const bool careful = C::kFloat32 ? special : C::kCareful;
     weigh<C>(plan_, work_, lane(), shared_, passing, mask_, slopes_, careful, s_, dp_);
+    if constexpr (C::kFloat32 && C::kSumsFirst) scaled_.scale(dp_, first_);
     if constexpr (C::kCareful) {
       if (special) add_special_terms<C>(plan_, work_, lane(), shared_, passing, s_, dp_, first_, second_);
     }
@@ -159,6 +162,7 @@ class Gradients {
 
   __device__ __forceinline__ void write() {
     const BackwardArguments& a = plan_.arguments;
+    if constexpr (C::kFloat32 && C::kSumsFirst) scaled_.undo(first_);
     if constexpr (C::kSide == Side::kQuery) {
       if constexpr (C::kColumnWarps > 1) add_column_warps(shared_, slopes_.sum);
       if (lane().thread < 32 * C::kRowWarps) slopes_.write(plan_, work_, lane());
@@ -183,6 +187,7 @@ class Gradients {
   bool own_special_ = false;
   MaskBits<C> mask_;
   Slopes<C> slopes_;
+  ScaledRows<C> scaled_;
   Scores<C> s_, dp_;
   Output<C> first_, second_;
 };

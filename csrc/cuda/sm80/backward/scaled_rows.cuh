@@ -1,0 +1,72 @@
+// Gradients of scores too small for pieces. They are proportional to dO, which may be of any magnitude, and
+// below 2^-80 the last pieces of a float32 begin to vanish (../pieces.cuh). So each row of a sum is kept 2^60
+// times too large until a tile has a gradient that is not small. That is exact, and depends on the row alone.
+#pragma once
+
+#include "config.cuh"
+
+namespace selfattn::cuda::sm80::backward {
+
+template <class C>
+class ScaledRows {
+ public:
+  __device__ __forceinline__ void reset() {
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) factor_[strip][0] = factor_[strip][1] = kUp;
+  }
+
+  // Brings gradients to the scale of their rows, and the sums so far to a new one. Collective of the warp.
+  __device__ __forceinline__ void scale(Scores<C>& ds, Output<C>& sums) {
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float most = 0.0f;
+#pragma unroll
+        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
+          const float* pair = &ds.at[strip][tile][2 * half];
+          most = fmaxf(most, fmaxf(fabsf(pair[0]), fabsf(pair[1])));
+        }
+        most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
+        most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
+        float& factor = factor_[strip][half];
+        const bool grows = factor != 1.0f && most >= kSmall;
+        if (grows) factor = 1.0f;
+        if (__any_sync(kAllLanes, grows)) multiply(sums, strip, half, grows ? kDown : 1.0f);
+#pragma unroll
+        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
+          ds.at[strip][tile][2 * half] *= factor;
+          ds.at[strip][tile][2 * half + 1] *= factor;
+        }
+      }
+    }
+  }
+
+  // After the last tile: the sums as they are.
+  __device__ __forceinline__ void undo(Output<C>& sums) const {
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        multiply(sums, strip, half, factor_[strip][half] == 1.0f ? 1.0f : kDown);
+      }
+    }
+  }
+
+ private:
+  static constexpr float kUp = 1152921504606846976.0f;  // 2^60
+  static constexpr float kDown = 1.0f / kUp;
+  static constexpr float kSmall = 1.0f / (1 << 30) / (1 << 10);  // 2^-40: up to 2^20 once scaled
+
+  static __device__ __forceinline__ void multiply(Output<C>& sums, int strip, int half, float by) {
+#pragma unroll
+    for (int tile = 0; tile < C::kDimTiles; ++tile) {
+      sums.at[strip][tile][2 * half] *= by;
+      sums.at[strip][tile][2 * half + 1] *= by;
+    }
+  }
+
+  float factor_[C::kStrips][2];
+};
+
+}  // namespace selfattn::cuda::sm80::backward
