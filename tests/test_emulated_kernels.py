@@ -37,7 +37,7 @@ MOST = 7
 CHOSEN = [
     ("test_options_pairwise.py test_dropout.py", ""),
     ("test_edge_cases.py test_determinism.py", ""),
-    ("test_masks.py test_gradients.py", "not never_expanded and not test_rounding"),
+    ("test_masks.py test_gradients.py", "not never_expanded"),
     # Every broadcast of a mask is among the cases, in sizes that take less time.
     ("test_special_numbers.py test_double_backward.py test_mask_gradient.py", "not broadcast and not groups"),
 ]

@@ -40,6 +40,9 @@ struct Config {
     return kThin && kDim <= 64 ? 128 : 64;
   }
 
+  // Whether the numbers of rows lie in shared memory while products are computed, as registers have no room.
+  static constexpr bool kParks = kPlain && kDim == 128;
+
   static constexpr int kRowWarps = row_warps();
   static constexpr int kKeyWarps = key_warps();
   static constexpr int kStrips = strips();

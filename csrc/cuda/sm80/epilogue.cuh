@@ -27,7 +27,8 @@ __device__ __forceinline__ void merge_key_warps(const SharedMemory<C>& shared, c
         for (int half = 0; half < 2; ++half) {
           at[0] = softmax.max[strip][half];
           at[32] = softmax.sum[strip][half];
-          at += 64;
+          at[64] = softmax.rounded[strip][half];
+          at += 96;
         }
 #pragma unroll
         for (int tile = 0; tile < C::kDimTiles; ++tile) {
@@ -46,9 +47,11 @@ __device__ __forceinline__ void merge_key_warps(const SharedMemory<C>& shared, c
         for (int half = 0; half < 2; ++half) {
           RowState<float> state{softmax.max[strip][half], softmax.sum[strip][half]};
           state.merge(RowState<float>{at[0], at[32]}, &factor[half], &other_factor[half]);
-          at += 64;
           softmax.max[strip][half] = state.max;
           softmax.sum[strip][half] = state.sum;
+          float& rounding = softmax.rounded[strip][half];
+          rounding = rounding * factor[half] + at[64] * other_factor[half];
+          at += 96;
         }
 #pragma unroll
         for (int tile = 0; tile < C::kDimTiles; ++tile) {
@@ -91,10 +94,10 @@ __device__ __forceinline__ void store_results(const Plan& plan, int64_t at, floa
                      both, plan.out_pairs);
 }
 
-// The sink, a score without a value, joins at the end. Returns the factor of the row's output, 0 for a row
-// that saw nothing. One of the lanes that share the row writes its statistics.
+// The sink, a score without a value, joins at the end. `rounding`: see Softmax. Returns the factor of the
+// row's output, 0 for a row that saw nothing. One of the lanes that share the row writes its statistics.
 __device__ __forceinline__ float finish_row(const Plan& plan, int64_t batch, int64_t head, int64_t row,
-                                            RowState<float> state, bool writes) {
+                                            RowState<float> state, float rounding, bool writes) {
   const AttentionParams& p = plan.params;
   float factor = 1.0f, ignored;
   if (p.sinks.data != nullptr) {
@@ -104,7 +107,8 @@ __device__ __forceinline__ float finish_row(const Plan& plan, int64_t batch, int
     static_cast<float*>(plan.outputs.row_max)[row] = state.max;
     static_cast<float*>(plan.outputs.row_sum)[row] = state.sum;
   }
-  return state.inverse_sum() * factor * plan.dropout_scale;
+  if (state.sum == 0.0f) return 0.0f;
+  return factor / (state.sum + rounding * factor) * plan.dropout_scale;
 }
 
 // Normalised rows (or, of splits, the sums as they are) go through shared memory, where the tiles have been,
@@ -133,10 +137,12 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
       if (r < work.rows) {
         const int64_t at = (static_cast<int64_t>(work.batch) * p.heads + row.head) * p.queries + row.query;
         if (!partial) {
-          factor = finish_row(plan, work.batch, row.head, at, state, lane.quad == 0);
+          factor =
+              finish_row(plan, work.batch, row.head, at, state, softmax.rounded[strip][half], lane.quad == 0);
         } else if (lane.quad == 0) {
           plan.partial_max[at * plan.splits + work.split] = state.max;
           plan.partial_sum[at * plan.splits + work.split] = state.sum;
+          plan.partial_rounding[at * plan.splits + work.split] = softmax.rounded[strip][half];
         }
       }
 #pragma unroll

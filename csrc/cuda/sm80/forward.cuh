@@ -29,7 +29,7 @@ class Forward : TileScores<C> {
     }
     // A block that met no keys has not waited for its queries, whose place the results take.
     ptx::copy_async_wait<0>();
-    softmax_.finish(plan_.scale, plan_.scale_log2, output_);
+    softmax_.finish(shared_, plan_.scale, plan_.scale_log2, output_);
     if constexpr (C::kKeyWarps > 1) merge_key_warps(shared_, this->lane(), softmax_, output_);
     __syncthreads();
     if (this->lane().thread >= 32 * C::kRowWarps) return;
@@ -58,21 +58,32 @@ class Forward : TileScores<C> {
       if (tile >= first) this->start_keys(tile);
       ptx::copy_async_commit();
       if (has_rows()) {
-        softmax_.step(plan_.scale_log2, scores_, output_);
-        if (!C::kPlain && p_.dropout.enabled) drop_weights(plan_, work_, this->lane(), first_key, scores_);
-        if constexpr (C::kFloat32) {
-          if (special_values)
-            add_special_values(plan_, work_, this->lane(), shared_, first_key, scores_, output_);
-        }
-        accumulate<C>(scores_.at,
-                      Operand{shared_.values(), SharedLayout<C>::kTilePlane, this->lane().first_key},
-                      this->lane().lane, static_cast<int>(p_.value_dim), plan_.pieces, output_.at);
+        softmax_.step(shared_, plan_.scale_log2, scores_, output_);
+        multiply_values(first_key, special_values);
       }
     }
   }
 
+  // output_ += weights values.
+  __device__ __forceinline__ void multiply_values(int first_key, bool special) {
+    const Operand values{shared_.values(), SharedLayout<C>::kTilePlane, this->lane().first_key};
+    const int value_dim = static_cast<int>(p_.value_dim);
+    const bool drops = !C::kPlain && p_.dropout.enabled;
+    if constexpr (C::kFloat32) {
+      if (drops) drop_weights(plan_, work_, this->lane(), first_key, scores_);
+      if (special) add_special_values(plan_, work_, this->lane(), shared_, first_key, scores_, output_);
+      accumulate<C>(scores_.at, values, this->lane().lane, value_dim, plan_.pieces, output_.at);
+    } else {
+      PackedWeights<C> packed(scores_);
+      softmax_.add_rounded(shared_, packed);
+      if (drops) drop_weights(plan_, work_, this->lane(), first_key, packed);
+      accumulate_blocks<C, C::kKeyTiles / 2>([&](int n) -> const LeftBlock<C>& { return packed.block[n]; },
+                                             values, this->lane().lane, value_dim, plan_.pieces, output_.at);
+    }
+  }
+
   __device__ __forceinline__ void reset() {
-    softmax_.reset();
+    softmax_.reset(shared_);
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
@@ -83,8 +94,11 @@ class Forward : TileScores<C> {
     }
   }
 
-  // Warps without rows help to load.
-  __device__ __forceinline__ bool has_rows() const { return this->lane().first_row < work_.rows; }
+  // Warps without rows help to load. On the plain path they compute, too, what nobody wants: each warp has a
+  // scheduler of its own, so that others do not wait for it, and the question would cost registers.
+  __device__ __forceinline__ bool has_rows() const {
+    return C::kPlain || this->lane().first_row < work_.rows;
+  }
 
   // The next tile, counting down from `tile`, of which the mask shows anything to some row; its bits are read
   // by then, long before they are needed.

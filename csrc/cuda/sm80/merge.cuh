@@ -24,10 +24,12 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const Plan plan) {
   // Two neighbouring columns of every 64.
   constexpr int kColumns = kMaxDim / 64;
   float sum[kColumns][2] = {};
+  float rounding = 0.0f;
   const int lane = static_cast<int>(threadIdx.x) & 31;
   for (int64_t split = 0; split < plan.splits; ++split) {
     const float factor = exponential(plan.partial_max[first + split] - state.shift());
     state.sum += factor * plan.partial_sum[first + split];
+    rounding += factor * plan.partial_rounding[first + split];
     const float* partial = plan.partial_out + (first + split) * p.value_dim;
 #pragma unroll
     for (int n = 0; n < kColumns; ++n) {
@@ -36,7 +38,7 @@ __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const Plan plan) {
       if (column + 1 < p.value_dim) sum[n][1] = fmaf(factor, partial[column + 1], sum[n][1]);
     }
   }
-  const float factor = finish_row(plan, batch, head, row, state, lane == 0);
+  const float factor = finish_row(plan, batch, head, row, state, rounding, lane == 0);
   const int64_t at = plan.outputs.out.offset(batch, head, row % p.queries);
 #pragma unroll
   for (int n = 0; n < kColumns; ++n) {

@@ -149,21 +149,14 @@ __device__ __forceinline__ void pack_weights(const float (&weights)[C::kStrips][
 }
 
 // output += weights right: of weights and values, the columns of the former being the rows of the latter.
-template <class C, int kTiles>
-__device__ __forceinline__ void accumulate(const float (&weights)[C::kStrips][kTiles][4],
-                                           const Operand& right, int lane, int dim, int pieces,
-                                           float (&output)[C::kStrips][C::kDimTiles][4]) {
+// block(n) gives columns 16 n .. + 15 of the weights.
+template <class C, int kBlocks, class Block>
+__device__ __forceinline__ void accumulate_blocks(const Block& block, const Operand& right, int lane, int dim,
+                                                  int pieces, float (&output)[C::kStrips][C::kDimTiles][4]) {
   const BlockReader<C, true> reader(right.tile, right.first_row, lane);
-  // Packed, 16-bit weights take half the registers; pieces of float32 would take more.
-  LeftBlock<C> packed[C::kFloat32 ? 1 : kTiles / 2];
-  if constexpr (!C::kFloat32) {
 #pragma unroll
-    for (int n = 0; n < kTiles / 2; ++n) pack_weights<C>(weights, 2 * n, packed[n]);
-  }
-#pragma unroll
-  for (int n = 0; n < kTiles / 2; ++n) {
-    LeftBlock<C>& a = packed[C::kFloat32 ? 0 : n];
-    if constexpr (C::kFloat32) pack_weights<C>(weights, 2 * n, a);
+  for (int n = 0; n < kBlocks; ++n) {
+    const LeftBlock<C>& a = block(n);
 #pragma unroll
     for (int step = 0; step < C::kDim / 16; ++step) {
       if (C::asks_whether_beyond(step) && step * 16 >= dim) break;
@@ -176,6 +169,25 @@ __device__ __forceinline__ void accumulate(const float (&weights)[C::kStrips][kT
       multiply_block<C>(a, b, pieces, output, 2 * step);
     }
   }
+}
+
+// The same of weights that are still numbers. Packed, those of 16 bits take half the registers; pieces of
+// float32 would take more and are made as they are needed.
+template <class C, int kTiles>
+__device__ __forceinline__ void accumulate(const float (&weights)[C::kStrips][kTiles][4],
+                                           const Operand& right, int lane, int dim, int pieces,
+                                           float (&output)[C::kStrips][C::kDimTiles][4]) {
+  constexpr int kBlocks = kTiles / 2;
+  LeftBlock<C> packed[C::kFloat32 ? 1 : kBlocks];
+  if constexpr (!C::kFloat32) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) pack_weights<C>(weights, 2 * n, packed[n]);
+  }
+  const auto block = [&](int n) -> const LeftBlock<C>& {
+    if constexpr (C::kFloat32) pack_weights<C>(weights, 2 * n, packed[0]);
+    return packed[C::kFloat32 ? 0 : n];
+  };
+  accumulate_blocks<C, kBlocks>(block, right, lane, dim, pieces, output);
 }
 
 }  // namespace selfattn::cuda::sm80

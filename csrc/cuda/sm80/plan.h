@@ -40,6 +40,7 @@ struct Plan {
   // split is all.
   float* partial_max = nullptr;
   float* partial_sum = nullptr;
+  float* partial_rounding = nullptr;
   float* partial_out = nullptr;
 };
 

@@ -31,7 +31,7 @@ __device__ __forceinline__ void hide_by_position(const Plan& plan, const Work<C>
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const RowOf row = work.row(plan, lane.row(strip, half));
-      const Columns columns = visible_columns<C>(plan, work, row.query, first_key);
+      const Columns columns = visible_columns(work, row.query, first_key);
 #pragma unroll
       for (int tile = 0; tile < C::kKeyTiles; ++tile) {
 #pragma unroll

@@ -41,11 +41,13 @@ struct SharedLayout {
   // A byte per row of a tile: whether it holds numbers that need attention, see special.cuh.
   static constexpr int kQueryFlags = kFlags, kKeyFlags = kQueryFlags + C::kRows;
   static constexpr int kValueFlags = kKeyFlags + C::kKeys;
-  static constexpr int kBytes = kValueFlags + C::kKeys;
+  // Of both rows of each strip of a thread: sum, maximum, rounded sum.
+  static constexpr int kParked = (kValueFlags + C::kKeys + 7) / 8 * 8;
+  static constexpr int kBytes = kParked + (C::kParks ? 3 * C::kStrips * C::kThreads * 8 : 0);
 
   // At the end: states and outputs of half the warps that divided the keys.
   static constexpr int kStateFloats = C::kStrips * 2;
-  static constexpr int kExchangeFloats = (2 * kStateFloats + C::kStrips * C::kDimTiles * 4) * 32;
+  static constexpr int kExchangeFloats = (3 * kStateFloats + C::kStrips * C::kDimTiles * 4) * 32;
   static_assert(C::kRowWarps * (C::kKeyWarps / 2) * kExchangeFloats * 4 <= kFlags - kTiles,
                 "the exchange between warps takes the place of the tiles");
   static_assert(C::kRows * C::kDim * 4 <= kFlags - kTiles, "so do the results on their way out");
@@ -66,6 +68,9 @@ struct SharedMemory {
   }
   __device__ __forceinline__ Work<C>& work() const {
     return *reinterpret_cast<Work<C>*>(bytes + Layout::kWork);
+  }
+  __device__ __forceinline__ float2& parked(int thread, int strip, int number) const {
+    return reinterpret_cast<float2*>(bytes + Layout::kParked)[(strip * 3 + number) * C::kThreads + thread];
   }
   __device__ __forceinline__ unsigned char* query_flags() const { return bytes + Layout::kQueryFlags; }
   __device__ __forceinline__ unsigned char* key_flags() const { return bytes + Layout::kKeyFlags; }

@@ -68,7 +68,7 @@ bool is_plain(const AttentionParams& p) {
 size_t forward_workspace(const AttentionParams& p) {
   const int64_t splits = splits_of(p);
   if (splits == 1) return 0;
-  return static_cast<size_t>(rows_of(p) * splits * (2 + p.value_dim)) * sizeof(float);
+  return static_cast<size_t>(rows_of(p) * splits * (3 + p.value_dim)) * sizeof(float);
 }
 
 namespace {
@@ -110,7 +110,8 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const
     const int64_t states = rows_of(p) * plan.splits;
     plan.partial_max = static_cast<float*>(workspace);
     plan.partial_sum = plan.partial_max + states;
-    plan.partial_out = plan.partial_sum + states;
+    plan.partial_rounding = plan.partial_sum + states;
+    plan.partial_out = plan.partial_rounding + states;
   }
   plan.blocks = plan.units * plan.row_tiles * plan.splits;
   return plan;

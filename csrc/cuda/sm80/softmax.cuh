@@ -3,7 +3,9 @@
 
 #include "../common/row_state.cuh"
 #include "dropout_bits.cuh"
+#include "multiply.cuh"
 #include "scores.cuh"
+#include "shared_layout.cuh"
 
 namespace selfattn::cuda::sm80 {
 
@@ -17,17 +19,51 @@ __device__ __forceinline__ float sum_of_row(float x) {
   return x + __shfl_xor_sync(kAllLanes, x, 2);
 }
 
+// Weights of 16 bits as left operands of products, see pack_weights: the two of a lane that are neighbours in
+// one row of eight keys.
+template <class C>
+struct PackedWeights {
+  LeftBlock<C> block[C::kKeyTiles / 2];
+
+  __device__ __forceinline__ explicit PackedWeights(const Scores<C>& weights) {
+#pragma unroll
+    for (int n = 0; n < C::kKeyTiles / 2; ++n) pack_weights<C>(weights.at, 2 * n, block[n]);
+  }
+  __device__ __forceinline__ uint32_t& pair(int strip, int half, int tile) {
+    return block[tile / 2][0][strip][tile % 2 * 2 + half];
+  }
+};
+
 template <class C>
 struct Softmax {
   float max[C::kStrips][2];  // of the row; the plain path keeps it unscaled until finish()
   float sum[C::kStrips][2];  // of the lane's own columns until finish()
+  // 16-bit types: the sum of the weights as they are rounded for the product with values, which is what
+  // outputs are divided by. Otherwise what the values of a row have in common, such as an offset, would carry
+  // that rounding into the output, and by way of delta into all gradients. From finish() on the difference to
+  // sum.
+  float rounded[C::kStrips][2];
 
-  __device__ __forceinline__ void reset() {
+  __device__ __forceinline__ void reset(const SharedMemory<C>& shared) {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
       max[strip][0] = max[strip][1] = -infinity<float>();
       sum[strip][0] = sum[strip][1] = 0.0f;
+      rounded[strip][0] = rounded[strip][1] = 0.0f;
+      park(shared, strip);
     }
+  }
+
+  // The numbers of a strip leave registers and come back, where kParks.
+  __device__ __forceinline__ void park(const SharedMemory<C>& shared, int strip) const {
+    park(shared, strip, 0, sum);
+    park(shared, strip, 1, max);
+    park(shared, strip, 2, rounded);
+  }
+  __device__ __forceinline__ void take(const SharedMemory<C>& shared, int strip) {
+    take(shared, strip, 0, sum);
+    take(shared, strip, 1, max);
+    take(shared, strip, 2, rounded);
   }
 
   // exp(score - max). On the plain path scale and log2(e) are one factor and the difference is one
@@ -39,9 +75,11 @@ struct Softmax {
   }
 
   // Scores become weights; sums and output so far are brought down to the new maximum.
-  __device__ __forceinline__ void step(float scale_log2, Scores<C>& scores, Output<C>& output) {
+  __device__ __forceinline__ void step(const SharedMemory<C>& shared, float scale_log2, Scores<C>& scores,
+                                       Output<C>& output) {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
+      take(shared, strip);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         float most = max[strip][half];
@@ -66,27 +104,52 @@ struct Softmax {
           }
         }
         sum[strip][half] = total;
+        if constexpr (!C::kFloat32) rounded[strip][half] *= rescale;
 #pragma unroll
         for (int tile = 0; tile < C::kDimTiles; ++tile) {
           output.at[strip][tile][2 * half] *= rescale;
           output.at[strip][tile][2 * half + 1] *= rescale;
         }
       }
+      park(shared, strip);
+    }
+  }
+
+  // Adds to `rounded`: a product of the weights with ones, in which every lane of a row gets all of it. So it
+  // is cut off like the sums of the output, which are divided by it.
+  __device__ __forceinline__ void add_rounded(const SharedMemory<C>& shared, const PackedWeights<C>& packed) {
+    using Arithmetic = sm80::Arithmetic<C::kDType>;
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+      take(shared, strip, 2, rounded);
+      const uint32_t ones = Arithmetic::pack(1.0f, 1.0f);
+      float sums[4] = {rounded[strip][0], rounded[strip][0], rounded[strip][1], rounded[strip][1]};
+#pragma unroll
+      for (int n = 0; n < C::kKeyTiles / 2; ++n) {
+        Arithmetic::multiply(sums, packed.block[n][0][strip], ones, ones);
+      }
+      rounded[strip][0] = sums[0];
+      rounded[strip][1] = sums[2];
+      park(shared, strip, 2, rounded);
     }
   }
 
   // The plain path subtracts the rounded product of maximum and scale from exact ones. Here sums and output
   // become those of the exact maximum, or sums of large scores would be off by what that rounding was.
-  __device__ __forceinline__ void finish(float scale, float scale_log2, Output<C>& output) {
+  __device__ __forceinline__ void finish(const SharedMemory<C>& shared, float scale, float scale_log2,
+                                         Output<C>& output) {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
+      take(shared, strip);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sum[strip][half] = sum_of_row(sum[strip][half]);
+        if constexpr (!C::kFloat32) rounded[strip][half] -= sum[strip][half];
         if constexpr (C::kPlain) {
           const float most = softmax_shift(max[strip][half]);
           const float correction = 1.0f / weight(most, rounded_product(most, scale_log2), scale_log2);
           sum[strip][half] *= correction;
+          rounded[strip][half] *= correction;
 #pragma unroll
           for (int tile = 0; tile < C::kDimTiles; ++tile) {
             output.at[strip][tile][2 * half] *= correction;
@@ -97,12 +160,28 @@ struct Softmax {
       }
     }
   }
+
+ private:
+  static __device__ __forceinline__ void park(const SharedMemory<C>& shared, int strip, int number,
+                                              const float (&numbers)[C::kStrips][2]) {
+    if constexpr (C::kParks) {
+      shared.parked(Lane<C>().thread, strip, number) = float2{numbers[strip][0], numbers[strip][1]};
+    }
+  }
+  static __device__ __forceinline__ void take(const SharedMemory<C>& shared, int strip, int number,
+                                              float (&numbers)[C::kStrips][2]) {
+    if constexpr (C::kParks) {
+      const float2 parked = shared.parked(Lane<C>().thread, strip, number);
+      numbers[strip][0] = parked.x;
+      numbers[strip][1] = parked.y;
+    }
+  }
 };
 
-// Zeroes weights; the survivors' factor is that of the whole output, so that 16-bit weights keep their range.
-template <class C>
-__device__ __forceinline__ void drop_weights(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                             int first_key, Scores<C>& weights) {
+// The survivors' factor is that of the whole output, so that 16-bit weights keep their range.
+template <class C, class Zero>
+__device__ __forceinline__ void for_each_dropped(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+                                                 int first_key, const Zero& zero) {
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
     const StripDropout<Place<C>> dropout({plan, work, lane, first_key}, strip);
@@ -111,10 +190,25 @@ __device__ __forceinline__ void drop_weights(const Plan& plan, const Work<C>& wo
       const uint32_t kept = dropout.kept(tile);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        if (!(kept >> n & 1u)) weights.at[strip][tile][n] = 0.0f;
+        if (!(kept >> n & 1u)) zero(strip, n / 2, tile, n % 2);
       }
     }
   }
+}
+
+template <class C>
+__device__ __forceinline__ void drop_weights(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+                                             int first_key, Scores<C>& weights) {
+  for_each_dropped<C>(plan, work, lane, first_key, [&](int strip, int half, int tile, int i) {
+    weights.at[strip][tile][2 * half + i] = 0.0f;
+  });
+}
+template <class C>
+__device__ __forceinline__ void drop_weights(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+                                             int first_key, PackedWeights<C>& weights) {
+  for_each_dropped<C>(plan, work, lane, first_key, [&](int strip, int half, int tile, int i) {
+    weights.pair(strip, half, tile) &= i == 0 ? 0xffff0000u : 0x0000ffffu;
+  });
 }
 
 }  // namespace selfattn::cuda::sm80

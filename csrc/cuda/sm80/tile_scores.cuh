@@ -71,7 +71,7 @@ class TileScores {
       apply_options(place, plan_.scale, plan_.mask_pairs, scores_.at, [](int, int, int, int, float) {});
       if (p_.mask.data != nullptr) hide_by_mask(lane_of_scores, mask_, scores_);
     }
-    if (!sees_whole_tile<C>(plan_, work_, first_key)) {
+    if (!sees_whole_tile(work_, first_key)) {
       hide_by_position(plan_, work_, lane(), first_key, scores_);
     }
   }

@@ -13,23 +13,16 @@ struct Columns {
 };
 
 template <class C>
-__device__ __forceinline__ Columns visible_columns(const Plan& plan, const Work<C>& work, int query,
-                                                   int first_key) {
-  const KeyRange range = visible_keys(plan.params, query, query);
-  const int64_t end = range.end < work.end ? range.end : work.end;
-  return {static_cast<int>(clamp_key(range.begin - first_key, C::kKeys)),
+__device__ __forceinline__ Columns visible_columns(const Work<C>& work, int query, int first_key) {
+  const int64_t end = query + work.seen_end < work.end ? query + work.seen_end : work.end;
+  return {static_cast<int>(clamp_key(query + work.seen_begin - first_key, C::kKeys)),
           static_cast<int>(clamp_key(end - first_key, C::kKeys))};
 }
 
-// Whether every row of the block sees every key of the tile by its position. Windows move with the query: the
-// first ends earliest, the last begins latest.
+// Whether every row of the block sees every key of the tile by its position.
 template <class C>
-__device__ __forceinline__ bool sees_whole_tile(const Plan& plan, const Work<C>& work, int first_key) {
-  const AttentionParams& p = plan.params;
-  const int first = C::kThin ? 0 : work.first_row;
-  const int last = (C::kThin ? static_cast<int>(p.queries) : work.first_row + work.rows) - 1;
-  return first_key + C::kKeys <= work.end && first_key >= visible_keys(p, last, last).begin &&
-         first_key + C::kKeys <= visible_keys(p, first, first).end;
+__device__ __forceinline__ bool sees_whole_tile(const Work<C>& work, int first_key) {
+  return first_key >= work.whole_begin && first_key + C::kKeys <= work.whole_end;
 }
 
 // The bits of a mask element that hides: false, or -inf.

@@ -17,10 +17,12 @@ struct RowOf {
 template <class C>
 struct Work {
   int batch, kv_head, split;
-  int first_head;  // of the unit
-  int first_row;   // of the tile, in the unit
-  int rows;        // of the tile that exist
-  int begin, end;  // keys that some row may see
+  int first_head;                // of the unit
+  int first_row;                 // of the tile, in the unit
+  int rows;                      // of the tile that exist
+  int begin, end;                // keys that some row may see
+  int whole_begin, whole_end;    // keys that every row sees by its position
+  int64_t seen_begin, seen_end;  // query i sees the keys i + seen_begin .. i + seen_end - 1 of these
 
   // `block` counts row tiles first, so that blocks which run together share keys and values in the cache; the
   // last tile, which sees most under a causal mask, starts first.
@@ -49,6 +51,16 @@ struct Work {
     const int64_t from = split * plan.split_keys, to = from + plan.split_keys;
     begin = static_cast<int>(range.begin > from ? range.begin : from);
     end = static_cast<int>(range.end < to ? range.end : to);
+
+    // Windows move with the query: the first ends earliest, the last begins latest.
+    const int first = C::kThin ? 0 : first_row;
+    const int last = (C::kThin ? static_cast<int>(p.queries) : first_row + rows) - 1;
+    const int64_t first_end = visible_keys(p, first, first).end;
+    whole_begin = static_cast<int>(visible_keys(p, last, last).begin);
+    whole_end = static_cast<int>(first_end < end ? first_end : end);
+    constexpr int64_t kFar = int64_t{1} << 62;
+    seen_begin = p.window_left >= 0 ? p.query_offset - p.window_left : -kFar;
+    seen_end = p.window_right >= 0 ? p.query_offset + p.window_right + 1 : kFar;
   }
 
   // Rows beyond the last are taken for the last, so that whatever is read for them exists.
