@@ -333,8 +333,9 @@ def test_edges(arithmetic: Arithmetic) -> None:
 def test_layouts_give_the_same_bits(arithmetic: Arithmetic) -> None:
     """Rows that are used where they lie, and those that cannot be: odd strides, odd addresses, no strides."""
     tensors = tensors_of(arithmetic.dtype, (48, 64), (32, 32))
-    expected = everything(tensors)
-    for padding, offset in ((0, 1), (2, 1), (1, 0), (1, 1), (2, 0), (32, 3)):
+    # Tensor cores have a kernel of its own for 16-bit rows that can be copied 16 bytes at a time.
+    expected = {True: everything(tensors)}
+    for padding, offset in ((0, 1), (2, 1), (1, 0), (1, 1), (2, 0), (32, 3), (8, 16)):
         moved = {}
         for name, tensor in tensors.items():
             shape, row = tensor.shape, tensor.shape[-1] + padding
@@ -343,8 +344,11 @@ def test_layouts_give_the_same_bits(arithmetic: Arithmetic) -> None:
                 shape, (shape[1] * shape[2] * row, shape[2] * row, row, 1), offset
             )
             moved[name].copy_(tensor)
-        for name, result in everything(moved).items():
-            assert same_bits(result, expected[name]), f"{name}, {padding} more, at {offset}"
+        whole = not TENSOR_CORES or arithmetic.dtype == FLOAT32 or (padding % 8 == 0 and offset % 8 == 0)
+        results = everything(moved)
+        for name, result in results.items():
+            same = expected.setdefault(whole, results)[name]
+            assert same_bits(result, same), f"{name}, {padding} more, at {offset}"
     rows = {name: tensor[:, :, :1].expand_as(tensor) for name, tensor in tensors.items()}
     dense = everything({name: tensor.contiguous() for name, tensor in rows.items()})
     for name, result in everything(rows).items():
