@@ -33,7 +33,8 @@ struct QueryRange {
 };
 
 // The queries that may see some key of [first, last]: visible_keys the other way round.
-inline SELFATTN_HOST_DEVICE QueryRange visible_queries(const AttentionParams& p, int64_t first, int64_t last) {
+inline SELFATTN_HOST_DEVICE QueryRange visible_queries(const AttentionParams& p, int64_t first,
+                                                       int64_t last) {
   QueryRange range{0, p.queries};
   if (p.window_right >= 0) range.begin = clamp_key(first - p.window_right - p.query_offset, p.queries);
   if (p.window_left >= 0) range.end = clamp_key(last + p.window_left - p.query_offset + 1, p.queries);

@@ -33,8 +33,8 @@ struct Kernel {
   void (*forward)(const AttentionParams&, const ForwardOutputs&, const Launch&);
   void (*weights)(const AttentionParams&, const WeightsOutputs&, const Launch&);
 
-  // BackwardArguments::workspace is not used: the memory is the launch's. Gradients of float masks must be zero
-  // on entry.
+  // BackwardArguments::workspace is not used: the memory is the launch's. Gradients of float masks must be
+  // zero on entry.
   size_t (*backward_workspace)(const AttentionParams&, const BackwardArguments&);
   void (*backward)(const AttentionParams&, const BackwardArguments&, const Launch&);
 
