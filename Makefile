@@ -40,7 +40,8 @@ demo: build
 	"$(BIN)/python" -m selfattn_ext demo $(ARGS)
 
 test: build
-	"$(BIN)/python" -m pytest --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 $(ARGS)
+	"$(BIN)/python" -m pytest --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 \
+		-m "not sanitizers" $(ARGS)
 
 ifeq ($(ACTIVE),)
 # Made again when TORCH changes; .venv is told its torch by the stamp's text.
