@@ -30,9 +30,9 @@ LIMITS = {
     "mask/*/*": Limit(registers=96),
     "backward/sm80_mask*": Limit(registers=232, tensor_cores=True),  # two blocks
     "sm80/*/*merge*": Limit(registers=64),
-    "sm80/*_32/*": Limit(registers=192, tensor_cores=True),
+    "sm80/*_32/*": Limit(registers=200, tensor_cores=True),
     "sm80/*_64/*": Limit(registers=232, tensor_cores=True),
-    "sm80/*_96/*": Limit(registers=248, tensor_cores=True),
+    "sm80/*_96/*": Limit(registers=252, tensor_cores=True),
     "sm80/*/*": Limit(registers=255, tensor_cores=True),
     "backward/*statistics/*": Limit(registers=32),
     "backward/*/*": Limit(registers=255, tensor_cores=True),

@@ -31,7 +31,7 @@ class Gradients {
   // Returns whether results were written: not if they turned out not to be finite, and 0 * Inf or 0 * NaN of
   // a hidden row may be why.
   __device__ __forceinline__ bool run() {
-    own_special_ = load_own<C>(plan_, work_, shared_);
+    load_own<C>(plan_, work_, shared_);
     reset();
     if constexpr (C::kNeedsSecondDots) {
       pass();
@@ -79,8 +79,8 @@ class Gradients {
     return __syncthreads_or(mask_.load(Place<C>{plan_, work_, lane, passing})) != 0;
   }
 
-  // Warps without rows help to load.
-  __device__ __forceinline__ bool has_rows() const { return lane().first_row < work_.rows; }
+  // Warps without rows compute what nobody wants, as on the forward's plain path.
+  __device__ __forceinline__ bool has_rows() const { return true; }
 
   __device__ __forceinline__ void pass() {
     Passing passing = find(work_.first_passing());
@@ -135,7 +135,11 @@ class Gradients {
 
   // A barrier. Returns whether any thread met numbers without pieces.
   __device__ __forceinline__ bool meet(bool special) {
-    if constexpr (C::kFloat32) return __syncthreads_or(special || own_special_) != 0;
+    if constexpr (C::kFloat32) {
+      const int row = lane().thread % C::kRows;
+      const bool own = shared_.own1_flags()[row] || shared_.own2_flags()[row];
+      return __syncthreads_or(special || own) != 0;
+    }
     __syncthreads();
     return false;
   }
@@ -184,7 +188,6 @@ class Gradients {
   const AttentionParams& p_;
   const SharedMemory<C> shared_;
   const Work<C>& work_;  // lies in shared memory
-  bool own_special_ = false;
   MaskBits<C> mask_;
   Slopes<C> slopes_;
   ScaledRows<C> scaled_;

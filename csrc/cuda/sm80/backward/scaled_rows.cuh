@@ -10,10 +10,7 @@ namespace selfattn::cuda::sm80::backward {
 template <class C>
 class ScaledRows {
  public:
-  __device__ __forceinline__ void reset() {
-#pragma unroll
-    for (int strip = 0; strip < C::kStrips; ++strip) factor_[strip][0] = factor_[strip][1] = kUp;
-  }
+  __device__ __forceinline__ void reset() { up_ = ~0u; }
 
   // Brings gradients to the scale of their rows, and the sums so far to a new one. Collective of the warp.
   __device__ __forceinline__ void scale(Scores<C>& ds, Output<C>& sums) {
@@ -29,9 +26,9 @@ class ScaledRows {
         }
         most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
         most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
-        float& factor = factor_[strip][half];
-        const bool grows = factor != 1.0f && most >= kSmall;
-        if (grows) factor = 1.0f;
+        const bool grows = is_up(strip, half) && most >= kSmall;
+        if (grows) up_ &= ~bit(strip, half);
+        const float factor = is_up(strip, half) ? kUp : 1.0f;
         if (__any_sync(kAllLanes, grows)) multiply(sums, strip, half, grows ? kDown : 1.0f);
 #pragma unroll
         for (int tile = 0; tile < C::kColumnTiles; ++tile) {
@@ -48,7 +45,7 @@ class ScaledRows {
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        multiply(sums, strip, half, factor_[strip][half] == 1.0f ? 1.0f : kDown);
+        multiply(sums, strip, half, is_up(strip, half) ? kDown : 1.0f);
       }
     }
   }
@@ -66,7 +63,10 @@ class ScaledRows {
     }
   }
 
-  float factor_[C::kStrips][2];
+  static __device__ __forceinline__ uint32_t bit(int strip, int half) { return 1u << (strip * 2 + half); }
+  __device__ __forceinline__ bool is_up(int strip, int half) const { return up_ & bit(strip, half); }
+
+  uint32_t up_;  // a bit for each row of the lane whose sums are too large as yet
 };
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -15,24 +15,24 @@
 
 namespace selfattn::cuda::sm80::backward {
 
-// Columns are taken in a loop that is not unrolled, to keep rare code small; registers have no index at run
-// time, hence the selection.
-template <int kStrips, int kTiles>
-__device__ __forceinline__ void set_element(float (&elements)[kStrips][kTiles][4], int strip, int half, int n,
-                                            float x) {
+// Elements are taken in loops that are not unrolled, to keep rare code small; registers have no index at run
+// time, hence the selection. n counts the lane's columns.
+template <class C>
+__device__ __forceinline__ void set_element(Scores<C>& elements, int half, int n, float x) {
+  static_assert(C::kStrips == 1, "of the only strip");
 #pragma unroll
-  for (int tile = 0; tile < kTiles; ++tile) {
+  for (int tile = 0; tile < C::kColumnTiles; ++tile) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      if (tile * 2 + i == n) elements[strip][tile][2 * half + i] = x;
+    for (int m = 0; m < 4; ++m) {
+      if (m / 2 == half && tile * 2 + m % 2 == n) elements.at[0][tile][m] = x;
     }
   }
 }
 
-__device__ __forceinline__ float dot_product(const float* x, const float* y, int64_t dim) {
+__device__ __forceinline__ float dot_product(const float* x, const float* y, int dim) {
   float dot = 0.0f;
 #pragma unroll 1
-  for (int64_t e = 0; e < dim; ++e) dot = fmaf(x[e], y[e], dot);
+  for (int e = 0; e < dim; ++e) dot = fmaf(x[e], y[e], dot);
   return dot;
 }
 
@@ -47,22 +47,19 @@ __device__ __forceinline__ void replace_special_products(const Plan& plan, const
   for (int n = 0; n < C::kColumnTiles * 2; ++n) {
     const int column = lane.column(n / 2) + n % 2;
     if (column >= work.count(passing)) continue;
-#pragma unroll
-    for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int row = lane.row(strip, half);
-        const int query = at.query(strip, half, n / 2, n % 2).query, key = at.key(strip, half, n / 2, n % 2);
-        if (shared.own1_flags()[row] || shared.pass1_flags()[column]) {
-          set_element(s.at, strip, half, n,
-                      dot_product(float_row(p.query, work.batch, passing.head, query),
-                                  float_row(p.key, work.batch, work.kv_head, key), p.head_dim));
-        }
-        if (shared.own2_flags()[row] || shared.pass2_flags()[column]) {
-          set_element(dp.at, strip, half, n,
-                      dot_product(float_row(plan.arguments.grad_out, work.batch, passing.head, query),
-                                  float_row(p.value, work.batch, work.kv_head, key), p.value_dim));
-        }
+#pragma unroll 1
+    for (int half = 0; half < 2; ++half) {
+      const int row = lane.row(0, half);
+      const int query = at.query(0, half, n / 2, n % 2).query, key = at.key(0, half, n / 2, n % 2);
+      if (shared.own1_flags()[row] || shared.pass1_flags()[column]) {
+        const float* x = float_row(p.query, work.batch, passing.head, query);
+        const float* y = float_row(p.key, work.batch, work.kv_head, key);
+        set_element<C>(s, half, n, dot_product(x, y, static_cast<int>(p.head_dim)));
+      }
+      if (shared.own2_flags()[row] || shared.pass2_flags()[column]) {
+        const float* x = float_row(plan.arguments.grad_out, work.batch, passing.head, query);
+        const float* y = float_row(p.value, work.batch, work.kv_head, key);
+        set_element<C>(dp, half, n, dot_product(x, y, static_cast<int>(p.value_dim)));
       }
     }
   }
@@ -141,14 +138,19 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMem
         const RowOf query = {at.passing.head, at.work.query(at.passing, row, column)};
         if (!sees<!C::kPlain>(p, at.batch(), query, at.work.key(at.passing, row, column))) continue;
         if (is_dead(shared, C::kOwnsQueries ? row : column)) continue;
+        // As above: unrolled, the elements of all dims would be loaded at once.
+#pragma unroll 1
+        for (int m = 0; m < C::kDimTiles * 2; ++m) {
+          const int d = at.lane.dim(m / 2) + m % 2;
+          if (d >= dim || !was_left_out<C::kDType>(elements[d])) continue;
+          const float element = E::widen(elements[d]);
 #pragma unroll
-        for (int tile = 0; tile < C::kDimTiles; ++tile) {
+          for (int tile = 0; tile < C::kDimTiles; ++tile) {
 #pragma unroll
-          for (int i = 0; i < 2; ++i) {
-            const int d = at.lane.dim(tile) + i;
-            if (d >= dim || !was_left_out<C::kDType>(elements[d])) continue;
-            float& sum = output.at[strip][tile][2 * half + i];
-            sum = fmaf(factor, E::widen(elements[d]), sum);
+            for (int i = 0; i < 2; ++i) {
+              float& sum = output.at[strip][tile][2 * half + i];
+              if (tile * 2 + i == m) sum = fmaf(factor, element, sum);
+            }
           }
         }
       }
