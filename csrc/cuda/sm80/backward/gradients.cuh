@@ -79,8 +79,11 @@ class Gradients {
     return __syncthreads_or(mask_.load(Place<C>{plan_, work_, lane, passing})) != 0;
   }
 
-  // Warps without rows compute what nobody wants, as on the forward's plain path.
-  __device__ __forceinline__ bool has_rows() const { return true; }
+  // Warps without rows help to load. Where registers are scarcest they compute, too, what nobody wants, as on
+  // the forward's plain path.
+  __device__ __forceinline__ bool has_rows() const {
+    return C::kFloat32 || C::kDim == 256 || lane().first_row < work_.rows;
+  }
 
   __device__ __forceinline__ void pass() {
     Passing passing = find(work_.first_passing());
