@@ -12,6 +12,7 @@ from typing import Any
 import gpu
 import pytest
 import torch
+from tolerances import assert_accurate
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -117,10 +118,10 @@ def test_a_graph_of_a_whole_training_step_learns_as_the_steps_do(cuda_kernel: st
     first = Model().cuda()
     batches = [torch.randn(4, 100, 64, device="cuda") for _ in range(20)]
     losses: list[list[float]] = []
-    for graphed in (False, True):
-        model = copy.deepcopy(first)
+    for graphed, dtype in ((False, torch.float32), (True, torch.float32), (False, torch.float64)):
+        model = copy.deepcopy(first).to(dtype)
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, capturable=True)
-        x = batches[0].clone()
+        x = batches[0].to(dtype, copy=True)
 
         def step(
             model: nn.Module = model, optimizer: torch.optim.Optimizer = optimizer, x: Tensor = x
@@ -142,13 +143,14 @@ def test_a_graph_of_a_whole_training_step_learns_as_the_steps_do(cuda_kernel: st
             x.copy_(batch)
             loss = run()
             losses[-1].append(float(loss if result is None else result))
-    torch.testing.assert_close(torch.tensor(losses[1]), torch.tensor(losses[0]), rtol=1e-4, atol=1e-5)
+    steps, graph_of_steps, exact = torch.tensor(losses, dtype=torch.float64)
+    assert_accurate("losses", graph_of_steps.float(), exact, steps)
     assert losses[1][-1] < losses[1][0]
 
 
 @dtypes
 def test_dropout_in_a_graph_is_the_same_in_forward_and_backward(dtype: torch.dtype, cuda_kernel: str) -> None:
-    query, key, value = leaves(dtype, 200)[:3]
+    inputs = query, key, value = leaves(dtype, 200)[:3]
     value.requires_grad_()
     cotangent = torch.randn_like(value)
 
@@ -160,10 +162,12 @@ def test_dropout_in_a_graph_is_the_same_in_forward_and_backward(dtype: torch.dty
     patterns = []
     for _ in range(3):
         graph.replay()
-        expected = weights.double().mT @ cotangent.double()
-        tolerance = 0.05 if dtype == torch.bfloat16 else 1e-4
-        torch.testing.assert_close(grad.double(), expected, rtol=tolerance, atol=tolerance)
         patterns.append(weights != 0)
+        exact, peer = (
+            (reference.attention(*tensors).weights * patterns[-1] * 2).mT @ cotangent.to(tensors[0].dtype)
+            for tensors in ([tensor.detach().double() for tensor in inputs], inputs)
+        )
+        assert_accurate("gradient of value", grad, exact, peer.detach())
     assert not torch.equal(patterns[0], patterns[1])
     assert not torch.equal(patterns[1], patterns[2])
 
@@ -289,12 +293,15 @@ LAYERS: dict[str, tuple[Callable[[], nn.Module], Callable[[nn.Module, Tensor], T
 def test_layers_train_on_either_device_alike(name: str, cuda_kernel: str) -> None:
     make, apply = LAYERS[name]
     layer, x = make(), torch.randn(2, 20, 32)
-    twin = copy.deepcopy(layer).cuda()
+    twin, exact = copy.deepcopy(layer).cuda(), copy.deepcopy(layer).double()
     apply(layer, x).double().square().sum().backward()
     apply(twin, x.cuda()).double().square().sum().backward()
-    for (parameter_name, ours), theirs in zip(layer.named_parameters(), twin.parameters(), strict=True):
+    apply(exact, x.double()).square().sum().backward()
+    for (parameter_name, ours), theirs, judge in zip(
+        layer.named_parameters(), twin.parameters(), exact.parameters(), strict=True
+    ):
         assert ours.grad is not None, parameter_name
-        torch.testing.assert_close(theirs.grad.cpu(), ours.grad, rtol=1e-4, atol=1e-4)
+        assert_accurate(parameter_name, theirs.grad.cpu(), judge.grad, ours.grad)
 
 
 def peak(call: Callable[[], object]) -> int:
@@ -366,9 +373,10 @@ def test_gradients_on_a_device_that_is_not_the_current_one() -> None:
         grads = torch.autograd.grad(scaled_dot_product_attention(*points).sin().sum(), points)
         assert torch.cuda.current_device() == 0
     expected = torch.autograd.grad(reference.attention(*exact).out.sin().sum(), exact)
-    for grad, other in zip(grads, expected, strict=True):
+    peers = torch.autograd.grad(reference.attention(*points).out.sin().sum(), points)
+    for grad, other, by_formula in zip(grads, expected, peers, strict=True):
         assert grad.device == points[0].device
-        torch.testing.assert_close(grad.double(), other, rtol=1e-4, atol=1e-5)
+        assert_accurate("gradient", grad, other, by_formula)
 
 
 @pytest.mark.parametrize("option", ["plain", "causal"])
@@ -376,15 +384,19 @@ def test_a_graph_of_a_gradient_penalty(option: str, cuda_kernel: str) -> None:
     """Second derivatives: the formula looks at no values while a graph records."""
     points = [torch.randn(1, 2, 20, 16, device="cuda", requires_grad=True) for _ in range(3)]
 
-    def penalty() -> tuple[Tensor, ...]:
+    def penalty_of(points: list[Tensor]) -> tuple[Tensor, ...]:
         out = scaled_dot_product_attention(*points, is_causal=option == "causal")
         grads = torch.autograd.grad(out.square().sum(), points, create_graph=True)
         return torch.autograd.grad(sum(grad.square().sum() for grad in grads), points)
+
+    def penalty() -> tuple[Tensor, ...]:
+        return penalty_of(points)
 
     graph, found = captured(penalty)
     with torch.no_grad():
         for point in points:
             point.normal_()
     graph.replay()
-    for ours, theirs in zip(found, penalty(), strict=True):
-        torch.testing.assert_close(ours, theirs, rtol=1e-3, atol=1e-3)
+    exact = penalty_of([point.detach().double().requires_grad_() for point in points])
+    for ours, theirs, judge in zip(found, penalty(), exact, strict=True):
+        assert_accurate("second derivative", ours, judge, theirs)
