@@ -4,11 +4,15 @@
 #   make test    the Python tests                                     (ARGS="-k causal -x" likewise)
 #   make build   only compile and install, in place
 #
+#   make test-clients    the tests with transformers, timm and diffusers, which are installed first, beside the torch
+#                        that is there; CLIENTS="transformers==4.57.*" asks for other versions than the newest
+#
 # They create .venv and install torch there; an activated environment that has torch 2.11 or newer is used instead.
 # TORCH chooses the torch of .venv and may hold any options of pip: make test TORCH="torch==2.14.1"
 
 TORCH ?= torch==2.13.0
 PYTHON3 ?= python3
+CLIENTS ?= --upgrade transformers timm diffusers
 ARGS ?=
 
 export PIP_DISABLE_PIP_VERSION_CHECK = 1
@@ -30,7 +34,7 @@ SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not
 	setup.py pyproject.toml selfattn_ext/sources.py selfattn_ext/toolchain.py selfattn_ext/cuda_build.py
 CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help build demo test cpp-test lint format cuda-check wheel sdist clean
+.PHONY: help build demo test test-clients cpp-test lint format cuda-check wheel sdist clean
 help:
 	@sed -n '/^# /s/^# \{0,1\}//p;/^TORCH/q' Makefile
 
@@ -42,6 +46,9 @@ demo: build
 test: build
 	"$(BIN)/python" -m pytest --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 \
 		-m "not sanitizers" $(ARGS)
+
+test-clients: $(STAMPS)/clients
+	"$(BIN)/python" -m pytest tests/clients --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 $(ARGS)
 
 ifeq ($(ACTIVE),)
 # Made again when TORCH changes; .venv is told its torch by the stamp's text.
@@ -76,6 +83,15 @@ $(STAMPS)/built: $(SOURCES) $(STAMPS)/torch
 $(STAMPS)/lint-tools: pyproject.toml $(STAMPS)/built
 	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[lint]'
 	@touch $@
+
+# Made again when CLIENTS changes. The torch that is there must stay: some of them ask for any, pip for the newest.
+ifneq ($(shell cat $(STAMPS)/clients 2>/dev/null),$(CLIENTS))
+.PHONY: $(STAMPS)/clients
+endif
+$(STAMPS)/clients: pyproject.toml $(STAMPS)/built
+	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[clients]' $(CLIENTS) \
+		"torch==$$("$(BIN)/python" -c 'from importlib.metadata import version; print(version("torch"))')"
+	@echo '$(CLIENTS)' > $@
 
 lint: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" check .
