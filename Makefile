@@ -120,8 +120,17 @@ cpp-test: $(STAMPS)/cpp-tools
 cuda-check: $(STAMPS)/built
 	"$(BIN)/python" scripts/cuda_compile_check.py $(ARGS)
 
-wheel: build
-	"$(BIN)/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir dist .
+$(STAMPS)/wheel-tools: pyproject.toml $(STAMPS)/built
+	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[wheel]'
+	@touch $@
+
+# A manylinux wheel for this Python and every supported torch. The libraries of torch and of CUDA that it needs are
+# those that torch has loaded by then, and no copies; kernels run on torch's own threads, so there is no OpenMP in it.
+wheel: $(STAMPS)/wheel-tools
+	rm -rf build/wheel
+	"$(BIN)/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .
+	PATH="$(abspath $(BIN)):$$PATH" auditwheel repair --exclude 'libtorch*' --exclude 'libc10*' --exclude 'libcudart.so*' \
+		--wheel-dir dist build/wheel/*.whl
 
 sdist: build
 	"$(BIN)/python" setup.py --quiet sdist

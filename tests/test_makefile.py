@@ -1,0 +1,136 @@
+"""What the Makefile asks of pip, pytest and auditwheel, told by programs that write down their arguments."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import shlex
+import shutil
+import subprocess
+from collections.abc import Callable
+from fnmatch import fnmatch
+from pathlib import Path
+
+import pytest
+
+from selfattn_ext import library
+
+ROOT = Path(__file__).parents[1]
+
+#: Writes down how it was called, and says which torch there is when it is asked.
+PROGRAM = """#!/bin/sh
+echo "$(basename "$0") $*" >> calls
+case "$*" in *version*torch*) echo 2.13.0+cpu;; esac
+"""
+
+#: Variables that make reads, some of which a make that runs these tests has set.
+OF_MAKE = {"MAKEFLAGS", "MFLAGS", "MAKELEVEL", "TORCH", "CLIENTS", "PYTHON3", "ARGS"}
+ACTIVATED = {"VIRTUAL_ENV", "CONDA_PREFIX"}
+
+
+@pytest.fixture
+def make(tmp_path: Path) -> Callable[..., list[list[str]]]:
+    """Runs make in a copy of the project without sources, and returns the calls, split at spaces."""
+    for name in ("Makefile", "pyproject.toml", "setup.py", "selfattn_ext/sources.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        shutil.copy(ROOT / name, tmp_path / name)
+    for name in ("csrc/version.h", ".pep517/build_backend.py", "selfattn_ext/toolchain.py"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "selfattn_ext" / "cuda_build.py").touch()
+    programs = tmp_path / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    for name in ("python", "auditwheel"):
+        (programs / name).write_text(PROGRAM)
+        (programs / name).chmod(0o755)
+
+    def run(*arguments: str) -> list[list[str]]:
+        (tmp_path / "calls").write_text("")
+        left_out = (
+            "VIRTUAL_ENV",
+            "CONDA_PREFIX",
+            "MAKEFLAGS",
+            "MFLAGS",
+            "MAKELEVEL",
+            "TORCH",
+            "CLIENTS",
+            "ARGS",
+        )
+        environment = {name: value for name, value in os.environ.items() if name not in left_out}
+        done = subprocess.run(
+            ["make", *arguments], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60
+        )
+        assert done.returncode == 0, done.stderr
+        return [shlex.split(line) for line in (tmp_path / "calls").read_text().splitlines()]
+
+    return run
+
+
+def installing(calls: list[list[str]], what: str) -> list[list[str]]:
+    return [call for call in calls if call[:4] == ["python", "-m", "pip", "install"] and what in call]
+
+
+def test_clients_leave_torch_as_it_is(make: Callable[..., list[list[str]]]) -> None:
+    (install,) = installing(make("test-clients"), ".[clients]")
+    assert "torch==2.13.0+cpu" in install
+    assert {"--upgrade", "transformers", "timm", "diffusers"} <= set(install)
+
+
+def test_clients_are_installed_anew_when_others_are_asked_for(make: Callable[..., list[list[str]]]) -> None:
+    old = "CLIENTS=transformers==4.57.*"
+    assert installing(make("test-clients"), ".[clients]")
+    assert not installing(make("test-clients"), ".[clients]")
+    (install,) = installing(make("test-clients", old), "transformers==4.57.*")
+    assert "torch==2.13.0+cpu" in install
+    assert not installing(make("test-clients", old), ".[clients]")
+    assert installing(make("test-clients"), ".[clients]")
+
+
+@pytest.mark.parametrize(("target", "folder"), [("test", None), ("test-clients", "tests/clients")])
+def test_only_test_clients_names_the_folder_of_clients(
+    make: Callable[..., list[list[str]]], target: str, folder: str | None
+) -> None:
+    calls = make(target, "ARGS=-x")
+    (tests,) = [call for call in calls if call[:3] == ["python", "-m", "pytest"]]
+    assert ("tests/clients" in tests) == (folder is not None)
+    assert tests[-1] == "-x"
+    assert bool(installing(calls, ".[clients]")) == (folder is not None)
+
+
+def test_wheel_is_repaired(make: Callable[..., list[list[str]]]) -> None:
+    *before, build, repair = make("wheel")
+    assert installing(before, ".[wheel]")
+    assert build[:4] == ["python", "-m", "pip", "wheel"]
+    assert build[build.index("--wheel-dir") + 1] == "build/wheel"
+    assert repair[:2] == ["auditwheel", "repair"]
+    assert repair[repair.index("--wheel-dir") + 1] == "dist"
+    assert repair[-1] == "build/wheel/*.whl"
+
+
+def excluded(repair: list[str]) -> list[str]:
+    return [value for option, value in itertools.pairwise(repair) if option == "--exclude"]
+
+
+#: The libraries of the system that every manylinux wheel may use.
+SYSTEM = ["libstdc++.so.6", "libm.so.6", "libgcc_s.so.1", "libc.so.6", "libdl.so.2", "librt.so.1"]
+SYSTEM += ["libpthread.so.0", "ld-linux-*.so.*"]
+
+
+def test_wheel_takes_in_no_library(make: Callable[..., list[list[str]]]) -> None:
+    # A copy of an OpenMP library or of torch's own would be a second one in the process.
+    patterns = excluded(make("wheel")[-1])
+    dynamic = subprocess.run(
+        ["readelf", "--dynamic", "--wide", str(library.extension().__file__)],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout
+    needed = re.findall(r"\(NEEDED\).*\[(.+)\]", dynamic)
+    assert "libc10.so" in needed
+    assert [name for name in needed if not any(fnmatch(name, one) for one in [*patterns, *SYSTEM])] == []
+    assert not any(fnmatch(name, one) for name in [*SYSTEM, "libgomp.so.1"] for one in patterns)
+
+
+def test_pytest_does_not_collect_the_folder_of_clients(pytestconfig: pytest.Config) -> None:
+    assert "clients" in pytestconfig.getini("norecursedirs")
