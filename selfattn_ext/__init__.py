@@ -17,7 +17,11 @@ except ModuleNotFoundError as error:
 
 from . import backends, jit, masks, nn, reference, sources
 from .functional import attention_scores, attention_weights, masked_softmax, scaled_dot_product_attention
+from .integrations import torch_sdpa as _torch_sdpa
+from .integrations.sdpa_mode import as_sdpa
 from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention
+
+_torch_sdpa.register()
 
 __version__ = sources.version()
 
@@ -26,6 +30,7 @@ __all__ = [
     "MultiheadAttention",
     "SelfAttention",
     "__version__",
+    "as_sdpa",
     "attention_scores",
     "attention_weights",
     "backends",

@@ -1,0 +1,106 @@
+"""torch's own attention operators in terms of this package's: what their kernels on CPU and CUDA share.
+
+Note [One number per row]
+    torch keeps one number per query between forward and backward, the log-sum-exp of its scores, where this
+    package keeps two, the largest score and the sum. exp(s - lse) is the weight all the same, so that lse
+    stands for the row's maximum, with a sum of 1, and either side's backward takes the other side's forward.
+    Two things are lost, as they are with torch's own kernels: a row whose scores all are so low that adding
+    log(S) to them changes nothing (a mask of the lowest finite number over all keys), and what rounding took
+    from a 16-bit output, which makes 16-bit gradients a little less exact. A query that sees no key has
+    lse 0 here, as in torch: exp(-inf - 0) is the right weight, exp(-inf + inf) is none.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import arguments, backends, ops
+from ..reference import default_scale
+from ..shapes import dense_rows
+
+__all__ = ["backward", "forward", "in_order", "mask_of", "order_of"]
+
+
+def forward(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor]:
+    """out (B, H, L, Ev) and lse (B, H, L), float64 for float64 inputs, else float32.
+
+    ``options`` are the operators' keyword arguments; precision and a forced kernel are added.
+    """
+    options = _with_settings(query, mask, options)
+    query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
+    factor = default_scale(query.size(3)) if scale is None else scale
+    out, row_max, row_sum, _ = ops.direct_forward(query, key, value, factor, **options)
+    lse = row_sum.log_().add_(row_max)
+    if mask is not None or "query_offset" in options:
+        lse = lse.nan_to_num_(nan=math.nan, posinf=math.inf, neginf=0.0)
+    return out, lse
+
+
+def backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    mask: Tensor | None,
+    scale: float | None,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value and, with ``need_mask_grad``, of the mask (else an empty tensor)."""
+    options = _with_settings(query, mask, options)
+    query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
+    factor = default_scale(query.size(3)) if scale is None else scale
+    row_max = lse.contiguous()
+    grads = ops.direct_backward(
+        grad_out, query, key, value, out, row_max, torch.ones_like(row_max), factor, **options
+    )
+    return grads[:4]
+
+
+def _with_settings(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
+    """The options, and what the process asks for: a mask, exact products, a kernel."""
+    if mask is not None:
+        options["attn_mask"] = mask
+    arguments.add_float32_precision(options, query)
+    if backends.forcing and (kernel := backends.forced_kernel()):
+        options["kernel_name"] = kernel
+    return options
+
+
+def mask_of(attn_mask: Tensor | None) -> Tensor | None:
+    """A mask of any rank up to 4 in four dimensions."""
+    if attn_mask is None or attn_mask.dim() == 4:
+        return attn_mask
+    return attn_mask.view(*(1,) * (4 - attn_mask.dim()), *attn_mask.shape)
+
+
+def order_of(tensor: Tensor) -> tuple[int, ...]:
+    """The dimensions from the outermost to the innermost in memory, as torch.empty_like keeps them."""
+    return tuple(sorted(range(4), key=tensor.stride().__getitem__, reverse=True))
+
+
+def in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
+    """The tensor (B, H, L, E), dense in memory with its dimensions in that order; itself where it is.
+
+    Compiled code relies on the strides that torch's fake kernels promise.
+    """
+    permuted = tensor.permute(order)
+    if permuted.is_contiguous():
+        return tensor
+    return permuted.contiguous().permute(_inverse(order))
+
+
+def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(order.index(dim) for dim in range(len(order)))

@@ -1,0 +1,283 @@
+"""``with selfattn_ext.as_sdpa():`` F.scaled_dot_product_attention on this package's kernels, in this thread.
+
+Note [A dispatch key as the switch]
+    The block includes a dispatch key in the thread's set of keys, one that torch itself uses in no build, and
+    the kernels registered under that key stand before everything else: autocast, torch.func, autograd. A
+    call that they leave alone is made again without the key. This has four advantages over a
+    TorchFunctionMode or a replaced function: other operators cost what they did; C++ code (TorchScript, the
+    fast path of nn.TransformerEncoder) is caught like Python code; threads that autograd starts inherit the
+    set, other threads do not; and torch.compile, which compares the keys of its inputs before it runs a
+    compiled function again, recompiles at the border of the block.
+
+Note [Compiled code]
+    A function that is compiled within the block holds this package's operators. Compiled results that torch
+    keeps on disk are found by the traced graph, which looks the same in and out of the block, so the block
+    tells them apart by torch's tag for such results. Inside a function that is being compiled, where keys
+    cannot be changed, the block is a TorchFunctionMode, which torch.compile traces, and our function a step
+    of the graph like torch's own.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable
+from contextlib import ContextDecorator
+from types import TracebackType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from .. import backends, functional, precision
+from . import aten_multihead
+
+__all__ = ["as_sdpa"]
+
+# Part of every build of torch, for C++ tests that include it by hand.
+_KEY = "TESTING_ONLY_GenericMode"
+_TAG = "selfattn_ext"
+
+_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_REFUSALS = (ValueError, TypeError, MemoryError)
+
+_key: Any = torch._C._parse_dispatch_key(_KEY)
+_keys = torch._C.DispatchKeySet(_key)
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_set_included = torch._C._dispatch_tls_set_dispatch_key_included
+_without_key = torch._C._ExcludeDispatchKeyGuard
+_lock = threading.Lock()
+
+
+def as_sdpa() -> ContextDecorator | TorchFunctionMode:
+    """A context manager and decorator: attention of PyTorch runs on this package's kernels.
+
+    Takes what calls :func:`torch.nn.functional.scaled_dot_product_attention`, by whatever way, and the fast
+    path of :class:`torch.nn.MultiheadAttention` and :class:`torch.nn.TransformerEncoderLayer`. Beyond what
+    ``torch.nn.attention.activate_flash_attention_impl("selfattn_ext")`` takes, these are the calls that torch
+    computes with its formula: dropout, gradients of masks, Ev != E, grouped heads, any number of leading
+    dimensions, derivatives of any order. For everything else (other dtypes and devices, nested tensors, other
+    tensor subclasses, mistakes) results and errors are torch's own, and so they are where
+    :func:`torch.nn.attention.sdpa_kernel` does not allow FLASH_ATTENTION.
+
+    It holds for the thread that enters it and for the threads in which autograd computes gradients meanwhile,
+    like :class:`torch.autocast`. Blocks may be nested. torch.compile compiles a function once for use inside
+    and once for use outside, and takes the block inside a compiled function too.
+
+    Activation checkpointing recomputes in the backward: that belongs into a block too.
+    """
+    if torch.compiler.is_dynamo_compiling():
+        _put_in_graphs()
+        return _Traced()
+    return _Block()
+
+
+class _Block(ContextDecorator):
+    """Includes the key; see Note [A dispatch key as the switch]."""
+
+    def __init__(self) -> None:
+        self._of_thread = threading.local()
+
+    def _recreate_cm(self) -> _Block:
+        return _Block()
+
+    def __enter__(self) -> None:
+        _install()
+        if not hasattr(self._of_thread, "before"):
+            self._of_thread.before = []
+        self._of_thread.before.append(_is_included(_key))
+        _tagged.enter()
+        _set_included(_key, True)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        _set_included(_key, self._of_thread.before.pop())
+        _tagged.leave()
+
+
+class _Tagged:
+    """torch's tag for compiled results on disk while any thread is in a block; see Note [Compiled code]."""
+
+    def __init__(self) -> None:
+        self._blocks = 0
+        self._before = ""
+
+    def enter(self) -> None:
+        with _lock:
+            self._blocks += 1
+            if self._blocks == 1:
+                self._before = torch.compiler.config.cache_key_tag
+                torch.compiler.config.cache_key_tag = self._before + _TAG
+
+    def leave(self) -> None:
+        with _lock:
+            self._blocks -= 1
+            if self._blocks == 0 and torch.compiler.config.cache_key_tag == self._before + _TAG:
+                torch.compiler.config.cache_key_tag = self._before
+
+
+_tagged = _Tagged()
+
+
+class _Traced(TorchFunctionMode):
+    """The block within a function that torch.compile traces."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        kinds: tuple[type, ...],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func is F.scaled_dot_product_attention:
+            return _attention(*args, **(kwargs or {}))
+        if func is F.multi_head_attention_forward:
+            # It calls F.scaled_dot_product_attention where no mode sees it.
+            return _multi_head_attention_forward(*args, **(kwargs or {}))
+        return func(*args, **(kwargs or {}))
+
+
+def _put_in_graphs() -> None:
+    """Tells Dynamo to take our function as one step of its graph, like torch's; autograd's tracer goes in."""
+    torch.compiler.allow_in_graph(_attention)
+
+
+# Dynamo calls it while it traces, instead of tracing it.
+_put_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def _install() -> None:
+    """Registers the kernels of the key, for good: no thread has the key in its set outside of a block."""
+    everything = torch.library.Library("_", "IMPL", _KEY)
+    everything.fallback(torch.library.fallthrough_kernel)
+    library = torch.library.Library("aten", "IMPL", _KEY)
+    library.impl("scaled_dot_product_attention", _attention)
+    library.impl("_native_multi_head_attention", _multi_head_attention)
+    _libraries.extend((everything, library))
+
+
+_libraries: list[torch.library.Library] = []
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    *,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    if _taken(query, key, value, attn_mask, enable_gqa):
+        _guard_precision(query)
+        try:
+            return functional.scaled_dot_product_attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+            )
+        except _REFUSALS:
+            pass
+    with _without_key(_keys):
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
+        )
+
+
+def _calling(function: Any, **others: Callable[..., Any]) -> Any:
+    """The same code with other functions under some of its global names."""
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **others},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+_multi_head_attention_forward = _calling(
+    F.multi_head_attention_forward, scaled_dot_product_attention=_attention
+)
+
+
+def _multi_head_attention(*args: Any) -> tuple[Tensor, Tensor | None]:
+    if all(_is_ours(tensor, tensor.is_nested) for tensor in args[:3]) and _is_allowed():
+        try:
+            return aten_multihead.multi_head_attention(*args)
+        except _REFUSALS:
+            pass
+    with _without_key(_keys):
+        return torch.ops.aten._native_multi_head_attention(*args)
+
+
+def _taken(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, enable_gqa: bool) -> bool:
+    """Whether torch would compute the call and this package may: what torch refuses, torch has to refuse.
+
+    Shapes that do not go together are refused by both, so that they are not looked at here.
+    """
+    if not (_is_ours(query) and _is_ours(key) and _is_ours(value) and _is_allowed()):
+        return False
+    if query.size(-1) == 0 or (enable_gqa and min(query.dim(), key.dim(), value.dim()) < 3):
+        return False
+    casts = torch.is_autocast_enabled(query.device.type)
+    if not casts and not query.dtype == key.dtype == value.dtype:
+        return False
+    if attn_mask is None:
+        return True
+    if not _is_plain(attn_mask) or attn_mask.dim() < 2 or attn_mask.device != query.device:
+        return False
+    mask = attn_mask.dtype
+    return mask in (torch.bool, torch.float32, query.dtype) or (casts and mask in _DTYPES)
+
+
+def _is_allowed() -> bool:
+    """Not while torch.jit.trace records, nor where torch.nn.attention.sdpa_kernel asks for other kernels."""
+    return torch.backends.cuda.flash_sdp_enabled() and torch._C._get_tracing_state() is None
+
+
+def _is_ours(tensor: Tensor, nested: bool = False) -> bool:
+    return (
+        tensor.dtype in _DTYPES
+        and tensor.dim() >= 2
+        and (nested or _is_plain(tensor))
+        and _is_on_our_device(tensor)
+    )
+
+
+def _is_plain(tensor: Tensor) -> bool:
+    """Numbers in memory, or what stands for them while torch traces."""
+    kind = type(tensor)
+    return (
+        tensor.layout is torch.strided
+        and not tensor.is_nested
+        and (kind.__torch_dispatch__ is _no_dispatch or kind.__module__.startswith("torch._subclasses."))
+    )
+
+
+_no_dispatch = torch._C._disabled_torch_dispatch_impl
+
+
+def _is_on_our_device(tensor: Tensor) -> bool:
+    device = tensor.device
+    return device.type == "cpu" or (device.type == "cuda" and _has_kernels(device))
+
+
+@functools.cache
+def _has_kernels(device: torch.device) -> bool:
+    return bool(backends.available(device))
+
+
+def _guard_precision(query: Tensor) -> None:
+    """A compiled function must not outlive the precision that it was compiled for."""
+    if query.dtype is torch.float32 and torch.compiler.is_compiling():
+        precision.of_graph(query.is_cuda)
