@@ -88,7 +88,7 @@ class Case:
     window: tuple[int, int] = (-1, -1)
     softcap: float = 0.0
     alibi: int = 0  # 0: none, 1: slopes (H,), 2: slopes (B, H)
-    sinks: bool = False
+    sinks: int = 0  # 0: none, 1: a logit (H,) per head, 2: (B, H)
     dropout_p: float = 0.0
     weights: bool = False
     lse: bool = False
@@ -138,7 +138,7 @@ class Case:
             shape = (h,) if self.alibi == 1 else (b, h)
             tensors["alibi_slopes"] = torch.rand(shape, generator=generator, device="cpu").to(self.device)
         if self.sinks:
-            tensors["sinks"] = normal(h, dtype=torch.float32)
+            tensors["sinks"] = normal(*((h,) if self.sinks == 1 else (b, h)), dtype=torch.float32)
         return {
             name: tensor.detach().requires_grad_(tensor.is_floating_point())
             for name, tensor in tensors.items()
@@ -234,7 +234,8 @@ def cotangents_of(results: dict[str, Tensor], seed: int) -> dict[str, Tensor]:
     return {name: drawn(result.shape, generator).to(result) for name, result in results.items()}
 
 
-def _value_of_heads(tensors: dict[str, Tensor], case: Case) -> Tensor:
+def value_of_heads(tensors: dict[str, Tensor], case: Case) -> Tensor:
+    """What each query head multiplies its weights with, (B, H, Ev, S)."""
     return tensors["value"].detach().repeat_interleave(case.heads // case.kv_heads, dim=1).mT
 
 
@@ -249,6 +250,42 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+class Judge:
+    """What a case should give: by the formula in float64, and by the formula with sums in the accumulation
+    dtype, the best that the case's dtype can be expected to do.
+    """
+
+    def __init__(
+        self, case: Case, tensors: dict[str, Tensor], cotangents: dict[str, Tensor] | None = None
+    ) -> None:
+        """Of the results for these tensors; of the gradients too where the results have cotangents."""
+        self.case = case
+        self.terms = 1.0
+        with _one_thread():
+            exact_tensors = exact_inputs(tensors)
+            self.exact, self.peer = case.formula(exact_tensors), case.formula(tensors)
+            if cotangents is not None:
+                self.exact |= gradients(self.exact, cotangents, exact_tensors)
+                self.peer |= gradients(self.peer, cotangents, tensors)
+                # The gradient of a score is the difference of two numbers of this size.
+                terms = (cotangents["out"].double() @ value_of_heads(exact_tensors, case)).abs()
+                self.terms = float(terms.max()) if terms.numel() else 0.0
+
+    def assert_accurate(self, results: dict[str, Tensor]) -> None:
+        """Asserts that results and gradients are as accurate as the table of tolerances demands."""
+        case = self.case
+        for name, result in results.items():
+            is_grad = name.startswith("grad")
+            size = self.terms if is_grad else 1.0
+            if name == "grad of alibi_slopes":
+                size *= case.queries + case.keys + abs(case.query_offset)
+            if name in ("grad of query", "grad of key"):
+                size *= max(1.0, case.opposed)  # it is multiplied with elements of that size, and cancels
+            dtype = case.dtype if is_grad else None
+            exact, peer = self.exact[name].detach(), self.peer[name].detach()
+            assert_accurate(name, result.detach(), exact, peer, size, dtype)
+
+
 def check(case: Case) -> dict[str, Tensor]:
     """Asserts that results and gradients of a case are as accurate as the table of tolerances demands, and
     returns them.
@@ -259,24 +296,7 @@ def check(case: Case) -> dict[str, Tensor]:
     cotangents = cotangents_of(ours, case.seed)
     cotangents["out"] = laid_out(cotangents["out"], case.grad_layout)
     ours |= gradients(ours, cotangents, tensors)
-    with _one_thread():
-        exact_tensors = exact_inputs(tensors)
-        exact = case.formula(exact_tensors)
-        # The formula with sums in the accumulation dtype: the best that this dtype can be expected to do.
-        peer = case.formula(tensors)
-        exact |= gradients(exact, cotangents, exact_tensors)
-        peer |= gradients(peer, cotangents, tensors)
-        # The gradient of a score is the difference of two numbers of this size.
-        terms = float((cotangents["out"].double() @ _value_of_heads(exact_tensors, case)).abs().max())
-        for name, result in ours.items():
-            is_grad = name.startswith("grad")
-            size = terms if is_grad else 1.0
-            if name == "grad of alibi_slopes":
-                size *= case.queries + case.keys + abs(case.query_offset)
-            if name in ("grad of query", "grad of key"):
-                size *= max(1.0, case.opposed)  # it is multiplied with elements of that size, and cancels
-            dtype = case.dtype if is_grad else None
-            assert_accurate(name, result.detach(), exact[name].detach(), peer[name].detach(), size, dtype)
-        for name, tensor in tensors.items():
-            assert torch.equal(tensor, before[name]), f"{name} was changed"
+    Judge(case, tensors, cotangents).assert_accurate(ours)
+    for name, tensor in tensors.items():
+        assert torch.equal(tensor, before[name]), f"{name} was changed"
     return ours

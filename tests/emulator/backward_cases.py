@@ -2,16 +2,12 @@
 
     PYTHONPATH=tests SELFATTN_KERNEL=simt python -m emulator.backward_cases [EVERY [FIRST [MOST]]]
 
-runs each EVERY-th case from FIRST on, forward and backward, without those of more than MOST million products
-of scores and values, and prints for each a digest of the results and gradients: they must be the same bits
-under every schedule. tests/test_emulated_kernels.py does so.
+prints a digest of the results and gradients of each: see run_cases.py.
 """
 
 from __future__ import annotations
 
-import hashlib
 import itertools
-import sys
 from dataclasses import replace
 
 from . import plugin  # noqa: F401  (before the package)
@@ -21,6 +17,8 @@ import torch
 from cases import DTYPES, LAYOUTS, MASKS, MORE_MASKS, Case, check, cotangents_of, gradients, laid_out
 from test_options_pairwise import as_case, covering
 from torch import Tensor
+
+from . import run_cases
 
 OPTIONS = {
     "dtype": list(DTYPES),
@@ -90,7 +88,7 @@ def _plain_cases() -> list[Case]:
         for keys, causal in ((64, False), (192, True), (200, False))
     ]
     masked = [Case(1, 2, 1, 70, keys, 64, 64, dtype, mask="low") for dtype in DTYPES for keys in (64, 192)]
-    # Queries that see nothing, and keys that nobody sees: digest_of fills them with NaN.
+    # Queries that see nothing, and keys that nobody sees: check_hidden fills them with NaN.
     hidden = [
         Case(1, 2, 1, *lengths, size, size, dtype, is_causal=True, query_offset=-20, lse=True)
         for dtype in DTYPES
@@ -123,9 +121,9 @@ def fill_hidden(case: Case, tensors: dict[str, Tensor]) -> bool:
     return bool(blind.any() or unseen.any())
 
 
-def digest_of(case: Case) -> str:
+def check_hidden(case: Case) -> dict[str, Tensor]:
     """Asserts that results and gradients are accurate, and that NaN in what is hidden changes no bit of them.
-    Returns a digest of the bits.
+    Returns them.
     """
     results = check(case)
     tensors = case.inputs()
@@ -135,30 +133,10 @@ def digest_of(case: Case) -> str:
         again = case.run(tensors)
         again |= gradients(again, cotangents, tensors)
         for name, result in again.items():
-            assert bytes_of(result) == bytes_of(results[name]), f"{name}, with NaN in what is hidden"
-    digest = hashlib.sha256()
-    for result in results.values():
-        digest.update(bytes_of(result))
-    return digest.hexdigest()[:16]
-
-
-def bytes_of(tensor: Tensor) -> bytes:
-    return tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()
-
-
-def main(every: int = 1, first: int = 0, most: int = 10**6) -> None:
-    torch.set_num_threads(1)
-    failed = 0
-    for case in cases()[first::every]:
-        if case.products() > most * 10**6:
-            continue
-        try:
-            print(case, digest_of(case), flush=True)
-        except (AssertionError, RuntimeError) as error:
-            failed += 1
-            print(f"{case} FAILED: {error}", flush=True)
-    sys.exit(failed != 0)
+            same = run_cases.bytes_of(result) == run_cases.bytes_of(results[name])
+            assert same, f"{name}, with NaN in what is hidden"
+    return results
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    run_cases.main(cases(), check_hidden)
