@@ -2,14 +2,16 @@
 
     PYTHONPATH=tests python -m emulator.engine_cases
 
-compares every operator with itself on the CPU, tensors without elements included, and prints how many calls
-it has made. tests/test_emulated_engine.py does so. The memory of results and workspaces is NaN beforehand.
+judges every operator by the formula, as cases.check does, on the device as on the CPU, tensors without
+elements included; shapes, strides and dtypes must be the same on both. Prints how many calls the device has
+had. tests/test_emulated_engine.py does so. The memory of results and workspaces is NaN beforehand.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
+from dataclasses import replace
 from itertools import product
 from typing import Any
 
@@ -20,15 +22,24 @@ if "SELFATTN_LIBRARY" not in os.environ:
 
 # isort: split
 import torch
+from cases import (
+    DTYPES,
+    Case,
+    Judge,
+    cotangents_of,
+    dropout_seed,
+    exact_inputs,
+    gradients,
+    laid_out,
+    value_of_heads,
+)
+from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import library, ops
+from selfattn_ext import library, ops, reference
 
 _own = library.ops()
 to_device, to_host = _own.to_device.default, _own.to_host.default
-
-#: The largest error beside the largest number.
-TOLERANCES = {torch.float64: 1e-11, torch.float32: 1e-4, torch.bfloat16: 5e-2, torch.float16: 1e-2}
 
 #: batch, heads, kv_heads, queries, keys, head_dim, value_dim
 SIZES = [
@@ -39,109 +50,260 @@ SIZES = [
     (2, 2, 2, 9, 70, 8, 0),
     (1, 1, 1, 6, 7, 0, 8),
 ]
+_ANY: dict[str, Any] = {"softcap": 3.0, "query_offset": 3, "dropout_p": 0.3, "weights": True, "lse": True}
+#: Nothing; everything with a row per batch; and what is shared by the batch.
+OPTIONS: list[dict[str, Any]] = [
+    {},
+    {**_ANY, "mask": "float", "alibi": 2, "sinks": 2, "is_causal": True, "grad_layout": "columns"},
+    {**_ANY, "mask": "float hk", "alibi": 1, "sinks": 1, "grad_layout": "transposed"},
+]
 #: "" is the automatic choice.
 KERNELS = ("", "simt", "sm80")
+SCALE = 0.3
+
+#: What operators have returned, or what they are given, by name.
+Named = dict[str, Tensor]
 
 
-def taken_to(device: Callable[[Tensor], Tensor], arguments: dict[str, Any]) -> dict[str, Any]:
-    return {name: device(value) if isinstance(value, Tensor) else value for name, value in arguments.items()}
+class Host:
+    """Calls operators with tensors of the CPU."""
+
+    def __call__(self, name: str, **arguments: Any) -> tuple[Tensor, ...]:
+        results = getattr(ops, name)(**arguments)
+        return (results,) if isinstance(results, Tensor) else tuple(results)
 
 
-class Comparison:
-    """Calls an operator on both devices and compares the results."""
+class Device(Host):
+    """Calls operators with tensors of the device, on one kernel, and takes the results to the CPU."""
 
-    def __init__(self) -> None:
+    def __init__(self, kernel: str) -> None:
+        self.kernel = kernel
         self.calls = 0
 
-    def __call__(self, name: str, kernel: str | None, **arguments: Any) -> tuple[Tensor, ...]:
-        """The results on the CPU. None: the operator lets nobody choose a kernel."""
+    def __call__(self, name: str, **arguments: Any) -> tuple[Tensor, ...]:
         self.calls += 1
-        operator = getattr(ops, name)
-        chosen = {} if kernel is None else {"kernel_name": kernel}
-        expected, found = operator(**arguments), operator(**taken_to(to_device, arguments), **chosen)
-        if isinstance(expected, Tensor):
-            expected, found = (expected,), (found,)
-        dtype = next(value.dtype for value in arguments.values() if isinstance(value, Tensor))
-        for index, (one, other) in enumerate(zip(found, expected, strict=True)):
-            if other is None:
-                assert one is None, name
-                continue
-            where = f"{name} {kernel!r} result {index} of {dtype} {tuple(other.shape)}"
-            assert one.device.type == "cuda", where
-            assert (one.shape, one.stride(), one.dtype) == (other.shape, other.stride(), other.dtype), where
-            worst = TOLERANCES[dtype] * (1 + float(other.abs().max())) if other.numel() else 0.0
-            assert torch.allclose(to_host(one).double(), other.double(), rtol=0, atol=worst), where
-        return tuple(expected)
+        taken = {key: to_device(it) if isinstance(it, Tensor) else it for key, it in arguments.items()}
+        results = super().__call__(name, **taken, **({"kernel_name": self.kernel} if self.kernel else {}))
+        assert all(result is None or result.device.type == "cuda" for result in results), name
+        return tuple(None if result is None else to_host(result) for result in results)
 
 
-def options(size: tuple[int, ...], dtype: torch.dtype) -> Iterator[dict[str, Any]]:
-    """Nothing; everything with a row per batch; and what is shared by the batch, a seed with it."""
-    batch, heads, _, queries, keys, *_ = size
-    numbers = torch.float64 if dtype == torch.float64 else torch.float32
-    yield {}
-    for shared in (False, True):
-        rows = 1 if shared else batch
-        yield {
-            "attn_mask": torch.randn(rows, heads, 1 if shared else queries, keys).to(dtype),
-            "alibi_slopes": torch.rand(rows, heads, dtype=numbers),
-            "sinks": torch.randn(rows, heads, dtype=numbers),
-            "softcap": 3.0,
-            "is_causal": not shared,
-            "query_offset": 3,
-            "dropout_p": 0.3,
-            "dropout_seed": torch.tensor([12345]),
-        }
+def compare(
+    results_of: Callable[[Host], Named], judge: Callable[[Named], None], devices: list[Device]
+) -> None:
+    """Asserts that results are accurate on the CPU and on each device, and laid out in the same way."""
+    expected = results_of(Host())
+    judge(expected)
+    for device in devices:
+        found = results_of(device)
+        assert found.keys() == expected.keys()
+        for name, other in expected.items():
+            one = found[name]
+            layouts = [(it.shape, it.stride(), it.dtype) for it in (one, other)]
+            assert layouts[0] == layouts[1], f"{name} on {device.kernel!r}: {layouts}"
+        try:
+            judge(found)
+        except AssertionError as error:
+            raise AssertionError(f"on {device.kernel!r}: {error}") from error
 
 
-def compare(same: Comparison, size: tuple[int, ...], dtype: torch.dtype, kernel: str) -> None:
-    batch, heads, kv_heads, queries, keys, head_dim, value_dim = size
-    numbers = torch.float64 if dtype == torch.float64 else torch.float32
+class AttentionJudge(Judge):
+    """For what the operators of attention return, which is more than the package gives its callers."""
 
-    def swapped(*shape: int) -> Tensor:
-        """Heads inside, as projections give them."""
-        return torch.randn(shape[0], shape[2], shape[1], shape[3]).to(dtype).transpose(1, 2)
+    def __init__(self, case: Case, tensors: Named, cotangents: Named) -> None:
+        super().__init__(replace(case, weights=True, lse=True), tensors, cotangents)
 
-    query, key = swapped(batch, heads, queries, head_dim), swapped(batch, kv_heads, keys, head_dim)
-    value = torch.randn(batch, kv_heads, keys, value_dim).to(dtype)
-    tensors: dict[str, Any] = {"query": query, "key": key, "value": value, "scale": 0.3}
-    square = torch.randn(batch, heads, queries, keys).to(dtype)
-    for extra in options(size, dtype):
-        rounds = dtype in ops.SIXTEEN_BITS
-        out, *statistics, residual = same(
-            "attention_forward", kernel, **tensors, **extra, need_residual=rounds
+    def assert_accurate(self, results: Named) -> None:
+        results = dict(results)
+        # No caller may rely on which maximum it is.
+        results["lse"] = results.pop("row_max") + results.pop("row_sum").log()
+        results.pop("out_residual")  # judge_residual
+        for name in [name for name in results if name not in self.exact]:
+            assert results.pop(name).numel() == 0, f"{name}, which nobody has asked for"
+        super().assert_accurate(results)
+
+
+def judge_residual(case: Case, devices: list[Device]) -> None:
+    """What rounding has taken away from out, together with out.
+
+    The sum has the errors of weights of 16 bits, which are far below those of out where values have a mean.
+    """
+    given: dict[str, Any] = {name: tensor.detach() for name, tensor in case.inputs().items()}
+    given["value"] += 4.0
+    scale = reference.default_scale(case.head_dim)
+    exact = replace(case, weights=True).formula(exact_inputs(given))
+    rounded = exact["weights"].to(case.dtype).double()
+    peer = (rounded / rounded.sum(-1, keepdim=True)) @ value_of_heads(given, case).mT.double()
+    rounded_peer = peer.to(case.dtype)
+    peer = rounded_peer.double() + (peer - rounded_peer.double()).to(case.dtype).double()
+
+    def judge(results: Named) -> None:
+        whole = results["out"].double() + results["out_residual"].double()
+        assert_accurate("out with out_residual", whole.float(), exact["out"].detach(), peer.detach())
+
+    def forward(call: Host) -> Named:
+        out, *_, residual = call("attention_forward", **given, scale=scale, need_residual=True)
+        return {"out": out, "out_residual": residual}
+
+    def plain_forward(call: Host) -> Named:
+        options = {"scale": None, "is_causal": False, "enable_gqa": True}
+        out, _, residual = call("plain_attention_forward", **given, **options)
+        return {"out": out, "out_residual": residual}
+
+    compare(forward, judge, devices)
+    compare(plain_forward, judge, devices[:1])
+
+
+def judge_attention(case: Case, devices: list[Device]) -> None:
+    """The operators of attention; each takes what the one before it has returned."""
+    accumulation = reference.accumulation_dtype(case.dtype)
+    tensors = {name: tensor.detach() for name, tensor in case.inputs().items()}
+    tensors["value"] = tensors["value"].contiguous()  # query and key have their heads inside
+    for name in tensors.keys() & {"alibi_slopes", "sinks"}:
+        tensors[name] = tensors[name].reshape(-1, case.heads).to(accumulation)
+    cotangents = cotangents_for(case)
+    # gradients() wants to know whose.
+    asked = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
+    judge = AttentionJudge(case, asked, cotangents)
+    # Note [Gradient of weights and lse] in selfattn_ext/autograd.py.
+    of_weights = (judge.exact["weights"].detach() * cotangents["weights"].double()).sum(-1)
+    row_gradients = {
+        "grad_row": (of_weights - cotangents["lse"].double()).to(accumulation),
+        "grad_weights": cotangents["weights"],
+    }
+    given: dict[str, Any] = {**tensors, **case.numbers(), "scale": reference.default_scale(case.head_dim)}
+    value = given.pop("value")
+    if case.dropout_p:
+        given["dropout_seed"] = dropout_seed(case.seed)
+    rounds = case.dtype in ops.SIXTEEN_BITS
+
+    def results_of(call: Host) -> Named:
+        forward = call("attention_forward", value=value, **given, need_residual=rounds)
+        results = dict(zip(("out", "row_max", "row_sum", "out_residual"), forward, strict=True))
+        statistics = {name: results[name] for name in ("row_max", "row_sum")}
+        (weights,) = call("attention_weights", **given, **statistics)
+        grads = call(
+            "attention_backward",
+            value=value,
+            **given,
+            **statistics,
+            grad_out=cotangents["out"],
+            out=results["out"],
+            out_residual=results["out_residual"] if rounds else None,
+            need_mask_grad=case.mask is not None,
+            **(row_gradients if case.weights else {}),
         )
-        saved: dict[str, Any] = dict(zip(("row_max", "row_sum"), statistics, strict=True))
-        saved |= {"out": out, "out_residual": residual if rounds else None}
-        # As torch gives the gradient of a sum.
-        saved["grad_out"] = torch.ones((), dtype=dtype).expand(out.shape)
-        if extra:
-            saved |= {"grad_row": torch.randn(batch, heads, queries, dtype=numbers), "grad_weights": square}
-        same("attention_backward", kernel, **tensors, **extra, **saved, need_mask_grad=bool(extra))
-        saved = {"row_max": saved["row_max"], "row_sum": saved["row_sum"]}
-        same("attention_weights", kernel, query=query, key=key, scale=0.3, **extra, **saved)
-    if kernel == "":
-        plain = {**tensors, "is_causal": True}
-        same("plain_attention", None, **plain, enable_gqa=True)
-        out, rows, residual = same("plain_attention_forward", None, **plain, enable_gqa=True)
-        plain |= {"out": out, "statistics": rows, "out_residual": residual, "grad_out": torch.randn_like(out)}
-        same("plain_attention_backward", None, **plain)
-    both = {"query": query, "key": key, "scale": 0.3}
-    same("attention_scores", kernel, **both)
-    same("attention_scores_backward", kernel, grad_scores=square, **both)
-    mask = torch.randn(1, heads, 1, keys)
-    (weights,) = same("masked_softmax", kernel, scores=square, scale=0.5, mask=mask, is_causal=True)
-    same(
-        "masked_softmax_backward", kernel, grad_weights=square.mT.contiguous().mT, weights=weights, scale=0.5
-    )
+        inputs = ("query", "key", "value", "attn_mask", "alibi_slopes", "sinks")
+        of = {f"grad of {name}": grad for name, grad in zip(inputs, grads, strict=True)}
+        return {**results, "weights": weights, **of}
+
+    compare(results_of, judge.assert_accurate, devices)
+
+
+def cotangents_for(case: Case) -> Named:
+    """The gradients of out, weights and lse: those of a sum of out alone, or any."""
+    rows = (case.batch, case.heads, case.queries)
+    shapes = {"out": (*rows, case.value_dim), "weights": (*rows, case.keys), "lse": rows}
+    zeros = {name: torch.zeros(shape, dtype=case.dtype) for name, shape in shapes.items()}
+    if not case.weights:
+        return {**zeros, "out": torch.ones((), dtype=case.dtype).expand(shapes["out"])}
+    cotangents = cotangents_of(zeros, case.seed)
+    return {**cotangents, "out": laid_out(cotangents["out"], case.grad_layout)}
+
+
+def judge_plain_attention(case: Case, device: Device) -> None:
+    """The operators for calls without options."""
+    tensors = case.inputs()
+    cotangents = cotangents_of(cotangents_for(case), case.seed)
+    zeros = {name: torch.zeros_like(cotangents[name]) for name in ("weights", "lse")}
+    judge = AttentionJudge(case, tensors, cotangents | zeros)
+    given: dict[str, Any] = {name: tensor.detach() for name, tensor in tensors.items()}
+    given |= {"scale": None, "is_causal": case.is_causal}
+
+    def results_of(call: Host) -> Named:
+        (alone,) = call("plain_attention", **given, enable_gqa=True)
+        out, statistics, residual = call("plain_attention_forward", **given, enable_gqa=True)
+        assert torch.equal(alone, out), "plain_attention"
+        saved = {"out": out, "statistics": statistics, "out_residual": residual}
+        grads = call("plain_attention_backward", grad_out=cotangents["out"], **given, **saved)
+        results = {"out": out, "row_max": statistics[0], "row_sum": statistics[1]}
+        results["out_residual"] = out.new_empty(0) if residual is None else residual
+        return results | {f"grad of {name}": grad for name, grad in zip(tensors, grads, strict=True)}
+
+    compare(results_of, judge.assert_accurate, [device])
+
+
+def judge_formula(
+    formula: Callable[..., Named], tensors: Named, results_of: Callable[[Host], Named], devices: list[Device]
+) -> None:
+    """For operators that are no attention: the formula of the same tensors in float64 and in their dtype."""
+    exact, peer = formula(**exact_inputs(tensors)), formula(**tensors)
+
+    def judge(results: Named) -> None:
+        for name, result in results.items():
+            assert_accurate(name, result, exact[name].detach(), peer[name].detach())
+
+    compare(results_of, judge, devices)
+
+
+def judge_scores(case: Case, grad: Tensor, devices: list[Device]) -> None:
+    """attention_scores and its gradients."""
+    tensors = {name: tensor for name, tensor in case.inputs().items() if name != "value"}
+    given = {name: tensor.detach() for name, tensor in tensors.items()}
+
+    def formula(query: Tensor, key: Tensor) -> Named:
+        results = {"scores": reference.attention_scores(query, key, SCALE)}
+        return results | gradients(results, {"scores": grad}, {"query": query, "key": key})
+
+    def results_of(call: Host) -> Named:
+        (scores,) = call("attention_scores", **given, scale=SCALE)
+        grads = call("attention_scores_backward", **given, scale=SCALE, grad_scores=grad)
+        return {"scores": scores, "grad of query": grads[0], "grad of key": grads[1]}
+
+    judge_formula(formula, tensors, results_of, devices)
+
+
+def judge_softmax(case: Case, scores: Tensor, devices: list[Device]) -> None:
+    """masked_softmax, and its backward, which is given the weights."""
+    mask = torch.randn(1, case.heads, 1, case.keys)
+    weights = reference.masked_softmax(scores, mask, scale=SCALE, is_causal=True)
+    grad = torch.randn(scores.shape).to(case.dtype).mT.contiguous().mT
+
+    def formula(scores: Tensor, mask: Tensor, weights: Tensor, grad: Tensor) -> Named:
+        wide = reference.accumulation_dtype(scores.dtype)
+        w, g = weights.to(wide), grad.to(wide)
+        of_scores = SCALE * w * (g - (w * g).sum(-1, keepdim=True))
+        result = reference.masked_softmax(scores, mask, scale=SCALE, is_causal=True)
+        return {"weights": result, "grad of scores": of_scores.to(scores.dtype)}
+
+    def results_of(call: Host) -> Named:
+        (result,) = call("masked_softmax", scores=scores, scale=SCALE, mask=mask, is_causal=True)
+        (of_scores,) = call("masked_softmax_backward", grad_weights=grad, weights=weights, scale=SCALE)
+        return {"weights": result, "grad of scores": of_scores}
+
+    tensors = {"scores": scores, "mask": mask, "weights": weights, "grad": grad}
+    judge_formula(formula, tensors, results_of, devices)
 
 
 def main() -> None:
     torch.manual_seed(0)
-    same = Comparison()
-    for size, dtype, kernel in product(SIZES, TOLERANCES, KERNELS):
-        if kernel != "sm80" or dtype != torch.float64:
-            compare(same, size, dtype, kernel)
-    print(same.calls)
+    devices = [Device(kernel) for kernel in KERNELS]
+    for size, dtype in product(SIZES, DTYPES):
+        # The tensor cores' kernel takes no float64.
+        able = [device for device in devices if dtype != torch.float64 or device.kernel != "sm80"]
+        try:
+            for number, options in enumerate(OPTIONS):
+                case = Case(*size, dtype, layout="transposed", seed=number, **options)
+                judge_attention(case, able)
+            judge_plain_attention(Case(*size, dtype, is_causal=True), devices[0])
+            if dtype in ops.SIXTEEN_BITS:
+                judge_residual(Case(*size, dtype), able)
+            square = torch.randn(*size[:2], *size[3:5]).to(dtype)
+            judge_scores(Case(*size, dtype, layout="transposed"), square, able)
+            judge_softmax(Case(*size, dtype), square, able)
+        except AssertionError as error:
+            raise AssertionError(f"{dtype}, {size}: {error}") from error
+    print(sum(device.calls for device in devices))
 
 
 if __name__ == "__main__":
