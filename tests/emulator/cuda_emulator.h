@@ -6,4 +6,5 @@
 
 #include "device_math.h"
 #include "launch.h"
+#include "options.h"
 #include "warp_functions.h"

@@ -2,10 +2,11 @@
 
     python tests/emulator/mutate.py [--list] [--only TEXT] [--kernel simt|sm80] [--jobs N]
 
-A mutant is one statement less: a barrier, a __syncwarp, a commit of copies, a wait for them. It is built with
-the race detector, in a copy of the sources, and runs a few problems under several schedules with copies as
-late as they may be. It is killed when a problem fails, hangs, or changes a bit; a mutant that survives either
-lacks a test, or the statement was not needed: EQUIVALENT holds those, with the reason.
+A mutant is one statement less: a barrier, a __syncwarp, a commit of copies, a wait for them. One build with
+the race detector, of a copy of the sources, holds all of them: a statement there asks first whether it is the
+one that SELFATTN_EMULATOR_LEFT_OUT numbers. A mutant runs a few problems under several schedules with copies
+as late as they may be. It is killed when a problem fails, hangs, or changes a bit; a mutant that survives
+either lacks a test, or the statement was not needed: EQUIVALENT holds those, with the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -89,8 +90,21 @@ def ways(file: Path) -> list[tuple[str, str]]:
     return [(kernel, cases) for kernel in kernels_of(file) for cases in cases_of(file)]
 
 
-def run(library: Path, kernel: str, cases: str) -> tuple[str, str]:
-    """The results of all runs, and how the first that failed ended, or ""."""
+def write(chosen: Sequence[Mutant], csrc: Path) -> None:
+    """A copy of the sources in which each statement can be left out, by its number from 1."""
+    shutil.rmtree(csrc, ignore_errors=True)
+    shutil.copytree(build.CSRC, csrc)
+    # From the end of a file, so that the places of those before stay.
+    for number, mutant in reversed(list(enumerate(chosen, 1))):
+        path = csrc / mutant.file
+        source = path.read_text(encoding="utf-8")
+        statement = source[mutant.start : mutant.end]
+        asked = f"{{ if (!selfattn::emulator::leaves_out({number})) {statement} }}"
+        path.write_text(source[: mutant.start] + asked + source[mutant.end :], encoding="utf-8")
+
+
+def run(library: Path, kernel: str, cases: str, left_out: int = 0) -> tuple[str, str]:
+    """The results of all runs without a statement, and how the first that failed ended, or ""."""
     results = []
     for schedule, copies, every in RUNS[cases]:
         environment = {
@@ -100,6 +114,7 @@ def run(library: Path, kernel: str, cases: str) -> tuple[str, str]:
             "SELFATTN_KERNEL": kernel,
             "SELFATTN_EMULATOR_SCHEDULE": schedule,
             "SELFATTN_EMULATOR_COPIES": copies,
+            "SELFATTN_EMULATOR_LEFT_OUT": str(left_out),
             "OMP_NUM_THREADS": "1",
         }
         command = [sys.executable, "-m", f"emulator.{cases}", str(every), "0", str(MOST)]
@@ -155,39 +170,25 @@ def main() -> None:
         print("\n".join(map(str, chosen)))
         return
 
-    # One copy of the sources and one folder of object files: ninja compiles what a mutant touches only.
     folder = build.ROOT / "build" / "mutants"
-    copy = folder / "csrc"
-    shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(build.CSRC, copy)
+    write(chosen, folder / "csrc")
     objects = folder / "objects"
-
-    def library() -> Path:
-        return build.build("library", "race", kernels_in=copy, folder=objects, jobs=arguments.jobs)
-
-    unchanged = library()
+    library = build.build("library", "race", kernels_in=folder / "csrc", folder=objects, jobs=arguments.jobs)
     expected = {}
     for kernel, cases in sorted({way for mutant in chosen for way in ways(mutant.file)}):
-        expected[kernel, cases], problem = run(unchanged, kernel, cases)
+        expected[kernel, cases], problem = run(library, kernel, cases)
         if problem:
-            sys.exit(f"{kernel} fails {cases} before anything is changed: {problem}")
+            sys.exit(f"{kernel} fails {cases} with every statement: {problem}")
 
     survived = []
     for number, mutant in enumerate(chosen, 1):
-        path = copy / mutant.file
-        source = path.read_text(encoding="utf-8")
-        path.write_text(source[: mutant.start] + ";" + source[mutant.end :], encoding="utf-8")
         started = time.monotonic()
-        try:
-            reasons = []
-            mutated = library()
-            for way in ways(mutant.file):
-                results, problem = run(mutated, *way)
-                if problem or results != expected[way]:
-                    reasons.append(problem or "the results differ")
-                    break
-        finally:
-            path.write_text(source, encoding="utf-8")
+        reasons = []
+        for way in ways(mutant.file):
+            results, problem = run(library, *way, left_out=number)
+            if problem or results != expected[way]:
+                reasons.append(problem or "the results differ")
+                break
         known = EQUIVALENT.get(("/".join(mutant.file.parts[-2:]), mutant.text))
         verdict = f"killed: {reasons[0][:160]}" if reasons else f"SURVIVED{f' ({known})' if known else ''}"
         if not reasons and known is None:

@@ -42,6 +42,7 @@ Options read() {
   read.seed = static_cast<uint64_t>(number("SELFATTN_EMULATOR_SEED", 0));
   read.capability = static_cast<int>(number("SELFATTN_EMULATOR_CAPABILITY", read.capability));
   read.banks = number("SELFATTN_EMULATOR_BANKS", 0) != 0;
+  read.left_out = static_cast<int>(number("SELFATTN_EMULATOR_LEFT_OUT", 0));
   return read;
 }
 

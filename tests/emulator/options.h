@@ -15,10 +15,15 @@ struct Options {
   uint64_t seed = 0;
   int capability = 80;
   bool banks = false;
+  int left_out = 0;
 };
 
 // Throws std::runtime_error with a sentence when a variable holds what it cannot hold.
 const Options& options();
+
+// Whether a kernel is to do without this statement: mutate.py writes the question before each, in its copy of
+// the kernels, and numbers them from 1.
+inline bool leaves_out(int statement) { return options().left_out == statement; }
 
 // The dynamic shared memory that a block may have on a device of this capability.
 size_t shared_memory_limit(int capability);
