@@ -14,6 +14,7 @@ __all__ = [
     "Maybe",
     "Options",
     "Prepared",
+    "Tensors",
     "add_causal_bias",
     "add_float32_precision",
     "add_window",
@@ -26,6 +27,8 @@ __all__ = [
 #: The operators' keyword arguments that are no tensors; those at their default are left out.
 Options = dict[str, Any]
 Maybe = Tensor | None
+#: The tensors of a call in the operators' form: query, key, value, mask, slopes, sinks, dropout's seed.
+Tensors = tuple[Tensor, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe]
 #: query, key and value in four dimensions, mask, slopes, sinks, scale; a plain tuple costs a call the least.
 Prepared = tuple[shapes.Canonical, Maybe, Maybe, Maybe, float]
 
@@ -122,19 +125,9 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-def formula(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Maybe,
-    slopes: Maybe,
-    sinks: Maybe,
-    seed: Maybe,
-    *,
-    scale: float,
-    options: Options,
-) -> reference.AttentionResult:
+def formula(tensors: Tensors, scale: float, options: Options) -> reference.AttentionResult:
     """The same attention by the formula of :mod:`selfattn_ext.reference`."""
+    query, key, value, mask, slopes, sinks, seed = tensors
     return reference.attention(
         query,
         key,
@@ -152,8 +145,9 @@ def formula(
     )
 
 
-def keywords_of(options: Options, mask: Maybe, slopes: Maybe, sinks: Maybe, seed: Maybe) -> Options:
-    """The operators' keyword arguments: the options and those tensors that are there."""
+def keywords_of(tensors: Tensors, options: Options) -> Options:
+    """The operators' keyword arguments: the options, and of the tensors behind value those that are there."""
+    _, _, _, mask, slopes, sinks, seed = tensors
     if mask is None and slopes is None and sinks is None and seed is None:
         return options
     keywords = dict(options)

@@ -37,30 +37,15 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import calls, checks, ops
-from .arguments import Maybe, Options, formula, keywords_of
+from .arguments import Maybe, Options, Tensors, formula, keywords_of
 from .reference import default_scale
-from .shapes import dense_rows
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold, unfold_gradient
 
 __all__ = ["attention", "plain_attention"]
 
-# Looked up once: an attribute chain costs as much as the call at its end.
-_is_grad_enabled = torch.is_grad_enabled
-_are_transforms_active = torch._C._are_functorch_transforms_active
-
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Maybe,
-    slopes: Maybe,
-    sinks: Maybe,
-    seed: Maybe,
-    scale: float,
-    options: Options,
-    want_weights: bool,
-    want_lse: bool,
+    tensors: Tensors, scale: float, options: Options, want_weights: bool, want_lse: bool
 ) -> tuple[Tensor, Maybe, Maybe]:
     """Differentiable attention on four-dimensional tensors: (out, weights if wanted, lse if wanted).
 
@@ -68,41 +53,42 @@ def attention(
     """
     if forward_ad._current_level >= 0:
         # Forward-mode derivatives go through the formula, which has them for every option.
-        result = formula(query, key, value, mask, slopes, sinks, seed, scale=scale, options=options)
+        result = formula(tensors, scale, options)
         return result.out, result.weights if want_weights else None, result.lse if want_lse else None
     if torch._C._are_functorch_transforms_active():
-        out, lse, _, _, *rest = _TransformedAttention.apply(
-            query, key, value, mask, slopes, sinks, seed, scale, options, want_weights
-        )
+        out, lse, _, _, *rest = _TransformedAttention.apply(*tensors, scale, options, want_weights)
         return out, rest[-1] if want_weights else None, lse if want_lse else None
-    if torch.is_grad_enabled() and (
-        query.requires_grad
-        or key.requires_grad
-        or value.requires_grad
-        or (mask is not None and mask.requires_grad)
-        or (slopes is not None and slopes.requires_grad)
-        or (sinks is not None and sinks.requires_grad)
-    ):
+    if torch.is_grad_enabled() and _any_requires_grad(tensors):
         apply = _Attention.apply if torch.compiler.is_dynamo_compiling() else _eager_attention
-        results = apply(query, key, value, mask, slopes, sinks, seed, scale, options, want_weights, want_lse)
+        results = apply(*tensors, scale, options, want_weights, want_lse)
         if not want_weights and not want_lse:
             return results, None, None
         return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
-    keywords = keywords_of(options, mask, slopes, sinks, seed)
+    query, key, value = tensors[:3]
+    keywords = keywords_of(tensors, options)
     out, row_max, row_sum, _ = ops.attention_forward(query, key, value, scale, **keywords)
     weights = ops.attention_weights(query, key, row_max, row_sum, scale, **keywords) if want_weights else None
     return out, weights, row_max + torch.log(row_sum) if want_lse else None
 
 
+def _any_requires_grad(tensors: Tensors) -> bool:
+    # Not any() of a generator, which costs a call on tiny tensors a twentieth.
+    for tensor in tensors:  # noqa: SIM110
+        if tensor is not None and tensor.requires_grad:
+            return True
+    return False
+
+
 class _PlainAttention(Function):
     """Eager mode with no tensor but query, key and value, returning out: the least that a call can cost.
 
-    Without options (beside the causal rule) it takes the operators that know none.
+    Without options (beside the causal rule) it takes the operators that know none, and None for the default
+    scale.
     """
 
     @staticmethod
     def forward(  # type: ignore[override]
-        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: tuple[float | None, bool, bool, Options]
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, call: tuple[Any, bool, bool, Options]
     ) -> Tensor:
         scale, is_causal, enable_gqa, options = call
         statistics: Any
@@ -121,14 +107,13 @@ class _PlainAttention(Function):
     def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
         query, key, value, out, residual = ctx.saved_tensors
         statistics, scale, is_causal, options = ctx.call
-        if _is_grad_enabled() or _are_transforms_active() or forward_ad._current_level >= 0:
+        if calls.is_differentiated():
             scale = default_scale(query.size(3)) if scale is None else scale
             if is_causal:
                 options = {**options, "is_causal": True}
-            grads = _AttentionBackward.apply(
-                grad_out, None, None, query, key, value, None, None, None, None, out, *statistics, residual,
-                None, scale, options, False,
-            )  # fmt: skip
+            tensors: Tensors = (query, key, value, None, None, None, None)
+            saved: calls.Saved = (out, *statistics, residual, None)
+            grads = _AttentionBackward.apply(grad_out, None, None, *tensors, *saved, scale, options, False)
             return grads[0], grads[1], grads[2], None
         try:
             if options:
@@ -156,24 +141,16 @@ _PlainAttention._backward_cls.apply = _PlainAttention.backward  # type: ignore[a
 
 
 class _Attention(Function):
-    """Eager mode: returns out, or (out, [weights], [lse])."""
+    """Eager mode: of the tensors of a call, scale, options, want_weights and want_lse; returns out, or
+    (out, [weights], [lse]).
+    """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        ctx: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Maybe,
-        slopes: Maybe,
-        sinks: Maybe,
-        seed: Maybe,
-        scale: float,
-        options: Options,
-        want_weights: bool,
-        want_lse: bool,
-    ) -> Any:
-        keywords = keywords_of(options, mask, slopes, sinks, seed)
+    def forward(ctx: Any, *inputs: Any) -> Any:
+        tensors: Any = inputs[:7]
+        query, key, value = inputs[:3]
+        scale, options, want_weights, want_lse = inputs[7:]
+        keywords = keywords_of(tensors, options)
         statistics = calls.forward(query, key, value, scale, keywords)
         out, row_max, row_sum, _ = statistics
         weights = None
@@ -181,7 +158,7 @@ class _Attention(Function):
             weights = ops.attention_weights(query, key, row_max, row_sum, scale, **keywords)
         # See Note [Rounded outputs] for why 16-bit weights are of no use to the backward.
         saved_weights = None if query.dtype in ops.SIXTEEN_BITS else weights
-        ctx.save_for_backward(query, key, value, mask, slopes, sinks, seed, *statistics, saved_weights)
+        ctx.save_for_backward(*tensors, *statistics, saved_weights)
         ctx.call = (scale, options, want_weights, want_lse)
         if not want_weights and not want_lse:
             return out
@@ -195,20 +172,19 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        saved = ctx.saved_tensors
+        given = ctx.saved_tensors
+        tensors, saved = given[:7], given[7:]
         scale, options, want_weights, want_lse = ctx.call
         needs = ctx.needs_input_grad
-        grad_out = grads[0] if grads[0] is not None else torch.zeros_like(saved[7])
-        grad_weights = grads[1] if want_weights else None
-        grad_lse = grads[-1] if want_lse else None
-        run: Any = calls.backward
-        if (
-            torch.is_grad_enabled()
-            or torch._C._are_functorch_transforms_active()
-            or forward_ad._current_level >= 0
-        ):
-            run = _AttentionBackward.apply
-        results = run(grad_out, grad_weights, grad_lse, *saved, scale, options, needs[3])
+        cotangents = (
+            torch.zeros_like(saved[0]) if grads[0] is None else grads[0],
+            grads[1] if want_weights else None,
+            grads[-1] if want_lse else None,
+        )
+        if calls.is_differentiated():
+            results = _AttentionBackward.apply(*cotangents, *given, scale, options, needs[3])
+        else:
+            results = calls.backward(cotangents, tensors, saved, scale, options, needs[3])
         if not (needs[3] or needs[4] or needs[5]):
             return (*results[:3], None, None, None, None, None, None, None, None)
         return (*_only_needed(results, needs), None, None, None, None, None)
@@ -222,23 +198,16 @@ def _only_needed(results: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[
 
 
 class _TransformedAttention(Function):
-    """Under torch.func: returns (out, lse, row_max, row_sum, [out_residual], [weights])."""
+    """Under torch.func: of the tensors of a call, scale, options and want_weights; returns (out, lse,
+    row_max, row_sum, [out_residual], [weights]).
+    """
 
     @staticmethod
-    def forward(  # type: ignore[override]
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        mask: Maybe,
-        slopes: Maybe,
-        sinks: Maybe,
-        seed: Maybe,
-        scale: float,
-        options: Options,
-        want_weights: bool,
-    ) -> tuple[Tensor, ...]:
-        query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
-        keywords = keywords_of(options, mask, calls.contiguous(slopes), calls.contiguous(sinks), seed)
+    def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
+        tensors = calls.dense(inputs[:7])
+        query, key, value = tensors[:3]
+        scale, options, want_weights = inputs[7:]
+        keywords = keywords_of(tensors, options)
         out, row_max, row_sum, residual = calls.forward(query, key, value, scale, keywords)
         results: tuple[Tensor, ...] = (out, row_max + torch.log(row_sum), row_max, row_sum)
         if residual is not None:
@@ -253,7 +222,7 @@ class _TransformedAttention(Function):
         residual = rest.pop(0) if out.dtype in ops.SIXTEEN_BITS else None
         ctx.mark_non_differentiable(row_max, row_sum, *([] if residual is None else [residual]))
         ctx.save_for_backward(*inputs[:7], out, row_max, row_sum, residual, rest[0] if rest else None)
-        ctx.call = (inputs[7], inputs[8], inputs[9])
+        ctx.call = inputs[7:]
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
@@ -287,18 +256,15 @@ class _TransformedAttention(Function):
 class _AttentionBackward(Function):
     """The gradient of attention as a function of its own; see Note [Second derivatives].
 
-    Differentiable in grad_out, grad_weights, grad_lse and in the six inputs of attention. out, the row
-    statistics and the weights only spare the operator their recomputation: what depends on them is counted
-    through the inputs.
+    Inputs: the cotangents (0 to 2), the tensors of the call (3 to 9), what its forward saved (10 to 14),
+    scale, options and need_mask_grad. Differentiable in the cotangents and in the six inputs of attention.
+    out, the row statistics and the weights only spare the operator their recomputation: what depends on them
+    is counted through the inputs.
     """
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        grad_out, grad_weights, grad_lse, query, key, value, *rest = inputs
-        query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
-        mask, slopes, sinks, *rest = rest
-        slopes, sinks = calls.contiguous(slopes), calls.contiguous(sinks)
-        return calls.backward(grad_out, grad_weights, grad_lse, query, key, value, mask, slopes, sinks, *rest)
+        return calls.backward(inputs[:3], calls.dense(inputs[3:10]), inputs[10:15], *inputs[15:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -319,8 +285,8 @@ class _AttentionBackward(Function):
 
             def outputs(*points: Tensor) -> tuple[Tensor, ...]:
                 inputs = dict(zip(sources, points, strict=True))
-                every: Any = [inputs.get(index, saved[index]) for index in range(3, 10)]
-                result = formula(*every, scale=scale, options=options)
+                every: Any = tuple(inputs.get(index, saved[index]) for index in range(3, 10))
+                result = formula(every, scale, options)
                 return tuple(result[index] for index in incoming)
 
             return torch.func.vjp(outputs, *points)[1](grads)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import checks, ops, reference
+from . import calls, checks, ops, reference
 from .arguments import Maybe, Options
 from .reference import accumulation_dtype
 from .shapes import dense_rows
@@ -60,7 +60,7 @@ class _Scores(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if calls.is_differentiated():
             grads = _ScoresBackward.apply(grad, *ctx.saved_tensors, *ctx.call)
         else:
             grads = _ScoresBackward.forward(grad, *ctx.saved_tensors, *ctx.call)
@@ -150,7 +150,7 @@ class _MaskedSoftmax(Function):
         (weights,) = ctx.saved_tensors
         scale, kernel = ctx.call
         run = _MaskedSoftmaxBackward.forward
-        if torch.is_grad_enabled() or torch._C._are_functorch_transforms_active():
+        if calls.is_differentiated():
             run = _MaskedSoftmaxBackward.apply
         grad_scores = run(grad, weights, scale, kernel) if ctx.needs_input_grad[0] else None
         grad_mask = None

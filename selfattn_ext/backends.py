@@ -277,7 +277,7 @@ def _explain_on_cuda(call: arguments.Prepared, options: arguments.Options, force
     form, mask, slopes, sinks, scale = call
     query, key, value = form[:3]
     seed = torch.zeros(1, dtype=torch.int64, device=query.device) if "dropout_p" in options else None
-    keywords = arguments.keywords_of(options, mask, slopes, sinks, seed)
+    keywords = arguments.keywords_of((query, key, value, mask, slopes, sinks, seed), options)
     # The operator of that name asks the kernels about the very call.
     lines = ops.attention_refusals(query, key, value, scale, **keywords).split("\n")
     reasons = dict(zip((kernel.name for kernel in kernels(query.device)), lines, strict=True))

@@ -2,52 +2,75 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import checks, ops
-from .arguments import Maybe, Options, keywords_of
+from .arguments import Maybe, Options, Tensors, keywords_of
+from .shapes import dense_rows
 
-__all__ = ["backward", "contiguous", "forward"]
+__all__ = ["Cotangents", "Saved", "backward", "dense", "forward", "is_differentiated"]
+
+# Looked up once: an attribute chain costs as much as the call at its end.
+_is_grad_enabled = torch.is_grad_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
+
+#: The gradients of out, weights and lse.
+Cotangents = tuple[Tensor, Maybe, Maybe]
+#: What a forward leaves for its backward: out, row_max, row_sum, out_residual, weights.
+Saved = tuple[Tensor, Tensor, Tensor, Maybe, Maybe]
 
 
-def contiguous(tensor: Maybe) -> Maybe:
-    """The same numbers, dense."""
-    return None if tensor is None else tensor.contiguous()
+def dense(tensors: Tensors) -> Tensors:
+    """The same numbers in layouts that the operators take; torch.func hands on any."""
+    query, key, value, mask, slopes, sinks, seed = tensors
+    return (
+        dense_rows(query),
+        dense_rows(key),
+        dense_rows(value),
+        mask,
+        None if slopes is None else slopes.contiguous(),
+        None if sinks is None else sinks.contiguous(),
+        seed,
+    )
+
+
+def is_differentiated() -> bool:
+    """Whether a gradient that is computed now may be differentiated itself, in either mode."""
+    return _is_grad_enabled() or _are_transforms_active() or forward_ad._current_level >= 0
+
+
+def forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, keywords: Options
+) -> tuple[Tensor, Tensor, Tensor, Maybe]:
+    """out, row_max, row_sum and, where the dtype has one, out_residual, for a backward to come."""
+    if query.dtype in ops.SIXTEEN_BITS:
+        return ops.attention_forward(query, key, value, scale, need_residual=True, **keywords)
+    return *ops.attention_forward(query, key, value, scale, **keywords)[:3], None
 
 
 def backward(
-    grad_out: Tensor,
-    grad_weights: Maybe,
-    grad_lse: Maybe,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    mask: Maybe,
-    slopes: Maybe,
-    sinks: Maybe,
-    seed: Maybe,
-    out: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    residual: Maybe,
-    weights: Maybe,
+    cotangents: Cotangents,
+    tensors: Tensors,
+    saved: Saved,
     scale: float,
     options: Options,
     need_mask_grad: bool,
 ) -> tuple[Tensor, ...]:
     """The six gradients of the operator; see Note [Gradient of weights and lse] in autograd.py."""
+    grad_out, grad_weights, grad_lse = cotangents
+    query, key, value = tensors[:3]
+    out, row_max, row_sum, residual, weights = saved
+    keywords = shared = keywords_of(tensors, options)
     try:
-        keywords = keywords_of(options, mask, slopes, sinks, seed)
         if residual is not None or grad_weights is not None or grad_lse is not None or need_mask_grad:
-            keywords = dict(keywords)
+            keywords = dict(shared)
             if residual is not None:
                 keywords["out_residual"] = residual
             grad_row = None
             if grad_weights is not None:
                 if weights is None or query.dtype in ops.SIXTEEN_BITS:
-                    shared = keywords_of(options, mask, slopes, sinks, seed)
                     weights = ops.attention_weights(
                         query.float(), key.float(), row_max, row_sum, scale, **shared
                     )
@@ -62,12 +85,3 @@ def backward(
         return ops.attention_backward(grad_out, query, key, value, out, row_max, row_sum, scale, **keywords)
     except MemoryError as error:
         raise checks.out_of_memory(error, query) from None
-
-
-def forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: Any, keywords: Options
-) -> tuple[Tensor, Tensor, Tensor, Maybe]:
-    """out, row_max, row_sum and, where the dtype has one, out_residual, for a backward to come."""
-    if query.dtype in ops.SIXTEEN_BITS:
-        return ops.attention_forward(query, key, value, scale, need_residual=True, **keywords)
-    return *ops.attention_forward(query, key, value, scale, **keywords)[:3], None

@@ -209,13 +209,7 @@ def scaled_dot_product_attention(
             options["dropout_p"] = checks.probability("dropout_p", dropout_p)
             seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
         out, weights, lse = autograd.attention(
-            form.query,
-            form.key,
-            form.value,
-            mask,
-            slopes,
-            sink_logits,
-            seed,
+            (form.query, form.key, form.value, mask, slopes, sink_logits, seed),
             factor,
             options,
             return_weights,

@@ -197,10 +197,14 @@ class TestChecks:
         with pytest.raises(MemoryError, match="grad_scores"):
             ops.masked_softmax_backward(x, x, 1.0)
         rows, seed = call["row_max"], call["dropout_seed"]
-        nothing: Any = (None,) * 2
         with pytest.raises(RuntimeError, match="NVIDIA driver"):
             calls.backward(
-                x, *nothing, x, x, x, None, None, None, seed, x, rows, rows, *nothing, 1.0, {}, False
+                (x, None, None),
+                (x, x, x, None, None, None, seed),
+                (x, rows, rows, None, None),
+                1.0,
+                {},
+                need_mask_grad=False,
             )
 
 

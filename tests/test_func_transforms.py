@@ -146,13 +146,24 @@ def test_forward_mode() -> None:
     torch.testing.assert_close(result.tangent, (grads[0] * tangents[0]).sum())
 
 
-def test_forward_mode_of_a_graph_recorded_before_is_refused_clearly() -> None:
-    query, key, value = (tensor.requires_grad_() for tensor in points()[:3])
-    out = scaled_dot_product_attention(query, key, value, enable_gqa=True)
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x, other: scaled_dot_product_attention(x, other, other),
+        lambda x, other: scaled_dot_product_attention(x, other, other, return_lse=True)[0],
+        lambda x, other: attention_scores(x, other),
+        lambda x, other: masked_softmax(x),
+    ],
+    ids=["plain attention", "attention", "scores", "softmax"],
+)
+def test_forward_mode_of_a_graph_recorded_before_is_refused_clearly(call: Any) -> None:
+    """Rather than a derivative that lacks what the backward adds."""
+    x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
+    out = call(x, torch.randn(1, 2, 5, 4, dtype=torch.float64))
     with torch.autograd.forward_ad.dual_level():
         dual = torch.autograd.forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
         with pytest.raises(NotImplementedError, match="jvp"):
-            torch.autograd.grad(out, query, dual)
+            torch.autograd.grad(out, x, dual)
 
 
 def test_batched_gradients_of_autograd() -> None:
