@@ -66,6 +66,7 @@ ELSEWHERE = {
     "test_jit": "is about the build",
     "test_library": "is about the build",
     "test_makefile": "is about the build",
+    "test_moving": "is about what torch's functions do on the CPU",
     "test_on_cuda": "runs the others",
     "test_peak": "measures the CPU",
     "test_peers": "is about other libraries on the CPU",

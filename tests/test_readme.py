@@ -1,4 +1,4 @@
-"""What the documents promise: the README's examples run, links lead somewhere, the map shows every file."""
+"""What the documents promise: their examples run, links lead somewhere, the map shows every file."""
 
 from __future__ import annotations
 
@@ -7,60 +7,48 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
+from documents import DOCUMENTS, ROOT, Block, blocks, text_of
 
-ROOT = Path(__file__).parents[1]
-README = (ROOT / "README.md").read_text(encoding="utf-8")
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md", "benchmarks/README.md"]
-DOCUMENTS += [f"docs/{path.name}" for path in sorted((ROOT / "docs").glob("*.md"))]
-
-_BLOCK = re.compile(r"^(?:<!-- not run: (?P<reason>[^\n]+) -->\n)?```python\n(?P<code>.*?)^```$", re.M | re.S)
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
-
-def line_of(match: re.Match[str]) -> int:
-    """The number of the block's first line of code in the README."""
-    return README.count("\n", 0, match.start("code")) + 1
-
-
-BLOCKS = list(_BLOCK.finditer(README))
+BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
 
 
 def test_every_block_is_found() -> None:
-    assert len(BLOCKS) == len(re.findall(r"^```python", README, re.M)) >= 8
+    assert len(blocks("README.md")) >= 8
+    for document in DOCUMENTS:
+        assert len(blocks(document)) == len(re.findall(r"^```python", text_of(document), re.M)), document
 
 
 @pytest.mark.parametrize(
     "block",
     [
         pytest.param(block, marks=pytest.mark.cpu_only("forces a kernel of the CPU"))
-        if "backends.use" in block["code"]
+        if "backends.use" in block.code
         else block
         for block in BLOCKS
     ],
-    ids=lambda block: f"line {line_of(block)}",
+    ids=str,
 )
-def test_example(block: re.Match[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_example(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    # With the README's own line numbers, for tracebacks.
-    code = compile("\n" * (line_of(block) - 1) + block["code"], str(ROOT / "README.md"), "exec")
-    if block["reason"]:
-        test = re.search(r"tests/\w+\.py", block["reason"])
+    if block.reason is None:
+        block.run()
+    else:
+        test = re.search(r"tests/[\w/]+\.py", block.reason)
         assert test is not None, "an example that is not run must name the test that does the same"
         assert (ROOT / test[0]).is_file()
-        return
-    exec(code, {"__name__": "__main__"})
 
 
 def headings(document: str) -> set[str]:
     """The anchors of a document's headings, as GitHub makes them."""
-    text = (ROOT / document).read_text(encoding="utf-8")
-    titles = re.findall(r"^#+ (.+)$", text, re.M)
+    titles = re.findall(r"^#+ (.+)$", text_of(document), re.M)
     return {re.sub(r"[^\w\- ]", "", title.lower()).replace(" ", "-") for title in titles}
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_links(document: str) -> None:
-    for path, anchor in _LINK.findall((ROOT / document).read_text(encoding="utf-8")):
+    for path, anchor in _LINK.findall(text_of(document)):
         target = ((ROOT / document).parent / path).resolve() if path else ROOT / document
         assert target.exists(), f"{document} links to {path}"
         if anchor:
@@ -69,7 +57,7 @@ def test_links(document: str) -> None:
 
 def shown_in_the_map() -> set[str]:
     """The paths of files in the tree of docs/architecture.md; * in one stands for any letters."""
-    text = (ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    text = text_of("docs/architecture.md")
     tree = text.partition("## The map")[2].partition("\n## ")[0]
     folders: list[tuple[int, str]] = []
     paths = set()

@@ -1,0 +1,287 @@
+"""docs/moving.md: what it says about other attention functions, against torch's and their documentation."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import documents
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from selfattn_ext import MultiheadAttention, reference, scaled_dot_product_attention
+
+BATCH, HEADS, WIDTH = 2, 4, 8
+#: Queries and keys: fewer, as many, more.
+LENGTHS = [(3, 7), (5, 5), (6, 4)]
+
+
+def named(name: str) -> Any:
+    """A function of the page."""
+    (block,) = [block for block in documents.blocks("docs/moving.md") if f"def {name}(" in block.code]
+    return block.run()[name]
+
+
+def tensors(length: int, source: int, kv_heads: int = HEADS) -> tuple[Tensor, Tensor, Tensor]:
+    """(B, H, T, D)"""
+    shapes = [(HEADS, length), (kv_heads, source), (kv_heads, source)]
+    query, key, value = (torch.randn(BATCH, heads, n, WIDTH) for heads, n in shapes)
+    return query, key, value
+
+
+def as_flash_attention(
+    q: Tensor, k: Tensor, v: Tensor, scale: float, softcap: float, slopes: Tensor | None, visible: Tensor
+) -> Tensor:
+    """What its docstring says, (B, T, H, D) and float64, with the visible keys as a bool matrix."""
+    query, key, value = (x.double().transpose(1, 2) for x in (q, k, v))
+    key, value = (x.repeat_interleave(HEADS // x.size(1), dim=1) for x in (key, value))
+    scores = query @ key.mT * scale
+    if softcap:
+        scores = softcap * (scores / softcap).tanh()
+    if slopes is not None:
+        length, source = scores.shape[-2:]
+        place = torch.arange(length).unsqueeze(-1) + source - length
+        scores = scores - slopes.double()[:, None, None] * (place - torch.arange(source)).abs()
+    weights = scores.masked_fill(~visible, -math.inf).softmax(-1).nan_to_num(0.0)
+    return (weights @ value).transpose(1, 2)
+
+
+def lower_right(length: int, source: int, left: int, right: int) -> Tensor:
+    """Query i sees the keys from i + S - L - left to i + S - L + right; below 0 is no bound."""
+    seen = [
+        [
+            (left < 0 or j >= i + source - length - left) and (right < 0 or j <= i + source - length + right)
+            for j in range(source)
+        ]
+        for i in range(length)
+    ]
+    return torch.tensor(seen)
+
+
+def test_lower_right_is_as_flash_attention_draws_it() -> None:
+    assert lower_right(2, 5, -1, 0).int().tolist() == [[1, 1, 1, 1, 0], [1, 1, 1, 1, 1]]
+    assert lower_right(5, 2, -1, 0).int().tolist() == [[0, 0], [0, 0], [0, 0], [1, 0], [1, 1]]
+
+
+class TestFlashAttention:
+    @pytest.mark.parametrize(("length", "source"), LENGTHS)
+    @pytest.mark.parametrize(
+        ("options", "left", "right"),
+        [
+            ({}, -1, -1),
+            ({"causal": True}, -1, 0),
+            ({"window_size": (2, 1)}, 2, 1),
+            ({"causal": True, "window_size": (1, 3)}, 1, 0),
+            ({"softmax_scale": 0.7, "softcap": 1.5, "causal": True}, -1, 0),
+            ({"alibi_slopes": (0.5, 0.25, 0.125, 0.1)}, -1, -1),
+        ],
+        ids=["plain", "causal", "window", "causal window", "softcap", "alibi"],
+    )
+    def test_its_arguments(
+        self, length: int, source: int, options: dict[str, Any], left: int, right: int
+    ) -> None:
+        q, k, v = (x.transpose(1, 2).contiguous() for x in tensors(length, source, kv_heads=2))
+        slopes = torch.tensor(options["alibi_slopes"]) if "alibi_slopes" in options else None
+        given = {**options, "alibi_slopes": slopes}
+        expected = as_flash_attention(
+            q,
+            k,
+            v,
+            options.get("softmax_scale", WIDTH**-0.5),
+            options.get("softcap", 0.0),
+            slopes,
+            lower_right(length, source, left, right),
+        )
+        torch.testing.assert_close(named("flash_attn_func")(q, k, v, **given), expected.float())
+
+    def test_packed(self) -> None:
+        qkv = torch.randn(BATCH, 5, 3, HEADS, WIDTH)
+        everything = torch.ones(5, 5, dtype=torch.bool)
+        out = named("flash_attn_func")(*qkv.unbind(2))
+        torch.testing.assert_close(
+            out, as_flash_attention(*qkv.unbind(2), WIDTH**-0.5, 0.0, None, everything).float()
+        )
+
+    def test_padding_in_place_of_packed_sequences(self) -> None:
+        query, key, value = tensors(5, 7)
+        lengths = [7, 4]
+        filled = torch.arange(7) < torch.tensor(lengths)[:, None, None, None]
+        out = scaled_dot_product_attention(query, key, value, filled)
+        for n, length in enumerate(lengths):
+            alone = (x[n : n + 1, :, :length] for x in (key, value))
+            torch.testing.assert_close(out[n : n + 1], scaled_dot_product_attention(query[n : n + 1], *alone))
+
+    def test_cache(self) -> None:
+        query, key, value = tensors(7, 7)
+        whole = scaled_dot_product_attention(query, key, value, is_causal=True)
+        filled = slice(0, 5)
+        part = scaled_dot_product_attention(
+            query[:, :, 3:5], key[:, :, filled], value[:, :, filled], is_causal=True, query_offset=3
+        )
+        torch.testing.assert_close(part, whole[:, :, 3:5])
+
+    def test_lse_is_natural_and_of_a_query_that_sees_nothing_minus_infinity(self) -> None:
+        query, key, value = tensors(6, 4)
+        out, weights, lse = scaled_dot_product_attention(
+            query, key, value, is_causal=True, query_offset=-2, return_weights=True, return_lse=True
+        )
+        scores = (query @ key.mT * WIDTH**-0.5).masked_fill(~lower_right(6, 4, -1, 0), -math.inf)
+        assert (lse[..., :2] == -math.inf).all()
+        assert (out[..., :2, :] == 0).all()
+        torch.testing.assert_close(lse, scores.logsumexp(-1))
+        torch.testing.assert_close(weights, scores.softmax(-1).nan_to_num(0.0))
+        assert lse.shape == (BATCH, HEADS, 6)
+
+
+class TestXformers:
+    """Its biases as it documents them: materialized, added to the scores."""
+
+    @pytest.mark.parametrize(("length", "source"), LENGTHS)
+    @pytest.mark.parametrize(
+        ("options", "left", "right", "moved"),
+        [
+            ({"is_causal": True}, -1, 0, False),
+            ({"is_causal": True}, -1, 0, True),
+            ({"is_causal": True, "window_size": (2, -1)}, 2, 0, True),
+            ({"window_size": (1, 2)}, 1, 2, True),
+        ],
+        ids=["LowerTriangular", "FromBottomRight", "FromBottomRightLocal", "LocalFromBottomRight"],
+    )
+    def test_biases(
+        self, length: int, source: int, options: dict[str, Any], left: int, right: int, moved: bool
+    ) -> None:
+        query, key, value = tensors(length, source)
+        # From the upper left is from the lower right of a square.
+        visible = lower_right(length, source if moved else length, left, right)
+        full = torch.zeros(length, source, dtype=torch.bool)
+        full[:, : visible.size(1)] = visible[:, :source]
+        offset = source - length if moved else 0
+        out = scaled_dot_product_attention(query, key, value, query_offset=offset, **options)
+        torch.testing.assert_close(out, reference.attention(query, key, value, full).out)
+
+    def test_local_counts_its_own_place(self) -> None:
+        x = torch.randn(BATCH, 6, HEADS, WIDTH)
+        heads = x.transpose(1, 2)
+        expected = reference.attention(heads, heads, heads, lower_right(6, 6, 2, 0)).out
+        torch.testing.assert_close(named("local")(x, x, x, 3), expected.transpose(1, 2))
+
+    def test_causal_with_a_bias(self) -> None:
+        query, key, value = tensors(5, 5)
+        bias = torch.randn(BATCH, HEADS, 5, 5)
+        both = bias.masked_fill(~lower_right(5, 5, -1, 0), -math.inf)
+        torch.testing.assert_close(
+            scaled_dot_product_attention(query, key, value, bias, is_causal=True),
+            F.scaled_dot_product_attention(query, key, value, both),
+        )
+
+    def test_three_dimensions_and_groups(self) -> None:
+        query, key, value = (x[:, 0] for x in tensors(5, 7))  # (B, T, D)
+        torch.testing.assert_close(
+            scaled_dot_product_attention(query, key, value), F.scaled_dot_product_attention(query, key, value)
+        )
+        grouped, key, value = torch.randn(BATCH, 5, 2, 2, WIDTH), *tensors(5, 7, kv_heads=2)[1:]
+        heads = grouped.flatten(2, 3).transpose(1, 2)  # (B, T, G, H, D) to (B, G * H, T, D)
+        out = scaled_dot_product_attention(heads, key, value, enable_gqa=True)
+        for group in range(2):
+            expected = F.scaled_dot_product_attention(
+                grouped[:, :, group].transpose(1, 2), key[:, group, None], value[:, group, None]
+            )
+            torch.testing.assert_close(out[:, 2 * group : 2 * group + 2], expected)
+
+
+class TestTorchFunction:
+    @pytest.mark.parametrize(("length", "source"), LENGTHS)
+    def test_causal_is_aligned_as_there(self, length: int, source: int) -> None:
+        query, key, value = tensors(length, source)
+        torch.testing.assert_close(
+            scaled_dot_product_attention(query, key, value, is_causal=True),
+            F.scaled_dot_product_attention(query, key, value, is_causal=True),
+        )
+
+    def test_a_query_that_sees_nothing(self) -> None:
+        query, key, value = tensors(5, 7)
+        mask = torch.ones(5, 7, dtype=torch.bool)
+        mask[2] = False
+        theirs = F.scaled_dot_product_attention(query, key, value, mask)
+        assert (theirs[:, :, 2] == 0).all()
+        torch.testing.assert_close(scaled_dot_product_attention(query, key, value, mask), theirs)
+
+    def test_what_only_this_one_takes(self) -> None:
+        query, key, value = tensors(5, 5)
+        mask = torch.randn(5, 5, dtype=torch.float64)
+        with pytest.raises(RuntimeError, match="attn_mask dtype"):
+            F.scaled_dot_product_attention(query, key, value, mask)
+        scaled_dot_product_attention(query, key, value, mask)
+        learning = mask.float().requires_grad_()
+        with pytest.raises(RuntimeError, match="is_causal"):
+            F.scaled_dot_product_attention(query, key, value, learning, is_causal=True)
+        scaled_dot_product_attention(query, key, value, learning, is_causal=True)
+
+    def test_hidden_nan(self) -> None:
+        query, key, value = tensors(5, 5)
+        value[:, :, 4] = math.nan
+        seen = torch.tensor([True] * 4 + [False])
+        assert F.scaled_dot_product_attention(query, key, value, seen.expand(5, 5)).isnan().any()
+        assert not scaled_dot_product_attention(query, key, value, seen.expand(5, 5)).isnan().any()
+
+
+class TestTorchLayer:
+    LENGTH = 6
+
+    @pytest.fixture
+    def layers(self) -> tuple[torch.nn.MultiheadAttention, MultiheadAttention]:
+        theirs = torch.nn.MultiheadAttention(HEADS * WIDTH, HEADS, batch_first=True)
+        ours = MultiheadAttention(HEADS * WIDTH, HEADS, batch_first=True)
+        ours.load_state_dict(theirs.state_dict())
+        return theirs, ours
+
+    def by_function(
+        self, layer: torch.nn.MultiheadAttention, x: Tensor, mask: Tensor, **options: Any
+    ) -> Tensor:
+        """The layer by hand: projections, the function, projection."""
+        projected = F.linear(x, layer.in_proj_weight, layer.in_proj_bias).chunk(3, dim=-1)
+        q, k, v = (part.unflatten(-1, (HEADS, -1)).transpose(1, 2) for part in projected)
+        out = scaled_dot_product_attention(q, k, v, mask)
+        return layer.out_proj(out.transpose(1, 2).flatten(2))
+
+    def test_padding(self, layers: tuple[torch.nn.MultiheadAttention, MultiheadAttention]) -> None:
+        x = torch.randn(BATCH, self.LENGTH, HEADS * WIDTH)
+        hidden = torch.zeros(BATCH, self.LENGTH, dtype=torch.bool)
+        hidden[1, 4:] = True
+        theirs, ours = (layer(x, x, x, key_padding_mask=hidden)[0] for layer in layers)
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(self.by_function(layers[0], x, ~hidden[:, None, None, :]), theirs)
+
+    @pytest.mark.parametrize("kind", ["bool", "numbers", "per head"])
+    def test_masks(self, layers: tuple[torch.nn.MultiheadAttention, MultiheadAttention], kind: str) -> None:
+        x = torch.randn(BATCH, self.LENGTH, HEADS * WIDTH)
+        hidden = ~lower_right(self.LENGTH, self.LENGTH, 2, 1)
+        mask, seen = hidden, ~hidden
+        if kind == "numbers":
+            mask = seen = torch.randn(self.LENGTH, self.LENGTH)
+        if kind == "per head":
+            mask = torch.randn(BATCH * HEADS, self.LENGTH, self.LENGTH)
+            seen = mask.unflatten(0, (BATCH, HEADS))
+        theirs, ours = (layer(x, x, x, attn_mask=mask)[0] for layer in layers)
+        torch.testing.assert_close(ours, theirs)
+        torch.testing.assert_close(self.by_function(layers[0], x, seen), theirs)
+
+    def test_causal(self, layers: tuple[torch.nn.MultiheadAttention, MultiheadAttention]) -> None:
+        x = torch.randn(BATCH, self.LENGTH, HEADS * WIDTH)
+        hidden = torch.nn.Transformer.generate_square_subsequent_mask(self.LENGTH)
+        theirs = layers[0](x, x, x, attn_mask=hidden, is_causal=True, need_weights=False)[0]
+        with pytest.raises(RuntimeError, match="attn_mask"):
+            layers[0](x, x, x, is_causal=True, need_weights=False)
+        torch.testing.assert_close(layers[1](x, x, x, is_causal=True, need_weights=False)[0], theirs)
+
+    def test_a_query_that_sees_nothing(
+        self, layers: tuple[torch.nn.MultiheadAttention, MultiheadAttention]
+    ) -> None:
+        x = torch.randn(BATCH, self.LENGTH, HEADS * WIDTH)
+        hidden = torch.zeros(self.LENGTH, self.LENGTH, dtype=torch.bool)
+        hidden[2] = True
+        theirs, ours = (layer(x, x, x, attn_mask=hidden)[0] for layer in layers)
+        assert theirs[:, 2].isnan().all()
+        torch.testing.assert_close(ours[:, 2], layers[1].out_proj.bias.expand(BATCH, -1))
