@@ -153,15 +153,24 @@ def _put_in_graphs() -> None:
 _put_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-@functools.cache
 def _install() -> None:
     """Registers the kernels of the key, for good: no thread has the key in its set outside of a block."""
+    with _lock:
+        if not _libraries:
+            _register()
+
+
+def _register() -> None:
     everything = torch.library.Library("_", "IMPL", _KEY)
     everything.fallback(torch.library.fallthrough_kernel)
     library = torch.library.Library("aten", "IMPL", _KEY)
     library.impl("scaled_dot_product_attention", _attention)
     library.impl("_native_multi_head_attention", _multi_head_attention)
     _libraries.extend((everything, library))
+    # Operators that take functions, such as torch.func's, have a list of their own of what to pass by.
+    torch._ops._HIGHER_ORDER_OP_DEFAULT_FALLTHROUGH_DISPATCH_KEYS.append(_key)
+    for operator in torch._ops._higher_order_ops.values():
+        operator.fallthrough(_key)
 
 
 _libraries: list[torch.library.Library] = []
@@ -178,15 +187,15 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    if _taken(query, key, value, attn_mask, enable_gqa):
-        _guard_precision(query)
-        try:
-            return functional.scaled_dot_product_attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
-            )
-        except _REFUSALS:
-            pass
     with _without_key(_keys):
+        if _taken(query, key, value, attn_mask, enable_gqa):
+            _guard_precision(query)
+            try:
+                return functional.scaled_dot_product_attention(
+                    query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa
+                )
+            except _REFUSALS:
+                pass
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
@@ -211,12 +220,12 @@ _multi_head_attention_forward = _calling(
 
 
 def _multi_head_attention(*args: Any) -> tuple[Tensor, Tensor | None]:
-    if all(_is_ours(tensor, tensor.is_nested) for tensor in args[:3]) and _is_allowed():
-        try:
-            return aten_multihead.multi_head_attention(*args)
-        except _REFUSALS:
-            pass
     with _without_key(_keys):
+        if all(_is_ours(tensor, tensor.is_nested) for tensor in args[:3]) and _is_allowed():
+            try:
+                return aten_multihead.multi_head_attention(*args)
+            except _REFUSALS:
+                pass
         return torch.ops.aten._native_multi_head_attention(*args)
 
 

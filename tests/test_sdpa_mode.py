@@ -1,0 +1,417 @@
+"""with selfattn_ext.as_sdpa(): every call of F.scaled_dot_product_attention that this package may take."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import ran
+import torch
+import torch.nn.functional as F
+from cases import DTYPES, NAMES, drawn, dropout_seed
+from tolerances import assert_accurate
+from torch import Tensor
+from torch.nn import attention
+from torch.nn.attention.bias import causal_lower_right
+from torch.utils.checkpoint import checkpoint
+
+import selfattn_ext
+from selfattn_ext import as_sdpa, reference
+
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
+
+sdpa = F.scaled_dot_product_attention
+
+
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    return drawn(shape, torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(dtype: torch.dtype = torch.float32, *, grad: bool = False, keys: int = 7) -> tuple[Tensor, ...]:
+    shapes = ((2, 4, 5, 8), (2, 4, keys, 8), (2, 4, keys, 8))
+    return tuple(
+        normal(*shape, dtype=dtype, seed=seed).requires_grad_(grad) for seed, shape in enumerate(shapes)
+    )
+
+
+@contextmanager
+def no_block() -> Iterator[None]:
+    yield
+
+
+#: name -> (change of query, key and value; of the options). torch computes most of these by its formula.
+CALLS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "plain": (lambda q, k, v: (q, k, v), {}),
+    "causal": (lambda q, k, v: (q, k, v), {"is_causal": True, "scale": 0.3}),
+    "Ev": (lambda q, k, v: (q, k, v[..., :3]), {}),
+    "3-D": (lambda q, k, v: (q[0], k[0], v[0]), {}),
+    "2-D": (lambda q, k, v: (q[0, 0], k[0, 0], v[0, 0]), {"is_causal": True}),
+    "5-D": (lambda q, k, v: (q[None], k[None], v[None]), {}),
+    "ranks": (lambda q, k, v: (q, k[0], v[0, 0]), {}),
+    "one kv head": (lambda q, k, v: (q, k[:, :1], v[:, :1]), {}),
+    "one query head": (lambda q, k, v: (q[:, :1], k, v), {}),
+    "batches": (lambda q, k, v: (q[:1], k, v[:1]), {}),
+    "grouped": (lambda q, k, v: (q, k[:, :2], v[:, :2]), {"enable_gqa": True}),
+    "grouped 3-D": (lambda q, k, v: (q[0], k[0, :2], v[0, :2]), {"enable_gqa": True}),
+    "columns": (lambda q, k, v: (q, k.mT.contiguous().mT, v), {}),
+    "bool mask": (
+        lambda q, k, v: (q, k, v),
+        {"attn_mask": (normal(5, 7) > 0).index_fill(0, torch.tensor(2), False)},
+    ),
+    "mask": (lambda q, k, v: (q, k, v), {"attn_mask": normal(4, 1, 7)}),
+}
+
+
+def run(name: str, dtype: torch.dtype, block: Any, given: torch.dtype) -> dict[str, Tensor]:
+    """Output and gradients of numbers of the dtype ``given``."""
+    change, options = CALLS[name]
+    tensors = dict(zip(("query", "key", "value"), inputs(given), strict=True))
+    others = dict(options)
+    if (mask := others.get("attn_mask")) is not None and mask.is_floating_point():
+        tensors["attn_mask"] = others.pop("attn_mask").to(given)
+    tensors = {word: tensor.to(dtype).requires_grad_() for word, tensor in tensors.items()}
+    if "attn_mask" in tensors:
+        others["attn_mask"] = tensors["attn_mask"]
+    with block():
+        query, key, value = change(tensors["query"], tensors["key"], tensors["value"])
+        out = sdpa(query, key, value, **others)
+        grads = torch.autograd.grad(
+            out, list(tensors.values()), normal(*out.shape, dtype=given, seed=9).to(dtype)
+        )
+    return {"out": out.detach(), **dict(zip(tensors, grads, strict=True))}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
+@pytest.mark.parametrize("name", CALLS)
+def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
+    exact = run(name, torch.float64, no_block, dtype)
+    peer = run(name, dtype, no_block, dtype)
+    for what, result in run(name, dtype, as_sdpa, dtype).items():
+        assert_accurate(what, result, exact[what], peer[what], 4.0)
+    assert min(ran.ours(lambda: run(name, torch.float32, as_sdpa, dtype))) >= 1
+
+
+def test_mask_and_causal_rule_together() -> None:
+    """Both hold, where torch raises, or on some versions lets both hold too."""
+    query, key, value = inputs()
+    mask = normal(2, 1, 5, 7)
+    both = mask.masked_fill(torch.ones(5, 7, dtype=torch.bool).triu(1), -torch.inf)
+    with as_sdpa():
+        out = sdpa(query, key, value, mask, is_causal=True)
+    torch.testing.assert_close(out, sdpa(query, key, value, both))
+
+
+def test_dropout() -> None:
+    query, key, value = inputs()
+    exact = [tensor.double() for tensor in (query, key, value)]
+    seed = dropout_seed(3)
+    expected = reference.attention(*exact, dropout_p=0.4, dropout_seed=seed).out
+    torch.manual_seed(3)
+    with as_sdpa():
+        out = sdpa(query, key, value, dropout_p=0.4)
+        everything = sdpa(query, key, value, dropout_p=1.0)
+    assert_accurate("out", out, expected)
+    assert torch.equal(everything, torch.zeros_like(out))
+
+
+def test_every_query_that_sees_no_key_gets_zeros_on_both_sides() -> None:
+    query, key, value = inputs()
+    for mask in (torch.zeros(5, 7, dtype=torch.bool), torch.full((5, 7), -torch.inf)):
+        for block in (no_block, as_sdpa):
+            with block():
+                assert torch.equal(sdpa(query, key, value, mask), torch.zeros_like(query))
+
+
+def test_blocks_end() -> None:
+    def step() -> None:
+        sdpa(*inputs(grad=True), dropout_p=0.1).sum().backward()
+
+    assert ran.ours(step) == (0, 0)
+    block = as_sdpa()
+    with block:
+        assert ran.ours(step) == (1, 1)
+        with block, as_sdpa():
+            assert ran.ours(step) == (1, 1)
+        assert ran.ours(step) == (1, 1)
+    assert ran.ours(step) == (0, 0)
+    with pytest.raises(KeyError), block:
+        raise KeyError
+    assert ran.ours(step) == (0, 0)
+    assert ran.ours(as_sdpa()(step)) == (1, 1)
+    assert as_sdpa()(step).__name__ == "step"
+    assert ran.ours(step) == (0, 0)
+
+
+def test_both_switches_together() -> None:
+    def step() -> None:
+        sdpa(*inputs(grad=True), dropout_p=0.1).sum().backward()
+        sdpa(*inputs(grad=True)).sum().backward()
+
+    attention.activate_flash_attention_impl("selfattn_ext")
+    try:
+        with as_sdpa():
+            assert ran.ours(step) == (2, 2)
+        assert ran.ours(step) == (1, 1)
+    finally:
+        attention.restore_flash_attention_impl()
+    assert ran.ours(step) == (0, 0)
+
+
+def test_a_block_is_of_its_thread() -> None:
+    query, key, value = inputs()
+    counted: dict[str, tuple[int, int]] = {}
+    inside, done = threading.Event(), threading.Event()
+
+    def other() -> None:
+        with as_sdpa():
+            inside.set()
+            done.wait(60)
+            counted["in a block"] = ran.ours(lambda: sdpa(query, key, value))
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    assert inside.wait(60)
+    counted["beside it"] = ran.ours(lambda: sdpa(query, key, value))
+    done.set()
+    thread.join()
+    assert counted == {"in a block": (1, 0), "beside it": (0, 0)}
+
+
+def results_of(call: Callable[[], Any]) -> Any:
+    """What a call gives or raises."""
+    try:
+        return call()
+    except Exception as error:
+        return type(error), str(error)
+
+
+#: name -> a call that is torch's: mistakes, and what this package does not compute.
+LEFT_TO_TORCH: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {
+    "head dims": lambda q, k, v: sdpa(q, k[..., :3], v),
+    "heads": lambda q, k, v: sdpa(q, k[:, :2], v[:, :2]),
+    "no group": lambda q, k, v: sdpa(q, k[:, :3], v[:, :3], enable_gqa=True),
+    "group of 2-D": lambda q, k, v: sdpa(q[0, 0], k[0, 0], v[0, 0], enable_gqa=True),
+    "batch": lambda q, k, v: sdpa(q, k.repeat(2, 1, 1, 1), v),
+    "dtypes": lambda q, k, v: sdpa(q.half(), k, v),
+    "integers": lambda q, k, v: sdpa(q.int(), k.int(), v.int()),
+    "complex": lambda q, k, v: sdpa(q.cfloat(), k.cfloat(), v.cfloat()),
+    "1-D": lambda q, k, v: sdpa(q[0, 0, 0], k, v),
+    "mask of int": lambda q, k, v: sdpa(q, k, v, torch.ones(5, 7, dtype=torch.int32)),
+    "mask of float16": lambda q, k, v: sdpa(q, k, v, torch.ones(5, 7, dtype=torch.float16)),
+    "mask of 1-D": lambda q, k, v: sdpa(q, k, v, torch.ones(7)),
+    "mask too large": lambda q, k, v: sdpa(q, k, v, torch.ones(5, 8)),
+    "mask of more dimensions": lambda q, k, v: sdpa(q, k, v, torch.ones(2, 2, 1, 5, 7)),
+    "dropout": lambda q, k, v: sdpa(q, k, v, dropout_p=1.5),
+    "less dropout": lambda q, k, v: sdpa(q, k, v, dropout_p=-0.5),
+    "no tensor": lambda q, k, v: sdpa(None, k, v),
+    "meta": lambda q, k, v: sdpa(*(tensor.to("meta") for tensor in (q, k, v))).shape,
+    "no head dim": lambda q, k, v: sdpa(q[..., :0], k[..., :0], v),
+    "scale": lambda q, k, v: sdpa(q, k, v, scale=float("inf")).isnan().all(),
+    "nested": lambda q, k, v: sdpa(*(torch.nested.nested_tensor([t[0], t[1]]) for t in (q, k, v))).unbind()[
+        1
+    ],
+    "sparse": lambda q, k, v: sdpa(q.to_sparse(), k, v),
+    "a backend": lambda q, k, v: with_math(q, k, v),
+}
+
+
+def with_math(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):
+        return sdpa(query, key, value)
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", LEFT_TO_TORCH)
+def test_left_to_torch(name: str) -> None:
+    call = LEFT_TO_TORCH[name]
+    expected = results_of(lambda: call(*inputs()))
+    with as_sdpa():
+        result = results_of(lambda: call(*inputs()))
+    if isinstance(expected, Tensor):
+        torch.testing.assert_close(result, expected, rtol=0, atol=0, equal_nan=True)
+    else:
+        assert result == expected
+
+
+def test_a_subclass_with_a_dispatch_of_its_own_is_torchs() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    query, key, value = (TwoTensor(tensor, tensor.clone()) for tensor in inputs())
+    with as_sdpa():
+        result = sdpa(query, key, value, dropout_p=0.0)
+        assert sum(ran.ours(lambda: sdpa(query, key, value))) == 0
+    assert type(result) is TwoTensor
+    assert torch.equal(result.a, sdpa(*inputs()))
+
+
+def test_autocast() -> None:
+    query, key, value = inputs(grad=True)
+    mask = normal(5, 7)
+    with torch.autocast("cpu", torch.bfloat16):
+        expected = sdpa(query, key, value.bfloat16(), mask)
+        with as_sdpa():
+            out = sdpa(query, key, value.bfloat16(), mask)
+            assert ran.ours(lambda: sdpa(query, key, value.bfloat16(), mask)) == (1, 0)
+    assert out.dtype == expected.dtype == torch.bfloat16
+    exact = sdpa(*(tensor.bfloat16().double() for tensor in (query, key, value)), mask.double())
+    assert_accurate("out", out.detach(), exact.detach(), expected.detach())
+
+
+def test_torch_func() -> None:
+    query, key, value = inputs(torch.float64)
+
+    def loss(query: Tensor) -> Tensor:
+        return sdpa(query, key[0], value[0], is_causal=True).square().sum()
+
+    expected = torch.func.vmap(torch.func.grad(loss))(query)
+    curvature = torch.func.hessian(loss)(query[0, :1, :2])
+    with as_sdpa():
+        assert sum(ran.ours(lambda: torch.func.vmap(torch.func.grad(loss))(query))) > 0
+        torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(query), expected)
+        torch.testing.assert_close(torch.func.hessian(loss)(query[0, :1, :2]), curvature)
+
+
+class Twice(torch.autograd.Function):
+    """A function that torch.func takes through an operator of its own."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return 2 * tensor
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        pass
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return 2 * grad
+
+
+def test_other_functions_in_a_block() -> None:
+    with as_sdpa():
+        gradient = torch.func.grad(lambda tensor: Twice.apply(tensor).sum())(torch.ones(3))
+        chosen = torch.cond(torch.tensor(True), lambda x: x + 1, lambda x: x - 1, (torch.ones(3),))
+    assert torch.equal(gradient, torch.full((3,), 2.0))
+    assert torch.equal(chosen, torch.full((3,), 2.0))
+
+
+def test_second_derivatives() -> None:
+    """torch's fused kernel has none."""
+    tensors = [normal(1, 1, 3, 4, dtype=torch.float64, seed=seed).requires_grad_() for seed in range(3)]
+    with pytest.raises(RuntimeError, match="is not implemented"):
+        torch.autograd.gradgradcheck(sdpa, tensors)
+    with as_sdpa():
+        assert torch.autograd.gradgradcheck(sdpa, tensors, fast_mode=True)
+
+
+def test_no_grad_and_inference_mode() -> None:
+    tensors = inputs(grad=True)
+    with as_sdpa():
+        with torch.no_grad():
+            assert not sdpa(*tensors).requires_grad
+        with torch.inference_mode():
+            assert sdpa(*tensors).is_inference()
+
+
+def test_checkpointing() -> None:
+    tensors = inputs(grad=True)
+
+    def step() -> None:
+        checkpoint(sdpa, *tensors, None, 0.0, use_reentrant=False).sum().backward()
+
+    with as_sdpa():
+        assert ran.ours(step) == (2, 1)
+
+
+def test_causal_bias() -> None:
+    query, key, value = inputs()
+    with as_sdpa():
+        out = sdpa(query, key, value, causal_lower_right(5, 7))
+        assert sum(ran.ours(lambda: sdpa(query, key, value, causal_lower_right(5, 7)))) == 1
+    mask = torch.ones(5, 7, dtype=torch.bool).tril(2)
+    torch.testing.assert_close(out, sdpa(query, key, value, mask))
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_torchscript() -> None:
+    scripted = torch.jit.script(scripted_attention)
+    with as_sdpa():
+        assert ran.ours(lambda: scripted(*inputs())) == (1, 0)
+    assert ran.ours(lambda: scripted(*inputs())) == (0, 0)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_trace_holds_torchs_operator() -> None:
+    with as_sdpa():
+        traced = torch.jit.trace(scripted_attention, inputs())
+        assert ran.ours(lambda: traced(*inputs())) == (1, 0)
+    assert "aten::scaled_dot_product_attention" in str(traced.graph)
+    assert ran.ours(lambda: traced(*inputs())) == (0, 0)
+
+
+def scripted_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(query, key, value)
+
+
+def test_compiled_outside_and_inside() -> None:
+    """One graph for each side of the block, whichever came first, and a block within the function."""
+    calls = {
+        "in a block": torch.compile(
+            lambda q, k, v: sdpa(q, k, v, None, 0.1), backend="aot_eager", fullgraph=True
+        ),
+        "itself": torch.compile(with_its_own_block, backend="aot_eager", fullgraph=True),
+    }
+
+    def step(name: str) -> Callable[[], None]:
+        return lambda: calls[name](*inputs(grad=True)).sum().backward()
+
+    assert ran.ours(step("in a block")) == (0, 0)
+    for _ in range(2):
+        with as_sdpa():
+            step("in a block")()
+            assert ran.ours(step("in a block")) == (1, 1)
+        assert ran.ours(step("in a block")) == (0, 0)
+    step("itself")()
+    assert ran.ours(step("itself")) == (2, 2)
+
+
+def with_its_own_block(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    with selfattn_ext.as_sdpa():
+        out = sdpa(query, key, value, dropout_p=0.1)
+        projections = (torch.ones(24, 8), torch.ones(24), None, None, False, 0.0, torch.ones(8, 8), None)
+        return F.multi_head_attention_forward(
+            out[0], out[0], key[0, :, :5], 8, 2, *projections, need_weights=False
+        )[0]
+
+
+def test_a_compiled_function_follows_the_precision() -> None:
+    compiled = torch.compile(sdpa_of, backend="aot_eager")
+    query, key, value = (normal(1, 2, 64, 64, seed=seed) for seed in range(3))
+    before = torch.get_float32_matmul_precision()
+    try:
+        with as_sdpa():
+            for asked in ("highest", "high", "medium", "high", "highest"):
+                torch.set_float32_matmul_precision(asked)
+                assert torch.equal(compiled(query, key, value), sdpa(query, key, value)), asked
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+def sdpa_of(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    return sdpa(query, key, value)
+
+
+def test_results_on_disk_are_told_apart() -> None:
+    """torch finds compiled results by the traced graph, which does not know about the block."""
+    before = torch.compiler.config.cache_key_tag
+    with as_sdpa():
+        inside = torch.compiler.config.cache_key_tag
+        with as_sdpa():
+            assert torch.compiler.config.cache_key_tag == inside
+        assert torch.compiler.config.cache_key_tag == inside
+    assert torch.compiler.config.cache_key_tag == before != inside
