@@ -1,0 +1,211 @@
+"""Attention of Hugging Face transformers through the kernels of this package.
+
+    import selfattn_ext.integrations.transformers
+    selfattn_ext.integrations.transformers.register()
+    model = AutoModelForCausalLM.from_pretrained(name, attn_implementation="selfattn_ext")
+
+For transformers 4.57 and newer. docs/transformers.md tells which models take it and what is different there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..functional import scaled_dot_product_attention
+from .positional_mask import PositionalMask
+from .transformers_masks import attention_mask as mask_function
+
+__all__ = ["attention_forward", "mask_function", "register"]
+
+_OLDEST = (4, 57)
+
+# transformers looks for these in the name of an implementation and treats it accordingly.
+_RESERVED = ("eager", "sdpa", "flash", "flex", "paged", "/", ":", "|")
+
+
+def register(name: str = "selfattn_ext") -> None:
+    """Makes ``attn_implementation=name`` known to transformers, for this process. Again is no harm.
+
+    Args:
+        name: under which name; it may not contain one of transformers' own, such as "sdpa".
+
+    Raises:
+        ImportError: transformers is missing or older than 4.57.
+        ValueError: the name is taken, or means something to transformers.
+    """
+    attention, masks = _interfaces()
+    if not isinstance(name, str) or not name or any(part in name for part in _RESERVED):
+        raise ValueError(
+            f"name must be a string without any of {', '.join(map(repr, _RESERVED))}, got {name!r}"
+        )
+    taken = dict(attention._global_mapping).get(name, attention_forward)
+    if taken is not attention_forward:
+        raise ValueError(f"name {name!r} is taken by {taken.__module__}.{taken.__qualname__}")
+    attention.register(name, attention_forward)
+    masks.register(name, mask_function)
+
+
+def _interfaces() -> tuple[Any, Any]:
+    """transformers' AttentionInterface and AttentionMaskInterface."""
+    wanted = ".".join(map(str, _OLDEST))
+    install = "pip install --upgrade 'selfattn_ext[transformers]'"
+    try:
+        import transformers
+    except ImportError as error:
+        raise ImportError(f"transformers {wanted} or newer is needed ({error}): {install}") from error
+    version = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+    if version < _OLDEST:
+        raise ImportError(
+            f"transformers {wanted} or newer is needed, this is {transformers.__version__}: {install}"
+        )
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    return AttentionInterface, AttentionMaskInterface
+
+
+def attention_forward(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    dropout: float = 0.0,
+    scaling: float | None = None,
+    is_causal: bool | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    sinks: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    head_mask: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
+    output_attentions: bool | None = None,
+    **unused: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """What transformers' AttentionInterface calls in place of a model's ``eager_attention_forward``.
+
+    Args:
+        module: the layer; its ``is_causal`` counts where neither a mask nor the argument says anything.
+        query: (B, H, L, E).
+        key: (B, Hk, S, E), as many heads as there are: H must be a multiple.
+        value: (B, Hk, S, Ev).
+        attention_mask: a :class:`PositionalMask`, a bool or float mask broadcastable to (B, H, L, S), which
+            may be longer than the keys, or None.
+        dropout: probability, 0 in evaluation.
+        scaling: factor of the scores; 1 / sqrt(E) by default.
+        is_causal: whether no mask means causal. For more than one query, from the first key on.
+        softcap: as in Gemma 2.
+        s_aux: (H,) a logit per head that takes part in the softmax, as in GPT-OSS.
+        sinks: (B, H, L, 1), the same for every query.
+        position_bias: broadcastable to (B, H, L, S), added to the scores, as in T5.
+        head_mask: broadcastable to (1, H, 1, 1), factors of the weights (4.57).
+        indices: (B, L, K), the keys that each query sees among those that the mask shows.
+        block_indices: not taken.
+        output_attentions: whether the weights are asked for.
+        unused: what other implementations take. A sliding window is in the mask.
+
+    Returns:
+        out (B, L, H, Ev), and the weights (B, H, L, S), after dropout, or None.
+
+    Raises:
+        ValueError: for ``block_indices``, a ``head_mask`` of another shape, and as
+            :func:`selfattn_ext.scaled_dot_product_attention` does.
+    """
+    if block_indices is not None:
+        raise ValueError("block_indices, blocks of keys per query, are not taken: use another implementation")
+    options: dict[str, Any] = {}
+    visible: Tensor | None = None
+    bias = position_bias
+    keys = key.shape[2]
+    if isinstance(attention_mask, PositionalMask) and attention_mask.shape[3] == keys:
+        options = attention_mask.options()
+        visible = attention_mask.key_mask()
+    elif attention_mask is not None:
+        given = attention_mask[..., :keys]
+        if given.dtype == torch.bool:
+            visible = given
+        else:
+            bias = given if bias is None else bias + given
+    else:
+        if is_causal is None:
+            is_causal = getattr(module, "is_causal", True)
+        # In this order: torch.compile makes an object of its own of a comparison that comes last.
+        options["is_causal"] = query.shape[2] > 1 and bool(is_causal)
+    if indices is not None:
+        chosen = _chosen(indices, keys)
+        visible = chosen if visible is None else visible & chosen
+
+    weights_wanted = bool(output_attentions) or _weights_are_captured()
+    results = scaled_dot_product_attention(
+        query,
+        key,
+        value,
+        _combined(visible, bias, keys),
+        dropout_p=dropout,
+        scale=_legacy_scale(module, value) if scaling is None else scaling,
+        enable_gqa=query.shape[1] != key.shape[1],
+        softcap=softcap or 0.0,
+        sinks=s_aux,
+        return_weights=weights_wanted,
+        return_lse=sinks is not None,
+        **options,
+    )
+    out, weights = results, None
+    if weights_wanted:
+        out, weights = results[:2]
+    if sinks is not None:
+        # The share that the other keys leave to a query's own sink.
+        share = torch.sigmoid(results[-1].unsqueeze(-1) - sinks).to(query.dtype)
+        out = (out if weights_wanted else results[0]) * share
+        weights = None if weights is None else weights * share
+    if head_mask is not None:
+        factor = _head_factor(head_mask, query.shape[1])
+        out = out * factor
+        weights = None if weights is None else weights * factor
+    return out.transpose(1, 2).contiguous(), weights
+
+
+def _combined(visible: Tensor | None, bias: Tensor | None, keys: int) -> Tensor | None:
+    """One mask of who is seen and what is added."""
+    if bias is None:
+        return visible
+    bias = bias[..., :keys]
+    return bias if visible is None else torch.where(visible, bias, -torch.inf)
+
+
+def _chosen(indices: Tensor, keys: int) -> Tensor:
+    """(B, L, K) indices of keys as a bool mask (B, 1, L, S)."""
+    shape = (*indices.shape[:-1], keys)
+    mask = torch.zeros(shape, dtype=torch.bool, device=indices.device)
+    return mask.scatter(-1, indices.long(), True).unsqueeze(1)
+
+
+def _head_factor(head_mask: Tensor, heads: int) -> Tensor:
+    """A head mask of 4.57, whose shape differs between models, as (1, H, 1, 1)."""
+    if head_mask.numel() != heads:
+        raise ValueError(
+            f"head_mask must have one number per head, {heads}, and is of shape {tuple(head_mask.shape)}"
+        )
+    return head_mask.reshape(1, heads, 1, 1)
+
+
+def _legacy_scale(module: Any, value: Tensor) -> float | None:
+    """The scale of GPT-2 in 4.57, which gives none and leaves it to its eager function to know."""
+    if not hasattr(module, "scale_attn_by_inverse_layer_idx"):
+        return None
+    scale: float = value.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
+    return scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
+
+
+def _weights_are_captured() -> bool:
+    """Whether transformers 5 collects the weights that layers return, without having told them."""
+    if torch.compiler.is_compiling():
+        return False
+    try:
+        from transformers.utils.output_capturing import _active_collector
+    except ImportError:
+        return False
+    return any("attentions" in name for name in _active_collector.get() or ())

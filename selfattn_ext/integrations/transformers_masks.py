@@ -1,0 +1,165 @@
+"""The masks of Hugging Face transformers as rules that the kernels evaluate.
+
+transformers describes who sees whom by a function of (batch, head, query, key) and asks the attention
+implementation for a mask of it. Those functions that say "causal", "sliding window" or "everybody" are
+recognised here and become a :class:`PositionalMask`, with the padding as a row of visible keys per batch
+entry: no (L, S) tensor. Any other function gets the bool mask that transformers makes for "sdpa".
+
+Note [The position of the queries]
+    Query 0 stands at some position among the keys: 0 in training, the number of cached tokens in generation,
+    less what a sliding cache has dropped. transformers 5 tells it as ``q_offset``, a number or, for static
+    caches, a tensor; 4.57 as the tensor ``cache_position``. On the CPU a tensor's value is read. On a GPU
+    that would wait for it, which is done only where transformers does it for "sdpa", and else the mask is a
+    tensor.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from ..capture import is_capturing
+from .positional_mask import PositionalMask
+
+__all__ = ["attention_mask"]
+
+Window = tuple[int, int]
+
+
+def attention_mask(**arguments: Any) -> Tensor | None:
+    """What transformers' AttentionMaskInterface calls, with the arguments of ``masking_utils.sdpa_mask``.
+
+    Returns:
+        None for a query that sees every key, a :class:`PositionalMask`, or a bool mask (B, 1, L, S).
+    """
+    from transformers import masking_utils
+
+    window = None if _is_tracing(arguments) else _window(arguments["mask_function"], masking_utils)
+    offset = None if window is None else _query_offset(arguments)
+    if window is None or offset is None:
+        return masking_utils.sdpa_mask(**arguments)
+
+    batch, keys = arguments["batch_size"], arguments["kv_length"]
+    queries = _query_length(arguments)
+    shown = _visible_keys(arguments, queries, offset, hides_later=window[1] == 0)
+    if queries == 1 and shown is None and _hides_nothing(window, offset, keys):
+        # More than one query without a mask would be taken for causal.
+        return None
+    if queries == 1 and not arguments.get("allow_is_causal_skip", True):
+        # A decoding step that may be compiled, into which an offset must not be frozen.
+        return masking_utils.sdpa_mask(**arguments)
+    device = arguments.get("device")
+    if device is None:
+        device = arguments["cache_position"].device
+    return PositionalMask((batch, queries, keys), window, offset, shown, device)
+
+
+def _window(function: Callable[..., Any], masking_utils: Any) -> Window | None:
+    """The (left, right) of a mask function of transformers, or None if it is more than that."""
+    if function is masking_utils.causal_mask_function:
+        return (-1, 0)
+    if function is getattr(masking_utils, "bidirectional_mask_function", None):
+        return (-1, -1)
+    if getattr(function, "__module__", None) != masking_utils.__name__:
+        return None
+    name = function.__qualname__.split(".")[0]
+    captured = _captured(function)
+    if name == "and_masks":
+        windows = [_window(part, masking_utils) for part in captured["mask_functions"]]
+        return None if None in windows else _narrowest(windows)
+    size = captured.get("sliding_window")
+    if isinstance(size, int) and size > 0:
+        if name == "sliding_window_overlay":
+            return (size - 1, -1)
+        if name == "sliding_window_bidirectional_overlay":
+            return (size, size)
+    if name == "packed_sequence_mask_function" and _is_one_sequence(captured["packed_sequence_mask"]):
+        return (-1, -1)
+    return None
+
+
+def _captured(function: Callable[..., Any]) -> dict[str, Any]:
+    """The variables around a nested function, by name."""
+    cells = function.__closure__ or ()
+    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+
+
+def _narrowest(windows: list[Any]) -> Window:
+    """What is within all of the windows."""
+
+    def side(index: int) -> int:
+        return min((window[index] for window in windows if window[index] >= 0), default=-1)
+
+    return (side(0), side(1))
+
+
+def _is_one_sequence(indices: Tensor) -> bool:
+    """Whether (B, L) indices of packed sequences tell of one per batch entry; no if it takes a GPU to know.
+
+    transformers 4.57 gives such a mask to every model that is called without cache and mask.
+    """
+    return indices.device.type == "cpu" and bool((indices == indices[:, :1]).all())
+
+
+def _query_length(arguments: dict[str, Any]) -> int:
+    if "cache_position" in arguments:
+        return arguments["cache_position"].shape[0]
+    return arguments["q_length"]
+
+
+def _query_offset(arguments: dict[str, Any]) -> int | None:
+    """The position of query 0 among the keys, None if unknown: Note [The position of the queries]."""
+    keys, key_offset = arguments["kv_length"], arguments["kv_offset"]
+    queries = _query_length(arguments)
+    skips = arguments.get("allow_is_causal_skip", True)
+    if isinstance(key_offset, Tensor):
+        return None
+    if "cache_position" in arguments:
+        positions = arguments["cache_position"]
+        if positions.device.type != "cpu":
+            # Where transformers leaves a mask out these are the offsets that it takes for granted.
+            return keys - queries if skips and (queries in (1, keys)) else None
+        first = int(positions[0]) if queries else 0
+        if queries > 1 and not torch.equal(positions, torch.arange(first, first + queries)):
+            return None
+        return first - key_offset
+    offset = arguments["q_offset"]
+    if isinstance(offset, Tensor):
+        if offset.device.type != "cpu" and (queries == 1 or not skips):
+            return None
+        offset = int(offset)
+    return offset - key_offset
+
+
+def _visible_keys(arguments: dict[str, Any], queries: int, offset: int, hides_later: bool) -> Tensor | None:
+    """The padding as (B, S) bool, or None where it hides nothing that the rule shows."""
+    padding = arguments.get("attention_mask")
+    if padding is None:
+        return None
+    keys, start = arguments["kv_length"], arguments["kv_offset"]
+    padding = padding[:, start : start + keys]
+    told = padding.shape[1]
+    # A GPU is asked for the values where transformers asks, which is not worth it for the row of one query.
+    may_look = padding.device.type == "cpu" or queries > 1
+    told_enough = told == keys or (hides_later and offset + queries <= told)
+    if told_enough and may_look and bool(padding.all()):
+        return None
+    return torch.nn.functional.pad(padding, (0, keys - told)) if told < keys else padding
+
+
+def _hides_nothing(window: Window, offset: int, keys: int) -> bool:
+    """Whether a query at ``offset`` sees all keys."""
+    left, right = window
+    return (left < 0 or offset - left <= 0) and (right < 0 or offset + right >= keys - 1)
+
+
+def _is_tracing(arguments: dict[str, Any]) -> bool:
+    """Whether values are not to be had, as a graph is made of the calls."""
+    if torch.compiler.is_compiling() or torch._C._is_tracing():
+        return True
+    tensors = [value for value in arguments.values() if isinstance(value, Tensor)]
+    return any(isinstance(tensor, FakeTensor) or tensor.is_meta or is_capturing(tensor) for tensor in tensors)

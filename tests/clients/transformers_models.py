@@ -1,0 +1,210 @@
+"""Small models of Hugging Face transformers with random weights, and how they are judged.
+
+The judge is the model in float64 with attention by the formula below, which keeps to float64 throughout:
+transformers' own eager functions take the softmax in float32 and give NaN for padded float64 models. The peer
+is "eager" in the tested dtype.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+import transformers
+from tolerances import assert_accurate
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.masking_utils import eager_mask
+
+from selfattn_ext.integrations import transformers as integration
+
+NAME = "selfattn_ext"
+FORMULA = "formula"
+VERSION = tuple(int(part) for part in transformers.__version__.split(".")[:2])
+TOKENS = 97
+
+integration.register(NAME)
+transformers.logging.set_verbosity_error()
+
+_SIZES: dict[str, Any] = {
+    "vocab_size": TOKENS,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "max_position_embeddings": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_GROUPED = {**_SIZES, "num_key_value_heads": 2}
+_NARROW = {**_GROUPED, "head_dim": 8, "sliding_window": 5}
+_GEMMA = {**_NARROW, "query_pre_attn_scalar": 8}
+_LAYERS = ["sliding_attention", "full_attention"]
+_GPT2 = {
+    "vocab_size": TOKENS,
+    "n_embd": 32,
+    "n_layer": 2,
+    "n_head": 4,
+    "n_positions": 64,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+#: name -> the configuration of a model that generates text.
+DECODERS: dict[str, Callable[[], Any]] = {
+    "gpt2": lambda: transformers.GPT2Config(**_GPT2),
+    "gpt2 layer scale": lambda: transformers.GPT2Config(**_GPT2, scale_attn_by_inverse_layer_idx=True),
+    "llama gqa": lambda: transformers.LlamaConfig(**_GROUPED),
+    "mistral": lambda: transformers.MistralConfig(**_GROUPED, sliding_window=5),
+    "qwen2": lambda: transformers.Qwen2Config(**_GROUPED),
+    "qwen3": lambda: transformers.Qwen3Config(**_GROUPED, head_dim=8),
+    "phi": lambda: transformers.PhiConfig(**_SIZES),
+    "opt": lambda: transformers.OPTConfig(
+        **{**_SIZES, "intermediate_size": None}, ffn_dim=48, word_embed_proj_dim=32
+    ),
+    "gpt-neox": lambda: transformers.GPTNeoXConfig(**_SIZES),
+    "gemma2": lambda: transformers.Gemma2Config(**_GEMMA, attn_logit_softcapping=0.5),
+    "gemma3": lambda: transformers.Gemma3TextConfig(**_GEMMA, layer_types=_LAYERS),
+    "gpt-oss": lambda: transformers.GptOssConfig(**_NARROW, num_local_experts=2, num_experts_per_tok=1),
+    # Without experts, whose float64 4.57 does not have.
+    "deepseek-v3": lambda: transformers.DeepseekV3Config(
+        **{**_SIZES, "num_key_value_heads": 4},
+        q_lora_rank=16,
+        kv_lora_rank=16,
+        qk_rope_head_dim=8,
+        qk_nope_head_dim=8,
+        v_head_dim=12,
+        first_k_dense_replace=2,
+    ),
+}
+
+
+def formula(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    scaling: float | None = None,
+    dropout: float = 0.0,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, Tensor]:
+    """Attention as textbooks have it, in the dtype of the query."""
+    assert dropout == 0
+    if scaling is None:
+        scaling = query.size(-1) ** -0.5
+        if getattr(module, "scale_attn_by_inverse_layer_idx", False):
+            scaling = scaling / (module.layer_idx + 1)
+    group = query.size(1) // key.size(1)
+    scores = scaling * query @ key.repeat_interleave(group, 1).mT
+    if softcap:
+        scores = softcap * torch.tanh(scores / softcap)
+    for added in (position_bias, attention_mask):
+        if added is not None:
+            scores = scores + added[..., : key.size(2)]
+    if s_aux is not None:
+        logits = s_aux.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, logits], dim=-1)
+    weights = torch.softmax(scores, -1)[..., : key.size(2)]
+    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2), weights
+
+
+AttentionInterface.register(FORMULA, formula)
+AttentionMaskInterface.register(FORMULA, eager_mask)
+
+
+def randomized(model: nn.Module) -> nn.Module:
+    """Weights large enough for attention to matter: the initial ones make all scores nearly equal."""
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2, generator=generator)
+            elif parameter.dim() == 1:
+                parameter.add_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    return model.eval()
+
+
+def built(config: Any, kind: Any = transformers.AutoModelForCausalLM) -> nn.Module:
+    """A model of the configuration on our attention."""
+    if hasattr(config, "_experts_implementation"):
+        config._experts_implementation = "eager"  # the others have no float64
+    torch.manual_seed(0)
+    return randomized(kind.from_config(config, attn_implementation=NAME))
+
+
+class Trio:
+    """A model on our attention, its peer on eager, and its judge in float64 on the formula."""
+
+    def __init__(self, model: nn.Module, dtype: torch.dtype = torch.float32) -> None:
+        model = model.to(dtype)
+        self.ours = model
+        self.peer = as_implementation(copy.deepcopy(model), "eager")
+        self.exact = as_implementation(copy.deepcopy(model).double(), FORMULA)
+        self.dtype = dtype
+
+    def check(self, run: Callable[[nn.Module], dict[str, Tensor]], least_calls: int = 1) -> dict[str, Tensor]:
+        """Asserts that what ``run`` makes of the model is as accurate as with eager, and by our kernels."""
+        with kernel_calls() as calls:
+            ours = run(self.ours)
+        assert len(calls) >= least_calls, f"{len(calls)} calls of our operators"
+        with kernel_calls() as calls:
+            exact, peer = run(self.exact), run(self.peer)
+        assert not calls, "the judges used our kernels"
+        for name, result in ours.items():
+            size = float(exact[name].abs().max())
+            assert_accurate(name, result, exact[name], peer[name], max(size, 1.0), self.dtype)
+        return ours
+
+
+def as_implementation(model: nn.Module, name: str) -> nn.Module:
+    model.set_attn_implementation(name)
+    return model
+
+
+@contextmanager
+def kernel_calls() -> Iterator[list[str]]:
+    """The names of our operators in the order in which they are called."""
+    called: list[str] = []
+
+    class Record(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        ) -> Any:
+            if func.namespace == "selfattn":
+                called.append(func.__name__)
+            return func(*args, **(kwargs or {}))
+
+    with Record():
+        yield called
+
+
+def tokens(batch: int = 2, length: int = 11) -> Tensor:
+    return torch.randint(3, TOKENS, (batch, length), generator=torch.Generator().manual_seed(2))
+
+
+def padding(ids: Tensor, side: str) -> Tensor:
+    """An attention mask that hides three tokens of the first sequence."""
+    mask = torch.ones_like(ids)
+    if side == "left":
+        mask[0, :3] = 0
+    elif side == "right":
+        mask[0, -3:] = 0
+    return mask
+
+
+def gradients(model: nn.Module, loss: Tensor) -> dict[str, Tensor]:
+    """The gradients of all parameters, scaled to a common size."""
+    model.zero_grad()
+    loss.backward()
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    return {f"grad of {name}": grad.detach().clone() for name, grad in found.items()}
