@@ -61,6 +61,7 @@ ELSEWHERE = {
     "test_cli": "is about arguments; what a command computes is in test_demo.py, or uses the GPU by itself",
     "test_cuda": "is about the GPU anyway",
     "test_emulat": "is about the emulator",
+    "test_environment": "is about the documents",
     "test_gpu": "is about scripts for the GPU",
     "test_install": "is about the build",
     "test_jit": "is about the build",
