@@ -92,6 +92,26 @@ def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
             assert_accurate(f"{what} {forward} {backward}", result, exact[what], peer[what], 4.0)
 
 
+@pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -10000.0])
+@pytest.mark.parametrize("switch", [activated, selfattn_ext.as_sdpa])
+def test_rows_hidden_by_low_numbers(switch: Any, low: float) -> None:
+    """Masks of other libraries hide by finite numbers: a row of nothing else weighs its keys alike."""
+    tensors = [normal(2, 4, 9, 16, seed=seed).requires_grad_() for seed in range(3)]
+    mask = torch.zeros(9, 9)
+    mask[3], mask[:, 7] = low, low
+
+    def gradients(dtype: torch.dtype) -> tuple[Tensor, ...]:
+        query, key, value = (tensor.to(dtype) for tensor in tensors)
+        scores = (0.25 * (query @ key.mT).float() + mask).to(dtype)  # as float32 rounds them
+        return torch.autograd.grad((F.softmax(scores, -1) @ value).square().sum(), tensors)
+
+    with switch():
+        ours = torch.autograd.grad(F.scaled_dot_product_attention(*tensors, mask).square().sum(), tensors)
+    exact, peers = gradients(torch.float64), gradients(torch.float32)
+    for name, result, *judges in zip(("query", "key", "value"), ours, exact, peers, strict=True):
+        assert_accurate(name, result, *judges, 4.0)
+
+
 def test_mask_and_causal_rule_together() -> None:
     """torch 2.13 sends such calls to the operator, 2.14 refuses them before."""
     query, key, value = (normal(2, 4, 9, 16, seed=seed) for seed in range(3))

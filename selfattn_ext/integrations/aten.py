@@ -4,10 +4,11 @@ Note [One number per row]
     torch keeps one number per query between forward and backward, the log-sum-exp of its scores, where this
     package keeps two, the largest score and the sum. exp(s - lse) is the weight all the same, so that lse
     stands for the row's maximum, with a sum of 1, and either side's backward takes the other side's forward.
-    Two things are lost, as they are with torch's own kernels: a row whose scores all are so low that adding
-    log(S) to them changes nothing (a mask of the lowest finite number over all keys), and what rounding took
-    from a 16-bit output, which makes 16-bit gradients a little less exact. A query that sees no key has
-    lse 0 here, as in torch: exp(-inf - 0) is the right weight, exp(-inf + inf) is none.
+    A query that sees no key has lse 0 here, as in torch: exp(-inf - 0) is the right weight, exp(-inf + inf)
+    is none. What rounding took from a 16-bit output is lost, which makes 16-bit gradients a little less
+    exact. Lost too is log(S) beside scores of -1e38, in rows that a mask hides by the lowest finite number:
+    torch's own gradients of such rows are S times too large. On the CPU, where a look at lse costs nothing,
+    such calls compute both numbers again; on CUDA it would wait for the GPU.
 """
 
 from __future__ import annotations
@@ -23,6 +24,9 @@ from ..reference import default_scale
 from ..shapes import dense_rows
 
 __all__ = ["backward", "forward", "in_order", "mask_of", "order_of"]
+
+#: From here on a float32 log-sum-exp is coarser than a thousandth.
+_FAR = 2.0**13
 
 
 def forward(
@@ -62,10 +66,13 @@ def backward(
     options = _with_settings(query, mask, options)
     query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
     factor = default_scale(query.size(3)) if scale is None else scale
-    row_max = lse.contiguous()
-    grads = ops.direct_backward(
-        grad_out, query, key, value, out, row_max, torch.ones_like(row_max), factor, **options
-    )
+    if mask is not None and lse.device.type == "cpu" and bool((lse.abs() > _FAR).any()):
+        keywords = {name: option for name, option in options.items() if name != "need_mask_grad"}
+        _, row_max, row_sum, _ = ops.direct_forward(query, key, value, factor, **keywords)
+    else:
+        row_max = lse.contiguous()
+        row_sum = torch.ones_like(row_max)
+    grads = ops.direct_backward(grad_out, query, key, value, out, row_max, row_sum, factor, **options)
     return grads[:4]
 
 
