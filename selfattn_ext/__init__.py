@@ -16,7 +16,8 @@ except ModuleNotFoundError as error:
     ) from None
 
 from . import backends, jit, masks, nn, reference, sources
-from .functional import attention_scores, attention_weights, masked_softmax, scaled_dot_product_attention
+from .functional import attention_weights, scaled_dot_product_attention
+from .functional_pieces import attention_scores, masked_softmax
 from .integrations import torch_sdpa as _torch_sdpa
 from .integrations.sdpa_mode import as_sdpa
 from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention

@@ -11,6 +11,7 @@ from torch import Tensor
 from . import checks, precision, reference, shapes
 
 __all__ = [
+    "ORIGIN",
     "Maybe",
     "Options",
     "Prepared",
@@ -23,6 +24,9 @@ __all__ = [
     "keywords_of",
     "prepared",
 ]
+
+#: The default query_offset, to be compared by identity: whether a compiler's symbol is 0 must not be asked.
+ORIGIN = 0
 
 #: The operators' keyword arguments that are no tensors; those at their default are left out.
 Options = dict[str, Any]

@@ -22,6 +22,8 @@ from . import cuda_build, library, shapes
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES_TEXT = "float64, float32, bfloat16 or float16"
+#: What operators, torch's views and attributes of things that are no tensors raise for bad arguments.
+REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, IndexError)
 _MAX_OFFSET = 2**40
 _MAX_ELEMENTS = 2**62
 
@@ -52,7 +54,13 @@ def out_of_memory(error: MemoryError, tensor: Tensor) -> Exception:
 
 
 def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFFSET) -> int:
-    """An int from anything that is one, NumPy's and one-element integer tensors included."""
+    """An int from anything that is one, NumPy's and one-element integer tensors included.
+
+    One that a compiler traces as a symbol is taken as it is: a question about its value would tie the graph
+    to the answer. The operators check it when it has a value.
+    """
+    if _may_be_symbol(value):
+        return value
     try:
         result = operator.index(value)
     except TypeError:
@@ -60,6 +68,12 @@ def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFF
     if not low <= result <= high:
         raise ValueError(f"{name} must lie between {low} and {high}, got {result}")
     return result
+
+
+def _may_be_symbol(value: Any) -> bool:
+    if isinstance(value, torch.SymInt):
+        return True
+    return torch.compiler.is_dynamo_compiling() and isinstance(value, int)
 
 
 def number(name: str, value: Any) -> float:
@@ -75,7 +89,8 @@ def number(name: str, value: Any) -> float:
         result = float(value)
     except (TypeError, ValueError):
         raise TypeError(f"{name} must be a real number, got {_described(value)}") from None
-    if not math.isfinite(result):
+    # As math.isfinite says it, in words that hold for the symbol of a compiler too.
+    if result - result != 0:
         raise ValueError(f"{name} must be finite, got {result}")
     return result
 

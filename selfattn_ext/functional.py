@@ -1,8 +1,8 @@
-"""The public functions: fill defaults, bring the arguments into the operators' form, call, explain refusals.
+"""Attention for users: fill defaults, bring the arguments into the operators' form, call, explain refusals.
 
 Note [Refusals]
     A dozen checks in Python cost as much as a small attention. The operators check everything themselves, so
-    the functions here call first and look for the reason in :mod:`selfattn_ext.checks`, in terms of the
+    the public functions call first and look for the reason in :mod:`selfattn_ext.checks`, in terms of the
     user's own arguments, once something has refused. What the operators cannot see is checked beforehand.
 """
 
@@ -15,21 +15,21 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import arguments, autograd, autograd_pieces, backends, checks, ops, precision, shapes
+from . import arguments, autograd, backends, checks, exported, ops, overrides, precision, shapes
 from .reference import default_scale
 
-__all__ = ["attention_scores", "attention_weights", "masked_softmax", "scaled_dot_product_attention"]
+__all__ = ["attention_weights", "scaled_dot_product_attention"]
 
 _EVERYTHING = (-1, -1)
 
-# What operators, torch's views and attributes of things that are no tensors raise for bad arguments.
-_REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, IndexError)
 
 # Looked up once: an attribute chain costs as much as the call at its end.
 _is_grad_enabled = torch.is_grad_enabled
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_dynamo_compiling
+_is_exporting = torch.compiler.is_exporting
+_is_overridden = torch.overrides.has_torch_function_variadic
 _precision = precision.current
 _precision_on_cuda = precision.current_on_cuda
 _FLOAT32 = torch.float32
@@ -91,7 +91,7 @@ def scaled_dot_product_attention(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_offset: int = 0,
+    query_offset: int = arguments.ORIGIN,
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -153,9 +153,17 @@ def scaled_dot_product_attention(
     Milakov and Gimelshein (2018), "Online normalizer calculation for softmax", and Dao (2023),
     "FlashAttention-2".
     """
+    if _is_overridden(query, key, value, attn_mask, alibi_slopes, sinks) and (
+        relevant := overrides.asked(query, key, value, attn_mask, alibi_slopes, sinks)
+    ):
+        return overrides.call(
+            scaled_dot_product_attention, relevant, query, key, value, attn_mask, dropout_p, is_causal, scale,
+            enable_gqa, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
+        )  # fmt: skip
     try:
         options: dict[str, Any] = {}
-        if query_offset:
+        if query_offset is not arguments.ORIGIN:
             options["query_offset"] = checks.integer("query_offset", query_offset)
         if window_size is not _EVERYTHING:
             arguments.add_window(options, window_size)
@@ -172,6 +180,7 @@ def scaled_dot_product_attention(
             and not return_weights
             and not return_lse
             and not _is_compiling()
+            and not _is_exporting()
             and query.dim() == 4
             and not _is_any_autocast_enabled()
             and not _are_transforms_active()
@@ -208,7 +217,8 @@ def scaled_dot_product_attention(
         if dropout_p:
             options["dropout_p"] = checks.probability("dropout_p", dropout_p)
             seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
-        out, weights, lse = autograd.attention(
+        attend = exported.attention if _is_exporting() else autograd.attention
+        out, weights, lse = attend(
             (form.query, form.key, form.value, mask, slopes, sink_logits, seed),
             factor,
             options,
@@ -217,7 +227,7 @@ def scaled_dot_product_attention(
         )
     except MemoryError as error:
         raise checks.out_of_memory(error, query) from None
-    except _REFUSALS:
+    except checks.REFUSALS:
         problem = checks.diagnose(
             checks.attention,
             query,
@@ -258,7 +268,7 @@ def attention_weights(
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_offset: int = 0,
+    query_offset: int = arguments.ORIGIN,
     return_lse: bool = False,
 ) -> Any:
     """The softmax weights (..., H, L, S) of :func:`scaled_dot_product_attention`, without a value to mix.
@@ -278,6 +288,14 @@ def attention_weights(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
+    if _is_overridden(query, key, attn_mask, alibi_slopes, sinks) and (
+        relevant := overrides.asked(query, key, attn_mask, alibi_slopes, sinks)
+    ):
+        return overrides.call(
+            attention_weights, relevant, query, key, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+            window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            query_offset=query_offset, return_lse=return_lse,
+        )  # fmt: skip
     if not isinstance(key, Tensor) or key.dim() < 2:
         checks.scores(query, key)
     results = scaled_dot_product_attention(
@@ -298,97 +316,3 @@ def attention_weights(
         return_lse=return_lse,
     )
     return results[1:] if return_lse else results[1]
-
-
-def attention_scores(
-    query: Tensor, key: Tensor, scale: float | None = None, enable_gqa: bool = False
-) -> Tensor:
-    """The scaled dot products ``scale * query @ key^T``, before any mask or softmax.
-
-    Args:
-        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are taken too.
-        key: (..., H, S, E), same dtype; leading dimensions broadcast.
-        scale: ``1 / sqrt(E)`` by default (Vaswani et al. 2017), which brings the variance of the scores of
-            independent unit-variance vectors back to 1.
-        enable_gqa: allows H query heads against Hk key heads where Hk divides H.
-
-    Returns:
-        (..., H, L, S), contiguous, in the query's dtype; differentiable any number of times.
-
-    Raises:
-        ValueError, TypeError: naming the argument, what was given and what is allowed.
-        MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
-    """
-    try:
-        q, k = arguments.autocast(query, key)
-        form = shapes.canonical(q, k, k, enable_gqa)
-        factor = default_scale(form.query.size(3)) if scale is None else checks.scale(scale)
-        scores = autograd_pieces.attention_scores(form.query, form.key, factor, backends.forced_kernel())
-    except MemoryError as error:
-        raise checks.out_of_memory(error, query) from None
-    except _REFUSALS:
-        problem = checks.diagnose(checks.scores, query, key, scale, enable_gqa)
-        if problem is None:
-            raise
-        raise problem from None
-    return shapes.restored(scores, form)
-
-
-def masked_softmax(
-    scores: Tensor,
-    mask: Tensor | None = None,
-    *,
-    scale: float = 1.0,
-    is_causal: bool = False,
-    query_offset: int = 0,
-) -> Tensor:
-    """Softmax over the last dimension of ``scale * scores + mask``, in one pass over memory.
-
-    The step between the two products of attention (Vaswani et al. 2017, section 3.2.1), on scores that are
-    given.
-
-    Args:
-        scores: (..., L, S), float64, float32, bfloat16 or float16.
-        mask: broadcastable to scores. bool: True = keep. Any floating dtype: added, -inf hides; gets a
-            gradient if it requires one.
-        scale: factor of the scores.
-        is_causal: row i keeps columns ``j <= i + query_offset``.
-        query_offset: position of row 0 among the columns.
-
-    Returns:
-        Weights of the shape and dtype of scores, contiguous; differentiable any number of times. A hidden
-        entry is 0 and has no influence even if it is NaN; a row of hidden entries is 0.
-
-    Raises:
-        ValueError, TypeError: naming the argument, what was given and what is allowed.
-        MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
-    """
-    try:
-        if scores.dim() < 2:
-            raise ValueError("scores of less than two dimensions")
-        lead = tuple(scores.shape[:-3]) or (1,)
-        flat = shapes.four_dimensional(scores, lead)
-        options: dict[str, Any] = {}
-        if is_causal:
-            options["is_causal"] = True
-        if query_offset:
-            options["query_offset"] = checks.integer("query_offset", query_offset)
-        if kernel := backends.forced_kernel():
-            options["kernel_name"] = kernel
-        form = shapes.Canonical(flat, flat, flat, lead, scores.dim())
-        bias = None
-        if mask is not None:
-            if checks.is_causal_bias(mask):
-                raise TypeError(
-                    "a CausalBias is a mask of scaled_dot_product_attention; pass is_causal=True here"
-                )
-            bias = shapes.mask_four_dimensional(checks.mask("mask", mask), form)
-        weights = autograd_pieces.masked_softmax(flat, bias, checks.scale(scale), options)
-    except MemoryError as error:
-        raise checks.out_of_memory(error, scores) from None
-    except _REFUSALS:
-        problem = checks.diagnose(checks.softmax, scores, mask, scale_=scale, query_offset=query_offset)
-        if problem is None:
-            raise
-        raise problem from None
-    return shapes.restored(weights, form)

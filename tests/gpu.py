@@ -25,6 +25,7 @@ DEVICE = os.environ.get(DEVICE_VARIABLE) or "cpu"
 
 #: The test modules that say as much about the GPU as about the CPU.
 MODULES = (
+    "test_compile.py",
     "test_decode.py",
     "test_demo.py",
     "test_determinism.py",
@@ -32,6 +33,7 @@ MODULES = (
     "test_dropout.py",
     "test_edge_cases.py",
     "test_errors.py",
+    "test_exported.py",
     "test_func_transforms.py",
     "test_functional.py",
     "test_gradients.py",
@@ -44,6 +46,7 @@ MODULES = (
     "test_notebook.py",
     "test_ops.py",
     "test_options_pairwise.py",
+    "test_overrides.py",
     "test_pieces.py",
     "test_precision.py",
     "test_readme.py",
@@ -70,6 +73,7 @@ ELSEWHERE = {
     "test_moving": "is about what torch's functions do on the CPU",
     "test_on_cuda": "runs the others",
     "test_peak": "measures the CPU",
+    "test_processes": "forks, which a process that uses CUDA cannot",
     "test_peers": "is about other libraries on the CPU",
 }
 

@@ -1,14 +1,16 @@
 // The schema of every op. The files named after the ops register their implementations.
 //
 // Rare options are keyword-only with defaults: a caller that leaves them out saves their conversion.
+// Positions are SymInt, so that a compiled graph holds for every one of them: a decoder's offset grows with
+// each token.
 #include "stable.h"
 
 // query (B,H,L,E), key (B,Hk,S,E), value (B,Hk,S,Ev), mask (B|1,H|1,L|1,S|1), slopes and sinks (B|1,H).
-#define SELFATTN_OPTIONS                                                                                  \
-  "Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "                               \
-  "Tensor? dropout_seed=None, float dropout_p=0., bool is_causal=False, "                                 \
-  "int window_left=-1, int window_right=-1, int query_offset=0, float softcap=0., str kernel_name=\"\", " \
-  "str float32_precision=\"highest\""
+#define SELFATTN_OPTIONS                                                                     \
+  "Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "                  \
+  "Tensor? dropout_seed=None, float dropout_p=0., bool is_causal=False, "                    \
+  "SymInt window_left=-1, SymInt window_right=-1, SymInt query_offset=0, float softcap=0., " \
+  "str kernel_name=\"\", str float32_precision=\"highest\""
 
 STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
   library.def(
@@ -46,7 +48,7 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "str kernel_name=\"\") -> (Tensor grad_query, Tensor grad_key)");
   library.def(
       "masked_softmax(Tensor scores, float scale, *, Tensor? mask=None, bool is_causal=False, "
-      "int query_offset=0, str kernel_name=\"\") -> Tensor");
+      "SymInt query_offset=0, str kernel_name=\"\") -> Tensor");
   library.def(
       "masked_softmax_backward(Tensor grad_weights, Tensor weights, float scale, *, "
       "str kernel_name=\"\") -> Tensor");

@@ -1,8 +1,27 @@
 #include "run_kernel.h"
 
+#if defined(__linux__)
+#include <pthread.h>
+#endif
+
 namespace selfattn::ops {
 
 namespace {
+
+// Note [Forked processes]
+// GNU's OpenMP keeps a pool of threads for each thread that has started a parallel region. fork() copies the
+// calling thread alone, which then believes in a pool that is gone: its next parallel region waits for ever,
+// in every function of the framework that has one. A kernel can do without: on such a thread it runs on one
+// thread. Other threads of the child make pools of their own. What the framework itself ran on several
+// threads before the fork is not known here.
+thread_local bool has_pool = false;
+thread_local bool lost_pool = false;
+
+#if defined(__linux__)
+void after_fork_in_child() { lost_pool = lost_pool || has_pool; }
+
+[[maybe_unused]] const int registered = pthread_atfork(nullptr, nullptr, &after_fork_in_child);
+#endif
 
 struct Job {
   void (*body)(void* context);
@@ -16,6 +35,7 @@ void run_range(int64_t begin, int64_t end, void* job) {
 // One range per worker. Inside another parallel region the framework hands all of them to this thread, one
 // after the other: the first does all the work and the rest find nothing left.
 void run_on_framework_threads(int workers, void (*body)(void* context), void* context) {
+  has_pool = true;
   Job job{body, context};
   if (torch_parallel_for(0, workers, 1, &run_range, &job) != TORCH_SUCCESS) {
     throw std::runtime_error("the framework's thread pool failed");
@@ -26,7 +46,7 @@ void run_on_framework_threads(int workers, void (*body)(void* context), void* co
 
 cpu::ThreadPool thread_pool() {
   uint32_t threads = 1;
-  torch_get_num_threads(&threads);
+  if (!lost_pool) torch_get_num_threads(&threads);
   return {static_cast<int>(threads), &run_on_framework_threads};
 }
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ..reference import accumulation_dtype
+
 __all__ = ["rotary_embedding"]
 
 
@@ -46,7 +48,7 @@ def rotary_embedding(
     features = x.shape[-1]
     exponents = torch.arange(0, features, 2, device=x.device, dtype=torch.float64) / features
     angles = positions.to(torch.float64).unsqueeze(-1) * base**-exponents
-    dtype = torch.promote_types(x.dtype, torch.float32)
+    dtype = accumulation_dtype(x.dtype)
     cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
     if interleaved:
         first, second = x[..., 0::2], x[..., 1::2]

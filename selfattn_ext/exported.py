@@ -1,0 +1,102 @@
+"""The operators that torch.export writes into its graphs: attention and its two halves with their gradients.
+
+Note [Gradients of exported programs]
+    A graph holds operators and no autograd.Function. With those of the compiled library alone, which know no
+    gradients, an exported program would compute, and its training would leave out whatever stands before an
+    attention, without an error. So each differentiable function is an operator too, composed of the others in
+    Python, which an exported graph keeps. Lowering the graph further, by run_decompositions or for
+    AOTInductor, gives the operators of the compiled library.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import autograd, autograd_pieces, ops
+from .arguments import Maybe, Options, Tensors, keywords_of
+
+__all__ = ["attention", "attention_scores", "masked_softmax"]
+
+_library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
+
+
+def _composed(name: str, arguments: str, results: str, function: Callable[..., Any]) -> Any:
+    """An operator that is what the function does, gradients included, on every device."""
+    _library.define(f"{name}({arguments}) -> {results}")
+    _library.impl(name, function, "CompositeImplicitAutograd")
+    return getattr(getattr(torch.ops, ops.NAMESPACE), name).default
+
+
+def _arguments(operator: Any) -> str:
+    """The arguments in the schema of an operator."""
+    return re.split(r"[()]", str(operator._schema), maxsplit=2)[1]
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    attn_mask: Maybe = None,
+    alibi_slopes: Maybe = None,
+    sinks: Maybe = None,
+    dropout_seed: Maybe = None,
+    **options: Any,
+) -> list[Tensor]:
+    tensors = (query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
+    results = autograd.attention(tensors, scale, options, return_weights, return_lse)
+    return [result for result in results if result is not None]
+
+
+def _attention_scores(query: Tensor, key: Tensor, scale: float, *, kernel_name: str = "") -> Tensor:
+    return autograd_pieces.attention_scores(query, key, scale, kernel_name)
+
+
+def _masked_softmax(scores: Tensor, scale: float, *, mask: Maybe = None, **options: Any) -> Tensor:
+    return autograd_pieces.masked_softmax(scores, mask, scale, options)
+
+
+_attention_operator = _composed(
+    "attention_with_gradient",
+    _arguments(ops.attention_forward).replace(
+        "need_residual=False", "return_weights=False, bool return_lse=False"
+    ),
+    "Tensor[]",
+    _attention,
+)
+_attention_scores_operator = _composed(
+    "attention_scores_with_gradient", _arguments(ops.attention_scores), "Tensor", _attention_scores
+)
+_masked_softmax_operator = _composed(
+    "masked_softmax_with_gradient", _arguments(ops.masked_softmax), "Tensor", _masked_softmax
+)
+
+
+def attention(
+    tensors: Tensors, scale: float, options: Options, want_weights: bool, want_lse: bool
+) -> tuple[Tensor, Maybe, Maybe]:
+    """:func:`selfattn_ext.autograd.attention` as one operator."""
+    keywords = keywords_of(tensors, options)
+    results = _attention_operator(
+        *tensors[:3], scale, return_weights=want_weights, return_lse=want_lse, **keywords
+    )
+    return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
+
+
+def attention_scores(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
+    """:func:`selfattn_ext.autograd_pieces.attention_scores` as one operator."""
+    return _attention_scores_operator(query, key, scale, kernel_name=kernel)
+
+
+def masked_softmax(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:
+    """:func:`selfattn_ext.autograd_pieces.masked_softmax` as one operator."""
+    keywords = options if mask is None else {**options, "mask": mask}
+    return _masked_softmax_operator(scores, scale, **keywords)

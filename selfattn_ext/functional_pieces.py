@@ -1,0 +1,127 @@
+"""The two halves of attention for users: scores, and the softmax of given ones.
+
+They call and explain refusals as :mod:`selfattn_ext.functional` does.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import arguments, autograd_pieces, backends, checks, exported, overrides, shapes
+from .reference import default_scale
+
+__all__ = ["attention_scores", "masked_softmax"]
+
+_is_exporting = torch.compiler.is_exporting
+_is_overridden = torch.overrides.has_torch_function_variadic
+
+
+def attention_scores(
+    query: Tensor, key: Tensor, scale: float | None = None, enable_gqa: bool = False
+) -> Tensor:
+    """The scaled dot products ``scale * query @ key^T``, before any mask or softmax.
+
+    Args:
+        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are taken too.
+        key: (..., H, S, E), same dtype; leading dimensions broadcast.
+        scale: ``1 / sqrt(E)`` by default (Vaswani et al. 2017), which brings the variance of the scores of
+            independent unit-variance vectors back to 1.
+        enable_gqa: allows H query heads against Hk key heads where Hk divides H.
+
+    Returns:
+        (..., H, L, S), contiguous, in the query's dtype; differentiable any number of times.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed.
+        MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
+    """
+    if _is_overridden(query, key) and (relevant := overrides.asked(query, key)):
+        return overrides.call(attention_scores, relevant, query, key, scale, enable_gqa)
+    try:
+        q, k = arguments.autocast(query, key)
+        form = shapes.canonical(q, k, k, enable_gqa)
+        factor = default_scale(form.query.size(3)) if scale is None else checks.scale(scale)
+        compute = exported.attention_scores if _is_exporting() else autograd_pieces.attention_scores
+        scores = compute(form.query, form.key, factor, backends.forced_kernel())
+    except MemoryError as error:
+        raise checks.out_of_memory(error, query) from None
+    except checks.REFUSALS:
+        problem = checks.diagnose(checks.scores, query, key, scale, enable_gqa)
+        if problem is None:
+            raise
+        raise problem from None
+    return shapes.restored(scores, form)
+
+
+def masked_softmax(
+    scores: Tensor,
+    mask: Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    is_causal: bool = False,
+    query_offset: int = arguments.ORIGIN,
+) -> Tensor:
+    """Softmax over the last dimension of ``scale * scores + mask``, in one pass over memory.
+
+    The step between the two products of attention (Vaswani et al. 2017, section 3.2.1), on scores that are
+    given.
+
+    Args:
+        scores: (..., L, S), float64, float32, bfloat16 or float16.
+        mask: broadcastable to scores. bool: True = keep. Any floating dtype: added, -inf hides; gets a
+            gradient if it requires one.
+        scale: factor of the scores.
+        is_causal: row i keeps columns ``j <= i + query_offset``.
+        query_offset: position of row 0 among the columns.
+
+    Returns:
+        Weights of the shape and dtype of scores, contiguous; differentiable any number of times. A hidden
+        entry is 0 and has no influence even if it is NaN; a row of hidden entries is 0.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed.
+        MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
+    """
+    if _is_overridden(scores, mask) and (relevant := overrides.asked(scores, mask)):
+        return overrides.call(
+            masked_softmax,
+            relevant,
+            scores,
+            mask,
+            scale=scale,
+            is_causal=is_causal,
+            query_offset=query_offset,
+        )
+    try:
+        if scores.dim() < 2:
+            raise ValueError("scores of less than two dimensions")
+        lead = tuple(scores.shape[:-3]) or (1,)
+        flat = shapes.four_dimensional(scores, lead)
+        options: dict[str, Any] = {}
+        if is_causal:
+            options["is_causal"] = True
+        if query_offset is not arguments.ORIGIN:
+            options["query_offset"] = checks.integer("query_offset", query_offset)
+        if kernel := backends.forced_kernel():
+            options["kernel_name"] = kernel
+        form = shapes.Canonical(flat, flat, flat, lead, scores.dim())
+        bias = None
+        if mask is not None:
+            if checks.is_causal_bias(mask):
+                raise TypeError(
+                    "a CausalBias is a mask of scaled_dot_product_attention; pass is_causal=True here"
+                )
+            bias = shapes.mask_four_dimensional(checks.mask("mask", mask), form)
+        compute = exported.masked_softmax if _is_exporting() else autograd_pieces.masked_softmax
+        weights = compute(flat, bias, checks.scale(scale), options)
+    except MemoryError as error:
+        raise checks.out_of_memory(error, scores) from None
+    except checks.REFUSALS:
+        problem = checks.diagnose(checks.softmax, scores, mask, scale_=scale, query_offset=query_offset)
+        if problem is None:
+            raise
+        raise problem from None
+    return shapes.restored(weights, form)

@@ -1,0 +1,24 @@
+"""Tensor subclasses and modes that define __torch_function__ see the public functions like those of torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from . import checks
+
+__all__ = ["asked", "call"]
+
+
+def asked(*values: Any) -> tuple[Any, ...]:
+    """The arguments whose types are asked, empty where none of them and no mode overrides functions."""
+    # A CausalBias overrides torch's attention alone and is an argument like any other here.
+    relevant = tuple(value for value in values if not checks.is_causal_bias(value))
+    return relevant if torch.overrides.has_torch_function(relevant) else ()
+
+
+def call(function: Callable[..., Any], relevant: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
+    """What those types make of the call."""
+    return torch.overrides.handle_torch_function(function, relevant, *args, **kwargs)
