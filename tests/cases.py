@@ -5,7 +5,7 @@ a peer.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -172,6 +172,21 @@ class Case:
         )
         names = ["out", *(["weights"] if self.weights else []), *(["lse"] if self.lse else [])]
         return dict(zip(names, results if len(names) > 1 else [results], strict=True))
+
+    def as_function(self) -> tuple[Callable[..., tuple[Tensor, ...]], list[Tensor]]:
+        """What a comparison with finite differences takes: results as a function of points, and a point in
+        float64, of the inputs in order.
+        """
+        tensors = self.inputs()
+
+        def results(*points: Tensor) -> tuple[Tensor, ...]:
+            # A row that sees nothing has lse -inf, of which differences are NaN.
+            return tuple(
+                result.masked_fill(result == -torch.inf, 0.0)
+                for result in self.run(dict(zip(tensors, points, strict=True))).values()
+            )
+
+        return results, list(exact_inputs(tensors).values())
 
     def formula(self, tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
         """Through the reference."""

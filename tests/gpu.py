@@ -1,4 +1,5 @@
-"""Whether tests can run on a GPU here, what happens where they cannot, and which ones run there.
+"""Whether tests can run on a GPU here, what happens where they cannot, and which ones run there; graphs and
+streams for those that do.
 
 SELFATTN_TEST_DEVICE=cuda makes the tests of MODULES, which name no device, compute on the GPU: torch's
 default device is that one then, and the fixtures force its kernels. tests/test_on_cuda.py runs them so.
@@ -7,9 +8,13 @@ default device is that one then, and the fixtures force its kernels. tests/test_
 from __future__ import annotations
 
 import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
 
 import pytest
 import torch
+from torch import Tensor
 
 from selfattn_ext import library
 
@@ -97,3 +102,46 @@ def need() -> None:
         pytest.fail(f"{REQUIRE}=1: this module {reason}", pytrace=False)
     if reason is not None:
         pytest.skip(reason, allow_module_level=True)
+
+
+@contextmanager
+def written_late(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:
+    """Runs the block on a stream of its own, which still writes the copies of tensors that the block gets.
+
+    Afterwards what the stream computes is there: whoever reads the copies in another order gets NaN.
+    """
+    late = [torch.full_like(tensor, torch.nan) for tensor in tensors]
+    torch.cuda.synchronize()
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        torch.cuda._sleep(50_000_000)  # some ten milliseconds
+        for target, tensor in zip(late, tensors, strict=True):
+            target.copy_(tensor)
+        yield late
+    stream.synchronize()
+
+
+def waits(call: Callable[[], object]) -> bool:
+    """Whether a call returns only after the GPU has done what it was asked for before."""
+    call()  # what the first call of a process waits for does not count
+    torch.cuda.synchronize()
+    torch.cuda._sleep(200_000_000)
+    reached = torch.cuda.Event()
+    reached.record()
+    call()
+    waited = reached.query()
+    torch.cuda.synchronize()
+    return waited
+
+
+def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
+    """A graph of the function, which has run once before, and what it returned."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        results = function()
+    return graph, results

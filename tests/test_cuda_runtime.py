@@ -8,6 +8,7 @@ from typing import Any
 import gpu
 import pytest
 import torch
+from tolerances import assert_accurate
 from torch import Tensor
 
 from selfattn_ext import attention_scores, masked_softmax, reference, scaled_dot_product_attention
@@ -40,15 +41,8 @@ def test_kernels_run_on_the_current_stream(
     """Inputs that another stream is still writing are waited for by stream order alone."""
     tensors = qkv(dtype)
     expected = call(*tensors)
-    late = [torch.full_like(tensor, torch.nan) for tensor in tensors]
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # some ten milliseconds
-        for target, tensor in zip(late, tensors, strict=True):
-            target.copy_(tensor)
+    with gpu.written_late(tensors) as late:
         found = call(*late)
-    stream.synchronize()
     assert torch.equal(found, expected)
 
 
@@ -58,15 +52,7 @@ def test_calls_return_before_the_gpu_is_done(
     call: Callable[..., Tensor], dtype: torch.dtype, cuda_kernel: str
 ) -> None:
     tensors = qkv(dtype)
-    call(*tensors)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
-    reached = torch.cuda.Event()
-    reached.record()
-    call(*tensors)
-    waited = reached.query()
-    torch.cuda.synchronize()
-    assert not waited
+    assert not gpu.waits(lambda: call(*tensors))
 
 
 @calls
@@ -75,13 +61,7 @@ def test_graphs_replay_with_new_inputs(
     call: Callable[..., Tensor], dtype: torch.dtype, cuda_kernel: str
 ) -> None:
     tensors, others = qkv(dtype), qkv(dtype)
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        call(*tensors)
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        found = call(*tensors)
+    graph, found = gpu.captured(lambda: call(*tensors))
     for values in (others, qkv(dtype)):
         for tensor, value in zip(tensors, values, strict=True):
             tensor.copy_(value)
@@ -95,13 +75,7 @@ def test_dropout_in_a_graph_draws_anew(cuda_kernel: str) -> None:
     def call() -> Tensor:
         return scaled_dot_product_attention(query, key, value, dropout_p=0.5, return_weights=True)[1]
 
-    side = torch.cuda.Stream()
-    with torch.cuda.stream(side):
-        call()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        weights = call()
+    graph, weights = gpu.captured(call)
     patterns = []
     for _ in range(3):
         graph.replay()
@@ -113,14 +87,15 @@ def test_dropout_in_a_graph_draws_anew(cuda_kernel: str) -> None:
 
 def test_current_device_is_restored_and_need_not_be_that_of_the_tensors() -> None:
     last = torch.cuda.device_count() - 1
-    query, key, value = (torch.randn(1, 2, 70, 64, device=f"cuda:{last}") for _ in range(3))
+    tensors = query, key, value = [torch.randn(1, 2, 70, 64, device=f"cuda:{last}") for _ in range(3)]
     before = torch.cuda.current_device()
     with torch.cuda.device(0):
         out = scaled_dot_product_attention(query, key, value)
         assert torch.cuda.current_device() == 0
     assert torch.cuda.current_device() == before
     assert out.device == query.device
-    torch.testing.assert_close(out, reference.attention(query, key, value).out)
+    exact = reference.attention(*(tensor.double() for tensor in tensors)).out
+    assert_accurate("out", out, exact, reference.attention(*tensors).out)
 
 
 def test_tensors_of_two_devices_are_refused() -> None:

@@ -70,26 +70,13 @@ def step_of(call: Callable[..., Tensor], tensors: list[Tensor]) -> list[Tensor]:
     return [out.detach(), *(grad for grad in grads if grad is not None)]
 
 
-def captured(function: Callable[[], Any]) -> tuple[torch.cuda.CUDAGraph, Any]:
-    """A graph of the function, which has run once before, and what it returned."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        function()
-    torch.cuda.current_stream().wait_stream(side)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        results = function()
-    return graph, results
-
-
 @calls
 @dtypes
 def test_a_graph_of_forward_and_backward_has_the_bits_of_the_calls(
     call: Callable[..., Tensor], dtype: torch.dtype, cuda_kernel: str
 ) -> None:
     tensors = leaves(dtype)
-    graph, found = captured(lambda: step_of(call, tensors))
+    graph, found = gpu.captured(lambda: step_of(call, tensors))
     for _ in range(2):
         others = leaves(dtype)
         for tensor, other in zip(tensors, others, strict=True):
@@ -134,7 +121,7 @@ def test_a_graph_of_a_whole_training_step_learns_as_the_steps_do(cuda_kernel: st
 
         run, result = step, None
         if graphed:
-            graph, result = captured(step)
+            graph, result = gpu.captured(step)
             run = graph.replay
         else:
             step()  # as capturing does
@@ -158,7 +145,7 @@ def test_dropout_in_a_graph_is_the_same_in_forward_and_backward(dtype: torch.dty
         out, weights = scaled_dot_product_attention(query, key, value, dropout_p=0.5, return_weights=True)
         return weights.detach(), torch.autograd.grad(out, value, cotangent)[0]
 
-    graph, (weights, grad) = captured(step)
+    graph, (weights, grad) = gpu.captured(step)
     patterns = []
     for _ in range(3):
         graph.replay()
@@ -212,7 +199,7 @@ def test_autocast(dtype: torch.dtype, cuda_kernel: str) -> None:
         assert all(parameter.grad.dtype == torch.float32 for parameter in model.parameters())
         scaler.step(optimizer)
         scaler.update()
-        losses.append(float(loss))
+        losses.append(loss.item())
     assert losses[-1] < losses[0]
 
 
@@ -223,30 +210,15 @@ def test_the_backward_runs_on_the_stream_of_its_forward(
     """Gradients of numbers that this stream is still writing; whoever waits for the stream has them."""
     tensors = leaves(torch.bfloat16)
     expected = step_of(call, tensors)
-    late = [torch.full_like(tensor, torch.nan) for tensor in tensors]
-    torch.cuda.synchronize()
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        torch.cuda._sleep(50_000_000)  # some ten milliseconds
-        for target, tensor in zip(late, tensors, strict=True):
-            target.copy_(tensor)
+    with gpu.written_late(tensors) as late:
         found = step_of(call, late)
-    stream.synchronize()
     assert all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
 
 
 @calls
 def test_a_step_returns_before_the_gpu_is_done(call: Callable[..., Tensor], cuda_kernel: str) -> None:
     tensors = leaves(torch.bfloat16)
-    step_of(call, tensors)
-    torch.cuda.synchronize()
-    torch.cuda._sleep(200_000_000)
-    reached = torch.cuda.Event()
-    reached.record()
-    step_of(call, tensors)
-    waited = reached.query()
-    torch.cuda.synchronize()
-    assert not waited
+    assert not gpu.waits(lambda: step_of(call, tensors))
 
 
 def test_deterministic_algorithms_have_nothing_to_refuse(cuda_kernel: str) -> None:
@@ -392,7 +364,7 @@ def test_a_graph_of_a_gradient_penalty(option: str, cuda_kernel: str) -> None:
     def penalty() -> tuple[Tensor, ...]:
         return penalty_of(points)
 
-    graph, found = captured(penalty)
+    graph, found = gpu.captured(penalty)
     with torch.no_grad():
         for point in points:
             point.normal_()

@@ -9,6 +9,7 @@ from pathlib import Path
 import gpu
 import pytest
 import torch
+from tolerances import TOLERANCES
 
 from selfattn_ext import demo
 from selfattn_ext.cli import main
@@ -119,8 +120,10 @@ def test_the_twins_learn_and_their_losses_agree() -> None:
     assert ours.losses[0] > 2.2
     assert ours.losses[-1] < 1.0
     assert race.held_out_loss(ours.model, found, DEVICE) < 1.2
+    # As far apart as the other two, and a rounding per step.
+    floor = len(ours.losses) * TOLERANCES[DEVICE.type, torch.float32].floor
     for other in twins[1:]:
-        assert race.largest_difference(ours, other) < 1e-3
+        assert race.largest_difference(ours, other) <= 2 * race.largest_difference(*twins[1:]) + floor
 
 
 def test_the_race_takes_turns_on_the_same_batches() -> None:

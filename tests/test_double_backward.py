@@ -8,8 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from cases import Case
+from cases import Case, exact_inputs
 from test_gradients import CASES
+from tolerances import assert_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfattn_ext import attention_scores, masked_softmax, scaled_dot_product_attention
@@ -32,20 +33,7 @@ class Operators(TorchDispatchMode):
 
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_finite_differences(case: Case) -> None:
-    tensors = case.inputs()
-    names = list(tensors)
-    points = [
-        tensor.detach().double().requires_grad_() if tensor.is_floating_point() else tensor
-        for tensor in tensors.values()
-    ]
-
-    def results(*points: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        return tuple(
-            result.masked_fill(result == -torch.inf, 0.0)
-            for result in case.run(dict(zip(names, points, strict=True))).values()
-        )
-
-    assert torch.autograd.gradgradcheck(results, points, fast_mode=True)
+    assert torch.autograd.gradgradcheck(*case.as_function(), fast_mode=True)
 
 
 def test_every_pair_of_inputs() -> None:
@@ -91,22 +79,15 @@ def test_third_derivative() -> None:
 def test_other_dtypes(dtype: torch.dtype) -> None:
     case = Case(queries=5, keys=6, dtype=dtype, sinks=True)
     tensors = case.inputs()
-    (grad,) = torch.autograd.grad(case.run(tensors)["out"].sum(), tensors["query"], create_graph=True)
-    second = torch.autograd.grad(
-        grad.float().square().sum(), [tensors["query"], tensors["key"], tensors["sinks"]]
-    )
-    exact_tensors = {name: tensor.detach().double().requires_grad_() for name, tensor in tensors.items()}
-    (grad,) = torch.autograd.grad(
-        case.formula(exact_tensors)["out"].sum(), exact_tensors["query"], create_graph=True
-    )
-    expected = torch.autograd.grad(
-        grad.square().sum(), [exact_tensors["query"], exact_tensors["key"], exact_tensors["sinks"]]
-    )
-    for result, exact in zip(second, expected, strict=True):
-        tolerance = 0.05 if dtype == torch.bfloat16 else 1e-5
-        torch.testing.assert_close(
-            result.double(), exact, rtol=tolerance, atol=tolerance * float(exact.abs().max())
-        )
+
+    def second(run: Any, tensors: dict[str, torch.Tensor]) -> tuple[torch.Tensor, ...]:
+        (grad,) = torch.autograd.grad(run(tensors)["out"].sum(), tensors["query"], create_graph=True)
+        total = grad.to(torch.promote_types(grad.dtype, torch.float32)).square().sum()
+        return torch.autograd.grad(total, [tensors[name] for name in ("query", "key", "sinks")])
+
+    exact = second(case.formula, exact_inputs(tensors))
+    for results in zip(second(case.run, tensors), exact, second(case.formula, tensors), strict=True):
+        assert_accurate("second derivative", *results, dtype=dtype)
 
 
 def test_first_derivative_with_a_graph_runs_the_kernel() -> None:

@@ -20,6 +20,7 @@ def test_weights_are_dropped_as_documented(p: float, dtype: torch.dtype, kernel:
     assert torch.equal(dropped != 0, keep & (plain != 0))
     factor = 1 / (1 - p) if p < 1 else 0.0
     expected = torch.where(keep, plain.double() * factor, 0.0)
+    # Exact but for two roundings: that of the plain weight, and that of the product.
     torch.testing.assert_close(dropped.double(), expected, rtol=2 * torch.finfo(dtype).eps, atol=0)
 
 

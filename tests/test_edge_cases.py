@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -50,37 +51,10 @@ def test_key_tiles(keys: int, device: str) -> None:
 
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 def test_head_dims(head_dim: int, device: str) -> None:
-    check(
-        Case(
-            device=device, batch=1, heads=1, kv_heads=1, queries=18, keys=35, head_dim=head_dim, value_dim=24
-        )
-    )
-    check(
-        Case(
-            device=device,
-            batch=1,
-            heads=1,
-            kv_heads=1,
-            queries=18,
-            keys=35,
-            head_dim=24,
-            value_dim=head_dim,
-            dtype=torch.float16,
-        )
-    )
-    check(
-        Case(
-            device=device,
-            batch=1,
-            heads=1,
-            kv_heads=1,
-            queries=5,
-            keys=67,
-            head_dim=head_dim,
-            value_dim=head_dim,
-            dtype=torch.float64,
-        )
-    )
+    one = Case(device=device, batch=1, heads=1, kv_heads=1, queries=18, keys=35)
+    check(replace(one, head_dim=head_dim, value_dim=24))
+    check(replace(one, head_dim=24, value_dim=head_dim, dtype=torch.float16))
+    check(replace(one, queries=5, keys=67, head_dim=head_dim, value_dim=head_dim, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("shape", [(2, 8, 1, 50), (1, 8, 1, 700), (3, 5, 2, 1), (1, 1, 130, 1)], ids=str)

@@ -261,8 +261,8 @@ def test_numpy_arrays() -> None:
     values, weights = scaled_dot_product_attention(query, key, value, mask, return_weights=True)
     scores = arrays[0] @ arrays[1].T / np.sqrt(3) + mask.cpu().numpy()
     expected = np.exp(scores) / np.exp(scores).sum(-1, keepdims=True)
-    np.testing.assert_allclose(weights.cpu().numpy(), expected, rtol=1e-12)
-    np.testing.assert_allclose(values.cpu().numpy(), expected @ arrays[2], rtol=1e-12)
+    assert_accurate("weights", weights.cpu(), torch.from_numpy(expected))
+    assert_accurate("values", values.cpu(), torch.from_numpy(expected @ arrays[2]))
 
 
 def test_attention_weights_need_no_value() -> None:

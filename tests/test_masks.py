@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from cases import DTYPES
+from tolerances import assert_accurate
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from selfattn_ext import masked_softmax, reference, scaled_dot_product_attention
@@ -196,14 +197,17 @@ def test_rows_of_the_least_number_are_averages(
     mask[2] = torch.finfo(mask.dtype).min
     mask[4, :50] = torch.finfo(mask.dtype).min
     out, weights = scaled_dot_product_attention(query, key, value, mask, return_weights=True)
-    tolerance = 8 * torch.finfo(dtype).eps
-    uniform = torch.full((2, 2, 70), 1 / 70, dtype=torch.float64)
     if mask.dtype != torch.float16:
-        torch.testing.assert_close(weights[:, :, 2].double(), uniform, rtol=tolerance, atol=0)
-        torch.testing.assert_close(out[:, :, 2].double(), value.double().mean(2), rtol=0, atol=tolerance)
+        # Seventy times as large, so that the bound is relative to each weight.
+        uniform = torch.ones(2, 2, 70, dtype=torch.float64)
+        assert_accurate("weights", weights[:, :, 2].detach().double() * 70, uniform, dtype=dtype)
+        assert_accurate("out", out[:, :, 2].detach(), value.detach().double().mean(2))
     assert not weights[:, :, 4, :50].any()
-    expected = reference.attention(*(tensor.double() for tensor in (query, key, value)), mask.double())
-    torch.testing.assert_close(weights.double(), expected.weights, rtol=0, atol=tolerance)
+    exact, peer = (
+        reference.attention(*tensors).weights
+        for tensors in ([x.double() for x in (query, key, value, mask)], (query, key, value, mask))
+    )
+    assert_accurate("weights", weights.detach(), exact.detach(), peer.detach())
     grads = torch.autograd.grad(out.float().sum(), (query, key, value))
     assert all(grad.isfinite().all() for grad in grads)
 

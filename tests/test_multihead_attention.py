@@ -161,9 +161,6 @@ def test_agrees_with_torch(case: dict[str, Any]) -> None:
     masks = make_masks(case, source)
     actual, peer = run(ours, tensors, masks, case), run(theirs, tensors, masks, case)
     assert actual.keys() == peer.keys()
-    if case["dtype"] == torch.float64:
-        torch.testing.assert_close(actual, peer, rtol=1e-10, atol=1e-12)
-        return
     exact = run(theirs.double(), [t.double() for t in tensors], [widen(mask) for mask in masks], case)
     assert (actual["weights"] is None) == (exact["weights"] is None)
     for name in exact:

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from tolerances import assert_accurate
 from torch import Tensor
 
 from selfattn_ext.nn import MultiHeadSelfAttention, SelfAttention, rotary_embedding
@@ -158,8 +159,7 @@ def test_rotary_turns_pairs(dtype: torch.dtype, interleaved: bool) -> None:
     expected = (turned if interleaved else turned.mT).flatten(-2)
     actual = rotary_embedding(x, interleaved=interleaved)
     assert actual.dtype == dtype
-    rounding = torch.finfo(dtype).eps
-    torch.testing.assert_close(actual.double(), expected, rtol=rounding, atol=4 * rounding)
+    assert_accurate("turned", actual, expected)
 
 
 def test_rotary_scores_depend_on_distance_alone() -> None:

@@ -169,19 +169,15 @@ def test_two_dimensional_functional_with_an_additive_mask(masked):
     mask[mask == 0] = -np.inf
     mask[mask == 1] = 0
     mask = mask if masked else None
-    expected_values, expected_attention = numpy_attention(q, k, v, mask)
-
-    q, k, v = torch.from_numpy(q), torch.from_numpy(k), torch.from_numpy(v)
-    mask = None if mask is None else torch.from_numpy(mask)
-    values, attention = scaled_dot_product_attention(q, k, v, mask, return_weights=True)
-    assert values.dtype == attention.dtype == torch.float64
-    np.testing.assert_allclose(values.numpy(), expected_values, rtol=1e-12)
-    np.testing.assert_allclose(attention.numpy(), expected_attention, rtol=1e-12)
-    values, attention = scaled_dot_product_attention(
-        q.float(), k.float(), v.float(), None if mask is None else mask.float(), return_weights=True
-    )
-    np.testing.assert_allclose(values.numpy(), expected_values, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(attention.numpy(), expected_attention, rtol=1e-4, atol=1e-6)
+    exact = [torch.from_numpy(array) for array in numpy_attention(q, k, v, mask)]
+    for dtype in (np.float64, np.float32):
+        arrays = [None if array is None else array.astype(dtype) for array in (q, k, v, mask)]
+        peer = [torch.from_numpy(array) for array in numpy_attention(*arrays)]
+        tensors = [None if array is None else torch.from_numpy(array) for array in arrays]
+        results = scaled_dot_product_attention(*tensors, return_weights=True)
+        for name, result, *judges in zip(("values", "attention"), results, exact, peer, strict=True):
+            assert result.dtype == tensors[0].dtype
+            assert_accurate(name, result, *judges)
 
 
 @pytest.mark.parametrize("causal", [False, True])
