@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
+from typing import Any
 
 from . import plugin  # noqa: F401  (before the package)
 
@@ -50,9 +51,8 @@ _BROADCASTS = [name for name in MORE_MASKS if name.endswith(("number", *"bhqk"))
 def cases() -> list[Case]:
     """Every pair of values of two options in some case; the others in an order that spreads what is alike."""
     chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
-    return [
-        replace(case, seed=index) for index, case in enumerate([*chosen, *_mask_cases(), *_plain_cases()])
-    ]
+    more = [*_mask_cases(), *_plain_cases(), *wide_cases()]
+    return [replace(case, seed=index) for index, case in enumerate([*chosen, *more])]
 
 
 def _mask_cases() -> list[Case]:
@@ -95,6 +95,20 @@ def _plain_cases() -> list[Case]:
         for size, lengths in ((32, (70, 150)), (64, (130, 140)), (128, (70, 90)), (256, (50, 90)))
     ]
     return [*sized, *low, *masked, *hidden]
+
+
+def wide_cases() -> list[Case]:
+    """Heads so wide that dK and dV have kernels of their own, with every option, over several tiles."""
+    options: list[dict[str, Any]] = [
+        {"keys": 90},
+        {"mask": "float", "is_causal": True, "query_offset": -10},
+        {"window": (20, 6), "softcap": 1.5, "alibi": 1, "sinks": True, "weights": True, "lse": True},
+        {"mask": "bool tiles", "dropout_p": 0.3, "layout": "columns"},
+        {"mask": "float tiles", "head_dim": 160, "grad_layout": "offset", "is_causal": True},
+    ]
+    wide = {"heads": 2, "kv_heads": 1, "queries": 70, "keys": 70, "head_dim": 256, "value_dim": 256}
+    dtypes = (torch.bfloat16, torch.float16)
+    return [Case(1, **(wide | more), dtype=dtype) for dtype in dtypes for more in options]
 
 
 def fill_hidden(case: Case, tensors: dict[str, Tensor]) -> bool:

@@ -7,6 +7,9 @@ prints a digest of the results of each: see run_cases.py.
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from . import plugin  # noqa: F401  (before the package)
 
 # isort: split
@@ -33,7 +36,9 @@ OPTIONS = {
 
 
 def cases() -> list[Case]:
-    """Every pair of values of two options in some case, and every dtype with every length and head dim."""
+    """Every pair of values of two options in some case; every dtype with every length and head dim; wide
+    heads.
+    """
     chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
     met = {(case.dtype, case.queries, case.keys, case.head_dim) for case in chosen}
     causal = True
@@ -57,7 +62,25 @@ def cases() -> list[Case]:
                             lse=True,
                         )
                     )
-    return chosen
+    wide = [replace(case, seed=len(chosen) + index) for index, case in enumerate(_wide_cases())]
+    return [*chosen, *wide]
+
+
+def _wide_cases() -> list[Case]:
+    """The head dims that kernels have the fewest registers for, on the plain path, with options and with few
+    queries.
+    """
+    paths: list[dict[str, Any]] = [
+        {"is_causal": True, "lse": True},
+        {"mask": "float heads", "softcap": 1.5, "dropout_p": 0.3, "weights": True, "lse": True},
+        {"queries": 3, "window": (40, -1), "query_offset": 60, "weights": True},
+    ]
+    return [
+        Case(1, 2, 1, **({"queries": 70, "keys": 90} | path), head_dim=size, value_dim=size, dtype=dtype)
+        for dtype in DTYPES
+        for size in (192, 256)
+        for path in paths
+    ]
 
 
 @torch.no_grad()

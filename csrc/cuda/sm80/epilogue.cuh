@@ -113,10 +113,12 @@ __device__ __forceinline__ float finish_row(const Plan& plan, int64_t batch, int
 
 // Normalised rows (or, of splits, the sums as they are) go through shared memory, where the tiles have been,
 // so that a row is written by neighbouring lanes; each warp takes care of its own rows. Blocks of eight
-// columns are exchanged by the row's number against bank conflicts.
+// columns are exchanged by the row's number against bank conflicts, within the row.
 template <int kColumns>
 __device__ __forceinline__ int exchanged(int row, int column) {
-  return row * kColumns + (column ^ (row & 3) << 3);
+  constexpr int kBlocks = kColumns % 32 == 0 ? 4 : 2;
+  static_assert(kColumns % (8 * kBlocks) == 0, "blocks change places in pairs or fours");
+  return row * kColumns + (column ^ (row & (kBlocks - 1)) << 3);
 }
 
 template <class C>
