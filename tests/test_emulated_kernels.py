@@ -16,8 +16,6 @@ from typing import Any
 import pytest
 from emulator import build
 
-import selfattn_ext
-
 TESTS = Path(__file__).parent
 KERNELS = [name for name in ("simt", "sm80") if (build.CSRC / "cuda" / name).is_dir()]
 
@@ -45,18 +43,13 @@ CHOSEN = [
 
 
 def environment(kernel: str, schedule: str, copies: str, variant: str = "plain") -> dict[str, str]:
-    package = str(Path(selfattn_ext.__file__).parent.parent)
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SELFATTN")}
-    return {
-        **clean,
-        "PYTHONPATH": os.pathsep.join(filter(None, [package, str(TESTS), os.environ.get("PYTHONPATH", "")])),
-        "SELFATTN_LIBRARY": str(build.build("library", variant)),
-        "SELFATTN_KERNEL": kernel,
-        "SELFATTN_EMULATOR_SCHEDULE": schedule,
-        "SELFATTN_EMULATOR_COPIES": copies,
-        "SELFATTN_EMULATOR_BANKS": "1",
-        "OMP_NUM_THREADS": "1",
-    }
+    return build.environment(
+        build.build("library", variant),
+        SELFATTN_KERNEL=kernel,
+        SELFATTN_EMULATOR_SCHEDULE=schedule,
+        SELFATTN_EMULATOR_COPIES=copies,
+        SELFATTN_EMULATOR_BANKS="1",
+    )
 
 
 def digests(

@@ -75,13 +75,11 @@ struct Emulated {
   static void weights(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool&) {
     kernel_for(p).weights(p, outputs, {});
   }
-  static void scores(const ScoresParams& p, const ThreadPool&) {
-    const auto own = by_name(kName).scores;
-    (own != nullptr ? own : by_name(kSimt).scores)(p, {});
-  }
-  static void masked_softmax(const SoftmaxParams& p, const ThreadPool&) {
-    const auto own = by_name(kName).masked_softmax;
-    (own != nullptr ? own : by_name(kSimt).masked_softmax)(p, {});
+  // One of the functions that a kernel may leave to "simt".
+  template <auto kFunction, class Params>
+  static void run(const Params& p, const ThreadPool&) {
+    const auto own = by_name(kName).*kFunction;
+    (own != nullptr ? own : by_name(kSimt).*kFunction)(p, {});
   }
 
   // Only the call says how much of it a backward needs, so that it is allocated there.
@@ -93,19 +91,20 @@ struct Emulated {
     add_up_rows(p, p.alibi_slopes, arguments.grad_slopes_rows);
     add_up_rows(p, p.sinks, arguments.grad_sinks_rows);
   }
-  static void scores_backward(const ScoresParams& p, const ThreadPool&) {
-    const auto own = by_name(kName).scores_backward;
-    (own != nullptr ? own : by_name(kSimt).scores_backward)(p, {});
-  }
-  static void masked_softmax_backward(const SoftmaxParams& p, const ThreadPool&) {
-    const auto own = by_name(kName).masked_softmax_backward;
-    (own != nullptr ? own : by_name(kSimt).masked_softmax_backward)(p, {});
-  }
 
   static constexpr Kernel row(const char* description) {
-    return {kName,    "emulated",       description,         false,
-            &forward, &weights,         &backward_workspace, &backward,
-            &scores,  &scores_backward, &masked_softmax,     &masked_softmax_backward};
+    return {kName,
+            "emulated",
+            description,
+            false,
+            &forward,
+            &weights,
+            &backward_workspace,
+            &backward,
+            &run<&cuda::Kernel::scores>,
+            &run<&cuda::Kernel::scores_backward>,
+            &run<&cuda::Kernel::masked_softmax>,
+            &run<&cuda::Kernel::masked_softmax_backward>};
   }
 };
 

@@ -219,6 +219,26 @@ def build(
     return folder / output
 
 
+def environment(library: Path, **variables: str) -> dict[str, str]:
+    """The environment of a process that runs tests on a build: of the package's variables, these alone.
+
+    Raises:
+        RuntimeError: there is no package to test.
+    """
+    package = find_spec("selfattn_ext")
+    if package is None or package.origin is None:
+        raise RuntimeError("selfattn_ext is neither installed nor in this folder")
+    # It may be installed elsewhere than in the checkout.
+    path = [str(Path(package.origin).parents[1]), str(ROOT / "tests"), os.environ.get("PYTHONPATH", "")]
+    return {
+        **{name: value for name, value in os.environ.items() if not name.startswith("SELFATTN")},
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
+        "SELFATTN_LIBRARY": str(library),
+        "OMP_NUM_THREADS": "1",
+        **variables,
+    }
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", choices=VARIANTS, default="plain")

@@ -30,17 +30,22 @@ void AsyncCopies::issue(void* destination, const void* source, int bytes, const 
 
 void AsyncCopies::commit() { ++open_group_; }
 
-void AsyncCopies::wait(int pending) {
-  // The copies since the last commit belong to no group yet: nothing waits for them.
+template <class Test>
+void AsyncCopies::complete_where(const Test& test) {
   size_t kept = 0;
   for (const Copy& copy : in_flight_) {
-    if (copy.group < open_group_ - pending) {
+    if (test(copy)) {
       complete(copy);
     } else {
       in_flight_[kept++] = copy;
     }
   }
   in_flight_.resize(kept);
+}
+
+void AsyncCopies::wait(int pending) {
+  // The copies since the last commit belong to no group yet: nothing waits for them.
+  complete_where([&](const Copy& copy) { return copy.group < open_group_ - pending; });
 
   size_t waited = 0;
   while (waited < unwaited_.size() && unwaited_[waited].first < open_group_ - pending) ++waited;
@@ -52,20 +57,11 @@ void AsyncCopies::wait(int pending) {
 void AsyncCopies::pass() {
   if (in_flight_.empty() || options().copies != Copies::kRandom) return;
   // In any order: groups complete one after the other only for those who wait.
-  size_t kept = 0;
-  for (const Copy& copy : in_flight_) {
-    if (random_number() % 4 == 0) {
-      complete(copy);
-    } else {
-      in_flight_[kept++] = copy;
-    }
-  }
-  in_flight_.resize(kept);
+  complete_where([](const Copy&) { return random_number() % 4 == 0; });
 }
 
 void AsyncCopies::finish() {
-  for (const Copy& copy : in_flight_) complete(copy);
-  in_flight_.clear();
+  complete_where([](const Copy&) { return true; });
 }
 
 }  // namespace selfattn::emulator

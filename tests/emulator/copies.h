@@ -30,6 +30,9 @@ class AsyncCopies {
     int64_t group;
   };
   static void complete(const Copy& copy);
+  // Those for which `test` holds.
+  template <class Test>
+  void complete_where(const Test& test);
 
   std::vector<Copy> in_flight_;
   // Group and number, for the race detector, of every copy that has not been waited for, complete or not: a
