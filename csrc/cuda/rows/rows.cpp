@@ -1,9 +1,7 @@
 // The way from a dtype to its kernels, and where the numbers of the rows lie in the memory that they get.
 #include "rows.h"
 
-#include <stdexcept>
-#include <string>
-
+#include "../common/call_for_dtype.h"
 #include "rows_of_dtype.h"
 
 namespace selfattn::cuda::rows {
@@ -34,19 +32,9 @@ template RowGradients<float> row_gradients_in<float>(void*, const AttentionParam
 template RowGradients<double> row_gradients_in<double>(void*, const AttentionParams&);
 
 void prepare(const AttentionParams& p, const BackwardArguments& a, void* memory, const Launch& where) {
-  switch (p.dtype) {
-    case DType::kFloat64:
-      return prepare_of_dtype<DType::kFloat64>(p, a, memory, where);
-    case DType::kFloat32:
-      return prepare_of_dtype<DType::kFloat32>(p, a, memory, where);
-    case DType::kBFloat16:
-      return prepare_of_dtype<DType::kBFloat16>(p, a, memory, where);
-    case DType::kFloat16:
-      return prepare_of_dtype<DType::kFloat16>(p, a, memory, where);
-    case DType::kBool:
-      break;
-  }
-  throw std::invalid_argument(std::string("attention of dtype ") + name_of(p.dtype) + " does not exist");
+  call_for_dtype<void, AttentionParams, const BackwardArguments&, void*, const Launch&>(
+      p, &prepare_of_dtype<DType::kFloat64>, &prepare_of_dtype<DType::kFloat32>,
+      &prepare_of_dtype<DType::kBFloat16>, &prepare_of_dtype<DType::kFloat16>, a, memory, where);
 }
 
 void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool shared_by_batch,

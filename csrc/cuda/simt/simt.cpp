@@ -1,9 +1,7 @@
 // The entry in the kernel table, and the way from a dtype to its kernels.
 #include "simt.h"
 
-#include <stdexcept>
-#include <string>
-
+#include "../common/call_for_dtype.h"
 #include "../rows/rows.h"
 
 namespace selfattn::cuda {
@@ -19,27 +17,6 @@ const char* refuses(const AttentionParams&, int capability) {
 }
 
 size_t forward_workspace(const AttentionParams&) { return 0; }
-
-// Calls the function of the params' dtype: one of four with the same arguments.
-template <class Result, class Params, class... Arguments>
-Result call_for_dtype(const Params& p, Result (*float64)(const Params&, Arguments...),
-                      Result (*float32)(const Params&, Arguments...),
-                      Result (*bfloat16)(const Params&, Arguments...),
-                      Result (*float16)(const Params&, Arguments...), Arguments... arguments) {
-  switch (p.dtype) {
-    case DType::kFloat64:
-      return float64(p, arguments...);
-    case DType::kFloat32:
-      return float32(p, arguments...);
-    case DType::kBFloat16:
-      return bfloat16(p, arguments...);
-    case DType::kFloat16:
-      return float16(p, arguments...);
-    case DType::kBool:
-      break;
-  }
-  throw std::invalid_argument(std::string("attention of dtype ") + name_of(p.dtype) + " does not exist");
-}
 
 void forward_of_dtype(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
   call_for_dtype<void, AttentionParams, const ForwardOutputs&, const Launch&>(
