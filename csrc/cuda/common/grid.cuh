@@ -2,14 +2,13 @@
 // the others at 65,535.
 #pragma once
 
-#include "device.cuh"
 #include "../cuda_kernel_table.h"
+#include "device.cuh"
+#include "divide_up.h"
 
 namespace selfattn::cuda {
 
 constexpr int64_t kLargestGrid = 2147483647;
-
-__host__ __device__ __forceinline__ int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // Launches kernel(arguments..., first) for blocks first + blockIdx.x = 0 .. blocks - 1.
 template <class... Parameters, class... Arguments>
@@ -28,6 +27,11 @@ inline dim3 grid_of(int64_t blocks) {
   constexpr int64_t kMostX = int64_t{1} << 30;
   const int64_t y = (blocks + kMostX - 1) / kMostX;
   return dim3(static_cast<unsigned>(y > 1 ? kMostX : blocks), static_cast<unsigned>(y));
+}
+
+// The number of a block of such a grid.
+__device__ __forceinline__ int64_t block_of_grid() {
+  return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
 }
 
 // Which rows of which head a block works at. Tiles with the last rows come first: under a causal mask they

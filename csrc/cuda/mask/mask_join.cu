@@ -1,4 +1,5 @@
 #include "../common/device.cuh"
+#include "../common/divide_up.h"
 #include "mask_pieces.h"
 
 namespace selfattn::cuda {
@@ -32,7 +33,7 @@ template <class T>
 void join(const AttentionParams& p, const BackwardArguments& a, const MaskPieces& pieces,
           const Launch& where) {
   constexpr int64_t kMostBlocks = 1 << 16;
-  const int64_t blocks = (pieces.pieces * pieces.rows() * pieces.columns() + kThreads - 1) / kThreads;
+  const int64_t blocks = divide_up(pieces.pieces * pieces.rows() * pieces.columns(), kThreads);
   launch(&join_mask_kernel<T>, dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
          dim3(kThreads), 0, where.stream, pieces, a.grad_mask, p.queries, p.keys);
 }

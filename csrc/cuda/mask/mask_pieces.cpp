@@ -2,11 +2,11 @@
 
 #include <algorithm>
 
+#include "../common/divide_up.h"
+
 namespace selfattn::cuda {
 
 namespace {
-
-int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // Splits that each piece has at most. Blocks enough to fill a large device, counted without the batch where
 // the mask has one: an element must not depend on the batch it is computed in. For the same reason the

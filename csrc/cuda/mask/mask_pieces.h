@@ -30,8 +30,8 @@ struct MaskPieces {
   int64_t items = 0;  // of a piece
   int64_t splits = 1;
   int64_t split_items = 0;
-  void* partial =
-      nullptr;  // [pieces][splits][rows()][columns()] of the accumulation type; null for one split
+  // [pieces][splits][rows()][columns()] of the accumulation type; null for one split
+  void* partial = nullptr;
 
   SELFATTN_HOST_DEVICE int rows() const { return kept[2] ? tile_rows : 1; }
   SELFATTN_HOST_DEVICE int columns() const { return kept[3] ? tile_columns : 1; }

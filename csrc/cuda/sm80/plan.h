@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "../../core/attention_params.h"
+#include "../../core/philox.h"
 
 namespace selfattn::cuda::sm80 {
 
@@ -49,6 +50,8 @@ constexpr int64_t kThinQueries = 16;
 
 constexpr int64_t kMaxDim = 256;
 
+constexpr double kLog2E = 1.4426950408889634;
+
 // How a kernel cuts its work.
 struct TileShape {
   int64_t rows;
@@ -76,5 +79,19 @@ bool readable_by_pairs(const View& mask, int64_t columns);
 
 // Of numbers of the call's dtype at its precision, see pieces.cuh.
 int pieces_of(const AttentionParams& params);
+
+// What the plans of forward and backward have in common.
+template <class AnyPlan>
+void plan_call(const AttentionParams& p, AnyPlan& plan) {
+  plan.params = p;
+  plan.scale = static_cast<float>(p.scale);
+  plan.scale_log2 = static_cast<float>(p.scale * kLog2E);
+  if (p.dropout.enabled) plan.dropout_scale = static_cast<float>(dropout_keep_scale(p.dropout.probability));
+  plan.pieces = pieces_of(p);
+  plan.query_vectors = readable_by_vectors(p.query, p.head_dim);
+  plan.key_vectors = readable_by_vectors(p.key, p.head_dim);
+  plan.value_vectors = readable_by_vectors(p.value, p.value_dim);
+  plan.mask_pairs = readable_by_pairs(p.mask, p.keys);
+}
 
 }  // namespace selfattn::cuda::sm80

@@ -2,16 +2,13 @@
 
 #include <algorithm>
 
-#include "../../core/philox.h"
+#include "../common/divide_up.h"
 
 namespace selfattn::cuda::sm80 {
 
 namespace {
 
-constexpr double kLog2E = 1.4426950408889634;
 constexpr int64_t kAlignment = 16;  // bytes, of an asynchronous copy
-
-int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 // Keys that one block of a thin call reads. Enough to be worth starting a block for, and few enough splits
 // for the merge not to be felt. From the number of keys alone: a row must not depend on its batch.
@@ -76,19 +73,12 @@ namespace {
 // What forward and weights have in common.
 Plan plan_scores(const AttentionParams& p, const TileShape& tile) {
   Plan plan;
-  plan.params = p;
+  plan_call(p, plan);
   const bool folds = tile.folded && p.kv_heads > 0;
   plan.units = p.batch * (folds ? p.kv_heads : p.heads);
   plan.unit_rows = p.queries * (folds ? p.heads / p.kv_heads : 1);
   plan.row_tiles = divide_up(plan.unit_rows, tile.rows);
   plan.split_keys = p.keys;
-  plan.scale = static_cast<float>(p.scale);
-  plan.scale_log2 = static_cast<float>(p.scale * kLog2E);
-  if (p.dropout.enabled) plan.dropout_scale = static_cast<float>(dropout_keep_scale(p.dropout.probability));
-  plan.pieces = pieces_of(p);
-  plan.query_vectors = readable_by_vectors(p.query, p.head_dim);
-  plan.key_vectors = readable_by_vectors(p.key, p.head_dim);
-  plan.mask_pairs = readable_by_pairs(p.mask, p.keys);
   return plan;
 }
 
@@ -98,7 +88,6 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const
                   void* workspace) {
   Plan plan = plan_scores(p, tile);
   plan.outputs = outputs;
-  plan.value_vectors = readable_by_vectors(p.value, p.value_dim);
   const int64_t pair = 2 * size_of(p.dtype);
   View residual = outputs.out;
   residual.data = outputs.out_residual;

@@ -1,4 +1,4 @@
-#include "../../../core/philox.h"
+#include "../../common/divide_up.h"
 #include "../../rows/rows.h"
 #include "../plan.h"
 #include "plan.h"
@@ -6,10 +6,6 @@
 namespace selfattn::cuda::sm80::backward {
 
 namespace {
-
-constexpr double kLog2E = 1.4426950408889634;
-
-int64_t divide_up(int64_t n, int64_t by) { return (n + by - 1) / by; }
 
 int64_t padded_queries(const AttentionParams& p) {
   return divide_up(p.queries, kQueryPadding) * kQueryPadding;
@@ -49,24 +45,16 @@ Statistics statistics_in(void* workspace, const AttentionParams& p) {
 Plan plan_side(const AttentionParams& p, const BackwardArguments& a, const Statistics& statistics,
                int64_t rows, bool owns_queries) {
   Plan plan;
-  plan.params = p;
+  plan_call(p, plan);
   plan.arguments = a;
   plan.statistics = statistics;
   plan.units = p.batch * (owns_queries ? p.heads : p.kv_heads);
   plan.row_tiles = divide_up(owns_queries ? p.queries : p.keys, rows);
   plan.blocks = plan.units * plan.row_tiles;
-  plan.scale = static_cast<float>(p.scale);
-  plan.scale_log2 = static_cast<float>(p.scale * kLog2E);
-  if (p.dropout.enabled) plan.dropout_scale = static_cast<float>(dropout_keep_scale(p.dropout.probability));
-  plan.pieces = pieces_of(p);
-  plan.query_vectors = readable_by_vectors(p.query, p.head_dim);
-  plan.key_vectors = readable_by_vectors(p.key, p.head_dim);
-  plan.value_vectors = readable_by_vectors(p.value, p.value_dim);
   plan.grad_out_vectors = readable_by_vectors(a.grad_out, p.value_dim);
   plan.grad_query_pairs = writable_by_pairs(a.grad_query, p.head_dim);
   plan.grad_key_pairs = writable_by_pairs(a.grad_key, p.head_dim);
   plan.grad_value_pairs = writable_by_pairs(a.grad_value, p.value_dim);
-  plan.mask_pairs = readable_by_pairs(p.mask, p.keys);
   return plan;
 }
 

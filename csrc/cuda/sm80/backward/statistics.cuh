@@ -5,6 +5,7 @@
 #include "../../common/elementary.cuh"
 #include "../../common/grid.cuh"
 #include "../../rows/rows.h"
+#include "../plan.h"
 #include "plan.h"
 
 namespace selfattn::cuda::sm80::backward {
@@ -25,8 +26,8 @@ __global__ void __launch_bounds__(kStatisticsThreads, 1)
   const float shift = exists ? from.shift[at] : 0.0f;
   const float inverse_sum = exists ? from.inverse_sum[at] : 0.0f;
   if (kPlain) {
-    constexpr float kLog2E = 1.4426950408889634f;
-    to.shift[n] = inverse_sum == 0.0f ? infinity<float>() : fmaf(shift, kLog2E, -log2f(inverse_sum));
+    to.shift[n] = inverse_sum == 0.0f ? infinity<float>()
+                                      : fmaf(shift, static_cast<float>(kLog2E), -log2f(inverse_sum));
   } else {
     to.shift[n] = shift;
     to.inverse_sum[n] = inverse_sum;
