@@ -51,3 +51,10 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
 }  // namespace selfattn::cuda
 
 #endif
+
+namespace selfattn::cuda {
+
+constexpr int kWarp = 32;  // lanes
+constexpr unsigned kWholeWarp = 0xffffffffu;
+
+}  // namespace selfattn::cuda

@@ -14,10 +14,8 @@
 
 namespace selfattn::cuda::rows {
 
-constexpr int kWarp = 32;
 constexpr int kThreads = 128;
 constexpr int kRowsOfBlock = kThreads / kWarp;
-constexpr unsigned kWholeWarp = 0xffffffffu;
 
 // Elements that a lane reads at once: 16 bytes of the accumulation type.
 template <DType kDType>

@@ -14,8 +14,6 @@ namespace selfattn::cuda::simt {
 constexpr int kThreads = 128;
 constexpr int kThreadColumns = 16;
 constexpr int kThreadRows = kThreads / kThreadColumns;
-constexpr int kWarp = 32;
-constexpr unsigned kWholeWarp = 0xffffffffu;
 
 // Elements of T that shared memory moves at once: 16 bytes.
 template <class T>

@@ -2,11 +2,10 @@
 #pragma once
 
 #include "../../core/dtype.h"
-#include "../common/ptx_sm80.cuh"
 
 namespace selfattn::cuda::sm80 {
 
-// Three kernels for each type and dim:
+// Three forwards for each type and dim:
 enum class Path {
   kPlain,    // see is_plain(); 16-bit types. The one that has to be fast.
   kOptions,  // everything, by flags at run time
@@ -29,7 +28,7 @@ struct Config {
     if (kPlain) return kDim == 192 ? 8 : 4;
     return !kFloat32 && kDim > 64 && kDim <= 192 ? 8 : 4;
   }
-  static constexpr int key_warps() {
+  static constexpr int column_warps() {
     if (kFloat32 && kDim >= 192) return kDim == 192 ? 2 : 1;
     return kThin ? 4 : 1;
   }
@@ -44,16 +43,16 @@ struct Config {
   static constexpr bool kParks = kPlain && kDim == 128;
 
   static constexpr int kRowWarps = row_warps();
-  static constexpr int kKeyWarps = key_warps();
+  static constexpr int kColumnWarps = column_warps();
   static constexpr int kStrips = strips();
-  static constexpr int kThreads = 32 * kRowWarps * kKeyWarps;
+  static constexpr int kThreads = 32 * kRowWarps * kColumnWarps;
   static constexpr int kWarpRows = 16 * kStrips;
   static constexpr int kRows = kWarpRows * kRowWarps;  // of a tile
   static constexpr int kKeys = tile_keys();            // of a tile
-  static constexpr int kWarpKeys = kKeys / kKeyWarps;
-  static constexpr int kKeyTiles = kWarpKeys / 8;  // of eight keys: the columns of one product
+  static constexpr int kWarpColumns = kKeys / kColumnWarps;
+  static constexpr int kColumnTiles = kWarpColumns / 8;  // of eight keys: the columns of one product
   static constexpr int kDimTiles = kDim / 8;
-  static_assert(kWarpKeys % 16 == 0, "a product with values sums over 16 keys");
+  static_assert(kWarpColumns % 16 == 0, "a product with values sums over 16 keys");
 
   // The next smaller padded dim: whatever chooses this one is larger.
   static constexpr int kBelow = kDim == 32    ? 0
@@ -67,43 +66,6 @@ struct Config {
   static __host__ __device__ constexpr bool asks_whether_beyond(int step) {
     return step > 0 && (step % 4 == 0 || step > kBelow / 16);
   }
-};
-
-// The accumulators of one warp: what mma leaves in a lane. Of rows `group` and `group + 8` of each strip the
-// lane holds two neighbouring columns of every eight.
-template <class C>
-struct Scores {
-  float at[C::kStrips][C::kKeyTiles][4];
-};
-template <class C>
-struct Output {
-  float at[C::kStrips][C::kDimTiles][4];
-};
-
-constexpr uint32_t kAllLanes = 0xffffffffu;
-
-// Where a thread stands.
-template <class C>
-struct Lane {
-  int thread, lane, group, quad;
-  int first_row;  // of the warp, in the tile
-  int first_key;
-
-  __device__ __forceinline__ Lane()
-      : thread(ptx::opaque(static_cast<int>(threadIdx.x))),
-        lane(thread & 31),
-        group(lane >> 2),
-        quad(lane & 3) {
-    const int warp = thread >> 5;
-    first_row = warp % C::kRowWarps * C::kWarpRows;
-    first_key = warp / C::kRowWarps * C::kWarpKeys;
-  }
-  __device__ __forceinline__ int row(int strip, int half) const {
-    return first_row + strip * 16 + half * 8 + group;
-  }
-  // The first of the lane's two columns; the second is the next.
-  __device__ __forceinline__ int key(int tile) const { return first_key + tile * 8 + quad * 2; }
-  __device__ __forceinline__ int dim(int tile) const { return tile * 8 + quad * 2; }
 };
 
 }  // namespace selfattn::cuda::sm80

@@ -27,12 +27,12 @@ class StripDropout {
     for (int i = 0; i < 4; ++i) of_keys |= static_cast<uint32_t>(pattern_.factor(words, i) != 0.0f) << i;
     uint32_t all = of_keys << 4 * turn_;
     if constexpr (Place::kColumnsAreKeys) {
-      all |= __shfl_xor_sync(kAllLanes, all, 1);
+      all |= __shfl_xor_sync(kWholeWarp, all, 1);
       all >>= at_.lane.quad & 1 ? 2 : 0;
       return (all & 3u) | (all >> 2 & 12u);
     } else {
-      all |= __shfl_xor_sync(kAllLanes, all, 4);
-      all |= __shfl_xor_sync(kAllLanes, all, 8);
+      all |= __shfl_xor_sync(kWholeWarp, all, 4);
+      all |= __shfl_xor_sync(kWholeWarp, all, 8);
       all >>= at_.lane.group & 3;
       return (all & 1u) | (all >> 3 & 2u) | (all >> 6 & 4u) | (all >> 9 & 8u);
     }

@@ -14,7 +14,7 @@ __device__ __forceinline__ void merge_key_warps(const SharedMemory<C>& shared, c
                                                 Softmax<C>& softmax, Output<C>& output) {
   const int warp = lane.thread >> 5, row_warp = warp % C::kRowWarps, key_warp = warp / C::kRowWarps;
 #pragma unroll
-  for (int left = C::kKeyWarps / 2; left >= 1; left /= 2) {
+  for (int left = C::kColumnWarps / 2; left >= 1; left /= 2) {
     float* slot = shared.exchange() +
                   ((key_warp % left) * C::kRowWarps + row_warp) * SharedLayout<C>::kExchangeFloats +
                   lane.lane;

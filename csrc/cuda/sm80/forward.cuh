@@ -3,6 +3,7 @@
 // softmax and the product with the values are.
 #pragma once
 
+#include "../common/grid.cuh"
 #include "epilogue.cuh"
 #include "non_finite.cuh"
 #include "tile_scores.cuh"
@@ -25,12 +26,12 @@ class Forward : TileScores<C> {
     for (;; careful = true) {
       attend(careful);
       // Once more where 0 * Inf or 0 * NaN of a hidden key may have shown in the result.
-      if (C::kFloat32 || careful || !__syncthreads_or(!is_finite(output_))) break;
+      if (C::kFloat32 || careful || !__syncthreads_or(!is_finite(output_.at))) break;
     }
     // A block that met no keys has not waited for its queries, whose place the results take.
     ptx::copy_async_wait<0>();
     softmax_.finish(shared_, plan_.scale, plan_.scale_log2, output_);
-    if constexpr (C::kKeyWarps > 1) merge_key_warps(shared_, this->lane(), softmax_, output_);
+    if constexpr (C::kColumnWarps > 1) merge_key_warps(shared_, this->lane(), softmax_, output_);
     __syncthreads();
     if (this->lane().thread >= 32 * C::kRowWarps) return;
     if constexpr (!C::kFloat32) {
@@ -66,7 +67,7 @@ class Forward : TileScores<C> {
 
   // output_ += weights values.
   __device__ __forceinline__ void multiply_values(int first_key, bool special) {
-    const Operand values{shared_.values(), SharedLayout<C>::kTilePlane, this->lane().first_key};
+    const Operand values{shared_.values(), SharedLayout<C>::kTilePlane, this->lane().first_column};
     const int value_dim = static_cast<int>(p_.value_dim);
     const bool drops = !C::kPlain && p_.dropout.enabled;
     if constexpr (C::kFloat32) {
@@ -77,21 +78,15 @@ class Forward : TileScores<C> {
       PackedWeights<C> packed(scores_);
       softmax_.add_rounded(shared_, packed);
       if (drops) drop_weights(plan_, work_, this->lane(), first_key, packed);
-      accumulate_blocks<C, C::kKeyTiles / 2>([&](int n) -> const LeftBlock<C>& { return packed.block[n]; },
-                                             values, this->lane().lane, value_dim, plan_.pieces, output_.at);
+      accumulate_blocks<C, C::kColumnTiles / 2>([&](int n) -> const LeftBlock<C>& { return packed.block[n]; },
+                                                values, this->lane().lane, value_dim, plan_.pieces,
+                                                output_.at);
     }
   }
 
   __device__ __forceinline__ void reset() {
     softmax_.reset(shared_);
-#pragma unroll
-    for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-      for (int n = 0; n < C::kDimTiles; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) output_.at[strip][n][i] = 0.0f;
-      }
-    }
+    clear(output_.at);
   }
 
   // Warps without rows help to load. On the plain path they compute, too, what nobody wants: each warp has a
@@ -136,7 +131,7 @@ class Forward : TileScores<C> {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const Plan plan) {
   SELFATTN_DYNAMIC_SHARED(memory);
-  const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
+  const int64_t block = block_of_grid();
   if (block < plan.blocks) Forward<C>(plan, block, memory).run();
 }
 

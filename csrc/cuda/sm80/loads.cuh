@@ -5,6 +5,7 @@
 #pragma once
 
 #include "../common/element.cuh"
+#include "fragments.cuh"
 #include "pieces.cuh"
 #include "shared_layout.cuh"
 #include "work.cuh"
@@ -35,9 +36,25 @@ struct TileShare {
 
   // Whether any lane of this thread's row says yes.
   __device__ __forceinline__ bool any_of_row(bool mine) const {
-    const uint32_t votes = __ballot_sync(0xffffffffu, mine);
+    const uint32_t votes = __ballot_sync(kWholeWarp, mine);
     const int first = static_cast<int>(threadIdx.x) & 31 & ~(kLanes - 1);
     return (votes >> first & ((1u << kLanes) - 1u)) != 0;
+  }
+
+  // Calls body(row) for the thread's rows of the tile and flags those to which any of their lanes says yes.
+  // Returns whether one of the thread's rows is flagged. Collective.
+  template <class Body>
+  __device__ __forceinline__ bool flag_rows(unsigned char* flags, const Body& body) const {
+    bool any = false;
+#pragma unroll 1
+    for (int pass = 0; pass < kPasses; ++pass) {
+      const int r = row + pass * kStep;
+      const bool exists = !beyond(pass, r);
+      const bool flag = any_of_row(exists && body(r));
+      if (lane == 0 && exists) flags[r] = flag;
+      any |= flag;
+    }
+    return any;
   }
 };
 
@@ -179,24 +196,16 @@ __device__ __forceinline__ bool split_staged(const SharedMemory<C>& shared, unsi
                                              unsigned char* flags) {
   using Share = TileShare<C, C::kKeys, C::kDim / 4>;
   const Share share;
-  bool any = false;
-#pragma unroll 1
-  for (int pass = 0; pass < Share::kPasses; ++pass) {
-    const int r = share.row + pass * Share::kStep;
-    const bool beyond = Share::beyond(pass, r);
+  return share.flag_rows(flags, [&](int r) {
     bool special = false;
 #pragma unroll
     for (int i = 0; i < Share::kPerLane; ++i) {
-      if (beyond) break;
       const int chunk = share.lane + i * Share::kLanes;
       const float4 x = *reinterpret_cast<const float4*>(shared.staging() + arrival<C>(r, chunk));
       special |= store_pieces<C, kLeaveOut>(planes, SharedLayout<C>::kTilePlane, r, chunk, x);
     }
-    const bool flag = share.any_of_row(special);
-    if (share.lane == 0 && !beyond) flags[r] = flag;
-    any |= flag;
-  }
-  return any;
+    return special;
+  });
 }
 
 }  // namespace selfattn::cuda::sm80

@@ -1,6 +1,7 @@
 // Joins the splits of thin calls, in their order.
 #pragma once
 
+#include "../common/grid.cuh"
 #include "epilogue.cuh"
 
 namespace selfattn::cuda::sm80 {
@@ -11,7 +12,7 @@ constexpr int kMergeThreads = 32 * kMergeRows;
 template <DType kDType>
 __global__ void __launch_bounds__(kMergeThreads) merge_kernel(const Plan plan) {
   const AttentionParams& p = plan.params;
-  const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
+  const int64_t block = block_of_grid();
   const int64_t row = block * kMergeRows + (threadIdx.x >> 5);
   if (row >= p.batch * p.heads * p.queries) return;
   const int64_t batch = row / (p.heads * p.queries), head = row / p.queries % p.heads;

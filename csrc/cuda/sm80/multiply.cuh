@@ -93,14 +93,7 @@ __device__ __forceinline__ void multiply_rows(const Operand& left, const Operand
                                               int pieces, float (&sums)[C::kStrips][kTiles][4]) {
   const BlockReader<C, true> left_reader(left.tile, left.first_row, lane);
   const BlockReader<C, false> right_reader(right.tile, right.first_row, lane);
-#pragma unroll
-  for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-    for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sums[strip][tile][i] = 0.0f;
-    }
-  }
+  clear(sums);
 #pragma unroll
   for (int step = 0; step < C::kDim / 16; ++step) {
     if (C::asks_whether_beyond(step) && step * 16 >= dim) break;

@@ -20,20 +20,6 @@ __device__ __forceinline__ bool is_non_finite(uint16_t x) {
   return (x & kExponent) == kExponent;
 }
 
-template <class C>
-__device__ __forceinline__ bool is_finite(const Output<C>& output) {
-  bool finite = true;
-#pragma unroll
-  for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-    for (int tile = 0; tile < C::kDimTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) finite = finite && fabsf(output.at[strip][tile][i]) < infinity<float>();
-    }
-  }
-  return finite;
-}
-
 // Zeroes what this thread brought into the tile and is not finite. It has waited for its copies.
 template <class C>
 __device__ __forceinline__ void clear_non_finite_values(const SharedMemory<C>& shared) {
@@ -67,7 +53,7 @@ __device__ __forceinline__ void add_non_finite_values(const Plan& plan, const Wo
     for (int column = lane.lane; column < p.value_dim; column += 32) {
       found |= is_non_finite<C::kDType>(values[column]);
     }
-    if (!__any_sync(kAllLanes, found)) continue;
+    if (!__any_sync(kWholeWarp, found)) continue;
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll

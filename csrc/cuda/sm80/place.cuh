@@ -3,6 +3,7 @@
 // place names exist, columns beyond the last are for the options to leave alone.
 #pragma once
 
+#include "fragments.cuh"
 #include "work.cuh"
 
 namespace selfattn::cuda::sm80 {
@@ -21,14 +22,14 @@ struct Place {
   __device__ __forceinline__ const AttentionParams& params() const { return plan.params; }
   __device__ __forceinline__ int batch() const { return work.batch; }
   __device__ __forceinline__ RowOf row(int row_of_tile) const { return work.row(plan, row_of_tile); }
-  __device__ __forceinline__ int first_key_of_warp() const { return first_key + lane.first_key; }
+  __device__ __forceinline__ int first_key_of_warp() const { return first_key + lane.first_column; }
 
   // Of an element: its query (a row here), and its key.
   __device__ __forceinline__ RowOf query(int strip, int half, int /*tile*/, int /*i*/) const {
     return row(lane.row(strip, half));
   }
   __device__ __forceinline__ int key(int /*strip*/, int /*half*/, int tile, int i) const {
-    return first_key + lane.key(tile) + i;
+    return first_key + lane.column(tile) + i;
   }
 };
 

@@ -1,26 +1,10 @@
 // From dot products to final scores: what common/score_tile.cuh does to single elements, on accumulators.
 #pragma once
 
-#include "../common/ptx_sm80.cuh"
+#include "fragments.cuh"
 #include "visibility.cuh"
 
 namespace selfattn::cuda::sm80 {
-
-// Calls body(strip, half, tile, i, element) for every element of a lane; i counts its two columns.
-template <int kStrips, int kTiles, class Body>
-__device__ __forceinline__ void for_each_element(float (&elements)[kStrips][kTiles][4], const Body& body) {
-#pragma unroll
-  for (int strip = 0; strip < kStrips; ++strip) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int tile = 0; tile < kTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 2; ++i) body(strip, half, tile, i, elements[strip][tile][2 * half + i]);
-      }
-    }
-  }
-}
 
 // Replaces, so that NaN of hidden keys ends here.
 template <class C>
@@ -33,10 +17,10 @@ __device__ __forceinline__ void hide_by_position(const Plan& plan, const Work<C>
       const RowOf row = work.row(plan, lane.row(strip, half));
       const Columns columns = visible_columns(work, row.query, first_key);
 #pragma unroll
-      for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+      for (int tile = 0; tile < C::kColumnTiles; ++tile) {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
-          if (!columns.hold(lane.key(tile) + i)) scores.at[strip][tile][2 * half + i] = -infinity<float>();
+          if (!columns.hold(lane.column(tile) + i)) scores.at[strip][tile][2 * half + i] = -infinity<float>();
         }
       }
     }

@@ -1,4 +1,4 @@
-// "sm80": attention forward on tensor cores by mma.sync, for compute capability 8.0 and later.
+// "sm80": attention on tensor cores by mma.sync, for compute capability 8.0 and later.
 #pragma once
 
 #include "../cuda_kernel_table.h"

@@ -9,25 +9,15 @@
 
 namespace selfattn::cuda::sm80 {
 
-// Over the four lanes of a row.
-__device__ __forceinline__ float max_of_row(float x) {
-  x = larger(x, __shfl_xor_sync(kAllLanes, x, 1));
-  return larger(x, __shfl_xor_sync(kAllLanes, x, 2));
-}
-__device__ __forceinline__ float sum_of_row(float x) {
-  x += __shfl_xor_sync(kAllLanes, x, 1);
-  return x + __shfl_xor_sync(kAllLanes, x, 2);
-}
-
 // Weights of 16 bits as left operands of products, see pack_weights: the two of a lane that are neighbours in
 // one row of eight keys.
 template <class C>
 struct PackedWeights {
-  LeftBlock<C> block[C::kKeyTiles / 2];
+  LeftBlock<C> block[C::kColumnTiles / 2];
 
   __device__ __forceinline__ explicit PackedWeights(const Scores<C>& weights) {
 #pragma unroll
-    for (int n = 0; n < C::kKeyTiles / 2; ++n) pack_weights<C>(weights.at, 2 * n, block[n]);
+    for (int n = 0; n < C::kColumnTiles / 2; ++n) pack_weights<C>(weights.at, 2 * n, block[n]);
   }
   __device__ __forceinline__ uint32_t& pair(int strip, int half, int tile) {
     return block[tile / 2][0][strip][tile % 2 * 2 + half];
@@ -84,7 +74,7 @@ struct Softmax {
       for (int half = 0; half < 2; ++half) {
         float most = max[strip][half];
 #pragma unroll
-        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
           const float* s = &scores.at[strip][tile][2 * half];
           most = larger(most, larger(s[0], s[1]));
         }
@@ -95,7 +85,7 @@ struct Softmax {
         max[strip][half] = most;
         float total = sum[strip][half] * rescale;
 #pragma unroll
-        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& s = scores.at[strip][tile][2 * half + i];
@@ -125,7 +115,7 @@ struct Softmax {
       const uint32_t ones = Arithmetic::pack(1.0f, 1.0f);
       float sums[4] = {rounded[strip][0], rounded[strip][0], rounded[strip][1], rounded[strip][1]};
 #pragma unroll
-      for (int n = 0; n < C::kKeyTiles / 2; ++n) {
+      for (int n = 0; n < C::kColumnTiles / 2; ++n) {
         Arithmetic::multiply(sums, packed.block[n][0][strip], ones, ones);
       }
       rounded[strip][0] = sums[0];
@@ -186,7 +176,7 @@ __device__ __forceinline__ void for_each_dropped(const Plan& plan, const Work<C>
   for (int strip = 0; strip < C::kStrips; ++strip) {
     const StripDropout<Place<C>> dropout({plan, work, lane, first_key}, strip);
 #pragma unroll
-    for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+    for (int tile = 0; tile < C::kColumnTiles; ++tile) {
       const uint32_t kept = dropout.kept(tile);
 #pragma unroll
       for (int n = 0; n < 4; ++n) {

@@ -17,6 +17,13 @@ __device__ __forceinline__ const float* float_row(const View& view, int64_t batc
   return static_cast<const float*>(view.data) + view.offset(batch, head, row);
 }
 
+__device__ __forceinline__ float dot_product(const float* x, const float* y, int64_t dim) {
+  float dot = 0.0f;
+#pragma unroll 1
+  for (int64_t e = 0; e < dim; ++e) dot = fmaf(x[e], y[e], dot);
+  return dot;
+}
+
 // Tiles are taken in a loop that is not unrolled, to keep rare code small; registers have no index at run
 // time, hence the selection.
 template <class C>
@@ -25,8 +32,8 @@ __device__ __forceinline__ void replace_special_scores(const Plan& plan, const W
                                                        int first_key, Scores<C>& scores) {
   const AttentionParams& p = plan.params;
 #pragma unroll 1
-  for (int n = 0; n < C::kKeyTiles * 2; ++n) {
-    const int column = lane.key(n / 2) + n % 2;
+  for (int n = 0; n < C::kColumnTiles * 2; ++n) {
+    const int column = lane.column(n / 2) + n % 2;
     if (first_key + column >= p.keys) continue;
     const float* key = float_row(p.key, work.batch, work.kv_head, first_key + column);
 #pragma unroll
@@ -37,11 +44,9 @@ __device__ __forceinline__ void replace_special_scores(const Plan& plan, const W
         if (!shared.key_flags()[column] && !shared.query_flags()[row_of_tile]) continue;
         const RowOf row = work.row(plan, row_of_tile);
         const float* query = float_row(p.query, work.batch, row.head, row.query);
-        float dot = 0.0f;
-#pragma unroll 1
-        for (int64_t e = 0; e < p.head_dim; ++e) dot = fmaf(query[e], key[e], dot);
+        const float dot = dot_product(query, key, p.head_dim);
 #pragma unroll
-        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             if (tile * 2 + i == n) scores.at[strip][tile][2 * half + i] = dot;
@@ -59,8 +64,8 @@ __device__ __forceinline__ void add_special_values(const Plan& plan, const Work<
                                                    const Scores<C>& weights, Output<C>& output) {
   const AttentionParams& p = plan.params;
 #pragma unroll 1
-  for (int n = 0; n < C::kWarpKeys; ++n) {
-    const int column = lane.first_key + n;
+  for (int n = 0; n < C::kWarpColumns; ++n) {
+    const int column = lane.first_column + n;
     if (!shared.value_flags()[column]) continue;
     const int key = first_key + column;
     const float* values = float_row(p.value, work.batch, work.kv_head, key);
@@ -68,13 +73,7 @@ __device__ __forceinline__ void add_special_values(const Plan& plan, const Work<
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float weight = 0.0f;
-#pragma unroll
-        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
-          const float* pair = &weights.at[strip][tile][2 * half];
-          if (n / 8 == tile) weight = n % 2 ? pair[1] : pair[0];
-        }
-        weight = __shfl_sync(0xffffffffu, weight, (lane.lane & ~3) | (n % 8 / 2));
+        const float weight = element_of_row(weights.at, lane.lane, strip, half, n);
         const RowOf row = work.row(plan, lane.row(strip, half));
         if (!sees<!C::kPlain>(p, work.batch, row, key)) continue;
 #pragma unroll

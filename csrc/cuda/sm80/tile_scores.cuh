@@ -60,7 +60,7 @@ class TileScores {
   __device__ __forceinline__ void compute_scores(int first_key, bool special) {
     using Layout = SharedLayout<C>;
     multiply_rows<C>(Operand{shared_.queries(), Layout::kQueryPlane, lane().first_row},
-                     Operand{shared_.keys(), Layout::kTilePlane, lane().first_key}, lane().lane,
+                     Operand{shared_.keys(), Layout::kTilePlane, lane().first_column}, lane().lane,
                      static_cast<int>(p_.head_dim), plan_.pieces, scores_.at);
     if constexpr (C::kFloat32) {
       if (special) replace_special_scores(plan_, work_, lane(), shared_, first_key, scores_);

@@ -25,8 +25,7 @@ __device__ __forceinline__ bool sees_whole_tile(const Work<C>& work, int first_k
   return first_key >= work.whole_begin && first_key + C::kKeys <= work.whole_end;
 }
 
-// The bits of a mask element that hides: false, or -inf.
-
+// Whether a mask element hides: false, or -inf.
 __device__ __forceinline__ bool mask_hides(const View& mask, int64_t element) {
   switch (mask.dtype) {
     case DType::kBool:
@@ -79,7 +78,7 @@ struct MaskBits {
           const bool exists =
               row_of_tile < at.work.rows && lane + word * 32 < kColumns && key + word * 32 < at.params().keys;
           const bool shown = exists && !mask_hides(mask, element + word * 32 * mask.stride[3]);
-          const uint32_t bits = __ballot_sync(0xffffffffu, shown);
+          const uint32_t bits = __ballot_sync(kWholeWarp, shown);
           any |= bits;
           if (r == group) of[strip][0][word] = bits;
           if (r == group + 8) of[strip][1][word] = bits;
@@ -96,6 +95,6 @@ struct MaskBits {
 };
 
 template <class C>
-using MaskBitsOf = MaskBits<C::kStrips, C::kWarpKeys>;
+using MaskBitsOf = MaskBits<C::kStrips, C::kWarpColumns>;
 
 }  // namespace selfattn::cuda::sm80

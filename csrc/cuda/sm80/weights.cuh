@@ -1,6 +1,7 @@
 // The weights themselves, from the forward's row statistics: a block for every tile of rows and of keys.
 #pragma once
 
+#include "../common/grid.cuh"
 #include "epilogue.cuh"
 #include "tile_scores.cuh"
 
@@ -34,7 +35,7 @@ class Weights : TileScores<C> {
       weigh();
       if (p_.dropout.enabled) drop_weights(plan_, work_, this->lane(), first_key, scores_);
     } else {
-      for_each_element(scores_.at, [](int, int, int, int, float& s) { s = 0.0f; });
+      clear(scores_.at);
     }
     __syncthreads();
     write(first_key);
@@ -56,7 +57,7 @@ class Weights : TileScores<C> {
         const float shift = softmax_shift(static_cast<const float*>(plan_.weights_outputs.row_max)[at]);
         const float sum = static_cast<const float*>(plan_.weights_outputs.row_sum)[at];
 #pragma unroll
-        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
             float& s = scores_.at[strip][tile][2 * half + i];
@@ -74,10 +75,10 @@ class Weights : TileScores<C> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
 #pragma unroll
-        for (int tile = 0; tile < C::kKeyTiles; ++tile) {
+        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
           const float* s = &scores_.at[strip][tile][2 * half];
           *reinterpret_cast<float2*>(
-              rows + exchanged<C::kKeys>(this->lane().row(strip, half), this->lane().key(tile))) =
+              rows + exchanged<C::kKeys>(this->lane().row(strip, half), this->lane().column(tile))) =
               float2{s[0] * plan_.dropout_scale, s[1] * plan_.dropout_scale};
         }
       }
@@ -100,7 +101,7 @@ class Weights : TileScores<C> {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) weights_kernel(const Plan plan) {
   SELFATTN_DYNAMIC_SHARED(memory);
-  const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
+  const int64_t block = block_of_grid();
   if (block < plan.blocks) Weights<C>(plan, block, memory).run();
 }
 

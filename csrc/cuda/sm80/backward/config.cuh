@@ -15,14 +15,11 @@ enum class Side {
   kMask,      // queries own, keys pass, for one mask tile after another: the mask's gradient
 };
 
-enum class Path {
-  kPlain,    // see is_plain(); 16-bit types. The one that has to be fast.
-  kOptions,  // everything, by flags at run time
-};
-
 // A pair of operands is what is multiplied for the scores (`first`: queries and keys), another what is
 // multiplied for the gradient of the weights (`second`: dO and values). Of each pair the block owns one and
 // the other passes.
+//
+// Paths are the forward's, but that there is no thin one.
 //
 // kCareful: NaN and Inf are looked for, and kept from whom they are hidden. float32 always looks; 16-bit
 // types compute a tile again with small fragments, which leave room for the code, if its results are not
@@ -83,42 +80,6 @@ struct Config {
   static __host__ __device__ constexpr bool asks_whether_beyond(int step) {
     return step > 0 && (step % 4 == 0 || !kPlain);
   }
-};
-
-// What mma leaves in a lane: of rows `group` and `group + 8` of each strip two neighbouring columns of every
-// eight. at[strip][tile][2 * half + i] is the element of row lane.row(strip, half) and column
-// lane.column(tile) + i.
-template <class C>
-struct Scores {
-  float at[C::kStrips][C::kColumnTiles][4];
-};
-template <class C>
-struct Output {
-  float at[C::kStrips][C::kDimTiles][4];
-};
-
-// Where a thread stands.
-template <class C>
-struct Lane {
-  int thread, lane, group, quad;
-  int first_row;  // of the warp, in the tile
-  int first_column;
-
-  __device__ __forceinline__ Lane()
-      : thread(ptx::opaque(static_cast<int>(threadIdx.x))),
-        lane(thread & 31),
-        group(lane >> 2),
-        quad(lane & 3) {
-    const int warp = thread >> 5;
-    first_row = warp % C::kRowWarps * C::kWarpRows;
-    first_column = warp / C::kRowWarps * C::kWarpColumns;
-  }
-  __device__ __forceinline__ int row(int strip, int half) const {
-    return first_row + strip * 16 + half * 8 + group;
-  }
-  // The first of the lane's two columns; the second is the next.
-  __device__ __forceinline__ int column(int tile) const { return first_column + tile * 8 + quad * 2; }
-  __device__ __forceinline__ int dim(int tile) const { return tile * 8 + quad * 2; }
 };
 
 }  // namespace selfattn::cuda::sm80::backward

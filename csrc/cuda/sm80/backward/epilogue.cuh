@@ -8,32 +8,6 @@
 
 namespace selfattn::cuda::sm80::backward {
 
-template <class C>
-__device__ __forceinline__ void clear(Output<C>& output) {
-#pragma unroll
-  for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-    for (int tile = 0; tile < C::kDimTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) output.at[strip][tile][i] = 0.0f;
-    }
-  }
-}
-
-template <class C>
-__device__ __forceinline__ bool is_finite(const Output<C>& output) {
-  bool finite = true;
-#pragma unroll
-  for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-    for (int tile = 0; tile < C::kDimTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) finite = finite && fabsf(output.at[strip][tile][i]) < infinity<float>();
-    }
-  }
-  return finite;
-}
-
 // The second of two warps that share rows hands its numbers to the first. The tiles in shared memory are no
 // longer needed, and make room. Called by all warps.
 template <class C, int kRowCount, int kColumnCount>

@@ -10,6 +10,7 @@
 // first while the products of the second are computed.
 #pragma once
 
+#include "../../common/grid.cuh"
 #include "epilogue.cuh"
 #include "loads.cuh"
 #include "products.cuh"
@@ -53,14 +54,14 @@ class Gradients {
   __device__ __forceinline__ void reset() {
     slopes_.reset();
     scaled_.reset();
-    if constexpr (C::kSumsFirst) clear(first_);
-    if constexpr (C::kSumsSecond) clear(second_);
+    if constexpr (C::kSumsFirst) clear(first_.at);
+    if constexpr (C::kSumsSecond) clear(second_.at);
   }
 
   __device__ __forceinline__ bool finite() const {
     bool finite = true;
-    if constexpr (C::kSumsFirst) finite = finite && is_finite<C>(first_);
-    if constexpr (C::kSumsSecond) finite = finite && is_finite<C>(second_);
+    if constexpr (C::kSumsFirst) finite = finite && is_finite(first_.at);
+    if constexpr (C::kSumsSecond) finite = finite && is_finite(second_.at);
     return finite;
   }
 
@@ -87,13 +88,13 @@ class Gradients {
 
   __device__ __forceinline__ void pass() {
     Passing passing = find(work_.first_passing());
-    bool special_first = false, special_second = false;
+    bool special_second = false;
     if (work_.holds(passing)) special_second = load_second<C>(plan_, work_, shared_, passing);
     ptx::copy_async_commit();
     while (work_.holds(passing)) {
       ptx::copy_async_wait<0>();
       __syncthreads();  // the second tile is there; every warp is done with the first
-      special_first = load_first<C>(plan_, work_, shared_, passing);
+      const bool special_first = load_first<C>(plan_, work_, shared_, passing);
       ptx::copy_async_commit();
       if (has_rows()) multiply_second(plan_, shared_, dp_);
       ptx::copy_async_wait<0>();
@@ -219,7 +220,7 @@ __device__ SELFATTN_CALLED void start_over(const Plan& plan, unsigned char* memo
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_constant__ Plan plan) {
   SELFATTN_DYNAMIC_SHARED(memory);
-  const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
+  const int64_t block = block_of_grid();
   if (block >= plan.blocks) return;
   const bool done = Gradients<C>(plan, RowTile::of_block<C>(plan, block), memory).run();
   if constexpr (!C::kCareful) {

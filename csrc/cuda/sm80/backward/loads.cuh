@@ -32,40 +32,29 @@ __device__ __forceinline__ bool load_tile(const Matrix& matrix, int batch, int f
     using Share = TileShare<C, kRowCount, C::kDim / 4>;
     constexpr int kPlane = kRowCount * C::kDim * 2;
     const Share share;
-    bool any = false;
-#pragma unroll 1
-    for (int pass = 0; pass < Share::kPasses; ++pass) {
-      const int r = share.row + pass * Share::kStep;
-      const bool beyond = Share::beyond(pass, r);
+    return share.flag_rows(flags, [&](int r) {
       bool special = false;
 #pragma unroll 2
-      for (int i = 0; i < Share::kPerLane && !beyond; ++i) {
+      for (int i = 0; i < Share::kPerLane; ++i) {
         const int chunk = share.lane + i * Share::kLanes;
         const float4 x =
             load_four(rows + r * stride, chunk * 4, r < count ? matrix.columns : 0, matrix.vectors);
         special |= store_pieces<C, true>(tile, kPlane, r, chunk, x);
       }
-      const bool flag = share.any_of_row(special);
-      if (share.lane == 0 && !beyond) flags[r] = flag;
-      any |= flag;
-    }
-    return any;
+      return special;
+    });
   }
 }
 
-template <class C>
 __device__ __forceinline__ Matrix query_matrix(const Plan& plan, int head) {
   return {plan.params.query, head, static_cast<int>(plan.params.head_dim), plan.query_vectors};
 }
-template <class C>
 __device__ __forceinline__ Matrix key_matrix(const Plan& plan, int kv_head) {
   return {plan.params.key, kv_head, static_cast<int>(plan.params.head_dim), plan.key_vectors};
 }
-template <class C>
 __device__ __forceinline__ Matrix value_matrix(const Plan& plan, int kv_head) {
   return {plan.params.value, kv_head, static_cast<int>(plan.params.value_dim), plan.value_vectors};
 }
-template <class C>
 __device__ __forceinline__ Matrix grad_out_matrix(const Plan& plan, int head) {
   return {plan.arguments.grad_out, head, static_cast<int>(plan.params.value_dim), plan.grad_out_vectors};
 }
@@ -89,9 +78,8 @@ __device__ __forceinline__ void start_statistics(const Plan& plan, const Work<C>
 template <class C>
 __device__ __forceinline__ bool load_own(const Plan& plan, const Work<C>& work,
                                          const SharedMemory<C>& shared) {
-  const Matrix first = C::kOwnsQueries ? query_matrix<C>(plan, work.head) : key_matrix<C>(plan, work.kv_head);
-  const Matrix second =
-      C::kOwnsQueries ? grad_out_matrix<C>(plan, work.head) : value_matrix<C>(plan, work.kv_head);
+  const Matrix first = C::kOwnsQueries ? query_matrix(plan, work.head) : key_matrix(plan, work.kv_head);
+  const Matrix second = C::kOwnsQueries ? grad_out_matrix(plan, work.head) : value_matrix(plan, work.kv_head);
   if (C::kOwnsQueries) start_statistics<C>(plan, work, shared, work.head, work.first_row);
   bool special = load_tile<C, C::kRows>(first, work.batch, work.first_row, work.rows, shared.own1(),
                                         shared.own1_flags());
@@ -106,8 +94,7 @@ __device__ __forceinline__ bool load_own(const Plan& plan, const Work<C>& work,
 template <class C>
 __device__ __forceinline__ bool load_first(const Plan& plan, const Work<C>& work,
                                            const SharedMemory<C>& shared, Passing passing) {
-  const Matrix matrix =
-      C::kOwnsQueries ? key_matrix<C>(plan, work.kv_head) : query_matrix<C>(plan, passing.head);
+  const Matrix matrix = C::kOwnsQueries ? key_matrix(plan, work.kv_head) : query_matrix(plan, passing.head);
   if (!C::kOwnsQueries) start_statistics<C>(plan, work, shared, passing.head, passing.first);
   return load_tile<C, C::kColumns>(matrix, work.batch, passing.first, work.count(passing), shared.pass1(),
                                    shared.pass1_flags());
@@ -118,7 +105,7 @@ template <class C>
 __device__ __forceinline__ bool load_second(const Plan& plan, const Work<C>& work,
                                             const SharedMemory<C>& shared, Passing passing) {
   const Matrix matrix =
-      C::kOwnsQueries ? value_matrix<C>(plan, work.kv_head) : grad_out_matrix<C>(plan, passing.head);
+      C::kOwnsQueries ? value_matrix(plan, work.kv_head) : grad_out_matrix(plan, passing.head);
   return load_tile<C, C::kColumns>(matrix, work.batch, passing.first, work.count(passing), shared.pass2(),
                                    shared.pass2_flags());
 }

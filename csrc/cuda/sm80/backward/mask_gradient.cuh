@@ -31,14 +31,7 @@ class MaskGradient {
     const int64_t from = block % pieces_.splits * pieces_.split_items;
     const int64_t to =
         from + pieces_.split_items < pieces_.items ? from + pieces_.split_items : pieces_.items;
-#pragma unroll
-    for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-      for (int tile = 0; tile < C::kColumnTiles; ++tile) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum_.at[strip][tile][i] = 0.0f;
-      }
-    }
+    clear(sum_.at);
 #pragma unroll 1
     for (int64_t n = from; n < to; ++n) add(pieces_.item(corner, n));
     __syncthreads();
@@ -58,15 +51,7 @@ class MaskGradient {
 
     __syncthreads();  // every warp is done with the item before
     if (threadIdx.x == 0) {
-      Work<C>& work = shared_.work();
-      work.batch = static_cast<int>(item.batch);
-      work.head = work.last_head = passing.head;
-      work.kv_head = static_cast<int>(p_.kv_head(passing.head));
-      work.first_row = first_row;
-      work.rows = rows;
-      work.begin = static_cast<int>(range.begin);
-      work.end = static_cast<int>(range.end);
-      work.columns = static_cast<int>(p_.keys);
+      shared_.work() = Work<C>(plan_, RowTile{item.batch * p_.heads + item.head, first_row});
     }
     __syncthreads();
     if (p_.mask.data != nullptr) {
@@ -162,7 +147,7 @@ template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     mask_gradient_kernel(const Plan plan, const MaskPieces pieces) {
   SELFATTN_DYNAMIC_SHARED(memory);
-  const int64_t block = blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
+  const int64_t block = block_of_grid();
   if (block < pieces.blocks()) MaskGradient<C>(plan, pieces, memory).run(block);
 }
 

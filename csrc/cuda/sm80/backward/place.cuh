@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../dropout_bits.cuh"
+#include "../fragments.cuh"
 #include "../scores.cuh"
 #include "shared_layout.cuh"
 
@@ -102,7 +103,7 @@ struct TurnedMaskBits {
             const int query = first_query + tile * 8 + quad * 2;
             const bool exists = row_of_tile < at.work.rows && query < at.params().queries;
             const bool shown = exists && !mask_hides(mask, of_key + query * mask.stride[2]);
-            const uint32_t votes = __ballot_sync(kAllLanes, shown);
+            const uint32_t votes = __ballot_sync(kWholeWarp, shown);
             any |= votes;
             const uint32_t of_lane = votes >> at.lane.group;
             const uint32_t bits =

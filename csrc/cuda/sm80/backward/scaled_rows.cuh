@@ -3,6 +3,7 @@
 // times too large until a tile has a gradient that is not small. That is exact, and depends on the row alone.
 #pragma once
 
+#include "../fragments.cuh"
 #include "config.cuh"
 
 namespace selfattn::cuda::sm80::backward {
@@ -22,14 +23,13 @@ class ScaledRows {
 #pragma unroll
         for (int tile = 0; tile < C::kColumnTiles; ++tile) {
           const float* pair = &ds.at[strip][tile][2 * half];
-          most = fmaxf(most, fmaxf(fabsf(pair[0]), fabsf(pair[1])));
+          most = larger(most, larger(fabsf(pair[0]), fabsf(pair[1])));
         }
-        most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 1));
-        most = fmaxf(most, __shfl_xor_sync(kAllLanes, most, 2));
+        most = max_of_row(most);
         const bool grows = is_up(strip, half) && most >= kSmall;
         if (grows) up_ &= ~bit(strip, half);
         const float factor = is_up(strip, half) ? kUp : 1.0f;
-        if (__any_sync(kAllLanes, grows)) multiply(sums, strip, half, grows ? kDown : 1.0f);
+        if (__any_sync(kWholeWarp, grows)) multiply(sums, strip, half, grows ? kDown : 1.0f);
 #pragma unroll
         for (int tile = 0; tile < C::kColumnTiles; ++tile) {
           ds.at[strip][tile][2 * half] *= factor;

@@ -29,13 +29,6 @@ __device__ __forceinline__ void set_element(Scores<C>& elements, int half, int n
   }
 }
 
-__device__ __forceinline__ float dot_product(const float* x, const float* y, int dim) {
-  float dot = 0.0f;
-#pragma unroll 1
-  for (int e = 0; e < dim; ++e) dot = fmaf(x[e], y[e], dot);
-  return dot;
-}
-
 // float32: s and dp of rows and columns that hold such a number.
 template <class C>
 __device__ __forceinline__ void replace_special_products(const Plan& plan, const Work<C>& work,
@@ -54,12 +47,12 @@ __device__ __forceinline__ void replace_special_products(const Plan& plan, const
       if (shared.own1_flags()[row] || shared.pass1_flags()[column]) {
         const float* x = float_row(p.query, work.batch, passing.head, query);
         const float* y = float_row(p.key, work.batch, work.kv_head, key);
-        set_element<C>(s, half, n, dot_product(x, y, static_cast<int>(p.head_dim)));
+        set_element<C>(s, half, n, dot_product(x, y, p.head_dim));
       }
       if (shared.own2_flags()[row] || shared.pass2_flags()[column]) {
         const float* x = float_row(plan.arguments.grad_out, work.batch, passing.head, query);
         const float* y = float_row(p.value, work.batch, work.kv_head, key);
-        set_element<C>(dp, half, n, dot_product(x, y, static_cast<int>(p.value_dim)));
+        set_element<C>(dp, half, n, dot_product(x, y, p.value_dim));
       }
     }
   }
@@ -71,14 +64,10 @@ template <class C>
 __device__ __forceinline__ bool clear_non_finite_rows(unsigned char* tile, unsigned char* flags) {
   using Share = TileShare<C, C::kColumns, C::kDim / 8>;
   const Share share;
-  bool any = false;
-#pragma unroll 1
-  for (int pass = 0; pass < Share::kPasses; ++pass) {
-    const int r = share.row + pass * Share::kStep;
-    const bool beyond = Share::beyond(pass, r);
+  return share.flag_rows(flags, [&](int r) {
     bool found = false;
 #pragma unroll 1
-    for (int chunk = share.lane; chunk < C::kDim / 8 && !beyond; chunk += Share::kLanes) {
+    for (int chunk = share.lane; chunk < C::kDim / 8; chunk += Share::kLanes) {
       auto* elements = reinterpret_cast<uint16_t*>(tile + Swizzle<C::kDim>::offset(r, chunk));
 #pragma unroll 1
       for (int i = 0; i < 8; ++i) {
@@ -87,11 +76,8 @@ __device__ __forceinline__ bool clear_non_finite_rows(unsigned char* tile, unsig
         found = true;
       }
     }
-    const bool flag = share.any_of_row(found);
-    if (share.lane == 0 && !beyond) flags[r] = flag;
-    any |= flag;
-  }
-  return any;
+    return found;
+  });
 }
 
 template <class C>
@@ -127,13 +113,7 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMem
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float factor = 0.0f;
-#pragma unroll
-        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
-          const float* pair = &factors.at[strip][tile][2 * half];
-          if (n / 8 == tile) factor = n % 2 ? pair[1] : pair[0];
-        }
-        factor = __shfl_sync(kAllLanes, factor, (at.lane.lane & ~3) | (n % 8 / 2));
+        const float factor = element_of_row(factors.at, at.lane.lane, strip, half, n);
         const int row = at.existing(at.lane.row(strip, half));
         const RowOf query = {at.passing.head, at.work.query(at.passing, row, column)};
         if (!sees<!C::kPlain>(p, at.batch(), query, at.work.key(at.passing, row, column))) continue;

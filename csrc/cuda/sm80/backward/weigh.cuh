@@ -34,9 +34,7 @@ struct Slopes {
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float total = sum[strip][half];
-        total += __shfl_xor_sync(kAllLanes, total, 1);
-        total += __shfl_xor_sync(kAllLanes, total, 2);
+        const float total = sum_of_row(sum[strip][half]);
         const int row = lane.row(strip, half);
         if (row < work.rows && lane.quad == 0) rows[row] = total;
       }
