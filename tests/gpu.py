@@ -80,6 +80,7 @@ ELSEWHERE = {
     "test_peak": "measures the CPU",
     "test_processes": "forks, which a process that uses CUDA cannot",
     "test_peers": "is about other libraries on the CPU",
+    "test_troubleshooting": "is about the documents",
 }
 
 
