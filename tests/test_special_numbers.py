@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -117,3 +118,35 @@ def test_float32_of_any_magnitude(factors: tuple[float, ...], queries: int, kern
     out = forward(tensors)[0]
     size = exact.abs().max()
     assert_accurate("out", out / size, exact / size, peer / size, dtype=torch.float32)
+
+
+#: Of grad_out: gradients of scores of any magnitude, down to the least normal numbers.
+SMALL = (1.0, 1e-15, 1e-23, 1e-36)
+
+
+@pytest.mark.parametrize("small", SMALL)
+def test_float32_gradients_of_any_magnitude(small: float, kernel: str) -> None:
+    """Columns of queries and keys of 1e38, or of 1, meet gradients of scores that are small: each column of
+    the result is as accurate as the formula in float32.
+    """
+    tensors = inputs(torch.float32, 70, 64)
+    # Large numbers meet zeros, so that scores know nothing of them.
+    for one, other, column in ((0, 1, 5), (1, 0, 40)):
+        tensors[one][..., column] *= 0.5e38
+        tensors[other][..., column] = 0.0
+    cotangent = small * torch.randn(2, 2, 70, 24)
+
+    def gradients(run: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        out = run(*leaves)
+        return list(torch.autograd.grad(out, leaves, cotangent.to(dtype)))
+
+    def formula(*leaves: Tensor) -> Tensor:
+        return reference.attention(*leaves).out
+
+    exact = gradients(formula, torch.float64)
+    peer = gradients(formula, torch.float32)
+    ours = gradients(lambda *leaves: scaled_dot_product_attention(*leaves, enable_gqa=True), torch.float32)
+    for name, truth, theirs, result in zip(("query", "key", "value"), exact, peer, ours, strict=True):
+        size = truth.abs().amax((0, 1, 2)) + torch.finfo(torch.float32).tiny
+        assert_accurate(name, result / size, truth / size, theirs / size, dtype=torch.float32)

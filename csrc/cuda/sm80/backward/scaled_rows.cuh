@@ -1,6 +1,8 @@
 // Gradients of scores too small for pieces. They are proportional to dO, which may be of any magnitude, and
-// below 2^-80 the last pieces of a float32 begin to vanish (../pieces.cuh). So each row of a sum is kept 2^60
+// below 2^-80 the last pieces of a float32 begin to vanish (../pieces.cuh). So each row of a sum is kept 2^40
 // times too large until a tile has a gradient that is not small. That is exact, and depends on the row alone.
+// By then a gradient is below 2^-40, so that not even the terms of the largest numbers (specials.cuh)
+// overflow.
 #pragma once
 
 #include "../fragments.cuh"
@@ -51,9 +53,9 @@ class ScaledRows {
   }
 
  private:
-  static constexpr float kUp = 1152921504606846976.0f;  // 2^60
+  static constexpr float kUp = 1099511627776.0f;  // 2^40
   static constexpr float kDown = 1.0f / kUp;
-  static constexpr float kSmall = 1.0f / (1 << 30) / (1 << 10);  // 2^-40: up to 2^20 once scaled
+  static constexpr float kSmall = kDown * kDown;
 
   static __device__ __forceinline__ void multiply(Output<C>& sums, int strip, int half, float by) {
 #pragma unroll
