@@ -17,10 +17,11 @@ __device__ __forceinline__ const float* float_row(const View& view, int64_t batc
   return static_cast<const float*>(view.data) + view.offset(batch, head, row);
 }
 
-__device__ __forceinline__ float dot_product(const float* x, const float* y, int64_t dim) {
+template <class Count>
+__device__ __forceinline__ float dot_product(const float* x, const float* y, Count dim) {
   float dot = 0.0f;
 #pragma unroll 1
-  for (int64_t e = 0; e < dim; ++e) dot = fmaf(x[e], y[e], dot);
+  for (Count e = 0; e < dim; ++e) dot = fmaf(x[e], y[e], dot);
   return dot;
 }
 

@@ -47,12 +47,12 @@ __device__ __forceinline__ void replace_special_products(const Plan& plan, const
       if (shared.own1_flags()[row] || shared.pass1_flags()[column]) {
         const float* x = float_row(p.query, work.batch, passing.head, query);
         const float* y = float_row(p.key, work.batch, work.kv_head, key);
-        set_element<C>(s, half, n, dot_product(x, y, p.head_dim));
+        set_element<C>(s, half, n, dot_product(x, y, static_cast<int>(p.head_dim)));
       }
       if (shared.own2_flags()[row] || shared.pass2_flags()[column]) {
         const float* x = float_row(plan.arguments.grad_out, work.batch, passing.head, query);
         const float* y = float_row(p.value, work.batch, work.kv_head, key);
-        set_element<C>(dp, half, n, dot_product(x, y, p.value_dim));
+        set_element<C>(dp, half, n, dot_product(x, y, static_cast<int>(p.value_dim)));
       }
     }
   }
