@@ -127,6 +127,22 @@ def test_two_graphs_serve_all_shapes_of_a_layer(module: torch.nn.Module) -> None
     assert graphs(lambda x: module(x, x, x) if is_drop_in else module(x, is_causal=True), calls) <= 2
 
 
+def test_layers_where_a_default_device_is_set() -> None:
+    """It puts a mode in force, under which Dynamo traces no tensor method that torch has in Python."""
+    ours = selfattn_ext.MultiHeadSelfAttention(16, HEADS)
+    drop_in = selfattn_ext.MultiheadAttention(16, HEADS, batch_first=True)
+    x, hidden = torch.randn(3, 5, 16), torch.ones(3 * HEADS, 5, 5).triu(1) > 0
+
+    def layers(x: torch.Tensor) -> torch.Tensor:
+        x = ours(x, is_causal=True)
+        return drop_in(x, x, x, attn_mask=hidden)[0]
+
+    torch._dynamo.reset()
+    with torch.device(x.device):
+        found = torch.compile(layers, backend="eager", fullgraph=True)(x)
+    torch.testing.assert_close(found, layers(x))
+
+
 def test_marked_dimensions_are_never_specialised() -> None:
     tensors = qkv(7, 9)
     for tensor in tensors:

@@ -108,6 +108,18 @@ def test_every_test_module_runs_on_the_gpu_or_says_why_not() -> None:
         assert len(excused) == (name not in gpu.MODULES), name
 
 
+def test_a_missing_gpu_is_a_skip_with_one_reason_or_a_failure(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "missing", lambda: "needs a GPU")
+    monkeypatch.delenv(gpu.REQUIRE, raising=False)
+    with pytest.raises(pytest.skip.Exception, match=r"^needs a GPU$"):
+        gpu.need()
+    monkeypatch.setenv(gpu.REQUIRE, "1")
+    with pytest.raises(pytest.fail.Exception, match=f"{gpu.REQUIRE}=1: this module needs a GPU"):
+        gpu.need()
+    monkeypatch.setattr(gpu, "missing", lambda: None)
+    gpu.need()
+
+
 def test_what_it_runs_is_there() -> None:
     root, text = SCRIPT.parents[1], SCRIPT.read_text()
     files = re.findall(r"\b((?:tests|scripts|benchmarks)/[\w/]+\.(?:py|cu))", text)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 import torch.nn.functional as F
-from cases import DTYPES, Case, gradients
+from cases import DTYPES, LAYOUTS, Case, check, gradients
 from tolerances import assert_accurate
 
 from selfattn_ext import (
@@ -47,6 +47,33 @@ CASES = [
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_against_finite_differences(case: Case, kernel: str) -> None:
     assert torch.autograd.gradcheck(*case.as_function(), fast_mode=True)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_layouts_of_the_gradient_of_out(dtype: torch.dtype, layout: str, kernel: str) -> None:
+    check(Case(queries=33, keys=65, dtype=dtype, grad_layout=layout, heads=4, is_causal=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES[1:], ids=str)
+@pytest.mark.parametrize(("keys", "is_causal"), [(64, False), (192, True), (200, False)])
+def test_keys_beyond_the_end_stay_out(dtype: torch.dtype, keys: int, is_causal: bool, kernel: str) -> None:
+    """exp(-lse) overflows at lse < -88.7, and keys of 0 beyond the end would have scores of 0."""
+    check(
+        Case(
+            1,
+            2,
+            1,
+            keys if is_causal else 70,
+            keys,
+            64,
+            64,
+            dtype,
+            opposed=30.0,
+            is_causal=is_causal,
+            lse=True,
+        )
+    )
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

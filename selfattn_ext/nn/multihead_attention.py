@@ -285,7 +285,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
     def _heads(self, projected: Tensor, *, rotate: bool) -> Tensor:
         """(N, heads, L, D) as a view of (N, L, heads · D), (L, N, heads · D) or unbatched (L, heads · D)."""
-        x = projected.unflatten(-1, (projected.shape[-1] // self.head_dim, self.head_dim))
+        x = torch.unflatten(projected, -1, (projected.shape[-1] // self.head_dim, self.head_dim))
         swapped = x.dim() == 4 and not self.batch_first
         if rotate:
             # In this layout, so that the result keeps it and the heads need no copy before the output
@@ -311,7 +311,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             per_head = (batch * self.num_heads, length, source)
             _check_mask("attn_mask", attn_mask, (length, source), per_head)
             if attn_mask.dim() == 3:
-                attn_mask = attn_mask.unflatten(0, (batch, self.num_heads))
+                attn_mask = torch.unflatten(attn_mask, 0, (batch, self.num_heads))
         if key_padding_mask is not None:
             _check_mask("key_padding_mask", key_padding_mask, (batch, source) if is_batched else (source,))
             key_padding_mask = key_padding_mask.view(batch, 1, 1, source)

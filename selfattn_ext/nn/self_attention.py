@@ -158,7 +158,7 @@ class MultiHeadSelfAttention(nn.Module):
         return out if weights is None else (out, weights)
 
     def _heads(self, projected: Tensor) -> Tensor:
-        return projected.unflatten(-1, (self.num_heads, self.head_dim)).transpose(-3, -2)
+        return torch.unflatten(projected, -1, (self.num_heads, self.head_dim)).transpose(-3, -2)
 
     def extra_repr(self) -> str:
         return f"d_model={self.d_model}, num_heads={self.num_heads}"
