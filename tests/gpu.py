@@ -64,6 +64,7 @@ MODULES = (
 #: Why the others do not, for names that begin with these words.
 ELSEWHERE = {
     "test_amx": "instructions of a CPU",
+    "test_aten_cuda": "is about the GPU anyway",
     "test_backends": "forces instruction sets of a CPU",
     "test_benchmark": "times calls on the CPU",
     "test_cli": "is about arguments; what a command computes is in test_demo.py, or uses the GPU by itself",
