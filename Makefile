@@ -4,8 +4,8 @@
 #   make test    the Python tests                                     (ARGS="-k causal -x" likewise)
 #   make build   only compile and install, in place
 #
-#   make test-clients    the tests with transformers, timm and diffusers, which are installed first, beside the torch
-#                        that is there; CLIENTS="transformers==4.57.*" asks for other versions than the newest
+#   make test-clients    the tests with transformers, timm, diffusers and the benchmarks' peers, which are installed
+#                        first, beside the torch that is there; CLIENTS="transformers==4.57.*" asks for other versions
 #
 # They create .venv and install torch there; an activated environment that has torch 2.11 or newer is used instead.
 # TORCH chooses the torch of .venv and may hold any options of pip: make test TORCH="torch==2.14.1"
@@ -89,7 +89,7 @@ ifneq ($(shell cat $(STAMPS)/clients 2>/dev/null),$(CLIENTS))
 .PHONY: $(STAMPS)/clients
 endif
 $(STAMPS)/clients: pyproject.toml $(STAMPS)/built
-	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[clients]' $(CLIENTS) \
+	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[clients,bench]' $(CLIENTS) \
 		"torch==$$("$(BIN)/python" -c 'from importlib.metadata import version; print(version("torch"))')"
 	@echo '$(CLIENTS)' > $@
 

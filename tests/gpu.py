@@ -80,7 +80,6 @@ ELSEWHERE = {
     "test_on_cuda": "runs the others",
     "test_peak": "measures the CPU",
     "test_processes": "forks, which a process that uses CUDA cannot",
-    "test_peers": "is about other libraries on the CPU",
     "test_sdpa_mode": "counts the operators that torch has for the CPU",
     "test_torch_sdpa": "replaces the operators that torch has for the CPU",
     "test_troubleshooting": "is about the documents",

@@ -72,19 +72,19 @@ def installing(calls: list[list[str]], what: str) -> list[list[str]]:
 
 
 def test_clients_leave_torch_as_it_is(make: Callable[..., list[list[str]]]) -> None:
-    (install,) = installing(make("test-clients"), ".[clients]")
+    (install,) = installing(make("test-clients"), ".[clients,bench]")
     assert "torch==2.13.0+cpu" in install
     assert {"--upgrade", "transformers", "timm", "diffusers"} <= set(install)
 
 
 def test_clients_are_installed_anew_when_others_are_asked_for(make: Callable[..., list[list[str]]]) -> None:
     old = "CLIENTS=transformers==4.57.*"
-    assert installing(make("test-clients"), ".[clients]")
-    assert not installing(make("test-clients"), ".[clients]")
+    assert installing(make("test-clients"), ".[clients,bench]")
+    assert not installing(make("test-clients"), ".[clients,bench]")
     (install,) = installing(make("test-clients", old), "transformers==4.57.*")
     assert "torch==2.13.0+cpu" in install
-    assert not installing(make("test-clients", old), ".[clients]")
-    assert installing(make("test-clients"), ".[clients]")
+    assert not installing(make("test-clients", old), ".[clients,bench]")
+    assert installing(make("test-clients"), ".[clients,bench]")
 
 
 @pytest.mark.parametrize(("target", "folder"), [("test", None), ("test-clients", "tests/clients")])
@@ -95,7 +95,7 @@ def test_only_test_clients_names_the_folder_of_clients(
     (tests,) = [call for call in calls if call[:3] == ["python", "-m", "pytest"]]
     assert ("tests/clients" in tests) == (folder is not None)
     assert tests[-1] == "-x"
-    assert bool(installing(calls, ".[clients]")) == (folder is not None)
+    assert bool(installing(calls, ".[clients,bench]")) == (folder is not None)
 
 
 def test_wheel_is_repaired(make: Callable[..., list[list[str]]]) -> None:
