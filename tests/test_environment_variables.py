@@ -11,7 +11,7 @@ from documents import ROOT, text_of
 from selfattn_ext import info
 
 _NAME = r"[A-Z][A-Z0-9_]+"
-_QUOTED = re.compile(rf'"({_NAME})"')
+_QUOTED = re.compile(rf'(?<!startswith\()"({_NAME})"')
 _OURS = re.compile(r'"(SELFATTN_[A-Z0-9_]+)"')
 _CONSTANT = re.compile(rf'^(\w+)(?:: str)? = "({_NAME})"$', re.M)
 _OF_A_SHELL = re.compile(rf"\$\{{({_NAME}):?[-+=]")
