@@ -55,6 +55,11 @@ def test_links(document: str) -> None:
             assert anchor in headings(str(target.relative_to(ROOT))), f"{document} links to {path}#{anchor}"
 
 
+def test_the_readme_links_to_every_document() -> None:
+    linked = {path for path, _ in _LINK.findall(text_of("README.md"))}
+    assert sorted({*DOCUMENTS} - {"README.md"} - linked) == []
+
+
 def shown_in_the_map() -> set[str]:
     """The paths of files in the tree of docs/architecture.md; * in one stands for any letters."""
     text = text_of("docs/architecture.md")
