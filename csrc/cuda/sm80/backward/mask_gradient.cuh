@@ -107,9 +107,8 @@ class MaskGradient {
       for (int row = static_cast<int>(threadIdx.x); row < pieces_.rows(); row += C::kThreads) {
         float total = 0.0f;
         for (int column = 0; column < C::kColumns; ++column) total += sums[row * kStride + column];
-        sums[row * kStride] = total;
+        sums[row * kStride] = total;  // which write() reads in the same thread
       }
-      __syncthreads();
     }
   }
 
