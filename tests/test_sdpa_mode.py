@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -16,7 +16,7 @@ from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn import attention
 from torch.nn.attention.bias import causal_lower_right
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import selfattn_ext
 from selfattn_ext import as_sdpa, reference
@@ -35,11 +35,6 @@ def inputs(dtype: torch.dtype = torch.float32, *, grad: bool = False, keys: int 
     return tuple(
         normal(*shape, dtype=dtype, seed=seed).requires_grad_(grad) for seed, shape in enumerate(shapes)
     )
-
-
-@contextmanager
-def no_block() -> Iterator[None]:
-    yield
 
 
 #: name -> (change of query, key and value; of the options). torch computes most of these by its formula.
@@ -87,8 +82,8 @@ def run(name: str, dtype: torch.dtype, block: Any, given: torch.dtype) -> dict[s
 @pytest.mark.parametrize("dtype", DTYPES, ids=NAMES.get)
 @pytest.mark.parametrize("name", CALLS)
 def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
-    exact = run(name, torch.float64, no_block, dtype)
-    peer = run(name, dtype, no_block, dtype)
+    exact = run(name, torch.float64, nullcontext, dtype)
+    peer = run(name, dtype, nullcontext, dtype)
     for what, result in run(name, dtype, as_sdpa, dtype).items():
         assert_accurate(what, result, exact[what], peer[what], 4.0)
     assert min(ran.ours(lambda: run(name, torch.float32, as_sdpa, dtype))) >= 1
@@ -120,7 +115,7 @@ def test_dropout() -> None:
 def test_every_query_that_sees_no_key_gets_zeros_on_both_sides() -> None:
     query, key, value = inputs()
     for mask in (torch.zeros(5, 7, dtype=torch.bool), torch.full((5, 7), -torch.inf)):
-        for block in (no_block, as_sdpa):
+        for block in (nullcontext, as_sdpa):
             with block():
                 assert torch.equal(sdpa(query, key, value, mask), torch.zeros_like(query))
 
@@ -326,6 +321,27 @@ def test_checkpointing() -> None:
 
     with as_sdpa():
         assert ran.ours(step) == (2, 1)
+
+    def blocks() -> Any:
+        return nullcontext(), as_sdpa()
+
+    with as_sdpa():
+        out = checkpoint(sdpa, *tensors, None, 0.0, use_reentrant=False, context_fn=blocks)
+    assert ran.ours(lambda: out.sum().backward()) == (1, 1)
+    with as_sdpa():
+        out = checkpoint(sdpa, *tensors, None, 0.1, use_reentrant=False)
+    with pytest.raises(CheckpointError):
+        out.sum().backward()
+
+
+def test_hidden_keys_may_hold_anything() -> None:
+    query, key, value = inputs()
+    mask = torch.ones(5, 7, dtype=torch.bool)
+    mask[:, 2] = False
+    key[:, :, 2], value[:, :, 2] = torch.nan, torch.inf
+    assert sdpa(query, key, value, mask).isnan().any()
+    with as_sdpa():
+        assert not sdpa(query, key, value, mask).isnan().any()
 
 
 def test_causal_bias() -> None:

@@ -23,7 +23,7 @@ from .. import arguments, backends, ops
 from ..reference import default_scale
 from ..shapes import dense_rows
 
-__all__ = ["backward", "forward", "in_order", "mask_of", "order_of"]
+__all__ = ["backward", "forward", "in_order", "in_order_of", "mask_of"]
 
 #: From here on a float32 log-sum-exp is coarser than a thousandth.
 _FAR = 2.0**13
@@ -106,8 +106,11 @@ def in_order(tensor: Tensor, order: tuple[int, ...]) -> Tensor:
     permuted = tensor.permute(order)
     if permuted.is_contiguous():
         return tensor
-    return permuted.contiguous().permute(_inverse(order))
+    return permuted.contiguous().permute(tuple(order.index(dim) for dim in range(4)))
 
 
-def _inverse(order: tuple[int, ...]) -> tuple[int, ...]:
-    return tuple(order.index(dim) for dim in range(len(order)))
+def in_order_of(tensor: Tensor, other: Tensor) -> Tensor:
+    """The same in the order of another tensor."""
+    if tensor.stride() == other.stride():
+        return tensor
+    return in_order(tensor, order_of(other))

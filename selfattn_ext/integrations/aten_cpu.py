@@ -37,7 +37,7 @@ def attention(
     options: dict[str, Any] = {"is_causal": True} if is_causal else {}
     out, lse = aten.forward(query, key, value, aten.mask_of(attn_mask), scale, **options)
     # torch computes it as (B, L, H), and compiled code knows.
-    return aten.in_order(out, aten.order_of(query)), lse.mT.contiguous().mT
+    return aten.in_order_of(out, query), lse.mT.contiguous().mT
 
 
 def attention_backward(

@@ -62,7 +62,7 @@ def flash(
     out, lse = aten.forward(query, key, value, None, scale, **_lower_right(query, key, is_causal))
     state = query.new_empty(2, dtype=torch.uint64)
     unused = query.new_empty((), dtype=torch.uint64)
-    out = aten.in_order(out, aten.order_of(query))
+    out = aten.in_order_of(out, query)
     return out, lse, None, None, query.size(2), key.size(2), state, unused, query.new_empty(0)
 
 
@@ -185,7 +185,7 @@ def cudnn(
     mask = aten.mask_of(attn_bias)
     out, lse = aten.forward(query, key, value, mask, scale, **_upper_left(is_causal))
     number = query.new_empty((), dtype=torch.int64)
-    out = aten.in_order(out, aten.order_of(query))
+    out = aten.in_order_of(out, query)
     unused = torch.empty_like(number)
     return out, lse.unsqueeze(-1), None, None, query.size(2), key.size(2), number, unused, None
 
@@ -224,9 +224,7 @@ def cudnn_backward(
 
 
 def _like_inputs(grads: tuple[Tensor, ...], *inputs: Tensor) -> tuple[Tensor, ...]:
-    return tuple(
-        aten.in_order(grad, aten.order_of(tensor)) for grad, tensor in zip(grads, inputs, strict=False)
-    )
+    return tuple(aten.in_order_of(grad, tensor) for grad, tensor in zip(grads, inputs, strict=False))
 
 
 #: name of the operator -> what stands for it

@@ -41,7 +41,7 @@ __all__ = ["as_sdpa"]
 _KEY = "TESTING_ONLY_GenericMode"
 _TAG = "selfattn_ext"
 
-_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_DTYPES = {torch.float64, torch.float32, torch.bfloat16, torch.float16}
 _REFUSALS = (ValueError, TypeError, MemoryError)
 
 _key: Any = torch._C._parse_dispatch_key(_KEY)
@@ -50,6 +50,13 @@ _is_included = torch._C._dispatch_tls_is_dispatch_key_included
 _set_included = torch._C._dispatch_tls_set_dispatch_key_included
 _without_key = torch._C._ExcludeDispatchKeyGuard
 _lock = threading.Lock()
+
+# Looked up once: an attribute chain costs as much as the call at its end.
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_is_flash_enabled = torch._C._get_flash_sdp_enabled
+_tracing_state = torch._C._get_tracing_state
+_is_compiling = torch.compiler.is_compiling
+_no_dispatch = torch._C._disabled_torch_dispatch_impl
 
 
 def as_sdpa() -> ContextDecorator | TorchFunctionMode:
@@ -238,7 +245,7 @@ def _taken(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
         return False
     if query.size(-1) == 0 or (enable_gqa and min(query.dim(), key.dim(), value.dim()) < 3):
         return False
-    casts = torch.is_autocast_enabled(query.device.type)
+    casts = _is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type)
     if not casts and not query.dtype == key.dtype == value.dtype:
         return False
     if attn_mask is None:
@@ -251,7 +258,7 @@ def _taken(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None, 
 
 def _is_allowed() -> bool:
     """Not while torch.jit.trace records, nor where torch.nn.attention.sdpa_kernel asks for other kernels."""
-    return torch.backends.cuda.flash_sdp_enabled() and torch._C._get_tracing_state() is None
+    return _is_flash_enabled() and _tracing_state() is None
 
 
 def _is_ours(tensor: Tensor, nested: bool = False) -> bool:
@@ -259,7 +266,7 @@ def _is_ours(tensor: Tensor, nested: bool = False) -> bool:
         tensor.dtype in _DTYPES
         and tensor.dim() >= 2
         and (nested or _is_plain(tensor))
-        and _is_on_our_device(tensor)
+        and (tensor.is_cpu or (tensor.is_cuda and _has_kernels(tensor.device)))
     )
 
 
@@ -267,18 +274,14 @@ def _is_plain(tensor: Tensor) -> bool:
     """Numbers in memory, or what stands for them while torch traces."""
     kind = type(tensor)
     return (
-        tensor.layout is torch.strided
+        (
+            kind is Tensor
+            or kind.__torch_dispatch__ is _no_dispatch
+            or kind.__module__.startswith("torch._subclasses.")
+        )
+        and tensor.layout is torch.strided
         and not tensor.is_nested
-        and (kind.__torch_dispatch__ is _no_dispatch or kind.__module__.startswith("torch._subclasses."))
     )
-
-
-_no_dispatch = torch._C._disabled_torch_dispatch_impl
-
-
-def _is_on_our_device(tensor: Tensor) -> bool:
-    device = tensor.device
-    return device.type == "cpu" or (device.type == "cuda" and _has_kernels(device))
 
 
 @functools.cache
@@ -288,5 +291,5 @@ def _has_kernels(device: torch.device) -> bool:
 
 def _guard_precision(query: Tensor) -> None:
     """A compiled function must not outlive the precision that it was compiled for."""
-    if query.dtype is torch.float32 and torch.compiler.is_compiling():
+    if query.dtype is torch.float32 and _is_compiling():
         precision.of_graph(query.is_cuda)
