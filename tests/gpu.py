@@ -30,6 +30,7 @@ DEVICE = os.environ.get(DEVICE_VARIABLE) or "cpu"
 
 #: The test modules that say as much about the GPU as about the CPU.
 MODULES = (
+    "test_aten_cuda.py",
     "test_compile.py",
     "test_decode.py",
     "test_demo.py",
@@ -64,7 +65,6 @@ MODULES = (
 #: Why the others do not, for names that begin with these words.
 ELSEWHERE = {
     "test_amx": "instructions of a CPU",
-    "test_aten_cuda": "is about the GPU anyway",
     "test_backends": "forces instruction sets of a CPU",
     "test_benchmark": "times calls on the CPU",
     "test_cli": "is about arguments; what a command computes is in test_demo.py, or uses the GPU by itself",
@@ -80,8 +80,8 @@ ELSEWHERE = {
     "test_on_cuda": "runs the others",
     "test_peak": "measures the CPU",
     "test_processes": "forks, which a process that uses CUDA cannot",
-    "test_sdpa_mode": "counts the operators that torch has for the CPU",
-    "test_torch_sdpa": "replaces the operators that torch has for the CPU",
+    "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
+    "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_troubleshooting": "is about the documents",
 }
 

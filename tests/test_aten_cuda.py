@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 from typing import Any
 
+import gpu
 import pytest
 import torch
 import torch.nn.functional as F
@@ -33,7 +34,7 @@ BIASED = [
 
 
 def normal(*shape: int, seed: int = 0) -> Tensor:
-    return drawn(shape, torch.Generator().manual_seed(seed)).bfloat16()
+    return drawn(shape, torch.Generator().manual_seed(seed)).bfloat16().to(gpu.DEVICE)
 
 
 def inputs(order: tuple[int, ...] = (0, 2, 1, 3), length: int = 9, keys: int = 9) -> list[Tensor]:
