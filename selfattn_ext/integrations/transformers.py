@@ -9,6 +9,7 @@ For transformers 4.57 and newer. docs/transformers.md tells which models take it
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from torch import Tensor
 from ..functional import scaled_dot_product_attention
 from .positional_mask import PositionalMask
 from .transformers_masks import attention_mask as mask_function
+from .transformers_masks import captured
 
 __all__ = ["attention_forward", "mask_function", "register"]
 
@@ -138,7 +140,7 @@ def attention_forward(
         chosen = _chosen(indices, keys)
         visible = chosen if visible is None else visible & chosen
 
-    weights_wanted = bool(output_attentions) or _weights_are_captured()
+    weights_wanted = bool(output_attentions) or _weights_are_captured(module)
     results = scaled_dot_product_attention(
         query,
         key,
@@ -200,12 +202,22 @@ def _legacy_scale(module: Any, value: Tensor) -> float | None:
     return scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
 
 
-def _weights_are_captured() -> bool:
-    """Whether transformers 5 collects the weights that layers return, without having told them."""
+def _weights_are_captured(module: torch.nn.Module) -> bool:
+    """Whether transformers collects the weights of layers, which not every model passes on to them."""
     if torch.compiler.is_compiling():
         return False
+    collector = _collector()
+    if collector is not None:
+        return any("attentions" in name for name in collector.get() or ())
+    # 4.57 puts a function that knows what it collects before the forward of the layer.
+    return "attentions" in str(captured(vars(module).get("forward")).get("key"))
+
+
+@functools.cache
+def _collector() -> Any:
+    """Where transformers 5 keeps what it collects, None in 4.57."""
     try:
         from transformers.utils.output_capturing import _active_collector
     except ImportError:
-        return False
-    return any("attentions" in name for name in _active_collector.get() or ())
+        return None
+    return _active_collector

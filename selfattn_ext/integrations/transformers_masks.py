@@ -25,7 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..capture import is_capturing
 from .positional_mask import PositionalMask
 
-__all__ = ["attention_mask"]
+__all__ = ["attention_mask", "captured"]
 
 Window = tuple[int, int]
 
@@ -67,25 +67,26 @@ def _window(function: Callable[..., Any], masking_utils: Any) -> Window | None:
     if getattr(function, "__module__", None) != masking_utils.__name__:
         return None
     name = function.__qualname__.split(".")[0]
-    captured = _captured(function)
+    around = captured(function)
     if name == "and_masks":
-        windows = [_window(part, masking_utils) for part in captured["mask_functions"]]
+        windows = [_window(part, masking_utils) for part in around["mask_functions"]]
         return None if None in windows else _narrowest(windows)
-    size = captured.get("sliding_window")
+    size = around.get("sliding_window")
     if isinstance(size, int) and size > 0:
         if name == "sliding_window_overlay":
             return (size - 1, -1)
         if name == "sliding_window_bidirectional_overlay":
             return (size, size)
-    if name == "packed_sequence_mask_function" and _is_one_sequence(captured["packed_sequence_mask"]):
+    if name == "packed_sequence_mask_function" and _is_one_sequence(around["packed_sequence_mask"]):
         return (-1, -1)
     return None
 
 
-def _captured(function: Callable[..., Any]) -> dict[str, Any]:
-    """The variables around a nested function, by name."""
-    cells = function.__closure__ or ()
-    return {name: cell.cell_contents for name, cell in zip(function.__code__.co_freevars, cells, strict=True)}
+def captured(function: Any) -> dict[str, Any]:
+    """The variables around a nested function, by name; none for what is no function."""
+    cells = getattr(function, "__closure__", None) or ()
+    names = function.__code__.co_freevars if cells else ()
+    return {name: cell.cell_contents for name, cell in zip(names, cells, strict=True)}
 
 
 def _narrowest(windows: list[Any]) -> Window:

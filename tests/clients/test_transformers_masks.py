@@ -1,0 +1,217 @@
+"""The masks of transformers as rules: the same elements as its own, and no tensor where none is needed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers_models import DECODERS, VERSION, Trio, built, padding, tokens
+
+from selfattn_ext.integrations import transformers as integration
+from selfattn_ext.integrations.positional_mask import PositionalMask
+
+BATCH = 2
+
+
+def mask_arguments(queries: int, offset: int, keys: int, key_offset: int, **more: Any) -> dict[str, Any]:
+    """The arguments of a mask function in the version of transformers that is there."""
+    where: dict[str, Any] = {"q_length": queries, "q_offset": offset, "device": torch.device("cpu")}
+    if VERSION < (5, 0):
+        where = {"cache_position": torch.arange(queries) + offset}
+    defaults = {"mask_function": masking_utils.causal_mask_function, "attention_mask": None}
+    return {"batch_size": BATCH, "kv_length": keys, "kv_offset": key_offset, **where, **defaults, **more}
+
+
+def padded(length: int, side: str) -> Tensor | None:
+    """(B, length) as transformers gives it to mask functions; "all" hides nothing."""
+    if side == "none":
+        return None
+    mask = torch.ones(BATCH, length, dtype=torch.bool)
+    if side != "all":
+        mask[0, slice(3) if side == "left" else slice(length - 2, None)] = False
+    return mask
+
+
+FUNCTIONS: dict[str, Callable[[], Any]] = {
+    "causal": lambda: masking_utils.causal_mask_function,
+    "window": lambda: masking_utils.sliding_window_causal_mask_function(4),
+    "window of one": lambda: masking_utils.sliding_window_causal_mask_function(1),
+    "one sequence": lambda: masking_utils.and_masks(
+        masking_utils.causal_mask_function,
+        masking_utils.packed_sequence_mask_function(torch.zeros(BATCH, 40, dtype=torch.long)),
+    ),
+}
+if VERSION >= (5, 0):
+    FUNCTIONS["everybody"] = lambda: masking_utils.bidirectional_mask_function
+    FUNCTIONS["window to both sides"] = lambda: masking_utils.sliding_window_bidirectional_mask_function(3)
+
+#: queries, offset, keys, key offset: of a prompt, its next part, a step; in static and sliding caches.
+PLACES = {
+    "prompt": (9, 0, 9, 0),
+    "chunk": (4, 5, 9, 0),
+    "step": (1, 8, 9, 0),
+    "static prompt": (9, 0, 16, 0),
+    "static chunk": (4, 5, 16, 0),
+    "static step": (1, 8, 16, 0),
+    "rolled chunk": (4, 9, 7, 6),
+    "rolled step": (1, 12, 4, 9),
+}
+
+
+@pytest.mark.parametrize("side", ["none", "all", "left", "right"])
+@pytest.mark.parametrize("place", PLACES)
+@pytest.mark.parametrize("function", FUNCTIONS)
+def test_elements_are_those_of_transformers(function: str, place: str, side: str) -> None:
+    queries, offset, keys, key_offset = PLACES[place]
+    arguments = mask_arguments(
+        queries,
+        offset,
+        keys,
+        key_offset,
+        mask_function=FUNCTIONS[function](),
+        attention_mask=padded(offset + queries, side),
+    )
+    mask = integration.mask_function(**arguments)
+    expected = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
+    if mask is None:
+        assert queries == 1
+        assert expected.all()
+    else:
+        assert isinstance(mask, PositionalMask)
+        assert mask.shape == expected.shape
+        assert mask.dtype == torch.bool
+        assert torch.equal(mask.dense(), expected)
+        if side in ("none", "all") and function in ("causal", "window", "one sequence"):
+            assert mask.visible_keys is None
+
+
+def test_what_is_no_rule_is_a_tensor() -> None:
+    def odd(batch: int, head: int, query: Tensor, key: Tensor) -> Tensor:
+        return (key <= query) & (key % 2 == 0)
+
+    packed = masking_utils.packed_sequence_mask_function(torch.arange(9).expand(BATCH, 9) // 4)
+    for function in (
+        masking_utils.and_masks(masking_utils.causal_mask_function, odd),
+        masking_utils.and_masks(masking_utils.causal_mask_function, packed),
+        masking_utils.or_masks(masking_utils.causal_mask_function, odd),
+        masking_utils.chunked_causal_mask_function(4, torch.zeros(BATCH, dtype=torch.long)),
+    ):
+        arguments = mask_arguments(9, 0, 9, 0, mask_function=function, allow_is_causal_skip=False)
+        mask = integration.mask_function(**arguments)
+        assert type(mask) is Tensor
+        assert torch.equal(mask, masking_utils.sdpa_mask(**arguments))
+
+
+def test_a_step_that_may_be_compiled_gets_a_tensor() -> None:
+    arguments = mask_arguments(1, 8, 16, 0, allow_is_causal_skip=False)
+    assert type(integration.mask_function(**arguments)) is Tensor
+
+
+def test_a_mask_computes_as_its_elements() -> None:
+    mask = integration.mask_function(**mask_arguments(4, 5, 9, 0, attention_mask=padded(9, "left")))
+    dense = mask.dense().clone()
+    assert type(dense) is Tensor
+    for function in (
+        lambda m: m[..., :7],
+        lambda m: ~m,
+        lambda m: torch.where(m, 0.0, -1.0),
+        lambda m: m.to(torch.float32),
+        lambda m: torch.cat([m, m], -1),
+        lambda m: m.expand(BATCH, 3, 4, 9),
+        lambda m: torch.zeros(4, 9).masked_fill(m[0, 0], 1.0),
+        lambda m: pickle.loads(pickle.dumps(m)),
+        lambda m: m.clone(),
+    ):
+        assert type(function(mask)) is Tensor
+        assert torch.equal(function(mask), function(dense))
+    assert copy.deepcopy(mask) is mask
+    assert "PositionalMask((2, 1, 4, 9)" in repr(mask)
+    with pytest.raises(RuntimeError, match="cannot write to a PositionalMask"):
+        mask &= dense
+
+
+MODELS = ["llama gqa", "mistral", "gemma2", "gemma3", "gpt-oss"]
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def trio(request: pytest.FixtureRequest) -> Trio:
+    return Trio(built(DECODERS[request.param]()))
+
+
+def test_no_mask_is_made_of_a_prompt(trio: Trio, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any, **__: Any) -> Tensor:
+        raise AssertionError("a mask of (L, S) elements")
+
+    monkeypatch.setattr(PositionalMask, "dense", refuse)
+    monkeypatch.setattr(masking_utils, "sdpa_mask", refuse)
+    ids = tokens()
+    for side in ("none", "left", "right"):
+        cache = transformers.DynamicCache(config=trio.ours.config)
+        with torch.no_grad():
+            for part in (slice(6), slice(6, 10), slice(10, 11)):
+                mask = None if side == "none" else padding(ids, side)[:, : part.stop]
+                trio.ours(ids[:, part], attention_mask=mask, past_key_values=cache)
+
+
+@pytest.mark.parametrize("cache", ["dynamic", "static"])
+@pytest.mark.parametrize("side", ["none", "left"])
+def test_a_prompt_in_chunks(trio: Trio, side: str, cache: str) -> None:
+    ids = tokens(length=14)
+    mask = padding(ids, side)
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        config = model.config
+        past = (
+            transformers.DynamicCache(config=config)
+            if cache == "dynamic"
+            else transformers.StaticCache(config=config, max_cache_len=20)
+        )
+        found = []
+        with torch.no_grad():
+            for start, stop in ((0, 3), (3, 8), (8, 9), (9, 14)):
+                result = model(
+                    ids[:, start:stop],
+                    attention_mask=mask[:, :stop],
+                    past_key_values=past,
+                    position_ids=torch.arange(start, stop).expand(2, -1),
+                    **({} if VERSION >= (5, 0) else {"cache_position": torch.arange(start, stop)}),
+                )
+                found.append(result.logits)
+        return {"logits": torch.cat(found, 1)[mask.bool()]}
+
+    trio.check(run, least_calls=8)
+
+
+# GPT-OSS does not tell its masks of positions.
+@pytest.mark.parametrize("trio", MODELS[:4], indirect=True)
+def test_packed_sequences(trio: Trio) -> None:
+    ids = tokens(batch=1, length=13)
+    positions = torch.cat([torch.arange(6), torch.arange(7)])[None]
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"logits": model(ids, position_ids=positions, use_cache=False).logits}
+
+    both = trio.check(run)["logits"]
+    with torch.no_grad():
+        second = trio.ours(ids[:, 6:], use_cache=False).logits
+    torch.testing.assert_close(both[:, 6:], second, atol=1e-4, rtol=1e-4)
+
+
+def test_a_mask_of_float32_with_bfloat16() -> None:
+    lower = Trio(built(DECODERS["llama gqa"]()), torch.bfloat16)
+    ids = tokens()
+    mask = torch.randn(2, 1, 11, 11).masked_fill(torch.ones(11, 11).triu(1).bool(), -1e9)
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"logits": model(ids, attention_mask=mask, use_cache=False).logits}
+
+    lower.check(run)
