@@ -22,7 +22,7 @@ from torch.nn import attention
 
 import selfattn_ext
 from selfattn_ext import ops
-from selfattn_ext.integrations import torch_sdpa
+from selfattn_ext.integrations import aten_multihead, torch_sdpa
 
 
 @contextmanager
@@ -154,7 +154,9 @@ def test_an_activation_that_fails_leaves_torchs_kernels(monkeypatch: pytest.Monk
 
 def test_removing_twice_does_nothing() -> None:
     first = torch_sdpa.activate()
+    assert ran.ours(training_step) == (1, 1)
     first.remove()
+    assert ran.ours(training_step) == (0, 0)
     with activated():
         first.remove()
         assert ran.ours(training_step) == (1, 1)
@@ -308,6 +310,17 @@ def test_multihead_attention_in_evaluation(switch: Any, need_weights: bool, mask
         results = call()
         assert ran.ours(call)[0] >= 1
     torch.testing.assert_close(results, expected)
+
+
+@pytest.mark.parametrize(("shape", "mask_type"), [((5, 5), 0), ((2, 5), 1), ((2, 2, 5, 5), 2)])
+def test_masks_of_the_fast_path_are_not_refused(shape: tuple[int, ...], mask_type: int) -> None:
+    """A refusal would be torch's result, and nobody the wiser."""
+    tokens, weights = normal(2, 5, 16), normal(48, 16, seed=1)
+    mask = normal(*shape, seed=2) > 0.5
+    arguments = (tokens, tokens, tokens, 16, 2, weights, weights[:, 0], weights[:16], weights[0], mask)
+    results = aten_multihead.multi_head_attention(*arguments, mask_type=mask_type)
+    expected = torch.ops.aten._native_multi_head_attention(*arguments, mask_type=mask_type)
+    torch.testing.assert_close(results, tuple(expected))
 
 
 def test_compiled_code_follows_the_switch() -> None:
