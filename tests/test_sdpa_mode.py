@@ -431,3 +431,15 @@ def test_results_on_disk_are_told_apart() -> None:
             assert torch.compiler.config.cache_key_tag == inside
         assert torch.compiler.config.cache_key_tag == inside
     assert torch.compiler.config.cache_key_tag == before != inside
+
+
+def test_an_exported_program_takes_the_kernels_where_it_runs() -> None:
+    class Model(torch.nn.Module):
+        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            return sdpa(query, key, value)
+
+    with as_sdpa():
+        program = torch.export.export(Model(), inputs()).module()
+    assert ran.ours(lambda: program(*inputs())) == (0, 0)
+    with as_sdpa():
+        assert ran.ours(lambda: program(*inputs())) == (1, 0)
