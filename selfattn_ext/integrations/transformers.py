@@ -84,6 +84,7 @@ def attention_forward(
     head_mask: Tensor | None = None,
     indices: Tensor | None = None,
     block_indices: Tensor | None = None,
+    cache: Any = None,
     output_attentions: bool | None = None,
     **unused: Any,
 ) -> tuple[Tensor, Tensor | None]:
@@ -106,6 +107,7 @@ def attention_forward(
         head_mask: broadcastable to (1, H, 1, 1), factors of the weights (4.57).
         indices: (B, L, K), the keys that each query sees among those that the mask shows.
         block_indices: not taken.
+        cache: of continuous batching; not taken.
         output_attentions: whether the weights are asked for.
         unused: what other implementations take. A sliding window is in the mask.
 
@@ -113,11 +115,15 @@ def attention_forward(
         out (B, L, H, Ev), and the weights (B, H, L, S), after dropout, or None.
 
     Raises:
-        ValueError: for ``block_indices``, a ``head_mask`` of another shape, and as
+        ValueError: for ``block_indices``, ``cache``, a ``head_mask`` of another shape, and as
             :func:`selfattn_ext.scaled_dot_product_attention` does.
     """
     if block_indices is not None:
         raise ValueError("block_indices, blocks of keys per query, are not taken: use another implementation")
+    if cache is not None:
+        raise ValueError(
+            'continuous batching hands its cache to the attention, which is not taken: use "paged|eager"'
+        )
     options: dict[str, Any] = {}
     visible: Tensor | None = None
     bias = position_bias

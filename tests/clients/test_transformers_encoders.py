@@ -10,7 +10,9 @@ import pytest
 import torch
 import transformers
 from torch import Tensor, nn
-from transformers_models import TOKENS, VERSION, Trio, built, gradients, padding, tokens
+from transformers_models import TOKENS, VERSION, Trio, built, gradients, kernel_calls, padding, tokens
+
+import selfattn_ext
 
 _ENCODER: dict[str, Any] = {
     "hidden_size": 32,
@@ -200,3 +202,21 @@ def test_attention_weights(trio: tuple[Model, Trio]) -> None:
         return found
 
     models.check(run, least_calls=described.calls)
+
+
+def test_bert_by_its_own_sdpa() -> None:
+    """The way for BERT under 4.57, whose classes do not ask for an implementation."""
+    config = transformers.BertConfig(**_ENCODER, **_TOKENS, max_position_embeddings=64)
+    kind = transformers.AutoModelForMaskedLM
+    if VERSION < (5, 0):
+        with pytest.raises(KeyError, match="selfattn_ext"):
+            kind.from_config(config, attn_implementation="selfattn_ext")
+    model = kind.from_config(config, attn_implementation="sdpa").eval()
+    inputs = _text("left")
+    seen = inputs["attention_mask"].bool()
+    with torch.no_grad():
+        expected = model(**inputs).logits[seen]
+        with kernel_calls() as calls, selfattn_ext.as_sdpa():
+            result = model(**inputs).logits[seen]
+    assert len(calls) == 2
+    torch.testing.assert_close(result, expected)

@@ -30,11 +30,12 @@ def mask_arguments(queries: int, offset: int, keys: int, key_offset: int, **more
 
 
 def padded(length: int, side: str) -> Tensor | None:
-    """(B, length) as transformers gives it to mask functions; "all" hides nothing."""
+    """(B, length) as transformers gives it to mask functions; "all" hides nothing, "short" ends too early."""
     if side == "none":
         return None
+    length -= 2 * (side == "short")
     mask = torch.ones(BATCH, length, dtype=torch.bool)
-    if side != "all":
+    if side in ("left", "right"):
         mask[0, slice(3) if side == "left" else slice(length - 2, None)] = False
     return mask
 
@@ -65,7 +66,7 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize("side", ["none", "all", "left", "right"])
+@pytest.mark.parametrize("side", ["none", "all", "short", "left", "right"])
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("function", FUNCTIONS)
 def test_elements_are_those_of_transformers(function: str, place: str, side: str) -> None:

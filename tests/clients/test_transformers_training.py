@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import runpy
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -25,6 +27,8 @@ from transformers_models import (
 
 from selfattn_ext.integrations import transformers as integration
 from selfattn_ext.integrations.positional_mask import PositionalMask
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "generate_transformers.py"
 
 
 def training_step(model: nn.Module, seed: int = 0) -> dict[str, Tensor]:
@@ -143,6 +147,17 @@ def test_compiled_layer_by_layer() -> None:
     assert len(graphs) <= 3
 
 
+@pytest.mark.parametrize("cache", [[], ["--static"]])
+def test_example(cache: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(EXAMPLE))["main"]
+    with kernel_calls() as calls:
+        main(["--tokens", "4", "--layers", "2", "--dim", "64", "--compare", "eager", *cache])
+    assert len(calls) == 2 * 4
+    printed = capsys.readouterr().out
+    assert printed.endswith("the tokens are the same\n")
+    assert "'Attention is' -> '" in printed
+
+
 @pytest.mark.parametrize("name", ["", "my sdpa", "flash_ours", "eager", "paged|ours", "a/b", 3])
 def test_names_that_mean_something_else(name: str) -> None:
     with pytest.raises(ValueError, match="name must be a string without any of 'eager', 'sdpa'"):
@@ -246,6 +261,8 @@ def test_chosen_keys() -> None:
     torch.testing.assert_close(out, (weights @ v.repeat_interleave(2, 1)).transpose(1, 2))
     with pytest.raises(ValueError, match="block_indices, blocks of keys per query, are not taken"):
         integration.attention_forward(layer(), q, k, v, mask, block_indices=indices)
+    with pytest.raises(ValueError, match="continuous batching hands its cache to the attention"):
+        integration.attention_forward(layer(), q, k, v, mask, cache=object())
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])
