@@ -16,6 +16,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from . import backends, jit, masks, nn, reference, sources
+from . import flops as _flops  # noqa: F401
 from .functional import attention_weights, scaled_dot_product_attention
 from .functional_pieces import attention_scores, masked_softmax
 from .integrations import torch_sdpa as _torch_sdpa

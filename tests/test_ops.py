@@ -7,10 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from cases import LAYOUTS, laid_out
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
-from selfattn_ext import ops, scaled_dot_product_attention
+from selfattn_ext import attention_scores, ops, scaled_dot_product_attention
 
 DTYPES = (torch.float64, torch.bfloat16)
 
@@ -93,10 +96,78 @@ def test_traced_for_the_compiler_with_dynamic_shapes() -> None:
 
 
 def test_every_operator_is_checked() -> None:
+    checked = {operator.name() for operator, _, _ in [*calls(torch.float64, False), *composed_calls()]}
+    registered = torch._C._dispatch_get_all_op_names()
+    ours = {name for name in registered if name.startswith(f"{ops.NAMESPACE}::")}
+    # The last of them answers with a text, and never within a graph.
+    assert ours - checked == {f"{ops.NAMESPACE}::attention_refusals"}
+
+
+def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The operators of exported graphs, which have gradients."""
     library = getattr(torch.ops, ops.NAMESPACE)
-    checked = {operator.overloadpacket.__name__ for operator, _, _ in calls(torch.float64, False)}
-    assert checked == {name for name in ops.__all__ if name != "NAMESPACE"}
-    assert all(hasattr(library, name) for name in checked)
+    query, key, value = (tensor.requires_grad_() for tensor in qkv(torch.float64, True))
+    given = options(torch.float64)
+    for name in ("attn_mask", "alibi_slopes", "sinks"):
+        given[name].requires_grad_()
+    scores, mask = torch.randn(2, 4, 5, 6, requires_grad=True), torch.randn(1, 1, 5, 6, requires_grad=True)
+    wanted = {"return_weights": True, "return_lse": True}
+    return [
+        (library.attention_with_gradient.default, (query, key, value, 0.3), {}),
+        (library.attention_with_gradient.default, (query, key, value, 0.3), {**given, **wanted}),
+        (library.attention_scores_with_gradient.default, (query, key, 0.3), {}),
+        (library.masked_softmax_with_gradient.default, (scores, 0.3), {"mask": mask, "is_causal": True}),
+    ]
+
+
+@pytest.mark.parametrize("index", range(4))
+def test_opcheck_of_operators_with_gradients(index: int) -> None:
+    operator, arguments, keywords = composed_calls()[index]
+    torch.library.opcheck(operator, arguments, keywords)
+
+
+@pytest.mark.parametrize("layout", [*LAYOUTS, "one head"])
+@pytest.mark.parametrize("heads", [1, 4])
+def test_fake_results_look_like_real_ones(layout: str, heads: int) -> None:
+    """Shapes, strides, dtypes and devices of all results and gradients, for every layout of the inputs."""
+
+    def run(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, numbers: Tensor) -> list[Tensor]:
+        tensors = (query, key, value)
+        if layout == "one head":
+            tensors = tuple(tensor[:, :1].expand(tensor.shape) for tensor in tensors)
+        else:
+            tensors = tuple(laid_out(tensor, layout) for tensor in tensors)
+        leaves = [tensor.detach().requires_grad_() for tensor in (*tensors, mask, numbers)]
+        plain = scaled_dot_product_attention(*leaves[:3], is_causal=True, enable_gqa=True)
+        results = scaled_dot_product_attention(
+            *leaves[:4], 0.2, sinks=leaves[4], enable_gqa=True, return_weights=True, return_lse=True
+        )
+        gradients = torch.autograd.grad(sum(result.float().sum() for result in (plain, *results)), leaves)
+        return [plain, *results, *gradients]
+
+    shapes = ((2, heads, 5, 8), (2, 1, 6, 8), (2, 1, 6, 3), (heads, 5, 6), (heads,))
+    for dtype in DTYPES:
+        real = [torch.randn(shape).to(dtype) for shape in shapes]
+        mode = FakeTensorMode()
+        with mode:
+            shadows = run(*(mode.from_tensor(tensor) for tensor in real))
+        for result, shadow in zip(run(*real), shadows, strict=True):
+            assert (result.shape, result.stride(), result.dtype, result.device) == (
+                shadow.shape, shadow.stride(), shadow.dtype, shadow.device,
+            )  # fmt: skip
+
+
+@pytest.mark.parametrize("keywords", [{}, {"softcap": 2.0}], ids=["plain", "general"])
+def test_operations_are_counted_as_those_of_torch(keywords: dict[str, float]) -> None:
+    tensors = [torch.randn(2, 4, *size, requires_grad=True) for size in ((5, 8), (6, 8), (6, 3))]
+    shapes = [tensor.shape for tensor in tensors]
+    with FlopCounterMode(display=False) as counter:
+        scaled_dot_product_attention(*tensors, is_causal=True, **keywords).sum().backward()
+    expected = sdpa_flop_count(*shapes) + sdpa_backward_flop_count((2, 4, 5, 3), *shapes)
+    assert counter.get_total_flops() == expected
+    with FlopCounterMode(display=False) as counter:
+        attention_scores(*tensors[:2]).sum().backward()
+    assert counter.get_total_flops() == 3 * 2 * (2 * 4) * 5 * 6 * 8
 
 
 @pytest.mark.parametrize("transposed", [False, True])

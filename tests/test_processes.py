@@ -30,7 +30,7 @@ expected = attend()
 def in_a_child(task):
     child = os.fork()
     if child == 0:
-        signal.alarm(60)  # ends a child that waits for ever
+        signal.alarm(30)  # ends a child that waits for ever
         task()
         os._exit(0)
     return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -73,7 +73,7 @@ def test_workers_of_a_data_loader(context: str) -> None:
     torch.set_num_threads(4)
     try:
         expected = torch.stack([Attended()[index] for index in range(4)])
-        loader = DataLoader(Attended(), 2, num_workers=2, multiprocessing_context=context, timeout=120)
+        loader = DataLoader(Attended(), 2, num_workers=1, multiprocessing_context=context, timeout=120)
         assert torch.equal(torch.cat(list(loader)), expected)
     finally:
         torch.set_num_threads(before)
