@@ -39,6 +39,7 @@ MODULES = (
     "test_dropout.py",
     "test_edge_cases.py",
     "test_errors.py",
+    "test_examples.py",
     "test_exported.py",
     "test_func_transforms.py",
     "test_functional.py",

@@ -1,0 +1,79 @@
+"""What torch's compiler makes of attention: machine code for every option, training, a package for C++."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.export import Dim, export
+
+import selfattn_ext
+from selfattn_ext import scaled_dot_product_attention
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "train_gpt.py"
+
+
+def test_every_option_for_shapes_that_change() -> None:
+    sinks, slopes = torch.randn(4, requires_grad=True), torch.rand(4, requires_grad=True)
+
+    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        offset = key.size(2) - query.size(2)
+        plain = scaled_dot_product_attention(
+            query * 2.0, key, value, is_causal=True, enable_gqa=True, query_offset=offset
+        )
+        results = scaled_dot_product_attention(
+            query, key, value, mask, 0.3, True, 0.4, True, window_size=(9, 0), softcap=3.0, sinks=sinks,
+            alibi_slopes=slopes, query_offset=offset, return_weights=True, return_lse=True,
+        )  # fmt: skip
+        # The keys at the diagonal are seen, so that no row is without one and its log-sum-exp infinite.
+        return sum(result.sin().sum() for result in (plain, *results))
+
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for batch, length, keys in ((2, 5, 7), (3, 16, 16), (4, 9, 40)):
+        tensors = [torch.randn(batch, 4, length, 8), *(torch.randn(batch, 2, keys, 8) for _ in range(2))]
+        tensors = [tensor.requires_grad_() for tensor in tensors]
+        leaves = [*tensors, torch.randn(length, keys, requires_grad=True), sinks, slopes]
+        outcomes = []
+        for function in (step, compiled):
+            # Inductor draws numbers of its own, the seed of dropout too, unless it is told to take torch's.
+            with torch._inductor.config.patch(fallback_random=True):
+                torch.manual_seed(3)
+                total = function(*leaves[:4])
+                outcomes.append([total.detach(), *torch.autograd.grad(total, leaves)])
+        torch.testing.assert_close(*outcomes)
+
+
+def test_a_small_gpt_trains(capsys: pytest.CaptureFixture[str]) -> None:
+    main: Any = runpy.run_path(str(EXAMPLE))["main"]
+    small = ["--layers", "1", "--heads", "2", "--width", "32", "--context", "32", "--steps", "60"]
+    compiled = main([*small, "--dtype", "bfloat16"])
+    assert compiled[0] > 4.0
+    assert sum(compiled[-5:]) / 5 < compiled[0] - 1.0
+    printed = capsys.readouterr().out
+    assert re.search(r"compute  torch.compile \(inductor\), bfloat16 on cpu", printed)
+    assert re.search(r"kernel   fused/\w+", printed)
+    eager, exact = (main([*small, "--no-compile", "--dtype", dtype]) for dtype in ("bfloat16", "float32"))
+    of_rounding = max(abs(a - b) for a, b in zip(eager[:10], exact, strict=False))
+    assert max(abs(a - b) for a, b in zip(compiled[:10], exact, strict=False)) < 2 * of_rounding + 1e-3
+
+
+def test_a_package_for_programs_without_python(tmp_path: Path) -> None:
+    class Causal(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = selfattn_ext.MultiHeadSelfAttention(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.layer(x, is_causal=True)
+
+    module = Causal().eval()
+    dims = ({0: Dim("batch", max=64), 1: Dim("length", min=2, max=512)},)
+    program = export(module, (torch.randn(2, 5, 16),), dynamic_shapes=dims)
+    package = torch._inductor.aoti_compile_and_package(program, package_path=str(tmp_path / "causal.pt2"))
+    loaded = torch._inductor.aoti_load_package(package)
+    x = torch.randn(3, 33, 16)
+    torch.testing.assert_close(loaded(x), module(x))

@@ -1,0 +1,31 @@
+"""The scripts of examples/ at a small size."""
+
+from __future__ import annotations
+
+import runpy
+from pathlib import Path
+
+import gpu
+import pytest
+
+EXAMPLES = Path(__file__).parents[1] / "examples"
+SENTENCES = "the cat sat on the mat. the dog sat on the log. " * 40
+
+
+@pytest.mark.parametrize("how", [["--backend", "eager"], ["--no-compile", "--dtype", "float32"]], ids=str)
+def test_train_gpt(
+    how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None
+) -> None:
+    book = tmp_path / "book.txt"
+    book.write_text(SENTENCES, encoding="utf-8")
+    sizes = {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "steps": 60, "rate": 1e-2}
+    small = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    main = runpy.run_path(str(EXAMPLES / "train_gpt.py"))["main"]
+    losses = main([*small, *how, "--text", str(book), "--device", gpu.DEVICE])
+    # Chance is the logarithm of 15 symbols, 2.7.
+    assert len(losses) == 60
+    assert losses[0] > 2.2
+    assert losses[-1] < 1.5
+    printed = capsys.readouterr().out
+    for part in (str(book), "kernel   ", "step    60", "tokens/s", "held-out loss", "sample:"):
+        assert part in printed, part
