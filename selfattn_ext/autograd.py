@@ -59,8 +59,7 @@ def attention(
         out, lse, _, _, *rest = _TransformedAttention.apply(*tensors, scale, options, want_weights)
         return out, rest[-1] if want_weights else None, lse if want_lse else None
     if torch.is_grad_enabled() and _any_requires_grad(tensors):
-        apply = _Attention.apply if torch.compiler.is_dynamo_compiling() else _eager_attention
-        results = apply(*tensors, scale, options, want_weights, want_lse)
+        results = _eager_attention(*tensors, scale, options, want_weights, want_lse)
         if not want_weights and not want_lse:
             return results, None, None
         return results[0], results[1] if want_weights else None, results[-1] if want_lse else None

@@ -179,6 +179,8 @@ def _device(name: str, tensor: Tensor, first: str, device: torch.device) -> None
 
 
 def _has_kernels(name: str, device: torch.device) -> None:
+    if torch.compiler.is_dynamo_compiling():
+        return  # the library cannot be asked from within a graph, whose operators know the device anyway
     build = library.extension().build_info()
     allowed = "cpu or cuda" if build["cuda"] else "cpu"
     if device.type == "meta":

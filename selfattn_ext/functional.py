@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import arguments, autograd, backends, checks, exported, ops, overrides, precision, shapes
+from . import arguments, autograd, backends, checks, composed, ops, overrides, precision, shapes
 from .reference import default_scale
 
 __all__ = ["attention_weights", "scaled_dot_product_attention"]
@@ -217,7 +217,7 @@ def scaled_dot_product_attention(
         if dropout_p:
             options["dropout_p"] = checks.probability("dropout_p", dropout_p)
             seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
-        attend = exported.attention if _is_exporting() else autograd.attention
+        attend = composed.attention if composed.wanted() else autograd.attention
         out, weights, lse = attend(
             (form.query, form.key, form.value, mask, slopes, sink_logits, seed),
             factor,

@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, autograd_pieces, backends, checks, exported, overrides, shapes
+from . import arguments, autograd_pieces, backends, checks, composed, overrides, shapes
 from .reference import default_scale
 
 __all__ = ["attention_scores", "masked_softmax"]
 
-_is_exporting = torch.compiler.is_exporting
 _is_overridden = torch.overrides.has_torch_function_variadic
 
 
@@ -44,7 +43,7 @@ def attention_scores(
         q, k = arguments.autocast(query, key)
         form = shapes.canonical(q, k, k, enable_gqa)
         factor = default_scale(form.query.size(3)) if scale is None else checks.scale(scale)
-        compute = exported.attention_scores if _is_exporting() else autograd_pieces.attention_scores
+        compute = composed.attention_scores if composed.wanted() else autograd_pieces.attention_scores
         scores = compute(form.query, form.key, factor, backends.forced_kernel())
     except MemoryError as error:
         raise checks.out_of_memory(error, query) from None
@@ -115,7 +114,7 @@ def masked_softmax(
                     "a CausalBias is a mask of scaled_dot_product_attention; pass is_causal=True here"
                 )
             bias = shapes.mask_four_dimensional(checks.mask("mask", mask), form)
-        compute = exported.masked_softmax if _is_exporting() else autograd_pieces.masked_softmax
+        compute = composed.masked_softmax if composed.wanted() else autograd_pieces.masked_softmax
         weights = compute(flat, bias, checks.scale(scale), options)
     except MemoryError as error:
         raise checks.out_of_memory(error, scores) from None

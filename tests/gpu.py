@@ -40,7 +40,7 @@ MODULES = (
     "test_edge_cases.py",
     "test_errors.py",
     "test_examples.py",
-    "test_exported.py",
+    "test_export.py",
     "test_func_transforms.py",
     "test_functional.py",
     "test_gradients.py",

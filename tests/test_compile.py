@@ -155,3 +155,36 @@ def test_a_number_that_changes_costs_a_graph_and_no_error() -> None:
     """Operators take floats as constants, torch's own attention too."""
     calls = [(*qkv(4, 6), scale) for scale in (0.1, 0.2, 0.4)]
     assert graphs(lambda q, k, v, s: scaled_dot_product_attention(q, k, v, scale=s, softcap=s), calls) == 3
+
+
+def test_one_tensor_for_everything() -> None:
+    """Dynamo refuses an autograd.Function that is given a tensor twice."""
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        out = scaled_dot_product_attention(x, x, x, is_causal=True)
+        return (out + masked_softmax(attention_scores(x, x)) @ x).square().sum()
+
+    torch._dynamo.reset()
+    x = torch.randn(2, HEADS, 7, 8, requires_grad=True)
+    gradients = [
+        torch.autograd.grad(function(x), x)[0]
+        for function in (torch.compile(step, backend="aot_eager", fullgraph=True), step)
+    ]
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"scale": float("inf")}, "scale must be finite"),
+        ({"window_size": (-3, 0)}, "window_size must be"),
+        ({"query_offset": 2**50}, "query_offset must lie"),
+        ({"attn_mask": torch.zeros(3, 3)}, "does not broadcast"),
+    ],
+    ids=str,
+)
+def test_refusals_name_the_argument(options: dict[str, Any], message: str) -> None:
+    torch._dynamo.reset()
+    compiled = torch.compile(scaled_dot_product_attention, backend="eager", fullgraph=True)
+    with pytest.raises(Exception, match=message):
+        compiled(*qkv(5), **options)

@@ -133,7 +133,8 @@ def compiled() -> Iterator[tuple[Callable[..., Any], list[str]]]:
     runs: list[str] = []
 
     def backend(graph: torch.fx.GraphModule, _: Any) -> Callable[..., Any]:
-        (call,) = (node for node in graph.graph.nodes if node.target is ops.attention_forward)
+        of_graphs = getattr(torch.ops, ops.NAMESPACE).attention_with_gradient.default
+        (call,) = (node for node in graph.graph.nodes if node.target is of_graphs)
 
         def run(*inputs: Any) -> Any:
             runs.append(call.kwargs.get("float32_precision", "highest"))

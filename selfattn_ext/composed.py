@@ -1,11 +1,12 @@
-"""The operators that torch.export writes into its graphs: attention and its two halves with their gradients.
+"""Operators with gradients, composed of the others: what torch.compile and torch.export write into graphs.
 
-Note [Gradients of exported programs]
-    A graph holds operators and no autograd.Function. With those of the compiled library alone, which know no
-    gradients, an exported program would compute, and its training would leave out whatever stands before an
-    attention, without an error. So each differentiable function is an operator too, composed of the others in
-    Python, which an exported graph keeps. Lowering the graph further, by run_decompositions or for
-    AOTInductor, gives the operators of the compiled library.
+Note [Gradients in graphs]
+    A graph holds operators. Those of the compiled library know no gradients: an exported program made of them
+    would compute, and its training would leave out whatever stands before an attention, without an error. An
+    autograd.Function with its backward is more than torch.export takes, and torch.compile refuses one that is
+    given a tensor twice, as in self-attention without projections. So each differentiable function is an
+    operator too, composed of the others in Python. The compiler looks into it; an exported graph keeps it,
+    until run_decompositions or AOTInductor asks for the operators of the compiled library.
 """
 
 from __future__ import annotations
@@ -16,11 +17,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import autograd, autograd_pieces, ops
 from .arguments import Maybe, Options, Tensors, keywords_of
 
-__all__ = ["attention", "attention_scores", "masked_softmax"]
+__all__ = ["attention", "attention_scores", "masked_softmax", "wanted"]
 
 _library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
 
@@ -78,6 +80,13 @@ _attention_scores_operator = _composed(
 _masked_softmax_operator = _composed(
     "masked_softmax_with_gradient", _arguments(ops.masked_softmax), "Tensor", _masked_softmax
 )
+
+
+def wanted() -> bool:
+    """Whether what runs now becomes a graph, other than one of torch.func's transforms."""
+    if not torch.compiler.is_dynamo_compiling():
+        return torch.compiler.is_exporting()
+    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def attention(
