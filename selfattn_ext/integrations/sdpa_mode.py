@@ -59,7 +59,7 @@ _is_compiling = torch.compiler.is_compiling
 _no_dispatch = torch._C._disabled_torch_dispatch_impl
 
 
-def as_sdpa() -> ContextDecorator | TorchFunctionMode:
+def as_sdpa() -> _Block | _Traced:
     """A context manager and decorator: attention of PyTorch runs on this package's kernels.
 
     Takes what calls :func:`torch.nn.functional.scaled_dot_product_attention`, by whatever way, and the fast

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..functional import scaled_dot_product_attention
+from . import transformers_457
 from .positional_mask import PositionalMask
 from .transformers_masks import attention_mask as mask_function
 from .transformers_masks import captured
@@ -38,7 +39,7 @@ def register(name: str = "selfattn_ext") -> None:
         ImportError: transformers is missing or older than 4.57.
         ValueError: the name is taken, or means something to transformers.
     """
-    attention, masks = _interfaces()
+    attention, masks, version = _interfaces()
     if not isinstance(name, str) or not name or any(part in name for part in _RESERVED):
         raise ValueError(
             f"name must be a string without any of {', '.join(map(repr, _RESERVED))}, got {name!r}"
@@ -48,10 +49,12 @@ def register(name: str = "selfattn_ext") -> None:
         raise ValueError(f"name {name!r} is taken by {taken.__module__}.{taken.__qualname__}")
     attention.register(name, attention_forward)
     masks.register(name, mask_function)
+    if version < (5, 0):
+        transformers_457.register(name)
 
 
-def _interfaces() -> tuple[Any, Any]:
-    """transformers' AttentionInterface and AttentionMaskInterface."""
+def _interfaces() -> tuple[Any, Any, tuple[int, ...]]:
+    """transformers' AttentionInterface, AttentionMaskInterface and version."""
     wanted = ".".join(map(str, _OLDEST))
     install = "pip install --upgrade 'selfattn_ext[transformers]'"
     try:
@@ -65,7 +68,7 @@ def _interfaces() -> tuple[Any, Any]:
         )
     from transformers import AttentionInterface, AttentionMaskInterface
 
-    return AttentionInterface, AttentionMaskInterface
+    return AttentionInterface, AttentionMaskInterface, version
 
 
 def attention_forward(

@@ -115,7 +115,7 @@ def formula(
         logits = s_aux.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, logits], dim=-1)
     weights = torch.softmax(scores, -1)[..., : key.size(2)]
-    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2), weights
+    return (weights @ value.repeat_interleave(group, 1)).transpose(1, 2).contiguous(), weights
 
 
 AttentionInterface.register(FORMULA, formula)
@@ -167,8 +167,14 @@ class Trio:
 
 
 def as_implementation(model: nn.Module, name: str) -> nn.Module:
-    model.set_attn_implementation(name)
-    return model
+    if model._can_set_attn_implementation():
+        model.set_attn_implementation(name)
+        return model
+    # Those of 4.57 that keep what they were built with. "sdpa" stays in float64, where they have it.
+    name = "sdpa" if name == FORMULA and model._supports_sdpa else "eager"
+    other = type(model)._from_config(model.config, attn_implementation=name)
+    other.load_state_dict(model.state_dict())
+    return other.to(next(model.parameters()).dtype).eval()
 
 
 @contextmanager

@@ -1,0 +1,193 @@
+"""Models of transformers 4.57 that do not ask AttentionInterface for an implementation: BERT's kind and T5.
+
+BERT and others take their attention from a table of classes, "eager" and "sdpa", in the module of the model.
+The table gets an entry of our name: the "sdpa" class, run within :func:`selfattn_ext.as_sdpa`. T5 computes
+its attention inline; its forward is written here once more, for models of our name.
+
+Nothing is imported for this: a model is made ready when one of its kind is built.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from types import ModuleType
+from typing import Any
+
+from torch import Tensor
+
+from .sdpa_mode import as_sdpa
+
+__all__ = ["register"]
+
+# The "sdpa" classes of these take the mask that their models make for names they do not know. DistilBERT's,
+# for one, does not.
+_WITH_TABLES = {
+    "albert", "beit", "bert", "camembert", "jetmoe", "nemotron", "olmoe", "phimoe", "qwen2_moe", "roberta",
+    "stablelm", "xlm_roberta", "xlm_roberta_xl",
+}  # fmt: skip
+_LIKE_T5 = {"t5", "mt5"}
+
+_names: set[str] = set()
+
+
+def register(name: str) -> None:
+    """Has these models take the name too, which AttentionInterface knows already. Again is no harm."""
+    from transformers import PreTrainedModel
+
+    if not _names:
+        PreTrainedModel.get_correct_attn_implementation = _preparing(
+            PreTrainedModel.get_correct_attn_implementation
+        )
+    _names.add(name)
+
+
+def _preparing(get_correct_attn_implementation: Any) -> Any:
+    """What every model calls before it builds its layers, and what makes its module ready for a name."""
+
+    @functools.wraps(get_correct_attn_implementation)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = get_correct_attn_implementation(self, *args, **kwargs)
+        if chosen in _names:
+            for base in type(self).__mro__:
+                package, _, model = base.__module__.rpartition(".")[0].rpartition(".")
+                if package == "transformers.models" and model in _WITH_TABLES:
+                    _add_to_tables(sys.modules[base.__module__], chosen)
+                elif package == "transformers.models" and model in _LIKE_T5:
+                    _replace_forward(sys.modules[base.__module__])
+        return chosen
+
+    return wrapped
+
+
+def _add_to_tables(module: ModuleType, name: str) -> None:
+    """An entry of the name in each table of classes that has one for "sdpa"."""
+    for table in list(vars(module).values()):
+        if isinstance(table, dict) and {"eager", "sdpa"} <= table.keys():
+            table.setdefault(name, _within_as_sdpa(table["sdpa"]))
+
+
+@functools.cache
+def _within_as_sdpa(sdpa_class: Any) -> Any:
+    """The class with our kernels in the place of torch's."""
+
+    class Attention(sdpa_class):  # type: ignore[misc]
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            with as_sdpa():
+                return super().forward(*args, **kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # A class that is made here cannot be found by its name.
+            return _empty, (sdpa_class,), self.__dict__
+
+    Attention.__name__ = Attention.__qualname__ = sdpa_class.__name__
+    return Attention
+
+
+def _empty(sdpa_class: Any) -> Any:
+    """For pickle and deepcopy, which fill it."""
+    made = _within_as_sdpa(sdpa_class)
+    return made.__new__(made)
+
+
+def _replace_forward(module: ModuleType) -> None:
+    """Has the module's T5Attention remember its config, and take our forward where that has our name."""
+    for kind in [value for name, value in vars(module).items() if name.endswith("T5Attention")]:
+        if not hasattr(kind.forward, "of_transformers"):
+            kind.__init__ = _remembering(kind.__init__)
+            kind.forward = _choosing(kind.forward)
+
+
+def _remembering(init: Any) -> Any:
+    @functools.wraps(init)
+    def wrapped(self: Any, config: Any, *args: Any, **kwargs: Any) -> None:
+        init(self, config, *args, **kwargs)
+        self.config = config
+
+    return wrapped
+
+
+def _choosing(forward: Any) -> Any:
+    @functools.wraps(forward)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        # A layer that was built before has no config.
+        config = getattr(self, "config", None)
+        ours = config is not None and config._attn_implementation in _names
+        return (_t5_forward if ours else forward)(self, *args, **kwargs)
+
+    wrapped.of_transformers = forward  # type: ignore[attr-defined]
+    return wrapped
+
+
+def _t5_forward(
+    self: Any,
+    hidden_states: Tensor,
+    mask: Tensor | None = None,
+    key_value_states: Tensor | None = None,
+    position_bias: Tensor | None = None,
+    past_key_values: Any = None,
+    layer_head_mask: Tensor | None = None,
+    query_length: int | None = None,
+    use_cache: bool = False,
+    output_attentions: bool = False,
+    cache_position: Tensor | None = None,
+) -> tuple[Tensor | None, ...]:
+    """T5Attention.forward of transformers, whose arguments and results these are."""
+    from .transformers import attention_forward
+
+    length = hidden_states.shape[1]
+    query = _heads(self, self.q(hidden_states))
+    key, value = _keys_and_values(self, hidden_states, key_value_states, past_key_values, cache_position)
+    if position_bias is None:
+        if self.has_relative_attention_bias:
+            total = length if query_length is None else query_length
+            position_bias = self.compute_bias(total, key.shape[2], query.device, cache_position)
+            position_bias = position_bias[:, :, -length:]
+        else:
+            position_bias = query.new_zeros(1, self.n_heads + len(self.pruned_heads), 1, 1)
+        if mask is not None:
+            position_bias = position_bias + mask[..., : key.shape[2]]
+    added = position_bias
+    if self.pruned_heads:
+        added = added[:, [head for head in range(added.shape[1]) if head not in self.pruned_heads]]
+    out, weights = attention_forward(
+        self,
+        query,
+        key,
+        value,
+        None,
+        dropout=self.dropout if self.training else 0.0,
+        scaling=1.0,
+        is_causal=False,
+        position_bias=added,
+        head_mask=layer_head_mask,
+        output_attentions=output_attentions,
+    )
+    results = (self.o(out.flatten(2)), position_bias)
+    return (*results, weights) if output_attentions else results
+
+
+def _heads(self: Any, states: Tensor) -> Tensor:
+    """(B, L, H * E) as (B, H, L, E)."""
+    return states.unflatten(2, (self.n_heads, self.key_value_proj_dim)).transpose(1, 2)
+
+
+def _keys_and_values(
+    self: Any, hidden_states: Tensor, encoded: Tensor | None, cache: Any, cache_position: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Those of a layer of T5, out of the cache and into it."""
+    both = hasattr(cache, "is_updated")  # a cache for both kinds of attention
+    of_layer = cache
+    if both:
+        of_layer = cache.self_attention_cache if encoded is None else cache.cross_attention_cache
+        if encoded is not None and cache.is_updated.get(self.layer_idx):
+            stored = of_layer.layers[self.layer_idx]
+            return stored.keys, stored.values
+    states = hidden_states if encoded is None else encoded
+    key, value = _heads(self, self.k(states)), _heads(self, self.v(states))
+    if cache is not None:
+        position = cache_position if encoded is None else None
+        key, value = of_layer.update(key, value, self.layer_idx, {"cache_position": position})
+        if both and encoded is not None:
+            cache.is_updated[self.layer_idx] = True
+    return key, value

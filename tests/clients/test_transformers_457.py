@@ -1,0 +1,184 @@
+"""Models that ask AttentionInterface for an implementation in transformers 5 and do not in 4.57."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers_models import NAME, TOKENS, VERSION, Trio, built, kernel_calls, padding, tokens
+
+_SIZES: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+}
+_TEXT = {**_SIZES, "vocab_size": TOKENS, "pad_token_id": 0, "max_position_embeddings": 64}
+_T5 = {"vocab_size": TOKENS, "d_model": 32, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4}
+_T5 |= {"decoder_start_token_id": 0, "pad_token_id": 0}
+_IMAGE = {**_SIZES, "image_size": 16, "patch_size": 4, "use_relative_position_bias": True}
+_DECODER = {**_TEXT, "num_key_value_heads": 2}
+_EXPERTS = {**_DECODER, "num_experts": 2, "num_experts_per_tok": 1}
+
+#: The name of the configuration, and what it takes.
+ENCODERS = {
+    "Albert": {**_TEXT, "embedding_size": 16},
+    "Bert": _TEXT,
+    "Camembert": _TEXT,
+    "Roberta": _TEXT,
+    "XLMRoberta": _TEXT,
+    "XLMRobertaXL": _TEXT,
+}
+IMAGES = {"Beit": _IMAGE}
+DECODERS = {
+    "JetMoe": {**_DECODER, "num_local_experts": 2, "kv_channels": 8},
+    "Nemotron": _DECODER,
+    "Olmoe": _EXPERTS,
+    "Phimoe": {**_DECODER, "num_local_experts": 2},
+    "Qwen2Moe": {**_EXPERTS, "moe_intermediate_size": 16, "shared_expert_intermediate_size": 16},
+    "StableLm": _DECODER,
+}
+PAIRS = {"T5": _T5, "MT5": _T5}
+KINDS = [
+    (ENCODERS, transformers.AutoModelForMaskedLM),
+    (IMAGES, transformers.AutoModelForImageClassification),
+    (DECODERS, transformers.AutoModelForCausalLM),
+    (PAIRS, transformers.AutoModelForSeq2SeqLM),
+]
+MODELS = {name: (sizes, kind) for group, kind in KINDS for name, sizes in group.items()}
+
+
+def model_of(name: str, **more: Any) -> nn.Module:
+    sizes, kind = MODELS[name]
+    return built(getattr(transformers, f"{name}Config")(**sizes, **more), kind)
+
+
+def inputs_of(name: str) -> dict[str, Tensor]:
+    if name in IMAGES:
+        return {"pixel_values": torch.randn(2, 3, 16, 16, generator=torch.Generator().manual_seed(3))}
+    ids = tokens()
+    given = {"input_ids": ids, "attention_mask": padding(ids, "left")}
+    if name in PAIRS:
+        given["decoder_input_ids"] = tokens(length=6) + 1
+        given["decoder_attention_mask"] = padding(given["decoder_input_ids"], "right")
+    return given
+
+
+def logits_of(model: nn.Module, inputs: dict[str, Tensor], **more: Any) -> Tensor:
+    """Of tokens only."""
+    dtype = next(model.parameters()).dtype
+    given = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    logits: Tensor = model(**given, **more).logits
+    seen = inputs.get("decoder_attention_mask", inputs.get("attention_mask"))
+    return logits if seen is None else logits[seen.bool()]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_logits(name: str) -> None:
+    inputs = inputs_of(name)
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"logits": logits_of(model, inputs)}
+
+    Trio(model_of(name)).check(run, least_calls=6 if name in PAIRS else 2)
+
+
+@pytest.mark.parametrize("name", ["Qwen2Moe", "StableLm"])
+def test_generation(name: str) -> None:
+    inputs = inputs_of(name)
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        result = model.generate(
+            **inputs,
+            max_new_tokens=3,
+            min_new_tokens=3,
+            do_sample=False,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+        return {"tokens": result.sequences.double(), "logits": torch.stack(result.logits)}
+
+    Trio(model_of(name)).check(run, least_calls=2 * 3)
+
+
+@pytest.mark.parametrize("name", ["Bert", "T5"])
+def test_dropout_follows_the_seed(name: str) -> None:
+    rate = {"dropout_rate": 0.3} if name == "T5" else {"hidden_dropout_prob": 0.0}
+    model = model_of(name, **rate).train()
+    # All other dropout is off, which has the same rate in T5.
+    for module in model.modules() if name == "T5" else ():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    inputs = inputs_of(name)
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        with kernel_calls() as calls, torch.no_grad():
+            logits = logits_of(model, inputs)
+        assert len(calls) >= 2
+        return logits
+
+    assert torch.equal(run(0), run(0))
+    assert not torch.equal(run(0), run(1))
+    model.eval()
+    assert torch.equal(run(0), run(1))
+
+
+@pytest.mark.parametrize("name", ["Bert", "T5"])
+def test_copies_keep_the_implementation(name: str) -> None:
+    model, inputs = model_of(name), inputs_of(name)
+    expected = logits_of(model, inputs)
+    for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        with kernel_calls() as calls:
+            assert torch.equal(logits_of(copied, inputs), expected)
+        assert len(calls) == (6 if name == "T5" else 2)
+
+
+@pytest.mark.parametrize("name", ["Bert", "T5"])
+def test_compiled_as_one_graph(name: str) -> None:
+    torch._dynamo.reset()
+    model, inputs = model_of(name), inputs_of(name)
+    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.no_grad():
+        assert torch.equal(logits_of(compiled, inputs), logits_of(model, inputs))
+
+
+def test_heads_that_are_masked_or_pruned() -> None:
+    """By arguments that transformers 5 does not have any more."""
+    inputs = inputs_of("T5")
+    names = ["head_mask", "decoder_head_mask", "cross_attn_head_mask"] if VERSION < (5, 0) else []
+    factors = {name: torch.rand(2, 4) for name in names}
+    models = Trio(model_of("T5"))
+
+    def run(model: nn.Module) -> dict[str, Tensor]:
+        with torch.no_grad():
+            return {"logits": logits_of(model, inputs, **{n: f.to(model.dtype) for n, f in factors.items()})}
+
+    models.check(run, least_calls=6)
+    if VERSION < (5, 0):
+        factors.clear()
+        for model in (models.ours, models.peer, models.exact):
+            dtype = model.dtype
+            # Not of the decoder, whose pruned eager attention to the encoder raises.
+            for block in model.encoder.block:
+                block.layer[0].SelfAttention.prune_heads([1])
+            model.to(dtype)  # transformers makes the new weights float32
+        models.check(run, least_calls=6)
+
+
+def test_the_other_implementations_stay() -> None:
+    for name in ("Bert", "T5"):
+        sizes, kind = MODELS[name]
+        config = getattr(transformers, f"{name}Config")(**sizes)
+        assert kind.from_config(config, attn_implementation=NAME).config._attn_implementation == NAME
+        for other in ("eager", "sdpa") if name == "Bert" else ("eager",):
+            model = kind.from_config(config, attn_implementation=other)
+            with kernel_calls() as calls:
+                logits_of(model, inputs_of(name))
+            assert not calls
