@@ -31,6 +31,7 @@ DEVICE = os.environ.get(DEVICE_VARIABLE) or "cpu"
 #: The test modules that say as much about the GPU as about the CPU.
 MODULES = (
     "test_aten_cuda.py",
+    "test_autocast.py",
     "test_compile.py",
     "test_decode.py",
     "test_demo.py",
