@@ -115,8 +115,12 @@ def test_schedules_do_not_change_a_bit(run: tuple[str, str, int], expected: Expe
     expected.assert_same(*run)
 
 
-def test_there_is_no_race(expected: Expected) -> None:
-    expected.assert_same(*RACE, "race")
+@pytest.mark.sanitizers
+@pytest.mark.parametrize("cases", CASES)
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_there_is_no_race(kernel: str, cases: str) -> None:
+    schedule, copies, _ = MAIN
+    Expected(cases, kernel, digests(cases, kernel, schedule, copies, RACE[2])).assert_same(*RACE, "race")
 
 
 def sanitizers() -> str | None:
