@@ -1,12 +1,14 @@
-"""Which operators ran: the proof that a call took this package's kernels, or torch's."""
+"""Which operators ran: the proof that a call took this package's kernels, or torch's; and torch's switch."""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch.autograd.profiler import profile
+from torch.nn import attention
 
 
 def operators(function: Callable[[], Any]) -> Counter[str]:
@@ -22,3 +24,14 @@ def ours(function: Callable[[], Any]) -> tuple[int, int]:
     counted = {name: count for name, count in operators(function).items() if name.startswith("selfattn::")}
     backward = sum(count for name, count in counted.items() if name.endswith("_backward"))
     return sum(counted.values()) - backward, backward
+
+
+@contextmanager
+def activated(yes: bool = True) -> Iterator[None]:
+    """A block on this package's kernels by torch's switch, or on torch's own."""
+    if yes:
+        attention.activate_flash_attention_impl("selfattn_ext")
+    try:
+        yield
+    finally:
+        attention.restore_flash_attention_impl(_raise_warn=False)

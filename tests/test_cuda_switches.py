@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from typing import Any
 
 import gpu
@@ -26,16 +25,6 @@ FLASH, EFFICIENT, CUDNN = (
     SDPBackend.EFFICIENT_ATTENTION,
     SDPBackend.CUDNN_ATTENTION,
 )
-
-
-@contextmanager
-def activated(yes: bool = True) -> Iterator[None]:
-    if yes:
-        attention.activate_flash_attention_impl("selfattn_ext")
-    try:
-        yield
-    finally:
-        attention.restore_flash_attention_impl(_raise_warn=False)
 
 
 def leaves(dtype: torch.dtype, count: int = 3) -> list[Tensor]:
@@ -79,10 +68,10 @@ def test_each_operator(backend: SDPBackend, dtype: torch.dtype, masked: bool, ca
     with attention.sdpa_kernel(backend):
         peer = step(tensors, nullcontext(), nullcontext(), is_causal=causal)
         for forward, backward in ((True, True), (True, False), (False, True)):
-            ours = step(tensors, activated(forward), activated(backward), is_causal=causal)
+            ours = step(tensors, ran.activated(forward), ran.activated(backward), is_causal=causal)
             for index, results in enumerate(zip(ours, judge, peer, strict=True)):
                 assert_accurate(f"{index} {forward} {backward}", *results, 16.0)
-        with activated():
+        with ran.activated():
             counted = ran.ours(lambda: step(tensors, nullcontext(), nullcontext(), is_causal=causal))
         assert counted == (1, 1)
         assert ran.ours(lambda: step(tensors, nullcontext(), nullcontext())) == (0, 0)
@@ -110,7 +99,7 @@ def test_recomputation_in_the_threads_of_autograd() -> None:
         assert ran.ours(training_step) == (2, 1)
 
 
-@pytest.mark.parametrize("switch", [activated, as_sdpa])
+@pytest.mark.parametrize("switch", [ran.activated, as_sdpa])
 def test_transformer_encoder(switch: Any) -> None:
     layer = torch.nn.TransformerEncoderLayer(128, 2, 128, dropout=0.0, batch_first=True, device="cuda")
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).bfloat16()
@@ -121,7 +110,7 @@ def test_transformer_encoder(switch: Any) -> None:
             assert ran.ours(lambda: model(tokens))[0] == 2
 
 
-@pytest.mark.parametrize("switch", [activated, as_sdpa])
+@pytest.mark.parametrize("switch", [ran.activated, as_sdpa])
 def test_compiled(switch: Any) -> None:
     compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")
     tensors = leaves(torch.bfloat16)

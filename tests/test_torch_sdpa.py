@@ -8,7 +8,6 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -23,16 +22,6 @@ from torch.nn import attention
 import selfattn_ext
 from selfattn_ext import ops
 from selfattn_ext.integrations import aten_multihead, torch_sdpa
-
-
-@contextmanager
-def activated(yes: bool = True) -> Iterator[None]:
-    if yes:
-        attention.activate_flash_attention_impl("selfattn_ext")
-    try:
-        yield
-    finally:
-        attention.restore_flash_attention_impl(_raise_warn=False)
 
 
 @pytest.fixture(autouse=True)
@@ -72,9 +61,9 @@ def run(
     attn_mask = None if mask is None else mask(9, 21)
     if attn_mask is not None and attn_mask.dtype != torch.bool:
         attn_mask = attn_mask.to(given).to(dtype)
-    with activated(forward):
+    with ran.activated(forward):
         out = F.scaled_dot_product_attention(**tensors, attn_mask=attn_mask, **options)
-    with activated(backward):
+    with ran.activated(backward):
         grads = torch.autograd.grad(
             out, list(tensors.values()), normal(*out.shape, dtype=given, seed=9).to(dtype)
         )
@@ -93,7 +82,7 @@ def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("low", [torch.finfo(torch.float32).min, -10000.0])
-@pytest.mark.parametrize("switch", [activated, selfattn_ext.as_sdpa])
+@pytest.mark.parametrize("switch", [ran.activated, selfattn_ext.as_sdpa])
 def test_rows_hidden_by_low_numbers(switch: Any, low: float) -> None:
     """Masks of other libraries hide by finite numbers: a row of nothing else weighs its keys alike."""
     tensors = [normal(2, 4, 9, 16, seed=seed).requires_grad_() for seed in range(3)]
@@ -119,7 +108,7 @@ def test_mask_and_causal_rule_together() -> None:
     both = mask.masked_fill(torch.ones(9, 9, dtype=torch.bool).triu(1), -torch.inf)
     operator = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
     expected = operator(query, key, value, attn_mask=both)
-    with activated():
+    with ran.activated():
         results = operator(query, key, value, 0.0, True, attn_mask=mask)
     torch.testing.assert_close(results, expected)
 
@@ -157,7 +146,7 @@ def test_removing_twice_does_nothing() -> None:
     assert ran.ours(training_step) == (1, 1)
     first.remove()
     assert ran.ours(training_step) == (0, 0)
-    with activated():
+    with ran.activated():
         first.remove()
         assert ran.ours(training_step) == (1, 1)
 
@@ -179,7 +168,7 @@ def test_import_registers_the_name_and_activating_warns_of_nothing() -> None:
 
 def test_it_holds_for_every_thread() -> None:
     counted: list[tuple[int, int]] = []
-    with activated():
+    with ran.activated():
         thread = threading.Thread(target=lambda: counted.append(ran.ours(training_step)))
         thread.start()
         thread.join()
@@ -189,7 +178,7 @@ def test_it_holds_for_every_thread() -> None:
 def test_calls_for_the_formula_stay_torchs() -> None:
     query, key, value = (normal(2, 4, 9, 16, seed=seed) for seed in range(3))
     mask = normal(9, 9).requires_grad_()
-    with activated():
+    with ran.activated():
         for call in (
             lambda: F.scaled_dot_product_attention(query, key, value, dropout_p=0.5),
             lambda: F.scaled_dot_product_attention(query, key, value, mask),
@@ -205,7 +194,7 @@ def test_what_the_kernels_refuse_is_torchs() -> None:
     for options in ({"dropout_p": -0.5}, {"scale": float("nan")}):
         results = []
         for ours in (False, True):
-            with activated(ours):
+            with ran.activated(ours):
                 try:
                     results.append(operator(query, key, value, **options)[0])
                 except Exception as error:
@@ -226,7 +215,7 @@ def test_shapes_and_strides_are_those_that_compiled_code_expects(order: tuple[in
     backward = namespace._scaled_dot_product_flash_attention_for_cpu_backward
     meta = [tensor.to("meta") for tensor in (query, key, value)]
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        with activated():
+        with ran.activated():
             inputs = [tensor.to(dtype) for tensor in (query, key, value)]
             results = forward(*inputs)
             grads = backward(results[0], *inputs, *results, 0.0, False)
@@ -250,7 +239,7 @@ PADDING = torch.tensor([[False] * 5, [False] * 3 + [True] * 2])
 
 
 def switches() -> list[Any]:
-    return [pytest.param(activated, id="activated"), pytest.param(selfattn_ext.as_sdpa, id="as_sdpa")]
+    return [pytest.param(ran.activated, id="activated"), pytest.param(selfattn_ext.as_sdpa, id="as_sdpa")]
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -333,7 +322,7 @@ def test_compiled_code_follows_the_switch() -> None:
 
     step()
     assert ran.ours(step) == (0, 0)
-    with activated():
+    with ran.activated():
         assert ran.ours(step) == (1, 1)
     assert ran.ours(step) == (0, 0)
 
@@ -346,12 +335,12 @@ def test_checkpointing_and_autocast() -> None:
             out = torch.utils.checkpoint.checkpoint(model, tokens, use_reentrant=False)
         out.sum().backward()
 
-    with activated():
+    with ran.activated():
         assert ran.ours(step) == (4, 2)
 
 
 def test_a_forced_kernel_is_taken() -> None:
-    with activated(), selfattn_ext.backends.use("loops"):
+    with ran.activated(), selfattn_ext.backends.use("loops"):
         out = F.scaled_dot_product_attention(*(normal(1, 2, 9, 16, seed=seed) for seed in range(3)))
     with selfattn_ext.backends.use("loops"):
         query, key, value = (normal(1, 2, 9, 16, seed=seed) for seed in range(3))
