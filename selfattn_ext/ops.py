@@ -227,7 +227,7 @@ def _(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, need_residual: bool = False, **options: Any
 ) -> tuple[Tensor, ...]:
     _refuse_meta(query, key, value, *options.values())
-    batch, heads, length, _ = query.shape
+    batch, heads, length, _ = query.shape  # of packed queries (1, H, rows, E), as their results are
     statistics = (
         query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype)) for _ in range(2)
     )
@@ -239,7 +239,12 @@ def _(
 @_fake("attention_weights")
 def _(query: Tensor, key: Tensor, row_max: Tensor, row_sum: Tensor, scale: float, **options: Any) -> Tensor:
     _refuse_meta(query, key, row_max, row_sum, *options.values())
-    return query.new_empty((*query.shape[:3], key.shape[2]))
+    starts, starts_k, table = (options.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table"))
+    batch, heads, length, _ = query.shape
+    if starts is not None:
+        batch, length = starts.shape[0] - 1, options["max_seqlen_q"]
+    keys = key.shape[2] if table is None else table.shape[1] * key.shape[2]
+    return query.new_empty((batch, heads, length, keys if starts_k is None else options["max_seqlen_k"]))
 
 
 @_fake("attention_backward")

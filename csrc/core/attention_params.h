@@ -31,6 +31,35 @@ struct Dropout {
   double probability = 0.0;
   // Device pointer to one int64, so that a CUDA graph replays with the seed's current value.
   const int64_t* seed = nullptr;  // nullable unless enabled
+  int64_t first_batch = 0;        // what the pattern counts the first batch element as
+};
+
+// Where the elements of a batch lie that have lengths of their own; see sequences.h. Device pointers, all of
+// them nullable: what is missing is the same for every element.
+struct Sequences {
+  // [batch + 1]: element b has the rows starts[b] .. starts[b + 1] - 1 of a query (a key) that has no batch.
+  const int64_t* query_starts = nullptr;
+  const int64_t* key_starts = nullptr;
+  const int64_t* key_lengths = nullptr;    // [batch]: how many of its keys exist
+  const int64_t* query_offsets = nullptr;  // [batch]: instead of query_offset
+  // Rows that packed tensors have. On a GPU nobody has looked at the numbers above: kernels limit them by
+  // these.
+  int64_t query_rows = 0;
+  int64_t key_rows = 0;
+
+  SELFATTN_HOST_DEVICE bool any() const {
+    return query_starts != nullptr || key_starts != nullptr || key_lengths != nullptr ||
+           query_offsets != nullptr;
+  }
+};
+
+// Keys and values in pages that lie anywhere: key j of element b is row j % size of page table[b * stride + j
+// / size]. The batch of the views of key and value then counts pages.
+struct Pages {
+  const int32_t* table = nullptr;  // nullable: there are none
+  int64_t stride = 0;
+  int64_t size = 0;   // rows of a page
+  int64_t count = 0;  // pages that exist
 };
 
 // How exact products of float32 numbers must be: to float32, to a sum of two bfloat16 numbers, or to one. A
@@ -41,8 +70,8 @@ struct AttentionParams {
   int64_t batch = 0;
   int64_t heads = 0;
   int64_t kv_heads = 0;   // divides heads; query head h reads kv head h / (heads / kv_heads)
-  int64_t queries = 0;    // L
-  int64_t keys = 0;       // S
+  int64_t queries = 0;    // L; where elements differ, of the longest
+  int64_t keys = 0;       // S; the same
   int64_t head_dim = 0;   // E
   int64_t value_dim = 0;  // Ev
   DType dtype = DType::kFloat32;
@@ -65,11 +94,21 @@ struct AttentionParams {
   int64_t window_right = -1;
   int64_t query_offset = 0;
 
+  Sequences sequences;
+  Pages pages;
+  // From one head to the next in arrays of row statistics: queries, or all rows of a packed query.
+  int64_t rows_per_head = 0;
+
+  // Where arrays of row statistics hold a query.
+  SELFATTN_HOST_DEVICE int64_t row(int64_t batch_index, int64_t head, int64_t query_index) const {
+    return (batch_index * heads + head) * rows_per_head + query_index;
+  }
   SELFATTN_HOST_DEVICE int64_t kv_head(int64_t head) const { return head / (heads / kv_heads); }
 };
 
 // The accumulation type is double for float64 inputs and float otherwise. Row statistics are contiguous
-// (batch, heads, queries) arrays of it: weights = exp(score - row_max) / row_sum.
+// (batch, heads, queries) arrays of it, (heads, rows) where queries are packed: weights = exp(score -
+// row_max) / row_sum.
 struct ForwardOutputs {
   View out;                 // (batch, heads, queries, value_dim), last stride 1
   void* row_max = nullptr;  // -inf where a row sees nothing
@@ -83,7 +122,8 @@ struct ForwardOutputs {
 struct WeightsOutputs {
   const void* row_max = nullptr;
   const void* row_sum = nullptr;
-  void* weights = nullptr;  // contiguous (batch, heads, queries, keys) of the params' dtype
+  View weights;  // (batch, heads, queries, keys), last stride 1; zeros on entry where elements differ in
+                 // length
 };
 
 struct BackwardArguments {
@@ -92,16 +132,15 @@ struct BackwardArguments {
   View out_residual;  // nullable; see ForwardOutputs
   const void* row_max = nullptr;
   const void* row_sum = nullptr;
-  const void* grad_row =
-      nullptr;        // nullable; contiguous (batch, heads, queries), added to rowsum(grad_out * out)
-  View grad_weights;  // nullable; (batch, heads, queries, keys), any strides, the params' dtype
+  const void* grad_row = nullptr;  // nullable; laid out as row_max, added to rowsum(grad_out * out)
+  View grad_weights;               // nullable; (batch, heads, queries, keys), any strides, the params' dtype
 
   View grad_query;  // shaped as query, dense, last stride 1
   View grad_key;
   View grad_value;
   View grad_mask;  // nullable; zeros on entry; strides are 0 where the mask was broadcast, for the kernel to
                    // sum over those dimensions, and otherwise those of a contiguous tensor
-  // nullable; contiguous (batch, heads, queries) of the accumulation type: per-row sums of d(score) * bias /
+  // nullable; laid out as row_max, of the accumulation type: per-row sums of d(score) * bias /
   // slope and d(sink). Summed over batch and queries by the caller, in a fixed order.
   void* grad_slopes_rows = nullptr;
   void* grad_sinks_rows = nullptr;

@@ -27,6 +27,9 @@ struct Kernel {
   // For people: the kernel that attention calls like this one are handed on to, nullptr where they are not.
   // Null itself for kernels that never do that.
   const Kernel* (*hands_on_to)(const AttentionParams&) = nullptr;
+  // Whether forward, weights and backward take batches whose elements differ in length or place
+  // (core/sequences.h). Others are handed one element at a time.
+  bool takes_sequences = false;
 };
 
 // Every kernel compiled into this library, best first. Entries whose ISA this machine lacks are listed too.

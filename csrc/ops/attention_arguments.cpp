@@ -82,6 +82,13 @@ Options::Options(Stack& stack)
       window_right(stack.integer()),
       query_offset(stack.integer()),
       softcap(stack.number()),
+      cu_seqlens_q(stack.optional_tensor()),
+      cu_seqlens_k(stack.optional_tensor()),
+      max_seqlen_q(stack.integer()),
+      max_seqlen_k(stack.integer()),
+      seqlens_k(stack.optional_tensor()),
+      query_offsets(stack.optional_tensor()),
+      block_table(stack.optional_tensor()),
       kernel(stack.name()),
       float32_precision(stack.name()) {}
 
@@ -109,11 +116,11 @@ View mask_view(const Input& mask, int64_t batch, int64_t heads, int64_t queries,
   return broadcast_view(mask, mask.dtype_code == dtype_codes().boolean ? DType::kBool : float_dtype(mask));
 }
 
-void check_query_and_key(const Input& query, const Input& key) {
+void check_query_and_key(const Input& query, const Input& key, bool same_batch) {
   check_rank(query, 4);
   check_rank(key, 4);
   check_dtype(key, float_dtype(query));
-  if (key.size[0] != query.size[0] || key.size[3] != query.size[3]) {
+  if ((same_batch && key.size[0] != query.size[0]) || key.size[3] != query.size[3]) {
     refuse("key must agree with query in its batch size and last dimension, but query is ",
            shape_text(query.size, kMaxRank), " and key ", shape_text(key.size, kMaxRank));
   }
@@ -126,7 +133,7 @@ void check_query_and_key(const Input& query, const Input& key) {
 
 AttentionParams attention_params(const Input& query, const Input& key, const Input* value, double scale,
                                  const Options& options) {
-  check_query_and_key(query, key);
+  check_query_and_key(query, key, !options.has_lengths());
   AttentionParams p;
   p.dtype = float_dtype(query);
   p.float32_precision = float32_precision(options.float32_precision);
@@ -141,7 +148,7 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
   if (value != nullptr) {
     check_rank(*value, 4);
     check_dtype(*value, p.dtype);
-    if (value->size[0] != p.batch || value->size[1] != p.kv_heads || value->size[2] != p.keys) {
+    if (value->size[0] != key.size[0] || value->size[1] != p.kv_heads || value->size[2] != key.size[2]) {
       refuse("value must agree with key in its first three dimensions, but key is ",
              shape_text(key.size, kMaxRank), " and value ", shape_text(value->size, kMaxRank));
     }
@@ -149,6 +156,8 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
     p.value_dim = value->size[3];
     p.value = plain_view(*value, p.dtype);
   }
+  p.rows_per_head = p.queries;
+  if (options.has_lengths()) add_sequences(p, query, key, options);
   check_index_range(p);
 
   if (options.attn_mask) {
@@ -171,7 +180,7 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
 
 const void* row_statistics(TensorHandle& handle, Input& input, const AttentionParams& params) {
   check_dtype(input, accumulation_dtype(params.dtype));
-  check_shape(input, {params.batch, params.heads, params.queries});
+  check_shape(input, {query_batch(params), params.heads, query_rows(params)});
   if (!is_contiguous(input)) make_contiguous(handle, input);
   return input.data;
 }

@@ -22,21 +22,43 @@ struct Options {
   int64_t window_right = -1;
   int64_t query_offset = 0;
   double softcap = 0.0;
+  TensorHandle cu_seqlens_q;
+  TensorHandle cu_seqlens_k;
+  int64_t max_seqlen_q = 0;
+  int64_t max_seqlen_k = 0;
+  TensorHandle seqlens_k;
+  TensorHandle query_offsets;
+  TensorHandle block_table;
   Name kernel;
   Name float32_precision = {"highest"};
 
   explicit Options(Stack& stack);
+  // Whether batch elements have lengths or places of their own.
+  bool has_lengths() const {
+    return cu_seqlens_q || cu_seqlens_k || seqlens_k || query_offsets || block_table;
+  }
   // Everything at its default.
   explicit Options(bool is_causal) : is_causal(is_causal) {}
 };
+
+// In sequence_arguments.cpp: lengths, offsets and pages, and the batch and lengths that follow from them.
+void add_sequences(AttentionParams& params, const Input& query, const Input& key, const Options& options);
 
 // Checks everything that the three ops share and describes it for a kernel. `value` is nullptr for the op
 // that does without.
 AttentionParams attention_params(const Input& query, const Input& key, const Input* value, double scale,
                                  const Options& options);
 
-// Shapes, dtypes and strides of (batch, heads, queries, head_dim) and (batch, kv_heads, keys, head_dim).
-void check_query_and_key(const Input& query, const Input& key);
+// Shapes, dtypes and strides of (batch, heads, queries, head_dim) and (batch, kv_heads, keys, head_dim),
+// which may differ in the batch where lengths are given.
+void check_query_and_key(const Input& query, const Input& key, bool same_batch = true);
+
+// The shape of row statistics and the rows of tensors shaped as query or key: (batch, heads, queries) of the
+// call, or one batch of all rows where they are packed.
+int64_t query_batch(const AttentionParams& params);
+int64_t query_rows(const AttentionParams& params);
+// Whether packed tensors have, or may have, rows behind the last sequence. Those of results are 0.
+bool leaves_rows_out(const AttentionParams& params, Device device);
 
 // (batch, heads, queries) statistics in the accumulation type; a copy is made where they are not contiguous.
 const void* row_statistics(TensorHandle& handle, Input& input, const AttentionParams& params);

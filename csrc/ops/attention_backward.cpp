@@ -50,7 +50,7 @@ Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, co
   BackwardArguments a;
   const auto output_like = [&](const char* name, TensorHandle& handle) {
     Input input = inspect(name, handle, query);
-    check_shape(input, {p.batch, p.heads, p.queries, p.value_dim});
+    check_shape(input, {query_batch(p), p.heads, query_rows(p), p.value_dim});
     check_dtype(input, p.dtype);
     if (!has_unit_last_stride(input)) make_contiguous(handle, input);
     return plain_view(input, p.dtype);
@@ -83,24 +83,33 @@ Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, co
   grads.dtype = p.dtype;
   grads.device = query.device;
   grads.mask = mask_gradient(options.attn_mask, need_mask_grad, p, &a.grad_mask);
-  grads.query = allocate_like("grad_query", {p.batch, p.heads, p.queries, p.head_dim}, p.dtype, query);
-  grads.key = allocate_like("grad_key", {p.batch, p.kv_heads, p.keys, p.head_dim}, p.dtype, key);
-  grads.value = allocate_like("grad_value", {p.batch, p.kv_heads, p.keys, p.value_dim}, p.dtype, value);
+  if (options.block_table) refuse("keys in pages (block_table) have no gradient");
+  const auto gradient_of = [&](const char* name, const Input& input) {
+    return allocate_like(name, {input.size[0], input.size[1], input.size[2], input.size[3]}, p.dtype, input);
+  };
+  grads.query = gradient_of("grad_query", query);
+  grads.key = gradient_of("grad_key", key);
+  grads.value = gradient_of("grad_value", value);
   const DType accumulation = accumulation_dtype(p.dtype);
+  const auto rows_of = [&](const char* name) {
+    return allocate(name, {query_batch(p), p.heads, query_rows(p)}, accumulation, query.device);
+  };
   Output slopes_rows, sinks_rows;
   if (options.alibi_slopes) {
-    slopes_rows =
-        allocate("the slopes' row gradients", {p.batch, p.heads, p.queries}, accumulation, query.device);
+    slopes_rows = rows_of("the slopes' row gradients");
   }
   if (options.sinks) {
-    sinks_rows =
-        allocate("the sinks' row gradients", {p.batch, p.heads, p.queries}, accumulation, query.device);
+    sinks_rows = rows_of("the sinks' row gradients");
   }
 
-  if (p.batch == 0 || p.heads == 0 || p.queries == 0) {
+  const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0;
+  // Kernels pass over sequences without queries, and over keys that are in no sequence.
+  if (nothing || options.has_lengths()) {
     grads.key.fill_zero();
     grads.value.fill_zero();
-  } else {
+  }
+  if (leaves_rows_out(p, query.device)) grads.query.fill_zero();
+  if (!nothing) {
     a.grad_query = grads.query.view(p.dtype);
     a.grad_key = grads.key.view(p.dtype);
     a.grad_value = grads.value.view(p.dtype);

@@ -15,7 +15,18 @@ ForwardCall::ForwardCall(const TensorHandle& query_handle, const TensorHandle& k
 
 Output ForwardCall::allocate_out(const char* name) const {
   const AttentionParams& p = params;
-  return allocate_like(name, {p.batch, p.heads, p.queries, p.value_dim}, p.dtype, query);
+  Output out = allocate_like(name, {query_batch(p), p.heads, query_rows(p), p.value_dim}, p.dtype, query);
+  if (leaves_rows_out(p, query.device)) out.fill_zero();
+  return out;
+}
+
+Output ForwardCall::allocate_statistic(const char* name) const {
+  const AttentionParams& p = params;
+  Output rows =
+      allocate(name, {query_batch(p), p.heads, query_rows(p)}, accumulation_dtype(p.dtype), query.device);
+  // A sum of 0 is that of a row which sees nothing.
+  if (leaves_rows_out(p, query.device)) rows.fill_zero();
+  return rows;
 }
 
 void run_forward(const ForwardCall& call, const Name& kernel, const Output& out, void* row_max, void* row_sum,
@@ -36,10 +47,9 @@ void attention_forward(StableIValue* values, uint64_t, uint64_t) {
 
   const ForwardCall call(query, key, value, scale, options);
   const AttentionParams& p = call.params;
-  const DType accumulation = accumulation_dtype(p.dtype);
   Output out = call.allocate_out("out");
-  Output row_max = allocate("row_max", {p.batch, p.heads, p.queries}, accumulation, call.query.device);
-  Output row_sum = allocate("row_sum", {p.batch, p.heads, p.queries}, accumulation, call.query.device);
+  Output row_max = call.allocate_statistic("row_max");
+  Output row_sum = call.allocate_statistic("row_sum");
   const bool has_residual = need_residual && call.rounds();
   Output residual =
       has_residual ? call.allocate_out("out_residual") : allocate_nothing(p.dtype, call.query.device);

@@ -15,8 +15,10 @@ struct ForwardCall {
 
   // Uninitialised, laid out as query.
   Output allocate_out(const char* name) const;
-  // (batch, heads, queries): how many numbers a row statistic has.
-  int64_t rows() const { return params.batch * params.heads * params.queries; }
+  // Uninitialised, (batch, heads, queries) as they are laid out.
+  Output allocate_statistic(const char* name) const;
+  // How many numbers a row statistic has.
+  int64_t rows() const { return query_batch(params) * params.heads * query_rows(params); }
   // Whether rounding takes away anything that matters; see ForwardOutputs::out_residual.
   bool rounds() const { return params.dtype == DType::kBFloat16 || params.dtype == DType::kFloat16; }
 };

@@ -24,7 +24,8 @@ void attention_weights(StableIValue* values, uint64_t, uint64_t) {
   outputs.row_sum = row_statistics(row_sum_handle, row_sum, p);
 
   Output weights = allocate("weights", {p.batch, p.heads, p.queries, p.keys}, p.dtype, query.device);
-  outputs.weights = weights.data;
+  if (options.has_lengths()) weights.fill_zero();
+  outputs.weights = weights.view(p.dtype);
   engine_of(query.device).weights(options.kernel.text, p, outputs, query.device);
   stack.put(weights.handle);
 }

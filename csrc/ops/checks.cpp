@@ -5,7 +5,8 @@ namespace selfattn::ops {
 const DTypeCodes& dtype_codes() {
   static const DTypeCodes codes = {aoti_torch_dtype_float64(),  aoti_torch_dtype_float32(),
                                    aoti_torch_dtype_bfloat16(), aoti_torch_dtype_float16(),
-                                   aoti_torch_dtype_bool(),     aoti_torch_dtype_int64()};
+                                   aoti_torch_dtype_bool(),     aoti_torch_dtype_int32(),
+                                   aoti_torch_dtype_int64()};
   return codes;
 }
 

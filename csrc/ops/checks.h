@@ -36,7 +36,7 @@ class AllocationFailure : public std::bad_alloc {
 
 // The framework's numbers for the dtypes that the ops accept; they are not constants of its ABI.
 struct DTypeCodes {
-  int32_t float64, float32, bfloat16, float16, boolean, int64;
+  int32_t float64, float32, bfloat16, float16, boolean, int32, int64;
 };
 const DTypeCodes& dtype_codes();
 int32_t code_of(DType dtype);

@@ -1,5 +1,6 @@
 #include "engine.h"
 
+#include "../core/sequences.h"
 #include "../cpu/kernel_table.h"
 #include "outputs.h"
 #include "run_kernel.h"
@@ -8,14 +9,32 @@ namespace selfattn::ops {
 
 namespace {
 
+// Calls function(params, arguments) for the whole call, or for one element after the other.
+template <class Arguments, class Function>
+void for_each_call(const cpu::Kernel& kernel, const AttentionParams& p, const Arguments& arguments,
+                   const Function& function) {
+  if (p.batch * p.heads * p.queries == 0) return;
+  if (kernel.takes_sequences || !(p.sequences.any() || p.pages.table != nullptr)) {
+    return function(p, arguments);
+  }
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const AttentionParams element = element_of(p, b);
+    if (element.queries > 0) function(element, element_of(arguments, p, b));
+  }
+}
+
 void forward(const char* kernel, const AttentionParams& p, const ForwardOutputs& outputs, Device) {
   const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
-  if (p.batch * p.heads * p.queries > 0) run_kernel(chosen.forward, p, outputs);
+  for_each_call(chosen, p, outputs, [&](const AttentionParams& call, const ForwardOutputs& results) {
+    run_kernel(chosen.forward, call, results);
+  });
 }
 
 void weights(const char* kernel, const AttentionParams& p, const WeightsOutputs& outputs, Device) {
   const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.weights, p, outputs);
+  for_each_call(chosen, p, outputs, [&](const AttentionParams& call, const WeightsOutputs& results) {
+    if (call.keys > 0) run_kernel(chosen.weights, call, results);
+  });
 }
 
 void scores(const char* kernel, const ScoresParams& p, Device) {
@@ -31,11 +50,11 @@ void masked_softmax(const char* kernel, const SoftmaxParams& p, Device) {
 void backward(const char* kernel, const AttentionParams& p, const BackwardArguments& arguments,
               Device device) {
   const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
-  if (p.batch * p.heads * p.queries == 0) return;
-  const Scratch workspace("the backward's workspace", chosen.backward_workspace(p), device);
-  BackwardArguments with_workspace = arguments;
-  with_workspace.workspace = workspace.data();
-  run_kernel(chosen.backward, p, with_workspace);
+  for_each_call(chosen, p, arguments, [&](const AttentionParams& call, BackwardArguments a) {
+    const Scratch workspace("the backward's workspace", chosen.backward_workspace(call), device);
+    a.workspace = workspace.data();
+    run_kernel(chosen.backward, call, a);
+  });
 }
 
 // Serial and in double, so that the result depends on nothing but the rows.
@@ -45,8 +64,9 @@ void sum_of_rows(const AttentionParams& p, const T* rows, T* sums, bool shared_b
     for (int64_t h = 0; h < p.heads; ++h) {
       double sum = 0.0;
       for (int64_t source = b; source < (shared_by_batch ? p.batch : b + 1); ++source) {
-        const T* row = rows + (source * p.heads + h) * p.queries;
-        for (int64_t i = 0; i < p.queries; ++i) sum += static_cast<double>(row[i]);
+        const T* row = rows + first_row_of(p, source) + p.row(0, h, 0);
+        const int64_t queries = queries_of(p, source).count;
+        for (int64_t i = 0; i < queries; ++i) sum += static_cast<double>(row[i]);
       }
       sums[b * p.heads + h] = static_cast<T>(sum);
     }

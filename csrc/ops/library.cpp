@@ -5,11 +5,20 @@
 // each token.
 #include "stable.h"
 
+// cu_seqlens_q (B+1,): query and what is shaped as it are packed, (1,H,rows,E), and so are row statistics,
+// (1,H,rows); max_seqlen_q then stands for L. cu_seqlens_k (B+1,) and max_seqlen_k: the same for key and
+// value. seqlens_k (B,): how many keys exist. query_offsets (B,): instead of query_offset. block_table
+// (B,pages): key and value are pages, (N,Hk,page_size,E). All int64 but the table, int32; masks and weights
+// are (B,H,L,S) whatever is packed.
+//
 // query (B,H,L,E), key (B,Hk,S,E), value (B,Hk,S,Ev), mask (B|1,H|1,L|1,S|1), slopes and sinks (B|1,H).
 #define SELFATTN_OPTIONS                                                                     \
   "Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "                  \
   "Tensor? dropout_seed=None, float dropout_p=0., bool is_causal=False, "                    \
   "SymInt window_left=-1, SymInt window_right=-1, SymInt query_offset=0, float softcap=0., " \
+  "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, "            \
+  "SymInt max_seqlen_k=0, Tensor? seqlens_k=None, Tensor? query_offsets=None, "              \
+  "Tensor? block_table=None, "                                                               \
   "str kernel_name=\"\", str float32_precision=\"highest\""
 
 STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {

@@ -190,6 +190,7 @@ struct AttentionCase {
     p.kv_heads = shape.kv_heads;
     p.queries = shape.queries;
     p.keys = shape.keys;
+    p.rows_per_head = shape.queries;
     p.head_dim = shape.head_dim;
     p.value_dim = shape.value_dim;
     p.dtype = dtype;
@@ -234,7 +235,7 @@ struct AttentionResults {
     const bool rounded = size_of(c.dtype) == 2;
     if (rounded) forward.out_residual = out_residual.data();
     kernel.forward(p, forward, pool);
-    kernel.weights(p, {row_max.data(), row_sum.data(), weights.data()}, pool);
+    kernel.weights(p, {row_max.data(), row_sum.data(), weights.view()}, pool);
 
     BackwardArguments a;
     a.grad_out = c.grad_out.view();

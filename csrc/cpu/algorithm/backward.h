@@ -238,7 +238,7 @@ class BackwardTask {
       memset(s.slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
     }
     if (a.grad_slopes_rows != nullptr) {
-      T* slopes = static_cast<T*>(a.grad_slopes_rows) + (batch * p.heads + head) * p.queries + first;
+      T* slopes = static_cast<T*>(a.grad_slopes_rows) + p.row(batch, head, first);
       for (int64_t lane = 0; lane < count; ++lane) {
         slopes[lane] = index == 0 ? s.slope_rows[lane] : slopes[lane] + s.slope_rows[lane];
       }

@@ -167,7 +167,7 @@ struct DecodeMerge {
       for (int64_t c = 0; c < chunks.chunks; ++c) {
         sum += scratch.factor[c] * chunks.row_sum[chunks.state(batch, head, c) + query];
       }
-      const int64_t row = head_index * p.queries + query;
+      const int64_t row = p.row(batch, head, query);
       static_cast<T*>(outputs.row_max)[row] = most;
       static_cast<T*>(outputs.row_sum)[row] = sum;
       const auto scale = S::set(sum == T(0) ? T(0) : T(1) / sum);

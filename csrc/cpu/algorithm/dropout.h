@@ -74,7 +74,7 @@ class StripDropout : DropoutFactors<Scalar<P>> {
 
  public:
   StripDropout(const Dropout& dropout, const QueryStrip<P>& strip, T keep_factor)
-      : Base(dropout, keep_factor), batch(static_cast<uint32_t>(strip.batch)) {
+      : Base(dropout, keep_factor), batch(static_cast<uint32_t>(dropout.first_batch + strip.batch)) {
     head_product = static_cast<uint64_t>(kPhiloxMultiplier1) * static_cast<uint32_t>(strip.head);
     const uint32_t same = Base::high(head_product) ^ this->key0[0];
     for (int64_t v = 0; v < strip.vecs; ++v) {
@@ -126,7 +126,7 @@ class RowDropout : DropoutFactors<T> {
  public:
   RowDropout(const Dropout& dropout, int64_t batch_index, int64_t head, int64_t query_index)
       : Base(dropout, keep_scale<T>(dropout)),
-        batch(static_cast<uint32_t>(batch_index)),
+        batch(static_cast<uint32_t>(dropout.first_batch + batch_index)),
         query(static_cast<uint32_t>(query_index)) {
     head_product = static_cast<uint64_t>(kPhiloxMultiplier1) * static_cast<uint32_t>(head);
   }

@@ -84,7 +84,7 @@ struct ForwardTask {
 
   void finish(const ForwardStrip<P>& strip, T* scale) const {
     strip.inverse_sums(p, scale);
-    const int64_t row = (strip.batch * p.heads + strip.head) * p.queries + strip.first;
+    const int64_t row = p.row(strip.batch, strip.head, strip.first);
     memcpy(static_cast<T*>(outputs.row_max) + row, strip.row_max,
            static_cast<size_t>(strip.count) * sizeof(T));
     memcpy(static_cast<T*>(outputs.row_sum) + row, strip.row_sum,

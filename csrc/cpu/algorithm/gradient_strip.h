@@ -38,7 +38,7 @@ struct GradientStrip : QueryStrip<P> {
   const float* gradients_in_float() const { return delta_sum.any_special ? delta_sum.is_special : nullptr; }
 
   int64_t row(const AttentionParams& p) const {
-    return (this->batch * p.heads + this->head) * p.queries + this->first;
+    return p.row(this->batch, this->head, this->first);
   }
 
   void begin_gradient(const AttentionParams& p, const BackwardArguments& a, int64_t batch, int64_t head,

@@ -49,7 +49,7 @@ struct WeightsTask {
     const int64_t first = item % strips_per_head * kLanes<P>;
     const int64_t count = p.queries - first < kLanes<P> ? p.queries - first : kLanes<P>;
     s.strip.begin(p, batch, head, first, count);
-    const int64_t row = head_index * p.queries + first;
+    const int64_t row = p.row(batch, head, first);
     const T* maxima = static_cast<const T*>(outputs.row_max) + row;
     const T* sums = static_cast<const T*>(outputs.row_sum) + row;
     for (int64_t lane = 0; lane < kLanes<P>; ++lane) {
@@ -72,8 +72,9 @@ struct WeightsTask {
       } else {
         memset(s.scores, 0, static_cast<size_t>(block * kLanes<P>) * sizeof(T));
       }
-      void* to = element(outputs.weights, p.dtype, row * p.keys + key);
-      store_transposed<T>(to, p.dtype, p.keys, count, block, s.scores, kLanes<P>, s.ones);
+      const View& weights = outputs.weights;
+      void* to = element(weights.data, p.dtype, weights.offset(batch, head, first) + key);
+      store_transposed<T>(to, p.dtype, weights.stride[2], count, block, s.scores, kLanes<P>, s.ones);
     }
   }
 };

@@ -109,11 +109,9 @@ class Formula {
   T keep(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (!p.dropout.enabled) return 1;
     const Philox4 words = philox(seed_, static_cast<uint32_t>(j >> 2), static_cast<uint32_t>(i),
-                                 static_cast<uint32_t>(h), static_cast<uint32_t>(b));
+                                 static_cast<uint32_t>(h), static_cast<uint32_t>(p.dropout.first_batch + b));
     return words.word[j & 3] < threshold_ ? T(0) : keep_scale_;
   }
-
-  int64_t row(int64_t b, int64_t h, int64_t i) const { return (b * p.heads + h) * p.queries + i; }
 
   const AttentionParams& p;
 

@@ -41,7 +41,6 @@ struct Gradient {
 
   ScoreGradient<T> at(int64_t b, int64_t h, int64_t i, int64_t j) const {
     const AttentionParams& p = formula.p;
-    const int64_t row = formula.row(b, h, i);
     const T scaled_dot = formula.scaled_dot(b, h, i, j);
     const T score = formula.score(b, h, i, j, scaled_dot);
     const T weight = formula.exponential(score, row_max(b, h, i)) / row_sum(b, h, i);
@@ -54,16 +53,16 @@ struct Gradient {
 
     ScoreGradient<T> gradient;
     gradient.kept_weight = weight * keep;
-    gradient.score = weight * (grad_weight * keep - delta[row]);
+    gradient.score = weight * (grad_weight * keep - delta[(b * p.heads + h) * p.queries + i]);
     gradient.dot = gradient.score * formula.softcap_slope(scaled_dot) * static_cast<T>(p.scale);
     return gradient;
   }
 
   T row_max(int64_t b, int64_t h, int64_t i) const {
-    return static_cast<const T*>(a.row_max)[formula.row(b, h, i)];
+    return static_cast<const T*>(a.row_max)[formula.p.row(b, h, i)];
   }
   T row_sum(int64_t b, int64_t h, int64_t i) const {
-    return static_cast<const T*>(a.row_sum)[formula.row(b, h, i)];
+    return static_cast<const T*>(a.row_sum)[formula.p.row(b, h, i)];
   }
 };
 
@@ -78,8 +77,9 @@ struct DeltaTask {
     const Formula<T>& formula = gradient.formula;
     const BackwardArguments& a = gradient.a;
     const auto [b, h, i] = RowIndex(item, formula.p.heads, formula.p.queries);
+    const int64_t row = formula.p.row(b, h, i);
 
-    T delta = a.grad_row != nullptr ? static_cast<const T*>(a.grad_row)[item] : T(0);
+    T delta = a.grad_row != nullptr ? static_cast<const T*>(a.grad_row)[row] : T(0);
     for (int64_t e = 0; e < formula.p.value_dim; ++e) {
       T out = load<T>(a.out, b, h, i, e);
       if (a.out_residual.data != nullptr) out += load<T>(a.out_residual, b, h, i, e);
@@ -89,7 +89,7 @@ struct DeltaTask {
 
     if (a.grad_sinks_rows != nullptr) {
       const T sink = formula.exponential(formula.sink(b, h), gradient.row_max(b, h, i));
-      static_cast<T*>(a.grad_sinks_rows)[item] = sink == 0 ? T(0) : -sink / gradient.row_sum(b, h, i) * delta;
+      static_cast<T*>(a.grad_sinks_rows)[row] = sink == 0 ? T(0) : -sink / gradient.row_sum(b, h, i) * delta;
     }
   }
 };
@@ -123,7 +123,7 @@ struct QueryTask {
     for (int64_t e = 0; e < p.head_dim; ++e)
       store<T>(gradient.a.grad_query, b, h, i, e, scratch.grad_query[e]);
     if (gradient.a.grad_slopes_rows != nullptr)
-      static_cast<T*>(gradient.a.grad_slopes_rows)[item] = grad_slope;
+      static_cast<T*>(gradient.a.grad_slopes_rows)[p.row(b, h, i)] = grad_slope;
   }
 };
 
@@ -195,6 +195,8 @@ struct MaskTask {
         }
       }
     }
+    // Calls for the sequences of a packed batch share what they may.
+    sum += load<T>(gradient.a.grad_mask, row.b, row.h, row.i, column);
     store<T>(gradient.a.grad_mask, row.b, row.h, row.i, column, sum);
   }
 };

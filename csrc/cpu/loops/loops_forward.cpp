@@ -55,8 +55,8 @@ struct ForwardTask {
         store<T>(residual, b, h, i, e, out - load<T>(outputs.out, b, h, i, e));
       }
     }
-    static_cast<T*>(outputs.row_max)[item] = row_max;
-    static_cast<T*>(outputs.row_sum)[item] = row_sum;
+    static_cast<T*>(outputs.row_max)[p.row(b, h, i)] = row_max;
+    static_cast<T*>(outputs.row_sum)[p.row(b, h, i)] = row_sum;
   }
 };
 
@@ -70,14 +70,14 @@ struct WeightsTask {
   void operator()(int64_t item, Scratch&) const {
     const AttentionParams& p = formula.p;
     const auto [b, h, i] = RowIndex(item, p.heads, p.queries);
-    const T row_max = static_cast<const T*>(outputs.row_max)[item];
-    const T row_sum = static_cast<const T*>(outputs.row_sum)[item];
+    const T row_max = static_cast<const T*>(outputs.row_max)[p.row(b, h, i)];
+    const T row_sum = static_cast<const T*>(outputs.row_sum)[p.row(b, h, i)];
     for (int64_t j = 0; j < p.keys; ++j) {
       T weight = 0;
       if (row_sum != 0 && formula.sees(b, h, i, j)) {
         weight = formula.exponential(formula.score(b, h, i, j), row_max) / row_sum * formula.keep(b, h, i, j);
       }
-      store_element<T>(outputs.weights, p.dtype, item * p.keys + j, weight);
+      store<T>(outputs.weights, b, h, i, j, weight);
     }
   }
 };

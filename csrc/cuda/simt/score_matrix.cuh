@@ -89,13 +89,7 @@ void launch_score_matrix(const AttentionParams& p, const WeightsOutputs& statist
 
 template <DType kDType>
 void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
-  View matrix;
-  matrix.data = outputs.weights;
-  matrix.dtype = kDType;
-  const int64_t head = p.queries * p.keys;
-  const int64_t stride[4] = {p.heads * head, head, p.keys, 1};
-  for (int d = 0; d < 4; ++d) matrix.stride[d] = stride[d];
-  launch_score_matrix<kDType>(p, outputs, matrix, where);
+  launch_score_matrix<kDType>(p, outputs, outputs.weights, where);
 }
 
 template <DType kDType>

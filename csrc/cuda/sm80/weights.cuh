@@ -86,11 +86,12 @@ class Weights : TileScores<C> {
     __syncthreads();
     const int keys = this->count(first_key);
     for (int r = this->lane().thread / 32; r < work_.rows; r += C::kThreads / 32) {
-      const int64_t at = flat_row(r) * p_.keys + first_key;
+      const View& weights = plan_.weights_outputs.weights;
+      const RowOf row = work_.row(plan_, r);
+      const int64_t at = weights.offset(work_.batch, row.head, row.query) + first_key;
       for (int column = this->lane().lane * 2; column < keys; column += 64) {
         const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kKeys>(r, column));
-        store_pair<C::kDType>(plan_.weights_outputs.weights, at + column, pair.x, pair.y, column + 1 < keys,
-                              plan_.out_pairs);
+        store_pair<C::kDType>(weights.data, at + column, pair.x, pair.y, column + 1 < keys, plan_.out_pairs);
       }
     }
   }

@@ -1,0 +1,151 @@
+// Batches whose elements have lengths and places of their own: packed sequences, caches of different lengths,
+// pages.
+//
+// A kernel has no other algorithm for them. It takes each element as a call of its own, of batch 1, so that
+// the result of a sequence does not depend on the company it came in.
+#pragma once
+
+#include "attention_params.h"
+
+namespace selfattn {
+
+inline SELFATTN_HOST_DEVICE int64_t limited(int64_t n, int64_t least, int64_t most) {
+  return n < least ? least : (n > most ? most : n);
+}
+
+// A piece of a packed tensor. Whatever the numbers are, it lies within the tensor and is no longer than
+// `longest`.
+struct Piece {
+  int64_t first;
+  int64_t count;
+};
+
+inline SELFATTN_HOST_DEVICE Piece piece_of(const int64_t* starts, int64_t index, int64_t rows,
+                                           int64_t longest) {
+  const int64_t first = limited(starts[index], 0, rows);
+  const int64_t end = limited(starts[index + 1], first, rows);
+  return {first, limited(end - first, 0, longest)};
+}
+
+inline SELFATTN_HOST_DEVICE Piece queries_of(const AttentionParams& p, int64_t b) {
+  if (p.sequences.query_starts == nullptr) return {0, p.queries};
+  return piece_of(p.sequences.query_starts, b, p.sequences.query_rows, p.queries);
+}
+
+inline SELFATTN_HOST_DEVICE Piece keys_of(const AttentionParams& p, int64_t b) {
+  Piece keys{0, p.keys};
+  if (p.sequences.key_starts != nullptr) {
+    keys = piece_of(p.sequences.key_starts, b, p.sequences.key_rows, p.keys);
+  }
+  if (p.sequences.key_lengths != nullptr) keys.count = limited(p.sequences.key_lengths[b], 0, keys.count);
+  return keys;
+}
+
+// Element b of a tensor whose rows are those of the queries, or of the keys. A null pointer stays one.
+inline SELFATTN_HOST_DEVICE void* moved(void* data, int64_t elements, DType dtype) {
+  return data == nullptr ? nullptr : static_cast<char*>(data) + elements * size_of(dtype);
+}
+inline SELFATTN_HOST_DEVICE const void* moved(const void* data, int64_t elements, DType dtype) {
+  return data == nullptr ? nullptr : static_cast<const char*>(data) + elements * size_of(dtype);
+}
+inline SELFATTN_HOST_DEVICE View element_of(const View& view, int64_t b, bool packed, int64_t first_row) {
+  View element = view;
+  element.data = moved(view.data, packed ? first_row * view.stride[2] : b * view.stride[0], view.dtype);
+  return element;
+}
+inline SELFATTN_HOST_DEVICE HeadScalars element_of(const HeadScalars& scalars, int64_t b, DType dtype) {
+  HeadScalars element = scalars;
+  element.data = moved(scalars.data, b * scalars.batch_stride, dtype);
+  return element;
+}
+
+inline SELFATTN_HOST_DEVICE DType statistics_dtype(DType dtype) {
+  return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
+}
+
+// Where the row statistics of element b begin.
+inline SELFATTN_HOST_DEVICE int64_t first_row_of(const AttentionParams& p, int64_t b) {
+  return p.sequences.query_starts != nullptr ? queries_of(p, b).first : p.row(b, 0, 0);
+}
+
+// The call of batch element b as a call of its own.
+inline SELFATTN_HOST_DEVICE AttentionParams element_of(const AttentionParams& p, int64_t b) {
+  AttentionParams element = p;
+  const Piece queries = queries_of(p, b), keys = keys_of(p, b);
+  const bool packed_queries = p.sequences.query_starts != nullptr;
+  const bool packed_keys = p.sequences.key_starts != nullptr;
+  element.batch = 1;
+  element.queries = queries.count;
+  element.keys = keys.count;
+  element.query = element_of(p.query, b, packed_queries, queries.first);
+  if (p.pages.table != nullptr) {
+    element.pages.table = p.pages.table + b * p.pages.stride;
+  } else {
+    element.key = element_of(p.key, b, packed_keys, keys.first);
+    element.value = element_of(p.value, b, packed_keys, keys.first);
+  }
+  element.mask = element_of(p.mask, b, false, 0);
+  element.alibi_slopes = element_of(p.alibi_slopes, b, statistics_dtype(p.dtype));
+  element.sinks = element_of(p.sinks, b, statistics_dtype(p.dtype));
+  element.dropout.first_batch = p.dropout.first_batch + b;
+  if (p.sequences.query_offsets != nullptr) element.query_offset = p.sequences.query_offsets[b];
+  element.sequences = Sequences{};
+  return element;
+}
+
+inline SELFATTN_HOST_DEVICE ForwardOutputs element_of(const ForwardOutputs& outputs, const AttentionParams& p,
+                                                      int64_t b) {
+  ForwardOutputs element = outputs;
+  const bool packed = p.sequences.query_starts != nullptr;
+  const int64_t first = queries_of(p, b).first, row = first_row_of(p, b);
+  element.out = element_of(outputs.out, b, packed, first);
+  element.out_residual = moved(outputs.out_residual,
+                               packed ? first * outputs.out.stride[2] : b * outputs.out.stride[0], p.dtype);
+  element.row_max = moved(outputs.row_max, row, statistics_dtype(p.dtype));
+  element.row_sum = moved(outputs.row_sum, row, statistics_dtype(p.dtype));
+  return element;
+}
+
+inline SELFATTN_HOST_DEVICE WeightsOutputs element_of(const WeightsOutputs& outputs, const AttentionParams& p,
+                                                      int64_t b) {
+  WeightsOutputs element = outputs;
+  const int64_t row = first_row_of(p, b);
+  element.row_max = moved(outputs.row_max, row, statistics_dtype(p.dtype));
+  element.row_sum = moved(outputs.row_sum, row, statistics_dtype(p.dtype));
+  element.weights = element_of(outputs.weights, b, false, 0);
+  return element;
+}
+
+// But the workspace, which is the kernel's own affair.
+inline SELFATTN_HOST_DEVICE BackwardArguments element_of(const BackwardArguments& a, const AttentionParams& p,
+                                                         int64_t b) {
+  BackwardArguments element = a;
+  const bool packed_queries = p.sequences.query_starts != nullptr;
+  const bool packed_keys = p.sequences.key_starts != nullptr;
+  const int64_t query = queries_of(p, b).first, key = keys_of(p, b).first, row = first_row_of(p, b);
+  const DType statistics = statistics_dtype(p.dtype);
+  element.grad_out = element_of(a.grad_out, b, packed_queries, query);
+  element.out = element_of(a.out, b, packed_queries, query);
+  element.out_residual = element_of(a.out_residual, b, packed_queries, query);
+  element.row_max = moved(a.row_max, row, statistics);
+  element.row_sum = moved(a.row_sum, row, statistics);
+  element.grad_row = moved(a.grad_row, row, statistics);
+  element.grad_weights = element_of(a.grad_weights, b, false, 0);
+  element.grad_query = element_of(a.grad_query, b, packed_queries, query);
+  element.grad_key = element_of(a.grad_key, b, packed_keys, key);
+  element.grad_value = element_of(a.grad_value, b, packed_keys, key);
+  element.grad_mask = element_of(a.grad_mask, b, false, 0);
+  element.grad_slopes_rows = moved(a.grad_slopes_rows, row, statistics);
+  element.grad_sinks_rows = moved(a.grad_sinks_rows, row, statistics);
+  return element;
+}
+
+// Where a row of keys or values lies. Page numbers are limited as starts are.
+inline SELFATTN_HOST_DEVICE int64_t offset_of_key(const View& view, const Pages& pages, int64_t batch,
+                                                  int64_t kv_head, int64_t key) {
+  if (pages.table == nullptr) return view.offset(batch, kv_head, key);
+  const int64_t page = limited(pages.table[batch * pages.stride + key / pages.size], 0, pages.count - 1);
+  return view.offset(page, kv_head, key % pages.size);
+}
+
+}  // namespace selfattn
