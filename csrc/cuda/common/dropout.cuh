@@ -12,7 +12,9 @@ class DropoutPattern {
  public:
   // Reads the seed from device memory.
   __device__ __forceinline__ DropoutPattern(const Dropout& dropout, int64_t batch, int64_t head)
-      : enabled_(dropout.enabled), batch_(static_cast<uint32_t>(batch)), head_(static_cast<uint32_t>(head)) {
+      : enabled_(dropout.enabled),
+        batch_(static_cast<uint32_t>(dropout.first_batch + batch)),
+        head_(static_cast<uint32_t>(head)) {
     if (!enabled_) return;
     seed_ = static_cast<uint64_t>(*dropout.seed);
     // A threshold of 2^32 drops everything, which the factor of 0 that belongs to it does as well.

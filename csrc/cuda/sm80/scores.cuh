@@ -33,8 +33,9 @@ __device__ __forceinline__ float quick_tanh(float x) {
 }
 
 // Between the positions of a query and a key: what ALiBi multiplies its slope with.
-__device__ __forceinline__ float distance(const AttentionParams& p, int query, int key) {
-  const int64_t n = query + p.query_offset - key;
+template <class Place>
+__device__ __forceinline__ float distance(const Place& at, int query, int key) {
+  const int64_t n = query + at.query_offset() - key;
   return static_cast<float>(n < 0 ? -n : n);
 }
 
@@ -65,7 +66,7 @@ __device__ __forceinline__ float widened(uint16_t x, DType dtype) {
 template <class T, class Place, int kStrips, int kTiles>
 __device__ __forceinline__ void add_tensor(const Place& at, const View& tensor, bool pairs,
                                            float (&scores)[kStrips][kTiles][4]) {
-  const int keys = static_cast<int>(at.params().keys), queries = static_cast<int>(at.params().queries);
+  const int keys = at.keys(), queries = at.queries();
 #pragma unroll
   for (int strip = 0; strip < kStrips; ++strip) {
 #pragma unroll
@@ -124,7 +125,7 @@ __device__ __forceinline__ void apply_options(const Place& at, float scale, bool
     for_each_element(scores, [&](int strip, int half, int tile, int i, float& s) {
       const RowOf row = at.query(strip, half, tile, i);
       s -= rounded_product(head_scalar(p.alibi_slopes, at.batch(), row.head),
-                           distance(p, row.query, at.key(strip, half, tile, i)));
+                           distance(at, row.query, at.key(strip, half, tile, i)));
     });
   }
   if (p.mask.data == nullptr) return;

@@ -76,7 +76,7 @@ struct MaskBits {
 #pragma unroll
         for (int word = 0; word < kWords; ++word) {
           const bool exists =
-              row_of_tile < at.work.rows && lane + word * 32 < kColumns && key + word * 32 < at.params().keys;
+              row_of_tile < at.work.rows && lane + word * 32 < kColumns && key + word * 32 < at.keys();
           const bool shown = exists && !mask_hides(mask, element + word * 32 * mask.stride[3]);
           const uint32_t bits = __ballot_sync(kWholeWarp, shown);
           any |= bits;

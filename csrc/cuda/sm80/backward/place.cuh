@@ -20,6 +20,9 @@ struct Place {
 
   __device__ __forceinline__ const AttentionParams& params() const { return plan.params; }
   __device__ __forceinline__ int batch() const { return work.batch; }
+  __device__ __forceinline__ int queries() const { return static_cast<int>(plan.params.queries); }
+  __device__ __forceinline__ int keys() const { return static_cast<int>(plan.params.keys); }
+  __device__ __forceinline__ int64_t query_offset() const { return plan.params.query_offset; }
 
   // Rows beyond the last are taken for the last, so that whatever is read for them exists.
   __device__ __forceinline__ int existing(int row_of_tile) const { return min(row_of_tile, work.rows - 1); }

@@ -16,11 +16,10 @@ struct Slopes {
   }
 
   __device__ __forceinline__ void add(const Place<C>& at, Scores<C>& ds) {
-    const AttentionParams& p = at.plan.params;
     for_each_element(ds.at, [&](int strip, int half, int tile, int i, float& gradient) {
       const RowOf row = at.query(strip, half, tile, i);
       sum[strip][half] =
-          fmaf(-gradient, distance(p, row.query, at.key(strip, half, tile, i)), sum[strip][half]);
+          fmaf(-gradient, distance(at, row.query, at.key(strip, half, tile, i)), sum[strip][half]);
     });
   }
 

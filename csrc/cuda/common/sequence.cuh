@@ -1,0 +1,66 @@
+// The batch element that a block works at: its lengths, and where it lies. Blocks keep this, since a whole
+// element_of() would not fit into registers; for calls without sequences it is the call's own numbers.
+//
+// What is read here has been seen by nobody. Numbers are limited such that no value makes a kernel read or
+// write outside of the tensors; what a wrong one computes is arbitrary otherwise.
+#pragma once
+
+#include "../../core/sequences.h"
+#include "../../core/visible_range.h"
+#include "device.cuh"
+
+namespace selfattn::cuda {
+
+struct Sequence {
+  int64_t batch;  // the element's own number: of masks, slopes, sinks, weights, dropout
+  int64_t queries, keys;
+  int64_t query_offset;
+  // In tensors: which element of their batch, 0 where they are packed, and from which row on. Keys in pages
+  // have neither, see PagedRow.
+  int64_t query_batch, key_batch;
+  int64_t first_query, first_key;
+};
+
+__device__ __forceinline__ Sequence sequence_of(const AttentionParams& p, int64_t batch) {
+  Sequence s{batch, p.queries, p.keys, p.query_offset, batch, batch, 0, 0};
+  if (!p.sequences.any()) return s;
+  const Piece queries = queries_of(p, batch), keys = keys_of(p, batch);
+  s.queries = queries.count;
+  s.first_query = queries.first;
+  s.keys = keys.count;
+  s.first_key = keys.first;
+  if (p.sequences.query_starts != nullptr) s.query_batch = 0;
+  if (p.sequences.key_starts != nullptr) s.key_batch = 0;
+  if (p.sequences.query_offsets != nullptr) {
+    // The most that csrc/ops lets an offset be, so that sums with positions and windows are exact.
+    constexpr int64_t kMost = int64_t{1} << 40;
+    s.query_offset = limited(p.sequences.query_offsets[batch], -kMost, kMost);
+  }
+  return s;
+}
+
+// Where arrays of row statistics hold query 0 of a head; the others follow.
+__device__ __forceinline__ int64_t first_statistic_of(const AttentionParams& p, const Sequence& s,
+                                                      int64_t head) {
+  return p.row(s.query_batch, head, s.first_query);
+}
+
+// For core/visible_range.h.
+__device__ __forceinline__ Positions positions_of(const AttentionParams& p, const Sequence& s) {
+  return {s.queries, s.keys, s.query_offset, p.window_left, p.window_right};
+}
+
+// A key in pages: which page, and which of its rows.
+struct PagedRow {
+  int64_t page, row;
+};
+
+// `key` must lie below the sequence's keys. Kernels whose indices have 32 bits divide by as many.
+template <class Index>
+__device__ __forceinline__ PagedRow paged_row(const Pages& pages, int64_t batch, Index key) {
+  const Index size = static_cast<Index>(pages.size);
+  const Index page = key / size;
+  return {limited(pages.table[batch * pages.stride + page], 0, pages.count - 1), key - page * size};
+}
+
+}  // namespace selfattn::cuda
