@@ -33,6 +33,13 @@ def _forward(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) 
     return _product(query, key[2], query[3] + value[3])
 
 
+@register_flop_formula(_operators.attention_with_cache)
+def _with_cache(query: Shape, key_cache: Shape, value_cache: Shape, *args: Any, **kwargs: Any) -> int:
+    table = kwargs.get("block_table")
+    keys = key_cache[2] if table is None else table[1] * key_cache[2]
+    return _product(query, keys, query[3] + value_cache[3])
+
+
 @register_flop_formula([_operators.attention_backward, _operators.plain_attention_backward])
 def _backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
     # The scores again, the gradients of query and key; those of the weights and of value.

@@ -21,11 +21,13 @@ from .reference import accumulation_dtype
 
 __all__ = [
     "NAMESPACE",
+    "append_to_cache",
     "attention_backward",
     "attention_forward",
     "attention_scores",
     "attention_scores_backward",
     "attention_weights",
+    "attention_with_cache",
     "masked_softmax",
     "masked_softmax_backward",
     "plain_attention",
@@ -61,6 +63,42 @@ class _AttentionWeights(Protocol):
     def __call__(
         self, query: Tensor, key: Tensor, row_max: Tensor, row_sum: Tensor, scale: float, **options: Any
     ) -> Tensor: ...
+
+
+class _AppendToCache(Protocol):
+    """(key_cache, value_cache, key, value, seqlens, *, cu_seqlens, block_table): writes key and value
+    (B,Hk,L,.) behind the seqlens (B,) rows that the caches hold.
+    """
+
+    def __call__(
+        self,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        key: Tensor,
+        value: Tensor,
+        seqlens: Tensor,
+        *,
+        cu_seqlens: Tensor | None = None,
+        block_table: Tensor | None = None,
+    ) -> None: ...
+
+
+class _AttentionWithCache(Protocol):
+    """(query, key_cache, value_cache, key, value, scale, *, options) -> (out, row_max, row_sum).
+
+    Appends key and value, then attends to the caches; seqlens_k are their lengths afterwards.
+    """
+
+    def __call__(
+        self,
+        query: Tensor,
+        key_cache: Tensor,
+        value_cache: Tensor,
+        key: Tensor,
+        value: Tensor,
+        scale: float,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor]: ...
 
 
 class _AttentionBackward(Protocol):
@@ -181,6 +219,8 @@ NAMESPACE: str = _ops.name
 attention_forward: _AttentionForward = _ops.attention_forward.default
 attention_refusals: _AttentionRefusals = _ops.attention_refusals.default
 attention_weights: _AttentionWeights = _ops.attention_weights.default
+append_to_cache: _AppendToCache = _ops.append_to_cache.default
+attention_with_cache: _AttentionWithCache = _ops.attention_with_cache.default
 attention_backward: _AttentionBackward = _ops.attention_backward.default
 attention_scores: _AttentionScores = _ops.attention_scores.default
 attention_scores_backward: _AttentionScoresBackward = _ops.attention_scores_backward.default
@@ -194,6 +234,7 @@ def _direct(overload: Any) -> Any:
 
 
 direct_forward: _AttentionForward = _direct(attention_forward)
+direct_with_cache: _AttentionWithCache = _direct(attention_with_cache)
 direct_backward: _AttentionBackward = _direct(attention_backward)
 plain_attention: _PlainAttention = _direct(_ops.plain_attention.default)
 plain_attention_forward: _PlainAttentionForward = _direct(_ops.plain_attention_forward.default)
@@ -245,6 +286,26 @@ def _(query: Tensor, key: Tensor, row_max: Tensor, row_sum: Tensor, scale: float
         batch, length = starts.shape[0] - 1, options["max_seqlen_q"]
     keys = key.shape[2] if table is None else table.shape[1] * key.shape[2]
     return query.new_empty((batch, heads, length, keys if starts_k is None else options["max_seqlen_k"]))
+
+
+@_fake("append_to_cache")
+def _(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, *options: Any, **more: Any) -> None:
+    _refuse_meta(key_cache, value_cache, key, value)
+
+
+@_fake("attention_with_cache")
+def _(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    **options: Any,
+) -> tuple[Tensor, ...]:
+    _refuse_meta(query, key_cache, value_cache, key, value, *options.values())
+    statistics = (query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype)) for _ in range(2))
+    return (_empty_like(query, query.shape[2], value_cache.shape[3]), *statistics)
 
 
 @_fake("attention_backward")

@@ -71,6 +71,7 @@ def calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ..
     out, statistics, residual = ops.plain_attention_forward(query, key, value, None, True, True)
     saved = (out, query, key, value, out, statistics, residual)
     return [
+        *cache_calls(dtype, transposed),
         *everything,
         (library.plain_attention.default, (query, key, value, 0.3, False, True), {}),
         (library.plain_attention_forward.default, (query, key, value, None, True, True), {}),
@@ -80,6 +81,25 @@ def calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ..
         (ops.masked_softmax, (scores, 0.3), {"mask": torch.rand(1, 1, 5, 6) < 0.5, "is_causal": True}),
         (ops.masked_softmax, (scores, 0.3), {}),
         (ops.masked_softmax_backward, (scores, scores.softmax(-1), 0.3), {}),
+    ]
+
+
+def cache_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """The operators that write: to a cache of 9 rows, and to pages of 3."""
+    query, key, value = qkv(dtype, transposed)
+    packed = [
+        tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key[:, :, :5], value[:, :, :5])
+    ]
+    cache = (torch.randn(2, 2, 9, 8).to(dtype), torch.randn(2, 2, 9, 3).to(dtype))
+    pages = (torch.randn(7, 2, 3, 8).to(dtype), torch.randn(7, 2, 3, 3).to(dtype))
+    table = torch.tensor([[6, 0, 3], [1, 5, 2]], dtype=torch.int32)
+    before, starts = torch.tensor([0, 3]), torch.tensor([0, 4, 10])
+    after, offsets = {"seqlens_k": before + 6}, {"query_offsets": before}
+    return [
+        (ops.append_to_cache, (*cache, key, value, before), {}),
+        (ops.append_to_cache, (*pages, key, value, before), {"block_table": table}),
+        (ops.append_to_cache, (*cache, *packed[1:], before), {"cu_seqlens": starts}),
+        (ops.attention_with_cache, (query, *cache, key, value, 0.3), {**after, **offsets}),
     ]
 
 

@@ -1,6 +1,7 @@
 #include "engine.h"
 
 #include "../core/sequences.h"
+#include "../cpu/cache_append.h"
 #include "../cpu/kernel_table.h"
 #include "outputs.h"
 #include "run_kernel.h"
@@ -91,8 +92,16 @@ void masked_softmax_backward(const char* kernel, const SoftmaxParams& p, Device)
   if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.masked_softmax_backward, p);
 }
 
+void append(const CacheAppend& a, Device) {
+  // A thread copies some 16 bytes in the time of a score.
+  const int64_t bytes = a.kv_heads * a.rows * (a.head_dim + a.value_dim) * size_of(a.dtype);
+  const int64_t copied = bytes * (a.row_starts == nullptr ? a.batch : 1);
+  cpu::append_to_cache(a, thread_pool(static_cast<double>(copied) / 16));
+}
+
 constexpr Engine kCpuEngine = {&forward,  &weights,     &scores,          &masked_softmax,
-                               &backward, &sum_of_rows, &scores_backward, &masked_softmax_backward};
+                               &backward, &sum_of_rows, &scores_backward, &masked_softmax_backward,
+                               &append};
 
 const CudaPart* announced = nullptr;
 

@@ -2,6 +2,7 @@
 // stream, run it. The operators know no more about devices than this.
 #pragma once
 
+#include "../core/cache_append.h"
 #include "../cuda/cuda_kernel_table.h"
 #include "checks.h"
 
@@ -22,6 +23,8 @@ struct Engine {
   void (*sum_of_rows)(const AttentionParams&, const void* rows, void* sums, bool shared_by_batch, Device);
   void (*scores_backward)(const char* kernel, const ScoresParams&, Device);
   void (*masked_softmax_backward)(const char* kernel, const SoftmaxParams&, Device);
+  // Something is appended: no count is 0.
+  void (*append)(const CacheAppend&, Device);
 };
 
 const Engine& engine_of(Device device);

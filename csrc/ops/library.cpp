@@ -51,6 +51,17 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "plain_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
       "Tensor statistics, Tensor? out_residual, float? scale, bool is_causal) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
+  // Writes key and value (B,Hk,L,E|Ev) behind the seqlens (B,) rows of the caches, (B,Hk,S,E|Ev) or, with a
+  // block_table, pages as above. cu_seqlens (B+1,): key and value are packed, (1,Hk,rows,E|Ev).
+  library.def(
+      "append_to_cache(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, "
+      "Tensor seqlens, *, Tensor? cu_seqlens=None, Tensor? block_table=None) -> ()");
+  // append_to_cache, then attention_forward over the caches. seqlens_k are the lengths with the new keys;
+  // cu_seqlens_q packs key and value too.
+  library.def(
+      "attention_with_cache(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, "
+      "Tensor value, float scale, *, "  //
+      SELFATTN_OPTIONS ") -> (Tensor out, Tensor row_max, Tensor row_sum)");
   library.def("attention_scores(Tensor query, Tensor key, float scale, *, str kernel_name=\"\") -> Tensor");
   library.def(
       "attention_scores_backward(Tensor grad_scores, Tensor query, Tensor key, float scale, *, "

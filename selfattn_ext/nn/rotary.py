@@ -1,22 +1,33 @@
-"""Rotary position embedding (Su et al. 2021, "RoFormer", https://arxiv.org/abs/2104.09864)."""
+"""Rotary position embedding (Su et al. 2021, "RoFormer", https://arxiv.org/abs/2104.09864).
+
+Pair p of D/2 features is turned by position · base^(−2p/D), so that the dot product of a rotated query and a
+rotated key depends on their positions only through the difference. Keys can therefore be rotated once, before
+they enter a cache.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..reference import accumulation_dtype
 
-__all__ = ["rotary_embedding"]
+__all__ = ["RotaryFactors", "apply_rotary", "rotary_embedding", "rotary_factors"]
+
+
+class RotaryFactors(NamedTuple):
+    """Cosines and sines of the angles, (..., D / 2) each: what all layers of a step share."""
+
+    cos: Tensor
+    sin: Tensor
 
 
 def rotary_embedding(
     x: Tensor, positions: Tensor | None = None, *, base: float = 10000.0, interleaved: bool = False
 ) -> Tensor:
     """Rotates pairs of features by angles that grow with the position.
-
-    Pair p of D/2 is turned by position · base^(−2p/D), so that the dot product of a rotated query and a
-    rotated key depends on their positions only through the difference.
 
     Args:
         x: (..., L, D), any float dtype, D even.
@@ -34,36 +45,139 @@ def rotary_embedding(
         TypeError: x is not a float tensor.
         ValueError: D is odd, base is not positive, or positions do not broadcast.
     """
-    if not isinstance(x, Tensor) or not x.is_floating_point():
-        given = x.dtype if isinstance(x, Tensor) else type(x).__name__
-        raise TypeError(f"x must be a float tensor, got {given}")
-    if x.dim() < 2 or x.shape[-1] % 2:
+    _check_features(x)
+    if x.shape[-1] % 2:
         raise ValueError(f"x must be (..., L, D) with even D, got {tuple(x.shape)}")
-    if not base > 0:
-        raise ValueError(f"base must be positive, got {base}")
     if positions is None:
         positions = torch.arange(x.shape[-2], device=x.device)
     else:
         _check_broadcastable(positions, x)
-    features = x.shape[-1]
-    exponents = torch.arange(0, features, 2, device=x.device, dtype=torch.float64) / features
-    angles = positions.to(torch.float64).unsqueeze(-1) * base**-exponents
     dtype = accumulation_dtype(x.dtype)
-    cos, sin = angles.cos().to(dtype), angles.sin().to(dtype)
+    return _rotated(x, rotary_factors(positions, x.shape[-1], base=base, dtype=dtype), interleaved)
+
+
+def rotary_factors(
+    positions: Tensor,
+    features: int,
+    *,
+    base: float = 10000.0,
+    frequencies: Tensor | None = None,
+    dtype: torch.dtype = torch.float32,
+) -> RotaryFactors:
+    """Cosines and sines for :func:`apply_rotary`, which all layers of a step can share.
+
+    Args:
+        positions: any shape and real dtype.
+        features: how many features are turned, an even number up to the head dim.
+        base: frequency p of features/2 is base^(−2p/features).
+        frequencies: (features / 2,) in place of those of the base, for models that stretch some of them.
+        dtype: of the result; float64 for float64 queries.
+
+    Returns:
+        cos and sin, (*positions.shape, features / 2) each, from angles in float64.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is allowed.
+    """
+    if not isinstance(positions, Tensor) or positions.is_complex():
+        raise TypeError(f"positions must be a tensor of real numbers, got {_kind(positions)}")
+    if features <= 0 or features % 2:
+        raise ValueError(f"features must be an even number above 0, got {features}")
+    if frequencies is None:
+        if not base > 0:
+            raise ValueError(f"base must be positive, got {base}")
+        exponents = torch.arange(0, features, 2, device=positions.device, dtype=torch.float64) / features
+        frequencies = base**-exponents
+    elif tuple(frequencies.shape) != (features // 2,):
+        raise ValueError(
+            f"frequencies must have the shape {(features // 2,)}, one per pair, got {tuple(frequencies.shape)}"
+        )
+    angles = positions.to(torch.float64).unsqueeze(-1) * frequencies.to(torch.float64)
+    return RotaryFactors(angles.cos().to(dtype), angles.sin().to(dtype))
+
+
+def apply_rotary(
+    x: Tensor,
+    positions: Tensor | tuple[Tensor, Tensor],
+    *,
+    layout: str = "bhld",
+    base: float = 10000.0,
+    interleaved: bool = False,
+) -> Tensor:
+    """Rotates queries or keys whose sequences stand at positions of their own, in batches or packed.
+
+    Args:
+        x: (B, H, L, D), or (B, L, H, D) with layout "blhd", or packed tokens (total, H, D); any float dtype.
+        positions: (L,) or (B, L), for packed tokens (total,): the place of each token in its sequence, such
+            as :meth:`selfattn_ext.KVCache.positions` gives; or what :func:`rotary_factors` made of that. If
+            the factors are for fewer features than D, the features behind them stay as they are.
+        layout: "bhld" or "blhd", of x with four dimensions.
+        base, interleaved: as in :func:`rotary_embedding`; the base is that of the factors where they are
+            given.
+
+    Returns:
+        A tensor of x's shape and dtype, rounded once.
+
+    Raises:
+        TypeError, ValueError: naming the argument, what was given and what is allowed.
+    """
+    _check_features(x)
+    if layout not in ("bhld", "blhd"):
+        raise ValueError(f'layout must be "bhld" or "blhd", got {layout!r}')
+    if x.dim() not in (3, 4):
+        raise ValueError(f"x must be (B, H, L, D), (B, L, H, D) or packed (total, H, D), got {tuple(x.shape)}")
+    if isinstance(positions, Tensor):
+        if x.shape[-1] % 2:
+            raise ValueError(f"x must have an even number of features D, got {tuple(x.shape)}")
+        factors = rotary_factors(positions, x.shape[-1], base=base, dtype=accumulation_dtype(x.dtype))
+    elif isinstance(positions, tuple) and len(positions) == 2:
+        factors = RotaryFactors(*positions)
+    else:
+        raise TypeError(f"positions must be a tensor or what rotary_factors returns, got {_kind(positions)}")
+    cos, sin = factors
+    heads = -3 if x.dim() == 4 and layout == "bhld" else -2  # where x has its heads
+    tokens = tuple(x.shape[:-3] + x.shape[-2:-1] if heads == -3 else x.shape[:-2])
+    given = tuple(cos.shape[:-1])
+    if cos.shape != sin.shape or given not in (tokens, tokens[-1:], (1, *tokens[-1:])):
+        allowed = f"{tokens} or {tokens[1:]}" if x.dim() == 4 else f"{tokens}"
+        raise ValueError(f"positions must be {allowed} for x of shape {tuple(x.shape)}, got {given}")
+    if 2 * cos.shape[-1] > x.shape[-1]:
+        raise ValueError(f"the factors are for {2 * cos.shape[-1]} features and x has {x.shape[-1]}")
+    if len(given) == 1 and heads == -3:
+        return _rotated(x, factors, interleaved)
+    return _rotated(x, RotaryFactors(cos.unsqueeze(heads), sin.unsqueeze(heads)), interleaved)
+
+
+def _rotated(x: Tensor, factors: RotaryFactors, interleaved: bool) -> Tensor:
+    cos, sin = factors
+    features = 2 * cos.shape[-1]
+    turned = x if features == x.shape[-1] else x[..., :features]
     if interleaved:
-        first, second = x[..., 0::2], x[..., 1::2]
+        first, second = turned[..., 0::2], turned[..., 1::2]
         rotated = torch.stack((first * cos - second * sin, second * cos + first * sin), dim=-1).flatten(-2)
     else:
-        first, second = x.chunk(2, dim=-1)
+        first, second = turned.chunk(2, dim=-1)
         rotated = torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
-    return rotated.to(x.dtype)
+    rotated = rotated.to(x.dtype)
+    return rotated if turned is x else torch.cat((rotated, x[..., features:]), dim=-1)
+
+
+def _check_features(x: Tensor) -> None:
+    if not isinstance(x, Tensor) or not x.is_floating_point():
+        raise TypeError(f"x must be a float tensor, got {_kind(x)}")
+    if x.dim() < 2:
+        raise ValueError(f"x must be (..., L, D) with even D, got {tuple(x.shape)}")
 
 
 def _check_broadcastable(positions: Tensor, x: Tensor) -> None:
     if not isinstance(positions, Tensor):
-        raise TypeError(f"positions must be a tensor, got {type(positions).__name__}")
+        raise TypeError(f"positions must be a tensor, got {_kind(positions)}")
     wanted, given = tuple(x.shape[:-1]), tuple(positions.shape)
     if len(given) > len(wanted) or any(
         g not in (1, w) for g, w in zip(given[::-1], wanted[::-1], strict=False)
     ):
         raise ValueError(f"positions must broadcast to {wanted}, got {given}")
+
+
+def _kind(value: object) -> str:
+    return str(value.dtype) if isinstance(value, Tensor) else type(value).__name__

@@ -1,0 +1,39 @@
+// attention_with_cache: append_to_cache and attention_forward as one step of a decoder.
+//
+// Everything that either could refuse is refused before the first write, so that a wrong argument leaves the
+// cache as it was. And a step costs one call.
+#include "attention_forward.h"
+#include "cache_append.h"
+#include "operators.h"
+
+namespace selfattn::ops {
+
+void attention_with_cache(StableIValue* values, uint64_t, uint64_t) {
+  Stack stack(values);
+  const TensorHandle query = stack.tensor();
+  const TensorHandle key_cache = stack.tensor();
+  const TensorHandle value_cache = stack.tensor();
+  const TensorHandle key = stack.tensor();
+  const TensorHandle value = stack.tensor();
+  const double scale = stack.number();
+  const Options options(stack);
+
+  if (!options.seqlens_k) refuse("seqlens_k must be given: the lengths of the cache with the new keys");
+  // First, as it may move the caches to memory of their own.
+  const AppendTensors tensors = {
+      key_cache, value_cache, key, value, options.seqlens_k, options.cu_seqlens_q, options.block_table};
+  const CacheAppend append = cache_append(tensors, true);
+  const ForwardCall call(query, key_cache, value_cache, scale, options);
+  Output out = call.allocate_out("out");
+  Output row_max = call.allocate_statistic("row_max");
+  Output row_sum = call.allocate_statistic("row_sum");
+  run_append(append, call.query.device);
+  run_forward(call, options.kernel, out, row_max.data, row_sum.data, nullptr);
+  stack.put(out.handle, row_max.handle, row_sum.handle);
+}
+
+STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
+  library.impl("attention_with_cache", &attention_with_cache);
+}
+
+}  // namespace selfattn::ops

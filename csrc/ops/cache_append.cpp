@@ -1,0 +1,171 @@
+#include "cache_append.h"
+
+#include <algorithm>
+#include <tuple>
+#include <vector>
+
+#include "engine.h"
+
+namespace selfattn::ops {
+
+namespace {
+
+// An input that is written to. Asked for its data as such, so that a tensor that shares memory until then
+// (copy on write) gets memory of its own first.
+Input inspect_cache(const char* name, const TensorHandle& handle, const Input& first) {
+  void* data = nullptr;
+  if (torch_get_mutable_data_ptr(handle.get(), &data) != TORCH_SUCCESS)
+    refuse(name, " must be a dense tensor");
+  const Input input = inspect(name, handle, first);
+  check_rank(input, 4);
+  check_last_stride(input);
+  for (int64_t d = 0; d < input.rank; ++d) {
+    if (input.size[d] > 1 && input.stride[d] == 0) {
+      refuse(name, " is written to, and its dimension ", d, " is expanded: all of it is the same memory");
+    }
+  }
+  return input;
+}
+
+Input inspect_rows(const char* name, const TensorHandle& handle, const Input& first, DType dtype) {
+  const Input input = inspect(name, handle, first);
+  check_rank(input, 4);
+  check_dtype(input, dtype);
+  check_last_stride(input);
+  return input;
+}
+
+Input inspect_numbers(const char* name, const TensorHandle& handle, const Input& first, int32_t dtype_code) {
+  const Input input = inspect(name, handle, first);
+  if (input.dtype_code != dtype_code) {
+    refuse(name, " must be ", dtype_text(dtype_code), ", but it is ", dtype_text(input.dtype_code));
+  }
+  return input;
+}
+
+// Which rows of which page a sequence gets.
+struct Written {
+  int64_t page, first, end, sequence;
+};
+
+void check_pages(const CacheAppend& a) {
+  std::vector<Written> written;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    const int64_t begin = a.first_position(b), end = begin + a.rows_of(b);
+    for (int64_t position = begin; position < end;) {
+      const int64_t column = position / a.pages.size, first = position % a.pages.size;
+      const int64_t count = std::min(end - position, a.pages.size - first);
+      const int64_t page = a.pages.table[b * a.pages.stride + column];
+      if (page < 0 || page >= a.pages.count) {
+        refuse("block_table[", b, ", ", column, "] is ", page, ", where new keys go, and there are ",
+               a.pages.count, " pages");
+      }
+      written.push_back({page, first, first + count, b});
+      position += count;
+    }
+  }
+  std::sort(written.begin(), written.end(), [](const Written& left, const Written& right) {
+    return std::tie(left.page, left.first) < std::tie(right.page, right.first);
+  });
+  for (size_t n = 1; n < written.size(); ++n) {
+    const Written &one = written[n - 1], &other = written[n];
+    if (one.page == other.page && other.first < one.end) {
+      refuse("block_table has sequences ", std::min(one.sequence, other.sequence), " and ",
+             std::max(one.sequence, other.sequence), " write to the same rows of page ", one.page);
+    }
+  }
+}
+
+void check_values(const CacheAppend& a) {
+  int64_t next = 0;
+  for (int64_t b = 0; b < a.batch; ++b) {
+    if (a.row_starts != nullptr) {
+      if (a.row_starts[b] != next || a.row_starts[b + 1] < next || a.row_starts[b + 1] > a.rows) {
+        refuse("cu_seqlens must begin with 0, never decrease, and not pass the ", a.rows,
+               " rows of key, but element ", b, " is ", a.row_starts[b], " and the next ",
+               a.row_starts[b + 1]);
+      }
+      next = a.row_starts[b + 1];
+    }
+    const int64_t begin = a.first_position(b), rows = a.rows_of(b);
+    if (begin < 0 || begin > a.capacity) {
+      refuse("sequence ", b, " of the cache has the length ", begin, " before its ", rows,
+             " new keys, which does not lie between 0 and the capacity ", a.capacity);
+    }
+    if (rows > a.capacity - begin) {
+      refuse("sequence ", b, " of the cache is full: it holds ", begin, " keys of ", a.capacity, ", and ",
+             rows, " more are given");
+    }
+  }
+  if (a.pages.table != nullptr) check_pages(a);
+}
+
+}  // namespace
+
+CacheAppend cache_append(const AppendTensors& tensors, bool lengths_after) {
+  const Input key = inspect("key", tensors.key);
+  const Input key_cache = inspect_cache("key_cache", tensors.key_cache, key);
+  const Input value_cache = inspect_cache("value_cache", tensors.value_cache, key);
+  const Input seqlens = inspect_numbers("seqlens", tensors.seqlens, key, dtype_codes().int64);
+
+  CacheAppend a;
+  a.dtype = float_dtype(key_cache);
+  check_dtype(value_cache, a.dtype);
+  inspect_rows("key", tensors.key, key, a.dtype);
+  const Input value = inspect_rows("value", tensors.value, key, a.dtype);
+
+  check_rank(seqlens, 1);
+  if (!is_contiguous(seqlens)) refuse("seqlens must be contiguous");
+  a.batch = seqlens.size[0];
+  a.kv_heads = key_cache.size[1];
+  a.rows = key.size[2];
+  a.head_dim = key_cache.size[3];
+  a.value_dim = value_cache.size[3];
+  a.lengths = static_cast<const int64_t*>(seqlens.data);
+  a.lengths_after = lengths_after;
+  a.capacity = key_cache.size[2];
+  check_shape(value_cache, {key_cache.size[0], a.kv_heads, a.capacity, a.value_dim});
+  if (tensors.block_table) {
+    const Input table = inspect_numbers("block_table", tensors.block_table, key, dtype_codes().int32);
+    check_rank(table, 2);
+    check_last_stride(table);
+    if (table.size[0] != a.batch) {
+      refuse("block_table must have a row for each of the ", a.batch, " sequences, but its shape is ",
+             shape_text(table.size, 2));
+    }
+    a.pages.table = static_cast<const int32_t*>(table.data);
+    a.pages.stride = table.stride[0];
+    a.pages.size = key_cache.size[2];
+    a.pages.count = key_cache.size[0];
+    if (a.pages.count == 0 || a.pages.size == 0) {
+      a.capacity = 0;
+    } else if (__builtin_mul_overflow(table.size[1], a.pages.size, &a.capacity)) {
+      refuse("block_table names more rows than memory can address");
+    }
+  } else if (key_cache.size[0] != a.batch) {
+    refuse("seqlens must have one length for each of the ", key_cache.size[0],
+           " sequences of the cache, but has ", a.batch);
+  }
+  int64_t key_batch = a.batch;
+  if (tensors.cu_seqlens) {
+    const Input starts = inspect_numbers("cu_seqlens", tensors.cu_seqlens, key, dtype_codes().int64);
+    check_shape(starts, {a.batch + 1});
+    if (!is_contiguous(starts)) refuse("cu_seqlens must be contiguous");
+    a.row_starts = static_cast<const int64_t*>(starts.data);
+    key_batch = 1;
+  }
+  check_shape(key, {key_batch, a.kv_heads, a.rows, a.head_dim});
+  check_shape(value, {key_batch, a.kv_heads, a.rows, a.value_dim});
+  a.key = plain_view(key, a.dtype);
+  a.value = plain_view(value, a.dtype);
+  a.key_cache = plain_view(key_cache, a.dtype);
+  a.value_cache = plain_view(value_cache, a.dtype);
+  if (key.device.type == aoti_torch_device_type_cpu()) check_values(a);
+  return a;
+}
+
+void run_append(const CacheAppend& append, Device device) {
+  if (append.batch * append.kv_heads * append.rows > 0) engine_of(device).append(append, device);
+}
+
+}  // namespace selfattn::ops
