@@ -14,7 +14,7 @@ namespace selfattn {
 
 enum class DType : int8_t { kFloat64, kFloat32, kBFloat16, kFloat16, kBool };
 
-constexpr int64_t size_of(DType dtype) {
+SELFATTN_HOST_DEVICE constexpr int64_t size_of(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
       return 8;
