@@ -22,6 +22,7 @@ from .functional_pieces import attention_scores, masked_softmax
 from .integrations import torch_sdpa as _torch_sdpa
 from .integrations.sdpa_mode import as_sdpa
 from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention
+from .varlen import varlen_attention
 
 _torch_sdpa.register()
 
@@ -43,4 +44,5 @@ __all__ = [
     "reference",
     "scaled_dot_product_attention",
     "sources",
+    "varlen_attention",
 ]

@@ -21,7 +21,9 @@ __all__ = [
     "add_window",
     "autocast",
     "formula",
+    "is_packed",
     "keywords_of",
+    "packed_masks",
     "prepared",
 ]
 
@@ -48,12 +50,19 @@ def prepared(
     alibi_slopes: Maybe,
     sinks: Maybe,
     options: Options,
+    batch: int | None = None,
 ) -> Prepared:
-    """Brings the arguments of attention into the operators' form; adds what is no tensor to the options."""
+    """Brings the arguments of attention into the operators' form; adds what is no tensor to the options.
+
+    ``batch`` is the number of sequences where query, key and value are packed, for masks and numbers per
+    head.
+    """
     if is_causal:
         options["is_causal"] = True
     query, key, value = autocast(query, key, value)
     form = shapes.canonical(query, key, value, enable_gqa)
+    if batch is not None:
+        form = form._replace(lead=(batch,))
     add_float32_precision(options, form.query)
     mask = None
     if attn_mask is not None:
@@ -132,21 +141,55 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
 def formula(tensors: Tensors, scale: float, options: Options) -> reference.AttentionResult:
     """The same attention by the formula of :mod:`selfattn_ext.reference`."""
     query, key, value, mask, slopes, sinks, seed = tensors
-    return reference.attention(
-        query,
-        key,
-        value,
+    keywords: Options = {
+        "scale": scale,
+        "is_causal": options.get("is_causal", False),
+        "window_size": (options.get("window_left", -1), options.get("window_right", -1)),
+        "query_offset": options.get("query_offset", 0),
+        "softcap": options.get("softcap", 0.0),
+        "alibi_slopes": slopes,
+        "sinks": sinks,
+        "dropout_p": options.get("dropout_p", 0.0),
+        "dropout_seed": seed,
+    }
+    if not is_packed(options):
+        return reference.attention(query, key, value, mask, **keywords)
+    if "query_offsets" in options:
+        keywords["query_offset"] = options["query_offsets"]
+    out, weights, lse = reference.varlen_attention(
+        query.squeeze(0).transpose(0, 1),
+        key.squeeze(0).transpose(0, 1),
+        value.squeeze(0).transpose(0, 1),
+        options["cu_seqlens_q"],
+        options["cu_seqlens_k"],
+        options["max_seqlen_q"],
+        options["max_seqlen_k"],
         mask,
-        scale=scale,
-        is_causal=options.get("is_causal", False),
-        window_size=(options.get("window_left", -1), options.get("window_right", -1)),
-        query_offset=options.get("query_offset", 0),
-        softcap=options.get("softcap", 0.0),
-        alibi_slopes=slopes,
-        sinks=sinks,
-        dropout_p=options.get("dropout_p", 0.0),
-        dropout_seed=seed,
+        **keywords,
     )
+    return reference.AttentionResult(out.transpose(0, 1).unsqueeze(0), weights, lse.unsqueeze(0))
+
+
+def is_packed(options: Options) -> bool:
+    """Whether a call's query, key and value are sequences packed one behind the other."""
+    return "cu_seqlens_q" in options and "cu_seqlens_k" in options
+
+
+def packed_masks(masks: Sequence[Tensor], max_seqlen_q: int, max_seqlen_k: int) -> Tensor | None:
+    """One mask (B, H | 1, max_seqlen_q, max_seqlen_k) of one for each sequence, each padded with zeros.
+
+    Who calls makes sure that each fits its sequence.
+    """
+    three = [mask[(None,) * (3 - mask.dim())] for mask in masks]
+    heads = max((mask.shape[0] for mask in three), default=1)
+    padded = []
+    for mask in three:
+        # What one number stands for is as long as any sequence.
+        rows = max_seqlen_q if mask.shape[1] == 1 else mask.shape[1]
+        columns = max_seqlen_k if mask.shape[2] == 1 else mask.shape[2]
+        full = mask.expand(heads, rows, columns)
+        padded.append(torch.nn.functional.pad(full, (0, max_seqlen_k - columns, 0, max_seqlen_q - rows)))
+    return torch.stack(padded) if padded else None
 
 
 def keywords_of(tensors: Tensors, options: Options) -> Options:

@@ -37,7 +37,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from . import calls, checks, ops
-from .arguments import Maybe, Options, Tensors, formula, keywords_of
+from .arguments import Maybe, Options, Tensors, formula, is_packed, keywords_of
 from .reference import default_scale
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold, unfold_gradient
 
@@ -236,8 +236,9 @@ class _TransformedAttention(Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
         query, key, value, mask, slopes, sinks, seed, *rest = inputs
-        if seed is not None and info.batch_size:
-            # The dropout pattern counts the batch of one slice, which folding would change.
+        if seed is not None or is_packed(rest[1]):
+            # The dropout pattern counts the batch of one slice, which folding would change; packed sequences
+            # have no batch to fold into.
             return each_slice(_TransformedAttention.apply, info.batch_size, in_dims, inputs)
         size, batch = info.batch_size, slice_batch(query, in_dims[0])
         results = _TransformedAttention.apply(
@@ -299,7 +300,7 @@ class _AttentionBackward(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        if inputs[9] is not None and info.batch_size:
+        if inputs[9] is not None or is_packed(inputs[16]):
             return each_slice(_AttentionBackward.apply, info.batch_size, in_dims, inputs)
         size, batch = info.batch_size, slice_batch(inputs[3], in_dims[3])
         need_mask_grad = inputs[17]

@@ -76,6 +76,8 @@ def backward(
                     )
                 keywords["grad_weights"] = grad_weights
                 grad_row = (weights * grad_weights.to(weights.dtype)).sum(-1)
+                if "cu_seqlens_q" in options:
+                    grad_row = _packed_rows(grad_row, options["cu_seqlens_q"], query.shape[2])
             if grad_lse is not None:
                 grad_row = grad_lse.neg() if grad_row is None else grad_row - grad_lse
             if grad_row is not None:
@@ -85,3 +87,16 @@ def backward(
         return ops.attention_backward(grad_out, query, key, value, out, row_max, row_sum, scale, **keywords)
     except MemoryError as error:
         raise checks.out_of_memory(error, query) from None
+
+
+def _packed_rows(padded: Tensor, starts: Tensor, rows: int) -> Tensor:
+    """(1, H, rows) of the numbers (B, H, L) for the queries of sequences; 0 for rows outside of them."""
+    batch, heads, length = padded.shape
+    if not batch or not length:
+        return padded.new_zeros(1, heads, rows)
+    row = torch.arange(rows, device=starts.device)
+    sequence = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, batch - 1)
+    within = row - starts[sequence]
+    inside = (row < starts[-1]) & (within < length)
+    packed = padded[sequence, :, within.clamp(max=length - 1)]
+    return torch.where(inside, packed.T, 0.0).unsqueeze(0)

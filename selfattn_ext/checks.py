@@ -64,7 +64,7 @@ def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFF
     try:
         result = operator.index(value)
     except TypeError:
-        raise TypeError(f"{name} must be an int, got {_described(value)}") from None
+        raise TypeError(f"{name} must be an int, got {described(value)}") from None
     if not low <= result <= high:
         raise ValueError(f"{name} must lie between {low} and {high}, got {result}")
     return result
@@ -80,7 +80,7 @@ def number(name: str, value: Any) -> float:
     """A finite float from a real number or a tensor of one element that requires no gradient."""
     if isinstance(value, Tensor):
         if value.numel() != 1 or value.is_complex():
-            raise TypeError(f"{name} must be a real number, got {_described(value)}")
+            raise TypeError(f"{name} must be a real number, got {described(value)}")
         if value.requires_grad:
             raise ValueError(f"{name} is a constant of differentiation, got a tensor with requires_grad=True")
     elif isinstance(value, (str, bytes)):
@@ -88,7 +88,7 @@ def number(name: str, value: Any) -> float:
     try:
         result = float(value)
     except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a real number, got {_described(value)}") from None
+        raise TypeError(f"{name} must be a real number, got {described(value)}") from None
     # As math.isfinite says it, in words that hold for the symbol of a compiler too.
     if result - result != 0:
         raise ValueError(f"{name} must be finite, got {result}")
@@ -120,7 +120,7 @@ def window(value: Any) -> tuple[int, int]:
     """A pair (left, right) of integers from -1."""
     if isinstance(value, (str, bytes, Tensor)) or not isinstance(value, Sequence) or len(value) != 2:
         raise TypeError(
-            f"window_size must be a pair (left, right) of ints, -1 for unbounded, got {_described(value)}"
+            f"window_size must be a pair (left, right) of ints, -1 for unbounded, got {described(value)}"
         )
     left, right = (integer("window_size", side, -sys.maxsize, sys.maxsize) for side in value)
     if left < -1 or right < -1:
@@ -140,7 +140,7 @@ def is_causal_bias(mask: Any) -> bool:
 def mask(name: str, value: Any) -> Tensor:
     """A mask of a dtype that the operators take."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {_described(value)}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {described(value)}")
     if value.dtype != torch.bool and value.dtype not in _DTYPES:
         raise TypeError(
             f"{name} must be bool (True = attend) or {_DTYPES_TEXT} (added to the scores), got "
@@ -149,7 +149,8 @@ def mask(name: str, value: Any) -> Tensor:
     return value
 
 
-def _described(value: Any) -> str:
+def described(value: Any) -> str:
+    """What was given, for a message."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     hint = (
@@ -160,9 +161,10 @@ def _described(value: Any) -> str:
     return f"{type(value).__name__} {value!r:.60}{hint}"
 
 
-def _dense_tensor(name: str, value: Any) -> Tensor:
+def dense_tensor(name: str, value: Any) -> Tensor:
+    """A tensor of plain memory."""
     if not isinstance(value, Tensor):
-        raise TypeError(f"{name} must be a torch.Tensor, got {_described(value)}")
+        raise TypeError(f"{name} must be a torch.Tensor, got {described(value)}")
     if value.is_nested or value.layout != torch.strided or value.is_quantized:
         kind = (
             "a nested tensor" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
@@ -171,7 +173,8 @@ def _dense_tensor(name: str, value: Any) -> Tensor:
     return value
 
 
-def _device(name: str, tensor: Tensor, first: str, device: torch.device) -> None:
+def on_device(name: str, tensor: Tensor, first: str, device: torch.device) -> None:
+    """The device of the first tensor."""
     if tensor.device != device:
         raise ValueError(
             f"{name} is on {tensor.device} and {first} on {device}: all tensors must be on one device"
@@ -194,15 +197,15 @@ def _has_kernels(name: str, device: torch.device) -> None:
         raise ValueError(f"{name} is on {device}, for which this build has no kernels; allowed is {allowed}")
 
 
-def _floats(tensors: dict[str, Any]) -> None:
+def floats(tensors: dict[str, Any]) -> None:
     """Dense floating tensors of one dtype on one device that has kernels."""
     for name, tensor in tensors.items():
-        _dense_tensor(name, tensor)
+        dense_tensor(name, tensor)
         if tensor.dtype not in _DTYPES:
             raise TypeError(f"{name} must be {_DTYPES_TEXT}, got {tensor.dtype}")
     first, reference = next(iter(tensors.items()))
     for name, tensor in tensors.items():
-        _device(name, tensor, first, reference.device)
+        on_device(name, tensor, first, reference.device)
         if tensor.dtype != reference.dtype:
             raise TypeError(
                 f"{name} is {tensor.dtype} and {first} {reference.dtype}: they must have the same dtype"
@@ -210,12 +213,14 @@ def _floats(tensors: dict[str, Any]) -> None:
     _has_kernels(first, reference.device)
 
 
-def _fits(name: str, sizes: Sequence[int]) -> None:
+def fits(name: str, sizes: Sequence[int]) -> None:
+    """A shape of not more elements than memory can have."""
     if math.prod(sizes) > _MAX_ELEMENTS or any(size > _MAX_OFFSET for size in sizes):
         raise ValueError(f"{name} would have the shape {tuple(sizes)}: more elements than memory can address")
 
 
-def _broadcasts(name: str, shape: Sequence[int], full: Sequence[int], meaning: str) -> None:
+def broadcasts(name: str, shape: Sequence[int], full: Sequence[int], meaning: str) -> None:
+    """A shape that broadcasts to the full one."""
     given = list(shape)
     while len(given) > len(full) and given[0] == 1:
         given.pop(0)
@@ -234,19 +239,19 @@ def _mask_of(name: str, value: Any, tensor: Tensor, full: Sequence[int], first: 
             )
         return
     mask(name, value)
-    _dense_tensor(name, value)
-    _device(name, value, first, tensor.device)
-    _broadcasts(name, value.shape, full, "the shape of the scores")
+    dense_tensor(name, value)
+    on_device(name, value, first, tensor.device)
+    broadcasts(name, value.shape, full, "the shape of the scores")
 
 
 def _head_numbers(name: str, value: Any, tensor: Tensor, full: Sequence[int]) -> None:
     if value is None:
         return
-    _dense_tensor(name, value)
+    dense_tensor(name, value)
     if value.dtype not in _DTYPES:
         raise TypeError(f"{name} must be {_DTYPES_TEXT}, got {value.dtype}")
-    _device(name, value, "query", tensor.device)
-    _broadcasts(name, value.shape, full, "one number per head")
+    on_device(name, value, "query", tensor.device)
+    broadcasts(name, value.shape, full, "one number per head")
 
 
 def _result_lead(form: shapes.Canonical) -> tuple[int, ...]:
@@ -273,7 +278,7 @@ def attention(
     query_offset: Any = 0,
 ) -> None:
     """Every argument of :func:`selfattn_ext.scaled_dot_product_attention`."""
-    _floats({"query": query, "key": key, "value": value})
+    floats({"query": query, "key": key, "value": value})
     for name, tensor in {"query": query, "key": key, "value": value}.items():
         if tensor.dim() < 2:
             raise ValueError(
@@ -292,9 +297,28 @@ def attention(
     form = shapes.canonical(query.detach(), key.detach(), value.detach(), enable_gqa, dense=False)
     lead = _result_lead(form)
     scores = (*lead, query.size(-2), key.size(-2))
-    _fits("the output", (*scores[:-1], value.size(-1)))
-    _fits("the scores", scores[-2:])
+    fits("the output", (*scores[:-1], value.size(-1)))
+    fits("the scores", scores[-2:])
 
+    integer("query_offset", query_offset)
+    options(
+        query, scores, attn_mask, dropout_p, scale_, window_size, softcap_, alibi_slopes, sinks, lead or (1,)
+    )
+
+
+def options(
+    query: Tensor,
+    scores: Sequence[int],
+    attn_mask: Any,
+    dropout_p: Any,
+    scale_: Any,
+    window_size: Any,
+    softcap_: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+    heads: Sequence[int],
+) -> None:
+    """The options that every attention has, for scores of that shape and numbers per head of that."""
     if dropout_p is not None:
         probability("dropout_p", dropout_p)
     if scale_ is not None:
@@ -302,27 +326,26 @@ def attention(
     window(window_size)
     if softcap_ is not None:
         softcap(softcap_)
-    integer("query_offset", query_offset)
     if attn_mask is not None:
         _mask_of("attn_mask", attn_mask, query, scores, "query")
-    _head_numbers("alibi_slopes", alibi_slopes, query, lead or (1,))
-    _head_numbers("sinks", sinks, query, lead or (1,))
+    _head_numbers("alibi_slopes", alibi_slopes, query, heads)
+    _head_numbers("sinks", sinks, query, heads)
 
 
 def scores(query: Any, key: Any, scale_: Any = None, enable_gqa: bool = False) -> None:
     """Every argument of :func:`selfattn_ext.attention_scores`."""
-    _floats({"query": query, "key": key})
+    floats({"query": query, "key": key})
     attention(query, key, key, None, 0.0, scale_, enable_gqa)
     form = shapes.canonical(query.detach(), key.detach(), key.detach(), enable_gqa, dense=False)
-    _fits("the scores", (*_result_lead(form), query.size(-2), key.size(-2)))
+    fits("the scores", (*_result_lead(form), query.size(-2), key.size(-2)))
 
 
 def softmax(scores: Any, mask: Any = None, *, scale_: Any = 1.0, query_offset: Any = 0) -> None:
     """Every argument of :func:`selfattn_ext.masked_softmax`."""
-    _floats({"scores": scores})
+    floats({"scores": scores})
     if scores.dim() < 2:
         raise ValueError(f"scores must have at least 2 dimensions, (..., L, S), got {tuple(scores.shape)}")
-    _fits("the weights", scores.shape)
+    fits("the weights", scores.shape)
     scale(scale_)
     integer("query_offset", query_offset)
     if mask is not None:

@@ -21,7 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -37,6 +37,7 @@ __all__ = [
     "dropout_keep",
     "masked_softmax",
     "philox4x32",
+    "varlen_attention",
 ]
 
 _WORD = 0xFFFFFFFF
@@ -76,6 +77,7 @@ def attention(
     dropout_p: float = 0.0,
     dropout_seed: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
+    first_batch: int = 0,
 ) -> AttentionResult:
     """Exact attention by the formula of this module.
 
@@ -83,8 +85,8 @@ def attention(
     reads kv head ``h // (H // Hk)``); attn_mask broadcastable to (..., H, L, S), bool (True = attend) or
     float; alibi_slopes and sinks broadcastable to (..., H). 2-D tensors are a single head. ``dropout_seed``
     is an int64 tensor of one element. ``compute_dtype`` replaces the accumulation dtype, to see what a
-    formula written without care for 16-bit inputs would give. Returns out and weights in the query's dtype,
-    lse in the computation's.
+    formula written without care for 16-bit inputs would give. ``first_batch`` is the number that dropout
+    counts the first batch element as. Returns out and weights in the query's dtype, lse in the computation's.
     """
     if query.dim() == 2:
         result = attention(
@@ -102,6 +104,7 @@ def attention(
             dropout_p=dropout_p,
             dropout_seed=dropout_seed,
             compute_dtype=compute_dtype,
+            first_batch=first_batch,
         )
         return AttentionResult(*(part.squeeze(0) for part in result))
 
@@ -139,9 +142,82 @@ def attention(
     weights, lse = _softmax_with_lse(scores, None if sinks is None else sinks.to(dtype))
     if dropout_p:
         assert dropout_seed is not None, "dropout_p > 0 needs a dropout_seed"
-        weights = _dropout(weights, dropout_p, dropout_seed)
+        weights = _dropout(weights, dropout_p, dropout_seed, first_batch)
     out = _product(weights, v) if apart is None else _mix_visible(weights, v, apart)
     return AttentionResult(out.to(query.dtype), weights.to(query.dtype), lse)
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    attn_mask: Tensor | Sequence[Tensor] | None = None,
+    *,
+    query_offset: int | Tensor = 0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    **options: Any,
+) -> AttentionResult:
+    """The same for sequences packed one behind the other: :func:`attention` of each, one after the other.
+
+    Shapes: query (total_q, H, E), key (total_k, Hk, E), value (total_k, Hk, Ev); sequence b has the rows
+    from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. attn_mask is broadcastable to (B, H, max_seqlen_q,
+    max_seqlen_k), or there is one for each sequence; alibi_slopes and sinks are (H,) or (B | 1, H),
+    query_offset an int or (B,). The other options are those of :func:`attention`. Returns out (total_q, H,
+    Ev), weights (B, H, max_seqlen_q, max_seqlen_k) and lse (H, total_q); rows of no sequence have 0 and -inf.
+    """
+    starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    batch = len(starts_q) - 1
+    offsets = query_offset.tolist() if isinstance(query_offset, Tensor) else [query_offset] * batch
+    outs, lses, weights = [], [], []
+    for b in range(batch):
+        q = query[starts_q[b] : starts_q[b + 1]].transpose(0, 1)
+        k, v = (part[starts_k[b] : starts_k[b + 1]].transpose(0, 1) for part in (key, value))
+        result = attention(
+            q,
+            k,
+            v,
+            _mask_of_sequence(attn_mask, b, q.size(1), k.size(1)),
+            query_offset=offsets[b],
+            alibi_slopes=_numbers_of_sequence(alibi_slopes, b),
+            sinks=_numbers_of_sequence(sinks, b),
+            first_batch=b,
+            **options,
+        )
+        outs.append(result.out.transpose(0, 1))
+        lses.append(result.lse)
+        missing = (0, max_seqlen_k - k.size(1), 0, max_seqlen_q - q.size(1))
+        weights.append(torch.nn.functional.pad(result.weights, missing))
+    rest = query.size(0) - starts_q[-1]
+    lse_dtype = options.get("compute_dtype") or accumulation_dtype(query.dtype)
+    outs.append(query.new_zeros(rest, query.size(1), value.size(2)))
+    lses.append(query.new_full((query.size(1), rest), -torch.inf, dtype=lse_dtype))
+    empty = query.new_zeros(0, query.size(1), max_seqlen_q, max_seqlen_k)
+    return AttentionResult(torch.cat(outs), torch.stack(weights) if weights else empty, torch.cat(lses, -1))
+
+
+def _mask_of_sequence(
+    mask: Tensor | Sequence[Tensor] | None, sequence: int, length: int, keys: int
+) -> Tensor | None:
+    """The mask of one sequence, (..., length | 1, keys | 1)."""
+    if mask is None or not isinstance(mask, Tensor):
+        return None if mask is None else mask[sequence]
+    if mask.dim() == 4:
+        mask = mask[min(sequence, mask.size(0) - 1)]
+    if mask.dim() >= 2 and mask.size(-2) > 1:
+        mask = mask[..., :length, :]
+    return mask[..., :keys] if mask.dim() and mask.size(-1) > 1 else mask
+
+
+def _numbers_of_sequence(numbers: Tensor | None, sequence: int) -> Tensor | None:
+    """The numbers per head of one sequence, from (H,) or (B | 1, H)."""
+    if numbers is None or numbers.dim() < 2:
+        return numbers
+    return numbers[min(sequence, numbers.size(0) - 1)]
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float | None = None) -> Tensor:
@@ -257,18 +333,18 @@ def _softmax_with_lse(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Ten
     return exponentials / divisor.unsqueeze(-1), torch.where(empty, -torch.inf, top + torch.log(divisor))
 
 
-def _dropout(weights: Tensor, p: float, seed: Tensor) -> Tensor:
+def _dropout(weights: Tensor, p: float, seed: Tensor, first_batch: int) -> Tensor:
     """Weights (..., H, L, S) with the package's dropout pattern applied and the survivors scaled by 1 / (1 -
     p).
     """
     heads, length, keys = weights.shape[-3:]
-    keep = dropout_keep(seed, p, (math.prod(weights.shape[:-3]), heads, length, keys))
+    keep = dropout_keep(seed, p, (math.prod(weights.shape[:-3]), heads, length, keys), first_batch)
     return torch.where(keep.reshape(weights.shape), weights * (1.0 / (1.0 - p) if p < 1 else 0.0), 0.0)
 
 
-def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int]) -> Tensor:
+def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int], first_batch: int = 0) -> Tensor:
     """Which weights of (B, H, L, S) survive dropout with probability p: a bool tensor, the same on every
-    device.
+    device. The first batch element counts as number ``first_batch``.
 
     Philox4x32-7 with the key (low, high 32 bits of seed) and the counter (j >> 2, i, h, b); key j takes
     output word ``j & 3`` and is dropped when that word is below ``floor(p * 2**32)``.
@@ -279,7 +355,7 @@ def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int]) -> Te
     def along(size: int, dim: int) -> Tensor:
         return torch.arange(size, device=seed.device).reshape([-1 if d == dim else 1 for d in range(4)])
 
-    counter = (along((keys + 3) // 4, 3), along(length, 2), along(heads, 1), along(batch, 0))
+    counter = (along((keys + 3) // 4, 3), along(length, 2), along(heads, 1), along(batch, 0) + first_batch)
     words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
     flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)
     return flat[..., :keys] >= int(p * 2**32)

@@ -61,14 +61,19 @@ def unfold_gradient(gradient: Tensor, size: int, batch: int, original: int) -> T
 def each_slice(
     function: Callable[..., Any], size: int, in_dims: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Any, Any]:
-    """Calls the function on every slice and stacks each of its results."""
+    """Calls the function on every slice and stacks each of its results.
+
+    Without any slice it calls it on one of zeros, for the shapes of the results.
+    """
+
+    def of_slice(value: Any, dim: Any, index: int) -> Any:
+        if not isinstance(value, Tensor) or dim is None:
+            return value
+        return value.select(dim, index) if size else value.new_zeros(value.movedim(dim, 0).shape[1:])
+
     slices = [
-        function(
-            *(
-                value.select(dim, index) if isinstance(value, Tensor) and dim is not None else value
-                for value, dim in zip(inputs, in_dims, strict=True)
-            )
-        )
-        for index in range(size)
+        function(*(of_slice(value, dim, index) for value, dim in zip(inputs, in_dims, strict=True)))
+        for index in range(max(size, 1))
     ]
-    return tuple(torch.stack(results) for results in zip(*slices, strict=True)), (0,) * len(slices[0])
+    stacked = tuple(torch.stack(results)[:size] for results in zip(*slices, strict=True))
+    return stacked, (0,) * len(stacked)

@@ -1,0 +1,248 @@
+"""What is wrong with the arguments of a call over sequences: as :mod:`selfattn_ext.checks`, with offsets.
+
+Note [Values of offsets]
+    On the CPU the operators check the values of index tensors whenever they run. On CUDA nothing but a copy
+    to the CPU can look at them, and that waits for the GPU. So Python looks, once per tensor: it remembers
+    the values as long as the tensor lives and nobody writes into it. While a CUDA graph records, or a
+    compiler traces, nobody looks; kernels limit starts and lengths to the tensors that they read.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from . import capture, checks, shapes
+
+__all__ = ["indices", "look", "mask_list", "varlen"]
+
+_INTEGERS = (torch.int32, torch.int64)
+_functorch = torch._C._functorch
+
+#: Tensors on CUDA whose values are known: (their version, the values).
+_remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
+
+
+def indices(name: str, value: Any) -> Tensor:
+    """A one-dimensional int32 or int64 tensor as the operators take it: int64, contiguous, nobody else's.
+
+    A copy in any case: who packs the next batch writes the same tensor, and a backward may be yet to come.
+    """
+    if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be an int32 or int64 tensor, got {checks.described(value)}")
+    if value.dim() != 1:
+        raise ValueError(f"{name} must have one dimension, got a tensor of shape {tuple(value.shape)}")
+    return _unwrapped(name, value).to(torch.int64, copy=True, memory_format=torch.contiguous_format)
+
+
+def _unwrapped(name: str, value: Tensor) -> Tensor:
+    """The tensor that torch.func's transforms have wrapped: integers have no derivative."""
+    if torch.compiler.is_dynamo_compiling():
+        return value
+    while _functorch.is_functorch_wrapped_tensor(value):
+        if _functorch.is_batchedtensor(value):
+            raise ValueError(f"{name} cannot be mapped by torch.func.vmap: call once for each packing")
+        value = _functorch.get_unwrapped(value)
+    return value
+
+
+def _values(name: str, tensor: Tensor) -> tuple[int, ...] | None:
+    """The values of an index tensor, None where nobody can look: see Note [Values of offsets]."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    tensor = _unwrapped(name, tensor)
+    if isinstance(tensor, FakeTensor):
+        return None
+    if not tensor.is_cuda:
+        return tuple(tensor.tolist())
+    # A tensor made in inference mode has no version, so that it has to be looked at each time.
+    version = None if tensor.is_inference() else tensor._version
+    known = _remembered.get(tensor)
+    if known is not None and known[0] == version and version is not None:
+        return known[1]
+    if capture.is_capturing(tensor):
+        return None
+    values = tuple(tensor.tolist())
+    _remembered[tensor] = (version, values)
+    return values
+
+
+def look(
+    query: Tensor,
+    key: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    query_offset: Any,
+) -> None:
+    """The check of values on CUDA, where the operators have none."""
+    for side, tensor, offsets, longest in (
+        ("q", query, cu_seqlens_q, max_seqlen_q),
+        ("k", key, cu_seqlens_k, max_seqlen_k),
+    ):
+        _offset_values(side, tensor, offsets, longest)
+    if isinstance(query_offset, Tensor) and query_offset.dim() == 1:
+        _position_values(query_offset)
+
+
+def _offset_values(side: str, tensor: Tensor, offsets: Tensor, longest: Any) -> None:
+    name, of = f"cu_seqlens_{side}", "query" if side == "q" else "key"
+    values = _values(name, offsets)
+    if values is None:
+        return
+    if values[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {values[0]}")
+    for index in range(len(values) - 1):
+        if values[index + 1] < values[index]:
+            raise ValueError(
+                f"{name} must not decrease, but {values[index]} at {index} is followed by {values[index + 1]}"
+            )
+    if values[-1] > tensor.shape[0]:
+        raise ValueError(
+            f"{name} must end within {of}, which has {tensor.shape[0]} rows, got {values[-1]} at the end"
+        )
+    lengths = [after - before for before, after in itertools.pairwise(values)]
+    most = max(lengths, default=0)
+    if checks.integer(f"max_seqlen_{side}", longest, 0) < most:
+        raise ValueError(
+            f"max_seqlen_{side} must be at least the length of the longest sequence, {most} of number "
+            f"{lengths.index(most)}, got {longest}"
+        )
+
+
+def _position_values(positions: Tensor) -> None:
+    values = _values("query_offset", positions)
+    for value in values or ():
+        checks.integer("query_offset", value)
+
+
+def _index_tensor(name: str, value: Any, query: Tensor) -> None:
+    indices(name, value)
+    checks.on_device(name, value, "query", query.device)
+
+
+def _offsets(side: str, value: Any, longest: Any, tensor: Tensor, query: Tensor) -> None:
+    """An offset tensor with its longest length."""
+    name = f"cu_seqlens_{side}"
+    _index_tensor(name, value, query)
+    if value.shape[0] == 0:
+        raise ValueError(f"{name} must have an element more than there are sequences, got an empty tensor")
+    checks.integer(f"max_seqlen_{side}", longest, 0)
+    _offset_values(side, tensor, value, longest)
+
+
+def mask_list(
+    masks: Sequence[Any], query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int]
+) -> None:
+    """A mask for each sequence. ``longest`` are max_seqlen_q and max_seqlen_k."""
+    batch, lengths = cu_seqlens_q.shape[0] - 1, _lengths(cu_seqlens_q, cu_seqlens_k)
+    if len(masks) != batch:
+        raise ValueError(f"attn_mask is a list of {len(masks)} masks for {batch} sequences: one for each")
+    for index, mask in enumerate(masks):
+        name = f"attn_mask[{index}]"
+        if checks.is_causal_bias(mask):
+            raise TypeError(f"{name} is a CausalBias; pass is_causal and query_offset instead")
+        checks.mask(name, mask)
+        checks.dense_tensor(name, mask)
+        checks.on_device(name, mask, "query", query.device)
+        if mask.dtype != masks[0].dtype:
+            raise TypeError(
+                f"{name} is {mask.dtype} and attn_mask[0] {masks[0].dtype}: they must have the same dtype"
+            )
+        if lengths is not None:
+            full = (query.shape[1], *lengths[index])
+            checks.broadcasts(name, mask.shape, full, "the scores of its sequence")
+        elif any(size > most for size, most in zip(reversed(mask.shape), reversed(longest), strict=False)):
+            raise ValueError(f"{name} of shape {tuple(mask.shape)} is longer than the longest sequence")
+
+
+def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[int, int]] | None:
+    """(queries, keys) of each sequence; None where nobody can look."""
+    starts_q, starts_k = _values("cu_seqlens_q", cu_seqlens_q), _values("cu_seqlens_k", cu_seqlens_k)
+    if starts_q is None or starts_k is None:
+        return None
+    sides = (
+        [after - before for before, after in itertools.pairwise(starts)] for starts in (starts_q, starts_k)
+    )
+    return list(zip(*sides, strict=True))
+
+
+def varlen(
+    query: Any,
+    key: Any,
+    value: Any,
+    cu_seqlens_q: Any,
+    cu_seqlens_k: Any,
+    max_seqlen_q: Any,
+    max_seqlen_k: Any,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    scale_: Any = None,
+    enable_gqa: bool = False,
+    *,
+    window_size: Any = (-1, -1),
+    softcap_: Any = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    query_offset: Any = 0,
+) -> None:
+    """Every argument of :func:`selfattn_ext.varlen_attention`."""
+    tensors = {"query": query, "key": key, "value": value}
+    checks.floats(tensors)
+    for name, tensor in tensors.items():
+        if tensor.dim() != 3:
+            raise ValueError(
+                f"{name} must have 3 dimensions, (all rows, heads, head dim), got {tuple(tensor.shape)}"
+            )
+    if query.shape[2] != key.shape[2]:
+        raise ValueError(
+            f"query and key must have the same last dimension (head dim), but query is {tuple(query.shape)} "
+            f"and key {tuple(key.shape)}"
+        )
+    if key.shape[0] != value.shape[0]:
+        raise ValueError(
+            f"key and value must have the same number of rows, but key is {tuple(key.shape)} and value "
+            f"{tuple(value.shape)}"
+        )
+    _heads(query, key, value, enable_gqa)
+    _offsets("q", cu_seqlens_q, max_seqlen_q, query, query)
+    _offsets("k", cu_seqlens_k, max_seqlen_k, key, query)
+    batch = cu_seqlens_q.shape[0] - 1
+    if cu_seqlens_k.shape[0] - 1 != batch:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must have as many elements, one more than sequences, but they "
+            f"have {batch + 1} and {cu_seqlens_k.shape[0]}"
+        )
+    if isinstance(query_offset, Tensor) and query_offset.dim():
+        _index_tensor("query_offset", query_offset, query)
+        if query_offset.shape[0] != batch:
+            raise ValueError(
+                f"query_offset must be an int or have a number for each of the {batch} sequences, got a "
+                f"tensor of shape {tuple(query_offset.shape)}"
+            )
+        _position_values(query_offset)
+    else:
+        checks.integer("query_offset", query_offset)
+    scores = (batch, query.shape[1], max_seqlen_q, max_seqlen_k)
+    if isinstance(attn_mask, (list, tuple)):
+        mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
+        attn_mask = None
+    elif checks.is_causal_bias(attn_mask):
+        raise TypeError(
+            "attn_mask is a CausalBias, which is for one length; pass is_causal and query_offset instead"
+        )
+    checks.options(
+        query, scores, attn_mask, dropout_p, scale_, window_size, softcap_, alibi_slopes, sinks, scores[:2]
+    )
+
+
+def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
+    form = [tensor.detach().transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)]
+    shapes.canonical(form[0], form[1], form[2], enable_gqa, dense=False)

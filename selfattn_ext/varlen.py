@@ -1,0 +1,252 @@
+"""Attention over sequences of different lengths, packed one behind the other, for users.
+
+It calls and explains refusals as :mod:`selfattn_ext.functional` does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Literal, overload
+
+import torch
+from torch import Tensor
+
+from . import arguments, autograd, backends, checks, checks_sequences, composed, overrides
+
+__all__ = ["varlen_attention"]
+
+_EVERYTHING = (-1, -1)
+_is_overridden = torch.overrides.has_torch_function_variadic
+Masks = Tensor | Sequence[Tensor]
+
+
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    attn_mask: Masks | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    window_size: Sequence[int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    query_offset: int | Tensor = ...,
+    return_weights: Literal[False] = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...
+
+
+@overload
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    attn_mask: Masks | None = ...,
+    dropout_p: float = ...,
+    is_causal: bool = ...,
+    scale: float | None = ...,
+    enable_gqa: bool = ...,
+    *,
+    window_size: Sequence[int] = ...,
+    softcap: float = ...,
+    alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ...,
+    query_offset: int | Tensor = ...,
+    return_weights: bool = ...,
+    return_lse: bool = ...,
+) -> Any: ...
+
+
+def varlen_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    attn_mask: Masks | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    window_size: Sequence[int] = _EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    query_offset: int | Tensor = arguments.ORIGIN,
+    return_weights: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """:func:`selfattn_ext.scaled_dot_product_attention` of B packed sequences, each with itself alone.
+
+    Sequence b has the query rows ``cu_seqlens_q[b]`` to ``cu_seqlens_q[b + 1]`` and the key rows
+    ``cu_seqlens_k[b]`` to ``cu_seqlens_k[b + 1]``, and gets the bits that a call of its own gives. Nothing is
+    padded: time and memory are those of the sequences. The packing is that of FlashAttention's
+    ``flash_attn_varlen_func`` and of :func:`torch.nn.attention.varlen.varlen_attn`; causal rules and windows
+    are aligned to the upper left as everywhere in this package, see ``query_offset``.
+
+    Args:
+        query: (total_q, H, E), float64, float32, bfloat16 or float16, of any strides: ``qkv.unbind(1)`` of a
+            packed (total, 3, H, E) is not copied.
+        key: (total_k, Hk, E), same dtype; one kv head serves all query heads.
+        value: (total_k, Hk, Ev), same dtype; Ev may differ from E.
+        cu_seqlens_q: (B + 1,), int32 or int64, on the query's device: from 0 on, never decreasing, at most
+            total_q. Sequences may be empty. Rows beyond the last offset belong to no sequence.
+        cu_seqlens_k: (B + 1,), the same for key and value.
+        max_seqlen_q: length of the longest query sequence, or more.
+        max_seqlen_k: length of the longest key sequence, or more.
+        attn_mask: broadcastable to (B, H, max_seqlen_q, max_seqlen_k), of which sequence b takes the upper
+            left part of element b; or a list of B masks, each broadcastable to the (H, L, S) of its sequence,
+            which are copied into such a tensor. bool: True = attend. Any floating dtype: added to the scores,
+            -inf hides; gets a gradient if it requires one.
+        dropout_p: probability with which each weight is dropped, whenever it is not 0. For one seed,
+            sequence b drops what element b of a padded batch drops.
+        is_causal: query i of a sequence sees its keys ``j <= i + query_offset``.
+        scale: factor of the scores, ``1 / sqrt(E)`` by default.
+        enable_gqa: allows H query heads against Hk kv heads where Hk divides H.
+        window_size: (left, right), query i sees keys from ``i + query_offset - left`` to
+            ``i + query_offset + right``; -1 is unbounded.
+        softcap: replaces scores s by ``softcap * tanh(s / softcap)``, before masks; 0 is off.
+        alibi_slopes: (H,) or (B, H), adds ``-slope * |i + query_offset - j|`` to the scores; gets a gradient
+            if it requires one.
+        sinks: (H,) or (B, H), a logit per head that takes part in the softmax without a value; gets a
+            gradient if it requires one.
+        query_offset: position of each sequence's query 0 among its keys, an int for all or an int32 or int64
+            tensor (B,). ``cu_seqlens_k.diff() - cu_seqlens_q.diff()`` is the lower-right alignment that
+            FlashAttention's ``causal=True`` and windows have.
+        return_weights: also return the weights (B, H, max_seqlen_q, max_seqlen_k), after dropout, in the
+            query's dtype, 0 outside of the sequences. They are padded: for tests and pictures.
+        return_lse: also return the log-sum-exp of the scores (H, total_q), sinks included, float64 for
+            float64 inputs, else float32.
+
+    Returns:
+        out (total_q, H, Ev), or (out, weights), (out, lse), (out, weights, lse), differentiable as there. A
+        row that sees no key or belongs to no sequence has output 0, lse -inf and gradient 0.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed. Offsets are checked
+            before anything reads by them.
+        MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
+
+    On CUDA the check of offsets waits for the GPU once per tensor; it remembers those that it has seen and
+    whose values nobody has changed since. While a CUDA graph records, and in code of torch.compile, it does
+    not look: there the kernels limit what they read to the tensors. A second derivative and forward mode go
+    through :func:`selfattn_ext.reference.varlen_attention`, sequence by sequence, which a graph cannot
+    record.
+
+    After Dao (2023), "FlashAttention-2", whose packing it is.
+    """
+    masks = attn_mask if isinstance(attn_mask, (list, tuple)) else (attn_mask,)
+    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, *masks, alibi_slopes, sinks, query_offset)
+    if _is_overridden(*tensors) and (relevant := overrides.asked(*tensors)):
+        return overrides.call(
+            varlen_attention, relevant, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size=window_size,
+            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
+            return_weights=return_weights, return_lse=return_lse,
+        )  # fmt: skip
+    try:
+        options: dict[str, Any] = {
+            "cu_seqlens_q": checks_sequences.indices("cu_seqlens_q", cu_seqlens_q),
+            "cu_seqlens_k": checks_sequences.indices("cu_seqlens_k", cu_seqlens_k),
+            "max_seqlen_q": checks.integer("max_seqlen_q", max_seqlen_q, 0),
+            "max_seqlen_k": checks.integer("max_seqlen_k", max_seqlen_k, 0),
+        }
+        if query.is_cuda:
+            checks_sequences.look(
+                query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, query_offset
+            )
+        if isinstance(query_offset, Tensor) and query_offset.dim():
+            options["query_offsets"] = checks_sequences.indices("query_offset", query_offset)
+        elif query_offset is not arguments.ORIGIN:
+            options["query_offset"] = checks.integer("query_offset", query_offset)
+        if window_size is not _EVERYTHING:
+            arguments.add_window(options, window_size)
+        if softcap:
+            options["softcap"] = checks.softcap(softcap)
+        if kernel := backends.forced_kernel():
+            options["kernel_name"] = kernel
+        if isinstance(attn_mask, (list, tuple)):
+            longest = (options["max_seqlen_q"], options["max_seqlen_k"])
+            checks_sequences.mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, longest)
+            attn_mask = arguments.packed_masks(attn_mask, *longest)
+        elif checks.is_causal_bias(attn_mask):
+            raise TypeError("a CausalBias is for one length")
+
+        form, mask, slopes, sink_logits, factor = arguments.prepared(
+            _four_dimensional(query),
+            _four_dimensional(key),
+            _four_dimensional(value),
+            attn_mask,
+            is_causal,
+            scale,
+            enable_gqa,
+            alibi_slopes,
+            sinks,
+            options,
+            batch=cu_seqlens_q.shape[0] - 1,
+        )
+        seed = None
+        if dropout_p:
+            options["dropout_p"] = checks.probability("dropout_p", dropout_p)
+            seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+        attend = composed.attention if composed.wanted() else autograd.attention
+        out, weights, lse = attend(
+            (form.query, form.key, form.value, mask, slopes, sink_logits, seed),
+            factor,
+            options,
+            return_weights,
+            return_lse,
+        )
+    except MemoryError as error:
+        raise checks.out_of_memory(error, query) from None
+    except checks.REFUSALS:
+        problem = checks.diagnose(
+            checks_sequences.varlen,
+            query,
+            key,
+            value,
+            cu_seqlens_q,
+            cu_seqlens_k,
+            max_seqlen_q,
+            max_seqlen_k,
+            attn_mask,
+            dropout_p,
+            scale,
+            enable_gqa,
+            window_size=window_size,
+            softcap_=softcap,
+            alibi_slopes=alibi_slopes,
+            sinks=sinks,
+            query_offset=query_offset,
+        )
+        if problem is None:
+            raise
+        raise problem from None
+    out = out.squeeze(0).transpose(0, 1)
+    lse = None if lse is None else lse.squeeze(0)
+    if return_weights:
+        return (out, weights, lse) if return_lse else (out, weights)
+    return (out, lse) if return_lse else out
+
+
+def _four_dimensional(tensor: Tensor) -> Tensor:
+    """(total, H, E) as the operators take it, (1, H, total, E)."""
+    if tensor.dim() != 3:
+        raise ValueError("packed tensors have three dimensions")
+    return tensor.transpose(0, 1).unsqueeze(0)
