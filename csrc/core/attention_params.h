@@ -46,6 +46,8 @@ struct Sequences {
   // these.
   int64_t query_rows = 0;
   int64_t key_rows = 0;
+  // Elements with more queries are left to another kernel.
+  int64_t most_queries = INT64_MAX;
 
   SELFATTN_HOST_DEVICE bool any() const {
     return query_starts != nullptr || key_starts != nullptr || key_lengths != nullptr ||

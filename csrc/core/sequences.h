@@ -41,6 +41,17 @@ inline SELFATTN_HOST_DEVICE Piece keys_of(const AttentionParams& p, int64_t b) {
   return keys;
 }
 
+// How many scores a call computes, hidden ones among them.
+inline double count_of_scores(const AttentionParams& p) {
+  if (!p.sequences.any())
+    return static_cast<double>(p.batch * p.heads * p.queries) * static_cast<double>(p.keys);
+  double pairs = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    pairs += static_cast<double>(queries_of(p, b).count) * static_cast<double>(keys_of(p, b).count);
+  }
+  return pairs * static_cast<double>(p.heads);
+}
+
 // Element b of a tensor whose rows are those of the queries, or of the keys. A null pointer stays one.
 inline SELFATTN_HOST_DEVICE void* moved(void* data, int64_t elements, DType dtype) {
   return data == nullptr ? nullptr : static_cast<char*>(data) + elements * size_of(dtype);

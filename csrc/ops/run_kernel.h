@@ -3,6 +3,7 @@
 
 #include <stdexcept>
 
+#include "../core/sequences.h"
 #include "../cpu/parallel.h"
 #include "checks.h"
 
@@ -14,14 +15,17 @@ cpu::ThreadPool thread_pool();
 // As many of them as it is worth waking for so many scores.
 cpu::ThreadPool thread_pool(double scores);
 
+template <class Params>
+double count_of_scores(const Params& p) {
+  return static_cast<double>(p.batch * p.heads * p.queries) * static_cast<double>(p.keys);
+}
+
 // Calls kernel(params, results..., thread_pool(...)). Kernels allocate scratch only: bad_alloc has one
 // meaning.
 template <class Kernel, class Params, class... Results>
 void run_kernel(Kernel kernel, const Params& params, const Results&... results) {
-  const double scores =
-      static_cast<double>(params.batch * params.heads * params.queries) * static_cast<double>(params.keys);
   try {
-    kernel(params, results..., thread_pool(scores));
+    kernel(params, results..., thread_pool(count_of_scores(params)));
   } catch (const std::bad_alloc&) {
     throw AllocationFailure("not enough memory for the kernel's working space");
   } catch (const std::length_error&) {

@@ -29,12 +29,19 @@ int64_t chunk_count(const AttentionParams& p) {
   return p.keys == 0 ? 1 : (p.keys + chunk - 1) / chunk;
 }
 
-// dQ of 16-bit tensors is summed in float across chunks.
+// dQ of 16-bit tensors is summed in float across chunks. A whole number of cache lines.
 template <class P>
 size_t backward_workspace(const AttentionParams& p) {
   using T = Scalar<P>;
+  if (p.sequences.any()) {
+    size_t bytes = 0;
+    for (const int64_t b : elements_by_work(p, kFewestQueries<P>, kAnyQueries)) {
+      bytes += backward_workspace<P>(element_of(p, b));
+    }
+    return bytes;
+  }
   if (p.dtype == dtype_of<T>() || chunk_count<P>(p) == 1) return 0;
-  return static_cast<size_t>(p.batch * p.heads * p.queries * p.head_dim) * sizeof(T);
+  return static_cast<size_t>(Arena::bytes_for<T>(p.batch * p.heads * p.queries * p.head_dim));
 }
 
 template <class P>
@@ -325,8 +332,32 @@ class BackwardTask {
   }
 };
 
+// Each element as if it had come alone.
+template <class P>
+void backward_sequences(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
+  auto calls = element_calls(p, a, kFewestQueries<P>, kAnyQueries);
+  char* workspace = static_cast<char*>(a.workspace);
+  for (auto& call : calls) {
+    const size_t bytes = backward_workspace<P>(call.params);
+    call.results.workspace = bytes > 0 ? workspace : nullptr;
+    workspace += bytes;
+  }
+  if (MaskSum<P>::takes(a) && a.grad_mask.stride[0] == 0) {
+    // They add to the same numbers: one after the other, for their order to be the same each time.
+    for (const auto& call : calls) {
+      const BackwardTask<P> task(call.params, call.results);
+      for_each_item(pool, task.items(), task);
+    }
+    return;
+  }
+  const auto joint = joint_task<BackwardTask<P>>(calls);
+  for_each_item(pool, joint.items(), joint);
+  if (a.grad_mask.data != nullptr && !MaskSum<P>::takes(a)) mask_gradient<P>(p, a, calls, pool);
+}
+
 template <class P>
 void attention_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
+  if (p.sequences.any()) return backward_sequences<P>(p, a, pool);
   const BackwardTask<P> task(p, a);
   for_each_item(pool, task.items(), task);
   if (a.grad_mask.data != nullptr && !MaskSum<P>::takes(a)) mask_gradient<P>(p, a, pool);

@@ -202,4 +202,11 @@ void decode(const AttentionParams& p, const ForwardOutputs& outputs, const Threa
   for_each_item(pool, p.batch * p.heads, merge);
 }
 
+// The elements with few queries of a batch whose elements have their own.
+template <class T>
+void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
+  for (const auto& call : element_calls(p, outputs, 1, kThinQueries))
+    decode<T>(call.params, call.results, pool);
+}
+
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -15,10 +15,15 @@ struct ForwardTask {
   int64_t strips_per_item;
   int64_t items_per_head;
 
-  ForwardTask(const AttentionParams& params, const ForwardOutputs& out, int threads)
+  // All strips that the call has.
+  static int64_t strips(const AttentionParams& p) {
+    return p.batch * p.heads * ((p.queries + kLanes<P> - 1) / kLanes<P>);
+  }
+
+  ForwardTask(const AttentionParams& params, const ForwardOutputs& out, int64_t all_strips, int threads)
       : p(params), outputs(out) {
     const int64_t in_head = (p.queries + kLanes<P> - 1) / kLanes<P>;
-    strips_per_item = strips_for(p.batch * p.heads * in_head, threads);
+    strips_per_item = strips_for(all_strips, threads);
     if (strips_per_item > in_head) strips_per_item = in_head;
     const int64_t queries = strips_per_item * kLanes<P>;
     items_per_head = (p.queries + queries - 1) / queries;
@@ -43,9 +48,10 @@ struct ForwardTask {
     ForwardScratch<P> block;
     ForwardStrip<P> strips[kMostStrips];
 
-    explicit Scratch(const ForwardTask& task)
-        : arena(ForwardScratch<P>::bytes(task.p) + task.strips_per_item * ForwardStrip<P>::bytes(task.p)),
-          block(task.p, arena) {
+    static int64_t bytes(const ForwardTask& task) {
+      return ForwardScratch<P>::bytes(task.p) + task.strips_per_item * ForwardStrip<P>::bytes(task.p);
+    }
+    explicit Scratch(const ForwardTask& task) : arena(bytes(task)), block(task.p, arena) {
       for (int64_t i = 0; i < task.strips_per_item; ++i) strips[i].allocate(task.p, arena);
     }
   };
@@ -96,12 +102,24 @@ struct ForwardTask {
   }
 };
 
+// Each element as if it had come alone, those with few queries by decoding.
+template <class P>
+void forward_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
+  if constexpr (kPlain<P>) decode_sequences<P>(p, outputs, pool);
+  const auto calls = element_calls(p, outputs, kThinQueries + 1, kAnyQueries);
+  int64_t strips = 0;
+  for (const auto& call : calls) strips += ForwardTask<P>::strips(call.params);
+  const auto joint = joint_task<ForwardTask<P>>(calls, strips, pool.threads);
+  for_each_item(pool, joint.items(), joint);
+}
+
 template <class P>
 void attention_forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
+  if (p.sequences.any()) return forward_sequences<P>(p, outputs, pool);
   if constexpr (kPlain<P>) {
     if (p.queries <= kThinQueries) return decode<P>(p, outputs, pool);
   }
-  const ForwardTask<P> task(p, outputs, pool.threads);
+  const ForwardTask<P> task(p, outputs, ForwardTask<P>::strips(p), pool.threads);
   for_each_item(pool, task.items(), task);
 }
 

@@ -48,7 +48,9 @@ constexpr Kernel fused_kernel(const char* isa, const char* description) {
           fused_scores,
           fused_scores_backward,
           fused_masked_softmax,
-          fused_masked_softmax_backward};
+          fused_masked_softmax_backward,
+          nullptr,
+          true};
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -14,14 +14,19 @@ template <class P>
 struct MaskGradientTask {
   using T = Scalar<P>;
 
+  using Calls = std::vector<ElementCall<BackwardArguments>>;
+
   const AttentionParams& p;
   const BackwardArguments& a;
+  const Calls* elements;  // nullable; the calls of batch elements that share their mask, instead of the batch
   int64_t batches, heads, strips,
       ranges;  // pieces of the result along each dimension; 1 where it is summed over
 
-  MaskGradientTask(const AttentionParams& params, const BackwardArguments& arguments)
+  MaskGradientTask(const AttentionParams& params, const BackwardArguments& arguments,
+                   const Calls* calls = nullptr)
       : p(params),
         a(arguments),
+        elements(calls),
         batches(kept(0) ? p.batch : 1),
         heads(kept(1) ? p.heads : 1),
         strips(kept(2) ? (p.queries + kLanes<P> - 1) / kLanes<P> : 1),
@@ -42,7 +47,8 @@ struct MaskGradientTask {
              Arena::bytes_for<T>(kMaskGradientKeys * kLanes<P>) + Arena::bytes_for<T>(kLanes<P>) +
              RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + RowOperand<P>::bytes(p, kKeyBlock, p.value_dim);
     }
-    explicit Scratch(const MaskGradientTask& task) : arena(bytes(task.p)), block(task.p, arena) {
+    static int64_t bytes(const MaskGradientTask& task) { return bytes(task.p); }
+    explicit Scratch(const MaskGradientTask& task) : arena(bytes(task)), block(task.p, arena) {
       strip.allocate(task.p, arena);
       sum = arena.take<T>(kMaskGradientKeys * kLanes<P>);
       keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
@@ -70,19 +76,35 @@ struct MaskGradientTask {
     const Span head_span = span(kept(1), item % heads, 1, p.heads);
     const Span batch_span = span(kept(0), item / heads, 1, p.batch);
     memset(s.sum, 0, static_cast<size_t>(kMaskGradientKeys * kLanes<P>) * sizeof(T));
-    for (int64_t batch = batch_span.first; batch < batch_span.end; ++batch) {
-      for (int64_t head = head_span.first; head < head_span.end; ++head) {
-        for (int64_t first = queries.first; first < queries.end; first += kLanes<P>) {
-          const int64_t count = queries.end - first < kLanes<P> ? queries.end - first : kLanes<P>;
-          add_strip(s, batch, head, first, count, keys);
-        }
+    if (elements != nullptr) {
+      for (const auto& element : *elements) {
+        add_batch(s, element.params, element.results, 0, head_span, queries, keys);
+      }
+    } else {
+      for (int64_t batch = batch_span.first; batch < batch_span.end; ++batch) {
+        add_batch(s, p, a, batch, head_span, queries, keys);
       }
     }
     store(s, batch_span.first, head_span.first, queries, keys);
   }
 
-  void add_strip(Scratch& s, int64_t batch, int64_t head, int64_t first, int64_t count, Span keys) const {
+  // What falls on the piece of one element of the batch, which may be shorter than others.
+  static void add_batch(Scratch& s, const AttentionParams& p, const BackwardArguments& a, int64_t batch,
+                        Span heads, Span queries, Span keys) {
+    if (queries.end > p.queries) queries.end = p.queries;
+    if (keys.end > p.keys) keys.end = p.keys;
+    for (int64_t head = heads.first; head < heads.end; ++head) {
+      for (int64_t first = queries.first; first < queries.end; first += kLanes<P>) {
+        const int64_t count = queries.end - first < kLanes<P> ? queries.end - first : kLanes<P>;
+        add_strip(s, p, a, batch, head, first, count, keys);
+      }
+    }
+  }
+
+  static void add_strip(Scratch& s, const AttentionParams& p, const BackwardArguments& a, int64_t batch,
+                        int64_t head, int64_t first, int64_t count, Span keys) {
     using S = Simd<T>;
+    const bool every_key = a.grad_mask.stride[3] != 0;
     s.strip.begin_gradient(p, a, batch, head, first, count);
     for (int64_t key = keys.first; key < keys.end; key += kKeyBlock) {
       const int64_t block = keys.end - key < kKeyBlock ? keys.end - key : kKeyBlock;
@@ -99,7 +121,7 @@ struct MaskGradientTask {
           grads[j * kLanes<P> + lane] = T(0);
       }
       for (int64_t j = 0; j < block; ++j) {
-        T* sum = s.sum + (kept(3) ? (key - keys.first + j) * kLanes<P> : 0);
+        T* sum = s.sum + (every_key ? (key - keys.first + j) * kLanes<P> : 0);
         for (int64_t lane = 0; lane < s.strip.vecs * S::kWidth; lane += S::kWidth) {
           S::store(sum + lane, S::add(S::load(sum + lane), S::load(grads + j * kLanes<P> + lane)));
         }
@@ -111,8 +133,18 @@ struct MaskGradientTask {
     const View& g = a.grad_mask;
     const int64_t rows = kept(3) ? keys.end - keys.first : 1;
     const int64_t key_at = kept(3) ? keys.first * g.stride[3] : 0;
+    const auto at = [&](int64_t query, int64_t j) {
+      return g.offset(batch, head, query) + key_at + j * g.stride[3];
+    };
+    // Elements with more queries have been another kernel's, which has stored their sum.
+    const bool adds = elements != nullptr && p.sequences.most_queries != kAnyQueries;
+    for (int64_t j = 0; adds && j < rows; ++j) {
+      for (int64_t query = queries.first; query < (kept(2) ? queries.end : 1); ++query) {
+        s.sum[j * kLanes<P> + query - queries.first] += load_element<T>(g.data, g.dtype, at(query, j));
+      }
+    }
     if (kept(2) && kept(3)) {
-      void* to = element(g.data, g.dtype, g.offset(batch, head, queries.first) + key_at);
+      void* to = element(g.data, g.dtype, at(queries.first, 0));
       store_transposed<T>(to, g.dtype, g.stride[2], queries.end - queries.first, rows, s.sum, kLanes<P>,
                           s.ones);
       return;
@@ -121,12 +153,12 @@ struct MaskGradientTask {
       const T* sum = s.sum + j * kLanes<P>;
       if (kept(2)) {
         for (int64_t query = queries.first; query < queries.end; ++query) {
-          store_element<T>(g.data, g.dtype, g.offset(batch, head, query), sum[query - queries.first]);
+          store_element<T>(g.data, g.dtype, at(query, 0), sum[query - queries.first]);
         }
       } else {
         T total = 0;
         for (int64_t lane = 0; lane < kLanes<P>; ++lane) total += sum[lane];
-        store_element<T>(g.data, g.dtype, g.offset(batch, head, 0) + key_at + j * g.stride[3], total);
+        store_element<T>(g.data, g.dtype, at(0, j), total);
       }
     }
   }
@@ -136,6 +168,19 @@ template <class P>
 void mask_gradient(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   const MaskGradientTask<P> task(p, a);
   for_each_item(pool, task.items(), task);
+}
+
+// The same for a batch whose elements have their own lengths, of which `calls` are.
+template <class P>
+void mask_gradient(const AttentionParams& p, const BackwardArguments& a,
+                   const std::vector<ElementCall<BackwardArguments>>& calls, const ThreadPool& pool) {
+  if (calls.empty()) return;
+  if (a.grad_mask.stride[0] == 0) {
+    const MaskGradientTask<P> task(p, a, &calls);
+    return for_each_item(pool, task.items(), task);
+  }
+  const auto joint = joint_task<MaskGradientTask<P>>(calls);
+  for_each_item(pool, joint.items(), joint);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -26,17 +26,34 @@ inline bool takes_pairs(const AttentionParams& p) {
          p.queries > kThinQueries && p.head_dim >= kLeastHeadDim && p.scale > 0.0;
 }
 
+// Of a batch whose elements have their own numbers of queries, what this kernel leaves over: those with few.
+inline AttentionParams left_over(const AttentionParams& p) {
+  AttentionParams few = p;
+  few.sequences.most_queries = kThinQueries;
+  return few;
+}
+
 inline void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
-  takes_pairs(p) ? attention_forward<Pairs>(p, o, pool) : kFusedAvx512.forward(p, o, pool);
+  if (!takes_pairs(p)) return kFusedAvx512.forward(p, o, pool);
+  attention_forward<Pairs>(p, o, pool);
+  if (p.sequences.any()) kFusedAvx512.forward(left_over(p), o, pool);
 }
 inline void pair_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
-  takes_pairs(p) ? attention_weights<Pairs>(p, o, pool) : kFusedAvx512.weights(p, o, pool);
+  if (!takes_pairs(p)) return kFusedAvx512.weights(p, o, pool);
+  attention_weights<Pairs>(p, o, pool);
+  if (p.sequences.any()) kFusedAvx512.weights(left_over(p), o, pool);
 }
+// One kernel after the other, each with the whole of it.
 inline size_t pair_backward_workspace(const AttentionParams& p) {
-  return takes_pairs(p) ? backward_workspace<Pairs>(p) : kFusedAvx512.backward_workspace(p);
+  if (!takes_pairs(p)) return kFusedAvx512.backward_workspace(p);
+  size_t bytes = backward_workspace<Pairs>(p);
+  if (p.sequences.any()) bytes = std::max(bytes, kFusedAvx512.backward_workspace(left_over(p)));
+  return bytes;
 }
 inline void pair_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  takes_pairs(p) ? attention_backward<Pairs>(p, a, pool) : kFusedAvx512.backward(p, a, pool);
+  if (!takes_pairs(p)) return kFusedAvx512.backward(p, a, pool);
+  attention_backward<Pairs>(p, a, pool);
+  if (p.sequences.any()) kFusedAvx512.backward(left_over(p), a, pool);
 }
 inline void pair_scores(const ScoresParams& p, const ThreadPool& pool) { kFusedAvx512.scores(p, pool); }
 inline void pair_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
@@ -66,7 +83,8 @@ constexpr Kernel pair_kernel(const char* isa, const char* description) {
           pair_scores_backward,
           pair_masked_softmax,
           pair_masked_softmax_backward,
-          pair_hands_on_to};
+          pair_hands_on_to,
+          true};
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

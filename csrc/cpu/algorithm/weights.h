@@ -32,7 +32,8 @@ struct WeightsTask {
              RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + Arena::bytes_for<T>(kKeyBlock * kLanes<P>) +
              3 * Arena::bytes_for<T>(kLanes<P>);
     }
-    explicit Scratch(const WeightsTask& task) : arena(bytes(task.p)), block(arena, false) {
+    static int64_t bytes(const WeightsTask& task) { return bytes(task.p); }
+    explicit Scratch(const WeightsTask& task) : arena(bytes(task)), block(arena, false) {
       strip.allocate(task.p, arena);
       keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
       scores = arena.take<T>(kKeyBlock * kLanes<P>);
@@ -81,6 +82,11 @@ struct WeightsTask {
 
 template <class P>
 void attention_weights(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool& pool) {
+  if (p.sequences.any()) {
+    const auto calls = element_calls(p, outputs, kFewestQueries<P>, kAnyQueries);
+    const auto joint = joint_task<WeightsTask<P>>(calls);
+    return for_each_item(pool, joint.items(), joint);
+  }
   const WeightsTask<P> task(p, outputs);
   for_each_item(pool, task.items(), task);
 }

@@ -17,6 +17,7 @@
 #include "../../core/dtype.h"
 #include "../../core/philox.h"
 #include "../../core/visible_range.h"
+#include "../joint_task.h"
 #include "../kernel_table.h"
 #include "../parallel.h"
 
