@@ -138,7 +138,7 @@ def test_pytest_does_not_collect_the_folder_of_clients(pytestconfig: pytest.Conf
 
 @pytest.mark.xdist_group("grouped")
 def test_pytest_keeps_groups_of_tests_in_one_process(request: pytest.FixtureRequest) -> None:
-    # Versions that do not fit together ignore the marks and say nothing: every process then computes what a group
-    # shares. pytest-xdist tells the process that hands out the tests by their names.
+    # Versions that do not fit together ignore the marks and say nothing: every process then computes what a
+    # group shares. pytest-xdist hands out tests by their names.
     if request.config.getoption("loadgroup", False):
         assert request.node.nodeid.endswith("@grouped")
