@@ -5,6 +5,7 @@
 #include <memory>
 #include <new>
 
+#include "core/sequences.h"
 #include "cpu/kernel_table.h"
 #include "cuda/cuda_kernel_table.h"
 #include "cuda/rows/rows.h"
@@ -40,7 +41,7 @@ const cuda::Kernel& by_name(const char* name) {
 }
 
 // What the operators do on CUDA with the rows' gradients of slopes and sinks. On the CPU they add rows up by
-// themselves: what they find here are the sums, and zeros.
+// themselves: what they find here are the sums, each in one row of its batch and head, and zeros.
 void add_up_rows(const AttentionParams& p, const HeadScalars& coefficient, void* rows) {
   if (rows == nullptr) return;
   const bool shared_by_batch = coefficient.batch_stride == 0;
@@ -48,10 +49,19 @@ void add_up_rows(const AttentionParams& p, const HeadScalars& coefficient, void*
   const size_t heads = static_cast<size_t>((shared_by_batch ? 1 : p.batch) * p.heads);
   const Workspace sums(heads * size);
   cuda::rows::sum_of_rows(p, rows, sums.memory.get(), shared_by_batch, {});
-  const size_t row = static_cast<size_t>(p.queries) * size;
-  std::memset(rows, 0, static_cast<size_t>(p.batch * p.heads) * row);
-  for (size_t n = 0; n < heads; ++n) {
-    std::memcpy(static_cast<char*>(rows) + n * row, static_cast<char*>(sums.memory.get()) + n * size, size);
+  for (int64_t head = 0; head < p.heads; ++head) {
+    bool placed = false;
+    for (int64_t batch = 0; batch < p.batch; ++batch) {
+      const auto queries = static_cast<size_t>(queries_of(p, batch).count);
+      if (queries == 0) continue;
+      const int64_t first = first_row_of(p, batch) + p.row(0, head, 0);
+      char* const row = static_cast<char*>(rows) + static_cast<size_t>(first) * size;
+      std::memset(row, 0, queries * size);
+      if (shared_by_batch && placed) continue;
+      const auto sum = static_cast<size_t>((shared_by_batch ? 0 : batch) * p.heads + head);
+      std::memcpy(row, static_cast<char*>(sums.memory.get()) + sum * size, size);
+      placed = true;
+    }
   }
 }
 
@@ -104,7 +114,9 @@ struct Emulated {
             &run<&cuda::Kernel::scores>,
             &run<&cuda::Kernel::scores_backward>,
             &run<&cuda::Kernel::masked_softmax>,
-            &run<&cuda::Kernel::masked_softmax_backward>};
+            &run<&cuda::Kernel::masked_softmax_backward>,
+            nullptr,
+            true};
   }
 };
 

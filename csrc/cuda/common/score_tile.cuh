@@ -7,22 +7,24 @@
 
 #include "../../core/attention_params.h"
 #include "elementary.cuh"
+#include "sequence.cuh"
 
 namespace selfattn::cuda {
 
-// The scores of one head from query `first_query` on. T is the accumulation type.
+// The scores of one head of a sequence from query `first_query` on. T is the accumulation type.
 template <class T>
 class ScoreTile {
  public:
   // Keeps a reference to the parameters, which lie where reading them costs no registers.
-  __device__ __forceinline__ ScoreTile(const AttentionParams& params, int64_t batch, int64_t head,
+  __device__ __forceinline__ ScoreTile(const AttentionParams& params, const Sequence& sequence, int64_t head,
                                        int64_t first_query)
       : p(params),
         scale_(static_cast<T>(p.scale)),
-        slope_(p.alibi_slopes.data != nullptr ? head_scalar(p.alibi_slopes, batch, head) : T(0)),
-        row_of_mask_(p.mask.offset(batch, head, first_query)),
-        position_(first_query + p.query_offset),
-        rows_(clamp(p.queries - first_query)) {
+        slope_(p.alibi_slopes.data != nullptr ? head_scalar(p.alibi_slopes, sequence.batch, head) : T(0)),
+        row_of_mask_(p.mask.offset(sequence.batch, head, first_query)),
+        position_(first_query + sequence.query_offset),
+        keys_(sequence.keys),
+        rows_(clamp(sequence.queries - first_query)) {
     move_to(0);
   }
 
@@ -34,13 +36,13 @@ class ScoreTile {
   // Column 0 becomes `first_key`.
   __device__ __forceinline__ void move_to(int64_t first_key) {
     corner_ = position_ - first_key;
-    columns_ = clamp(p.keys - first_key);
+    columns_ = clamp(keys_ - first_key);
     window_begin_ = p.window_left >= 0 ? clamp(corner_ - p.window_left) : -kFar;
     window_end_ = p.window_right >= 0 ? clamp(corner_ + p.window_right) : kFar;
     mask_at_ = row_of_mask_ + first_key * p.mask.stride[3];
   }
 
-  // Rows and columns of the tile that lie in the tensors.
+  // Rows and columns of the tile that lie in the sequence.
   __device__ __forceinline__ int rows() const { return rows_; }
   __device__ __forceinline__ int columns() const { return columns_; }
 
@@ -57,7 +59,7 @@ class ScoreTile {
 
   __device__ __forceinline__ bool has_mask() const { return p.mask.data != nullptr; }
 
-  // By position alone; false outside of the tensors.
+  // By position alone; false outside of the sequence.
   __device__ __forceinline__ bool window_shows(int row, int column) const {
     return row < rows_ && column < columns_ && column - row >= window_begin_ && column - row <= window_end_;
   }
@@ -97,7 +99,7 @@ class ScoreTile {
     return T(1) - t * t;
   }
 
-  // The final score of any element: -inf where it is hidden by whatever rule, or outside of the tensors.
+  // The final score of any element: -inf where it is hidden by whatever rule, or outside of the sequence.
   __device__ __forceinline__ T score(int row, int column, T dot) const {
     return window_shows(row, column) ? score_in_window(row, column, dot) : -infinity<T>();
   }
@@ -122,6 +124,7 @@ class ScoreTile {
   const T scale_, slope_;
   const int64_t row_of_mask_;  // the mask's element for row 0 and key 0
   const int64_t position_;     // of row 0 among the keys
+  const int64_t keys_;
   const int rows_;
 
   // Of the current first key.

@@ -36,8 +36,12 @@ __device__ __forceinline__ GradientPlan<kDType, Side::kQuery> plan_of_queries(co
                                                                               int64_t tile) {
   using Plan = GradientPlan<kDType, Side::kQuery>;
   const HeadTile at(tile, p.heads, p.queries, Plan::kQueries);
-  const int rows = smaller(p.queries - at.first_row, Plan::kQueries);
-  const KeyRange visible = visible_keys(p, at.first_row, at.first_row + rows - 1);
+  const Sequence sequence = sequence_of(p, at.batch);
+  KeyRange visible{0, 0};
+  if (at.first_row < sequence.queries) {
+    const int rows = smaller(sequence.queries - at.first_row, Plan::kQueries);
+    visible = visible_keys(positions_of(p, sequence), at.first_row, at.first_row + rows - 1);
+  }
   return Plan(p, a, Span::only(at.batch), Span::only(at.head), Span::only(at.first_row),
               Span::covering(visible.begin, visible.end, Plan::kKeys));
 }
@@ -50,8 +54,12 @@ __device__ __forceinline__ GradientPlan<kDType, Side::kKey> plan_of_keys(const A
   using Plan = GradientPlan<kDType, Side::kKey>;
   const HeadTile at(tile, p.kv_heads, p.keys, Plan::kKeys);
   const int64_t first_key = (divide_up(p.keys, Plan::kKeys) - 1) * Plan::kKeys - at.first_row;
-  const int rows = smaller(p.keys - first_key, Plan::kKeys);
-  const QueryRange seeing = visible_queries(p, first_key, first_key + rows - 1);
+  const Sequence sequence = sequence_of(p, at.batch);
+  QueryRange seeing{0, 0};
+  if (first_key < sequence.keys) {
+    const int rows = smaller(sequence.keys - first_key, Plan::kKeys);
+    seeing = visible_queries(positions_of(p, sequence), first_key, first_key + rows - 1);
+  }
   const int64_t group = p.heads / p.kv_heads;
   return Plan(p, a, Span::only(at.batch), {at.head * group, (at.head + 1) * group},
               Span::covering(seeing.begin, seeing.end, Plan::kQueries), Span::only(first_key));
@@ -71,8 +79,11 @@ __device__ __forceinline__ void store_panel(const AttentionParams& p, const Back
   }
   const View& view = !kRowsAreKeys<kSide> ? a.grad_query : panel.of_values ? a.grad_value : a.grad_key;
   const Span& rows = kRowsAreKeys<kSide> ? plan.keys : plan.queries;
-  store_fragment<kDType, T>(RowTarget<kDType>(view, nullptr, plan.batches.first, head), rows.first,
-                            kRowsAreKeys<kSide> ? p.keys : p.queries, panel.first_column, panel.columns, out);
+  const Sequence& s = plan.sequence;
+  const RowTarget<kDType> target(view, nullptr, kRowsAreKeys<kSide> ? s.key_batch : s.query_batch, head,
+                                 kRowsAreKeys<kSide> ? s.first_key : s.first_query);
+  store_fragment<kDType, T>(target, rows.first, kRowsAreKeys<kSide> ? s.keys : s.queries, panel.first_column,
+                            panel.columns, out);
 }
 
 template <DType kDType, Side kSide>
@@ -100,7 +111,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
 
-  const int64_t rows_left = kRowsAreKeys<kSide> ? p.keys - plan.keys.first : p.queries - plan.queries.first;
+  // The block's batch is one: so is the sequence, wherever the walk has got to.
+  const Sequence& sequence = plan.sequence;
+  const int64_t rows_left =
+      kRowsAreKeys<kSide> ? sequence.keys - plan.keys.first : sequence.queries - plan.queries.first;
+  if (rows_left <= 0) return;  // a longer sequence has them
   const bool has_rows = warp_has_rows<T>(smaller(rows_left, kRows<T>));
   const bool needs_score_grads = !GradientPanel<kSide>(p, plan.first_panel).of_values;
   Fragment<T> out[kOutputPanels];
@@ -115,8 +130,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       if (!panel.exists()) continue;
       if constexpr (kRowsAreKeys<kSide>) {
         add_weighted<kDType>(panel.of_values ? shared.weights : shared.score_grads, shared.columns,
-                             panel.of_values ? plan.grad_rows : plan.query_rows, plan.first_query, p.queries,
-                             panel.first_column, panel.columns, has_rows, out[n]);
+                             panel.of_values ? plan.grad_rows : plan.query_rows, plan.first_query,
+                             sequence.queries, panel.first_column, panel.columns, has_rows, out[n]);
       } else {
         add_weighted<kDType>(shared.score_grads, shared.columns, plan.key_rows, plan.first_key, plan.keys.end,
                              panel.first_column, panel.columns, has_rows, out[n]);
@@ -131,7 +146,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (panel.exists()) store_panel<kDType, kSide, T>(p, a, plan, panel, head, out[n]);
   }
   if (sums_slopes && plan.first_panel == 0 && thread_column() == 0) {
-    const int64_t first = (plan.batches.first * p.heads + head) * p.queries + plan.queries.first;
+    const int64_t first = first_statistic_of(p, sequence, head) + plan.queries.first;
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
       const int row = fragment_row<T>(r);

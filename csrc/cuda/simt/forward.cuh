@@ -5,6 +5,7 @@
 #include "../../core/visible_range.h"
 #include "../common/grid.cuh"
 #include "../common/row_state.cuh"
+#include "key_rows.cuh"
 #include "scores.cuh"
 #include "store.cuh"
 
@@ -15,10 +16,12 @@ namespace selfattn::cuda::simt {
 template <DType kDType>
 struct ForwardPlan {
   HeadTile at;
+  Sequence sequence;
   int64_t first_column;  // of the values
-  int rows;              // of the queries, at most kRows
+  int rows;              // of the queries, at most kRows; 0 behind the sequence's last
   KeyRange visible;
-  RowSource<kDType> queries, keys, values;
+  RowSource<kDType> queries;
+  KeyRows<kDType> keys, values;
 
   static __host__ __device__ __forceinline__ int64_t value_parts(const AttentionParams& p) {
     return p.value_dim > 0 ? divide_up(p.value_dim, kOutputColumns) : 1;
@@ -26,12 +29,13 @@ struct ForwardPlan {
 
   __device__ __forceinline__ ForwardPlan(const AttentionParams& p, int64_t block)
       : at(block / value_parts(p), p.heads, p.queries, kTileRows),
+        sequence(sequence_of(p, at.batch)),
         first_column(block % value_parts(p) * kOutputColumns),
-        rows(smaller(p.queries - at.first_row, kTileRows)),
-        visible(visible_keys(p, at.first_row, at.first_row + rows - 1)),
-        queries(p.query, at.batch, at.head),
-        keys(p.key, at.batch, p.kv_head(at.head)),
-        values(p.value, at.batch, p.kv_head(at.head)) {}
+        rows(at.first_row < sequence.queries ? smaller(sequence.queries - at.first_row, kTileRows) : 0),
+        visible(visible_keys(positions_of(p, sequence), at.first_row, at.first_row + rows - 1)),
+        queries(p.query, sequence.query_batch, at.head, sequence.first_query),
+        keys(p.key, p.pages, sequence, p.kv_head(at.head)),
+        values(p.value, p.pages, sequence, p.kv_head(at.head)) {}
 
  private:
   static constexpr int kTileRows = kRows<typename Element<kDType>::Accumulation>;
@@ -43,7 +47,7 @@ template <DType kDType>
 struct ForwardShared {
   using T = typename Element<kDType>::Accumulation;
   static constexpr int kResidentDims = 64;
-  static constexpr int kPlanBytes = 256;
+  static constexpr int kPlanBytes = 384;
   static_assert(sizeof(ForwardPlan<kDType>) <= kPlanBytes, "panels begin where the plan has ended");
 
   ForwardPlan<kDType>* plan;
@@ -111,6 +115,8 @@ __global__ void __launch_bounds__(kThreads, 2)
   ForwardPlan<kDType>& plan = *shared.plan;
   if (threadIdx.x == 0) plan = ForwardPlan<kDType>(p, first_block + blockIdx.x);
   __syncthreads();
+  if (plan.rows == 0) return;
+  const Sequence& sequence = plan.sequence;
   const bool has_rows = warp_has_rows<T>(plan.rows);
 
   Fragment<T> out[kOutputPanels];
@@ -118,7 +124,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   for (int n = 0; n < kOutputPanels; ++n) clear<T>(out[n]);
   RowState<T> state[kRowsPerThread<T>];
   if (p.sinks.data != nullptr) {
-    const T sink = ScoreTile<T>::head_scalar(p.sinks, plan.at.batch, plan.at.head);
+    const T sink = ScoreTile<T>::head_scalar(p.sinks, sequence.batch, plan.at.head);
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
       state[r] = RowState<T>::of_sink(sink);
@@ -129,7 +135,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool resident = ForwardShared<kDType>::resident(p.head_dim);
   bool queries_missing = true;
   for (int64_t key = plan.visible.begin / kColumns * kColumns; key < plan.visible.end; key += kColumns) {
-    ScoreTile<T> tile(p, plan.at.batch, plan.at.head, plan.at.first_row);
+    ScoreTile<T> tile(p, sequence, plan.at.head, plan.at.first_row);
     tile.move_to(key);
     if (tile.has_mask() && !__syncthreads_or(has_rows && sees_any(tile))) continue;
 
@@ -139,10 +145,10 @@ __global__ void __launch_bounds__(kThreads, 2)
       T* const query_panel = shared.queries + (resident ? dim / kDepth<T> * kRowPanel<T> : 0);
       __syncthreads();  // everyone has finished with the panels
       if (queries_missing || !resident) {
-        load_transposed<kDType, kRows<T>>(query_panel, plan.queries, plan.at.first_row, p.queries, dim,
+        load_transposed<kDType, kRows<T>>(query_panel, plan.queries, plan.at.first_row, sequence.queries, dim,
                                           p.head_dim);
       }
-      load_transposed<kDType, kColumns>(shared.columns, plan.keys, key, p.keys, dim, p.head_dim);
+      load_transposed<kDType, kColumns>(shared.columns, plan.keys, key, sequence.keys, dim, p.head_dim);
       __syncthreads();
       if (has_rows) multiply<T>(query_panel, shared.columns, smaller(p.head_dim - dim, kDepth<T>), s);
     }
@@ -152,7 +158,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     weigh<T>(s, state, out);
     put_fragment<T>(shared.weights, s);
     if (p.dropout.enabled) {
-      drop(DropoutPattern<T>(p.dropout, plan.at.batch, plan.at.head), plan.at.first_row, key, shared.weights);
+      drop(DropoutPattern<T>(p.dropout, sequence.batch, plan.at.head), plan.at.first_row, key,
+           shared.weights);
     }
     __syncwarp();  // the half-warp that shares rows reads their weights, and nobody else does
 
@@ -170,12 +177,13 @@ __global__ void __launch_bounds__(kThreads, 2)
     state[r].sum = sum_of_row(state[r].sum);
     const int row = fragment_row<T>(r);
     if (plan.first_column == 0 && thread_column() == 0 && row < plan.rows) {
-      const int64_t index = (plan.at.batch * p.heads + plan.at.head) * p.queries + plan.at.first_row + row;
+      const int64_t index = first_statistic_of(p, sequence, plan.at.head) + plan.at.first_row + row;
       static_cast<T*>(outputs.row_max)[index] = state[r].max;
       static_cast<T*>(outputs.row_sum)[index] = state[r].sum;
     }
   }
-  const RowTarget<kDType> target(outputs.out, outputs.out_residual, plan.at.batch, plan.at.head);
+  const RowTarget<kDType> target(outputs.out, outputs.out_residual, sequence.query_batch, plan.at.head,
+                                 sequence.first_query);
 #pragma unroll
   for (int n = 0; n < kOutputPanels; ++n) {
 #pragma unroll
@@ -184,7 +192,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int c = 0; c < kColumnsPerThread; ++c) out[n][r][c] = normalised(out[n][r][c], inverse);
     }
-    store_fragment<kDType, T>(target, plan.at.first_row, p.queries, plan.first_column + n * kColumns,
+    store_fragment<kDType, T>(target, plan.at.first_row, sequence.queries, plan.first_column + n * kColumns,
                               p.value_dim, out[n]);
   }
 }

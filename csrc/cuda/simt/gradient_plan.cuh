@@ -7,6 +7,7 @@
 
 #include "../../core/visible_range.h"
 #include "../common/grid.cuh"
+#include "../common/sequence.cuh"
 #include "load.cuh"
 
 namespace selfattn::cuda::simt {
@@ -44,8 +45,9 @@ struct GradientPlan {
   static constexpr int kQueries = kTileQueries<T, kSide>, kKeys = kTileKeys<T, kSide>;
 
   Span batches, heads, queries, keys;
+  Sequence sequence;                                              // of this tile's batch
   int64_t left;                                                   // tiles, with this one
-  int64_t batch, head, first_query, first_key;                    // of this tile
+  int64_t head, first_query, first_key;                           // of this tile
   int first_panel;                                                // of the block's results; see GradientPanel
   RowSource<kDType> query_rows, grad_rows, key_rows, value_rows;  // of this batch and head
 
@@ -55,16 +57,16 @@ struct GradientPlan {
         heads(of_heads),
         queries(of_queries),
         keys(of_keys),
+        sequence(sequence_of(p, batches.first)),
         left(batches.count(1) * heads.count(1) * queries.count(kQueries) * keys.count(kKeys)),
-        batch(batches.first),
         head(heads.first),
         first_query(queries.first),
         first_key(keys.first),
         first_panel(0),
-        query_rows(p.query, batch, head),
-        grad_rows(a.grad_out, batch, head),
-        key_rows(p.key, batch, p.kv_head(head)),
-        value_rows(p.value, batch, p.kv_head(head)) {}
+        query_rows(p.query, sequence.query_batch, head, sequence.first_query),
+        grad_rows(a.grad_out, sequence.query_batch, head, sequence.first_query),
+        key_rows(p.key, sequence.key_batch, p.kv_head(head), sequence.first_key),
+        value_rows(p.value, sequence.key_batch, p.kv_head(head), sequence.first_key) {}
 
   __device__ __forceinline__ bool done() const { return left <= 0; }
 
@@ -77,11 +79,12 @@ struct GradientPlan {
     first_query += kQueries;
     if (first_query < queries.end) return;
     first_query = queries.first;
+    int64_t batch = sequence.batch;
     if (++head == heads.end) {
       head = heads.first;
       ++batch;
     }
-    if (left > 0) find_rows(p, a);
+    if (left > 0) find_rows(p, a, batch);
   }
 
   // Skips `tiles` of the walk.
@@ -93,24 +96,26 @@ struct GradientPlan {
     first_query = queries.first + tiles % of_query * kQueries;
     tiles /= of_query;
     head = heads.first + tiles % of_head;
-    batch = batches.first + tiles / of_head;
-    if (left > 0) find_rows(p, a);
+    if (left > 0) find_rows(p, a, batches.first + tiles / of_head);
   }
 
-  // Whether any of the tile's queries sees any of its keys by position.
+  // Whether any of the tile's queries sees any of its keys by position. The sequence may end before the tile.
   __device__ __forceinline__ bool in_window(const AttentionParams& p) const {
-    const int64_t last = first_query + smaller(p.queries - first_query, kQueries) - 1;
-    const KeyRange visible = visible_keys(p, first_query, last);
+    if (first_query >= sequence.queries) return false;
+    const int64_t last = first_query + smaller(sequence.queries - first_query, kQueries) - 1;
+    const KeyRange visible = visible_keys(positions_of(p, sequence), first_query, last);
     return first_key < visible.end && first_key + kKeys > visible.begin;
   }
 
  private:
-  __device__ __forceinline__ void find_rows(const AttentionParams& p, const BackwardArguments& a) {
+  __device__ __forceinline__ void find_rows(const AttentionParams& p, const BackwardArguments& a,
+                                            int64_t batch) {
     const int64_t kv_head = p.kv_head(head);
-    query_rows = RowSource<kDType>(p.query, batch, head);
-    grad_rows = RowSource<kDType>(a.grad_out, batch, head);
-    key_rows = RowSource<kDType>(p.key, batch, kv_head);
-    value_rows = RowSource<kDType>(p.value, batch, kv_head);
+    sequence = sequence_of(p, batch);
+    query_rows = RowSource<kDType>(p.query, sequence.query_batch, head, sequence.first_query);
+    grad_rows = RowSource<kDType>(a.grad_out, sequence.query_batch, head, sequence.first_query);
+    key_rows = RowSource<kDType>(p.key, sequence.key_batch, kv_head, sequence.first_key);
+    value_rows = RowSource<kDType>(p.value, sequence.key_batch, kv_head, sequence.first_key);
   }
 };
 

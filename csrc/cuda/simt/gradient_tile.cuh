@@ -99,8 +99,8 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
   // Keys that are neighbours, and of the same four.
   constexpr int kGroup = kByKeys ? 4 : kVector<T>;
   static_assert(kOwnKeys % kGroup == 0 && kGroup <= 4, "keys are weighed by groups");
-  const int64_t first_row = (plan.batch * p.heads + plan.head) * p.queries + plan.first_query;
-  const DropoutPattern<T> dropout(p.dropout, plan.batch, plan.head);
+  const int64_t first_row = first_statistic_of(p, plan.sequence, plan.head) + plan.first_query;
+  const DropoutPattern<T> dropout(p.dropout, plan.sequence.batch, plan.head);
   const bool sum_slopes = kSide == Side::kQuery && a.grad_slopes_rows != nullptr;
 
 #pragma unroll 1
@@ -125,7 +125,7 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
           T weight_grad = grads[at];
           if (a.grad_weights.data != nullptr) {
             const View& g = a.grad_weights;
-            const int64_t element = g.offset(plan.batch, plan.head, plan.first_query + query) +
+            const int64_t element = g.offset(plan.sequence.batch, plan.head, plan.first_query + query) +
                                     (plan.first_key + key) * g.stride[3];
             weight_grad += Element<kDType>::widen(static_cast<const Storage*>(g.data)[element]);
           }
@@ -154,13 +154,13 @@ __device__ __forceinline__ void weigh_tile(const AttentionParams& p, const Backw
                                            Fragment<T>& grad) {
   using Plan = GradientPlan<kDType, kSide>;
   const Plan& plan = *shared.plan;
-  ScoreTile<T> tile(p, plan.batch, plan.head, plan.first_query);
+  ScoreTile<T> tile(p, plan.sequence, plan.head, plan.first_query);
   tile.move_to(plan.first_key);
   const bool plain = tile.is_plain() && tile.rows() >= Plan::kQueries &&
                      tile.window_covers(Plan::kQueries, Plan::kKeys) && !p.dropout.enabled &&
                      a.grad_weights.data == nullptr && a.grad_slopes_rows == nullptr;
   if (plain) {
-    const int64_t first_row = (plan.batch * p.heads + plan.head) * p.queries + plan.first_query;
+    const int64_t first_row = first_statistic_of(p, plan.sequence, plan.head) + plan.first_query;
     weigh_plain<kSide>(tile, rows, first_row, s, grad);
   }
   put_fragment<T>(shared.weights, s);
@@ -180,22 +180,25 @@ __device__ __forceinline__ bool gradient_tile(const AttentionParams& p, const Ba
   using Plan = GradientPlan<kDType, kSide>;
   const Plan& plan = *shared.plan;
   if (p.mask.data != nullptr) {
-    ScoreTile<T> tile(p, plan.batch, plan.head, plan.first_query);
+    ScoreTile<T> tile(p, plan.sequence, plan.head, plan.first_query);
     tile.move_to(plan.first_key);
     if (!__syncthreads_or(share_is_seen<Plan::kQueries, Plan::kKeys>(tile))) return false;
   }
   Fragment<T> s, grad;
   if (kRowsAreKeys<kSide>) {
-    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.key_rows, plan.first_key, p.keys,
-                          plan.query_rows, plan.first_query, p.queries, p.head_dim, has_rows, s);
-    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.value_rows, plan.first_key, p.keys,
-                          plan.grad_rows, plan.first_query, p.queries, needs_score_grads ? p.value_dim : 0,
-                          has_rows, grad);
+    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.key_rows, plan.first_key,
+                          plan.sequence.keys, plan.query_rows, plan.first_query, plan.sequence.queries,
+                          p.head_dim, has_rows, s);
+    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.value_rows, plan.first_key,
+                          plan.sequence.keys, plan.grad_rows, plan.first_query, plan.sequence.queries,
+                          needs_score_grads ? p.value_dim : 0, has_rows, grad);
   } else {
-    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.query_rows, plan.first_query, p.queries,
-                          plan.key_rows, plan.first_key, p.keys, p.head_dim, has_rows, s);
-    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.grad_rows, plan.first_query, p.queries,
-                          plan.value_rows, plan.first_key, p.keys, p.value_dim, has_rows, grad);
+    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.query_rows, plan.first_query,
+                          plan.sequence.queries, plan.key_rows, plan.first_key, plan.sequence.keys,
+                          p.head_dim, has_rows, s);
+    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.grad_rows, plan.first_query,
+                          plan.sequence.queries, plan.value_rows, plan.first_key, plan.sequence.keys,
+                          p.value_dim, has_rows, grad);
   }
   __syncthreads();  // ds takes the place of the rows
   if (has_rows) weigh_tile<kDType, kSide>(p, a, rows, shared, s, grad);

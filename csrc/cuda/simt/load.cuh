@@ -21,7 +21,7 @@ struct alignas(sizeof(typename Element<kDType>::Storage) * kVector<typename Elem
   typename Element<kDType>::Storage element[kVector<typename Element<kDType>::Accumulation>];
 };
 
-// Rows of one batch and head: neighbouring elements, rows `row_stride` elements apart.
+// Rows of one batch and head, from `first_row` on: neighbouring elements, rows `row_stride` elements apart.
 template <DType kDType>
 struct RowSource {
   using Storage = typename Element<kDType>::Storage;
@@ -31,11 +31,19 @@ struct RowSource {
   int64_t row_stride;
   bool aligned;  // whether vectors can be loaded from any row, at multiples of kVector
 
-  __device__ __forceinline__ RowSource(const View& view, int64_t batch, int64_t head)
-      : data(static_cast<const Storage*>(view.data) + view.offset(batch, head, 0)),
+  __device__ __forceinline__ RowSource(const View& view, int64_t batch, int64_t head, int64_t first_row = 0)
+      : data(static_cast<const Storage*>(view.data) + view.offset(batch, head, first_row)),
         row_stride(view.stride[2]) {
     const uint64_t row_bytes = static_cast<uint64_t>(row_stride) * sizeof(Storage);
     aligned = (reinterpret_cast<uint64_t>(data) | row_bytes) % sizeof(StorageVector<kDType>) == 0;
+  }
+
+  // Where `row` lies, and another row from there.
+  __device__ __forceinline__ const Storage* find(int64_t row, int64_t column) const {
+    return data + row * row_stride + column;
+  }
+  __device__ __forceinline__ const Storage* find_next(const Storage* from, int64_t, int more, int64_t) const {
+    return from + more * row_stride;
   }
 
   // The first `count` elements of a vector at `at`, zeros beyond.
@@ -74,8 +82,8 @@ __host__ __device__ __forceinline__ constexpr int spread_row(int row) {
 
 // panel(k, x) = source(first_row + x, first_column + k) for x < kWidth and k < kDepth; steps from `columns`
 // on are zero up to a whole vector and unwritten beyond. Rows from `rows` on are zero.
-template <DType kDType, int kWidth, class T>
-__device__ __forceinline__ void load_transposed(T* panel, const RowSource<kDType> source, int64_t first_row,
+template <DType kDType, int kWidth, class Source, class T>
+__device__ __forceinline__ void load_transposed(T* panel, const Source source, int64_t first_row,
                                                 int64_t rows, int64_t first_column, int64_t columns) {
   // A warp takes eight rows of four neighbouring vectors: whole sectors of memory. The rows are two groups
   // of kVector that lie 4 * kVector apart, so that with the gaps of four vectors every bank is met once.
@@ -88,12 +96,13 @@ __device__ __forceinline__ void load_transposed(T* panel, const RowSource<kDType
   const int rows_left = smaller(rows - first_row, kWidth) - own_x;
   const int columns_left = smaller(columns - first_column, kDepth<T>) - k;
   if (columns_left <= 0) return;
-  const auto* const at = source.data + (first_row + own_x) * source.row_stride + (first_column + k);
+  const auto* const at = source.find(first_row + own_x, first_column + k);
   T* const to = panel + panel_index<T, kWidth>(k, own_x);
 #pragma unroll
   for (int i = 0; i < kWidth; i += kRowsAtOnce) {
     const int x = spread_row<kV>(i);
-    const Vector<T> v = source.vector(at + x * source.row_stride, x < rows_left ? columns_left : 0);
+    const auto* const from = source.find_next(at, first_row + own_x, x, first_column + k);
+    const Vector<T> v = source.vector(from, x < rows_left ? columns_left : 0);
 #pragma unroll
     for (int e = 0; e < kV; ++e) to[panel_index<T, kWidth>(e, x)] = v.element[e];
   }
@@ -101,20 +110,21 @@ __device__ __forceinline__ void load_transposed(T* panel, const RowSource<kDType
 
 // panel(k, x) = source(first_row + k, first_column + x) for k < kDepth and x < kWidth, zeros beyond `rows`
 // and `columns`. Returns whether this thread loaded anything infinite or NaN.
-template <DType kDType, int kWidth = kColumns, class T>
-__device__ __forceinline__ bool load_rows(T* panel, const RowSource<kDType> source, int64_t first_row,
-                                          int64_t rows, int64_t first_column, int64_t columns) {
+template <DType kDType, int kWidth = kColumns, class Source, class T>
+__device__ __forceinline__ bool load_rows(T* panel, const Source source, int64_t first_row, int64_t rows,
+                                          int64_t first_column, int64_t columns) {
   constexpr int kVectors = kWidth / kVector<T>;
   const int own_k = static_cast<int>(threadIdx.x) / kVectors;
   const int x = static_cast<int>(threadIdx.x) % kVectors * kVector<T>;
   const int rows_left = smaller(rows - first_row, kDepth<T>) - own_k;
   const int columns_left = smaller(columns - first_column, kWidth) - x;
-  const auto* const at = source.data + (first_row + own_k) * source.row_stride + (first_column + x);
+  const auto* const at = source.find(first_row + own_k, first_column + x);
   T* const to = panel + panel_index<T, kWidth>(own_k, x);
   T sum = T(0);
 #pragma unroll
   for (int i = 0; i < kDepth<T>; i += kThreads / kVectors) {
-    const Vector<T> v = source.vector(at + i * source.row_stride, i < rows_left ? columns_left : 0);
+    const auto* const from = source.find_next(at, first_row + own_k, i, first_column + x);
+    const Vector<T> v = source.vector(from, i < rows_left ? columns_left : 0);
     sum += not_finite_as_nan(v);
     *reinterpret_cast<Vector<T>*>(to + panel_index<T, kWidth>(i, 0)) = v;
   }

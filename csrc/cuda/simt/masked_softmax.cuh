@@ -62,7 +62,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
   const Storage* const from = row_of<Storage>(scores, at);
   Storage* const to = row_of<Storage>(result, at);
-  ScoreTile<T> tile(p, at.batch, at.head, at.first_row);
+  ScoreTile<T> tile(p, sequence_of(p, at.batch), at.head, at.first_row);
 
   T s[kKeysPerLane];
   RowState<T> state;

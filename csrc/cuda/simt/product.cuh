@@ -63,11 +63,10 @@ __device__ __forceinline__ void multiply(const T* left, const T* right, int step
 // source, and its columns `column` and on are the columns. Products of hidden weights are left out where the
 // rows hold NaN or infinities, unless kAllVisible says that there are none. All threads must call it; only
 // warps that have rows of the result multiply.
-template <DType kDType, bool kAllVisible = false, class T>
-__device__ __forceinline__ void add_weighted(const T* weights, T* columns_panel,
-                                             const RowSource<kDType>& source, int64_t first, int64_t last,
-                                             int64_t column, int64_t columns, bool has_rows,
-                                             Fragment<T>& out) {
+template <DType kDType, bool kAllVisible = false, class Source, class T>
+__device__ __forceinline__ void add_weighted(const T* weights, T* columns_panel, const Source& source,
+                                             int64_t first, int64_t last, int64_t column, int64_t columns,
+                                             bool has_rows, Fragment<T>& out) {
   // Each tile is summed up by itself and then added: the errors of a long sum stay small.
   Fragment<T> part;
   clear<T>(part);

@@ -5,6 +5,7 @@
 #include "../../core/visible_range.h"
 #include "../common/grid.cuh"
 #include "../common/row_state.cuh"
+#include "key_rows.cuh"
 #include "scores.cuh"
 #include "store.cuh"
 
@@ -43,29 +44,31 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int64_t key_tiles = divide_up(p.keys, kColumns);
   const int64_t first_key = block % key_tiles * kColumns;
   const HeadTile at(block / key_tiles, p.heads, p.queries, kRows<T>);
-  const RowSource<kDType> queries(p.query, at.batch, at.head);
-  const RowSource<kDType> keys(p.key, at.batch, p.kv_head(at.head));
-  const int rows = smaller(p.queries - at.first_row, kRows<T>);
+  const Sequence sequence = sequence_of(p, at.batch);
+  if (at.first_row >= sequence.queries || first_key >= sequence.keys) return;  // longer ones have it
+  const RowSource<kDType> queries(p.query, sequence.query_batch, at.head, sequence.first_query);
+  const KeyRows<kDType> keys(p.key, p.pages, sequence, p.kv_head(at.head));
+  const int rows = smaller(sequence.queries - at.first_row, kRows<T>);
 
   Fragment<T> s;
   clear<T>(s);
-  const KeyRange visible = visible_keys(p, at.first_row, at.first_row + rows - 1);
+  const KeyRange visible = visible_keys(positions_of(p, sequence), at.first_row, at.first_row + rows - 1);
   const bool shown = first_key < visible.end && first_key + kColumns > visible.begin;
   for (int64_t dim = 0; shown && dim < p.head_dim; dim += kDepth<T>) {
     __syncthreads();
-    load_transposed<kDType, kRows<T>>(query_panel, queries, at.first_row, p.queries, dim, p.head_dim);
-    load_transposed<kDType, kColumns>(key_panel, keys, first_key, p.keys, dim, p.head_dim);
+    load_transposed<kDType, kRows<T>>(query_panel, queries, at.first_row, sequence.queries, dim, p.head_dim);
+    load_transposed<kDType, kColumns>(key_panel, keys, first_key, sequence.keys, dim, p.head_dim);
     __syncthreads();
     multiply<T>(query_panel, key_panel, smaller(p.head_dim - dim, kDepth<T>), s);
   }
 
   if (shown) {
-    ScoreTile<T> tile(p, at.batch, at.head, at.first_row);
+    ScoreTile<T> tile(p, sequence, at.head, at.first_row);
     tile.move_to(first_key);
     finish_scores(tile, score_panel, s);
   }
   if (statistics.row_max != nullptr && shown) {
-    const int64_t row = (at.batch * p.heads + at.head) * p.queries + at.first_row;
+    const int64_t row = first_statistic_of(p, sequence, at.head) + at.first_row;
     normalise<T>(static_cast<const T*>(statistics.row_max) + row,
                  static_cast<const T*>(statistics.row_sum) + row, rows, s);
     if (p.dropout.enabled) {
@@ -75,7 +78,7 @@ __global__ void __launch_bounds__(kThreads, 4)
     }
   }
   const RowTarget<kDType> target(matrix, nullptr, at.batch, at.head);
-  store_fragment<kDType, T>(target, at.first_row, p.queries, first_key, p.keys, s);
+  store_fragment<kDType, T>(target, at.first_row, sequence.queries, first_key, sequence.keys, s);
 }
 
 template <DType kDType>

@@ -5,7 +5,7 @@
 
 namespace selfattn::cuda::simt {
 
-// Rows of one batch and head of a result.
+// Rows of one batch and head of a result, from `first_row` on.
 template <DType kDType>
 struct RowTarget {
   using Storage = typename Element<kDType>::Storage;
@@ -16,10 +16,12 @@ struct RowTarget {
   int64_t row_stride;
   bool aligned;
 
-  __device__ __forceinline__ RowTarget(const View& view, void* residual_data, int64_t batch, int64_t head)
-      : data(static_cast<Storage*>(view.data) + view.offset(batch, head, 0)),
-        residual(residual_data != nullptr ? static_cast<Storage*>(residual_data) + view.offset(batch, head, 0)
-                                          : nullptr),
+  __device__ __forceinline__ RowTarget(const View& view, void* residual_data, int64_t batch, int64_t head,
+                                       int64_t first_row = 0)
+      : data(static_cast<Storage*>(view.data) + view.offset(batch, head, first_row)),
+        residual(residual_data != nullptr
+                     ? static_cast<Storage*>(residual_data) + view.offset(batch, head, first_row)
+                     : nullptr),
         row_stride(view.stride[2]) {
     const uint64_t bytes = sizeof(StorageVector<kDType>);
     aligned = (reinterpret_cast<uint64_t>(data) | reinterpret_cast<uint64_t>(residual) |
