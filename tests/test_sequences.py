@@ -1,0 +1,288 @@
+"""A packed sequence gives the bits that a call of its own gives, in any company, on any number of threads."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Any
+
+import gpu
+import pytest
+import torch
+from cases import DTYPES, NAMES, drawn, exact_inputs, gradients
+from test_options_pairwise import covering
+from tolerances import assert_accurate
+from torch import Tensor
+
+from selfattn_ext import scaled_dot_product_attention, varlen_attention
+
+# (queries, keys): the edges of tiles, of blocks and chunks of keys, primes, few queries beside many, nothing.
+LENGTHS = (
+    (1, 5),
+    (0, 9),
+    (49, 65),
+    (5, 0),
+    (48, 64),
+    (4, 300),
+    (0, 0),
+    (17, 13),
+    (131, 600),
+    (2, 3),
+    (64, 1),
+)
+LONGEST = (131, 600)
+
+#: name -> the shape of the mask given B, H, the longest L and S; dtype, None for that of the query.
+MASKS = {
+    "bool": (lambda b, h, q, k: (b, 1, q, k), torch.bool),
+    "float": (lambda b, h, q, k: (b, h, q, k), None),
+    "float rows": (lambda b, h, q, k: (b, h, q, 1), None),
+    "float keys": (lambda b, h, q, k: (b, 1, 1, k), torch.float32),
+    "shared": (lambda b, h, q, k: (h, q, k), None),
+    "shared keys": (lambda b, h, q, k: (1, h, 1, k), torch.float32),
+    "bfloat16": (lambda b, h, q, k: (q, k), torch.bfloat16),
+}
+# Of all sequences one sum, which has no bits of its own.
+SUMMED = ("shared", "shared keys", "bfloat16")
+
+
+@dataclass(frozen=True)
+class Packed:
+    dtype: torch.dtype = torch.float32
+    lengths: tuple[tuple[int, int], ...] = LENGTHS
+    heads: tuple[int, int] = (4, 2)
+    dims: tuple[int, int] = (16, 16)
+    heads_first: bool = False  # in memory
+    mask: str | None = None
+    is_causal: bool = False
+    offsets: str = "none"  # or one number for all, or one each
+    window: tuple[int, int] = (-1, -1)
+    softcap: float = 0.0
+    slopes: int = 0  # how many dimensions
+    sinks: int = 0
+    weights: bool = False
+
+    def __str__(self) -> str:
+        shown = [NAMES[self.dtype]]
+        for field, default in Packed.__dataclass_fields__.items():
+            value = getattr(self, field)
+            if field != "dtype" and value != default.default:
+                shown.append(f"{field}={value}".replace(" ", ""))
+        return "-".join(shown)
+
+    def inputs(self) -> dict[str, Tensor]:
+        generator = torch.Generator().manual_seed(3000)
+        batch, (heads, kv_heads), (dim, value_dim) = len(self.lengths), self.heads, self.dims
+        total_q, total_k = (sum(lengths) for lengths in zip(*self.lengths, strict=True))
+
+        def normal(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
+            return drawn(shape, generator).to(gpu.DEVICE, dtype)
+
+        def rows(total: int, heads: int, dim: int) -> Tensor:
+            return (
+                normal(heads, total, dim).transpose(0, 1) if self.heads_first else normal(total, heads, dim)
+            )
+
+        tensors = {
+            "query": rows(total_q, heads, dim),
+            "key": rows(total_k, kv_heads, dim),
+            "value": rows(total_k, kv_heads, value_dim),
+        }
+        if self.mask is not None:
+            shape, dtype = MASKS[self.mask]
+            mask = normal(*shape(batch, heads, *LONGEST), dtype=torch.float64)
+            hidden = mask < -0.5
+            mask = mask if 1 in mask.shape[-2:] else mask.masked_fill(hidden, -torch.inf)
+            tensors["attn_mask"] = ~hidden if dtype is torch.bool else mask.to(dtype or self.dtype)
+        if self.slopes:
+            tensors["alibi_slopes"] = normal(batch, heads, dtype=torch.float32).abs()
+        if self.sinks:
+            tensors["sinks"] = normal(batch, heads, dtype=torch.float32)
+        for name, dims in (("alibi_slopes", self.slopes), ("sinks", self.sinks)):
+            if dims == 1:
+                tensors[name] = tensors[name][0]
+        if self.offsets == "each":
+            tensors["query_offset"] = torch.tensor([5 * b - k // 8 for b, (_, k) in enumerate(self.lengths)])
+        return {
+            name: tensor.detach().requires_grad_(tensor.is_floating_point())
+            for name, tensor in tensors.items()
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        return {
+            "is_causal": self.is_causal,
+            "window_size": self.window,
+            "softcap": self.softcap,
+            "enable_gqa": True,
+            "return_weights": self.weights,
+            "return_lse": True,
+        } | ({"query_offset": 7} if self.offsets == "one" else {})
+
+    def starts(self, only: int | None = None) -> tuple[Tensor, Tensor]:
+        """Where the sequences begin and end; with ``only`` all others are empty."""
+        lengths = [pair if only in (None, b) else (0, 0) for b, pair in enumerate(self.lengths)]
+        starts = torch.tensor([(0, 0), *lengths], device=gpu.DEVICE).cumsum(0)
+        return starts[:, 0], starts[:, 1]
+
+    def run(
+        self, tensors: dict[str, Tensor], only: int | None = None, dropout_p: float = 0.0
+    ) -> dict[str, Tensor]:
+        """Packed; with ``only``, of the tensors of that sequence."""
+        torch.manual_seed(0)
+        query, key, value, options = split(tensors)
+        starts = self.starts(only)
+        results = varlen_attention(
+            query, key, value, *starts, *LONGEST, **options, **self.numbers(), dropout_p=dropout_p
+        )
+        return dict(zip(self.names(), results, strict=True))
+
+    def run_alone(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """One sequence, in a call that knows nothing of others; its results as a packed call has them."""
+        query, key, value, options = split(tensors)
+        if "query_offset" in options:
+            options["query_offset"] = int(options["query_offset"])
+        packed = (tensor.transpose(0, 1) for tensor in (query, key, value))
+        results = scaled_dot_product_attention(*packed, **options, **self.numbers())
+        named = dict(zip(self.names(), results, strict=True))
+        return named | {"out": named["out"].transpose(0, 1)}
+
+    def names(self) -> tuple[str, ...]:
+        return ("out", "weights", "lse") if self.weights else ("out", "lse")
+
+    def part(self, b: int, name: str, tensor: Tensor) -> Tensor:
+        """What is sequence b's of an input or of a result."""
+        starts_q, starts_k = (starts.tolist() for starts in self.starts())
+        queries, keys = slice(*starts_q[b : b + 2]), slice(*starts_k[b : b + 2])
+        if name in ("query", "out"):
+            return tensor[queries]
+        if name in ("key", "value"):
+            return tensor[keys]
+        if name == "lse":
+            return tensor[:, queries]
+        if name in ("alibi_slopes", "sinks"):
+            return tensor[b] if tensor.dim() == 2 else tensor
+        if name == "query_offset":
+            return tensor[b]
+        for dimension, length in zip((-2, -1), self.lengths[b], strict=True):
+            tensor = tensor if tensor.shape[dimension] == 1 else tensor.narrow(dimension, 0, length)
+        return tensor[b if tensor.shape[0] > 1 else 0] if tensor.dim() == 4 else tensor
+
+    def parts(self, b: int, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        """What is sequence b's, as tensors of their own."""
+        return {
+            name: self.part(b, name, tensor).detach().clone().requires_grad_(tensor.requires_grad)
+            for name, tensor in tensors.items()
+        }
+
+
+def split(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
+    options = dict(tensors)
+    return options.pop("query"), options.pop("key"), options.pop("value"), options
+
+
+def everything(
+    case: Packed, results: dict[str, Tensor], tensors: dict[str, Tensor], b: int | None = None
+) -> dict[str, Tensor]:
+    """The results and the gradients of the inputs; of sequence b, with what is its own of the cotangents.
+
+    Not those through the weights: torch sums their padded rows, in another order than shorter ones.
+    """
+    generator = torch.Generator().manual_seed(4000)
+    total = sum(queries for queries, _ in case.lengths)
+    shapes = {"out": (total, case.heads[0], case.dims[1]), "lse": (case.heads[0], total)}
+    cotangents = {name: drawn(shape, generator).to(gpu.DEVICE, case.dtype) for name, shape in shapes.items()}
+    if b is not None:
+        cotangents = {name: case.part(b, name, tensor) for name, tensor in cotangents.items()}
+    return results | gradients({name: results[name] for name in shapes}, cotangents, tensors)
+
+
+def check_alone(case: Packed) -> None:
+    """Asserts that each sequence has the bits that it has alone, that there are zeros where no sequence is,
+    and that the gradients of what sequences share are their sums.
+    """
+    tensors = case.inputs()
+    packed = everything(case, case.run(tensors), tensors)
+    shared = {
+        f"grad of {name}"
+        for name, dims in (("alibi_slopes", case.slopes), ("sinks", case.sinks))
+        if dims == 1
+    }
+    if case.mask in SUMMED:
+        shared.add("grad of attn_mask")
+    rest = {name: tensor.detach().clone() for name, tensor in packed.items() if name not in shared}
+    exact_case, exact_tensors = replace(case, dtype=torch.float64), exact_inputs(tensors)
+    inputs = {name: name.removeprefix("grad of ") for name in packed}
+    exact, peer = (
+        {name: torch.zeros_like(tensors[inputs[name]], dtype=torch.float64) for name in shared}
+        for _ in range(2)
+    )
+    for b in range(len(case.lengths)):
+        own = case.parts(b, tensors)
+        for name, result in everything(case, case.run_alone(own), own, b).items():
+            if name in shared:
+                case.part(b, inputs[name], peer[name]).add_(result)
+                continue
+            assert torch.equal(case.part(b, inputs[name], packed[name]), result), f"{name} of sequence {b}"
+            case.part(b, inputs[name], rest[name]).zero_()
+        if shared:
+            own = exact_case.parts(b, exact_tensors)
+            results = everything(exact_case, exact_case.run_alone(own), own, b)
+            for name in shared:
+                case.part(b, inputs[name], exact[name]).add_(results[name])
+    for name, tensor in rest.items():
+        assert not tensor.any(), f"{name} where no sequence is"
+    for name in shared:
+        assert_accurate(name, packed[name], exact[name], peer[name], dtype=case.dtype)
+
+
+OPTIONS = {
+    "dtype": list(DTYPES),
+    "heads": [(2, 2), (4, 2), (3, 1)],
+    "dims": [(16, 16), (64, 64), (33, 7)],
+    "heads_first": [False, True],
+    "mask": [None, *MASKS],
+    "is_causal": [False, True],
+    "offsets": ["none", "one", "each"],
+    "window": [(-1, -1), (40, 9)],
+    "softcap": [0.0, 1.5],
+    "slopes": [0, 1, 2],
+    "sinks": [0, 1, 2],
+    "weights": [False, True],
+}
+CASES = [Packed(**row) for row in covering(OPTIONS)]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_pair_of_options(case: Packed, one_thread: None) -> None:
+    check_alone(case)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_instruction_sets(dtype: torch.dtype, isa: str, one_thread: None) -> None:
+    check_alone(Packed(dtype, mask="bfloat16", is_causal=True, offsets="each", weights=True))
+
+
+@pytest.mark.parametrize("mask", ["float", "shared", "bfloat16"])
+def test_threads(mask: str, isa: str, one_thread: None) -> None:
+    case = Packed(torch.bfloat16, dims=(64, 64), mask=mask, slopes=1)
+    tensors = case.inputs()
+    first = everything(case, case.run(tensors), tensors)
+    for threads in (2, 3):
+        torch.set_num_threads(threads)
+        again = everything(case, case.run(tensors), tensors)
+        for name, result in first.items():
+            assert torch.equal(result, again[name]), f"{name} with {threads} threads"
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_dropout_counts_sequences(dtype: torch.dtype, isa: str) -> None:
+    """A sequence drops the same whoever else is there: its number counts, not its place."""
+    case = Packed(dtype, weights=True)
+    tensors = case.inputs()
+    packed = case.run(tensors, dropout_p=0.4)
+    dropped = packed["weights"][8] == 0
+    assert 0.3 < float(dropped[..., :600].float().mean()) < 0.5
+    for b in range(len(case.lengths)):
+        own = case.parts(b, tensors)
+        for name, result in case.run(own, b, dropout_p=0.4).items():
+            result = case.part(b, name, result) if name == "weights" else result
+            assert torch.equal(case.part(b, name, packed[name]), result), f"{name} of sequence {b}"
