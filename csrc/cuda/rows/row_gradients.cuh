@@ -10,6 +10,7 @@
 #include "../common/grid.cuh"
 #include "../common/row_state.cuh"
 #include "../common/score_tile.cuh"
+#include "../common/sequence.cuh"
 #include "rows_of_dtype.h"
 
 namespace selfattn::cuda::rows {
@@ -85,14 +86,19 @@ __global__ void __launch_bounds__(kThreads, 8)
                          const int64_t first_block) {
   using T = typename Element<kDType>::Accumulation;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int64_t row = (first_block + blockIdx.x) * kRowsOfBlock + static_cast<int>(threadIdx.x) / kWarp;
-  if (row >= p.batch * p.heads * p.queries) return;
-  const int64_t query = row % p.queries, head_index = row / p.queries;
+  const int64_t index = (first_block + blockIdx.x) * kRowsOfBlock + static_cast<int>(threadIdx.x) / kWarp;
+  if (index >= p.batch * p.heads * p.queries) return;
+  const int64_t query_of_sequence = index % p.queries, head_index = index / p.queries;
   const int64_t head = head_index % p.heads, batch = head_index / p.heads;
+  const Sequence sequence = sequence_of(p, batch);
+  if (query_of_sequence >= sequence.queries) return;
+  const int64_t query = sequence.first_query + query_of_sequence;
+  const int64_t row = p.row(sequence.query_batch, head, query);
 
-  T delta = share_of_product<kDType>(Row<kDType>(a.grad_out, batch, head, query),
-                                     Row<kDType>(a.out, batch, head, query),
-                                     Row<kDType>(a.out_residual, batch, head, query), lane, p.value_dim);
+  T delta = share_of_product<kDType>(Row<kDType>(a.grad_out, sequence.query_batch, head, query),
+                                     Row<kDType>(a.out, sequence.query_batch, head, query),
+                                     Row<kDType>(a.out_residual, sequence.query_batch, head, query), lane,
+                                     p.value_dim);
 #pragma unroll
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) delta += __shfl_xor_sync(kWholeWarp, delta, lanes);
   if (lane != 0) return;

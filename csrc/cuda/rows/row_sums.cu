@@ -1,4 +1,5 @@
 // The gradient of a coefficient that a head has, from what each of its rows gives: a block owns a head.
+#include "../../core/sequences.h"
 #include "../common/grid.cuh"
 #include "rows_of_dtype.h"
 
@@ -12,17 +13,18 @@ constexpr int kThreads = 256;
 // devices, and that of a head does not depend on what other heads there are.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 4)
-    row_sums_kernel(const int64_t batches, const int64_t heads, const int64_t queries, const T* rows, T* sums,
+    row_sums_kernel(const AttentionParams p, const int64_t batches, const T* rows, T* sums,
                     const int64_t first_block) {
   SELFATTN_DYNAMIC_SHARED(memory);
   double* const partial = reinterpret_cast<double*>(memory);
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t block = first_block + blockIdx.x;
-  const int64_t head = block % heads, own_batch = block / heads;
+  const int64_t head = block % p.heads, own_batch = block / p.heads;
 
   double sum = 0.0;
   for (int64_t batch = own_batch; batch < own_batch + batches; ++batch) {
-    const T* const row = rows + (batch * heads + head) * queries;
+    const T* const row = rows + first_row_of(p, batch) + p.row(0, head, 0);
+    const int64_t queries = queries_of(p, batch).count;
     for (int64_t query = thread; query < queries; query += kThreads) sum += static_cast<double>(row[query]);
   }
   partial[thread] = sum;
@@ -39,8 +41,8 @@ template <class T>
 void sum_of_rows_as(const AttentionParams& p, const T* rows, T* sums, bool shared_by_batch,
                     const Launch& where) {
   const int64_t blocks = (shared_by_batch ? 1 : p.batch) * p.heads, batches = shared_by_batch ? p.batch : 1;
-  launch_blocks(&row_sums_kernel<T>, blocks, kThreads, kThreads * sizeof(double), where, batches, p.heads,
-                p.queries, rows, sums);
+  launch_blocks(&row_sums_kernel<T>, blocks, kThreads, kThreads * sizeof(double), where, p, batches, rows,
+                sums);
 }
 
 template void sum_of_rows_as<float>(const AttentionParams&, const float*, float*, bool, const Launch&);

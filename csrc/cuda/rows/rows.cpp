@@ -12,7 +12,8 @@ constexpr size_t kAlignment = 256;
 
 size_t bytes_of_array(const AttentionParams& p) {
   const size_t size = p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
-  const size_t bytes = static_cast<size_t>(p.batch * p.heads * p.queries) * size;
+  const int64_t rows = p.row(p.sequences.query_starts != nullptr ? 1 : p.batch, 0, 0);
+  const size_t bytes = static_cast<size_t>(rows) * size;
   return (bytes + kAlignment - 1) / kAlignment * kAlignment;
 }
 

@@ -6,7 +6,7 @@
 
 namespace selfattn::cuda::rows {
 
-// Of every row, in contiguous (batch, heads, queries) arrays of the accumulation type on the device.
+// Of every row, in arrays of the accumulation type on the device, laid out as the forward's row statistics.
 template <class T>
 struct RowGradients {
   T* shift;        // what to subtract from a score before exp: the row's maximum, 0 where it saw nothing
@@ -25,9 +25,8 @@ RowGradients<T> row_gradients_in(void* memory, const AttentionParams& params);
 void prepare(const AttentionParams& params, const BackwardArguments& arguments, void* memory,
              const Launch& where);
 
-// What follows the tiles: grad_slopes_rows or grad_sinks_rows, (batch, heads, queries), summed over the
-// queries and, where the coefficient was shared by the batch, over that, into (batch or 1, heads). Float64
-// sums of fixed order.
+// What follows the tiles: grad_slopes_rows or grad_sinks_rows summed over the queries and, where the
+// coefficient was shared by the batch, over that, into (batch or 1, heads). Float64 sums of fixed order.
 void sum_of_rows(const AttentionParams& params, const void* rows, void* sums, bool shared_by_batch,
                  const Launch& where);
 
