@@ -8,14 +8,17 @@ namespace selfattn::cuda {
 
 namespace {
 
-// Splits that each piece has at most. Blocks enough to fill a large device, counted without the batch where
-// the mask has one: an element must not depend on the batch it is computed in. For the same reason the
-// splits' sums may not take more memory than a few elements per batch then, which rules tiles out.
-int64_t most_splits(const MaskPieces& p) {
+// Items of a split. Blocks enough to fill a large device, counted without the batch where the mask has one:
+// an element must not depend on the batch it is computed in. For the same reason the splits' sums may not
+// take more memory than a few elements per batch then, which rules tiles out.
+//
+// Nor may the mask of a sequence depend on the longest: what falls on it is split by heads, or not at all.
+int64_t items_of_split(const MaskPieces& p, bool has_sequences) {
   constexpr int64_t kBlocks = 256;
-  if (p.kept[0] && p.kept[2] && p.kept[3]) return 1;
+  if (p.kept[0] && p.kept[2] && p.kept[3]) return p.items;
+  if (p.kept[0] && has_sequences) return p.kept[1] || p.items == 0 ? p.items : p.items / p.count[1];
   const int64_t pieces_of_batch = p.kept[0] && p.count[0] > 0 ? p.pieces / p.count[0] : p.pieces;
-  return std::max<int64_t>(1, kBlocks / std::max<int64_t>(1, pieces_of_batch));
+  return divide_up(p.items, std::max<int64_t>(1, kBlocks / std::max<int64_t>(1, pieces_of_batch)));
 }
 
 }  // namespace
@@ -34,7 +37,7 @@ MaskPieces mask_pieces(const AttentionParams& params, const BackwardArguments& a
     p.kept[d] = arguments.grad_mask.stride[d] != 0;
     (p.kept[d] ? p.pieces : p.items) *= p.count[d];
   }
-  p.split_items = divide_up(p.items, most_splits(p));
+  p.split_items = items_of_split(p, params.sequences.any());
   p.splits = p.split_items > 0 ? divide_up(p.items, p.split_items) : 1;
   return p;
 }

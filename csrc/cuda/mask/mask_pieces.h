@@ -7,7 +7,8 @@
 // and keys that the mask does not tell apart. A block adds up items in their order in its registers and owns
 // a piece, or a split of its items; splits leave their sums in the workspace, and join() adds these in order.
 // There is neither a race nor a temporary of the scores' size, and the order of every sum depends on the
-// shape alone.
+// shape alone. Where sequences are shorter than the longest, kernels leave out the tiles that they do not
+// have.
 #pragma once
 
 #include <cstddef>

@@ -43,6 +43,12 @@ __device__ __forceinline__ bool mask_hides(const View& mask, int64_t element) {
 }
 
 // One query and key, by every rule.
+template <bool kHasMask, class Work>
+__device__ __forceinline__ bool sees(const AttentionParams& p, const Work& work, RowOf row, int key) {
+  return key >= row.query + work.seen_begin && key < row.query + work.seen_end && key < work.keys &&
+         (!kHasMask || p.mask.data == nullptr ||
+          !mask_hides(p.mask, p.mask.offset(work.batch, row.head, row.query) + key * p.mask.stride[3]));
+}
 template <bool kHasMask>
 __device__ __forceinline__ bool sees(const AttentionParams& p, int batch, RowOf row, int key) {
   const KeyRange range = visible_keys(p, row.query, row.query);

@@ -70,7 +70,8 @@ __device__ __forceinline__ void write_rows(const Work<C>& work, const SharedMemo
   const int end = min(lane.first_row + C::kWarpRows, work.rows);
 #pragma unroll 1
   for (int r = lane.first_row; r < end; ++r) {
-    const int64_t at = target.view.offset(work.batch, target.head, work.first_row + r);
+    const int64_t at = C::kOwnsQueries ? work.offset_of_query(target.view, target.head, work.first_row + r)
+                                       : work.offset_of_key(target.view, target.head, work.first_row + r);
 #pragma unroll 1
     for (int column = lane.lane * 2; column < target.columns; column += 64) {
       const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));

@@ -32,6 +32,7 @@ class Gradients {
   // Returns whether results were written: not if they turned out not to be finite, and 0 * Inf or 0 * NaN of
   // a hidden row may be why.
   __device__ __forceinline__ bool run() {
+    if (work_.rows <= 0) return true;  // a sequence shorter than the longest
     load_own<C>(plan_, work_, shared_);
     reset();
     if constexpr (C::kNeedsSecondDots) {
@@ -211,7 +212,6 @@ __device__ SELFATTN_CALLED void start_over(const Plan& plan, unsigned char* memo
   for (int part = 0; part < C::kRows / Careful::kRows; ++part) {
     RowTile tile = SharedMemory<C>{memory}.work().tile;
     if (part > 0) tile.first_row += Careful::kRows;
-    if (tile.first_row >= (C::kOwnsQueries ? plan.params.queries : plan.params.keys)) break;
     __syncthreads();
     Gradients<Careful>(plan, tile, memory).run();
   }

@@ -6,25 +6,24 @@
 
 namespace selfattn::cuda::sm80::backward {
 
-// One of the four operands, of one head.
+// Rows of one of the four operands.
 struct Matrix {
   const View& view;
-  int head;
-  int columns;   // head dim or value dim
-  bool vectors;  // rows can be read 16 bytes at a time
+  int64_t offset;  // of the first row
+  int columns;     // head dim or value dim
+  bool vectors;    // rows can be read 16 bytes at a time
 };
 
-// Brings `count` rows of a matrix, from row `first` on, into a tile; the rest of the tile becomes zeros.
+// Brings the first `count` rows of a matrix into a tile; the rest of the tile becomes zeros.
 // 16-bit types are on their way when this returns. float32 is there, split into pieces: the products of six
 // pieces take so long that waiting is not felt, and shared memory has no room for a staging area. Numbers
 // without pieces become zero, and the rows that hold them are marked. Returns whether this thread met one.
 template <class C, int kRowCount>
-__device__ __forceinline__ bool load_tile(const Matrix& matrix, int batch, int first, int count,
-                                          unsigned char* tile, unsigned char* flags) {
+__device__ __forceinline__ bool load_tile(const Matrix& matrix, int count, unsigned char* tile,
+                                          unsigned char* flags) {
   using Storage = typename Element<C::kDType>::Storage;
   const int64_t stride = matrix.view.stride[2];
-  const Storage* rows =
-      static_cast<const Storage*>(matrix.view.data) + matrix.view.offset(batch, matrix.head, first);
+  const Storage* rows = static_cast<const Storage*>(matrix.view.data) + matrix.offset;
   if constexpr (!C::kFloat32) {
     start_rows<C, kRowCount>(tile, rows, stride, count, matrix.columns, matrix.vectors);
     return false;
@@ -46,17 +45,31 @@ __device__ __forceinline__ bool load_tile(const Matrix& matrix, int batch, int f
   }
 }
 
-__device__ __forceinline__ Matrix query_matrix(const Plan& plan, int head) {
-  return {plan.params.query, head, static_cast<int>(plan.params.head_dim), plan.query_vectors};
+// From a query or a key on.
+template <class C>
+__device__ __forceinline__ Matrix query_matrix(const Plan& plan, const Work<C>& work, int head, int query) {
+  const View& view = plan.params.query;
+  return {view, work.offset_of_query(view, head, query), static_cast<int>(plan.params.head_dim),
+          plan.query_vectors};
 }
-__device__ __forceinline__ Matrix key_matrix(const Plan& plan, int kv_head) {
-  return {plan.params.key, kv_head, static_cast<int>(plan.params.head_dim), plan.key_vectors};
+template <class C>
+__device__ __forceinline__ Matrix key_matrix(const Plan& plan, const Work<C>& work, int key) {
+  const View& view = plan.params.key;
+  return {view, work.offset_of_key(view, work.kv_head, key), static_cast<int>(plan.params.head_dim),
+          plan.key_vectors};
 }
-__device__ __forceinline__ Matrix value_matrix(const Plan& plan, int kv_head) {
-  return {plan.params.value, kv_head, static_cast<int>(plan.params.value_dim), plan.value_vectors};
+template <class C>
+__device__ __forceinline__ Matrix value_matrix(const Plan& plan, const Work<C>& work, int key) {
+  const View& view = plan.params.value;
+  return {view, work.offset_of_key(view, work.kv_head, key), static_cast<int>(plan.params.value_dim),
+          plan.value_vectors};
 }
-__device__ __forceinline__ Matrix grad_out_matrix(const Plan& plan, int head) {
-  return {plan.arguments.grad_out, head, static_cast<int>(plan.params.value_dim), plan.grad_out_vectors};
+template <class C>
+__device__ __forceinline__ Matrix grad_out_matrix(const Plan& plan, const Work<C>& work, int head,
+                                                  int query) {
+  const View& view = plan.arguments.grad_out;
+  return {view, work.offset_of_query(view, head, query), static_cast<int>(plan.params.value_dim),
+          plan.grad_out_vectors};
 }
 
 // Starts to bring the numbers of a tile of queries.
@@ -64,8 +77,7 @@ template <class C>
 __device__ __forceinline__ void start_statistics(const Plan& plan, const Work<C>& work,
                                                  const SharedMemory<C>& shared, int head, int first_query) {
   const Statistics& statistics = plan.statistics;
-  const int64_t row = static_cast<int64_t>(work.batch) * plan.params.heads + head;
-  const int64_t at = row * statistics.queries + first_query;
+  const int64_t at = work.first_statistic + head * statistics.queries + first_query;
   const int chunk = ptx::opaque(static_cast<int>(threadIdx.x)) * 4;
   static_assert(C::kQueries / 4 <= C::kThreads, "a chunk for each thread");
   if (chunk >= C::kQueries) return;
@@ -78,14 +90,15 @@ __device__ __forceinline__ void start_statistics(const Plan& plan, const Work<C>
 template <class C>
 __device__ __forceinline__ bool load_own(const Plan& plan, const Work<C>& work,
                                          const SharedMemory<C>& shared) {
-  const Matrix first = C::kOwnsQueries ? query_matrix(plan, work.head) : key_matrix(plan, work.kv_head);
-  const Matrix second = C::kOwnsQueries ? grad_out_matrix(plan, work.head) : value_matrix(plan, work.kv_head);
-  if (C::kOwnsQueries) start_statistics<C>(plan, work, shared, work.head, work.first_row);
-  bool special = load_tile<C, C::kRows>(first, work.batch, work.first_row, work.rows, shared.own1(),
-                                        shared.own1_flags());
+  const int row = work.first_row;
+  const Matrix first =
+      C::kOwnsQueries ? query_matrix(plan, work, work.head, row) : key_matrix(plan, work, row);
+  const Matrix second =
+      C::kOwnsQueries ? grad_out_matrix(plan, work, work.head, row) : value_matrix(plan, work, row);
+  if (C::kOwnsQueries) start_statistics<C>(plan, work, shared, work.head, row);
+  bool special = load_tile<C, C::kRows>(first, work.rows, shared.own1(), shared.own1_flags());
   if constexpr (C::kNeedsSecondDots) {
-    special |= load_tile<C, C::kRows>(second, work.batch, work.first_row, work.rows, shared.own2(),
-                                      shared.own2_flags());
+    special |= load_tile<C, C::kRows>(second, work.rows, shared.own2(), shared.own2_flags());
   }
   return special;
 }
@@ -94,20 +107,19 @@ __device__ __forceinline__ bool load_own(const Plan& plan, const Work<C>& work,
 template <class C>
 __device__ __forceinline__ bool load_first(const Plan& plan, const Work<C>& work,
                                            const SharedMemory<C>& shared, Passing passing) {
-  const Matrix matrix = C::kOwnsQueries ? key_matrix(plan, work.kv_head) : query_matrix(plan, passing.head);
+  const Matrix matrix = C::kOwnsQueries ? key_matrix(plan, work, passing.first)
+                                        : query_matrix(plan, work, passing.head, passing.first);
   if (!C::kOwnsQueries) start_statistics<C>(plan, work, shared, passing.head, passing.first);
-  return load_tile<C, C::kColumns>(matrix, work.batch, passing.first, work.count(passing), shared.pass1(),
-                                   shared.pass1_flags());
+  return load_tile<C, C::kColumns>(matrix, work.count(passing), shared.pass1(), shared.pass1_flags());
 }
 
 // The other one: dO or values.
 template <class C>
 __device__ __forceinline__ bool load_second(const Plan& plan, const Work<C>& work,
                                             const SharedMemory<C>& shared, Passing passing) {
-  const Matrix matrix =
-      C::kOwnsQueries ? value_matrix(plan, work.kv_head) : grad_out_matrix(plan, passing.head);
-  return load_tile<C, C::kColumns>(matrix, work.batch, passing.first, work.count(passing), shared.pass2(),
-                                   shared.pass2_flags());
+  const Matrix matrix = C::kOwnsQueries ? value_matrix(plan, work, passing.first)
+                                        : grad_out_matrix(plan, work, passing.head, passing.first);
+  return load_tile<C, C::kColumns>(matrix, work.count(passing), shared.pass2(), shared.pass2_flags());
 }
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -44,9 +44,11 @@ class MaskGradient {
 
   __device__ __forceinline__ void add(const MaskPieces::Tile& item) {
     const int first_row = static_cast<int>(item.row_tile) * C::kRows;
-    const int rows = min(static_cast<int>(p_.queries) - first_row, C::kRows);
+    const Sequence sequence = sequence_of(p_, item.batch);
+    const int rows = min(static_cast<int>(sequence.queries) - first_row, C::kRows);
+    if (rows <= 0) return;
     const Passing passing{static_cast<int>(item.head), static_cast<int>(item.column_tile) * C::kColumns};
-    const KeyRange range = visible_keys(p_, first_row, first_row + rows - 1);
+    const KeyRange range = visible_keys(positions_of(p_, sequence), first_row, first_row + rows - 1);
     if (passing.first >= range.end || passing.first + C::kColumns <= range.begin) return;
 
     __syncthreads();  // every warp is done with the item before

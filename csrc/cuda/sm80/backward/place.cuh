@@ -20,9 +20,9 @@ struct Place {
 
   __device__ __forceinline__ const AttentionParams& params() const { return plan.params; }
   __device__ __forceinline__ int batch() const { return work.batch; }
-  __device__ __forceinline__ int queries() const { return static_cast<int>(plan.params.queries); }
-  __device__ __forceinline__ int keys() const { return static_cast<int>(plan.params.keys); }
-  __device__ __forceinline__ int64_t query_offset() const { return plan.params.query_offset; }
+  __device__ __forceinline__ int queries() const { return work.queries; }
+  __device__ __forceinline__ int keys() const { return work.keys; }
+  __device__ __forceinline__ int64_t query_offset() const { return work.query_offset; }
 
   // Rows beyond the last are taken for the last, so that whatever is read for them exists.
   __device__ __forceinline__ int existing(int row_of_tile) const { return min(row_of_tile, work.rows - 1); }
@@ -51,19 +51,12 @@ struct Place {
 // Columns of the tile that a row sees, or is seen by, by their positions. None of a row that does not exist.
 template <class C>
 __device__ __forceinline__ Columns visible_columns(const Place<C>& at, int row_of_tile) {
-  const AttentionParams& p = at.plan.params;
-  const int64_t row = at.work.first_row + row_of_tile;
-  int64_t begin = 0, end = 0;
-  if constexpr (C::kOwnsQueries) {
-    const KeyRange range = visible_keys(p, row, row);
-    begin = range.begin;
-    end = range.end;
-  } else {
-    const QueryRange range = visible_queries(p, row, row);
-    begin = range.begin;
-    end = range.end;
-  }
-  if (row_of_tile >= at.work.rows) end = 0;
+  const Work<C>& work = at.work;
+  const int64_t row = work.first_row + row_of_tile;
+  const int64_t begin = C::kOwnsQueries ? row + work.seen_begin : row - work.seen_end + 1;
+  int64_t end = C::kOwnsQueries ? row + work.seen_end : row - work.seen_begin + 1;
+  if (end > work.end) end = work.end;
+  if (row_of_tile >= work.rows) end = 0;
   return {static_cast<int>(clamp_key(begin - at.passing.first, C::kColumns)),
           static_cast<int>(clamp_key(end - at.passing.first, C::kColumns))};
 }
@@ -104,7 +97,7 @@ struct TurnedMaskBits {
 #pragma unroll
           for (int quad = 0; quad < 4; ++quad) {
             const int query = first_query + tile * 8 + quad * 2;
-            const bool exists = row_of_tile < at.work.rows && query < at.params().queries;
+            const bool exists = row_of_tile < at.work.rows && query < at.queries();
             const bool shown = exists && !mask_hides(mask, of_key + query * mask.stride[2]);
             const uint32_t votes = __ballot_sync(kWholeWarp, shown);
             any |= votes;

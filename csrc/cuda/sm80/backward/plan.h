@@ -6,19 +6,35 @@
 #include <cstdint>
 
 #include "../../../core/attention_params.h"
+#include "../../common/divide_up.h"
 
 struct CUstream_st;
 
 namespace selfattn::cuda::sm80::backward {
 
-// Of every query, with the queries of a head padded: rows begin at multiples of 16 bytes and whole tiles of
-// them can be read. Queries beyond the last have a weight of 0 and a delta of 0.
+constexpr int64_t kQueryPadding = 128;  // of statistics: a multiple of the queries of any tile
+
+// Of every query, with the queries of each sequence padded: rows begin at multiples of 16 bytes and whole
+// tiles of them can be read. Queries beyond the last have a weight of 0 and a delta of 0.
 struct Statistics {
   float* shift = nullptr;        // of rows::RowGradients, or log2 of the sum of 2^score where calls are plain
   float* inverse_sum = nullptr;  // of rows::RowGradients; +0 beyond the last query
   float* delta = nullptr;
-  int64_t queries = 0;  // of a head, padded
+  int64_t queries = 0;  // of a head, padded: of one batch element, or of all that are packed
+
+  // Where those of the first head of a batch element begin, whose queries begin at `first_query` where they
+  // are packed. Wherever that is, sequences that do not overlap have places that do not.
+  SELFATTN_HOST_DEVICE int64_t first(const AttentionParams& p, int64_t batch, int64_t first_query) const {
+    if (p.sequences.query_starts == nullptr) return batch * p.heads * queries;
+    return (first_query / kQueryPadding + batch) * kQueryPadding;
+  }
 };
+
+// Padded queries of a head, see above.
+inline int64_t padded_queries(const AttentionParams& p) {
+  if (p.sequences.query_starts == nullptr) return divide_up(p.queries, kQueryPadding) * kQueryPadding;
+  return (p.sequences.query_rows / kQueryPadding + p.batch) * kQueryPadding;
+}
 
 // Sides own tiles of rows of a unit: the queries of a head or the keys of a kv head.
 struct Plan {
@@ -48,7 +64,6 @@ struct Plan {
 
 constexpr int64_t kMaxDim = 256;
 constexpr int64_t kMaxFloat32Dim = 128;  // more does not fit into shared memory as pieces
-constexpr int64_t kQueryPadding = 128;   // of statistics: a multiple of the queries of any tile
 
 // Whether sm80 computes the gradients of such a call: otherwise simt does.
 bool takes(const AttentionParams& params);

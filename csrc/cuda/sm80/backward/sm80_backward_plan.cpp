@@ -1,4 +1,3 @@
-#include "../../common/divide_up.h"
 #include "../../rows/rows.h"
 #include "../plan.h"
 #include "plan.h"
@@ -7,8 +6,10 @@ namespace selfattn::cuda::sm80::backward {
 
 namespace {
 
-int64_t padded_queries(const AttentionParams& p) {
-  return divide_up(p.queries, kQueryPadding) * kQueryPadding;
+// Of which statistics are kept.
+int64_t rows_of(const AttentionParams& p) {
+  const bool packed = p.sequences.query_starts != nullptr;
+  return (packed ? 1 : p.batch) * p.heads * padded_queries(p);
 }
 
 bool writable_by_pairs(const View& view, int64_t columns) {
@@ -28,14 +29,13 @@ bool is_plain(const AttentionParams& p, const BackwardArguments& a) {
 }
 
 size_t statistics_bytes(const AttentionParams& p) {
-  const int64_t numbers = 3 * p.batch * p.heads * padded_queries(p);
-  return rows::row_gradients_bytes(p) + static_cast<size_t>(numbers) * sizeof(float);
+  return rows::row_gradients_bytes(p) + static_cast<size_t>(3 * rows_of(p)) * sizeof(float);
 }
 
 Statistics statistics_in(void* workspace, const AttentionParams& p) {
   Statistics statistics;
   statistics.queries = padded_queries(p);
-  const int64_t count = p.batch * p.heads * statistics.queries;
+  const int64_t count = rows_of(p);
   statistics.shift = reinterpret_cast<float*>(static_cast<char*>(workspace) + rows::row_gradients_bytes(p));
   statistics.inverse_sum = statistics.shift + count;
   statistics.delta = statistics.inverse_sum + count;

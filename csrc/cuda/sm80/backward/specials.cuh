@@ -29,6 +29,10 @@ __device__ __forceinline__ void set_element(Scores<C>& elements, int half, int n
   }
 }
 
+__device__ __forceinline__ const float* floats_at(const View& view, int64_t offset) {
+  return static_cast<const float*>(view.data) + offset;
+}
+
 // float32: s and dp of rows and columns that hold such a number.
 template <class C>
 __device__ __forceinline__ void replace_special_products(const Plan& plan, const Work<C>& work,
@@ -45,13 +49,14 @@ __device__ __forceinline__ void replace_special_products(const Plan& plan, const
       const int row = lane.row(0, half);
       const int query = at.query(0, half, n / 2, n % 2).query, key = at.key(0, half, n / 2, n % 2);
       if (shared.own1_flags()[row] || shared.pass1_flags()[column]) {
-        const float* x = float_row(p.query, work.batch, passing.head, query);
-        const float* y = float_row(p.key, work.batch, work.kv_head, key);
+        const float* x = floats_at(p.query, work.offset_of_query(p.query, passing.head, query));
+        const float* y = floats_at(p.key, work.offset_of_key(p.key, work.kv_head, key));
         set_element<C>(s, half, n, dot_product(x, y, static_cast<int>(p.head_dim)));
       }
       if (shared.own2_flags()[row] || shared.pass2_flags()[column]) {
-        const float* x = float_row(plan.arguments.grad_out, work.batch, passing.head, query);
-        const float* y = float_row(p.value, work.batch, work.kv_head, key);
+        const View& grad_out = plan.arguments.grad_out;
+        const float* x = floats_at(grad_out, work.offset_of_query(grad_out, passing.head, query));
+        const float* y = floats_at(p.value, work.offset_of_key(p.value, work.kv_head, key));
         set_element<C>(dp, half, n, dot_product(x, y, static_cast<int>(p.value_dim)));
       }
     }
@@ -107,8 +112,10 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMem
   for (int n = 0; n < C::kWarpColumns; ++n) {
     const int column = at.lane.first_column + n;
     if (!flags[column]) continue;
-    const auto* elements =
-        static_cast<const Storage*>(matrix.data) + matrix.offset(at.batch(), head, at.passing.first + column);
+    const int passing = at.passing.first + column;
+    const auto* elements = static_cast<const Storage*>(matrix.data) +
+                           (C::kOwnsQueries ? at.work.offset_of_key(matrix, head, passing)
+                                            : at.work.offset_of_query(matrix, head, passing));
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
@@ -116,7 +123,7 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMem
         const float factor = element_of_row(factors.at, at.lane.lane, strip, half, n);
         const int row = at.existing(at.lane.row(strip, half));
         const RowOf query = {at.passing.head, at.work.query(at.passing, row, column)};
-        if (!sees<!C::kPlain>(p, at.batch(), query, at.work.key(at.passing, row, column))) continue;
+        if (!sees<!C::kPlain>(p, at.work, query, at.work.key(at.passing, row, column))) continue;
         if (is_dead(shared, C::kOwnsQueries ? row : column)) continue;
         // As above: unrolled, the elements of all dims would be loaded at once.
 #pragma unroll 1

@@ -4,6 +4,7 @@
 
 #include "../../common/elementary.cuh"
 #include "../../common/grid.cuh"
+#include "../../common/sequence.cuh"
 #include "../../rows/rows.h"
 #include "../plan.h"
 #include "plan.h"
@@ -12,17 +13,22 @@ namespace selfattn::cuda::sm80::backward {
 
 constexpr int kStatisticsThreads = 256;
 
+// A thread for each of `rows_of_head` queries of every head, as many as the longest sequence has, padded.
 // Queries that do not exist get a weight of 0. Plain kernels raise 2 to a power, and need one number for
 // shift and sum: of a row that saw nothing, +inf.
 template <bool kPlain>
 __global__ void __launch_bounds__(kStatisticsThreads, 1)
-    statistics_kernel(const rows::RowGradients<float> from, const Statistics to, int64_t queries,
-                      int64_t count, int64_t first_block) {
-  const int64_t n = (first_block + blockIdx.x) * kStatisticsThreads + threadIdx.x;
-  if (n >= count) return;
-  const int64_t query = n % to.queries;
-  const int64_t at = n / to.queries * queries + query;
-  const bool exists = query < queries;
+    statistics_kernel(const AttentionParams p, const rows::RowGradients<float> from, const Statistics to,
+                      int64_t rows_of_head, int64_t first_block) {
+  const int64_t index = (first_block + blockIdx.x) * kStatisticsThreads + threadIdx.x;
+  const int64_t query = index % rows_of_head, head_index = index / rows_of_head;
+  const int64_t head = head_index % p.heads, batch = head_index / p.heads;
+  if (batch >= p.batch) return;
+  const Sequence sequence = sequence_of(p, batch);
+  if (query >= divide_up(sequence.queries, kQueryPadding) * kQueryPadding) return;
+  const int64_t at = first_statistic_of(p, sequence, head) + query;
+  const int64_t n = to.first(p, batch, sequence.first_query) + head * to.queries + query;
+  const bool exists = query < sequence.queries;
   const float shift = exists ? from.shift[at] : 0.0f;
   const float inverse_sum = exists ? from.inverse_sum[at] : 0.0f;
   if (kPlain) {

@@ -28,7 +28,7 @@ struct Slopes {
     auto* rows = static_cast<float*>(plan.arguments.grad_slopes_rows);
     if (rows == nullptr) return;
     const AttentionParams& p = plan.params;
-    rows += (static_cast<int64_t>(work.batch) * p.heads + work.head) * p.queries + work.first_row;
+    rows += p.row(work.query_batch, work.head, work.first_query + work.first_row);
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll

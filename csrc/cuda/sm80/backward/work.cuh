@@ -1,7 +1,7 @@
 // What a block of the backward computes: which rows, against which columns of which heads.
 #pragma once
 
-#include "../../../core/visible_range.h"
+#include "../../common/sequence.cuh"
 #include "config.cuh"
 #include "plan.h"
 
@@ -33,11 +33,16 @@ template <class C>
 struct Work {
   RowTile tile;
   int batch, kv_head;
-  int head, last_head;  // whose queries own or pass
-  int first_row;        // of the tile: query or key
-  int rows;             // of the tile that exist
-  int begin, end;       // columns that some row may see by its position
-  int columns;          // that exist: keys or queries
+  int head, last_head;         // whose queries own or pass
+  int first_row;               // of the tile: query or key
+  int rows;                    // of the tile that exist: none beyond a sequence's end
+  int begin, end;              // columns that some row may see by its position
+  int queries, keys;           // that exist
+  int query_batch, key_batch;  // in tensors, see Sequence
+  int64_t first_query, first_key;
+  int64_t query_offset;
+  int64_t seen_begin, seen_end;  // query i sees the keys i + seen_begin .. i + seen_end - 1
+  int64_t first_statistic;       // of the first head, see Statistics
 
   __device__ __forceinline__ Work(const Plan& plan, const RowTile& own) {
     const AttentionParams& p = plan.params;
@@ -49,22 +54,37 @@ struct Work {
       batch = static_cast<int>(unit / p.heads);
       head = last_head = static_cast<int>(unit % p.heads);
       kv_head = head / group;
-      rows = min(static_cast<int>(p.queries) - first_row, C::kRows);
-      columns = static_cast<int>(p.keys);
-      const KeyRange range = visible_keys(p, first_row, first_row + rows - 1);
-      begin = static_cast<int>(range.begin);
-      end = static_cast<int>(range.end);
     } else {
       batch = static_cast<int>(unit / p.kv_heads);
       kv_head = static_cast<int>(unit % p.kv_heads);
       head = kv_head * group;
       last_head = head + group - 1;
-      rows = min(static_cast<int>(p.keys) - first_row, C::kRows);
-      columns = static_cast<int>(p.queries);
-      const QueryRange range = visible_queries(p, first_row, first_row + rows - 1);
+    }
+
+    const Sequence sequence = sequence_of(p, batch);
+    queries = static_cast<int>(sequence.queries);
+    keys = static_cast<int>(sequence.keys);
+    query_batch = static_cast<int>(sequence.query_batch);
+    key_batch = static_cast<int>(sequence.key_batch);
+    first_query = sequence.first_query;
+    first_key = sequence.first_key;
+    query_offset = sequence.query_offset;
+    first_statistic = plan.statistics.first(p, batch, first_query);
+
+    const Positions positions = positions_of(p, sequence);
+    rows = min((C::kOwnsQueries ? queries : keys) - first_row, C::kRows);
+    if (C::kOwnsQueries) {
+      const KeyRange range = visible_keys(positions, first_row, first_row + rows - 1);
+      begin = static_cast<int>(range.begin);
+      end = static_cast<int>(range.end);
+    } else {
+      const QueryRange range = visible_queries(positions, first_row, first_row + rows - 1);
       begin = static_cast<int>(range.begin);
       end = static_cast<int>(range.end);
     }
+    constexpr int64_t kFar = int64_t{1} << 62;
+    seen_begin = p.window_left >= 0 ? query_offset - p.window_left : -kFar;
+    seen_end = p.window_right >= 0 ? query_offset + p.window_right + 1 : kFar;
   }
 
   // Tiles begin at multiples of their size, so that a row's bits depend on the row alone.
@@ -88,7 +108,15 @@ struct Work {
   }
   // Columns of a tile that exist.
   __device__ __forceinline__ int count(Passing passing) const {
-    return min(columns - passing.first, C::kColumns);
+    return min((C::kOwnsQueries ? keys : queries) - passing.first, C::kColumns);
+  }
+
+  // Where tensors hold a query of a head, or a key of a kv head.
+  __device__ __forceinline__ int64_t offset_of_query(const View& view, int of_head, int query) const {
+    return view.offset(query_batch, of_head, first_query + query);
+  }
+  __device__ __forceinline__ int64_t offset_of_key(const View& view, int of_kv_head, int key) const {
+    return view.offset(key_batch, of_kv_head, first_key + key);
   }
 };
 
