@@ -21,7 +21,9 @@ from .functional import attention_weights, scaled_dot_product_attention
 from .functional_pieces import attention_scores, masked_softmax
 from .integrations import torch_sdpa as _torch_sdpa
 from .integrations.sdpa_mode import as_sdpa
-from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention
+from .kv_cache import KVCache
+from .kvcache_attention import attention_with_kvcache
+from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention, apply_rotary, rotary_factors
 from .varlen import varlen_attention
 
 _torch_sdpa.register()
@@ -29,19 +31,23 @@ _torch_sdpa.register()
 __version__ = sources.version()
 
 __all__ = [
+    "KVCache",
     "MultiHeadSelfAttention",
     "MultiheadAttention",
     "SelfAttention",
     "__version__",
+    "apply_rotary",
     "as_sdpa",
     "attention_scores",
     "attention_weights",
+    "attention_with_kvcache",
     "backends",
     "jit",
     "masked_softmax",
     "masks",
     "nn",
     "reference",
+    "rotary_factors",
     "scaled_dot_product_attention",
     "sources",
     "varlen_attention",

@@ -59,6 +59,7 @@ MODULES = (
     "test_precision.py",
     "test_readme.py",
     "test_reference.py",
+    "test_rotary.py",
     "test_sequences.py",
     "test_source_notebooks.py",
     "test_special_numbers.py",

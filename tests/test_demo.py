@@ -186,6 +186,17 @@ def test_samples_go_beyond_the_context_and_follow_the_seed() -> None:
     assert not torch.equal(first, model.sample(prompt, 30, torch.Generator().manual_seed(4)))
 
 
+def test_samples_are_the_same_without_a_cache() -> None:
+    model = CharTransformer(10, SMALL, extension_attention)
+    for block in model.blocks:
+        torch.nn.init.normal_(block.attention.out.weight)  # starts at zero, and attention would not matter
+    prompt = torch.tensor([1, 2, 3])
+    texts = [
+        model.sample(prompt, 40, torch.Generator().manual_seed(3), cached=cached) for cached in (True, False)
+    ]
+    assert torch.equal(*texts)
+
+
 @pytest.mark.parametrize("stripped", [False, True])
 def test_every_python_has_text_to_train_on(stripped: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if stripped:

@@ -17,6 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfattn_ext.functional import scaled_dot_product_attention
+from selfattn_ext.kv_cache import KVCache
 
 CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
@@ -74,8 +75,11 @@ class SelfAttention(nn.Module):
         self.register_buffer("cosine", cosine, persistent=False)
         self.register_buffer("sine", sine, persistent=False)
 
-    def forward(self, x: Tensor) -> Tensor:
-        result = self._attention(*self._project(x))
+    def forward(self, x: Tensor, cache: KVCache | None = None, layer: int = 0) -> Tensor:
+        if cache is None:
+            result = self._attention(*self._project(x))
+        else:
+            result = cache.attend(layer, *self._project(x, cache.positions[0]))
         return self.out(result.transpose(1, 2).flatten(2))
 
     def weights(self, x: Tensor) -> Tensor:
@@ -83,11 +87,11 @@ class SelfAttention(nn.Module):
         _, weights = scaled_dot_product_attention(*self._project(x), is_causal=True, return_weights=True)
         return weights
 
-    def _project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _project(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
         """Query and key, turned by their positions, and value: (batch, heads, length, head_dim) each."""
         projected = self.qkv(x).unflatten(-1, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
-        length = x.shape[1]
-        cosine, sine = self.cosine[:length], self.sine[:length]
+        places = slice(x.shape[1]) if positions is None else positions
+        cosine, sine = self.cosine[places], self.sine[places]
         first, second = projected[:2].chunk(2, dim=-1)
         turned = torch.cat([first * cosine - second * sine, second * cosine + first * sine], dim=-1)
         return turned[0], turned[1], projected[2]
@@ -103,8 +107,8 @@ class Block(nn.Module):
         nn.init.zeros_(last.weight)
         self.mlp = nn.Sequential(nn.Linear(size.width, 4 * size.width), nn.GELU(), last)
 
-    def forward(self, x: Tensor) -> Tensor:
-        x = x + self.attention(self.attention_norm(x))
+    def forward(self, x: Tensor, cache: KVCache | None = None, layer: int = 0) -> Tensor:
+        x = x + self.attention(self.attention_norm(x), cache, layer)
         return x + self.mlp(self.mlp_norm(x))
 
 
@@ -126,11 +130,16 @@ class CharTransformer(nn.Module):
         self.head = nn.Linear(size.width, symbols, bias=False)
         nn.init.normal_(self.embedding.weight, std=0.2)
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Logits (batch, length, symbols) for int64 tokens (batch, length <= context)."""
+    def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
+        """Logits (batch, length, symbols) for int64 tokens (batch, length <= context).
+
+        With a cache the tokens go on where its sequence ends.
+        """
         x = self.embedding(tokens)
-        for block in self.blocks:
-            x = block(x)
+        if cache is not None:
+            cache.extend(tokens.shape[1])
+        for layer, block in enumerate(self.blocks):
+            x = block(x, cache, layer)
         return self.head(self.norm(x))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -150,13 +159,42 @@ class CharTransformer(nn.Module):
 
     @torch.no_grad()
     def sample(
-        self, prompt: Tensor, count: int, generator: torch.Generator, temperature: float = 0.8
+        self,
+        prompt: Tensor,
+        count: int,
+        generator: torch.Generator,
+        temperature: float = 0.8,
+        cached: bool = True,
     ) -> Tensor:
-        """The prompt (length,) and ``count`` symbols drawn one by one: (length + count,)."""
+        """The prompt (length,) and ``count`` symbols drawn one by one: (length + count,).
+
+        Each symbol is drawn given a window of those before it. When the window would be longer than the
+        context, the later half of it becomes the new one. ``cached`` keeps the keys and values of a window,
+        so that a symbol costs the work of one; without, everything is computed again, to the same text.
+        """
+        size, weight = self.size, self.head.weight
+        cache = None
+        if cached:
+            cache = KVCache(
+                size.layers,
+                1,
+                size.heads,
+                size.head_dim,
+                size.context,
+                dtype=weight.dtype,
+                device=weight.device,
+            )
         tokens = prompt
+        window = new = prompt[-size.context :]
         for _ in range(count):
-            logits = self(tokens[None, -self.size.context :])[0, -1] / temperature
+            if len(window) > size.context:
+                window = new = window[-max(1, size.context // 2) :]
+                if cache is not None:
+                    cache.reset()
+            seen = window if cache is None else new
+            logits = self(seen[None], cache)[0, -1] / temperature
             # On the CPU whatever the model's device, so that one seed gives one text.
             drawn = torch.multinomial(logits.float().cpu().softmax(-1), 1, generator=generator)
-            tokens = torch.cat([tokens, drawn.to(tokens.device)])
+            new = drawn.to(tokens.device)
+            tokens, window = torch.cat([tokens, new]), torch.cat([window, new])
         return tokens

@@ -6,7 +6,14 @@ zeros from the attention, never NaN.
 """
 
 from .multihead_attention import MultiheadAttention
-from .rotary import rotary_embedding
+from .rotary import apply_rotary, rotary_embedding, rotary_factors
 from .self_attention import MultiHeadSelfAttention, SelfAttention
 
-__all__ = ["MultiHeadSelfAttention", "MultiheadAttention", "SelfAttention", "rotary_embedding"]
+__all__ = [
+    "MultiHeadSelfAttention",
+    "MultiheadAttention",
+    "SelfAttention",
+    "apply_rotary",
+    "rotary_embedding",
+    "rotary_factors",
+]

@@ -90,7 +90,8 @@ def rotary_factors(
         frequencies = base**-exponents
     elif tuple(frequencies.shape) != (features // 2,):
         raise ValueError(
-            f"frequencies must have the shape {(features // 2,)}, one per pair, got {tuple(frequencies.shape)}"
+            f"frequencies must have the shape {(features // 2,)}, one per pair, but theirs is "
+            f"{tuple(frequencies.shape)}"
         )
     angles = positions.to(torch.float64).unsqueeze(-1) * frequencies.to(torch.float64)
     return RotaryFactors(angles.cos().to(dtype), angles.sin().to(dtype))
@@ -125,7 +126,9 @@ def apply_rotary(
     if layout not in ("bhld", "blhd"):
         raise ValueError(f'layout must be "bhld" or "blhd", got {layout!r}')
     if x.dim() not in (3, 4):
-        raise ValueError(f"x must be (B, H, L, D), (B, L, H, D) or packed (total, H, D), got {tuple(x.shape)}")
+        raise ValueError(
+            f"x must be (B, H, L, D), (B, L, H, D) or packed (total, H, D), got {tuple(x.shape)}"
+        )
     if isinstance(positions, Tensor):
         if x.shape[-1] % 2:
             raise ValueError(f"x must have an even number of features D, got {tuple(x.shape)}")

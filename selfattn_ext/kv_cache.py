@@ -1,0 +1,406 @@
+"""Keys and values of a decoder's layers and sequences, in one piece per sequence or in pages of a pool.
+
+Note [Lengths on both sides]
+    How long sequences are is known twice: as Python ints, which decide about capacity and pages, and as
+    tensors, which the operators read. A step begins with :meth:`KVCache.extend`, which counts and refuses;
+    what layers call after it looks at tensors alone. So nothing waits for a GPU, and neither torch.compile
+    nor a CUDA graph has to begin anew for the next token: tensors of the same shape are updated in place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import arguments, checks, kvcache_attention, kvcache_checks, ops, shapes
+
+__all__ = ["KVCache"]
+
+
+class KVCache:
+    """Keys and values of several layers, for a number of sequences that come, grow and go.
+
+    A step of a decoder is one :meth:`extend`, which makes room for the tokens to come, and one :meth:`attend`
+    per layer::
+
+        cache = KVCache(layers=2, sequences=3, kv_heads=4, head_dim=64, capacity=1024)
+        cache.extend(5)                                # five more tokens for every sequence
+        for layer in range(2):
+            out = cache.attend(layer, query, key, value)   # (3, H, 5, 64)
+
+    Args:
+        layers: how many pairs of tensors there are.
+        sequences: how many sequences it holds at a time. They are numbered from 0.
+        kv_heads: Hk, heads of keys and values.
+        head_dim: E, of keys; that of values is value_dim, by default the same.
+        capacity: how many tokens a sequence can have.
+        page_size: tokens per page; None keeps each sequence in one piece.
+        pages: of the pool that all sequences share; by default enough for every sequence to become full.
+        layout: "bhld" or "blhd", of the cache and of what attend takes; see
+            :func:`selfattn_ext.attention_with_kvcache`.
+        dtype: float64, float32, bfloat16 or float16.
+        device: where it lies.
+
+    Attributes:
+        keys, values: one tensor per layer: (sequences, Hk, capacity, E), in pages (pages, Hk, page_size, E),
+            with layout "blhd" the second and third dimension swapped. What no sequence has filled is
+            undefined.
+        cache_seqlens: int64, how many tokens each sequence of the step had before it.
+        block_table: int32, the pages of each sequence of the step; None where sequences lie in one piece and
+            all of them take part. With these two, :func:`selfattn_ext.attention_with_kvcache` takes the
+            tensors of a layer.
+        cu_seqlens: int64, where the tokens of each sequence begin if they are packed.
+        packed_positions: int64, the place of each token of the step in its sequence, packed.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed.
+    """
+
+    def __init__(
+        self,
+        layers: int,
+        sequences: int,
+        kv_heads: int,
+        head_dim: int,
+        capacity: int,
+        *,
+        value_dim: int | None = None,
+        page_size: int | None = None,
+        pages: int | None = None,
+        layout: str = "bhld",
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+    ) -> None:
+        sizes = {"layers": layers, "sequences": sequences, "kv_heads": kv_heads, "head_dim": head_dim}
+        sizes |= {"capacity": capacity, "value_dim": head_dim if value_dim is None else value_dim}
+        sizes |= {"page_size": capacity if page_size is None else page_size}
+        for name, size in sizes.items():
+            checks.integer(name, size, 1)
+        if layout not in ("bhld", "blhd"):
+            raise ValueError(f'layout must be "bhld" or "blhd", got {layout!r}')
+        if pages is not None and page_size is None:
+            raise ValueError("pages needs a page_size")
+        self.layout = layout
+        self.capacity = capacity
+        self.page_size: int = sizes["page_size"]
+        self._columns = -(-capacity // self.page_size)
+        self._paged = page_size is not None
+        count = sequences * self._columns if pages is None else checks.integer("pages", pages, 1)
+        shape = (count, kv_heads, self.page_size) if layout == "bhld" else (count, self.page_size, kv_heads)
+
+        def tensors(width: int) -> list[Tensor]:
+            return [torch.empty(*shape, width, dtype=dtype, device=device) for _ in range(layers)]
+
+        self.keys, self.values = tensors(head_dim), tensors(sizes["value_dim"])
+        if layout == "blhd":
+            swapped = ([tensor.transpose(1, 2) for tensor in both] for both in (self.keys, self.values))
+            self._keys, self._values = swapped
+        else:
+            self._keys, self._values = self.keys, self.values
+        self.device = self.keys[0].device
+        self.dtype = dtype
+        self._lengths = [0] * sequences
+        self._held: list[list[int]] = [[] for _ in range(sequences)]
+        self._used = [False] * sequences
+        self._free = list(range(count - 1, -1, -1))
+        self._table = torch.zeros(sequences, self._columns, dtype=torch.int32, device="cpu")
+        if not self._paged:
+            # One page per sequence, its own.
+            self._table[:, 0] = torch.arange(sequences, device="cpu")
+        self.block_table: Tensor | None = None
+        self.cache_seqlens = torch.zeros(sequences, dtype=torch.int64, device=self.device)
+        self._begin(list(range(sequences)), [0] * sequences)
+
+    @property
+    def lengths(self) -> list[int]:
+        """How many tokens each sequence has, those of the step included."""
+        return list(self._lengths)
+
+    @property
+    def free_pages(self) -> int:
+        """How many pages of the pool nobody has. Where sequences lie in one piece, the unused ones."""
+        return len(self._free) if self._paged else self._used.count(False)
+
+    @property
+    def positions(self) -> Tensor:
+        """The places (B, L) of the tokens of the step, for steps that have as many for every sequence."""
+        if self._uniform is None:
+            raise ValueError("the sequences of this step have different numbers of tokens: packed_positions")
+        return self.packed_positions.view(-1, self._uniform)
+
+    def allocate(self) -> int:
+        """The number of a sequence that is not in use; it is then, with length 0."""
+        if False not in self._used:
+            raise ValueError(f"all {len(self._used)} sequences of the cache are in use: free one")
+        sequence = self._used.index(False)
+        self._used[sequence] = True
+        return sequence
+
+    def free(self, sequence: int) -> None:
+        """Ends a sequence: its pages go back to the pool, its number to allocate()."""
+        (sequence,) = self._numbers([sequence])
+        self._shorten(sequence, 0)
+        self._used[sequence] = False
+
+    def reset(self) -> None:
+        """Ends all sequences."""
+        for sequence in range(len(self._used)):
+            self.free(sequence)
+        everything = list(range(len(self._used)))
+        self._begin(everything, [0] * len(everything))
+
+    def truncate(self, length: int, sequences: Iterable[int] | None = None) -> None:
+        """Forgets all tokens from that position on, as after guesses of a draft model that were wrong.
+
+        Args:
+            length: sequences that are not longer stay as they are.
+            sequences: which ones; all by default.
+        """
+        checks.integer("length", length, 0)
+        for sequence in self._numbers(sequences):
+            self._shorten(sequence, min(length, self._lengths[sequence]))
+
+    def extend(self, counts: int | Sequence[int] = 1, sequences: Iterable[int] | None = None) -> None:
+        """Begins a step: makes room for new tokens. All layers then append or attend.
+
+        Args:
+            counts: how many tokens come: the same for all sequences of the step, or one number for each.
+            sequences: which ones take part, in the order of the batch; all by default. They count as in use.
+
+        Raises:
+            ValueError: a sequence would have more tokens than its capacity, or the pool has too few pages.
+                Nothing has changed then.
+        """
+        chosen = self._numbers(sequences)
+        if isinstance(counts, int):
+            numbers = [checks.integer("counts", counts, 0)] * len(chosen)
+        else:
+            numbers = [checks.integer("counts", count, 0) for count in counts]
+        if len(numbers) != len(chosen):
+            raise ValueError(f"counts must be an int or {len(chosen)} numbers, got {len(numbers)}")
+        missing = 0
+        for sequence, count in zip(chosen, numbers, strict=True):
+            length = self._lengths[sequence] + count
+            if length > self.capacity:
+                raise ValueError(
+                    f"sequence {sequence} of the cache is full: it has {self._lengths[sequence]} tokens, "
+                    f"{count} more are to come, and its capacity is {self.capacity}"
+                )
+            if self._paged:
+                missing += -(-length // self.page_size) - len(self._held[sequence])
+        if missing > len(self._free):
+            raise ValueError(
+                f"the pool of {self.keys[0].shape[0]} pages is exhausted: this step takes {missing} more of "
+                f"{self.page_size} tokens each, and {len(self._free)} are free; free() a sequence, or make "
+                "the pool larger (pages=)"
+            )
+        before = [self._lengths[sequence] for sequence in chosen]
+        for sequence, count in zip(chosen, numbers, strict=True):
+            self._used[sequence] = True
+            self._lengths[sequence] += count
+            if self._paged:
+                self._lengthen(sequence)
+        self._begin(chosen, before, numbers)
+
+    def attend(
+        self,
+        layer: int,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = True,
+        scale: float | None = None,
+        window_size: Sequence[int] = (-1, -1),
+        softcap: float = 0.0,
+        alibi_slopes: Tensor | None = None,
+        sinks: Tensor | None = None,
+        return_weights: bool = False,
+        return_lse: bool = False,
+    ) -> Any:
+        """Writes the keys and values of the step into a layer, and attends to all that the sequences have.
+
+        Args:
+            layer: its number from 0 on.
+            query: (B, H, L, E) in the cache's layout, for B sequences with L new tokens each; or packed
+                (total, H, E), for any numbers of tokens. Hk divides H.
+            key, value: the same with Hk heads.
+            attn_mask, dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks, return_weights,
+                return_lse: as in :func:`selfattn_ext.attention_with_kvcache`, but is_causal by default.
+
+        Returns:
+            out, shaped as query with the value's head dim; with the weights (B, H, L, capacity) and the lse,
+            (B, H, L) or packed (H, total), where asked for. No gradients.
+
+        Raises:
+            ValueError, TypeError: naming the argument, what was given and what is allowed; the cache is then
+                as it was.
+        """
+        try:
+            q, k, v, options = self._operands(query, key, value)
+            options["seqlens_k"], options["query_offsets"] = self._seqlens, self.cache_seqlens
+            if self.block_table is not None:
+                options["block_table"] = self.block_table
+            if is_causal:
+                options["is_causal"] = True
+            arguments.add_window(options, window_size)
+            out, weights, lse = kvcache_attention.attend(
+                q, self._keys[layer], self._values[layer], k, v, options, self._batch, attn_mask, dropout_p,
+                scale, softcap, alibi_slopes, sinks, return_weights, return_lse,
+            )  # fmt: skip
+        except MemoryError as error:
+            raise checks.out_of_memory(error, query) from None
+        except checks.REFUSALS:
+            self._explain(layer, query, key, value, attn_mask, dropout_p, scale, window_size, softcap,
+                          alibi_slopes, sinks)  # fmt: skip
+            raise
+        if query.dim() == 3:
+            out = out[0].transpose(0, 1)
+            lse = None if lse is None else lse[0]
+        elif self.layout == "blhd":
+            out = out.transpose(1, 2)
+        if return_weights:
+            return (out, weights, lse) if return_lse else (out, weights)
+        return (out, lse) if return_lse else out
+
+    def append(self, layer: int, key: Tensor, value: Tensor) -> None:
+        """Writes the keys and values of the step into a layer, shaped as for :meth:`attend`, and no more."""
+        _, k, v, options = self._operands(key, key, value)
+        kvcache_checks.no_derivatives((key, value))
+        ops.append_to_cache(
+            self._keys[layer],
+            self._values[layer],
+            shapes.dense_rows(k),
+            shapes.dense_rows(v),
+            self.cache_seqlens,
+            cu_seqlens=options.get("cu_seqlens_q"),
+            block_table=self.block_table,
+        )
+
+    def _operands(
+        self, query: Tensor, key: Tensor, value: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor, arguments.Options]:
+        """Views in the operators' form, and what packed ones need."""
+        if query.dim() == 3:
+            q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
+            if q.size(2) != self._total or k.size(2) != self._total:
+                raise ValueError(
+                    f"the step has {self._total} tokens, but packed query and key are {tuple(query.shape)} "
+                    f"and {tuple(key.shape)}"
+                )
+            return q, k, v, {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self._longest}
+        if self.layout == "blhd":
+            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+        if query.size(0) != self._batch or query.size(2) != self._uniform or key.size(2) != self._uniform:
+            asked = "different numbers of" if self._uniform is None else self._uniform
+            raise ValueError(
+                f"the step has {self._batch} sequences with {asked} tokens each, but query has a batch of "
+                f"{query.size(0)} with {query.size(2)} tokens, and key has {key.size(2)}; pack tokens as "
+                "(total, H, E) where their numbers differ"
+            )
+        return query, key, value, {}
+
+    def _explain(
+        self,
+        layer: int,
+        query: Any,
+        key: Any,
+        value: Any,
+        attn_mask: Any,
+        dropout_p: Any,
+        scale: Any,
+        window_size: Any,
+        softcap: Any,
+        alibi_slopes: Any,
+        sinks: Any,
+    ) -> None:
+        """Raises for the first argument of a step that is wrong."""
+        if not -len(self.keys) <= checks.integer("layer", layer) < len(self.keys):
+            raise ValueError(f"layer must be below {len(self.keys)}, got {layer}")
+        tensors = {"query": query, "key": key, "value": value}
+        for name, tensor in tensors.items():
+            if checks.dense_tensor(name, tensor).dim() not in (3, 4) or tensor.dim() != query.dim():
+                raise ValueError(
+                    f"{name} must have 4 dimensions like query, or 3 if packed, got {tuple(tensor.shape)}"
+                )
+        table = self.block_table
+        if query.dim() == 3:
+            # To the checks, packed tokens are those of one sequence.
+            query, key, value = (
+                tensor.unsqueeze(0) if self.layout == "blhd" else tensor.transpose(0, 1).unsqueeze(0)
+                for tensor in (query, key, value)
+            )
+            table = torch.zeros(1, self._columns, dtype=torch.int32, device=self.device)
+            attn_mask = alibi_slopes = sinks = None
+        problem = checks.diagnose(
+            kvcache_checks.arguments, query, self.keys[layer], self.values[layer], key, value, 0, table,
+            attn_mask, dropout_p, scale, layout=self.layout, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, transposed=self.layout == "blhd", known=True,
+        )  # fmt: skip
+        if problem is not None:
+            raise problem
+
+    def _numbers(self, sequences: Iterable[int] | None) -> list[int]:
+        count = len(self._used)
+        if sequences is None:
+            return list(range(count))
+        numbers = [checks.integer("sequences", sequence) for sequence in sequences]
+        for number in numbers:
+            if not 0 <= number < count:
+                raise ValueError(f"the cache holds sequences 0 to {count - 1}, got {number}")
+        if len(set(numbers)) < len(numbers):
+            raise ValueError(f"a sequence takes part in a step once, got {numbers}")
+        return numbers
+
+    def _lengthen(self, sequence: int) -> None:
+        """Takes the pages that a sequence lacks; there are enough."""
+        held = self._held[sequence]
+        first = len(held)
+        while len(held) * self.page_size < self._lengths[sequence]:
+            held.append(self._free.pop())
+        if len(held) > first:
+            self._table[sequence, first : len(held)] = torch.tensor(
+                held[first:], dtype=torch.int32, device="cpu"
+            )
+
+    def _shorten(self, sequence: int, length: int) -> None:
+        self._lengths[sequence] = length
+        held = self._held[sequence]
+        while (len(held) - 1) * self.page_size >= length and held:
+            self._free.append(held.pop())
+
+    def _begin(self, chosen: list[int], before: list[int], counts: Sequence[int] | None = None) -> None:
+        """Brings what layers look at up to date, in place where shapes are those of the step before."""
+        counts = [0] * len(chosen) if counts is None else counts
+        self._batch, self._total = len(chosen), sum(counts)
+        self._longest = max(counts, default=0)
+        self._uniform = self._longest if len(set(counts)) <= 1 else None
+        lengths = torch.tensor([before, counts], dtype=torch.int64, device="cpu")
+        starts = torch.zeros(len(chosen) + 1, dtype=torch.int64, device="cpu")
+        torch.cumsum(lengths[1], 0, out=starts[1:])
+        positions = torch.arange(self._total, device="cpu") + (lengths[0] - starts[:-1]).repeat_interleave(
+            lengths[1]
+        )
+        self.cache_seqlens = self._current("cache_seqlens", lengths[0])
+        self._seqlens = self._current("_seqlens", lengths.sum(0))
+        self.cu_seqlens = self._current("cu_seqlens", starts)
+        self.packed_positions = self._current("packed_positions", positions)
+        everybody = chosen == list(range(len(self._used)))
+        if self._paged or not everybody:
+            table = self._table if everybody else self._table[chosen]
+            self.block_table = self._current("block_table", table)
+        else:
+            self.block_table = None
+
+    def _current(self, name: str, numbers: Tensor) -> Tensor:
+        tensor = getattr(self, name, None)
+        if tensor is None or tensor.shape != numbers.shape:
+            return numbers.to(self.device, copy=True)
+        if tensor.is_inference() and not torch.is_inference_mode_enabled():
+            return numbers.to(self.device, copy=True)  # torch allows no other write
+        return tensor.copy_(numbers)

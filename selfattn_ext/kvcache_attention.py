@@ -1,0 +1,279 @@
+"""Attention of new queries to the keys and values of a cache, contiguous or in pages, which it extends in
+place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from . import arguments, backends, checks, kvcache_checks, ops, overrides, shapes
+from .arguments import Maybe, Options
+from .reference import accumulation_dtype, default_scale
+
+__all__ = ["attend", "attention_with_kvcache"]
+
+_EVERYTHING = (-1, -1)
+#: The options to which it matters where a query stands.
+_POSITIONAL = frozenset(("is_causal", "window_left", "window_right"))
+
+# Looked up once: an attribute chain costs as much as the call at its end.
+_is_grad_enabled = torch.is_grad_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_dynamo_compiling
+_is_exporting = torch.compiler.is_exporting
+_is_overridden = torch.overrides.has_torch_function_variadic
+_increment_version = torch._C._increment_version
+
+
+def attention_with_kvcache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    cache_seqlens: int | Tensor | None = None,
+    block_table: Tensor | None = None,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    layout: str | None = None,
+    window_size: Sequence[int] = _EVERYTHING,
+    softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    query_offset: int | Tensor | None = None,
+    return_weights: bool = False,
+    return_lse: bool = False,
+) -> Any:
+    """Attention of a step of a decoder: writes the new keys and values into the cache, then attends to it.
+
+    Every sequence of the batch has a length of its own. Options that are not explained here are those of
+    :func:`selfattn_ext.scaled_dot_product_attention`.
+
+    Args:
+        query: (B, H, L, E), any number L of queries per sequence; see layout.
+        key_cache: (B, Hk, capacity, E); with a block_table pages (N, Hk, page_size, E). Written in place.
+        value_cache: the same with Ev.
+        key, value: (B, Hk, L_new, E) and (B, Hk, L_new, Ev), what to write behind the cache_seqlens keys of
+            each sequence; or neither.
+        cache_seqlens: how many keys each sequence has before the new ones: an int, or int32 or int64 (B,).
+            Needed with key. None: the whole cache. It is not updated: the caller adds L_new.
+        block_table: int32 (B, pages of a sequence): key j of sequence b is row j % page_size of the page
+            block_table[b, j // page_size]. Entries behind the last key are not looked at.
+        attn_mask: broadcastable to (B, H, L, capacity), in both layouts; the capacity of a paged sequence is
+            pages of a sequence * page_size.
+        is_causal: query i sees keys ``j <= i + query_offset``: with the default offset all that came before
+            it, and itself.
+        enable_gqa: taken for the sake of other functions' calls. Hk may always be a divisor of H.
+        layout: "bhld" as above, or "blhd" as in FlashAttention: query, key and value (B, L, H, E), cache
+            (B, capacity, Hk, E), pages (N, page_size, Hk, E). None: the one that the shapes fit; "bhld" where
+            both do.
+        query_offset: position of query 0 of each sequence among its keys, an int or an integer tensor (B,).
+            None counts from the end: the length with the new keys, minus L.
+
+    Returns:
+        out (B, H, L, Ev) in the layout of query, or (out, weights), (out, lse), (out, weights, lse) with
+        weights (B, H, L, capacity), 0 behind the last key, and lse (B, H, L).
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed; among others for a
+            full cache, a page that does not exist, two sequences that would write to the same row, and inputs
+            that require grad while gradients are enabled: this function has none. The cache is then
+            unchanged.
+
+    On the CPU, lengths and page numbers are checked by the operator. On CUDA that needs a look at them, which
+    waits for the GPU; not so while a CUDA graph records, in torch.compile and in
+    :class:`selfattn_ext.KVCache`, which knows them. There a page or a length out of range reads and writes
+    nothing outside the cache, and what it gives is undefined.
+    """
+    if _is_overridden(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks) and (
+        relevant := overrides.asked(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
+    ):
+        return overrides.call(
+            attention_with_kvcache, relevant, query, key_cache, value_cache, key, value, cache_seqlens,
+            block_table, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout=layout,
+            window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+            query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
+        )  # fmt: skip
+    transposed = False
+    try:
+        q, keys, values, k, v = query, key_cache, value_cache, key, value
+        if layout is None:
+            transposed = kvcache_checks.is_transposed(query, key_cache, key)
+        elif layout == "blhd":
+            transposed = True
+        elif layout != "bhld":
+            raise ValueError("an unknown layout")
+        if transposed:
+            q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
+            if k is not None and v is not None:
+                k, v = k.transpose(1, 2), v.transpose(1, 2)
+        options: Options = {}
+        after = _lengths_after(q, keys, k, cache_seqlens, block_table, options)
+        if q.is_cuda and options and not _is_compiling():
+            kvcache_checks.values(keys, k, options)
+        if window_size is not _EVERYTHING:
+            arguments.add_window(options, window_size)
+        if is_causal:
+            options["is_causal"] = True
+        if query_offset is None and alibi_slopes is None and q.size(2) == 1:
+            # At the end a query sees all that is there, causal or not.
+            options.pop("is_causal", None)
+        if query_offset is not None or alibi_slopes is not None or len(options.keys() & _POSITIONAL):
+            _add_offset(options, q.size(2), query_offset, after)
+        out, weights, lse = attend(
+            q, keys, values, k, v, options, q.size(0), attn_mask, dropout_p, scale, softcap, alibi_slopes,
+            sinks, return_weights, return_lse,
+        )  # fmt: skip
+    except MemoryError as error:
+        raise checks.out_of_memory(error, query) from None
+    except checks.REFUSALS:
+        problem = checks.diagnose(
+            kvcache_checks.arguments, query, key_cache, value_cache, key, value, cache_seqlens, block_table,
+            attn_mask, dropout_p, scale, layout=layout, window_size=window_size, softcap=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset, transposed=transposed,
+        )  # fmt: skip
+        if problem is None:
+            raise
+        raise problem from None
+    if transposed:
+        out = out.transpose(1, 2)
+    if return_weights:
+        return (out, weights, lse) if return_lse else (out, weights)
+    return (out, lse) if return_lse else out
+
+
+def _lengths_after(
+    query: Tensor,
+    key_cache: Tensor,
+    key: Maybe,
+    cache_seqlens: int | Tensor | None,
+    block_table: Maybe,
+    options: Options,
+) -> int | Tensor:
+    """The lengths with the new keys; adds them and the table to the options."""
+    new = 0 if key is None else key.size(2)
+    if block_table is not None:
+        options["block_table"] = block_table
+    if isinstance(cache_seqlens, Tensor):
+        lengths = cache_seqlens
+        if lengths.dtype is not torch.int64:
+            if lengths.dtype is not torch.int32:
+                raise TypeError("lengths that are no int32 or int64")
+            lengths = lengths.long()
+        if new:
+            lengths = lengths + new
+        elif not lengths.is_contiguous():
+            lengths = lengths.contiguous()
+        options["seqlens_k"] = lengths
+        return lengths
+    if cache_seqlens is not None:
+        length = checks.integer("cache_seqlens", cache_seqlens) + new
+    elif key is not None:
+        raise ValueError("new keys for a cache without lengths")
+    elif block_table is None:
+        return key_cache.size(2)
+    else:
+        length = block_table.size(1) * key_cache.size(2)
+    options["seqlens_k"] = torch.full((query.size(0),), length, dtype=torch.int64, device=query.device)
+    return length
+
+
+def _add_offset(
+    options: Options, queries: int, query_offset: int | Tensor | None, after: int | Tensor
+) -> None:
+    """Adds the position of query 0 to the options: the one given, or that of queries at the end."""
+    if query_offset is None:
+        if isinstance(after, Tensor):
+            options["query_offsets"] = after - queries
+        else:
+            options["query_offset"] = after - queries
+    elif isinstance(query_offset, Tensor) and query_offset.dim():
+        if query_offset.dtype not in (torch.int32, torch.int64):
+            raise TypeError("offsets that are no int32 or int64")
+        options["query_offsets"] = query_offset.long().contiguous()
+    else:
+        options["query_offset"] = checks.integer("query_offset", query_offset)
+
+
+def attend(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Maybe,
+    value: Maybe,
+    options: Options,
+    batch: int,
+    attn_mask: Maybe,
+    dropout_p: float,
+    scale: float | None,
+    softcap: float,
+    alibi_slopes: Maybe,
+    sinks: Maybe,
+    want_weights: bool,
+    want_lse: bool,
+) -> tuple[Tensor, Maybe, Maybe]:
+    """The step in the operators' form: (out, weights if wanted, lse if wanted).
+
+    Tensors are (B, H, L, E), or of packed queries (1, H, total, E); ``options`` say what belongs to positions
+    and to the cache, with seqlens_k as they are after the step, and get the rest.
+    """
+    if softcap:
+        options["softcap"] = checks.softcap(softcap)
+    if backends.forcing and (kernel := backends.forced_kernel()):
+        options["kernel_name"] = kernel
+    if _is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+        # Casting would be lost on a cache; so the rest takes its dtype.
+        query = query.to(key_cache.dtype)
+        if key is not None and value is not None:
+            key, value = key.to(key_cache.dtype), value.to(key_cache.dtype)
+    tensors = (query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
+    if _is_grad_enabled():
+        for tensor in tensors:
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError("no gradients")
+    if _are_transforms_active() or forward_ad._current_level >= 0:
+        kvcache_checks.no_derivatives(tensors)
+    arguments.add_float32_precision(options, query)
+    if attn_mask is not None or alibi_slopes is not None or sinks is not None:
+        form = shapes.Canonical(query, key_cache, value_cache, (batch,), 4)
+        dtype = accumulation_dtype(query.dtype)
+        if attn_mask is not None:
+            options["attn_mask"] = kvcache_checks.mask(attn_mask, form)
+        if alibi_slopes is not None:
+            options["alibi_slopes"] = shapes.head_numbers(alibi_slopes, form, dtype)
+        if sinks is not None:
+            options["sinks"] = shapes.head_numbers(sinks, form, dtype)
+    if dropout_p:
+        options["dropout_p"] = checks.probability("dropout_p", dropout_p)
+        options["dropout_seed"] = torch.randint(
+            -(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device
+        )
+    factor = default_scale(query.size(3)) if scale is None else checks.scale(scale)
+    query = shapes.dense_rows(query)
+    graph = _is_compiling() or _is_exporting()
+    if key is None or value is None:
+        if key is not value:
+            raise ValueError("key without value")
+        forward = ops.attention_forward if graph else ops.direct_forward
+        out, row_max, row_sum, _ = forward(query, key_cache, value_cache, factor, **options)
+    else:
+        key, value = shapes.dense_rows(key), shapes.dense_rows(value)
+        step = ops.attention_with_cache if graph else ops.direct_with_cache
+        out, row_max, row_sum = step(query, key_cache, value_cache, key, value, factor, **options)
+        if not graph:
+            # Autograd then knows that whatever saved the cache before has changed.
+            _increment_version((key_cache, value_cache))
+    weights = None
+    if want_weights:
+        weights = ops.attention_weights(query, key_cache, row_max, row_sum, factor, **options)
+    return out, weights, row_max + torch.log(row_sum) if want_lse else None

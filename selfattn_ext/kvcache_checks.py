@@ -1,0 +1,249 @@
+"""What is wrong with the arguments of :func:`selfattn_ext.attention_with_kvcache`.
+
+``arguments`` is called once something has refused a call (Note [Refusals] in :mod:`selfattn_ext.functional`);
+the other functions are on the way of every call that they concern.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
+
+from . import capture, checks, shapes
+
+__all__ = ["arguments", "is_transposed", "mask", "no_derivatives", "values"]
+
+_INTEGERS = (torch.int32, torch.int64)
+
+
+def is_transposed(query: Tensor, key_cache: Tensor, key: Tensor | None) -> bool:
+    """Whether only the layout "blhd" fits the shapes."""
+    return not _fits(query, key_cache, key, 1) and _fits(query, key_cache, key, 2)
+
+
+def _fits(query: Tensor, key_cache: Tensor, key: Tensor | None, heads: int) -> bool:
+    """Whether that dimension can be the one of the heads, and the other of the two the length."""
+    kv_heads = key_cache.size(heads)
+    if kv_heads == 0 or query.size(heads) % kv_heads:
+        return False
+    rows = 3 - heads
+    return key is None or (
+        key.size(heads) == kv_heads and key.size(rows) == query.size(rows) and query.dim() == key.dim() == 4
+    )
+
+
+def mask(value: Any, form: shapes.Canonical) -> Tensor:
+    """A mask in the operators' form."""
+    if checks.is_causal_bias(value):
+        raise TypeError(
+            "attn_mask is a CausalBias, whose rule does not know the lengths of caches; pass is_causal=True"
+        )
+    return shapes.mask_four_dimensional(checks.mask("attn_mask", value), form)
+
+
+def no_derivatives(tensors: Sequence[Tensor | None]) -> None:
+    """Refuses what would lose derivatives: gradients, transforms of torch.func, tangents."""
+    advice = (
+        "attention_with_kvcache has no derivatives, as it writes to the cache: call it under "
+        "torch.no_grad(), and scaled_dot_product_attention where a derivative is wanted"
+    )
+    if torch._C._are_functorch_transforms_active():
+        raise ValueError(f"{advice}; here a transform of torch.func is active")
+    given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
+    if torch.is_grad_enabled() and any(tensor.requires_grad for tensor in given):
+        raise ValueError(f"{advice}; here an argument requires grad")
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(tensor).tangent is not None for tensor in given
+    ):
+        raise ValueError(f"{advice}; here an argument has a tangent")
+
+
+def values(key_cache: Tensor, key: Tensor | None, options: dict[str, Any]) -> None:
+    """Lengths and pages of a cache on a GPU, which takes a look at them: it waits."""
+    if capture.is_capturing(key_cache) or isinstance(key_cache, FakeTensor):
+        return
+    after, table = options.get("seqlens_k"), options.get("block_table")
+    if after is None or after.dim() != 1 or (table is not None and table.dim() != 2):
+        return  # the operator refuses that
+    new = 0 if key is None else key.size(2)
+    lengths(after.cpu() - new, new, key_cache, None if table is None else table.cpu())
+
+
+def lengths(before: Tensor, new: int, key_cache: Tensor, table: Tensor | None) -> None:
+    """Lengths (B,) and a table on the CPU against a cache, its heads in dimension 1."""
+    count, rows = key_cache.size(0), key_cache.size(2)
+    capacity = rows if table is None else table.size(1) * rows
+    wrong = (before < 0) | (before + new > capacity)
+    if wrong.any():
+        b = int(wrong.nonzero()[0])
+        held = int(before[b])
+        if 0 <= held <= capacity:
+            raise ValueError(
+                f"sequence {b} of the cache is full: cache_seqlens says that it holds {held} keys, "
+                f"{new} more are given, and its capacity is {capacity}"
+            )
+        raise ValueError(f"cache_seqlens must lie between 0 and the capacity {capacity}, got {held} for {b}")
+    if table is None or rows == 0:
+        return
+    starts = torch.arange(table.size(1), device=before.device) * rows
+    used = starts < (before + new).unsqueeze(1)
+    wrong = used & ((table < 0) | (table >= count))
+    if wrong.any():
+        b, column = wrong.nonzero()[0].tolist()
+        raise ValueError(
+            f"block_table[{b}, {column}] is {int(table[b, column])}, but there are {count} pages, and the "
+            f"sequence has {int(before[b]) + new} keys in pages of {rows}"
+        )
+    positions = before.unsqueeze(1) + torch.arange(new, device=before.device)
+    places = table.long().gather(1, positions // rows) * rows + positions % rows
+    if places.unique().numel() < places.numel():
+        ordered, order = places.flatten().sort()
+        first = int((ordered[1:] == ordered[:-1]).nonzero()[0])
+        pair = sorted(int(order[first + n]) // new for n in range(2))
+        raise ValueError(
+            f"block_table has the new keys of sequences {pair[0]} and {pair[1]} written to the same row of "
+            f"page {int(ordered[first]) // rows}"
+        )
+
+
+def _integers(name: str, value: Any, query: Tensor, batch: int) -> None:
+    """An int, or one per sequence."""
+    if not isinstance(value, Tensor):
+        checks.integer(name, value)
+        return
+    checks.dense_tensor(name, value)
+    if value.dtype not in _INTEGERS:
+        raise TypeError(f"{name} must be an int, or an int32 or int64 tensor, got {value.dtype}")
+    checks.on_device(name, value, "query", query.device)
+    if tuple(value.shape) != (batch,):
+        raise ValueError(
+            f"{name} must be an int or one number for each of the {batch} sequences, but its shape is "
+            f"{tuple(value.shape)}"
+        )
+
+
+def _as_cast(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Under autocast, everything in the dtype of the cache, as the call has it."""
+    given = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
+    if len(given) < len(tensors) or not torch.is_autocast_enabled(given[0].device.type):
+        return tensors
+    dtype = tensors["key_cache"].dtype
+    return {name: tensor if "cache" in name else tensor.to(dtype) for name, tensor in tensors.items()}
+
+
+def _table(value: Any, query: Tensor) -> None:
+    checks.dense_tensor("block_table", value)
+    if value.dtype != torch.int32:
+        raise TypeError(f"block_table must be int32, got {value.dtype}")
+    checks.on_device("block_table", value, "query", query.device)
+    if value.dim() != 2 or value.size(0) != query.size(0):
+        raise ValueError(
+            f"block_table must have a row for each of the {query.size(0)} sequences, but its shape is "
+            f"{tuple(value.shape)}"
+        )
+
+
+def _shapes(tensors: dict[str, Tensor], transposed: bool, table: Tensor | None) -> None:
+    """Of query, key_cache, value_cache and, where given, key and value."""
+    heads, rows = (2, 1) if transposed else (1, 2)
+    layout = "blhd" if transposed else "bhld"
+    said = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+    for name, tensor in tensors.items():
+        if tensor.dim() != 4:
+            raise ValueError(f"{name} must have 4 dimensions, but the shapes are {said}")
+    query, keys, values = tensors["query"], tensors["key_cache"], tensors["value_cache"]
+    if keys.shape[:3] != values.shape[:3]:
+        raise ValueError(f"key_cache and value_cache must agree in all but the head dim: {said}")
+    if table is None and keys.size(0) != query.size(0):
+        raise ValueError(f"the caches must have the batch of query: {said}")
+    if keys.size(3) != query.size(3):
+        raise ValueError(f"query and key_cache must have the same head dim: {said}")
+    if keys.size(heads) == 0 or query.size(heads) % keys.size(heads):
+        raise ValueError(
+            f"in the layout {layout!r} the cache has {keys.size(heads)} heads, which do not divide the "
+            f"{query.size(heads)} of query: {said}"
+        )
+    for name, cache in (("key", keys), ("value", values)):
+        if name not in tensors:
+            continue
+        given, wanted = tuple(tensors[name].shape), list(cache.shape)
+        wanted[0], wanted[rows] = query.size(0), tensors["key"].size(rows)
+        if given != tuple(wanted):
+            raise ValueError(f"{name} must be {tuple(wanted)} in the layout {layout!r}: {said}")
+    for name, cache in (("key_cache", keys), ("value_cache", values)):
+        if cache.stride(3) != 1 and cache.size(3) > 1:
+            raise ValueError(
+                f"{name} must be dense in its last dimension (stride 1), but its strides are {cache.stride()}"
+            )
+        if "key" in tensors and any(
+            size > 1 and stride == 0 for size, stride in zip(cache.shape, cache.stride(), strict=True)
+        ):
+            raise ValueError(f"{name} is written to, but expanded: strides {cache.stride()}")
+
+
+def arguments(
+    query: Any,
+    key_cache: Any,
+    value_cache: Any,
+    key: Any = None,
+    value: Any = None,
+    cache_seqlens: Any = None,
+    block_table: Any = None,
+    attn_mask: Any = None,
+    dropout_p: Any = 0.0,
+    scale: Any = None,
+    *,
+    layout: Any = None,
+    window_size: Any = (-1, -1),
+    softcap: Any = 0.0,
+    alibi_slopes: Any = None,
+    sinks: Any = None,
+    query_offset: Any = None,
+    transposed: bool = False,
+    known: bool = False,
+) -> None:
+    """Every argument; ``transposed`` says what a layout of None was taken for, ``known`` that lengths and
+    pages are right.
+    """
+    if layout not in (None, "bhld", "blhd"):
+        raise ValueError(f'layout must be "bhld", "blhd" or None, got {layout!r}')
+    if (key is None) != (value is None):
+        raise ValueError("key and value must be given together, or neither")
+    tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    if key is not None:
+        tensors |= {"key": key, "value": value}
+    checks.floats(_as_cast(tensors))
+    if block_table is not None:
+        _table(block_table, query)
+    _shapes(tensors, transposed, block_table)
+    heads, rows = (2, 1) if transposed else (1, 2)
+    batch, new = query.size(0), 0 if key is None else key.size(rows)
+    capacity = key_cache.size(rows) * (1 if block_table is None else block_table.size(1))
+    if cache_seqlens is not None:
+        _integers("cache_seqlens", cache_seqlens, query, batch)
+    elif key is not None:
+        raise ValueError("cache_seqlens must be given where key and value are: they go behind that many keys")
+    if query_offset is not None:
+        _integers("query_offset", query_offset, query, batch)
+    no_derivatives((*tensors.values(), attn_mask, alibi_slopes, sinks))
+    if block_table is not None and key_cache.size(rows) == 0:
+        raise ValueError(f"pages must have at least one row, but key_cache is {tuple(key_cache.shape)}")
+    scores = (batch, query.size(heads), query.size(rows), capacity)
+    checks.options(
+        query, scores, attn_mask, dropout_p, scale, window_size, softcap, alibi_slopes, sinks, scores[:2]
+    )
+    if attn_mask is not None:
+        mask(attn_mask, shapes.Canonical(query, key_cache, value_cache, (batch,), 4))
+    if known or torch.compiler.is_dynamo_compiling() or isinstance(key_cache, FakeTensor):
+        return
+    if isinstance(cache_seqlens, Tensor):
+        before = cache_seqlens.detach().cpu().long()
+    else:
+        before = torch.full((batch,), capacity if cache_seqlens is None else int(cache_seqlens), device="cpu")
+    table = None if block_table is None else block_table.cpu()
+    lengths(before, new, key_cache.transpose(1, 2) if transposed else key_cache, table)
