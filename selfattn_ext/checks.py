@@ -137,6 +137,13 @@ def is_causal_bias(mask: Any) -> bool:
     return module is not None and isinstance(mask, module.CausalBias)
 
 
+def is_jagged(value: Any) -> bool:
+    """Whether a value is a nested tensor of the jagged layout."""
+    # By its class: asking a tensor subclass for its layout would show in its __torch_function__.
+    module = sys.modules.get("torch.nested._internal.nested_tensor")
+    return module is not None and isinstance(value, module.NestedTensor)
+
+
 def mask(name: str, value: Any) -> Tensor:
     """A mask of a dtype that the operators take."""
     if not isinstance(value, Tensor):
@@ -166,9 +173,12 @@ def dense_tensor(name: str, value: Any) -> Tensor:
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {described(value)}")
     if value.is_nested or value.layout != torch.strided or value.is_quantized:
-        kind = (
-            "a nested tensor" if value.is_nested else "quantized" if value.is_quantized else str(value.layout)
-        )
+        if value.is_nested:
+            raise TypeError(
+                f"{name} must be a dense tensor, but it is a nested tensor; scaled_dot_product_attention takes "
+                "those of layout=torch.jagged for query, key and value"
+            )
+        kind = "quantized" if value.is_quantized else str(value.layout)
         raise TypeError(f"{name} must be a dense tensor, but it is {kind}; {name}.to_dense() may help")
     return value
 

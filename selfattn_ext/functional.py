@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import arguments, autograd, backends, checks, composed, ops, overrides, precision, shapes
+from . import arguments, autograd, backends, checks, composed, nested, ops, overrides, precision, shapes
 from .reference import default_scale
 
 __all__ = ["attention_weights", "scaled_dot_product_attention"]
@@ -153,14 +153,21 @@ def scaled_dot_product_attention(
     Milakov and Gimelshein (2018), "Online normalizer calculation for softmax", and Dao (2023),
     "FlashAttention-2".
     """
-    if _is_overridden(query, key, value, attn_mask, alibi_slopes, sinks) and (
-        relevant := overrides.asked(query, key, value, attn_mask, alibi_slopes, sinks)
-    ):
-        return overrides.call(
-            scaled_dot_product_attention, relevant, query, key, value, attn_mask, dropout_p, is_causal, scale,
-            enable_gqa, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
-        )  # fmt: skip
+    compiling = _is_compiling()
+    # Dynamo sees no overrides in jagged tensors.
+    if compiling or _is_overridden(query, key, value, attn_mask, alibi_slopes, sinks):
+        if relevant := overrides.asked(query, key, value, attn_mask, alibi_slopes, sinks):
+            return overrides.call(
+                scaled_dot_product_attention, relevant, query, key, value, attn_mask, dropout_p, is_causal,
+                scale, enable_gqa, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
+                sinks=sinks, query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
+            )  # fmt: skip
+        if checks.is_jagged(query) or checks.is_jagged(key) or checks.is_jagged(value):
+            return nested.attention(
+                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
+                window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
+                query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
+            )  # fmt: skip
     try:
         options: dict[str, Any] = {}
         if query_offset is not arguments.ORIGIN:
@@ -179,7 +186,7 @@ def scaled_dot_product_attention(
             and not dropout_p
             and not return_weights
             and not return_lse
-            and not _is_compiling()
+            and not compiling
             and not _is_exporting()
             and query.dim() == 4
             and not _is_any_autocast_enabled()
@@ -296,12 +303,17 @@ def attention_weights(
             window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             query_offset=query_offset, return_lse=return_lse,
         )  # fmt: skip
-    if not isinstance(key, Tensor) or key.dim() < 2:
+    if checks.is_jagged(key):
+        value = nested.without_columns(key)
+    elif isinstance(key, Tensor) and key.dim() >= 2:
+        value = key[..., :0]
+    else:
         checks.scores(query, key)
+        value = key
     results = scaled_dot_product_attention(
         query,
         key,
-        key[..., :0],
+        value,
         attn_mask,
         dropout_p,
         is_causal,

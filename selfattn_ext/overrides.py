@@ -14,8 +14,10 @@ __all__ = ["asked", "call"]
 
 def asked(*values: Any) -> tuple[Any, ...]:
     """The arguments whose types are asked, empty where none of them and no mode overrides functions."""
-    # A CausalBias overrides torch's attention alone and is an argument like any other here.
-    relevant = tuple(value for value in values if not checks.is_causal_bias(value))
+    # A CausalBias and a jagged tensor override torch's attention alone and are arguments like any other here.
+    relevant = tuple(
+        value for value in values if not checks.is_causal_bias(value) and not checks.is_jagged(value)
+    )
     return relevant if torch.overrides.has_torch_function(relevant) else ()
 
 
