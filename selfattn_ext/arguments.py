@@ -180,8 +180,10 @@ def packed_masks(masks: Sequence[Tensor], max_seqlen_q: int, max_seqlen_k: int) 
 
     Who calls makes sure that each fits its sequence.
     """
+    if not masks:
+        return None
     three = [mask[(None,) * (3 - mask.dim())] for mask in masks]
-    heads = max((mask.shape[0] for mask in three), default=1)
+    heads = max([mask.shape[0] for mask in three])
     padded = []
     for mask in three:
         # What one number stands for is as long as any sequence.
@@ -189,7 +191,7 @@ def packed_masks(masks: Sequence[Tensor], max_seqlen_q: int, max_seqlen_k: int) 
         columns = max_seqlen_k if mask.shape[2] == 1 else mask.shape[2]
         full = mask.expand(heads, rows, columns)
         padded.append(torch.nn.functional.pad(full, (0, max_seqlen_k - columns, 0, max_seqlen_q - rows)))
-    return torch.stack(padded) if padded else None
+    return torch.stack(padded)
 
 
 def keywords_of(tensors: Tensors, options: Options) -> Options:

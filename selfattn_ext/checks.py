@@ -175,8 +175,8 @@ def dense_tensor(name: str, value: Any) -> Tensor:
     if value.is_nested or value.layout != torch.strided or value.is_quantized:
         if value.is_nested:
             raise TypeError(
-                f"{name} must be a dense tensor, but it is a nested tensor; scaled_dot_product_attention takes "
-                "those of layout=torch.jagged for query, key and value"
+                f"{name} must be a dense tensor, but it is a nested tensor; scaled_dot_product_attention "
+                "takes those of layout=torch.jagged for query, key and value"
             )
         kind = "quantized" if value.is_quantized else str(value.layout)
         raise TypeError(f"{name} must be a dense tensor, but it is {kind}; {name}.to_dense() may help")

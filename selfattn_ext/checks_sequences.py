@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import capture, checks, shapes
 
-__all__ = ["indices", "look", "mask_list", "varlen"]
+__all__ = ["indices", "look", "mask_list", "values", "varlen"]
 
 _INTEGERS = (torch.int32, torch.int64)
 _functorch = torch._C._functorch
@@ -52,15 +52,15 @@ def _unwrapped(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _values(name: str, tensor: Tensor) -> tuple[int, ...] | None:
+def values(name: str, tensor: Tensor) -> tuple[int, ...] | None:
     """The values of an index tensor, None where nobody can look: see Note [Values of offsets]."""
     if torch.compiler.is_dynamo_compiling():
         return None
     tensor = _unwrapped(name, tensor)
     if isinstance(tensor, FakeTensor):
         return None
-    if not tensor.is_cuda:
-        return tuple(tensor.tolist())
+    if _on_host(tensor):
+        return _numbers(tensor)
     # A tensor made in inference mode has no version, so that it has to be looked at each time.
     version = None if tensor.is_inference() else tensor._version
     known = _remembered.get(tensor)
@@ -68,9 +68,17 @@ def _values(name: str, tensor: Tensor) -> tuple[int, ...] | None:
         return known[1]
     if capture.is_capturing(tensor):
         return None
-    values = tuple(tensor.tolist())
-    _remembered[tensor] = (version, values)
-    return values
+    found = _numbers(tensor)
+    _remembered[tensor] = (version, found)
+    return found
+
+
+def _on_host(tensor: Tensor) -> bool:
+    return not tensor.is_cuda
+
+
+def _numbers(tensor: Tensor) -> tuple[int, ...]:
+    return tuple(tensor.tolist())
 
 
 def look(
@@ -94,21 +102,19 @@ def look(
 
 def _offset_values(side: str, tensor: Tensor, offsets: Tensor, longest: Any) -> None:
     name, of = f"cu_seqlens_{side}", "query" if side == "q" else "key"
-    values = _values(name, offsets)
-    if values is None:
+    numbers = values(name, offsets)
+    if numbers is None:
         return
-    if values[0] != 0:
-        raise ValueError(f"{name} must start with 0, got {values[0]}")
-    for index in range(len(values) - 1):
-        if values[index + 1] < values[index]:
-            raise ValueError(
-                f"{name} must not decrease, but {values[index]} at {index} is followed by {values[index + 1]}"
-            )
-    if values[-1] > tensor.shape[0]:
+    if numbers[0] != 0:
+        raise ValueError(f"{name} must start with 0, got {numbers[0]}")
+    for index, (before, after) in enumerate(itertools.pairwise(numbers)):
+        if after < before:
+            raise ValueError(f"{name} must not decrease, but {before} at {index} is followed by {after}")
+    if numbers[-1] > tensor.shape[0]:
         raise ValueError(
-            f"{name} must end within {of}, which has {tensor.shape[0]} rows, got {values[-1]} at the end"
+            f"{name} must end within {of}, which has {tensor.shape[0]} rows, got {numbers[-1]} at the end"
         )
-    lengths = [after - before for before, after in itertools.pairwise(values)]
+    lengths = [after - before for before, after in itertools.pairwise(numbers)]
     most = max(lengths, default=0)
     if checks.integer(f"max_seqlen_{side}", longest, 0) < most:
         raise ValueError(
@@ -118,8 +124,7 @@ def _offset_values(side: str, tensor: Tensor, offsets: Tensor, longest: Any) -> 
 
 
 def _position_values(positions: Tensor) -> None:
-    values = _values("query_offset", positions)
-    for value in values or ():
+    for value in values("query_offset", positions) or ():
         checks.integer("query_offset", value)
 
 
@@ -165,7 +170,7 @@ def mask_list(
 
 def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[int, int]] | None:
     """(queries, keys) of each sequence; None where nobody can look."""
-    starts_q, starts_k = _values("cu_seqlens_q", cu_seqlens_q), _values("cu_seqlens_k", cu_seqlens_k)
+    starts_q, starts_k = values("cu_seqlens_q", cu_seqlens_q), values("cu_seqlens_k", cu_seqlens_k)
     if starts_q is None or starts_k is None:
         return None
     sides = (

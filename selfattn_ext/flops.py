@@ -6,51 +6,62 @@ addition, whole matrices whatever is hidden, and the softmax not at all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import ops
+from . import checks_sequences, ops
 
 __all__: list[str] = []
 
-Shape = Sequence[int]
 _operators = getattr(torch.ops, ops.NAMESPACE)
 
 
-def _product(query: Shape, keys: int, width: int) -> int:
-    """One product of (B, H, L, S) with a matrix of that width, or with that result."""
-    batch, heads, length, _ = query
-    return 2 * batch * heads * length * keys * width
+def _products(query: Tensor, key: Tensor, width: int, options: dict[str, Any]) -> int:
+    """Products of (B, H, L, S) with a matrix of that width, or with that result."""
+    pairs = zip(_lengths(query, "q", options), _lengths(key, "k", options), strict=True)
+    return 2 * query.shape[1] * width * sum(queries * keys for queries, keys in pairs)
+
+
+def _lengths(tensor: Tensor, side: str, options: dict[str, Any]) -> list[int]:
+    """How many queries or keys each batch element has, where nobody can look the most that it may have."""
+    starts, used = options.get(f"cu_seqlens_{side}"), options.get(f"seqlens_{side}")
+    table = options.get("block_table") if side == "k" else None
+    lengths = [tensor.shape[2]] * tensor.shape[0]
+    if table is not None:
+        lengths = [table.shape[1] * tensor.shape[2]] * table.shape[0]
+    elif starts is not None:
+        values = checks_sequences.values("cu_seqlens", starts)
+        if values is None:
+            return [options[f"max_seqlen_{side}"]] * (starts.shape[0] - 1)
+        lengths = [after - before for before, after in itertools.pairwise(values)]
+    if used is not None and (values := checks_sequences.values("seqlens", used)) is not None:
+        lengths = list(values)
+    return lengths
 
 
 @register_flop_formula(
-    [_operators.attention_forward, _operators.plain_attention, _operators.plain_attention_forward]
+    [_operators.attention_forward, _operators.plain_attention, _operators.plain_attention_forward],
+    get_raw=True,
 )
-def _forward(query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
-    return _product(query, key[2], query[3] + value[3])
+def _forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
+    return _products(query, key, query.shape[3] + value.shape[3], kwargs)
 
 
-@register_flop_formula(_operators.attention_with_cache)
-def _with_cache(query: Shape, key_cache: Shape, value_cache: Shape, *args: Any, **kwargs: Any) -> int:
-    table = kwargs.get("block_table")
-    keys = key_cache[2] if table is None else table[1] * key_cache[2]
-    return _product(query, keys, query[3] + value_cache[3])
-
-
-@register_flop_formula([_operators.attention_backward, _operators.plain_attention_backward])
-def _backward(grad_out: Shape, query: Shape, key: Shape, value: Shape, *args: Any, **kwargs: Any) -> int:
+@register_flop_formula([_operators.attention_backward, _operators.plain_attention_backward], get_raw=True)
+def _backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
     # The scores again, the gradients of query and key; those of the weights and of value.
-    return _product(query, key[2], 3 * query[3] + 2 * value[3])
+    return _products(query, key, 3 * query.shape[3] + 2 * value.shape[3], kwargs)
 
 
-@register_flop_formula([_operators.attention_weights, _operators.attention_scores])
-def _scores(query: Shape, key: Shape, *args: Any, **kwargs: Any) -> int:
-    return _product(query, key[2], query[3])
+@register_flop_formula([_operators.attention_weights, _operators.attention_scores], get_raw=True)
+def _scores(query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> int:
+    return _products(query, key, query.shape[3], kwargs)
 
 
-@register_flop_formula(_operators.attention_scores_backward)
-def _scores_backward(grad_scores: Shape, query: Shape, key: Shape, *args: Any, **kwargs: Any) -> int:
-    return _product(query, key[2], 2 * query[3])
+@register_flop_formula(_operators.attention_scores_backward, get_raw=True)
+def _scores_backward(grad_scores: Tensor, query: Tensor, key: Tensor, *args: Any, **kwargs: Any) -> int:
+    return _products(query, key, 2 * query.shape[3], kwargs)

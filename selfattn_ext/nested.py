@@ -33,10 +33,10 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any, *
     v = _packed(value)
     if attn_mask is not None and not heads_apart and isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
         attn_mask = attn_mask.unsqueeze(1)
-    results = varlen_attention(
+    results: Any = varlen_attention(
         q.rows, k.rows, v.rows, q.starts, k.starts, q.longest, k.longest, attn_mask, *options, **keywords
     )
-    out, *rest = (results,) if isinstance(results, Tensor) else results
+    out, *rest = results if isinstance(results, tuple) else (results,)
     out = _jagged(out.transpose(0, 1) if heads_apart else out.squeeze(1), query, q.places)
     if keywords.get("return_weights") and not heads_apart:
         rest[0] = rest[0].squeeze(1)

@@ -63,6 +63,8 @@ MODULES = (
     "test_sequences.py",
     "test_source_notebooks.py",
     "test_special_numbers.py",
+    "test_varlen.py",
+    "test_varlen_calls.py",
     "test_viz.py",
 )
 

@@ -1,0 +1,311 @@
+"""Packed sequences: every option judged sequence by sequence, the same bits as alone, and the packing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import gpu
+import pytest
+import torch
+import torch.nn.functional as F
+import varlen_cases
+from cases import DTYPES, Case, Judge, check, cotangents_of, dropout_seed, gradients
+from conftest import KERNELS, forced
+from test_options_pairwise import covering
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from varlen_cases import VarlenCase, packed, starts
+
+from selfattn_ext import ops, reference, scaled_dot_product_attention, varlen_attention
+
+#: Empty sequences on either side, single rows, primes, long beside short, none at all.
+SEQUENCES = (
+    ((5, 5), (0, 3), (17, 17), (1, 1), (4, 0), (2, 13)),
+    ((1, 1),),
+    ((1, 67), (3, 129), (1, 1), (2, 31)),
+    ((33, 33), (16, 16), (7, 7)),
+    ((47, 11), (1, 53), (0, 0)),
+)
+OPTIONS = {
+    "sequences": list(SEQUENCES),
+    "dtype": list(DTYPES),
+    "head_counts": [(2, 2), (4, 2), (3, 1)],
+    "dims": [(16, 16), (64, 64), (5, 9), (33, 1)],
+    "layout": ["contiguous", "transposed", "offset", "columns"],
+    "mask": [None, "bool", "bool keys", "float", "float heads", "float rows", "bfloat16"],
+    "is_causal": [False, True],
+    "query_offset": [0, 5, "each"],
+    "window": [(-1, -1), (4, -1), (-1, 6), (9, 2)],
+    "softcap": [0.0, 1.5],
+    "alibi": [0, 1, 2],
+    "sinks": [0, 1, 2],
+    "dropout_p": [0.0, 0.3],
+    "weights": [False, True],
+    "lse": [False, True],
+    "index_dtype": [torch.int32, torch.int64],
+    "more": [0, 2],
+}
+
+
+def as_case(index: int, row: dict[str, Any]) -> VarlenCase:
+    row = dict(row)
+    heads, kv_heads = row.pop("head_counts")
+    head_dim, value_dim = row.pop("dims")
+    if row["query_offset"] == "each":
+        row["query_offset"] = 0
+        row["offsets"] = tuple(keys - queries for queries, keys in row["sequences"])
+    return varlen_cases.of(
+        row.pop("sequences"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_dim=head_dim,
+        value_dim=value_dim,
+        seed=index,
+        **row,
+    )
+
+
+CASES = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
+#: Lengths around the tiles of kernels, and all options at once.
+MIXED = varlen_cases.of(
+    ((3, 40), (64, 64), (0, 0), (1, 200), (130, 7), (16, 17), (17, 16)),
+    heads=4,
+    kv_heads=2,
+    head_dim=64,
+    value_dim=64,
+    mask="float heads",
+    is_causal=True,
+    offsets=(37, 0, 0, 199, 5, 1, -1),
+    alibi=2,
+    sinks=2,
+    dropout_p=0.2,
+    weights=True,
+    lse=True,
+)
+
+
+@pytest.mark.parametrize("case", [*CASES, MIXED], ids=lambda case: f"{case.seed}-{case}")
+def test_options(case: VarlenCase) -> None:
+    """On every kernel, before one judge: that takes longer than they do."""
+    tensors = case.inputs()
+    cotangents = cotangents_of(case.run(tensors), case.seed)
+    judge = Judge(case, tensors, cotangents)
+    for kernel in KERNELS:
+        with forced(kernel):
+            ours = case.run(tensors)
+            judge.assert_accurate(ours | gradients(ours, cotangents, tensors))
+
+
+def alone(case: VarlenCase, tensors: dict[str, Tensor], index: int) -> dict[str, Tensor]:
+    """The tensors of one sequence as a batch of one."""
+    before = [case.sequences[i] for i in range(index)]
+    queries, keys = case.sequences[index]
+    first_query, first_key = (sum(lengths) for lengths in zip(*before, strict=True)) if before else (0, 0)
+    rows = {"query": (first_query, queries), "key": (first_key, keys), "value": (first_key, keys)}
+    parts = {
+        name: tensors[name].detach()[first : first + count].transpose(0, 1).unsqueeze(0).requires_grad_()
+        for name, (first, count) in rows.items()
+    }
+    if "attn_mask" in tensors:
+        parts["attn_mask"] = reference._mask_of_sequence(tensors["attn_mask"].detach(), index, queries, keys)
+    for name in ("alibi_slopes", "sinks"):
+        if name in tensors:
+            parts[name] = reference._numbers_of_sequence(tensors[name].detach(), index)
+    return parts
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_a_sequence_gets_the_bits_that_it_gets_alone(dtype: torch.dtype, device: str) -> None:
+    case = replace(MIXED, dtype=dtype, device=device, dropout_p=0.0, mask=None, weights=False, lse=False)
+    tensors = case.inputs()
+    ours = case.run(tensors)
+    cotangents = cotangents_of(ours, 0)
+    grads = gradients(ours, cotangents, tensors)
+    first = {"query": 0, "key": 0}
+    for index, (queries, keys) in enumerate(case.sequences):
+        parts = alone(case, tensors, index)
+        out = scaled_dot_product_attention(
+            **parts, is_causal=True, query_offset=case.offsets[index], enable_gqa=True
+        )
+        rows = slice(first["query"], first["query"] + queries), slice(first["key"], first["key"] + keys)
+        assert torch.equal(ours["out"][rows[0]], out[0].transpose(0, 1))
+        of_out = cotangents["out"][rows[0]].transpose(0, 1).unsqueeze(0)
+        expected = torch.autograd.grad(out, [parts[name] for name in ("query", "key", "value")], of_out)
+        for name, row, grad in zip(
+            ("query", "key", "value"), (rows[0], rows[1], rows[1]), expected, strict=True
+        ):
+            assert torch.equal(grads[f"grad of {name}"][row], grad[0].transpose(0, 1)), (index, name)
+        first = {"query": rows[0].stop, "key": rows[1].stop}
+
+
+def test_dropout_drops_what_a_padded_call_drops() -> None:
+    case = varlen_cases.of(((7, 9), (0, 4), (12, 5)), dropout_p=0.4, weights=True, seed=3)
+    padded = super(VarlenCase, case).inputs()
+    torch.manual_seed(3)
+    _, whole = scaled_dot_product_attention(**padded, dropout_p=0.4, return_weights=True)
+    ours = case.run(case.inputs())["weights"]
+    for index, (queries, keys) in enumerate(case.sequences):
+        kept = whole[index, :, :queries, :keys] != 0
+        assert torch.equal(ours[index, :, :queries, :keys] != 0, kept)
+        assert queries * keys == 0 or 0.3 < float(kept.float().mean()) < 0.9
+
+
+def test_torch_padded(device: str) -> None:
+    """The judge that is not ours: torch's own attention with a padding mask."""
+    lengths = (11, 3, 29, 1)
+    padded = torch.randn(4, 3, 29, 32, device=device)
+    rows = packed(padded, lengths).requires_grad_()
+    offsets = starts(lengths, torch.int32, device)
+    out = varlen_attention(rows, rows, rows, offsets, offsets, 29, 29, is_causal=True)
+    (grad,) = torch.autograd.grad(out.square().sum(), rows)
+    padded.requires_grad_()
+    real = torch.arange(29, device=device) < torch.tensor(lengths, device=device)[:, None]
+    mask = real[:, None, None, :] & torch.ones(29, 29, dtype=torch.bool, device=device).tril()
+    theirs = F.scaled_dot_product_attention(padded, padded, padded, mask)
+    (grad_padded,) = torch.autograd.grad((theirs.square() * real[:, None, :, None]).sum(), padded)
+    torch.testing.assert_close(out, packed(theirs, lengths))
+    torch.testing.assert_close(grad, packed(grad_padded, lengths), atol=2e-5, rtol=1e-4)
+
+
+class _Copies(TorchDispatchMode):
+    """The operators of torch whose result is as large as a limit and lies in memory that is neither a
+    tensor's nor a result of ours.
+    """
+
+    def __init__(self, tensor: Tensor, limit: int) -> None:
+        super().__init__()
+        self.known, self.limit = {tensor.untyped_storage().data_ptr()}, limit
+        self.found: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, (tuple, list)) else [result]:
+            memory = tensor.untyped_storage().data_ptr()
+            if func.namespace == ops.NAMESPACE:
+                self.known.add(memory)
+            elif tensor.numel() >= self.limit and memory not in self.known:
+                self.found.append(str(func))
+        return result
+
+
+def test_views_of_one_packed_tensor_are_not_copied() -> None:
+    qkv = torch.randn(24, 3, 4, 16)
+    offsets = starts((11, 0, 13), torch.int32)
+    with _Copies(qkv, 24 * 4 * 16) as copies:
+        out = varlen_attention(*qkv.unbind(1), offsets, offsets, 13, 13, is_causal=True)
+    assert copies.found == []
+    assert out.shape == (24, 4, 16)
+    assert out.is_contiguous()
+    qkv.requires_grad_()
+    out = varlen_attention(*qkv.unbind(1), offsets, offsets, 13, 13, is_causal=True)
+    assert torch.autograd.grad(out.sum(), qkv)[0].shape == qkv.shape
+
+
+def test_offsets_may_be_strided_and_written_after_the_call() -> None:
+    query = torch.randn(9, 2, 8, requires_grad=True)
+    expected = varlen_attention(query, query, query, starts((4, 5)), starts((4, 5)), 5, 5)
+    wide = torch.stack([starts((4, 5)), starts((4, 5)) + 77], dim=1)
+    offsets = wide[:, 0]
+    assert not offsets.is_contiguous()
+    out = varlen_attention(query, query, query, offsets, offsets, 5, 5)
+    wide.zero_()
+    assert torch.equal(out, expected)
+    gradients = [torch.autograd.grad(result.square().sum(), query)[0] for result in (out, expected)]
+    assert torch.equal(*gradients)
+
+
+@pytest.mark.parametrize("kind", ["bool", "float"])
+def test_a_mask_for_each_sequence(kind: str) -> None:
+    case = varlen_cases.of(((7, 9), (1, 4), (12, 12), (0, 2)), heads=2)
+    tensors = case.inputs()
+    generator = torch.Generator().manual_seed(0)
+
+    def mask(*shape: int) -> Tensor:
+        numbers = torch.randn(shape, generator=generator, device="cpu").to(gpu.DEVICE)
+        return numbers > -0.5 if kind == "bool" else numbers.requires_grad_()
+
+    masks = [mask(7, 9), mask(2, 1, 4), mask(12, 1), mask(1, 0, 2)]
+    lengths = case.lengths()
+    three = [tensors[name] for name in ("query", "key", "value")]
+    out = varlen_attention(*three, **lengths, attn_mask=masks)
+    expected = reference.varlen_attention(*three, **lengths, attn_mask=masks).out
+    torch.testing.assert_close(out, expected)
+    leaves = three + [m for m in masks if m.requires_grad]
+    grads = [torch.autograd.grad(result.square().sum(), leaves) for result in (out, expected)]
+    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
+
+
+def test_rows_of_no_sequence() -> None:
+    """Results 0 and -inf, gradients 0, and no influence, whatever they hold."""
+    case = varlen_cases.of(((5, 6), (2, 3)), more=4, lse=True)
+    ours = check(case)
+    assert ours["out"][7:].abs().max() == 0
+    assert torch.isneginf(ours["lse"][:, 7:]).all()
+    assert ours["grad of query"][7:].abs().max() == ours["grad of value"][9:].abs().max() == 0
+
+
+def test_no_sequences_and_no_rows() -> None:
+    none, empty = starts(()), starts((0, 0, 0))
+    query = torch.randn(0, 2, 8, requires_grad=True)
+    for offsets in (none, empty):
+        out, weights, lse = varlen_attention(
+            query, query, query, offsets, offsets, 0, 0, return_weights=True, return_lse=True
+        )
+        assert out.shape == (0, 2, 8)
+        assert weights.shape == (len(offsets) - 1, 2, 0, 0)
+        assert lse.shape == (2, 0)
+        assert torch.autograd.grad(out.sum() + weights.sum() + lse.sum(), query)[0].shape == (0, 2, 8)
+    rows = torch.randn(3, 2, 8)
+    assert varlen_attention(rows, rows, rows, none, none, 4, 4).abs().max() == 0
+
+
+def test_longest_lengths_may_be_generous() -> None:
+    case = varlen_cases.of(((5, 6), (2, 3)), is_causal=True)
+    tensors = case.inputs()
+    generous = replace(case, queries=50, keys=90)
+    assert torch.equal(case.run(tensors)["out"], generous.run(tensors)["out"])
+    assert replace(generous, weights=True).run(tensors)["weights"].shape == (2, 2, 50, 90)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"is_causal": True, "offsets": (1, 0, -1), "softcap": 2.0, "sinks": 2, "lse": True},
+        {"mask": "float keys", "alibi": 2, "dropout_p": 0.3, "weights": True, "kv_heads": 1},
+    ],
+    ids=str,
+)
+def test_gradcheck_of_both_orders(options: dict[str, Any]) -> None:
+    case = varlen_cases.of(((2, 2), (0, 1), (1, 1)), head_dim=1, value_dim=1, **options)
+    function, points = case.as_function()
+    assert torch.autograd.gradcheck(function, points)
+    assert torch.autograd.gradgradcheck(function, points, atol=1e-4)
+
+
+def test_two_runs_and_other_thread_counts_give_the_same_bits(one_thread: None) -> None:
+    outcomes = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        tensors = MIXED.inputs()
+        results = MIXED.run(tensors)
+        outcomes.append([*results.values(), *gradients(results, cotangents_of(results, 1), tensors).values()])
+    for other in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
+
+
+def test_the_reference_is_the_formula_of_each_sequence() -> None:
+    """The judge is judged: against the padded formula with the rest hidden."""
+    case: Case = varlen_cases.of(((4, 6), (3, 2)), is_causal=True, dropout_p=0.3, sinks=2, alibi=2)
+    padded = super(VarlenCase, case).inputs()
+    seed = dropout_seed(0)
+    real = torch.arange(6) < torch.tensor(case.key_lengths)[:, None]
+    whole = reference.attention(
+        **padded, attn_mask=real[:, None, None, :], is_causal=True, dropout_p=0.3, dropout_seed=seed
+    )
+    ours = reference.varlen_attention(
+        **case.inputs(), **case.lengths(), is_causal=True, dropout_p=0.3, dropout_seed=seed
+    )
+    torch.testing.assert_close(ours.out, packed(whole.out, case.query_lengths))
+    assert ours.weights[1, :, 3:].abs().max() == ours.weights[1, :, :, 2:].abs().max() == 0

@@ -1,0 +1,114 @@
+"""Calls over packed sequences as data, as :mod:`cases` has them over batches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import gpu
+import torch
+from cases import Case, dropout_seed, laid_out
+from torch import Tensor
+
+import selfattn_ext
+from selfattn_ext import reference
+
+
+def starts(lengths: Sequence[int], dtype: torch.dtype = torch.int64, device: str = gpu.DEVICE) -> Tensor:
+    """Cumulative lengths, from 0 on."""
+    sums = [sum(lengths[:index]) for index in range(len(lengths) + 1)]
+    return torch.tensor(sums, dtype=dtype, device=device)
+
+
+def packed(padded: Tensor, lengths: Sequence[int], more: int = 0) -> Tensor:
+    """The first rows of each element of (B, H, L, E), one behind the other, as (total, H, E), with as many
+    rows of NaN behind them.
+    """
+    pieces = [element[:, :length].transpose(0, 1) for element, length in zip(padded, lengths, strict=True)]
+    rest = padded.new_full((more, padded.size(1), padded.size(3)), torch.nan)
+    return torch.cat([*pieces, rest])
+
+
+@dataclass(frozen=True)
+class VarlenCase(Case):
+    """A case of :class:`Case` whose batch are the sequences, and whose lengths are the longest ones."""
+
+    sequences: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each
+    index_dtype: torch.dtype = torch.int64
+    offsets: tuple[int, ...] | None = None  # a query_offset for each
+    more: int = 0  # rows of no sequence behind the last, which hold NaN
+
+    @property
+    def query_lengths(self) -> list[int]:
+        return [queries for queries, _ in self.sequences]
+
+    @property
+    def key_lengths(self) -> list[int]:
+        return [keys for _, keys in self.sequences]
+
+    def inputs(self) -> dict[str, Tensor]:
+        tensors = super().inputs()
+        for name, lengths in (
+            ("query", self.query_lengths),
+            ("key", self.key_lengths),
+            ("value", self.key_lengths),
+        ):
+            rows = packed(tensors[name].detach(), lengths, self.more).unsqueeze(0)
+            tensors[name] = laid_out(rows, self.layout)[0].requires_grad_()
+        return tensors
+
+    def lengths(self) -> dict[str, Any]:
+        """The four arguments that describe the packing."""
+        return {
+            "cu_seqlens_q": starts(self.query_lengths, self.index_dtype, self.device),
+            "cu_seqlens_k": starts(self.key_lengths, self.index_dtype, self.device),
+            "max_seqlen_q": self.queries,
+            "max_seqlen_k": self.keys,
+        }
+
+    def numbers(self) -> dict[str, Any]:
+        numbers = super().numbers()
+        if self.offsets is not None:
+            numbers["query_offset"] = torch.tensor(self.offsets, dtype=self.index_dtype, device=self.device)
+        return numbers
+
+    def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+        torch.manual_seed(self.seed)
+        results = selfattn_ext.varlen_attention(
+            **tensors,
+            **self.lengths(),
+            **self.numbers(),
+            enable_gqa=self.heads != self.kv_heads,
+            return_weights=self.weights,
+            return_lse=self.lse,
+        )
+        names = ["out", *(["weights"] if self.weights else []), *(["lse"] if self.lse else [])]
+        return dict(zip(names, results if len(names) > 1 else [results], strict=True))
+
+    def formula(self, tensors: dict[str, Tensor], **options: Any) -> dict[str, Tensor]:
+        if self.dropout_p:
+            options["dropout_seed"] = dropout_seed(self.seed, self.device)
+        result = reference.varlen_attention(**tensors, **self.lengths(), **self.numbers(), **options)
+        return {name: part for name, part in result._asdict().items() if name == "out" or getattr(self, name)}
+
+    def largest_term(self, tensors: dict[str, Tensor], grad_out: Tensor) -> float:
+        of_queries = grad_out.split([*self.query_lengths, self.more])
+        of_keys = tensors["value"].split([*self.key_lengths, self.more])
+        return max(
+            super(VarlenCase, self).largest_term(
+                {"value": value.transpose(0, 1).unsqueeze(0)}, grad.transpose(0, 1).unsqueeze(0)
+            )
+            for grad, value in zip(of_queries, of_keys, strict=True)
+        )
+
+
+def of(sequences: Sequence[tuple[int, int]], **options: Any) -> VarlenCase:
+    """A case of sequences with (queries, keys) each."""
+    return VarlenCase(
+        batch=len(sequences),
+        queries=max((queries for queries, _ in sequences), default=0),
+        keys=max((keys for _, keys in sequences), default=0),
+        sequences=tuple(sequences),
+        **options,
+    )
