@@ -55,6 +55,7 @@ MODULES = (
     "test_ops.py",
     "test_options_pairwise.py",
     "test_overrides.py",
+    "test_paged.py",
     "test_pieces.py",
     "test_precision.py",
     "test_readme.py",

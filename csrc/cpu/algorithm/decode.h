@@ -5,6 +5,7 @@
 #pragma once
 
 #include "decode_rows.h"
+#include "paged_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -21,6 +22,23 @@ struct DecodeTask {
   T *row_max, *row_sum, *out;
   int64_t out_stride;
 
+  static int64_t chunks_of(const AttentionParams& p) {
+    return p.keys > 0 ? (p.keys + kDecodeChunk - 1) / kDecodeChunk : 1;
+  }
+  static int64_t states_of(const AttentionParams& p) { return p.batch * p.heads * chunks_of(p) * p.queries; }
+  static int64_t state_bytes(const AttentionParams& p) {
+    return 2 * Arena::bytes_for<T>(states_of(p)) +
+           Arena::bytes_for<T>(states_of(p) * round_up_to_vector<T>(p.value_dim));
+  }
+  DecodeTask(const AttentionParams& params, Arena& states)
+      : p(params),
+        group(p.heads / p.kv_heads),
+        chunks(chunks_of(p)),
+        row_max(states.take<T>(states_of(p))),
+        row_sum(states.take<T>(states_of(p))),
+        out(states.take<T>(states_of(p) * round_up_to_vector<T>(p.value_dim))),
+        out_stride(round_up_to_vector<T>(p.value_dim)) {}
+
   int64_t state(int64_t batch, int64_t head, int64_t chunk) const {
     return ((batch * p.heads + head) * chunks + chunk) * p.queries;
   }
@@ -34,11 +52,13 @@ struct DecodeTask {
     T *query, *out;                  // [rows][padded head_dim] scale * Q, [rows][padded value_dim]
     T *row_max, *row_sum, *rescale;  // [rows]
     T *scores, *bias, *visible;      // [rows][kDecodeBlock]
+    const void** addresses;          // of the block's rows, where they lie in pages
 
     static int64_t bytes(const DecodeTask& task) {
       return Arena::bytes_for<T>(task.rows() * round_up_to_vector<T>(task.p.head_dim)) +
              Arena::bytes_for<T>(task.rows() * task.out_stride) + 3 * Arena::bytes_for<T>(task.rows()) +
-             3 * Arena::bytes_for<T>(task.rows() * kDecodeBlock);
+             3 * Arena::bytes_for<T>(task.rows() * kDecodeBlock) +
+             Arena::bytes_for<const void*>(addresses_of(task.p));
     }
     explicit Scratch(const DecodeTask& task)
         : arena(bytes(task)),
@@ -49,7 +69,11 @@ struct DecodeTask {
           rescale(arena.take<T>(task.rows())),
           scores(arena.take<T>(task.rows() * kDecodeBlock)),
           bias(arena.take<T>(task.rows() * kDecodeBlock)),
-          visible(arena.take<T>(task.rows() * kDecodeBlock)) {}
+          visible(arena.take<T>(task.rows() * kDecodeBlock)),
+          addresses(arena.take<const void*>(addresses_of(task.p))) {}
+    static int64_t addresses_of(const AttentionParams& p) {
+      return p.pages.table != nullptr ? kDecodeBlock + kMostRowsAhead : 0;
+    }
   };
 
   void operator()(int64_t item, Scratch& s) const {
@@ -112,10 +136,8 @@ struct DecodeTask {
       }
       if (!visible) return;
     }
-    const void* key_rows = element(p.key.data, p.dtype, p.key.offset(batch, kv_head, key));
-    const void* value_rows = element(p.value.data, p.dtype, p.value.offset(batch, kv_head, key));
-    thin_scores<T>(s.query, rows(), key_rows, p.dtype, p.key.stride[2], keys, p.head_dim, s.scores,
-                   kDecodeBlock, 1);
+    const ThinRows key_rows = thin_rows(p, p.key, batch, kv_head, key, keys, s.addresses);
+    thin_scores<T>(s.query, rows(), key_rows, keys, p.head_dim, s.scores, kDecodeBlock, 1);
     for (int64_t r = 0; r < rows(); ++r) {
       const DecodeRow at = row(batch, kv_head, r);
       T* scores = s.scores + r * kDecodeBlock;
@@ -126,7 +148,7 @@ struct DecodeTask {
     }
     const ThinValues<T> product{
         s.scores, leave_hidden_out ? s.visible : nullptr, kDecodeBlock, keys, p.value_dim, s.rescale, s.out};
-    thin_values<T>(product, rows(), value_rows, p.dtype, p.value.stride[2]);
+    thin_values<T>(product, rows(), thin_rows(p, p.value, batch, kv_head, key, keys, s.addresses));
   }
 };
 
@@ -136,12 +158,17 @@ struct DecodeMerge {
   const DecodeTask<T>& chunks;
   const ForwardOutputs& outputs;
 
+  int64_t items() const { return chunks.p.batch * chunks.p.heads; }
+
   struct Scratch {
     Arena arena;
     T* factor;  // [chunks] padded, of one query
+
+    static int64_t bytes(const DecodeMerge& merge) {
+      return Arena::bytes_for<T>(round_up_to_vector<T>(merge.chunks.chunks));
+    }
     explicit Scratch(const DecodeMerge& merge)
-        : arena(Arena::bytes_for<T>(round_up_to_vector<T>(merge.chunks.chunks))),
-          factor(arena.take<T>(round_up_to_vector<T>(merge.chunks.chunks))) {}
+        : arena(bytes(merge)), factor(arena.take<T>(round_up_to_vector<T>(merge.chunks.chunks))) {}
   };
 
   void operator()(int64_t head_index, Scratch& scratch) const {
@@ -187,26 +214,33 @@ struct DecodeMerge {
 
 template <class T>
 void decode(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  const int64_t chunks = p.keys > 0 ? (p.keys + kDecodeChunk - 1) / kDecodeChunk : 1;
-  const int64_t states = p.batch * p.heads * chunks * p.queries, stride = round_up_to_vector<T>(p.value_dim);
-  Arena arena(2 * Arena::bytes_for<T>(states) + Arena::bytes_for<T>(states * stride));
-  const DecodeTask<T> task{p,
-                           p.heads / p.kv_heads,
-                           chunks,
-                           arena.take<T>(states),
-                           arena.take<T>(states),
-                           arena.take<T>(states * stride),
-                           stride};
+  Arena arena(DecodeTask<T>::state_bytes(p));
+  const DecodeTask<T> task(p, arena);
   for_each_item(pool, task.items(), task);
   const DecodeMerge<T> merge{task, outputs};
-  for_each_item(pool, p.batch * p.heads, merge);
+  for_each_item(pool, merge.items(), merge);
 }
 
-// The elements with few queries of a batch whose elements have their own.
+// The elements with few queries of a batch whose elements have their own lengths: the chunks of all of them
+// as one list, so that a long sequence keeps every thread busy and a short one costs no wait.
 template <class T>
 void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  for (const auto& call : element_calls(p, outputs, 1, kThinQueries))
-    decode<T>(call.params, call.results, pool);
+  const auto calls = element_calls(p, outputs, 1, kThinQueries);
+  int64_t bytes = 0;
+  for (const auto& call : calls) bytes += DecodeTask<T>::state_bytes(call.params);
+  Arena arena(bytes);
+  std::vector<DecodeTask<T>> tasks;
+  std::vector<DecodeMerge<T>> merges;
+  tasks.reserve(calls.size());
+  merges.reserve(calls.size());
+  for (const auto& call : calls) {
+    tasks.emplace_back(call.params, arena);
+    merges.push_back({tasks.back(), call.results});
+  }
+  const JointTask<DecodeTask<T>> joint(tasks);
+  for_each_item(pool, joint.items(), joint);
+  const JointTask<DecodeMerge<T>> joint_merge(std::move(merges));
+  for_each_item(pool, joint_merge.items(), joint_merge);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

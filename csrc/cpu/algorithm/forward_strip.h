@@ -2,6 +2,7 @@
 // Gimelshein 2018) on tiles (Dao et al. 2022), transposed as query_strip.h says.
 #pragma once
 
+#include "paged_rows.h"
 #include "score_block.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -169,11 +170,13 @@ struct ForwardScratch {
   ColumnOperand<P> values;
   WeightOperand<P> weights;
   T *visible, *scale;
+  char *paged_keys, *paged_values;  // see key_source; operands may use them where they lie
 
   static int64_t bytes(const AttentionParams& p) {
     return BlockScratch<P>::bytes(false) + RowOperand<P>::bytes(p, kLoadedKeys<P>, p.head_dim) +
            ColumnOperand<P>::bytes(p, kLoadedKeys<P>, p.value_dim) + WeightOperand<P>::bytes(p) +
-           Arena::bytes_for<T>(kKeyBlock * kLanes<P>) + Arena::bytes_for<T>(kLanes<P>);
+           Arena::bytes_for<T>(kKeyBlock * kLanes<P>) + Arena::bytes_for<T>(kLanes<P>) +
+           block_bytes(p, kLoadedKeys<P>, p.head_dim) + block_bytes(p, kLoadedKeys<P>, p.value_dim);
   }
   ForwardScratch(const AttentionParams& p, Arena& arena) : block(arena, false) {
     keys.allocate(p, kLoadedKeys<P>, p.head_dim, arena);
@@ -181,6 +184,8 @@ struct ForwardScratch {
     weights.allocate(p, arena);
     visible = arena.take<T>(kKeyBlock * kLanes<P>);
     scale = arena.take<T>(kLanes<P>);
+    paged_keys = arena.take<char>(block_bytes(p, kLoadedKeys<P>, p.head_dim));
+    paged_values = arena.take<char>(block_bytes(p, kLoadedKeys<P>, p.value_dim));
   }
 };
 
@@ -214,8 +219,9 @@ void forward_keys(const AttentionParams& p, ForwardStrip<P>* strips, int64_t cou
   const int64_t batch = strips[0].batch, kv_head = p.kv_head(strips[0].head);
   for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += kLoadedKeys<P>) {
     const int64_t loaded = end - first < kLoadedKeys<P> ? end - first : kLoadedKeys<P>;
-    scratch.keys.load(row_source(p.key, p.dtype, batch, kv_head, first, loaded, p.head_dim));
-    scratch.values.load(row_source(p.value, p.dtype, batch, kv_head, first, loaded, p.value_dim));
+    scratch.keys.load(key_source(p, p.key, batch, kv_head, first, loaded, p.head_dim, scratch.paged_keys));
+    scratch.values.load(
+        key_source(p, p.value, batch, kv_head, first, loaded, p.value_dim, scratch.paged_values));
     for (int64_t i = 0; i < count; ++i) {
       ForwardStrip<P>& strip = strips[i];
       for (int64_t key = first; key < first + loaded; key += kKeyBlock) {

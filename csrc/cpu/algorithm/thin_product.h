@@ -46,15 +46,54 @@ constexpr int kVecsOfLine = 64 / (Simd<T>::kWidth * static_cast<int>(sizeof(type
 // How far ahead of its use a line is asked for: about what is under way between memory and a core at once.
 constexpr int64_t kBytesAhead = 8192;
 
-// The same in rows of which `size` elements are read one row after the other.
+// The same in rows of which `size` elements are read one row after the other; shorter ones than a line are
+// not asked for.
+constexpr int64_t kMostRowsAhead = kBytesAhead / 64;
 template <class Stored>
 SELFATTN_INLINE int64_t rows_ahead(int64_t size) {
   const int64_t bytes = size * static_cast<int64_t>(sizeof(typename Stored::Element));
-  return bytes < kBytesAhead ? kBytesAhead / (bytes > 0 ? bytes : 1) : 1;
+  return bytes <= 64 ? kMostRowsAhead : bytes < kBytesAhead ? kBytesAhead / bytes : 1;
 }
 
 // Reads nothing, so that the address may lie past the tensor's end.
 SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line); }
+
+// Where keys or values lie: rows a stride apart, or listed one by one. Rows are asked for ahead of their use,
+// so row(j) must be an address for rows_ahead() more than there are, but not one that can be read.
+template <class Stored>
+struct StridedRows {
+  using Type = Stored;
+  using Element = typename Stored::Element;
+  const Element* first;
+  int64_t stride;
+
+  SELFATTN_INLINE const Element* row(int64_t j) const { return first + j * stride; }
+};
+template <class Stored>
+struct ListedRows {
+  using Type = Stored;
+  using Element = typename Stored::Element;
+  const void* const* address;
+
+  SELFATTN_INLINE const Element* row(int64_t j) const { return static_cast<const Element*>(address[j]); }
+};
+
+// The same before the type of the elements is known.
+struct ThinRows {
+  DType dtype;
+  const void* first;
+  int64_t stride;
+  const void* const* address;  // nullable; otherwise listed
+};
+
+template <class Stored>
+SELFATTN_INLINE StridedRows<Stored> strided_rows(const ThinRows& rows) {
+  return {static_cast<const typename Stored::Element*>(rows.first), rows.stride};
+}
+template <class Stored>
+SELFATTN_INLINE ListedRows<Stored> listed_rows(const ThinRows& rows) {
+  return {rows.address};
+}
 
 // How rows of n elements fall into vectors: `whole` elements in whole ones, and a last one that is shifted
 // back to end with the row, so that nothing outside the row is read. Its lanes that repeat earlier elements
@@ -108,10 +147,12 @@ SELFATTN_INLINE void thin_dots_step(const T* query, int64_t padded,
   }
 }
 
-// The dot products of kRows rows of `query` with kKeys rows of `keys` into sums[row * kStride + key].
+// The dot products of kRows rows of `query` with kKeys rows of `keys` into sums[row * kStride + key]. Lines
+// of `soon` are asked for meanwhile.
 template <class T, class Stored, int kRows, int kKeys, int kStride>
 SELFATTN_INLINE void thin_dots(const T* query, int64_t padded, const typename Stored::Element* const* keys,
-                               int64_t ahead, const RowTail<T>& tail, typename Simd<T>::Vec* sums) {
+                               const typename Stored::Element* const* soon, const RowTail<T>& tail,
+                               typename Simd<T>::Vec* sums) {
   using S = Simd<T>;
   SELFATTN_UNROLL
   for (int r = 0; r < kRows; ++r) {
@@ -122,7 +163,7 @@ SELFATTN_INLINE void thin_dots(const T* query, int64_t padded, const typename St
   int64_t e = 0;
   for (; e + kLine <= tail.whole; e += kLine) {
     SELFATTN_UNROLL
-    for (int j = 0; j < kKeys; ++j) fetch_ahead(keys[j] + e + ahead);
+    for (int j = 0; j < kKeys; ++j) fetch_ahead(soon[j] + e);
     SELFATTN_UNROLL
     for (int v = 0; v < kVecsOfLine<T, Stored>; ++v) {
       thin_dots_step<T, Stored, kRows, kKeys, kStride>(query, padded, keys, e + v * S::kWidth, sums);
@@ -145,29 +186,30 @@ SELFATTN_INLINE void thin_dots(const T* query, int64_t padded, const typename St
 }
 
 // kRows rows of scores against `count` keys; see thin_scores.
-template <class T, class Stored, int kRows>
-void thin_score_rows(const T* query, const typename Stored::Element* keys, int64_t key_stride, int64_t count,
-                     int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
+template <class T, int kRows, class Rows>
+void thin_score_rows(const T* query, const Rows keys, int64_t count, int64_t head_dim, T* s, int64_t row_step,
+                     int64_t key_step) {
   using S = Simd<T>;
+  using Stored = typename Rows::Type;
   constexpr int kTile = kThinTile<T>, kKeys = kTile / kRows;
-  // A single row waits for memory, which is fastest read in its order; more rows share what is loaded, up to
-  // as many keys as have their addresses in registers.
-  constexpr int kAtOnce = kRows == 1 ? 1 : (kKeys < 8 ? kKeys : 8);
-  const int64_t padded = round_up_to_vector<T>(head_dim);
+  // Memory is fastest read in its order, one key after the other. Only where eight rows meet elements that
+  // must be converted do the products take as long: there two keys share what is loaded of the rows.
+  constexpr int kAtOnce = kKeys > 1 && kRows == 8 && sizeof(typename Rows::Element) < sizeof(T) ? 2 : 1;
+  const int64_t padded = round_up_to_vector<T>(head_dim), ahead = rows_ahead<Stored>(head_dim);
   const RowTail<T> tail(head_dim);
   for (int64_t key = 0; key < count; key += kKeys) {
     const int64_t n = count - key < kKeys ? count - key : kKeys;
     typename S::Vec sums[kTile];
     SELFATTN_UNROLL
     for (int first = 0; first < kKeys; first += kAtOnce) {
-      const typename Stored::Element* rows[kAtOnce];
+      const typename Rows::Element *rows[kAtOnce], *soon[kAtOnce];
       SELFATTN_UNROLL
       for (int j = 0; j < kAtOnce; ++j) {
         const int64_t index = first + j < n ? first + j : n - 1;  // past the end: the last key once more
-        rows[j] = keys + (key + index) * key_stride;
+        rows[j] = keys.row(key + index);
+        soon[j] = keys.row(key + index + ahead);
       }
-      thin_dots<T, Stored, kRows, kAtOnce, kKeys>(
-          query, padded, rows, rows_ahead<Stored>(head_dim) * key_stride, tail, sums + first);
+      thin_dots<T, Stored, kRows, kAtOnce, kKeys>(query, padded, rows, soon, tail, sums + first);
     }
     T scores[kTile];
     SELFATTN_UNROLL
@@ -186,48 +228,53 @@ void thin_score_rows(const T* query, const typename Stored::Element* keys, int64
   }
 }
 
-template <class T, class Stored>
-void thin_scores_of(const T* query, int64_t rows, const void* keys, int64_t key_stride, int64_t count,
-                    int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
-  const auto* k = static_cast<const typename Stored::Element*>(keys);
+template <class T, class Rows>
+void thin_scores_of(const T* query, int64_t rows, const Rows keys, int64_t count, int64_t head_dim, T* s,
+                    int64_t row_step, int64_t key_step) {
   const int64_t padded = round_up_to_vector<T>(head_dim);
   int64_t r = 0;
-  for (; r + 8 <= rows; r += 8) {
-    thin_score_rows<T, Stored, 8>(query + r * padded, k, key_stride, count, head_dim, s + r * row_step,
-                                  row_step, key_step);
+  while (r + 8 <= rows) {
+    thin_score_rows<T, 8>(query + r * padded, keys, count, head_dim, s + r * row_step, row_step, key_step);
+    r += 8;
   }
   if (r + 4 <= rows) {
-    thin_score_rows<T, Stored, 4>(query + r * padded, k, key_stride, count, head_dim, s + r * row_step,
-                                  row_step, key_step);
+    thin_score_rows<T, 4>(query + r * padded, keys, count, head_dim, s + r * row_step, row_step, key_step);
     r += 4;
   }
   if (r + 2 <= rows) {
-    thin_score_rows<T, Stored, 2>(query + r * padded, k, key_stride, count, head_dim, s + r * row_step,
-                                  row_step, key_step);
+    thin_score_rows<T, 2>(query + r * padded, keys, count, head_dim, s + r * row_step, row_step, key_step);
     r += 2;
   }
-  if (r < rows) {
-    thin_score_rows<T, Stored, 1>(query + r * padded, k, key_stride, count, head_dim, s + r * row_step,
-                                  row_step, key_step);
+  if (r + 1 <= rows) {
+    thin_score_rows<T, 1>(query + r * padded, keys, count, head_dim, s + r * row_step, row_step, key_step);
+    r += 1;
+  }
+}
+
+template <class T, class Stored>
+void thin_scores_as(const T* query, int64_t rows, const ThinRows& keys, int64_t count, int64_t head_dim, T* s,
+                    int64_t row_step, int64_t key_step) {
+  if (keys.address != nullptr) {
+    thin_scores_of(query, rows, listed_rows<Stored>(keys), count, head_dim, s, row_step, key_step);
+  } else {
+    thin_scores_of(query, rows, strided_rows<Stored>(keys), count, head_dim, s, row_step, key_step);
   }
 }
 
 // s[row * row_step + key * key_step] = <query row, key> for rows of `query` ([rows][padded head_dim], zeros
-// in the padding) and keys of type `dtype`.
+// in the padding) and the first `count` keys.
 template <class T>
-void thin_scores(const T* query, int64_t rows, const void* keys, DType dtype, int64_t key_stride,
-                 int64_t count, int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
+void thin_scores(const T* query, int64_t rows, const ThinRows& keys, int64_t count, int64_t head_dim, T* s,
+                 int64_t row_step, int64_t key_step) {
   if constexpr (sizeof(T) == 4) {
-    if (dtype == DType::kBFloat16) {
-      return thin_scores_of<T, StoredBFloat16<T>>(query, rows, keys, key_stride, count, head_dim, s, row_step,
-                                                  key_step);
+    if (keys.dtype == DType::kBFloat16) {
+      return thin_scores_as<T, StoredBFloat16<T>>(query, rows, keys, count, head_dim, s, row_step, key_step);
     }
-    if (dtype == DType::kFloat16) {
-      return thin_scores_of<T, StoredFloat16<T>>(query, rows, keys, key_stride, count, head_dim, s, row_step,
-                                                 key_step);
+    if (keys.dtype == DType::kFloat16) {
+      return thin_scores_as<T, StoredFloat16<T>>(query, rows, keys, count, head_dim, s, row_step, key_step);
     }
   }
-  thin_scores_of<T, StoredPlain<T>>(query, rows, keys, key_stride, count, head_dim, s, row_step, key_step);
+  thin_scores_as<T, StoredPlain<T>>(query, rows, keys, count, head_dim, s, row_step, key_step);
 }
 
 // The same as a block of a strip: s[key][query], and 0 in the other lanes of the vectors, which every later
@@ -238,7 +285,7 @@ void thin_score_block(const T* query, int64_t queries, const T* keys, int64_t ke
   for (int64_t j = 0; j < count; ++j) {
     for (int64_t lane = queries; lane < round_up_to_vector<T>(queries); ++lane) s[j * ld + lane] = T(0);
   }
-  thin_scores<T>(query, queries, keys, dtype_of<T>(), key_stride, count, head_dim, s, 1, ld);
+  thin_scores<T>(query, queries, {dtype_of<T>(), keys, key_stride, nullptr}, count, head_dim, s, 1, ld);
 }
 
 // What a product with values needs besides them. Laid out as weights, `visible` is 0 where a key is to be
@@ -256,11 +303,11 @@ struct ThinValues {
 
 // kVecs vectors of columns from `at` on, or with kTail the fresh lanes of `tail`, of kRows rows: out = out *
 // rescale + sum over keys.
-template <class T, class Stored, int kRows, int kVecs, bool kTail>
-SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row,
-                                     const typename Stored::Element* values, int64_t value_stride, int64_t at,
+template <class T, int kRows, int kVecs, bool kTail, class Rows>
+SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row, const Rows& values, int64_t at,
                                      const RowTail<T>& tail) {
   using S = Simd<T>;
+  using Stored = typename Rows::Type;
   const int64_t padded = round_up_to_vector<T>(a.value_dim);
   typename S::Vec sums[kRows][kVecs];
   SELFATTN_UNROLL
@@ -270,23 +317,22 @@ SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row,
   }
   const T* weights = a.weights + row * a.ld;
   // Ahead lie the same columns of later rows, then the next columns' first row or that of the next block.
-  const auto* here = values + at;
-  const auto* next =
-      at + 2 * kVecs * S::kWidth <= tail.whole ? here + kVecs * S::kWidth : values + a.count * value_stride;
+  const bool more_columns = at + 2 * kVecs * S::kWidth <= tail.whole;
+  const int64_t next = more_columns ? at + kVecs * S::kWidth : 0, rows_passed = more_columns ? a.count : 0;
   const int64_t ahead = rows_ahead<Stored>(kVecs * S::kWidth);
   const T* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
   for (int64_t j = 0; j < a.count; ++j) {
     if (kRows == 1 && visible != nullptr && visible[j] == T(0)) continue;
     typename S::Vec x[kVecs];
+    const auto* value = values.row(j);
     const auto* soon =
-        j + ahead < a.count ? here + (j + ahead) * value_stride : next + (j + ahead - a.count) * value_stride;
+        j + ahead < a.count ? values.row(j + ahead) + at : values.row(j + ahead - rows_passed) + next;
     SELFATTN_UNROLL
     for (int v = 0; v < kVecs; ++v) {
       if constexpr (kTail) {
-        x[v] = tail.template load<Stored>(values + j * value_stride);
+        x[v] = tail.template load<Stored>(value);
       } else {
-        const auto* from = values + j * value_stride + at + v * S::kWidth;
-        x[v] = Stored::load(from);
+        x[v] = Stored::load(value + at + v * S::kWidth);
         if (v % kVecsOfLine<T, Stored> == 0) fetch_ahead(soon + v * S::kWidth);
       }
     }
@@ -309,53 +355,51 @@ SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row,
   }
 }
 
-template <class T, class Stored, int kRows, int kVecs>
-SELFATTN_INLINE int64_t thin_value_columns(const ThinValues<T>& a, int64_t row,
-                                           const typename Stored::Element* values, int64_t value_stride,
+template <class T, int kRows, int kVecs, class Rows>
+SELFATTN_INLINE int64_t thin_value_columns(const ThinValues<T>& a, int64_t row, const Rows& values,
                                            int64_t at, const RowTail<T>& tail) {
   for (; at + kVecs * Simd<T>::kWidth <= tail.whole; at += kVecs * Simd<T>::kWidth) {
-    thin_value_tile<T, Stored, kRows, kVecs, false>(a, row, values, value_stride, at, tail);
+    thin_value_tile<T, kRows, kVecs, false>(a, row, values, at, tail);
   }
   return at;
 }
 
-template <class T, class Stored, int kRows>
-void thin_value_rows(const ThinValues<T>& a, int64_t row, const typename Stored::Element* values,
-                     int64_t value_stride) {
+template <class T, int kRows, class Rows>
+void thin_value_rows(const ThinValues<T>& a, int64_t row, const Rows values) {
   constexpr int kVecs = kThinTile<T> / kRows < 8 ? kThinTile<T> / kRows : 8;
   const RowTail<T> tail(a.value_dim);
-  int64_t at = thin_value_columns<T, Stored, kRows, kVecs>(a, row, values, value_stride, 0, tail);
-  if constexpr (kVecs > 4)
-    at = thin_value_columns<T, Stored, kRows, 4>(a, row, values, value_stride, at, tail);
-  if constexpr (kVecs > 2)
-    at = thin_value_columns<T, Stored, kRows, 2>(a, row, values, value_stride, at, tail);
-  if constexpr (kVecs > 1)
-    at = thin_value_columns<T, Stored, kRows, 1>(a, row, values, value_stride, at, tail);
-  if (tail.any()) thin_value_tile<T, Stored, kRows, 1, true>(a, row, values, value_stride, tail.at, tail);
+  int64_t at = thin_value_columns<T, kRows, kVecs>(a, row, values, 0, tail);
+  if constexpr (kVecs > 4) at = thin_value_columns<T, kRows, 4>(a, row, values, at, tail);
+  if constexpr (kVecs > 2) at = thin_value_columns<T, kRows, 2>(a, row, values, at, tail);
+  if constexpr (kVecs > 1) at = thin_value_columns<T, kRows, 1>(a, row, values, at, tail);
+  if (tail.any()) thin_value_tile<T, kRows, 1, true>(a, row, values, tail.at, tail);
+}
+
+template <class T, class Rows>
+void thin_values_of(const ThinValues<T>& a, int64_t rows, const Rows values) {
+  int64_t r = 0;
+  if (a.visible == nullptr) {  // keys are left out for one row at a time
+    for (; r + 8 <= rows; r += 8) thin_value_rows<T, 8>(a, r, values);
+    for (; r + 4 <= rows; r += 4) thin_value_rows<T, 4>(a, r, values);
+    for (; r + 2 <= rows; r += 2) thin_value_rows<T, 2>(a, r, values);
+  }
+  for (; r < rows; ++r) thin_value_rows<T, 1>(a, r, values);
 }
 
 template <class T, class Stored>
-void thin_values_of(const ThinValues<T>& a, int64_t rows, const void* values, int64_t value_stride) {
-  const auto* v = static_cast<const typename Stored::Element*>(values);
-  int64_t r = 0;
-  if (a.visible == nullptr) {  // keys are left out for one row at a time
-    for (; r + 8 <= rows; r += 8) thin_value_rows<T, Stored, 8>(a, r, v, value_stride);
-    for (; r + 4 <= rows; r += 4) thin_value_rows<T, Stored, 4>(a, r, v, value_stride);
-    for (; r + 2 <= rows; r += 2) thin_value_rows<T, Stored, 2>(a, r, v, value_stride);
-  }
-  for (; r < rows; ++r) thin_value_rows<T, Stored, 1>(a, r, v, value_stride);
+void thin_values_as(const ThinValues<T>& a, int64_t rows, const ThinRows& values) {
+  values.address != nullptr ? thin_values_of(a, rows, listed_rows<Stored>(values))
+                            : thin_values_of(a, rows, strided_rows<Stored>(values));
 }
 
-// out[row] = out[row] * rescale[row] + sum over keys of weights[row][key] * value[key], values of type
-// `dtype`.
+// out[row] = out[row] * rescale[row] + sum over keys of weights[row][key] * value[key].
 template <class T>
-void thin_values(const ThinValues<T>& a, int64_t rows, const void* values, DType dtype,
-                 int64_t value_stride) {
+void thin_values(const ThinValues<T>& a, int64_t rows, const ThinRows& values) {
   if constexpr (sizeof(T) == 4) {
-    if (dtype == DType::kBFloat16) return thin_values_of<T, StoredBFloat16<T>>(a, rows, values, value_stride);
-    if (dtype == DType::kFloat16) return thin_values_of<T, StoredFloat16<T>>(a, rows, values, value_stride);
+    if (values.dtype == DType::kBFloat16) return thin_values_as<T, StoredBFloat16<T>>(a, rows, values);
+    if (values.dtype == DType::kFloat16) return thin_values_as<T, StoredFloat16<T>>(a, rows, values);
   }
-  thin_values_of<T, StoredPlain<T>>(a, rows, values, value_stride);
+  thin_values_as<T, StoredPlain<T>>(a, rows, values);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

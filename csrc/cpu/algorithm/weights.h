@@ -4,6 +4,7 @@
 #pragma once
 
 #include "gradient_strip.h"
+#include "paged_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -26,11 +27,12 @@ struct WeightsTask {
     QueryStrip<P> strip;
     RowOperand<P> keys;
     T *scores, *row_max, *inverse_sum, *ones;
+    char* paged_keys;
 
     static int64_t bytes(const AttentionParams& p) {
       return BlockScratch<P>::bytes(false) + QueryStrip<P>::bytes(p) +
              RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + Arena::bytes_for<T>(kKeyBlock * kLanes<P>) +
-             3 * Arena::bytes_for<T>(kLanes<P>);
+             3 * Arena::bytes_for<T>(kLanes<P>) + block_bytes(p, kKeyBlock, p.head_dim);
     }
     static int64_t bytes(const WeightsTask& task) { return bytes(task.p); }
     explicit Scratch(const WeightsTask& task) : arena(bytes(task)), block(arena, false) {
@@ -40,6 +42,7 @@ struct WeightsTask {
       row_max = arena.take<T>(kLanes<P>);
       inverse_sum = arena.take<T>(kLanes<P>);
       ones = arena.take<T>(kLanes<P>);
+      paged_keys = arena.take<char>(block_bytes(task.p, kKeyBlock, task.p.head_dim));
       for (int64_t lane = 0; lane < kLanes<P>; ++lane) ones[lane] = T(1);
     }
   };
@@ -63,7 +66,7 @@ struct WeightsTask {
       T factor = T(1);
       bool visible = key < s.strip.keys.end && key + block > s.strip.keys.begin;
       if (visible) {
-        s.keys.load(row_source(p.key, p.dtype, batch, p.kv_head(head), key, block, p.head_dim));
+        s.keys.load(key_source(p, p.key, batch, p.kv_head(head), key, block, p.head_dim, s.paged_keys));
         visible = score_block<P>(p, s.strip, key, block, s.keys, 0, s.block, s.scores, &factor);
       }
       if (visible) {

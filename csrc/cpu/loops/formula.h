@@ -17,6 +17,7 @@
 
 #include "../../core/attention_params.h"
 #include "../../core/philox.h"
+#include "../../core/sequences.h"
 #include "../../core/visible_range.h"
 
 namespace selfattn::cpu::loops {
@@ -30,6 +31,14 @@ T load(const View& view, int64_t b, int64_t h, int64_t row, int64_t column) {
 template <class T>
 void store(const View& view, int64_t b, int64_t h, int64_t row, int64_t column, T value) {
   store_element<T>(view.data, view.dtype, view.offset(b, h, row) + column * view.stride[3], value);
+}
+
+// The same of the keys or values of a call, which may lie in pages.
+template <class T>
+T load_key(const AttentionParams& p, const View& view, int64_t b, int64_t kv_head, int64_t j,
+           int64_t column) {
+  return load_element<T>(view.data, view.dtype,
+                         offset_of_key(view, p.pages, b, kv_head, j) + column * view.stride[3]);
 }
 
 // False where a boolean mask holds False or a float mask −inf.
@@ -59,7 +68,7 @@ class Formula {
   T scaled_dot(int64_t b, int64_t h, int64_t i, int64_t j) const {
     T dot = 0;
     for (int64_t e = 0; e < p.head_dim; ++e) {
-      dot += load<T>(p.query, b, h, i, e) * load<T>(p.key, b, p.kv_head(h), j, e);
+      dot += load<T>(p.query, b, h, i, e) * load_key<T>(p, p.key, b, p.kv_head(h), j, e);
     }
     return static_cast<T>(p.scale) * dot;
   }

@@ -42,7 +42,7 @@ struct ForwardTask {
       row_sum += weight;
       const T kept = weight * formula.keep(b, h, i, j);
       for (int64_t e = 0; e < p.value_dim; ++e) {
-        scratch.out[e] += kept * load<T>(p.value, b, p.kv_head(h), j, e);
+        scratch.out[e] += kept * load_key<T>(p, p.value, b, p.kv_head(h), j, e);
       }
     }
 

@@ -1,0 +1,214 @@
+"""Caches whose elements have lengths of their own, contiguous and in pages: the operators give each element
+the bits that it has alone, wherever its keys lie.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from cases import DTYPES, dropout_seed
+from torch import Tensor
+
+from selfattn_ext import ops
+
+PAGE_SIZES = (1, 7, 16, 64, 257)
+
+#: Nothing, one key, around the blocks and chunks of few queries (512, 1024) and of many (64).
+LENGTHS = (0, 1, 15, 63, 64, 65, 256, 512, 513, 1031)
+
+HEADS, KV_HEADS, HEAD_DIM, VALUE_DIM = 4, 2, 24, 40
+
+
+def option(name: str, batch: int, queries: int, keys: int, dtype: torch.dtype) -> dict[str, Any]:
+    """What the operators are told for one of OPTIONS."""
+    wide = torch.float64 if dtype == torch.float64 else torch.float32
+    if name == "bool mask":
+        return {"attn_mask": torch.rand(batch, HEADS, queries, keys) < 0.7}
+    if name == "float mask":
+        return {"attn_mask": torch.randn(1, 1, queries, keys).to(dtype)}
+    if name == "key mask":
+        return {"attn_mask": torch.rand(batch, 1, 1, keys) < 0.7}
+    if name == "window":
+        return {"window_left": 37, "window_right": 3}
+    if name == "softcap":
+        return {"softcap": 1.5}
+    if name == "sinks":
+        return {"sinks": torch.randn(1, HEADS).to(wide)}
+    if name == "slopes":
+        return {"alibi_slopes": torch.rand(batch, HEADS).to(wide)}
+    if name == "dropout":
+        return {"dropout_p": 0.3, "dropout_seed": dropout_seed(0)}
+    assert name == "plain"
+    return {}
+
+
+OPTIONS = (
+    "plain",
+    "bool mask",
+    "float mask",
+    "key mask",
+    "window",
+    "softcap",
+    "sinks",
+    "slopes",
+    "dropout",
+)
+
+
+class Cache:
+    """Queries and a cache of keys and values, NaN where no key is."""
+
+    def __init__(self, queries: int, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS) -> None:
+        self.lengths = torch.tensor(lengths)
+        batch, most = len(lengths), max(lengths) + 3
+        self.query = torch.randn(batch, HEADS, queries, HEAD_DIM).to(dtype)
+        self.key = torch.randn(batch, KV_HEADS, most, HEAD_DIM).to(dtype)
+        self.value = torch.randn(batch, KV_HEADS, most, VALUE_DIM).to(dtype)
+        for b, length in enumerate(lengths):
+            self.key[b, :, length:] = torch.nan
+            self.value[b, :, length:] = torch.nan
+        # As at the end of a cache: the last query sees the last key.
+        self.offsets = self.lengths - queries
+
+    def pages(self, size: int, heads_inside: bool = False) -> tuple[Tensor, Tensor, Tensor]:
+        """Keys, values and the table of pages that lie in no order. Entries of the table behind the length
+        name no page.
+        """
+        counts = [-(-length // size) for length in self.lengths.tolist()]
+        numbers = torch.randperm(sum(counts) + 2).to(torch.int32)
+        table = torch.full((len(counts), max(counts) + 1), -7, dtype=torch.int32)
+        own = numbers[: sum(counts)].split(counts)
+        for b, pages in enumerate(own):
+            table[b, : len(pages)] = pages
+        shape = (len(numbers), size, KV_HEADS) if heads_inside else (len(numbers), KV_HEADS, size)
+        result = []
+        for tensor in (self.key, self.value):
+            place = tensor.new_full((*shape, tensor.shape[-1]), torch.nan)
+            place = place.transpose(1, 2) if heads_inside else place
+            for b, pages in enumerate(own):
+                rows = tensor.new_full((KV_HEADS, len(pages) * size, tensor.shape[-1]), torch.nan)
+                shared = min(rows.shape[1], tensor.shape[2])
+                rows[:, :shared] = tensor[b, :, :shared]
+                place[pages.long()] = rows.unflatten(1, (len(pages), size)).transpose(0, 1)
+            result.append(place)
+        return result[0], result[1], table
+
+
+def run(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> dict[str, Tensor]:
+    """Forward and weights through the operators."""
+    scale = HEAD_DIM**-0.5
+    out, row_max, row_sum, _ = ops.attention_forward(query, key, value, scale, **options)
+    weights = ops.attention_weights(query, key, row_max, row_sum, scale, **options)
+    return {"out": out, "row_max": row_max, "row_sum": row_sum, "weights": weights}
+
+
+def check_pages(cache: Cache, page_size: int, name: str, causal: bool) -> None:
+    options = option(name, len(cache.lengths), cache.query.shape[2], cache.key.shape[2], cache.query.dtype)
+    options |= {"is_causal": causal, "query_offsets": cache.offsets, "seqlens_k": cache.lengths}
+    contiguous = run(cache.query, cache.key, cache.value, **options)
+    assert not contiguous["out"].isnan().any()
+    for heads_inside in (False, True):
+        key, value, table = cache.pages(page_size, heads_inside)
+        most = table.shape[1] * page_size
+        if "attn_mask" in options:
+            # A mask is as wide as the table; what stands behind the lengths is not looked at.
+            mask = options["attn_mask"]
+            wide = mask.new_ones((*mask.shape[:-1], max(most, mask.shape[-1])))
+            wide[..., : mask.shape[-1]] = mask
+            options["attn_mask"] = wide[..., :most]
+        paged = run(cache.query, key, value, block_table=table, **options)
+        for field, expected in contiguous.items():
+            found = paged[field]
+            if field == "weights":
+                shared = min(most, expected.shape[-1])
+                assert not found[..., shared:].any()
+                found, expected = found[..., :shared], expected[..., :shared]
+            assert torch.equal(found, expected), f"{field}, {name}, pages of {page_size}"
+
+
+@pytest.mark.parametrize("queries", [1, 3, 5, 50])
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_pages_change_no_bit(page_size: int, queries: int, kernel: str) -> None:
+    # The plain loops have no blocks to meet the edges of.
+    lengths = (0, 1, 9, 70) if kernel == "loops" else LENGTHS
+    names = itertools.cycle(OPTIONS)
+    for _ in range(PAGE_SIZES.index(page_size) + queries):
+        next(names)
+    for dtype in DTYPES:
+        cache = Cache(queries, dtype, lengths)
+        for causal in (False, True):
+            check_pages(cache, page_size, next(names), causal)
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_every_option(name: str, isa: str) -> None:
+    for queries, dtype in itertools.product((2, 20), (torch.float32, torch.bfloat16)):
+        check_pages(Cache(queries, dtype, (0, 5, 130, 600)), 16, name, causal=True)
+
+
+@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "dropout"])
+def test_an_element_has_the_bits_that_it_has_alone(name: str, isa: str) -> None:
+    for queries, dtype in itertools.product((1, 4, 33), (torch.float32, torch.bfloat16, torch.float16)):
+        cache = Cache(queries, dtype)
+        options = option(name, len(LENGTHS), queries, cache.key.shape[2], dtype)
+        joint = run(
+            cache.query,
+            cache.key,
+            cache.value,
+            is_causal=True,
+            query_offsets=cache.offsets,
+            seqlens_k=cache.lengths,
+            **options,
+        )
+        for b, length in enumerate(LENGTHS):
+            own = dict(options)
+            if "attn_mask" in own:
+                mask = own["attn_mask"]
+                own["attn_mask"] = mask[b if mask.shape[0] > 1 else 0][None, ..., :length]
+            if name == "slopes":
+                own["alibi_slopes"] = own["alibi_slopes"][b : b + 1]
+            alone = run(
+                cache.query[b : b + 1],
+                cache.key[b : b + 1, :, :length],
+                cache.value[b : b + 1, :, :length],
+                is_causal=True,
+                query_offset=length - queries,
+                **own,
+            )
+            for field, expected in alone.items():
+                found = joint[field][b : b + 1]
+                if field == "weights":
+                    assert not found[..., length:].any()
+                    found = found[..., :length]
+                assert torch.equal(found, expected), f"{field} of {length} keys"
+
+
+def test_threads_change_no_bit(one_thread: None) -> None:
+    cache = Cache(2, torch.bfloat16)
+    key, value, table = cache.pages(16)
+    options = {"seqlens_k": cache.lengths, "block_table": table}
+    alone = run(cache.query, key, value, **options)
+    torch.set_num_threads(3)
+    for field, found in run(cache.query, key, value, **options).items():
+        assert torch.equal(found, alone[field]), field
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf")])
+def test_hidden_keys_of_a_page_leave_no_trace(junk: float, isa: str) -> None:
+    """The pass that leaves hidden keys out reads pages, too."""
+    for queries in (2, 9):
+        cache = Cache(queries, torch.float32, (300, 700))
+        mask = torch.rand(2, 1, 1, cache.key.shape[2]) < 0.5
+        options = {"attn_mask": mask, "seqlens_k": cache.lengths}
+        clean = run(cache.query, cache.key, cache.value, **options)
+        cache.key.masked_fill_(~mask.mT, junk)
+        cache.value.masked_fill_(~mask.mT, junk)
+        key, value, table = cache.pages(7)
+        wide = torch.zeros(2, 1, 1, table.shape[1] * 7, dtype=torch.bool)
+        wide[..., : mask.shape[-1]] = mask[..., : wide.shape[-1]]
+        spoiled = run(cache.query, key, value, **(options | {"attn_mask": wide, "block_table": table}))
+        for field in ("out", "row_max", "row_sum"):
+            assert torch.equal(spoiled[field], clean[field]), field
