@@ -10,6 +10,7 @@ sequences is NaN, and page numbers that nobody needs exist nowhere.
 
 from __future__ import annotations
 
+import itertools
 import os
 from dataclasses import dataclass, replace
 from typing import Any
@@ -276,7 +277,25 @@ def cases() -> list[SequenceCase]:
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, seed=index, **row
         )
         chosen.append(case.made())
-    return chosen
+    return [*chosen, *_plain_cases()]
+
+
+def _plain_cases() -> list[SequenceCase]:
+    """No options, which kernels for tensor cores have a path of their own for: every width of theirs."""
+    widths = (64, 128, 256)
+    return [
+        SequenceCase(
+            heads=2,
+            kv_heads=1,
+            head_dim=width,
+            value_dim=width,
+            dtype=dtype,
+            lengths=LENGTHS[turn % len(LENGTHS)],
+            is_causal=turn % 2 == 0,
+            offsets=("end", "one", "each")[turn % 3],
+        ).made()
+        for turn, (width, dtype) in enumerate(itertools.product(widths, DTYPES[1:]))
+    ]
 
 
 def operators(given: Named, case: Case, numbers: dict[str, Any]) -> Named:
@@ -361,6 +380,40 @@ def assert_alone(case: SequenceCase, given: Named, results: Named) -> None:
             assert found == expected, f"{name} of sequence {b} is not what it is alone"
 
 
+def assert_undisturbed(case: SequenceCase, given: Named, results: Named) -> None:
+    """Asserts that NaN in one packed sequence changes no bit of the others."""
+    spoilt = max(range(case.batch), key=lambda b: case.lengths[b])
+    given = {name: tensor.clone() for name, tensor in given.items()}
+    for name in given.keys() & {"query", "grad_out", "grad_row"}:
+        case.query_rows(given[name], spoilt).fill_(torch.nan)
+    for name in ("key", "value"):
+        case.key_rows(given, name, spoilt).fill_(torch.nan)
+    again = operators(given, case, numbers_of_call(case))
+    for b in set(range(case.batch)) - {spoilt}:
+        for name in ("out", "grad of query", "grad of key", "grad of value"):
+            side = int(name.endswith(("key", "value")))
+            parts = (case.rows(of[name], b, side, True) for of in (results, again))
+            found, expected = map(run_cases.bytes_of, parts)
+            assert found == expected, f"{name} of sequence {b}, with NaN in another"
+
+
+def assert_longest_does_not_matter(case: SequenceCase, given: Named, results: Named) -> None:
+    """Asserts the same bits where the longest sequence is said to be longer than it is."""
+    more = replace(case, queries=case.queries + 70, keys=case.keys + 70)
+    given = dict(given)
+    for name in given.keys() & {"attn_mask", "grad_weights"}:
+        grows = [70 if size > 1 or name == "grad_weights" else 0 for size in given[name].shape[2:]]
+        given[name] = torch.nn.functional.pad(given[name], (0, grows[1], 0, grows[0]), value=1.0)
+    again = operators(given, more, numbers_of_call(more))
+    for name, result in results.items():
+        other = again[name]
+        if name == "grad of attn_mask" and result.shape[0] < case.batch:
+            continue  # what falls on it is added up in an order that follows from the longest
+        if result.shape != other.shape:
+            other = other[:, :, : result.shape[2], : result.shape[3]]
+        assert run_cases.bytes_of(result) == run_cases.bytes_of(other), f"{name}, with a longer longest"
+
+
 @torch.no_grad()
 def check(case: SequenceCase) -> Named:
     """Asserts that results and gradients are accurate and those of each sequence alone. Returns them."""
@@ -371,6 +424,9 @@ def check(case: SequenceCase) -> Named:
     judged["lse"] = judged.pop("row_max") + judged.pop("row_sum").log()
     judge.assert_accurate(judged)
     assert_alone(case, given, results)
+    if case.form == "packed" and case.batch > 1:
+        assert_undisturbed(case, given, results)
+        assert_longest_does_not_matter(case, given, results)
     return results
 
 
