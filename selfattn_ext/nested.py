@@ -29,8 +29,9 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any, *
     """
     _check(query, key, value)
     heads_apart = query.dim() == 4
-    q, k = _packed(query), _packed(key)
-    v = _packed(value)
+    if attn_mask is not None or keywords.get("return_weights"):
+        _need_longest(query, key)
+    q, k, v = _packed(query), _packed(key), _packed(value)
     if attn_mask is not None and not heads_apart and isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
         attn_mask = attn_mask.unsqueeze(1)
     results: Any = varlen_attention(
@@ -75,10 +76,24 @@ def _packed(tensor: Any) -> _Packed:
 
 
 def _longest(tensor: Any) -> int:
-    """The longest length. A compiler cannot ask the offsets: then, for want of it, the number of all rows."""
-    if torch.compiler.is_dynamo_compiling() and tensor._maybe_max_seqlen is None:
+    """The longest length, or if a compiler would have to ask the offsets, a number that is not smaller."""
+    if _is_longest_unknown(tensor):
         return tensor.values().shape[tensor._ragged_idx - 1]
     return tensor._get_max_seqlen()
+
+
+def _is_longest_unknown(tensor: Any) -> bool:
+    return torch.compiler.is_dynamo_compiling() and tensor._maybe_max_seqlen is None
+
+
+def _need_longest(query: Any, key: Any) -> None:
+    """Shapes that depend on the longest lengths need them."""
+    for name, tensor in (("query", query), ("key", key)):
+        if _is_longest_unknown(tensor):
+            raise ValueError(
+                f"under torch.compile, attn_mask and return_weights need the longest length of {name}: make "
+                "it by torch.nested.nested_tensor_from_jagged(..., max_seqlen=...)"
+            )
 
 
 def _jagged(values: Tensor, like: Any, places: Tensor | None, elsewhere: float = 0.0) -> Tensor:

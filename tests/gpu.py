@@ -50,6 +50,7 @@ MODULES = (
     "test_multihead_attention.py",
     "test_multihead_layers.py",
     "test_multihead_options.py",
+    "test_nested.py",
     "test_nn.py",
     "test_notebook.py",
     "test_ops.py",
