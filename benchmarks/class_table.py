@@ -29,9 +29,10 @@ class Measured:
     @property
     def value(self) -> float | None:
         """What is held against bar and goal; None where it could not be measured."""
-        if self.line.judged == "of peak":
+        judged = self.line.judged
+        if judged == "of peak":
             return self.row.share(OURS.name)
-        ratio = self.row.ratio(TORCH.name)
+        ratio = self.row.ratio(TORCH.name if judged == "ratio" else judged)
         return None if ratio is None else ratio.median
 
     @property
@@ -60,7 +61,8 @@ def measure_classes(
 ) -> Results:
     """Every line with each number of threads; a progress bar on stderr meanwhile.
 
-    torch is among the contenders, asked for or not: it is what the ratios compare with.
+    torch is among the contenders, asked for or not: it is what the ratios compare with. Neighbours with one
+    case are measured once.
     """
     peers = [TORCH, *(peer for peer in peers if peer.name != TORCH.name)]
     sessions: dict[tuple[tuple[str, str], ...], Session | Elsewhere] = {}
@@ -74,7 +76,9 @@ def measure_classes(
                 for line in lines:
                     if line.environment not in sessions:
                         sessions[line.environment] = Elsewhere(dict(line.environment), peers, effort)
-                    measured.append(Measured(line, sessions[line.environment].row(line.case, count)))
+                    row = _same(measured[-1:], line, count)
+                    row = row or sessions[line.environment].row(line.case, count)
+                    measured.append(Measured(line, row))
                     progress.update(len(measured), note(line.case))
         finally:
             for session in sessions.values():
@@ -86,10 +90,37 @@ def measure_classes(
     return Results(measured, memory, here.meter.measured())
 
 
+def _same(before: Sequence[Measured], line: Line, threads: int) -> Row | None:
+    """The row that a line needs, where it has been measured for the line before."""
+    for found in before:
+        if (found.line.case, found.line.environment, found.row.threads) == (
+            line.case,
+            line.environment,
+            threads,
+        ):
+            return found.row
+    return None
+
+
 def text(results: Results) -> str:
     """The tables, what their columns are, and how many lines reach bar and goal."""
-    rows = [measured.row for measured in results.measured]
-    peers = report.peer_names(rows)
+    tables: dict[tuple[str, ...], list[Measured]] = {}
+    for measured in results.measured:
+        tables.setdefault(tuple(report.peer_names([measured.row])), []).append(measured)
+    parts = [
+        *(_table(peers, found) for peers, found in tables.items()),
+        report.LEGEND,
+        "bar, goal: of torch / ours, or of the read bandwidth where they are percentages.\n"
+        "over padding, over contiguous: of our own call on padded tensors, on contiguous caches / ours.",
+        _peaks(results.peaks),
+        _memory(results.memory),
+        "\n".join([*report.refusals([found.row for found in results.measured]), _count(results.measured)]),
+    ]
+    return "\n\n".join(part for part in parts if part)
+
+
+def _table(peers: Sequence[str], found: Sequence[Measured]) -> str:
+    """The lines that were compared with the same peers."""
     header = ["class", "threads", "(B, H, T, D)", "options", "pass", "bar", "goal", "reached"]
     cells = [
         [
@@ -103,17 +134,9 @@ def text(results: Results) -> str:
             measured.verdict,
             *report.cells(measured.row, peers),
         ]
-        for measured in results.measured
+        for measured in found
     ]
-    parts = [
-        table([*header, *report.headings(peers)], cells, left=5),
-        report.LEGEND,
-        "bar, goal: of torch / ours, or of the read bandwidth where they are percentages.",
-        _peaks(results.peaks),
-        _memory(results.memory),
-        "\n".join([*report.refusals(rows), _count(results.measured)]),
-    ]
-    return "\n\n".join(part for part in parts if part)
+    return table([*header, *report.headings(peers)], cells, left=5)
 
 
 def data(results: Results, command: str) -> dict[str, Any]:

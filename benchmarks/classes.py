@@ -1,8 +1,9 @@
 """The classes of work that this project holds itself to: one table, every line with a bar and a goal.
 
 A bar is what a release has to reach, a goal what the kernels are built for; both are the project's own. Most
-are ratios, time of torch's scaled_dot_product_attention over ours; those of decoding are shares of the
-memory's bandwidth. They are set for a processor with AMX, except where a line names another instruction set.
+are ratios, time of torch's scaled_dot_product_attention over ours, some of our own call on padded tensors or
+on contiguous caches; those of decoding are shares of the memory's bandwidth. They are set for a processor
+with AMX, except where a line names another instruction set.
 """
 
 from __future__ import annotations
@@ -13,7 +14,10 @@ from typing import Literal
 
 import torch
 
+from selfattn_ext.bench import kvcache, varlen
 from selfattn_ext.bench.cases import Case
+from selfattn_ext.bench.kvcache import CacheCase
+from selfattn_ext.bench.varlen import VarlenCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HEADS = 8
@@ -26,7 +30,8 @@ AVX2_ONLY = {
     "SELFATTN_CPU_ISA": "avx2",
 }
 
-Judged = Literal["ratio", "of peak"]
+#: "ratio": time of torch over ours; "padded", "contiguous": time of that contender over ours.
+Judged = Literal["ratio", "of peak", "padded", "contiguous"]
 
 
 @dataclass(frozen=True)
@@ -42,8 +47,9 @@ class Line:
     quick: bool = False
 
 
-def lines(quick: bool = False) -> list[Line]:
-    """All lines, or the one or two of each class that a short run measures."""
+def lines(quick: bool = False, only: str = "") -> list[Line]:
+    """All lines, or the one or two of each class that a short run measures; of classes whose names hold a
+    text, where one is given."""
     every = [
         *_forward(),
         *_float32(),
@@ -52,8 +58,10 @@ def lines(quick: bool = False) -> list[Line]:
         *_few_queries(),
         *_small(),
         *_options(),
+        *_varlen(),
+        *_caches(),
     ]
-    return [line for line in every if line.quick or not quick]
+    return [line for line in every if (line.quick or not quick) and only in line.name]
 
 
 def memory_cases(quick: bool = False) -> list[Case]:
@@ -166,3 +174,27 @@ def _options() -> Iterable[Line]:
     blocks = replace(_case(2048, 64), mask="bool")
     yield Line("mask of blocks, half empty", blocks, 1.6, 2.5, quick=True)
     yield Line("mask of blocks, half empty", replace(blocks, dtype=BF16), 1.6, 2.5)
+
+
+def _varlen() -> Iterable[Line]:
+    lengths = varlen.draw_lengths(64, 16, 1024)
+    for dtype in (FP32, BF16):
+        name = "fp32 varlen" if dtype == FP32 else "bf16 varlen"
+        case = VarlenCase.of(lengths, 4, 64, dtype=dtype, backward=True)
+        yield Line(name, case, 2.0, 5.0, quick=True)
+        yield Line(f"{name}, over padding", case, 1.3, 1.6, "padded", quick=True)
+
+
+def _caches() -> Iterable[Line]:
+    # Two kv heads: keys and values larger than the caches, and a few seconds to make.
+    lengths = varlen.draw_lengths(32, 128, 16384)
+    layouts: tuple[kvcache.Layout, ...] = ("bhld", "blhd")
+    for dtype in (FP32, BF16):
+        name = "fp32 KV cache" if dtype == FP32 else "bf16 KV cache"
+        for layout in layouts:
+            case = CacheCase.of(lengths, 2, 128, dtype=dtype, layout=layout)
+            yield Line(name, case, 0.85, 0.95, "of peak", quick=layout == "bhld")
+            for page_size in (16, 64, 256):
+                paged = replace(case, page_size=page_size)
+                quick = layout == "bhld" and page_size == 16
+                yield Line(f"{name}, paged over contiguous", paged, 0.9, 0.98, "contiguous", quick=quick)

@@ -9,6 +9,8 @@ from typing import Literal
 import torch
 
 from selfattn_ext.bench.cases import Case
+from selfattn_ext.bench.kvcache import CacheCase
+from selfattn_ext.bench.varlen import VarlenCase, draw_lengths
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -52,8 +54,15 @@ def _case(length: int, head_dim: int, dtype: torch.dtype = BF16) -> Case:
 
 def lines(quick: bool = False) -> list[Line]:
     """All lines, or the few of a short run."""
-    forward = [*_short(), *_long(), *_float32(), *_masks(), *_options(), *_decoding()]
-    training = [*_backward(), *_training(), *_float32_training(), *_mask_training(), *_training_options()]
+    forward = [*_short(), *_long(), *_float32(), *_masks(), *_options(), *_decoding(), *_caches()]
+    training = [
+        *_backward(),
+        *_training(),
+        *_float32_training(),
+        *_mask_training(),
+        *_training_options(),
+        *_varlen(),
+    ]
     return [line for line in (*forward, *training) if line.quick or not quick]
 
 
@@ -151,3 +160,23 @@ def _training_options() -> Iterable[Line]:
     yield Line(replace(_case(2048, 128), dropout=0.1, backward=True))
     yield Line(replace(_case(8192, 64), causal=True, window=256, backward=True))
     yield Line(replace(_case(2048, 128), causal=True, heads=32, kv_heads=8, backward=True))
+
+
+def _varlen() -> Iterable[Line]:
+    """Sequences of several lengths, packed; torch's backends get them padded."""
+    lengths = draw_lengths(64, 16, 1024)
+    for head_dim in (64, 128):
+        case = VarlenCase.of(lengths, _WIDTH // head_dim, head_dim, dtype=BF16)
+        yield Line(case)
+        yield Line(replace(case, causal=True), quick=head_dim == 128)
+        yield Line(replace(case, causal=True, backward=True), quick=head_dim == 128)
+        yield Line(replace(case, dtype=FP32, backward=True))
+
+
+def _caches() -> Iterable[Line]:
+    """A new token for every sequence, whose keys lie in one cache or in pages."""
+    lengths = draw_lengths(32, 128, 16384)
+    for page_size in (0, 16, 64, 256):
+        case = CacheCase.of(lengths, 32, 128, dtype=BF16, kv_heads=8, page_size=page_size, layout="blhd")
+        yield Line(case, quick=page_size in (0, 64))
+    yield Line(CacheCase.of(lengths, 8, 128, dtype=FP32))

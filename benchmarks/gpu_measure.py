@@ -1,4 +1,4 @@
-"""Times each case: this package and every backend of torch in turns, errors and peaks beside them."""
+"""Times each case: this package and every way of torch in turns, errors and peaks beside them."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from gpu_peak import Ceiling, Meter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from selfattn_ext import backends
-from selfattn_ext.bench import timer
+from selfattn_ext.bench import kvcache, timer, varlen
 from selfattn_ext.bench.accuracy import truth
 from selfattn_ext.bench.cases import Case, Inputs, as_json, inputs
-from selfattn_ext.bench.contenders import OURS, TORCH, results, runner
-from selfattn_ext.bench.measure import note
+from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results, runner
+from selfattn_ext.bench.measure import contenders_for, note
 from selfattn_ext.bench.timer import Effort, Ratio, Timing
 from selfattn_ext.terminal import Progress, describe
 
@@ -29,6 +29,12 @@ BACKENDS = {
     "math": SDPBackend.MATH,
 }
 
+#: torch.nn.attention.varlen, for the kinds of cases that it computes.
+VARLEN: dict[type[Case], Contender] = {
+    varlen.VarlenCase: varlen.TORCH_VARLEN,
+    kvcache.CacheCase: kvcache.TORCH_VARLEN,
+}
+PEERS = (*BACKENDS, "varlen")
 
 Setting = Callable[[], AbstractContextManager[object]]
 
@@ -69,7 +75,7 @@ class Row:
     @property
     def fastest(self) -> str | None:
         """torch's fastest backend, None where none takes the case."""
-        names = [name for name in BACKENDS if name in self.timings]
+        names = [name for name in PEERS if name in self.timings]
         ratios = {name: Ratio.of(self.timings[name], self.ours).median for name in names}
         return min(ratios, key=lambda name: ratios[name], default=None)
 
@@ -118,14 +124,21 @@ class Session:
         case = line.case
         ceiling = self.meter.ceiling(case.dtype, case.precision)
         tensors = inputs(case, device=self._device)
-        ours = OURS.prepare(case, tensors)
+        contenders = {contender.name: contender for contender in contenders_for(case, [TORCH])}
+        ours = contenders[OURS.name]
+        own = ours.form(case, tensors)
+        call = ours.prepare(case, own)
         judge = truth(case, tensors)
-        error = None if judge is None else judge.error(case, results(ours, case, tensors))
+        found = [ours.padded(case, result) for result in results(call, case, own)]
+        error = None if judge is None else judge.error(case, found)
         kernel = backends.explain(tensors.query, tensors.key, tensors.value, enable_gqa=True).kernel
-        calls, refused = {OURS.name: Call(runner(ours, case, tensors))}, {}
-        for name in BACKENDS:
+        calls, refused = {OURS.name: Call(runner(call, case, own))}, {}
+        asked = dict.fromkeys(BACKENDS, contenders[TORCH.name])
+        if type(case) in VARLEN:
+            asked["varlen"] = VARLEN[type(case)]
+        for name, contender in asked.items():
             try:
-                calls[name] = _call_of(name, case, tensors)
+                calls[name] = _call_of(name, contender, case, tensors)
             except NotImplementedError as reason:
                 refused[name] = str(reason)
         memory = {name: self._peak(call) for name, call in calls.items()} if self._device == "cuda" else {}
@@ -147,20 +160,21 @@ class Session:
             return self._clock(call, repetitions)
 
 
-def _call_of(backend: str, case: Case, tensors: Inputs) -> Call:
-    """torch's attention by one backend.
+def _call_of(peer: str, contender: Contender, case: Case, tensors: Inputs) -> Call:
+    """torch's attention by one of PEERS.
 
     Raises:
         NotImplementedError: the backend does not take the case.
     """
 
     def setting() -> AbstractContextManager[object]:
-        return sdpa_kernel(BACKENDS[backend])
+        return sdpa_kernel(BACKENDS[peer]) if peer in BACKENDS else nullcontext()
 
     with warnings.catch_warnings(), setting():
         warnings.simplefilter("ignore")  # one for each reason of a refusal
         try:
-            call = Call(runner(TORCH.prepare(case, tensors), case, tensors), setting)
+            own = contender.form(case, tensors)
+            call = Call(runner(contender.prepare(case, own), case, own), setting)
             call()
         except RuntimeError as error:  # lack of memory among them
             raise NotImplementedError(describe(error)) from error
@@ -169,7 +183,7 @@ def _call_of(backend: str, case: Case, tensors: Inputs) -> Call:
 
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
     """The table's head and lines."""
-    header = ["dtype", "(B, H, T, D)", "options", "pass", "kernel", *(f"{name} ms" for name in BACKENDS)]
+    header = ["dtype", "(B, H, T, D)", "options", "pass", "kernel", *(f"{name} ms" for name in PEERS)]
     header += ["our ms", "best / ours", "TFLOP/s", "of product", "of copy", "best MB", "our MB", "error"]
     header += ["aim", "reached"]
     return header, [_cells(row) for row in rows]
@@ -184,7 +198,7 @@ def _cells(row: Row) -> list[str]:
         case.options(),
         case.direction.replace("forward+backward", "f+b"),
         row.kernel,
-        *(f"{row.timings[n].median * 1e3:.3f}" if n in row.timings else "-" for n in BACKENDS),
+        *(f"{row.timings[n].median * 1e3:.3f}" if n in row.timings else "-" for n in PEERS),
         f"{seconds * 1e3:.3f}",
         "-" if best is None else f"{best:.2f}",
         f"{row.tflops:.1f}",
@@ -203,11 +217,11 @@ def notes(rows: Sequence[Row], peaks: dict[str, float]) -> str:
     measured = ", ".join(f"{value:.0f} {name}" for name, value in peaks.items())
     return "\n".join(
         [
-            "ms: medians by CUDA events, contenders in turns; - where a backend of torch refuses the case.",
-            "best / ours: time of torch's fastest backend over ours; above 1 this package is faster.",
+            "ms: medians by CUDA events, contenders in turns; - where torch refuses the case by that way.",
+            "best / ours: time of torch's fastest way over ours; above 1 this package is faster.",
             "f+b: forward and backward; TFLOP/s count two products forward and five backward.",
             "of product, of copy: of the speed of a large matrix product and of a large copy in this run.",
-            "MB: at the peak beyond the inputs, results included; best is torch's fastest backend.",
+            "MB: at the peak beyond the inputs, results included; best is torch's fastest way.",
             "error: of our output and gradients against float64, relative to the largest value of each.",
             f"Peaks: {measured}.",
             f"{sum(row.reached == 'yes' for row in judged)} of {len(judged)} aims reached.",
@@ -235,5 +249,5 @@ def row_data(row: Row) -> dict[str, Any]:
             }
             for name, timing in row.timings.items()
         },
-        "ratios": {name: row.ratio(name) for name in (*BACKENDS, "best")},
+        "ratios": {name: row.ratio(name) for name in (*PEERS, "best")},
     }

@@ -30,7 +30,7 @@ class Ceiling:
 def moved_bytes(case: Case) -> int:
     """The least that a call has to move: query, key, value and output once for each pass, and in the backward
     one the gradient of each beside it."""
-    output = case.batch * case.heads * case.length * case.value_dimension * case.dtype.itemsize
+    output = case.total_queries() * case.heads * case.value_dimension * case.dtype.itemsize
     once = case.bytes_read() + output
     if not case.backward:
         return once

@@ -1,6 +1,7 @@
 """The full benchmark: more cases and more peers than ``python -m selfattn_ext bench``, and a picture.
 
     python benchmarks/run.py --classes                       the cases that have a bar and a goal
+    python benchmarks/run.py --classes --only varlen         some of them
     python benchmarks/run.py                                 every table, against torch
     python benchmarks/run.py --tables lengths --png t.png    ratios over the sequence length, drawn
     python benchmarks/run.py --tables tiny --peers torch,formula,loops --threads 1
@@ -45,6 +46,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         help=f"which tables, of {', '.join(TABLES)} (default: all)",
     )
     parser.add_argument(
+        "--only", metavar="TEXT", help="of the classes those whose names hold this, without the extra memory"
+    )
+    parser.add_argument(
         "--peers",
         type=_names(PEERS),
         default=["torch"],
@@ -74,6 +78,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(parsed: argparse.Namespace) -> int:
     bench.check_json(parsed.json)
+    if parsed.only is not None and not (parsed.classes and classes.lines(parsed.quick, parsed.only)):
+        names = ", ".join(dict.fromkeys(line.name for line in classes.lines(parsed.quick)))
+        raise CommandError(f"--only {parsed.only}: goes with --classes, which are {names}")
     if parsed.png is not None:
         import picture
 
@@ -101,8 +108,8 @@ def _tables(parsed: argparse.Namespace, command: str) -> list[Row]:
 
 def _classes(parsed: argparse.Namespace, command: str) -> list[Row]:
     results = class_table.measure_classes(
-        classes.lines(parsed.quick),
-        classes.memory_cases(parsed.quick),
+        classes.lines(parsed.quick, parsed.only or ""),
+        classes.memory_cases(parsed.quick) if parsed.only is None else [],
         _peers(parsed),
         bench.thread_counts(parsed.threads),
         _effort(parsed),

@@ -17,11 +17,15 @@ import pytest
 from selfattn_ext.bench import elsewhere, memory, peak, timer
 from selfattn_ext.bench.cases import Case
 from selfattn_ext.bench.contenders import TORCH
+from selfattn_ext.bench.kvcache import CacheCase
+from selfattn_ext.bench.varlen import VarlenCase
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
 MODULES = ("tables", "peers", "picture", "classes", "class_table")
 MOMENT = timer.Effort(seconds=0.0, min_rounds=1)
 SMALL = Case(1, 2, 8, 16)
+PACKED = VarlenCase.of((9, 4), 2, 16)
+PAGED = CacheCase.of((9, 4), 2, 16, page_size=4)
 
 
 @pytest.fixture
@@ -44,9 +48,14 @@ def full_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], 
             "elsewhere", replace(SMALL, backward=True), 1e8, 1e9, environment=environment, quick=True
         ),
         classes.Line("decode", replace(SMALL, length=1, keys=64), 1e-9, 1e9, "of peak", quick=True),
+        classes.Line("packed", PACKED, 1e-9, 1e9, quick=True),
+        classes.Line("packed, over padding", PACKED, 1e-9, 1e9, "padded", quick=True),
+        classes.Line("paged", PAGED, 1e8, 1e9, "contiguous", quick=True),
         classes.Line("lacking", replace(SMALL, isa="abacus"), 1e-9, 1e9, quick=True),
     ]
-    monkeypatch.setattr(classes, "lines", lambda quick: lines)
+    monkeypatch.setattr(
+        classes, "lines", lambda quick, only="": [line for line in lines if only in line.name]
+    )
     monkeypatch.setattr(classes, "memory_cases", lambda quick: [replace(SMALL, length=64, dropout=0.1)])
     monkeypatch.setattr(timer, "QUICK", MOMENT)
     monkeypatch.setattr(peak, "READ_BYTES", 2**20)
@@ -73,6 +82,8 @@ def test_full_run_compares_with_all_peers_and_draws(
     [
         (["--tables", "tiny", "--png", "x.png"], "which --tables leaves out"),
         (["--png", "x.txt"], "must end in .png"),
+        (["--only", "packed"], "--only packed: goes with --classes"),
+        (["--classes", "--only", "unheard"], "which are plain, longer, elsewhere"),
     ],
 )
 def test_full_run_refuses_before_measuring(
@@ -112,21 +123,36 @@ def test_the_classes_are_held_against_bars_and_goals(
     assert full_run(arguments) == 0
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     printed = capsys.readouterr().out
-    assert "1 of 5 rows reach their goal, 2 their bar, 1 miss it, 1 could not be measured" in printed
+    assert "1 of 8 rows reach their goal, 4 their bar, 2 miss it, 1 could not be measured" in printed
     assert "misses: elsewhere" in printed
     assert "cannot run the instruction set abacus" in printed
     data = json.loads(results_file.read_text(encoding="utf-8"))
     lines = {line["class"]: line for line in data["lines"]}
-    assert [line["reached"] for line in lines.values()] == ["bar", "goal", "MISS", "bar", "-"]
+    assert [line["reached"] for line in lines.values()] == [
+        *("bar", "goal", "MISS", "bar", "bar", "bar", "MISS", "-"),
+    ]
     assert lines["plain"]["value"] == lines["plain"]["ratios"]["torch"]["median"]
     assert lines["decode"]["value"] == lines["decode"]["contenders"]["selfattn_ext"]["of_peak"]
+    packed, padded, paged = (lines[name] for name in ("packed", "packed, over padding", "paged"))
+    assert packed["ratios"] == padded["ratios"]
+    assert packed["value"] == packed["ratios"]["torch"]["median"]
+    assert padded["value"] == padded["ratios"]["padded"]["median"]
+    assert paged["value"] == paged["ratios"]["contiguous"]["median"]
+    assert paged["contenders"]["torch"]["refused"] == "scaled_dot_product_attention takes no pages"
     assert lines["elsewhere"]["peak"]["isa"] == "scalar"
     assert lines["plain"]["peak"]["isa"] in [peak["isa"] for peak in data["peaks"] if "isa" in peak]
     for line in lines.values():
         for contender in line["contenders"].values():
-            assert line["class"] == "lacking" or contender["error"] < 1e-5
+            assert contender["refused"] or contender["error"] < 1e-5
     if memory.available():
         assert set(data["memory"][0]["extra_bytes"]) == {"selfattn_ext", "torch"}
+
+
+def test_some_classes(full_run: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
+    assert full_run(["--classes", "--quick", "--threads", "1", "--only", "packed"]) == 0
+    printed = capsys.readouterr().out
+    assert "0 of 2 rows reach their goal, 2 their bar" in printed
+    assert "extra memory" not in printed
 
 
 def test_tables_and_classes_exclude_each_other(full_run: Callable[[list[str]], int]) -> None:

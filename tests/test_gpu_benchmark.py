@@ -16,7 +16,9 @@ import torch
 from selfattn_ext import library
 from selfattn_ext.bench import timer
 from selfattn_ext.bench.cases import Case
+from selfattn_ext.bench.kvcache import CacheCase
 from selfattn_ext.bench.timer import Timing
+from selfattn_ext.bench.varlen import VarlenCase
 from selfattn_ext.terminal import table
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"
@@ -79,6 +81,22 @@ def test_rows_on_the_cpu(modules: SimpleNamespace, session: SimpleNamespace) -> 
     assert torch.get_float32_matmul_precision() == "highest"
 
 
+def test_batches_of_several_lengths_on_the_cpu(modules: SimpleNamespace, session: SimpleNamespace) -> None:
+    cached = CacheCase.of((20, 9), 2, 8, layout="blhd")
+    cases = [VarlenCase.of((20, 9), 2, 8, backward=True), cached, replace(cached, page_size=4)]
+    packed, contiguous, paged = session.measure([modules.cases.Line(case) for case in cases])
+    assert packed.error < 1e-5
+    assert contiguous.error < 1e-5
+    assert paged.error < 1e-5
+    assert set(packed.timings) >= {"selfattn_ext", "math"}
+    assert set(contiguous.timings) >= {"selfattn_ext", "math"}
+    assert set(paged.timings) == {"selfattn_ext"}
+    for row in (packed, contiguous, paged):
+        assert row.refused["varlen"] == "torch.nn.attention.varlen computes on CUDA alone"
+    # Query, key, value and output once for each of three passes.
+    assert modules.peak.moved_bytes(packed.line.case) == 3 * 4 * (20 + 9) * 2 * 8 * 4
+
+
 def test_ratios_and_shares(modules: SimpleNamespace) -> None:
     case = Case(2, 4, 1024, 64, dtype=torch.bfloat16)
     times = {"selfattn_ext": 1e-3, "flash": 2e-3, "cudnn": 1.5e-3}
@@ -130,6 +148,8 @@ def test_cases(modules: SimpleNamespace) -> None:
     assert 5 < len(quick) < len(lines)
     for line in lines:
         assert line.case.flops() > 0
+    kinds = {type(line.case) for line in lines}
+    assert kinds == {type(line.case) for line in quick} == {Case, VarlenCase, CacheCase}
     for aim, backward in ((modules.cases.LONG, False), (modules.cases.LONG_BACKWARD, True)):
         (long,) = (line for line in lines if line.aim == aim)
         assert (long.case.length, long.case.head_dim) == (8192, 128)

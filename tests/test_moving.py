@@ -11,7 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfattn_ext import MultiheadAttention, reference, scaled_dot_product_attention
+from selfattn_ext import (
+    MultiheadAttention,
+    attention_with_kvcache,
+    reference,
+    scaled_dot_product_attention,
+)
 
 BATCH, HEADS, WIDTH = 2, 4, 8
 #: Queries and keys: fewer, as many, more.
@@ -121,6 +126,56 @@ class TestFlashAttention:
             query[:, :, 3:5], key[:, :, filled], value[:, :, filled], is_causal=True, query_offset=3
         )
         torch.testing.assert_close(part, whole[:, :, 3:5])
+
+    @pytest.mark.parametrize(
+        ("options", "left", "right"),
+        [
+            ({}, -1, -1),
+            ({"is_causal": True}, -1, 0),
+            ({"window_size": (2, 1)}, 2, 1),
+            ({"is_causal": True, "softcap": 1.5, "scale": 0.7}, -1, 0),
+            ({"alibi_slopes": (0.5, 0.25, 0.125, 0.1)}, -1, -1),
+        ],
+        ids=["plain", "causal", "window", "softcap", "alibi"],
+    )
+    @pytest.mark.parametrize("chosen", [False, True], ids=["cache", "cache_batch_idx"])
+    def test_kvcache(self, options: dict[str, Any], left: int, right: int, chosen: bool) -> None:
+        lengths, index = [4, 0], torch.tensor([2, 0] if chosen else [0, 1])
+        q, k, v = (x.transpose(1, 2).contiguous() for x in tensors(3, 3, kv_heads=2))
+        caches = [torch.randn(3, 9, 2, WIDTH) for _ in range(2)]
+        before = [cache.clone() for cache in caches]
+        slopes = torch.tensor(options["alibi_slopes"]) if "alibi_slopes" in options else None
+        # Whole rows of the cache as pages.
+        given = (caches, index[:, None].int()) if chosen else ([cache[:2] for cache in caches], None)
+        out = attention_with_kvcache(
+            *(q, *given[0], k, v, torch.tensor(lengths), given[1]),
+            **{**options, "alibi_slopes": slopes},
+            enable_gqa=True,
+            layout="blhd",
+        )
+        for n, (row, length) in enumerate(zip(index, lengths, strict=True)):
+            rows = [torch.cat([b[row, :length], new[n]]) for b, new in zip(before, (k, v), strict=True)]
+            for cache, filled, old in zip(caches, rows, before, strict=True):
+                assert torch.equal(cache[row], torch.cat([filled, old[row, length + 3 :]]))
+            expected = as_flash_attention(
+                *(q[n : n + 1], *(filled[None] for filled in rows)),
+                options.get("scale", WIDTH**-0.5),
+                options.get("softcap", 0.0),
+                slopes,
+                lower_right(3, length + 3, left, right),
+            )
+            torch.testing.assert_close(out[n : n + 1], expected.float())
+
+    def test_kvcache_of_the_same_signature(self) -> None:
+        function = named("flash_attn_with_kvcache")
+        q, k, v = (x.transpose(1, 2).contiguous() for x in tensors(5, 5, kv_heads=2))
+        cache = torch.zeros(2, BATCH, 8, 2, WIDTH)
+        steps = [function(q[:, :3], *cache, k[:, :3], v[:, :3], cache_seqlens=0, causal=True)]
+        for n in (3, 4):
+            one = slice(n, n + 1)
+            steps.append(function(q[:, one], *cache, k[:, one], v[:, one], cache_seqlens=n, causal=True))
+        expected = as_flash_attention(q, k, v, WIDTH**-0.5, 0.0, None, lower_right(5, 5, -1, 0))
+        torch.testing.assert_close(torch.cat(steps, dim=1), expected.float())
 
     def test_lse_is_natural_and_of_a_query_that_sees_nothing_minus_infinity(self) -> None:
         query, key, value = tensors(6, 4)

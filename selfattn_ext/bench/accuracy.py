@@ -33,7 +33,8 @@ class Truth:
             for index, truth in enumerate(truths[: len(found)]):
                 group = case.heads // case.kv_head_count if index < 2 else 1
                 heads = slice(kv_head * group, (kv_head + 1) * group)
-                difference = (found[index][batch, heads].double() - truth).abs().max().item()
+                result = found[index][batch, heads, : truth.shape[-2]]
+                difference = (result.double() - truth).abs().max().item()
                 worst = max(worst, difference / max(truth.abs().max().item(), 1e-300))
         return worst
 
@@ -48,9 +49,14 @@ def truth(case: Case, tensors: Inputs) -> Truth | None:
 
 def _exact(case: Case, tensors: Inputs, batch: int, kv_head: int) -> tuple[Tensor, ...]:
     group = case.heads // case.kv_head_count
-    heads = slice(kv_head * group, (kv_head + 1) * group)
-    query, grad_out = (t[batch, heads].detach().double() for t in (tensors.query, tensors.grad_out))
-    key, value = (t[batch, kv_head : kv_head + 1].detach().double() for t in (tensors.key, tensors.value))
+    heads, kv_heads = slice(kv_head * group, (kv_head + 1) * group), slice(kv_head, kv_head + 1)
+    case = case.element(batch)
+
+    def taken(tensor: Tensor, heads: slice, rows: int) -> Tensor:
+        return tensor[batch, heads, :rows].detach().double()
+
+    query, grad_out = (taken(tensor, heads, case.length) for tensor in (tensors.query, tensors.grad_out))
+    key, value = (taken(tensor, kv_heads, case.key_count) for tensor in (tensors.key, tensors.value))
     mask = (
         tensors.mask
         if tensors.mask is None or tensors.mask.dtype == torch.bool

@@ -108,7 +108,11 @@ class Case:
         """
         per_pair = 2 * (self.head_dim + self.value_dimension)
         passes = (2.5 if self.graph_kept else 3.5) if self.backward else 1.0
-        return float(per_pair * self._pairs() * self.batch * self.heads) * passes
+        return float(per_pair * self.pairs() * self.heads) * passes
+
+    def pairs(self) -> int:
+        """How many pairs of a query and a key see each other, in one head of every batch element."""
+        return self.batch * self._pairs()
 
     def _pairs(self) -> int:
         if self.mask == "bool":
@@ -121,9 +125,25 @@ class Case:
 
     def bytes_read(self) -> int:
         """Of query, key and value, each read once: what no implementation gets around."""
-        queries = self.heads * self.length * self.head_dim
-        keys = self.kv_head_count * self.key_count * (self.head_dim + self.value_dimension)
-        return self.batch * (queries + keys) * self.dtype.itemsize
+        queries = self.total_queries() * self.heads * self.head_dim
+        keys = self.total_keys() * self.kv_head_count * (self.head_dim + self.value_dimension)
+        return (queries + keys) * self.dtype.itemsize
+
+    def total_queries(self) -> int:
+        """Queries of a head over the whole batch."""
+        return self.batch * self.length
+
+    def total_keys(self) -> int:
+        """Keys of a kv head over the whole batch."""
+        return self.batch * self.key_count
+
+    def element(self, index: int) -> Case:
+        """One batch element as a case of its own; its tensors are the first rows of those of inputs()."""
+        return replace(self, batch=1)
+
+    def further(self) -> dict[str, Any]:
+        """What as_json adds for kinds of cases that have more fields."""
+        return {}
 
     def visible(self) -> Tensor | None:
         """The (length, keys) pattern of the causal rule and the window; None where every pair is visible."""
@@ -219,4 +239,5 @@ def as_json(case: Case) -> dict[str, Any]:
         "dropout": case.dropout,
         "precision": case.precision,
         "isa": case.isa,
+        **case.further(),
     }

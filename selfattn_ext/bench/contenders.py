@@ -16,16 +16,28 @@ from selfattn_ext.functional import scaled_dot_product_attention
 Call = Callable[[], Tensor]
 
 
+def _as_they_are(case: Case, tensors: Inputs) -> Inputs:
+    return tensors
+
+
+def _as_it_is(case: Case, result: Tensor) -> Tensor:
+    return result
+
+
 @dataclass(frozen=True)
 class Contender:
     """A way to compute attention.
 
     ``prepare`` does what a user would do once and not at every step (build a mask, compile); what it returns
     is timed. It raises NotImplementedError, saying why, for a case that the contender cannot compute.
+    ``form`` turns the tensors of inputs() into those that the contender computes with and differentiates, and
+    ``padded`` turns its output and its gradients back into tensors (B, H, L, E).
     """
 
     name: str
     prepare: Callable[[Case, Inputs], Call]
+    form: Callable[[Case, Inputs], Inputs] = _as_they_are
+    padded: Callable[[Case, Tensor], Tensor] = _as_it_is
 
 
 def _prepare_ours(case: Case, tensors: Inputs) -> Call:

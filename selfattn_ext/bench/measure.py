@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from selfattn_ext import backends
+from selfattn_ext.bench import kvcache, varlen
 from selfattn_ext.bench.accuracy import Truth, truth
 from selfattn_ext.bench.cases import Case, Precision, inputs
 from selfattn_ext.bench.contenders import OURS, Contender, results, runner
@@ -63,11 +64,22 @@ class Row:
         return "" if self.ceiling is None else self.ceiling.bound(self.case.flops(), self.case.bytes_read())
 
 
+def contenders_for(case: Case, peers: Sequence[Contender]) -> Sequence[Contender]:
+    """Who is timed on a case: this package and the peers, or those that the kind of the case brings along."""
+    return _OF_KINDS.get(type(case), [OURS, *peers])
+
+
+_OF_KINDS: dict[type[Case], Sequence[Contender]] = {
+    varlen.VarlenCase: varlen.CONTENDERS,
+    kvcache.CacheCase: kvcache.CONTENDERS,
+}
+
+
 class Session:
     """Measures rows, and keeps what they share: exact results and peaks."""
 
     def __init__(self, peers: Sequence[Contender], effort: Effort) -> None:
-        self._contenders = [OURS, *peers]
+        self._peers = peers
         self._effort = effort
         self._exact: dict[Case, Truth | None] = {}
         self.meter = Meter(min(0.2, effort.seconds / 3))
@@ -76,7 +88,8 @@ class Session:
         """One case, every contender in turns."""
         if case.isa and case.isa not in backends.cpu_isas():
             reason = f"this machine cannot run the instruction set {case.isa}"
-            refused = {contender.name: Outcome(None, None, reason) for contender in self._contenders}
+            contenders = contenders_for(case, self._peers)
+            refused = {contender.name: Outcome(None, None, reason) for contender in contenders}
             return Row(case, threads, refused, None)
         forced = backends.use_cpu_isa(case.isa) if case.isa else nullcontext()
         with forced, _state(threads, case.precision):
@@ -89,11 +102,12 @@ class Session:
         judge = self._truth(case)
         outcomes: dict[str, Outcome] = {}
         calls = {}
-        for contender in self._contenders:
+        for contender in contenders_for(case, self._peers):
             try:
-                call = contender.prepare(case, tensors)
-                found = results(call, case, tensors)
-                calls[contender.name] = runner(call, case, tensors)
+                own = contender.form(case, tensors)
+                call = contender.prepare(case, own)
+                found = [contender.padded(case, result) for result in results(call, case, own)]
+                calls[contender.name] = runner(call, case, own)
             except NotImplementedError as refusal:
                 outcomes[contender.name] = Outcome(None, None, describe(refusal))
                 continue
