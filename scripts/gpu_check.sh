@@ -30,7 +30,8 @@ limit=${STEP_SECONDS:-480}
 out=${OUT:-gpu-results}
 steps=()
 quick=()
-gpu_tests=(tests/test_cuda.py tests/test_cuda_runtime.py tests/test_cuda_sizes.py tests/test_cuda_training.py)
+gpu_tests=(tests/test_cuda.py tests/test_cuda_runtime.py tests/test_cuda_sequences.py tests/test_cuda_sizes.py
+  tests/test_cuda_training.py)
 # What needs the network or packages that such a machine may lack.
 elsewhere=(--ignore=tests/test_install.py --ignore=tests/test_notebook.py --ignore=tests/test_source_notebooks.py)
 summary=()

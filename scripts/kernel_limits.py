@@ -21,6 +21,7 @@ class Limit:
 LIMITS = {
     "cuda/device_code/*": Limit(registers=32),
     "rows/*": Limit(registers=64),
+    "cache/*": Limit(registers=64),
     "simt/*/*forward*": Limit(registers=240),  # two blocks of 128 threads fit a multiprocessor
     "simt/*/*softmax*": Limit(registers=128),
     "simt/simt_mask_gradient_float64/*": Limit(registers=240),

@@ -38,6 +38,8 @@ from torch import Tensor
 
 from selfattn_ext import library, ops, reference
 
+from . import sequence_cases
+
 _own = library.ops()
 to_device, to_host = _own.to_device.default, _own.to_host.default
 
@@ -70,7 +72,7 @@ class Host:
 
     def __call__(self, name: str, **arguments: Any) -> tuple[Tensor, ...]:
         results = getattr(ops, name)(**arguments)
-        return (results,) if isinstance(results, Tensor) else tuple(results)
+        return (results,) if isinstance(results, Tensor) else tuple(results or ())
 
 
 class Device(Host):
@@ -83,7 +85,8 @@ class Device(Host):
     def __call__(self, name: str, **arguments: Any) -> tuple[Tensor, ...]:
         self.calls += 1
         taken = {key: to_device(it) if isinstance(it, Tensor) else it for key, it in arguments.items()}
-        results = super().__call__(name, **taken, **({"kernel_name": self.kernel} if self.kernel else {}))
+        chosen = {"kernel_name": self.kernel} if self.kernel and name != "append_to_cache" else {}
+        results = super().__call__(name, **taken, **chosen)
         assert all(result is None or result.device.type == "cuda" for result in results), name
         return tuple(None if result is None else to_host(result) for result in results)
 
@@ -285,6 +288,62 @@ def judge_softmax(case: Case, scores: Tensor, devices: list[Device]) -> None:
     judge_formula(formula, tensors, results_of, devices)
 
 
+def judge_sequences(case: sequence_cases.SequenceCase, devices: list[Device]) -> None:
+    """The operators of attention on packed sequences and on caches."""
+    with torch.enable_grad():
+        given, judge = sequence_cases.given_by(case, case.inputs())
+    numbers = sequence_cases.numbers_of_call(case)
+
+    def results_of(call: Host) -> Named:
+        return sequence_cases.operators(given, case, numbers, call)
+
+    compare(results_of, lambda results: sequence_cases.assert_accurate(judge, results), devices)
+
+
+def judge_append(dims: tuple[int, int], dtype: torch.dtype, packed: bool, paged: bool, call: Host) -> None:
+    """append_to_cache and attention_with_cache: every new row lies behind those before, nothing else has
+    changed, and what comes out is attention over the caches as they are then.
+    """
+    heads, page, lengths, counts = 2, 5, (0, 4, 7), (2, 0, 5) if packed else (3, 3, 3)
+    batch, capacity = len(lengths), 3 * page
+    table = torch.randperm(batch * 3 + 2).to(torch.int32)[: batch * 3].reshape(batch, 3)
+    starts = torch.tensor([0, 2, 2, 7])
+    rows = (1, heads, 7 + 2) if packed else (batch, heads, counts[0])
+    news = [laid_out(torch.randn(*rows, dim).to(dtype), "transposed") for dim in dims]
+    held = (batch * 3 + 2, heads, page) if paged else (batch, heads, capacity)
+    caches = [laid_out(torch.randn(*held, dim).to(dtype), "offset") for dim in dims]
+    expected = [cache.clone() for cache in caches]
+    for b, (length, count) in enumerate(zip(lengths, counts, strict=True)):
+        for n in range(count):
+            from_row = (0, starts[b] + n) if packed else (b, n)
+            at = length + n
+            to_row = (table[b, at // page], at % page) if paged else (b, at)
+            for cache, new in zip(expected, news, strict=True):
+                cache[to_row[0], :, to_row[1]] = new[from_row[0], :, from_row[1]]
+
+    def assert_appended(to: list[Tensor], name: str) -> None:
+        assert all(torch.equal(one, other) for one, other in zip(to, expected, strict=True)), name
+
+    into = dict(zip(("key_cache", "value_cache"), (cache.clone() for cache in caches), strict=True))
+    given: dict[str, Any] = dict(zip(("key", "value"), news, strict=True))
+    pages = {"block_table": table} if paged else {}
+    packs = {"cu_seqlens": starts} if packed else {}
+    call("append_to_cache", **into, **given, **pages, **packs, seqlens=torch.tensor(lengths))
+    assert_appended(list(into.values()), "append_to_cache")
+
+    into = dict(zip(into, (cache.clone() for cache in caches), strict=True))
+    query = torch.randn(*rows[:1], 2 * heads, rows[2], dims[0]).to(dtype)
+    after = torch.tensor([sum(pair) for pair in zip(lengths, counts, strict=True)])
+    options: dict[str, Any] = {"seqlens_k": after, "is_causal": True, "scale": SCALE, **pages}
+    options["query_offsets"] = torch.tensor(lengths)
+    options |= {"cu_seqlens_q": starts, "max_seqlen_q": max(counts)} if packed else {}
+    results = call("attention_with_cache", query=query, **into, **given, **options)
+    assert_appended(list(into.values()), "attention_with_cache")
+    key, value = expected
+    again = call("attention_forward", query=query, key=key, value=value, **options)
+    assert all(torch.equal(one, other) for one, other in zip(results, again[:3], strict=True))
+
+
 def main() -> None:
     torch.manual_seed(0)
     devices = [Device(kernel) for kernel in KERNELS]
@@ -303,6 +362,13 @@ def main() -> None:
             judge_softmax(Case(*size, dtype), square, able)
         except AssertionError as error:
             raise AssertionError(f"{dtype}, {size}: {error}") from error
+    for case in sequence_cases.cases()[::5]:
+        if not case.in_pages:
+            able = [device for device in devices if case.dtype != torch.float64 or device.kernel != "sm80"]
+            judge_sequences(case, able[:2])
+    for dtype, packed, paged in product(DTYPES, (False, True), (False, True)):
+        for dims in ((16, 24), (5, 3)):
+            judge_append(dims, dtype, packed, paged, devices[0])
     print(sum(device.calls for device in devices))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -298,27 +299,33 @@ def _plain_cases() -> list[SequenceCase]:
     ]
 
 
-def operators(given: Named, case: Case, numbers: dict[str, Any]) -> Named:
+def _call(name: str, **arguments: Any) -> Any:
+    """An operator on the kernel of the process, which would be chosen above the operators."""
+    results = getattr(ops, name)(**arguments, kernel_name=os.environ.get("SELFATTN_KERNEL", ""))
+    return (results,) if isinstance(results, Tensor) else results
+
+
+def operators(given: Named, case: Case, numbers: dict[str, Any], call: Callable[..., Any] = _call) -> Named:
     """Forward, weights and, unless keys lie in pages, gradients, as the operators return them."""
     numbers = dict(numbers)
     window = numbers.pop("window_size", (-1, -1))
     options: dict[str, Any] = {**numbers, "window_left": window[0], "window_right": window[1]}
     options["scale"] = reference.default_scale(case.head_dim)
-    options["kernel_name"] = os.environ.get("SELFATTN_KERNEL", "")
     if case.dropout_p:
         options["dropout_seed"] = dropout_seed(case.seed)
     gradients = {name: given[name] for name in ("grad_out", "grad_row", "grad_weights") if name in given}
     given = {name: tensor for name, tensor in given.items() if name not in gradients}
     rounds = case.dtype in ops.SIXTEEN_BITS
-    out, row_max, row_sum, residual = ops.attention_forward(**given, **options, need_residual=rounds)
+    out, row_max, row_sum, residual = call("attention_forward", **given, **options, need_residual=rounds)
     statistics = {"row_max": row_max, "row_sum": row_sum}
     value = given.pop("value")
-    weights = ops.attention_weights(**given, **options, **statistics)
+    (weights,) = call("attention_weights", **given, **options, **statistics)
     results = {"out": out, **statistics, "weights": weights}
     if "block_table" in given:
         return results
     mask = given.get("attn_mask")
-    grads = ops.attention_backward(
+    grads = call(
+        "attention_backward",
         **gradients,
         **given,
         value=value,
@@ -362,6 +369,13 @@ def numbers_of_call(case: SequenceCase) -> dict[str, Any]:
     if case.packs_keys:
         longest["max_seqlen_k"] = case.keys
     return {**case.numbers(), **longest}
+
+
+def assert_accurate(judge: Judge, results: Named) -> None:
+    """Asserts that what the operators have returned is accurate."""
+    judged = dict(results)
+    judged["lse"] = judged.pop("row_max") + judged.pop("row_sum").log()
+    judge.assert_accurate(judged)
 
 
 def assert_alone(case: SequenceCase, given: Named, results: Named) -> None:
@@ -420,9 +434,7 @@ def check(case: SequenceCase) -> Named:
     with torch.enable_grad():
         given, judge = given_by(case, case.inputs())
     results = operators(given, case, numbers_of_call(case))
-    judged = dict(results)
-    judged["lse"] = judged.pop("row_max") + judged.pop("row_sum").log()
-    judge.assert_accurate(judged)
+    assert_accurate(judge, results)
     assert_alone(case, given, results)
     if case.form == "packed" and case.batch > 1:
         assert_undisturbed(case, given, results)

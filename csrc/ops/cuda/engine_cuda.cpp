@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "../../cuda/cache/cache_append.h"
 #include "../../cuda/rows/rows.h"
 #include "../attention_forward.h"
 #include "../engine.h"
@@ -139,6 +140,11 @@ void masked_softmax_backward(const char* name, const SoftmaxParams& p, Device de
   run_softmax(&cuda::Kernel::masked_softmax_backward, name, p, device);
 }
 
+void append(const CacheAppend& rows, Device device) {
+  const Turn turn(device);
+  cuda::append_to_cache(rows, turn.launch);
+}
+
 // See the schema in library.cpp.
 void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
@@ -161,7 +167,7 @@ void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
 }
 
 const CudaPart kPart = {{&forward, &weights, &scores, &masked_softmax, &backward, &sum_of_rows,
-                         &scores_backward, &masked_softmax_backward},
+                         &scores_backward, &masked_softmax_backward, &append},
                         cuda_compiler(),
                         cuda_architectures(),
                         &cuda::all_kernels};
@@ -173,6 +179,8 @@ STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) {
   library.impl("attention_forward", &attention_forward);
   library.impl("attention_weights", &attention_weights);
   library.impl("attention_backward", &attention_backward);
+  library.impl("append_to_cache", &append_to_cache);
+  library.impl("attention_with_cache", &attention_with_cache);
   library.impl("attention_scores", &attention_scores);
   library.impl("attention_scores_backward", &attention_scores_backward);
   library.impl("masked_softmax", &masked_softmax);
