@@ -1,5 +1,5 @@
 // append_to_cache: new keys and values behind those that a cache holds, in place.
-#include "cache_append.h"
+#include "append_arguments.h"
 #include "operators.h"
 
 namespace selfattn::ops {

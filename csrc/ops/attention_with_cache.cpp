@@ -3,7 +3,7 @@
 // Everything that either could refuse is refused before the first write, so that a wrong argument leaves the
 // cache as it was. And a step costs one call.
 #include "attention_forward.h"
-#include "cache_append.h"
+#include "append_arguments.h"
 #include "operators.h"
 
 namespace selfattn::ops {

@@ -1,4 +1,4 @@
-#include "cache_append.h"
+#include "append_arguments.h"
 
 #include <algorithm>
 #include <tuple>
