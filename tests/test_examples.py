@@ -29,3 +29,25 @@ def test_train_gpt(
     printed = capsys.readouterr().out
     for part in (str(book), "kernel   ", "step    60", "tokens/s", "held-out loss", "sample:"):
         assert part in printed, part
+
+
+@pytest.mark.parametrize("how", [[], ["--compile", "--backend", "eager"]], ids=str)
+def test_train_packed(
+    how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None
+) -> None:
+    book = tmp_path / "book.txt"
+    sentences = SENTENCES.split(". ")
+    book.write_text(
+        "\n\n".join(" ".join(sentences[:count]) for count in (1, 2, 3, 1, 5, 2, 8)), encoding="utf-8"
+    )
+    sizes = {"layers": 1, "heads": 2, "width": 16, "tokens": 256, "context": 200, "steps": 60, "rate": 1e-2}
+    small = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    main = runpy.run_path(str(EXAMPLES / "train_packed.py"))["main"]
+    losses = main([*small, *how, "--text", str(book), "--device", gpu.DEVICE])
+    # Chance is the logarithm of 14 symbols, 2.6.
+    assert len(losses) == 60
+    assert losses[0] > 2.2
+    assert losses[-1] < 1.5
+    printed = capsys.readouterr().out
+    for part in (str(book), "7 paragraphs of 22 to", "step    60", "documents", "% padding"):
+        assert part in printed, part
