@@ -8,6 +8,8 @@ from dataclasses import replace
 import torch
 
 from selfattn_ext.bench.cases import Case, standard
+from selfattn_ext.bench.kvcache import CacheCase
+from selfattn_ext.bench.varlen import VarlenCase, draw_lengths
 
 HEADS = 8
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
@@ -61,6 +63,31 @@ def options() -> list[Case]:
     ]
 
 
+def varlen() -> list[Case]:
+    """Packed sequences, short ones too, of which torch's nested tensors take the smaller cases."""
+    short, long = draw_lengths(16, 16, 256), draw_lengths(64, 16, 1024)
+    return [
+        VarlenCase.of(lengths, 4, 64, dtype=dtype, causal=causal, backward=backward)
+        for dtype in (torch.float32, torch.bfloat16)
+        for lengths in (short, long)
+        for backward in (False, True)
+        for causal in (False, True)
+    ]
+
+
+def caches() -> list[Case]:
+    """A new token for every sequence of a batch, in pages and not, also with one kv head for four heads."""
+    lengths = draw_lengths(32, 128, 16384)
+    return [
+        CacheCase.of(
+            lengths, heads, 128, dtype=dtype, kv_heads=None if heads == 2 else 2, page_size=page_size
+        )
+        for dtype in (torch.float32, torch.bfloat16)
+        for heads in (2, 8)
+        for page_size in (0, 16)
+    ]
+
+
 TABLES: dict[str, Callable[[], list[Case]]] = {
     "standard": standard,
     "lengths": lengths,
@@ -68,4 +95,6 @@ TABLES: dict[str, Callable[[], list[Case]]] = {
     "tiny": tiny,
     "decode": decode,
     "options": options,
+    "varlen": varlen,
+    "caches": caches,
 }

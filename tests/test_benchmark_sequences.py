@@ -8,12 +8,12 @@ from dataclasses import replace
 import pytest
 import torch
 
-from selfattn_ext.bench import kvcache, varlen
+from selfattn_ext.bench import kvcache, peak, report, timer, varlen
 from selfattn_ext.bench.accuracy import truth
 from selfattn_ext.bench.cases import Case, as_json, inputs
-from selfattn_ext.bench.contenders import OURS, Contender, results, runner
+from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results, runner
 from selfattn_ext.bench.kvcache import CacheCase
-from selfattn_ext.bench.measure import contenders_for
+from selfattn_ext.bench.measure import contenders_for, measure
 from selfattn_ext.bench.varlen import VarlenCase
 
 PACKED = VarlenCase.of((40, 70, 3, 21), 4, 16)
@@ -99,6 +99,23 @@ def test_the_timed_call_differentiates_the_contenders_own_tensors(contender: Con
     call = contender.prepare(case, own)
     expected = results(call, case, own)[1:]
     assert all(map(torch.equal, runner(call, case, own)(), expected))
+
+
+def test_nested_tensors_are_for_small_cases() -> None:
+    case = VarlenCase.of((2048, 2048), 4, 64, backward=True)
+    with pytest.raises(NotImplementedError, match=r"more than 1e\+10 operations take minutes"):
+        varlen.NESTED.prepare(case, varlen.NESTED.form(PACKED, inputs(PACKED)))
+
+
+def test_rows_of_different_kinds_make_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(peak, "READ_BYTES", 2**20)
+    moment = timer.Effort(seconds=0.0, min_rounds=1)
+    dense = Case(1, 2, 8, 16)
+    rows = measure([dense, PACKED, replace(CACHED, page_size=16)], [TORCH], [1], moment)
+    assert [row.ratio("padded") is None for row in rows] == [True, False, True]
+    text = report.text(rows)
+    assert "torch: scaled_dot_product_attention takes no pages" in text
+    assert "contiguous / ours: median" in text
 
 
 def test_padding_has_no_gradient() -> None:

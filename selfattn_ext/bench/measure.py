@@ -27,6 +27,10 @@ class Outcome:
     reason: str | None = None
 
 
+#: Of a contender that is none for the kind of a case.
+NOT_ASKED = Outcome(None, None)
+
+
 @dataclass(frozen=True)
 class Row:
     """One case with one number of threads."""
@@ -37,8 +41,9 @@ class Row:
     ceiling: Ceiling | None  # None where the machine cannot run the case
 
     def ratio(self, peer: str) -> Ratio | None:
-        """Time of a peer over the time of this package; above 1 this package is faster."""
-        ours, other = self.outcomes[OURS.name].timing, self.outcomes[peer].timing
+        """Time of a peer over the time of this package; above 1 this package is faster. None where one of the
+        two has not been timed."""
+        ours, other = (self.outcomes.get(name, NOT_ASKED).timing for name in (OURS.name, peer))
         return None if ours is None or other is None else Ratio.of(other, ours)
 
     def gflops(self, name: str) -> float | None:

@@ -12,7 +12,7 @@ from typing import Any
 from selfattn_ext import info
 from selfattn_ext.bench.cases import as_json
 from selfattn_ext.bench.contenders import OURS
-from selfattn_ext.bench.measure import Row
+from selfattn_ext.bench.measure import NOT_ASKED, Row
 from selfattn_ext.terminal import table
 
 #: Raised whenever a field of the JSON changes its meaning or goes away.
@@ -72,7 +72,7 @@ def headings(peers: Sequence[str]) -> list[str]:
 
 def cells(row: Row, peers: Sequence[str]) -> list[str]:
     """What was measured: times, ratios, our share of the peak, errors."""
-    outcomes = [row.outcomes[name] for name in (*peers, OURS.name)]
+    outcomes = [row.outcomes.get(name, NOT_ASKED) for name in (*peers, OURS.name)]
     ratios = [row.ratio(peer) for peer in peers]
     share = row.share(OURS.name)
     return [

@@ -16,6 +16,8 @@ from selfattn_ext import varlen_attention
 from selfattn_ext.bench.cases import Case, Inputs
 from selfattn_ext.bench.contenders import OURS, TORCH, Call, Contender
 
+_MOST_NESTED = 1e10
+
 
 def draw_lengths(count: int, shortest: int, longest: int, seed: int = 0) -> tuple[int, ...]:
     """Lengths of sequences, the same on every machine, the longest among them."""
@@ -126,7 +128,10 @@ def _prepare_packed(case: Case, tensors: Inputs) -> Call:
 
 def _prepare_nested(case: Case, tensors: Inputs) -> Call:
     grouped = case.kv_head_count != case.heads
-    if (case.causal or grouped) and tensors.query.device.type == "cpu":
+    on_cpu = tensors.query.device.type == "cpu"
+    if on_cpu and case.flops() > _MOST_NESTED:
+        raise NotImplementedError(f"cases of more than {_MOST_NESTED:.0e} operations take minutes on the CPU")
+    if on_cpu and (case.causal or grouped):
         raise NotImplementedError(
             "torch takes neither is_causal nor enable_gqa with nested tensors on the CPU"
         )
