@@ -37,7 +37,8 @@ struct Dropout {
 // Where the elements of a batch lie that have lengths of their own; see sequences.h. Device pointers, all of
 // them nullable: what is missing is the same for every element.
 struct Sequences {
-  // [batch + 1]: element b has the rows starts[b] .. starts[b + 1] - 1 of a query (a key) that has no batch.
+  // [batch + 1]: element b has the rows starts[b] .. starts[b + 1] - 1 of a query (a key) that has no batch;
+  // the view's stride of the batch is 0.
   const int64_t* query_starts = nullptr;
   const int64_t* key_starts = nullptr;
   const int64_t* key_lengths = nullptr;    // [batch]: how many of its keys exist

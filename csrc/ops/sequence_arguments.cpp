@@ -94,6 +94,7 @@ void add_sequences(AttentionParams& p, const Input& query, const Input& key, con
     s.query_starts =
         starts("cu_seqlens_q", options.cu_seqlens_q, query, s.query_rows, options.max_seqlen_q, &batch);
     p.queries = options.max_seqlen_q;
+    p.query.stride[0] = 0;
   } else {
     batch = query.size[0];
   }
@@ -103,6 +104,7 @@ void add_sequences(AttentionParams& p, const Input& query, const Input& key, con
     s.key_starts =
         starts("cu_seqlens_k", options.cu_seqlens_k, query, s.key_rows, options.max_seqlen_k, &batch);
     p.keys = options.max_seqlen_k;
+    p.key.stride[0] = p.value.stride[0] = 0;
   } else if (!options.block_table && key.size[0] != batch) {
     refuse("key must have a batch of ", batch, ", but its shape is ", shape_text(key.size, key.rank));
   }

@@ -111,6 +111,13 @@ __device__ __forceinline__ float finish_row(const Plan& plan, int64_t batch, int
   return factor / (state.sum + rounding * factor) * plan.dropout_scale;
 }
 
+// Where the states of a row's splits lie.
+__device__ __forceinline__ int64_t partial_state(const Plan& plan, int64_t batch, int64_t head,
+                                                 int64_t query) {
+  const int64_t row = (batch - plan.first_batch) * plan.params.heads + head;
+  return (row * plan.partial_queries + query) * plan.splits;
+}
+
 // Normalised rows (or, of splits, the sums as they are) go through shared memory, where the tiles have been,
 // so that a row is written by neighbouring lanes; each warp takes care of its own rows. Blocks of eight
 // columns are exchanged by the row's number against bank conflicts, within the row.
@@ -126,25 +133,25 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
                                            const SharedMemory<C>& shared, const Softmax<C>& softmax,
                                            const Output<C>& output) {
   const AttentionParams& p = plan.params;
-  const bool partial = C::kThin && plan.partial_out != nullptr;
+  const bool partial = C::kThin && work.splits > 1;
   float* rows = shared.exchange();
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int r = lane.row(strip, half);
-      const RowOf row = work.row(plan, r);
+      const RowOf row = work.row(r);
       const RowState<float> state{softmax.max[strip][half], softmax.sum[strip][half]};
       float factor = 1.0f;
       if (r < work.rows) {
-        const int64_t at = (static_cast<int64_t>(work.batch) * p.heads + row.head) * p.queries + row.query;
         if (!partial) {
-          factor =
-              finish_row(plan, work.batch, row.head, at, state, softmax.rounded[strip][half], lane.quad == 0);
+          factor = finish_row(plan, work.batch, row.head, work.statistic(p, row), state,
+                              softmax.rounded[strip][half], lane.quad == 0);
         } else if (lane.quad == 0) {
-          plan.partial_max[at * plan.splits + work.split] = state.max;
-          plan.partial_sum[at * plan.splits + work.split] = state.sum;
-          plan.partial_rounding[at * plan.splits + work.split] = softmax.rounded[strip][half];
+          const int64_t at = partial_state(plan, work.batch, row.head, row.query) + work.split;
+          plan.partial_max[at] = state.max;
+          plan.partial_sum[at] = state.sum;
+          plan.partial_rounding[at] = softmax.rounded[strip][half];
         }
       }
 #pragma unroll
@@ -159,10 +166,10 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
   const int end = min(lane.first_row + C::kWarpRows, work.rows);
 #pragma unroll 1
   for (int r = lane.first_row; r < end; ++r) {
-    const RowOf row = work.row(plan, r);
-    const int64_t flat = (static_cast<int64_t>(work.batch) * p.heads + row.head) * p.queries + row.query;
-    const int64_t at = partial ? (flat * plan.splits + work.split) * p.value_dim
-                               : plan.outputs.out.offset(work.batch, row.head, row.query);
+    const RowOf row = work.row(r);
+    const int64_t at = partial
+                           ? (partial_state(plan, work.batch, row.head, row.query) + work.split) * p.value_dim
+                           : work.offset(plan.outputs.out, row);
 #pragma unroll 1
     for (int column = lane.lane * 2; column < p.value_dim; column += 64) {
       const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));

@@ -21,6 +21,9 @@ class Forward : TileScores<C> {
       : Base(plan, block, memory) {}
 
   __device__ __forceinline__ void run() {
+    // The grid is that of the longest sequence. Which of the kernels takes a sequence is a matter of its own
+    // length, as their bits differ.
+    if (work_.rows <= 0 || (work_.queries <= kThinQueries) != C::kThin) return;
     this->start_queries();
     bool careful = false;
     for (;; careful = true) {
@@ -106,10 +109,8 @@ class Forward : TileScores<C> {
   }
 
   __device__ __forceinline__ void start_values(int tile) {
-    const int first_key = tile * C::kKeys;
-    start_rows<C, C::kKeys>(C::kFloat32 ? shared_.staging() : shared_.values(),
-                            rows_of_head<Storage>(p_.value, work_, first_key), p_.value.stride[2],
-                            this->count(first_key), static_cast<int>(p_.value_dim), plan_.value_vectors);
+    sm80::start_keys<C, Storage>(C::kFloat32 ? shared_.staging() : shared_.values(), p_, p_.value, work_,
+                                 tile * C::kKeys, static_cast<int>(p_.value_dim), plan_.value_vectors);
   }
 
   // As wait_for_keys.

@@ -10,16 +10,21 @@ namespace selfattn::cuda::sm80 {
 
 template <class C>
 void run_path(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream, void* workspace) {
-  const Plan plan = plan_forward(p, outputs, {C::kRows, C::kKeys, C::kThin}, workspace);
-  if (plan.blocks == 0) return;
-  launch(&forward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), SharedLayout<C>::kBytes, stream, plan);
-  if (plan.splits > 1) run_merge<C::kDType>(plan, stream);
+  constexpr TileShape kTile = {C::kRows, C::kKeys, C::kThin};
+  Plan plan = plan_forward(p, outputs, kTile, workspace);
+  do {
+    if (plan.blocks == 0) return;
+    launch(&forward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), SharedLayout<C>::kBytes, stream,
+           plan);
+    if (plan.splits > 1) run_merge<C::kDType>(plan, stream);
+  } while (next_launch(plan, kTile));
 }
 
 template <DType kDType, int kDim>
 void run_forward(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream,
                  void* workspace) {
-  if (is_thin(p)) return run_path<Config<kDType, kDim, Path::kThin>>(p, outputs, stream, workspace);
+  if (may_be_thin(p)) run_path<Config<kDType, kDim, Path::kThin>>(p, outputs, stream, workspace);
+  if (is_thin(p)) return;
   // float32 spends its time on products: what the other path would save is not felt.
   if constexpr (kDType != DType::kFloat32) {
     if (is_plain(p)) return run_path<Config<kDType, kDim, Path::kPlain>>(p, outputs, stream, workspace);

@@ -76,12 +76,35 @@ __device__ __forceinline__ int arrival(int row, int chunk) {
   return C::kFloat32 ? row * (C::kDim * 4) + chunk * 16 : Swizzle<C::kDim>::offset(row, chunk);
 }
 
+// Starts to bring this thread's chunks of row `r` of a tile, or zeros.
+template <class C, class Share, class Storage>
+__device__ __forceinline__ void start_row(unsigned char* shared, const Share& share, int r,
+                                          const Storage* row, bool exists, int dim) {
+  constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Storage));
+#pragma unroll
+  for (int i = 0; i < Share::kPerLane; ++i) {
+    const int chunk = share.lane + i * Share::kLanes;
+    ptx::copy_async_16(shared + arrival<C>(r, chunk), row + chunk * kPerChunk,
+                       exists && chunk * kPerChunk < dim);
+  }
+}
+
+// Brings them element by element.
+template <class C, class Share, class Storage>
+__device__ __forceinline__ void copy_row(unsigned char* shared, const Share& share, int r, const Storage* row,
+                                         bool exists, int dim) {
+  constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Storage));
+#pragma unroll 1
+  for (int chunk = share.lane; chunk < C::kDim / kPerChunk; chunk += Share::kLanes) {
+    copy_elements(shared + arrival<C>(r, chunk), row, chunk * kPerChunk, exists ? dim : 0);
+  }
+}
+
 // Starts to bring `count` rows of a matrix, and zeros for those of the tile that are not there.
 template <class C, int kRowCount, class Storage>
 __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage* matrix, int64_t stride,
                                            int count, int dim, bool vectors) {
-  constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Storage));
-  using Share = TileShare<C, kRowCount, C::kDim / kPerChunk>;
+  using Share = TileShare<C, kRowCount, C::kDim* static_cast<int>(sizeof(Storage)) / 16>;
   const Share share;
   const Storage* row = matrix + share.row * stride;
   if (C::kPlain || vectors) {
@@ -89,21 +112,59 @@ __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage*
     for (int pass = 0; pass < Share::kPasses; ++pass, row += Share::kStep * stride) {
       const int r = share.row + pass * Share::kStep;
       if (Share::beyond(pass, r)) break;
-#pragma unroll
-      for (int i = 0; i < Share::kPerLane; ++i) {
-        const int chunk = share.lane + i * Share::kLanes;
-        ptx::copy_async_16(shared + arrival<C>(r, chunk), row + chunk * kPerChunk,
-                           r < count && chunk * kPerChunk < dim);
-      }
+      start_row<C>(shared, share, r, row, r < count, dim);
     }
   } else {
 #pragma unroll 1
     for (int r = share.row; r < kRowCount; r += Share::kStep, row += Share::kStep * stride) {
-#pragma unroll 1
-      for (int chunk = share.lane; chunk < C::kDim / kPerChunk; chunk += Share::kLanes) {
-        copy_elements(shared + arrival<C>(r, chunk), row, chunk * kPerChunk, r < count ? dim : 0);
-      }
+      copy_row<C>(shared, share, r, row, r < count, dim);
     }
+  }
+}
+
+// The same of keys or values in pages, from `first_key` on, which exists. Each lane looks up where one row of
+// its warp's lies, and they tell each other: a division and a look at the table for each row. Collective.
+template <class C, class Storage>
+__device__ __forceinline__ void start_paged_rows(unsigned char* shared, const AttentionParams& p,
+                                                 const View& view, const Work<C>& work, int first_key,
+                                                 int dim, bool vectors) {
+  using Share = TileShare<C, C::kKeys, C::kDim* static_cast<int>(sizeof(Storage)) / 16>;
+  const Share share;
+  const int count = work.keys - first_key;
+  const auto* head = static_cast<const Storage*>(view.data) + view.offset(0, work.kv_head, 0);
+  if (C::kPlain || vectors) {
+    constexpr int kAtOnce = 32 / Share::kLanes;  // rows of a warp
+    static_assert(Share::kPasses * kAtOnce <= 32 && C::kKeys % Share::kStep == 0,
+                  "a row for each lane, and no pass goes beyond the tile");
+    const int lane = static_cast<int>(threadIdx.x) & 31;
+    const int row_of_lane = share.row - lane / Share::kLanes + lane % kAtOnce + lane / kAtOnce * Share::kStep;
+    const int key = min(first_key + row_of_lane, work.keys - 1);
+    const PagedRow at = paged_row(p.pages, work.batch, static_cast<uint32_t>(key));
+    const int64_t offset = at.page * view.stride[0] + at.row * view.stride[2];
+#pragma unroll
+    for (int pass = 0; pass < Share::kPasses; ++pass) {
+      const int r = share.row + pass * Share::kStep;
+      const int64_t of_row = __shfl_sync(kWholeWarp, offset, pass * kAtOnce + lane / Share::kLanes);
+      start_row<C>(shared, share, r, head + of_row, r < count, dim);
+    }
+  } else {
+#pragma unroll 1
+    for (int r = share.row; r < C::kKeys; r += Share::kStep) {
+      const int key = min(first_key + r, work.keys - 1);
+      copy_row<C>(shared, share, r, key_row<Storage>(p, view, work, key), r < count, dim);
+    }
+  }
+}
+
+// Starts to bring a tile of keys or values of the block's head.
+template <class C, class Storage>
+__device__ __forceinline__ void start_keys(unsigned char* shared, const AttentionParams& p, const View& view,
+                                           const Work<C>& work, int first_key, int dim, bool vectors) {
+  if (p.pages.table != nullptr) {
+    start_paged_rows<C, Storage>(shared, p, view, work, first_key, dim, vectors);
+  } else {
+    start_rows<C, C::kKeys>(shared, key_row<Storage>(p, view, work, first_key), view.stride[2],
+                            work.keys - first_key, dim, vectors);
   }
 }
 
@@ -160,9 +221,8 @@ __device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& w
   for (int pass = 0; pass < Share::kPasses; ++pass) {
     const int r = share.row + pass * Share::kStep;
     const bool beyond = Share::beyond(pass, r);
-    const RowOf row = work.row(plan, r);
-    const Storage* from =
-        static_cast<const Storage*>(p.query.data) + p.query.offset(work.batch, row.head, row.query);
+    const RowOf row = work.row(r);
+    const Storage* from = static_cast<const Storage*>(p.query.data) + work.offset(p.query, row);
     bool special = false;
 #pragma unroll 1
     for (int i = 0; i < Share::kPerLane && !beyond; ++i) {

@@ -46,8 +46,7 @@ __device__ __forceinline__ void add_non_finite_values(const Plan& plan, const Wo
   const AttentionParams& p = plan.params;
 #pragma unroll 1
   for (int key = work.begin; key < work.end; ++key) {
-    const auto* values =
-        static_cast<const uint16_t*>(p.value.data) + p.value.offset(work.batch, work.kv_head, key);
+    const uint16_t* values = key_row<uint16_t>(p, p.value, work, key);
     bool found = false;
 #pragma unroll 1
     for (int column = lane.lane; column < p.value_dim; column += 32) {
@@ -58,8 +57,8 @@ __device__ __forceinline__ void add_non_finite_values(const Plan& plan, const Wo
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const RowOf row = work.row(plan, lane.row(strip, half));
-        if (!sees<!C::kPlain>(p, work.batch, row, key)) continue;
+        const RowOf row = work.row(lane.row(strip, half));
+        if (!sees<!C::kPlain>(p, work, row, key)) continue;
         const DropoutPattern<float> dropout(p.dropout, work.batch, row.head);
         const bool dropped = dropout.enabled() && dropout.factor(dropout.words(row.query, key), key) == 0.0f;
         const float weight = dropped ? 0.0f : 1.0f;

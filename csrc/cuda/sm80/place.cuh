@@ -21,10 +21,10 @@ struct Place {
 
   __device__ __forceinline__ const AttentionParams& params() const { return plan.params; }
   __device__ __forceinline__ int batch() const { return work.batch; }
-  __device__ __forceinline__ int queries() const { return static_cast<int>(plan.params.queries); }
-  __device__ __forceinline__ int keys() const { return static_cast<int>(plan.params.keys); }
-  __device__ __forceinline__ int64_t query_offset() const { return plan.params.query_offset; }
-  __device__ __forceinline__ RowOf row(int row_of_tile) const { return work.row(plan, row_of_tile); }
+  __device__ __forceinline__ int queries() const { return work.queries; }
+  __device__ __forceinline__ int keys() const { return work.keys; }
+  __device__ __forceinline__ int64_t query_offset() const { return work.query_offset; }
+  __device__ __forceinline__ RowOf row(int row_of_tile) const { return work.row(row_of_tile); }
   __device__ __forceinline__ int first_key_of_warp() const { return first_key + lane.first_column; }
 
   // Of an element: its query (a row here), and its key.

@@ -7,22 +7,28 @@
 
 #include "../../core/attention_params.h"
 #include "../../core/philox.h"
+#include "../common/divide_up.h"
 
 namespace selfattn::cuda::sm80 {
 
-// A unit is what shares keys and values: one query head, or in thin calls all query heads of a kv head, their
-// queries one after another ("folded"). Its rows are cut into tiles; in thin calls its keys into splits.
+// A unit is what shares keys and values: one query head, or of thin sequences all query heads of a kv head,
+// their queries one after another ("folded"). Its rows are cut into tiles; of thin sequences its keys into
+// splits.
+//
+// The host knows the longest sequence. What follows from the length of each is worked out by its blocks.
 struct Plan {
   AttentionParams params;
   ForwardOutputs outputs;          // of the forward
   WeightsOutputs weights_outputs;  // of the weights
 
-  int64_t units = 0;
-  int64_t unit_rows = 0;
+  // Elements of the batch that this launch takes.
+  int64_t first_batch = 0;
+  int64_t batches = 0;
+
+  // Of the longest sequence.
   int64_t row_tiles = 0;
   int64_t splits = 1;
-  int64_t split_keys = 0;  // keys of a split
-  int64_t key_tiles = 0;   // of the weights, which have a block for each
+  int64_t key_tiles = 1;  // of the weights, which have a block for each
   int64_t blocks = 0;
 
   float scale = 1.0f;
@@ -37,15 +43,16 @@ struct Plan {
   bool out_pairs = false;
   bool mask_pairs = false;
 
-  // States of the splits, [batch * heads * queries][splits] and, for out, [value_dim] more; null where one
-  // split is all.
+  // States of the splits, [batches][heads][partial_queries][splits] and, for out, [value_dim] more; null
+  // where one split is all.
+  int64_t partial_queries = 0;
   float* partial_max = nullptr;
   float* partial_sum = nullptr;
   float* partial_rounding = nullptr;
   float* partial_out = nullptr;
 };
 
-// Calls with at most so many queries are thin: they are bound by reading keys and values.
+// Sequences with at most so many queries are thin: they are bound by reading keys and values.
 constexpr int64_t kThinQueries = 16;
 
 constexpr int64_t kMaxDim = 256;
@@ -56,14 +63,38 @@ constexpr double kLog2E = 1.4426950408889634;
 struct TileShape {
   int64_t rows;
   int64_t keys;
-  bool folded;  // all query heads of a kv head are one unit, as in thin calls
+  bool folded;  // all query heads of a kv head are one unit, as of thin sequences
 };
 
+// How the keys of a thin sequence are cut.
+struct Splits {
+  int count;
+  int keys;  // of each but the last
+};
+
+constexpr unsigned kLeastSplitKeys = 256;  // worth starting a block for
+constexpr unsigned kMostSplits = 64;       // so that merging them is not felt
+
+// From the number of the sequence's keys alone: a row must not depend on its batch, nor on the capacity of a
+// cache.
+SELFATTN_HOST_DEVICE inline Splits splits_of(int keys) {
+  const unsigned all = static_cast<unsigned>(keys);  // sums go beyond int
+  if (all <= kLeastSplitKeys) return {1, static_cast<int>(kLeastSplitKeys)};
+  const unsigned least = (all + kMostSplits - 1) / kMostSplits;
+  const unsigned of_split = (least + kLeastSplitKeys - 1) / kLeastSplitKeys * kLeastSplitKeys;
+  return {static_cast<int>((all + of_split - 1) / of_split), static_cast<int>(of_split)};
+}
+
+// Of a launch for the first elements of the batch.
 Plan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, const TileShape& tile,
                   void* workspace);
+// Moves on to the elements behind those of the last launch. Returns whether there are any.
+bool next_launch(Plan& plan, const TileShape& tile);
 Plan plan_weights(const AttentionParams& params, const WeightsOutputs& outputs, const TileShape& tile);
 
+// Whether all sequences are thin; whether some may be.
 bool is_thin(const AttentionParams& params);
+bool may_be_thin(const AttentionParams& params);
 
 // Whether no option asks for more than a positive scale, window and sinks, and all rows can be read 16 bytes
 // at a time.

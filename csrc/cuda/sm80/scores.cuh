@@ -8,13 +8,13 @@ namespace selfattn::cuda::sm80 {
 
 // Replaces, so that NaN of hidden keys ends here.
 template <class C>
-__device__ __forceinline__ void hide_by_position(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                                 int first_key, Scores<C>& scores) {
+__device__ __forceinline__ void hide_by_position(const Work<C>& work, const Lane<C>& lane, int first_key,
+                                                 Scores<C>& scores) {
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const RowOf row = work.row(plan, lane.row(strip, half));
+      const RowOf row = work.row(lane.row(strip, half));
       const Columns columns = visible_columns(work, row.query, first_key);
 #pragma unroll
       for (int tile = 0; tile < C::kColumnTiles; ++tile) {

@@ -23,7 +23,7 @@ const char* refuses(const AttentionParams& p, int capability) {
   if (p.batch > kMost || p.heads > kMost || p.keys > kMost || p.queries > kMost) {
     return "it counts batches, heads, queries and keys in 32 bits";
   }
-  if (is_thin(p) && p.kv_heads > 0 && p.heads / p.kv_heads * p.queries > kMost) {
+  if (may_be_thin(p) && p.kv_heads > 0 && p.heads / p.kv_heads * std::min(p.queries, kThinQueries) > kMost) {
     return "it counts the queries of all heads of a kv head in 32 bits where they are few";
   }
   return nullptr;

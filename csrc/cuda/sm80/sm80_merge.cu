@@ -6,8 +6,7 @@ namespace selfattn::cuda::sm80 {
 
 template <DType kDType>
 void run_merge(const Plan& plan, cudaStream_t stream) {
-  const AttentionParams& p = plan.params;
-  const int64_t rows = p.batch * p.heads * p.queries;
+  const int64_t rows = plan.batches * plan.params.heads * plan.partial_queries;
   launch(&merge_kernel<kDType>, grid_of((rows + kMergeRows - 1) / kMergeRows), dim3(kMergeThreads), 0, stream,
          plan);
 }

@@ -35,16 +35,16 @@ __device__ __forceinline__ void replace_special_scores(const Plan& plan, const W
 #pragma unroll 1
   for (int n = 0; n < C::kColumnTiles * 2; ++n) {
     const int column = lane.column(n / 2) + n % 2;
-    if (first_key + column >= p.keys) continue;
-    const float* key = float_row(p.key, work.batch, work.kv_head, first_key + column);
+    if (first_key + column >= work.keys) continue;
+    const float* key = key_row<float>(p, p.key, work, first_key + column);
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int row_of_tile = lane.row(strip, half);
         if (!shared.key_flags()[column] && !shared.query_flags()[row_of_tile]) continue;
-        const RowOf row = work.row(plan, row_of_tile);
-        const float* query = float_row(p.query, work.batch, row.head, row.query);
+        const RowOf row = work.row(row_of_tile);
+        const float* query = static_cast<const float*>(p.query.data) + work.offset(p.query, row);
         const float dot = dot_product(query, key, p.head_dim);
 #pragma unroll
         for (int tile = 0; tile < C::kColumnTiles; ++tile) {
@@ -69,14 +69,14 @@ __device__ __forceinline__ void add_special_values(const Plan& plan, const Work<
     const int column = lane.first_column + n;
     if (!shared.value_flags()[column]) continue;
     const int key = first_key + column;
-    const float* values = float_row(p.value, work.batch, work.kv_head, key);
+    const float* values = key_row<float>(p, p.value, work, key);
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float weight = element_of_row(weights.at, lane.lane, strip, half, n);
-        const RowOf row = work.row(plan, lane.row(strip, half));
-        if (!sees<!C::kPlain>(p, work.batch, row, key)) continue;
+        const RowOf row = work.row(lane.row(strip, half));
+        if (!sees<!C::kPlain>(p, work, row, key)) continue;
 #pragma unroll
         for (int tile = 0; tile < C::kDimTiles; ++tile) {
 #pragma unroll

@@ -27,15 +27,9 @@ class TileScores {
     special_query_ = sm80::start_queries<C>(plan_, work_, shared_);
   }
 
-  __device__ __forceinline__ int count(int first_key) const {
-    const int left = static_cast<int>(p_.keys) - first_key;
-    return left < C::kKeys ? left : C::kKeys;
-  }
   __device__ __forceinline__ void start_keys(int tile) {
-    const int first_key = tile * C::kKeys;
-    start_rows<C, C::kKeys>(C::kFloat32 ? shared_.staging() : shared_.keys(),
-                            rows_of_head<Storage>(p_.key, work_, first_key), p_.key.stride[2],
-                            count(first_key), static_cast<int>(p_.head_dim), plan_.key_vectors);
+    sm80::start_keys<C, Storage>(C::kFloat32 ? shared_.staging() : shared_.keys(), p_, p_.key, work_,
+                                 tile * C::kKeys, static_cast<int>(p_.head_dim), plan_.key_vectors);
   }
 
   // When this returns, the tile is there for every warp, and every warp is done with what came before: 16-bit
@@ -72,7 +66,7 @@ class TileScores {
       if (p_.mask.data != nullptr) hide_by_mask(lane_of_scores, mask_, scores_);
     }
     if (!sees_whole_tile(work_, first_key)) {
-      hide_by_position(plan_, work_, lane(), first_key, scores_);
+      hide_by_position(work_, lane(), first_key, scores_);
     }
   }
 

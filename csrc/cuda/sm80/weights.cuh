@@ -24,6 +24,7 @@ class Weights : TileScores<C> {
       : Base(plan, block / plan.key_tiles, memory), tile_(static_cast<int>(block % plan.key_tiles)) {}
 
   __device__ __forceinline__ void run() {
+    if (work_.rows <= 0) return;
     const int first_key = tile_ * C::kKeys;
     const bool visible = first_key < work_.end && first_key + C::kKeys > work_.begin &&
                          (p_.mask.data == nullptr || this->load_mask(tile_));
@@ -42,18 +43,13 @@ class Weights : TileScores<C> {
   }
 
  private:
-  __device__ __forceinline__ int64_t flat_row(int row_of_tile) const {
-    const RowOf row = work_.row(plan_, row_of_tile);
-    return (static_cast<int64_t>(work_.batch) * p_.heads + row.head) * p_.queries + row.query;
-  }
-
   // A hidden key has weight 0 in every row, one that holds NaN included.
   __device__ __forceinline__ void weigh() {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int64_t at = flat_row(this->lane().row(strip, half));
+        const int64_t at = work_.statistic(p_, work_.row(this->lane().row(strip, half)));
         const float shift = softmax_shift(static_cast<const float*>(plan_.weights_outputs.row_max)[at]);
         const float sum = static_cast<const float*>(plan_.weights_outputs.row_sum)[at];
 #pragma unroll
@@ -84,10 +80,10 @@ class Weights : TileScores<C> {
       }
     }
     __syncthreads();
-    const int keys = this->count(first_key);
+    const int keys = min(work_.keys - first_key, C::kKeys);
     for (int r = this->lane().thread / 32; r < work_.rows; r += C::kThreads / 32) {
       const View& weights = plan_.weights_outputs.weights;
-      const RowOf row = work_.row(plan_, r);
+      const RowOf row = work_.row(r);
       const int64_t at = weights.offset(work_.batch, row.head, row.query) + first_key;
       for (int column = this->lane().lane * 2; column < keys; column += 64) {
         const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kKeys>(r, column));

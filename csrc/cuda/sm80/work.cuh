@@ -1,7 +1,7 @@
 // What a block computes: which rows of which heads, against which keys.
 #pragma once
 
-#include "../../core/visible_range.h"
+#include "../common/sequence.cuh"
 #include "config.cuh"
 #include "plan.h"
 
@@ -17,15 +17,20 @@ struct RowOf {
 template <class C>
 struct Work {
   int batch, kv_head, split;
-  int first_head;                // of the unit
-  int first_row;                 // of the tile, in the unit
-  int rows;                      // of the tile that exist
-  int begin, end;                // keys that some row may see
-  int whole_begin, whole_end;    // keys that every row sees by its position
-  int64_t seen_begin, seen_end;  // query i sees the keys i + seen_begin .. i + seen_end - 1 of these
+  int splits;                      // of the sequence's keys
+  int queries, keys;               // of the sequence
+  int first_head;                  // of the unit
+  int first_row;                   // of the tile, in the unit
+  int rows;                        // of the tile that exist; none where the block has nothing to do
+  int begin, end;                  // keys that some row may see
+  int whole_begin, whole_end;      // keys that every row sees by its position
+  int64_t seen_begin, seen_end;    // query i sees the keys i + seen_begin .. i + seen_end - 1 of these
+  int64_t query_offset;            // of the sequence
+  int64_t query_start, key_start;  // where the sequence begins in packed tensors
+  int64_t first_statistic;         // of the unit's first head
 
   // `block` counts row tiles first, so that blocks which run together share keys and values in the cache; the
-  // last tile, which sees most under a causal mask, starts first.
+  // last tile, which sees most under a causal mask, starts first. The grid is that of the longest sequence.
   __device__ __forceinline__ Work(const Plan& plan, int64_t block) {
     const AttentionParams& p = plan.params;
     const int tile = static_cast<int>(plan.row_tiles - 1 - block % plan.row_tiles);
@@ -33,7 +38,7 @@ struct Work {
     split = static_cast<int>(block % plan.splits);
     const int64_t unit = block / plan.splits;
     const int64_t units_of_batch = C::kThin ? p.kv_heads : p.heads;
-    batch = static_cast<int>(unit / units_of_batch);
+    batch = static_cast<int>(plan.first_batch + unit / units_of_batch);
     first_head = static_cast<int>(unit % units_of_batch);
     const int group = static_cast<int>(p.heads / p.kv_heads);
     if (C::kThin) {
@@ -42,40 +47,63 @@ struct Work {
     } else {
       kv_head = first_head / group;
     }
-    first_row = tile * C::kRows;
-    rows = min(static_cast<int>(plan.unit_rows) - first_row, C::kRows);
 
-    // Rows of thin calls may be any queries of their heads.
-    const KeyRange range =
-        C::kThin ? visible_keys(p, 0, p.queries - 1) : visible_keys(p, first_row, first_row + rows - 1);
-    const int64_t from = split * plan.split_keys, to = from + plan.split_keys;
+    const Sequence sequence = sequence_of(p, batch);
+    const Positions positions = positions_of(p, sequence);
+    queries = static_cast<int>(sequence.queries);
+    keys = static_cast<int>(sequence.keys);
+    query_offset = sequence.query_offset;
+    query_start = sequence.first_query;
+    key_start = sequence.first_key;
+    first_statistic = first_statistic_of(p, sequence, first_head);
+
+    first_row = tile * C::kRows;
+    rows = min(queries * (C::kThin ? group : 1) - first_row, C::kRows);
+    const Splits cuts = C::kThin ? splits_of(keys) : Splits{1, keys};
+    splits = cuts.count;
+    if (split >= splits) rows = 0;
+
+    // Rows of thin sequences may be any queries of their heads.
+    const int first = C::kThin ? 0 : first_row;
+    const int last = (C::kThin ? queries : first_row + rows) - 1;
+    const KeyRange range = visible_keys(positions, first, last);
+    const int64_t from = static_cast<int64_t>(split) * cuts.keys, to = from + cuts.keys;
     begin = static_cast<int>(range.begin > from ? range.begin : from);
     end = static_cast<int>(range.end < to ? range.end : to);
 
     // Windows move with the query: the first ends earliest, the last begins latest.
-    const int first = C::kThin ? 0 : first_row;
-    const int last = (C::kThin ? static_cast<int>(p.queries) : first_row + rows) - 1;
-    const int64_t first_end = visible_keys(p, first, first).end;
-    whole_begin = static_cast<int>(visible_keys(p, last, last).begin);
+    const int64_t first_end = visible_keys(positions, first, first).end;
+    whole_begin = static_cast<int>(visible_keys(positions, last, last).begin);
     whole_end = static_cast<int>(first_end < end ? first_end : end);
     constexpr int64_t kFar = int64_t{1} << 62;
-    seen_begin = p.window_left >= 0 ? p.query_offset - p.window_left : -kFar;
-    seen_end = p.window_right >= 0 ? p.query_offset + p.window_right + 1 : kFar;
+    seen_begin = p.window_left >= 0 ? query_offset - p.window_left : -kFar;
+    seen_end = p.window_right >= 0 ? query_offset + p.window_right + 1 : kFar;
   }
 
   // Rows beyond the last are taken for the last, so that whatever is read for them exists.
-  __device__ __forceinline__ RowOf row(const Plan& plan, int row_of_tile) const {
+  __device__ __forceinline__ RowOf row(int row_of_tile) const {
     const int r = first_row + min(row_of_tile, rows - 1);
     if (!C::kThin) return {first_head, r};
-    const int queries = static_cast<int>(plan.params.queries);
     return {first_head + r / queries, r % queries};
+  }
+
+  // Where a row lies in tensors like the query, and in arrays of row statistics.
+  __device__ __forceinline__ int64_t offset(const View& view, RowOf row) const {
+    return view.offset(batch, row.head, query_start + row.query);
+  }
+  __device__ __forceinline__ int64_t statistic(const AttentionParams& p, RowOf row) const {
+    return first_statistic + (row.head - first_head) * p.rows_per_head + row.query;
   }
 };
 
-// Keys or values of the block's head, from row `first` on.
+// One key or value of the block's head.
 template <class Storage, class C>
-__device__ __forceinline__ const Storage* rows_of_head(const View& view, const Work<C>& work, int first) {
-  return static_cast<const Storage*>(view.data) + view.offset(work.batch, work.kv_head, first);
+__device__ __forceinline__ const Storage* key_row(const AttentionParams& p, const View& view,
+                                                  const Work<C>& work, int key) {
+  const auto* data = static_cast<const Storage*>(view.data);
+  if (p.pages.table == nullptr) return data + view.offset(work.batch, work.kv_head, work.key_start + key);
+  const PagedRow at = paged_row(p.pages, work.batch, static_cast<uint32_t>(key));
+  return data + view.offset(at.page, work.kv_head, at.row);
 }
 
 // One coefficient of a head, such as a slope or a sink.
