@@ -18,7 +18,6 @@ const char* refuses(const AttentionParams& p, int capability) {
   if (capability < kLeastCapability) return "it needs compute capability 8.0 or later";
   if (p.dtype == DType::kFloat64) return "tensor cores do not multiply float64";
   if (p.head_dim > kMaxDim || p.value_dim > kMaxDim) return "it takes head dims up to 256";
-  if (p.sequences.any() || p.pages.table != nullptr) return "it takes batches of equal lengths";
   constexpr int64_t kMost = INT32_MAX - 1024;  // sums of an index and a tile's size are exact
   if (p.batch > kMost || p.heads > kMost || p.keys > kMost || p.queries > kMost) {
     return "it counts batches, heads, queries and keys in 32 bits";

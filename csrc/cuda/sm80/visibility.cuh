@@ -49,13 +49,6 @@ __device__ __forceinline__ bool sees(const AttentionParams& p, const Work& work,
          (!kHasMask || p.mask.data == nullptr ||
           !mask_hides(p.mask, p.mask.offset(work.batch, row.head, row.query) + key * p.mask.stride[3]));
 }
-template <bool kHasMask>
-__device__ __forceinline__ bool sees(const AttentionParams& p, int batch, RowOf row, int key) {
-  const KeyRange range = visible_keys(p, row.query, row.query);
-  return key >= range.begin && key < range.end &&
-         (!kHasMask || p.mask.data == nullptr ||
-          !mask_hides(p.mask, p.mask.offset(batch, row.head, row.query) + key * p.mask.stride[3]));
-}
 
 // Of a warp whose rows are queries and whose columns are keys, the bits of the rows that a lane owns: column
 // c of the warp is bit c % 32 of word c / 32, set where the mask shows it.
