@@ -45,6 +45,8 @@ MODULES = (
     "test_func_transforms.py",
     "test_functional.py",
     "test_gradients.py",
+    "test_kv_cache_helper.py",
+    "test_kvcache.py",
     "test_mask_gradient.py",
     "test_masks.py",
     "test_multihead_attention.py",

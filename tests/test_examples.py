@@ -51,3 +51,13 @@ def test_train_packed(
     printed = capsys.readouterr().out
     for part in (str(book), "7 paragraphs of 22 to", "step    60", "documents", "% padding"):
         assert part in printed, part
+
+
+def test_generate(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    """The same tokens with a contiguous cache, a paged one, and none."""
+    main = runpy.run_path(str(EXAMPLES / "generate.py"))["main"]
+    small = ["--layers", "2", "--tokens", "10", "--device", gpu.DEVICE]
+    texts = main([*small, "--compare"])
+    assert "the tokens are the same" in capsys.readouterr().out
+    assert len({*texts}) > 1
+    assert main([*small, "--page-size", "5", "--pages", "27", "--at-a-time", "3"]) == texts

@@ -87,9 +87,7 @@ def calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ..
 def cache_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """The operators that write: to a cache of 9 rows, and to pages of 3."""
     query, key, value = qkv(dtype, transposed)
-    packed = [
-        tensor.transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key[:, :, :5], value[:, :, :5])
-    ]
+    packed = [tensor[:, :, :5].transpose(0, 1).flatten(1, 2)[None] for tensor in (query, key, value)]
     cache = (torch.randn(2, 2, 9, 8).to(dtype), torch.randn(2, 2, 9, 3).to(dtype))
     pages = (torch.randn(7, 2, 3, 8).to(dtype), torch.randn(7, 2, 3, 3).to(dtype))
     table = torch.tensor([[6, 0, 3], [1, 5, 2]], dtype=torch.int32)
@@ -100,6 +98,18 @@ def cache_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[A
         (ops.append_to_cache, (*pages, key, value, before), {"block_table": table}),
         (ops.append_to_cache, (*cache, *packed[1:], before), {"cu_seqlens": starts}),
         (ops.attention_with_cache, (query, *cache, key, value, 0.3), {**after, **offsets}),
+        (
+            ops.attention_with_cache,
+            (packed[0], *pages, *packed[1:], 0.3),
+            {
+                **offsets,
+                "cu_seqlens_q": starts,
+                "max_seqlen_q": 6,
+                "seqlens_k": before + starts.diff(),
+                "block_table": table,
+                "is_causal": True,
+            },
+        ),
     ]
 
 

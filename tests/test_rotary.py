@@ -75,7 +75,7 @@ def test_scores_depend_on_distances_alone() -> None:
     torch.testing.assert_close(*scores, rtol=1e-9, atol=1e-9)
 
 
-@pytest.mark.parametrize("page_size", [None])
+@pytest.mark.parametrize("page_size", [None, 2])
 def test_with_a_cache(page_size: int | None) -> None:
     """Keys are turned before they enter the cache; positions come from it, in batches and packed."""
     cache = KVCache(1, 2, 2, 8, 8, page_size=page_size)

@@ -1,0 +1,264 @@
+"""KVCache: what attention over it gives, how it counts, and what it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from selfattn_ext import KVCache, attention_with_kvcache, scaled_dot_product_attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+HEADS, KV_HEADS, DIM, LAYERS = 4, 2, 8, 2
+FORMS: list[dict[str, Any]] = [{}, {"layout": "blhd"}, {"page_size": 3}, {"page_size": 4, "layout": "blhd"}]
+
+
+def cache_of(sequences: int = 3, capacity: int = 12, **options: Any) -> KVCache:
+    return KVCache(LAYERS, sequences, KV_HEADS, DIM, capacity, **options)
+
+
+class Sequences:
+    """The queries, keys and values of sequences from their first token on, and one causal pass over them."""
+
+    def __init__(self, count: int = 3, tokens: int = 12) -> None:
+        self.query = torch.randn(count, HEADS, tokens, DIM)
+        self.key, self.value = torch.randn(2, count, KV_HEADS, tokens, DIM)
+        self.out = scaled_dot_product_attention(
+            self.query, self.key, self.value, is_causal=True, enable_gqa=True
+        )
+
+    def pieces(self, cache: KVCache, before: list[int], chosen: list[int]) -> list[Tensor]:
+        """Query, key, value and out of a step that has just begun, in the layout of the cache."""
+        after = [cache.lengths[sequence] for sequence in chosen]
+        pieces = []
+        for tensor in (self.query, self.key, self.value, self.out):
+            rows = [tensor[s, :, a:b] for s, a, b in zip(chosen, before, after, strict=True)]
+            if len({row.shape[1] for row in rows}) > 1:
+                pieces.append(torch.cat(rows, 1).transpose(0, 1))
+            else:
+                batch = torch.stack(rows)
+                pieces.append(batch if cache.layout == "bhld" else batch.transpose(1, 2))
+        return pieces
+
+    def step(self, cache: KVCache, counts: int | list[int], chosen: list[int] | None = None) -> None:
+        """Takes the next tokens of sequences through every layer; layers see the same numbers, scaled."""
+        sequences = list(range(len(self.query))) if chosen is None else chosen
+        before = [cache.lengths[sequence] for sequence in sequences]
+        cache.extend(counts, chosen)
+        query, key, value, out = self.pieces(cache, before, sequences)
+        for layer in range(LAYERS):
+            torch.testing.assert_close(
+                cache.attend(layer, query, key, value * (layer + 1)), out * (layer + 1)
+            )
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_sequences_that_come_grow_and_go(form: dict[str, Any]) -> None:
+    cache, sequences = cache_of(**form), Sequences()
+    sequences.step(cache, [4, 1, 7])  # prompts, packed
+    sequences.step(cache, 1)
+    sequences.step(cache, 2)
+    assert cache.lengths == [7, 4, 10]
+    cache.free(1)
+    assert cache.lengths == [7, 0, 10]
+    assert cache.allocate() == 1
+    sequences.step(cache, 5, [1])  # a new one in its place
+    sequences.step(cache, [1, 2], [2, 0])
+    cache.truncate(6, [0])
+    sequences.step(cache, [2, 1, 0], [1, 0, 2])
+    sequences.step(cache, 1)
+    assert cache.lengths == [8, 8, 12]
+    cache.reset()
+    sequences.step(cache, 12)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_its_tensors_are_those_of_the_function(form: dict[str, Any]) -> None:
+    cache, sequences = cache_of(**form), Sequences()
+    sequences.step(cache, [4, 1, 7])
+    before = cache.lengths
+    cache.extend(1)
+    query, key, value, expected = sequences.pieces(cache, before, [0, 1, 2])
+    out = attention_with_kvcache(
+        query,
+        cache.keys[0],
+        cache.values[0],
+        key,
+        value,
+        cache.cache_seqlens,
+        cache.block_table,
+        layout=cache.layout,
+    )
+    torch.testing.assert_close(out, expected)
+    assert cache.cache_seqlens.tolist() == before
+    assert cache.positions.tolist() == [[4], [1], [7]]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_append_writes_what_attend_writes(form: dict[str, Any]) -> None:
+    sequences = Sequences()
+    written = []
+    for append in (False, True):
+        cache = cache_of(**form)
+        for tensor in (*cache.keys, *cache.values):
+            tensor.zero_()
+        for counts in ([4, 1, 7], [2, 2, 2]):
+            before = cache.lengths
+            cache.extend(counts)
+            query, key, value, _ = sequences.pieces(cache, before, [0, 1, 2])
+            if append:
+                cache.append(1, key, value)
+            else:
+                cache.attend(1, query, key, value)
+        written.append((cache.keys[1], cache.values[1]))
+        assert not cache.keys[0].any()
+    for one, other in zip(*written, strict=True):
+        assert torch.equal(one, other)
+        assert one.any()
+
+
+def test_positions_and_lengths() -> None:
+    cache = cache_of(page_size=4)
+    cache.extend([4, 0, 6])
+    assert cache.packed_positions.tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 4, 5]
+    assert cache.cu_seqlens.tolist() == [0, 4, 4, 10]
+    assert cache.cache_seqlens.tolist() == [0, 0, 0]
+    with pytest.raises(ValueError, match="packed_positions"):
+        _ = cache.positions
+    cache.extend(2, [2, 1])
+    assert cache.positions.tolist() == [[6, 7], [0, 1]]
+    assert cache.cache_seqlens.tolist() == [6, 0]
+    assert cache.lengths == [4, 2, 8]
+
+
+def test_pages_are_taken_when_needed_and_come_back() -> None:
+    cache = cache_of(page_size=4, pages=5)
+    cache.extend([4, 5, 0])
+    assert cache.free_pages == 2
+    cache.extend([0, 3, 1])
+    assert cache.free_pages == 1
+    cache.truncate(4, [1])
+    assert cache.free_pages == 2
+    cache.free(0)
+    assert cache.free_pages == 3
+    held = cache._held[1]
+    cache.extend(12, [0])
+    assert cache.free_pages == 0
+    assert len({*cache._held[0], *held, *cache._held[2]}) == 5
+    cache.reset()
+    assert cache.free_pages == 5
+    assert cache.lengths == [0, 0, 0]
+
+
+def test_pools_and_sequences_that_are_full_change_nothing() -> None:
+    cache = cache_of(page_size=4, pages=5)
+    cache.extend([4, 5, 0])
+    kept = cache.lengths, cache.free_pages, cache.cu_seqlens.tolist()
+    with pytest.raises(ValueError, match=r"pool of 5 pages is exhausted: .* takes 3 more of 4 .* 2 are free"):
+        cache.extend([1, 3, 5])
+    with pytest.raises(ValueError, match="sequence 1 of the cache is full: it has 5 tokens, 8 more"):
+        cache.extend([0, 8, 0])
+    assert kept == (cache.lengths, cache.free_pages, cache.cu_seqlens.tolist())
+    contiguous = cache_of(2)
+    assert [contiguous.allocate(), contiguous.allocate()] == [0, 1]
+    with pytest.raises(ValueError, match="all 2 sequences of the cache are in use"):
+        contiguous.allocate()
+    contiguous.free(1)
+    assert contiguous.free_pages == 1
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize(
+    ("changes", "error", "text"),
+    [
+        ({"query": torch.randn(3, 4, 2, 8)}, ValueError, "3 sequences with 1 tokens each"),
+        (
+            {"query": torch.randn(4, 4, 8), "key": torch.randn(4, 2, 8), "value": torch.randn(4, 2, 8)},
+            ValueError,
+            "the step has 3 tokens, but packed query",
+        ),
+        ({"query": torch.randn(3, 4, 8)}, ValueError, "key must have 4 dimensions like query"),
+        ({"key": torch.randn(3, 2, 1, 8).double()}, TypeError, "key is torch.float64"),
+        ({"key": torch.randn(3, 2, 1, 7)}, ValueError, "key must be"),
+        ({"query": torch.randn(3, 3, 1, 8)}, ValueError, "do not divide"),
+        ({"value": None}, TypeError, "value must be a torch.Tensor"),
+        ({"layer": 2}, ValueError, "layer must be below 2, got 2"),
+        ({"sinks": torch.randn(5)}, ValueError, "sinks of shape"),
+        ({"window_size": (1,)}, TypeError, "window_size"),
+        ({"query": torch.randn(3, 4, 1, 8, requires_grad=True)}, ValueError, "no derivatives"),
+    ],
+    ids=lambda value: str(value)[:40],
+)
+def test_refusals_of_a_step(
+    changes: dict[str, Any], error: type[Exception], text: str, form: dict[str, Any]
+) -> None:
+    cache = cache_of(**form)
+    cache.extend()
+    swapped = cache.layout == "blhd"
+    given: dict[str, Any] = {"query": torch.randn(3, 4, 1, 8)}
+    given["key"], given["value"] = torch.randn(2, 3, 2, 1, 8)
+    given = {
+        name: value.transpose(1, 2) if swapped and isinstance(value, Tensor) and value.dim() == 4 else value
+        for name, value in {"layer": 0, **given, **changes}.items()
+    }
+    for tensor in cache.keys:
+        tensor.fill_(7)
+    with pytest.raises(error, match=text):
+        cache.attend(**given)
+    assert all((tensor == 7).all() for tensor in cache.keys)
+
+
+@pytest.mark.parametrize(
+    ("error", "text", "make"),
+    [
+        (ValueError, "capacity must lie between 1", lambda: cache_of(capacity=0)),
+        (ValueError, "page_size must lie between 1", lambda: cache_of(page_size=0)),
+        (ValueError, "pages needs a page_size", lambda: cache_of(pages=3)),
+        (ValueError, "layout must be", lambda: cache_of(layout="lbhd")),
+        (ValueError, "holds sequences 0 to 2, got 3", lambda: cache_of().free(3)),
+        (ValueError, "once, got", lambda: cache_of().extend(1, [1, 1])),
+        (ValueError, "an int or 3 numbers, got 2", lambda: cache_of().extend([1, 1])),
+        (ValueError, "counts must lie between 0", lambda: cache_of().extend(-1)),
+    ],
+)
+def test_refusals(error: type[Exception], text: str, make: Any) -> None:
+    with pytest.raises(error, match=text):
+        make()
+
+
+@pytest.mark.parametrize("form", FORMS[::3], ids=str)
+def test_compiled_steps(form: dict[str, Any]) -> None:
+    """One graph for all tokens: what grows is tensors that layers look at."""
+    counter = CompileCounterWithBackend("aot_eager")
+    cache, eager, sequences = cache_of(**form), cache_of(**form), Sequences()
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def decode(cache: KVCache, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        for layer in range(LAYERS):
+            out = cache.attend(layer, query, key, value)
+        return out
+
+    for both in (cache, eager):
+        sequences.step(both, 5)
+    for _ in range(4):
+        before = cache.lengths
+        outs = []
+        for both, function in ((cache, decode), (eager, decode.__wrapped__)):
+            both.extend()
+            query, key, value, _ = sequences.pieces(both, before, [0, 1, 2])
+            outs.append(function(both, query, key, value))
+        assert torch.equal(*outs)
+    assert counter.frame_count == 1
+
+
+def test_inference_mode_may_begin_and_end_anywhere() -> None:
+    with torch.inference_mode():
+        cache, sequences = cache_of(page_size=4), Sequences()
+        sequences.step(cache, 2)
+    sequences.step(cache, 2)
+    with torch.inference_mode():
+        sequences.step(cache, 2)

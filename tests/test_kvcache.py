@@ -1,0 +1,306 @@
+"""attention_with_kvcache: what it gives and writes, in every form of cache, and what it refuses."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import DTYPES
+from kvcache_cases import Step, check
+from torch import Tensor
+from torch._dynamo.testing import CompileCounterWithBackend
+
+from selfattn_ext import attention_with_kvcache, scaled_dot_product_attention
+
+pytestmark = pytest.mark.usefixtures("one_thread")
+
+STEP = Step()
+
+
+def numbers(step: Step) -> dict[str, dict[str, Any]]:
+    """Options by name."""
+    batch, heads, capacity = len(step.lengths), step.heads, step.capacity
+    if step.page_size:
+        capacity = -(-capacity // step.page_size) * step.page_size
+    mask = torch.rand(batch, heads, step.queries, capacity) > 0.3
+    return {
+        "plain": {},
+        "causal": {"is_causal": True},
+        "window": {"is_causal": True, "window_size": (4, 0)},
+        "sinks": {"sinks": torch.randn(heads)},
+        "softcap": {"softcap": 1.5, "scale": 0.7},
+        "alibi": {"alibi_slopes": torch.rand(batch, heads)},
+        "bool mask": {"attn_mask": mask},
+        "float mask": {"attn_mask": torch.randn(batch, 1, 1, capacity)},
+        "offsets": {"query_offset": torch.arange(batch) - 1, "is_causal": True},
+        "offset": {"query_offset": 2, "window_size": (3, 1)},
+    }
+
+
+@pytest.mark.parametrize(
+    ("layout", "page_size"), [("bhld", 0), ("blhd", 0), ("bhld", 1), ("blhd", 7), ("bhld", 16)]
+)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_steps(layout: str, page_size: int, dtype: torch.dtype, kernel: str) -> None:
+    step = replace(STEP, layout=layout, page_size=page_size, dtype=dtype)
+    check(step, is_causal=True)
+    # A prompt that crosses pages, more queries than the paths for few take.
+    check(replace(step, lengths=(0, 5, 2), queries=9, new=9, seed=1), is_causal=True)
+
+
+@pytest.mark.parametrize("page_size", [0, 1, 7])
+@pytest.mark.parametrize("queries", [1, 6])
+@pytest.mark.parametrize("name", numbers(STEP))
+def test_options(name: str, queries: int, page_size: int) -> None:
+    step = replace(STEP, queries=queries, new=queries, page_size=page_size, seed=3)
+    check(step, **numbers(step)[name])
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"new": 0, "queries": 3},
+        {"new": 4, "queries": 2},
+        {"heads": 6, "kv_heads": 1},
+        {"heads": 2, "kv_heads": 2},
+        {"lengths": (19, 19, 0)},
+        {"lengths": (0, 0, 0), "new": 0},
+        {"lengths": (7,), "capacity": 8},
+        {"lengths": (600, 33), "capacity": 1100, "head_dim": 40, "heads": 12},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("page_size", [0, 7])
+def test_shapes(change: dict[str, Any], page_size: int, isa: str) -> None:
+    check(replace(STEP, page_size=page_size, **change), is_causal=True)
+
+
+@pytest.mark.parametrize("page_size", [0, 7])
+def test_a_sequence_gives_the_same_bits_in_any_company(page_size: int) -> None:
+    """And in pages or in one piece, with another capacity behind it."""
+    step = replace(STEP, lengths=(70, 3, 200), capacity=256, queries=5, new=5, page_size=page_size)
+    together = check(step, given := step.inputs(), is_causal=True)
+    for b, length in enumerate(step.lengths):
+        keys, values = step.sequence({**given, "cache_seqlens": None}, b)
+        alone = attention_with_kvcache(
+            given["query"][b : b + 1],
+            torch.cat([keys, keys.new_full((2, 300, 8), torch.nan)], 1)[None],
+            torch.cat([values, values.new_full((2, 300, 5), torch.nan)], 1)[None],
+            given["key"][b : b + 1],
+            given["value"][b : b + 1],
+            length,
+            is_causal=True,
+        )
+        assert torch.equal(alone[0], together[b]), b
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_prefill_and_steps_are_one_causal_pass(page_size: int) -> None:
+    tokens, prompt, capacity = 13, 6, 16
+    query, key, value = (torch.randn(2, heads, tokens, 8) for heads in (4, 2, 2))
+    step = replace(STEP, lengths=(0, 0), page_size=page_size, capacity=capacity, value_dim=8)
+    given = step.inputs()
+    arguments = {name: given.get(name) for name in ("key_cache", "value_cache", "block_table")}
+    outs, lengths = [], torch.zeros(2, dtype=torch.int32)
+    for first, last in itertools.pairwise([0, prompt, *range(prompt + 1, tokens + 1)]):
+        piece = slice(first, last)
+        outs.append(
+            attention_with_kvcache(
+                query[:, :, piece],
+                key=key[:, :, piece],
+                value=value[:, :, piece],
+                cache_seqlens=lengths,
+                is_causal=True,
+                window_size=(7, 0),
+                **arguments,
+            )
+        )
+        lengths += last - first
+    whole = scaled_dot_product_attention(
+        query, key, value, is_causal=True, enable_gqa=True, window_size=(7, 0)
+    )
+    torch.testing.assert_close(torch.cat(outs, 2), whole)
+
+
+@pytest.mark.parametrize("length", [5, torch.tensor([5, 5, 5], dtype=torch.int32)], ids=["int", "int32"])
+def test_lengths_of_every_kind(length: int | Tensor) -> None:
+    step = replace(STEP, lengths=(5, 5, 5), queries=2, new=2)
+    expected = check(step, is_causal=True)
+    out = attention_with_kvcache(**{**step.inputs(), "cache_seqlens": length}, is_causal=True)
+    assert torch.equal(out, expected)
+
+
+@pytest.mark.parametrize("page_size", [0, 5])
+def test_without_lengths_the_whole_cache_counts(page_size: int) -> None:
+    step = replace(STEP, lengths=(20, 20), queries=3, new=0, page_size=page_size)
+    expected = check(step, is_causal=True)
+    out = attention_with_kvcache(**{**step.inputs(), "cache_seqlens": None}, is_causal=True)
+    assert torch.equal(out, expected)
+
+
+def test_the_layout_is_found_where_only_one_fits() -> None:
+    for layout, queries in itertools.product(("bhld", "blhd"), (1, 3)):
+        step = replace(STEP, layout=layout, queries=queries, new=queries)
+        expected = check(step, is_causal=True)
+        found = attention_with_kvcache(**step.inputs(), is_causal=True)
+        assert torch.equal(step.plain(found), expected)
+
+
+def test_a_cache_with_strides() -> None:
+    """One tensor for keys and values of all layers, of which a layer's are views."""
+    step = replace(STEP, value_dim=8)
+    given = step.inputs()
+    everything = torch.full((3, 20, 2, 2, 2, 8), torch.nan)  # batch, rows, layer, key or value, head
+    given["key_cache"] = everything[:, :, 1, 0].transpose(1, 2).copy_(given["key_cache"])
+    given["value_cache"] = everything[:, :, 1, 1].transpose(1, 2).copy_(given["value_cache"])
+    check(step, given, is_causal=True)
+    assert everything[:, :, 0].isnan().all()
+
+
+def test_dropout_is_that_of_attention() -> None:
+    step = replace(STEP, lengths=(19, 19), queries=3, new=0, value_dim=8)
+    given = step.inputs()
+    torch.manual_seed(5)
+    out = attention_with_kvcache(**given, dropout_p=0.4)
+    torch.manual_seed(5)
+    keys, values = given["key_cache"][:, :, :19], given["value_cache"][:, :, :19]
+    expected = scaled_dot_product_attention(given["query"], keys, values, None, 0.4, enable_gqa=True)
+    torch.testing.assert_close(out, expected)
+
+
+def test_autocast_takes_the_dtype_of_the_cache() -> None:
+    step = replace(STEP, dtype=torch.bfloat16)
+    expected = check(step)
+    given = step.inputs()
+    for name in ("query", "key", "value"):
+        given[name] = given[name].float()
+    with torch.autocast(torch.get_default_device().type, torch.bfloat16):
+        assert torch.equal(attention_with_kvcache(**given), expected)
+
+
+PAGED = replace(STEP, page_size=4)
+ALIKE = replace(PAGED, lengths=(3, 0, 3))
+#: (what is wrong, changes of the arguments, error, its text)
+REFUSED: list[tuple[Step, dict[str, Any], type[Exception], str]] = [
+    (STEP, {"cache_seqlens": torch.tensor([3, 20, 1])}, ValueError, r"sequence 1 .* is full.* 20 keys"),
+    (STEP, {"cache_seqlens": 20}, ValueError, "sequence 0 of the cache is full"),
+    (STEP, {"cache_seqlens": torch.tensor([3, 0, -1])}, ValueError, "between 0 and the capacity 20, got -1"),
+    (STEP, {"cache_seqlens": torch.tensor([3, 0])}, ValueError, r"each of the 3 sequences.*\(2,\)"),
+    (STEP, {"cache_seqlens": torch.tensor([3.0, 0, 0])}, TypeError, "must be an int, or an int32 or"),
+    (STEP, {"cache_seqlens": None}, ValueError, "cache_seqlens must be given where key"),
+    (STEP, {"value": None}, ValueError, "key and value must be given together"),
+    (STEP, {"key": torch.randn(3, 2, 1, 8).double()}, TypeError, "key is torch.float64 and query"),
+    (STEP, {"key": torch.randn(3, 1, 1, 8)}, ValueError, r"key must be \(3, 2, 1, 8\) in the layout 'bhld'"),
+    (STEP, {"value": torch.randn(3, 2, 2, 5)}, ValueError, r"value must be \(3, 2, 1, 5\)"),
+    (STEP, {"query": torch.randn(3, 3, 1, 8)}, ValueError, "2 heads, which do not divide the 3 of query"),
+    (STEP, {"query": torch.randn(3, 4, 1, 7)}, ValueError, "the same head dim"),
+    (STEP, {"query": torch.randn(4, 1, 8)}, ValueError, "query must have 4 dimensions"),
+    (STEP, {"query": torch.randn(2, 4, 1, 8)}, ValueError, "the batch of query"),
+    (STEP, {"query": torch.randn(3, 4, 1, 8, requires_grad=True)}, ValueError, "no derivatives"),
+    (STEP, {"sinks": torch.randn(4, requires_grad=True)}, ValueError, "no derivatives"),
+    (STEP, {"sinks": torch.randn(3)}, ValueError, "sinks of shape"),
+    (STEP, {"attn_mask": torch.ones(3, 4, 1, 4).bool()}, ValueError, r"attn_mask of shape \(3, 4, 1, 4\)"),
+    (STEP, {"attn_mask": torch.ones(1, 20).int()}, TypeError, "attn_mask must be bool"),
+    (STEP, {"softcap": -1.0}, ValueError, "softcap"),
+    (STEP, {"window_size": (-2, 0)}, ValueError, "window_size"),
+    (STEP, {"scale": torch.inf}, ValueError, "scale must be finite"),
+    (STEP, {"dropout_p": 2.0}, ValueError, "dropout_p"),
+    (STEP, {"layout": "lbhd"}, ValueError, "layout must be"),
+    (STEP, {"query_offset": torch.zeros(2).long()}, ValueError, "query_offset must be an int or one number"),
+    (STEP, {"key_cache": torch.zeros(3, 2, 8, 20).mT}, ValueError, "key_cache must be dense"),
+    (STEP, {"value_cache": torch.zeros(1, 2, 20, 5).expand(3, -1, -1, -1)}, ValueError, "but expanded"),
+    (PAGED, {"cache_seqlens": torch.tensor([3, 20, 1])}, ValueError, "sequence 1 of the cache is full"),
+    (PAGED, {"block_table": torch.zeros(3, 5)}, TypeError, "block_table must be int32"),
+    (PAGED, {"block_table": torch.zeros(2, 5).int()}, ValueError, "a row for each of the 3"),
+    (PAGED, {"block_table": torch.full((3, 5), 99).int()}, ValueError, "is 99, but there are 18 pages"),
+    (PAGED, {"block_table": torch.full((3, 5), -1).int()}, ValueError, r"\[0, 0\] is -1"),
+    (ALIKE, {"block_table": torch.tensor([[0], [1], [0]]).int()}, ValueError, "sequences 0 and 2"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("step", "changes", "error", "text"), REFUSED, ids=lambda value: str(value)[:60])
+def test_refusals_leave_the_cache_alone(
+    step: Step, changes: dict[str, Any], error: type[Exception], text: str
+) -> None:
+    given = {**step.inputs(), **changes}
+    kept = {name: given[name].clone() for name in ("key_cache", "value_cache")}
+    with pytest.raises(error, match=text):
+        attention_with_kvcache(**given)
+    for name, tensor in kept.items():
+        assert torch.equal(given[name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+def test_pages_behind_the_last_key_are_not_looked_at() -> None:
+    step = replace(PAGED, lengths=(3, 0, 11))
+    given = step.inputs()
+    used = torch.arange(5) * 4 < torch.tensor(step.lengths)[:, None] + 1
+    given["block_table"] = given["block_table"].masked_fill(~used, -7)
+    check(step, given)
+
+
+def test_sequences_may_read_the_same_pages() -> None:
+    """A common beginning lies in the cache once."""
+    step = replace(PAGED, lengths=(8, 9, 11))
+    given = step.inputs()
+    given["block_table"][:, :2] = given["block_table"][0, :2]
+    check(step, given, is_causal=True)
+
+
+def test_transforms_and_tangents_are_refused() -> None:
+    given = STEP.inputs()
+    rest = {name: value for name, value in given.items() if name != "query"}
+    with pytest.raises(ValueError, match=r"no derivatives.*torch\.func"):
+        torch.func.vmap(lambda query: attention_with_kvcache(query, **rest))(given["query"][None])
+    with torch.autograd.forward_ad.dual_level():
+        query = torch.autograd.forward_ad.make_dual(given["query"], given["query"])
+        with pytest.raises(ValueError, match=r"no derivatives.*tangent"):
+            attention_with_kvcache(query, **rest)
+
+
+def test_without_gradients_parameters_are_fine() -> None:
+    given = STEP.inputs()
+    given["query"].requires_grad_()
+    for context in (torch.no_grad(), torch.inference_mode()):
+        with context:
+            assert not attention_with_kvcache(**given).requires_grad
+
+
+def test_autograd_learns_that_the_cache_has_changed() -> None:
+    given = replace(STEP, lengths=(3, 4, 5), value_dim=8).inputs()
+    query = torch.randn(3, 4, 2, 8, requires_grad=True)
+    out = scaled_dot_product_attention(query, given["key_cache"], given["value_cache"], enable_gqa=True)
+    attention_with_kvcache(**given)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.sum().backward()
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_compiled_steps(layout: str, page_size: int) -> None:
+    """One graph for all tokens, with the bits of eager calls."""
+    counter = CompileCounterWithBackend("aot_eager")
+    step = replace(STEP, layout=layout, page_size=page_size)
+    options = {"is_causal": True, "window_size": (5, 0), "layout": layout}
+
+    @torch.compile(backend=counter, fullgraph=True)
+    def decode(given: dict[str, Tensor]) -> Tensor:
+        return attention_with_kvcache(**given, **options)
+
+    compiled, eager = step.inputs(), step.inputs()
+    for token in range(4):
+        news = replace(step, seed=token + 10).inputs()
+        outs = []
+        for given, function in (
+            (compiled, decode),
+            (eager, lambda given: attention_with_kvcache(**given, **options)),
+        ):
+            given |= {name: news[name] for name in ("query", "key", "value")}
+            outs.append(function(given))
+            given["cache_seqlens"] += 1
+        assert torch.equal(*outs)
+        for name in ("key_cache", "value_cache"):
+            assert torch.equal(compiled[name].nan_to_num(), eager[name].nan_to_num())
+    assert counter.frame_count == 1
