@@ -155,7 +155,7 @@ def spread(lengths: Sequence[int]) -> tuple[int, int, int]:
 
 def test_lengths_are_drawn_alike_everywhere() -> None:
     drawn = varlen.draw_lengths(64, 16, 1024)
-    assert spread(drawn)[::2] == (64, 1024)
-    assert 16 <= min(drawn) < 64
+    assert spread(drawn) == (64, 16, 1024)
+    assert (drawn[0], drawn[-1]) == (1024, 16)
+    assert len(set(drawn)) > 50
     assert drawn == varlen.draw_lengths(64, 16, 1024) != varlen.draw_lengths(64, 16, 1024, seed=1)
-    assert drawn[1:4] == varlen.draw_lengths(4, 16, 1024)[1:]

@@ -20,9 +20,9 @@ _MOST_NESTED = 1e10
 
 
 def draw_lengths(count: int, shortest: int, longest: int, seed: int = 0) -> tuple[int, ...]:
-    """Lengths of sequences, the same on every machine, the longest among them."""
+    """Lengths of two sequences or more, the same on every machine: first the longest, last the shortest."""
     drawn = random.Random(seed)
-    return (longest, *(drawn.randint(shortest, longest) for _ in range(count - 1)))
+    return (longest, *(drawn.randint(shortest, longest) for _ in range(count - 2)), shortest)
 
 
 @dataclass(frozen=True)
