@@ -10,13 +10,22 @@ import sys
 from emulator import build
 
 
-def test_the_operators_are_accurate_and_agree_in_layout_with_those_of_the_cpu() -> None:
+def calls_of(module: str) -> int:
+    """Runs a module of tests/emulator on the device; how many calls it says that the device has had."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "emulator.engine_cases"],
+        [sys.executable, "-W", "ignore", "-m", f"emulator.{module}"],
         env=build.environment(build.build("device")),
         capture_output=True,
         text=True,
         check=False,
     )
     assert run.returncode == 0, run.stdout + run.stderr
-    assert int(run.stdout) > 500
+    return int(run.stdout)
+
+
+def test_the_operators_are_accurate_and_agree_in_layout_with_those_of_the_cpu() -> None:
+    assert calls_of("engine_cases") > 500
+
+
+def test_no_start_length_or_page_number_makes_a_kernel_leave_its_tensors() -> None:
+    assert calls_of("wild_numbers") > 250
