@@ -304,3 +304,28 @@ def test_compiled_steps(layout: str, page_size: int) -> None:
         for name in ("key_cache", "value_cache"):
             assert torch.equal(compiled[name].nan_to_num(), eager[name].nan_to_num())
     assert counter.frame_count == 1
+
+
+def test_a_length_that_is_an_int_takes_two_graphs() -> None:
+    """The first for its number, the second for every other."""
+    counter = CompileCounterWithBackend("aot_eager")
+    decode = torch.compile(attention_with_kvcache, backend=counter, fullgraph=True)
+    given = replace(STEP, lengths=(3, 3, 3)).inputs()
+    for length in range(3, 8):
+        news = replace(STEP, seed=length).inputs()
+        given |= {name: news[name] for name in ("query", "key", "value")} | {"cache_seqlens": length}
+        out = decode(**given, is_causal=True, window_size=(2, 0))
+        assert torch.equal(out, attention_with_kvcache(**given, is_causal=True, window_size=(2, 0)))
+    assert counter.frame_count == 2
+
+
+@pytest.mark.parametrize("page_size", [0, 7])
+def test_a_long_prompt_is_written_by_threads(page_size: int) -> None:
+    step = replace(STEP, lengths=(5, 0), new=700, queries=700, capacity=710, page_size=page_size, head_dim=64)
+    given = step.inputs()
+    sequences = [step.sequence(given, b) for b in range(2)]
+    torch.set_num_threads(2)
+    attention_with_kvcache(**given, is_causal=True)
+    for b, expected in enumerate(sequences):
+        after = replace(step, lengths=(705, 700), new=0).sequence(given, b)
+        assert all(torch.equal(*pair) for pair in zip(after, expected, strict=True))
