@@ -67,7 +67,7 @@ def attention_with_kvcache(
             each sequence; or neither.
         cache_seqlens: how many keys each sequence has before the new ones: an int, or int32 or int64 (B,).
             Needed with key. None: the whole cache. It is not updated: the caller adds L_new.
-        block_table: int32 (B, pages of a sequence): key j of sequence b is row j % page_size of the page
+        block_table: int32 or int64 (B, pages of a sequence): key j of sequence b is row j % page_size of the page
             block_table[b, j // page_size]. Entries behind the last key are not looked at.
         attn_mask: broadcastable to (B, H, L, capacity), in both layouts; the capacity of a paged sequence is
             pages of a sequence * page_size.
@@ -163,7 +163,7 @@ def _lengths_after(
     """The lengths with the new keys; adds them and the table to the options."""
     new = 0 if key is None else key.size(2)
     if block_table is not None:
-        options["block_table"] = block_table
+        options["block_table"] = _page_numbers(block_table)
     if isinstance(cache_seqlens, Tensor):
         lengths = cache_seqlens
         if lengths.dtype is not torch.int64:
@@ -186,6 +186,14 @@ def _lengths_after(
         length = block_table.size(1) * key_cache.size(2)
     options["seqlens_k"] = torch.full((query.size(0),), length, dtype=torch.int64, device=query.device)
     return length
+
+
+def _page_numbers(table: Tensor) -> Tensor:
+    """A block_table as the operators take it: int32, with dense rows."""
+    if table.dtype is torch.int64:
+        # A number that int32 cannot hold is that of no page, and stays so.
+        table = table.clamp(-1, 2**31 - 1).int()
+    return table if table.stride(-1) == 1 else table.contiguous()
 
 
 def _add_offset(

@@ -138,8 +138,8 @@ def _as_cast(tensors: dict[str, Any]) -> dict[str, Any]:
 
 def _table(value: Any, query: Tensor) -> None:
     checks.dense_tensor("block_table", value)
-    if value.dtype != torch.int32:
-        raise TypeError(f"block_table must be int32, got {value.dtype}")
+    if value.dtype not in _INTEGERS:
+        raise TypeError(f"block_table must be int32 or int64, got {value.dtype}")
     checks.on_device("block_table", value, "query", query.device)
     if value.dim() != 2 or value.size(0) != query.size(0):
         raise ValueError(

@@ -213,7 +213,7 @@ REFUSED: list[tuple[Step, dict[str, Any], type[Exception], str]] = [
     (STEP, {"key_cache": torch.zeros(3, 2, 8, 20).mT}, ValueError, "key_cache must be dense"),
     (STEP, {"value_cache": torch.zeros(1, 2, 20, 5).expand(3, -1, -1, -1)}, ValueError, "but expanded"),
     (PAGED, {"cache_seqlens": torch.tensor([3, 20, 1])}, ValueError, "sequence 1 of the cache is full"),
-    (PAGED, {"block_table": torch.zeros(3, 5)}, TypeError, "block_table must be int32"),
+    (PAGED, {"block_table": torch.zeros(3, 5)}, TypeError, "block_table must be int32 or int64"),
     (PAGED, {"block_table": torch.zeros(2, 5).int()}, ValueError, "a row for each of the 3"),
     (PAGED, {"block_table": torch.full((3, 5), 99).int()}, ValueError, "is 99, but there are 18 pages"),
     (PAGED, {"block_table": torch.full((3, 5), -1).int()}, ValueError, r"\[0, 0\] is -1"),
@@ -231,6 +231,17 @@ def test_refusals_leave_the_cache_alone(
         attention_with_kvcache(**given)
     for name, tensor in kept.items():
         assert torch.equal(given[name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+def test_page_numbers_may_be_int64_of_any_strides() -> None:
+    step = replace(STEP, page_size=4)
+    expected = attention_with_kvcache(**step.inputs())
+    given = step.inputs()
+    given["block_table"] = torch.stack([given["block_table"].long()] * 2, 2)[..., 0]
+    assert torch.equal(attention_with_kvcache(**given), expected)
+    given["block_table"] = torch.full_like(given["block_table"], 2**32)
+    with pytest.raises(ValueError, match="block_table"):
+        attention_with_kvcache(**given)
 
 
 def test_pages_behind_the_last_key_are_not_looked_at() -> None:
