@@ -166,6 +166,8 @@ class KVCache:
     def extend(self, counts: int | Sequence[int] = 1, sequences: Iterable[int] | None = None) -> None:
         """Begins a step: makes room for new tokens. All layers then append or attend.
 
+        The tokens count from now on; truncate() takes back a step that is given up.
+
         Args:
             counts: how many tokens come: the same for all sequences of the step, or one number for each.
             sequences: which ones take part, in the order of the batch; all by default. They count as in use.

@@ -28,7 +28,7 @@ _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
 _is_overridden = torch.overrides.has_torch_function_variadic
-_increment_version = torch._C._increment_version
+_increment_version = torch.autograd.graph.increment_version
 
 
 def attention_with_kvcache(
