@@ -90,13 +90,12 @@ def backward(
 
 
 def _packed_rows(padded: Tensor, starts: Tensor, rows: int) -> Tensor:
-    """(1, H, rows) of the numbers (B, H, L) for the queries of sequences; 0 for rows outside of them."""
+    """(1, H, rows) of the numbers (B, H, L) for the queries of sequences. Rows of none get what nobody reads."""
     batch, heads, length = padded.shape
     if not batch or not length:
         return padded.new_zeros(1, heads, rows)
     row = torch.arange(rows, device=starts.device)
     sequence = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, batch - 1)
     within = row - starts[sequence]
-    inside = (row < starts[-1]) & (within < length)
     packed = padded[sequence, :, within.clamp(max=length - 1)]
-    return torch.where(inside, packed.T, 0.0).unsqueeze(0)
+    return torch.where(within < length, packed.T, 0.0).unsqueeze(0)

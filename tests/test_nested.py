@@ -155,6 +155,8 @@ def test_rows_between_the_sequences() -> None:
         rows = buffer[index, first[index] : first[index] + count[index]].transpose(0, 1)
         expected = scaled_dot_product_attention(rows, rows, rows, is_causal=True, return_lse=True)
         torch.testing.assert_close((part, part_lse), expected)
+    between = lse.values().unflatten(1, (3, 10))[:, 0, [0, 4, 9]]
+    assert torch.isneginf(between).all()
     (grad,) = torch.autograd.grad(out.values().square().sum(), buffer)
     assert grad[0, 0].abs().max() == grad[0, 4:].abs().max() == 0
     assert grad[0, 1:4].abs().min() > 0
