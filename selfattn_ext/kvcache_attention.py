@@ -67,8 +67,8 @@ def attention_with_kvcache(
             each sequence; or neither.
         cache_seqlens: how many keys each sequence has before the new ones: an int, or int32 or int64 (B,).
             Needed with key. None: the whole cache. It is not updated: the caller adds L_new.
-        block_table: int32 or int64 (B, pages of a sequence): key j of sequence b is row j % page_size of the page
-            block_table[b, j // page_size]. Entries behind the last key are not looked at.
+        block_table: int32 or int64 (B, pages of a sequence): key j of sequence b is row j % page_size of the
+            page block_table[b, j // page_size]. Entries behind the last key are not looked at.
         attn_mask: broadcastable to (B, H, L, capacity), in both layouts; the capacity of a paged sequence is
             pages of a sequence * page_size.
         is_causal: query i sees keys ``j <= i + query_offset``: with the default offset all that came before
