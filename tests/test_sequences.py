@@ -29,7 +29,6 @@ LENGTHS = (
     (2, 3),
     (64, 1),
 )
-LONGEST = (131, 600)
 
 #: name -> the shape of the mask given B, H, the longest L and S; dtype, None for that of the query.
 MASKS = {
@@ -89,7 +88,7 @@ class Packed:
         }
         if self.mask is not None:
             shape, dtype = MASKS[self.mask]
-            mask = normal(*shape(batch, heads, *LONGEST), dtype=torch.float64)
+            mask = normal(*shape(batch, heads, *self.longest()), dtype=torch.float64)
             hidden = mask < -0.5
             mask = mask if 1 in mask.shape[-2:] else mask.masked_fill(hidden, -torch.inf)
             tensors["attn_mask"] = ~hidden if dtype is torch.bool else mask.to(dtype or self.dtype)
@@ -131,7 +130,7 @@ class Packed:
         query, key, value, options = split(tensors)
         starts = self.starts(only)
         results = varlen_attention(
-            query, key, value, *starts, *LONGEST, **options, **self.numbers(), dropout_p=dropout_p
+            query, key, value, *starts, *self.longest(), **options, **self.numbers(), dropout_p=dropout_p
         )
         return dict(zip(self.names(), results, strict=True))
 
@@ -144,6 +143,9 @@ class Packed:
         results = scaled_dot_product_attention(*packed, **options, **self.numbers())
         named = dict(zip(self.names(), results, strict=True))
         return named | {"out": named["out"].transpose(0, 1)}
+
+    def longest(self) -> tuple[int, int]:
+        return max(queries for queries, _ in self.lengths), max(keys for _, keys in self.lengths)
 
     def names(self) -> tuple[str, ...]:
         return ("out", "weights", "lse") if self.weights else ("out", "lse")
@@ -261,9 +263,18 @@ def test_instruction_sets(dtype: torch.dtype, isa: str, one_thread: None) -> Non
     check_alone(Packed(dtype, mask="bfloat16", is_causal=True, offsets="each", weights=True))
 
 
-@pytest.mark.parametrize("mask", ["float", "shared", "bfloat16"])
-def test_threads(mask: str, isa: str, one_thread: None) -> None:
-    case = Packed(torch.bfloat16, dims=(64, 64), mask=mask, slopes=1)
+@pytest.mark.parametrize(
+    "case",
+    [
+        # With one kv head, three threads are at two sequences at once.
+        Packed(torch.bfloat16, ((400, 600), (390, 600), (380, 590)), heads=(4, 1), slopes=1),
+        Packed(torch.bfloat16, heads=(2, 1), dims=(64, 64), mask="shared keys"),
+        Packed(torch.float32, heads=(2, 1), mask="shared"),
+        Packed(torch.bfloat16, mask="bfloat16"),
+    ],
+    ids=str,
+)
+def test_threads(case: Packed, isa: str, one_thread: None) -> None:
     tensors = case.inputs()
     first = everything(case, case.run(tensors), tensors)
     for threads in (2, 3):
