@@ -90,7 +90,7 @@ def backward(
 
 
 def _packed_rows(padded: Tensor, starts: Tensor, rows: int) -> Tensor:
-    """(1, H, rows) of the numbers (B, H, L) for the queries of sequences; for rows of none, what nobody reads."""
+    """(1, H, rows) of the numbers (B, H, L) for the queries of sequences; rows of none get any number."""
     batch, heads, length = padded.shape
     if not batch or not length:
         return padded.new_zeros(1, heads, rows)

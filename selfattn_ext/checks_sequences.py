@@ -216,7 +216,7 @@ def varlen(
             f"key and value must have the same number of rows, but key is {tuple(key.shape)} and value "
             f"{tuple(value.shape)}"
         )
-    _heads(query, key, value, enable_gqa)
+    shapes.check_heads(query.shape[1], key.shape[1], value.shape[1], enable_gqa, tensors)
     _offsets("q", cu_seqlens_q, max_seqlen_q, query, query)
     _offsets("k", cu_seqlens_k, max_seqlen_k, key, query)
     batch = cu_seqlens_q.shape[0] - 1
@@ -246,8 +246,3 @@ def varlen(
     checks.options(
         query, scores, attn_mask, dropout_p, scale_, window_size, softcap_, alibi_slopes, sinks, scores[:2]
     )
-
-
-def _heads(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> None:
-    form = [tensor.detach().transpose(0, 1).unsqueeze(0) for tensor in (query, key, value)]
-    shapes.canonical(form[0], form[1], form[2], enable_gqa, dense=False)

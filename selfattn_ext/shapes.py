@@ -16,6 +16,7 @@ from torch import Tensor
 __all__ = [
     "Canonical",
     "canonical",
+    "check_heads",
     "dense_rows",
     "four_dimensional",
     "head_numbers",
@@ -90,31 +91,42 @@ def canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dense
         query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
 
     heads, key_heads, value_heads = query.size(1), key.size(1), value.size(1)
+    kv_heads = check_heads(heads, key_heads, value_heads, enable_gqa, tensors)
     if key_heads != value_heads:
-        if key_heads == 1:
-            key = key.expand(-1, value_heads, -1, -1)
-        elif value_heads == 1:
-            value = value.expand(-1, key_heads, -1, -1)
-        else:
-            raise ValueError(
-                "key and value must have the same number of heads (the third dimension from the end), or one "
-                f"of them a single head, but key has {key_heads} and value {value_heads}: {_shapes(tensors)}"
-            )
-    kv_heads = key.size(1)
-    if heads != kv_heads and kv_heads != 1:
-        if heads == 1:
-            query = query.expand(-1, kv_heads, -1, -1)
-        elif not enable_gqa:
-            raise ValueError(
-                f"query has {heads} heads and key and value have {kv_heads}: they must be equal, or key and "
-                f"value have 1, unless enable_gqa=True groups the query heads; shapes are {_shapes(tensors)}"
-            )
-        elif kv_heads == 0 or heads % kv_heads:
-            raise ValueError(
-                "with enable_gqa=True the heads of key and value must divide those of query, but query has "
-                f"{heads} and key and value have {kv_heads}: {_shapes(tensors)}"
-            )
+        key, value = (tensor.expand(-1, kv_heads, -1, -1) for tensor in (key, value))
+    if heads == 1 != kv_heads:
+        query = query.expand(-1, kv_heads, -1, -1)
     return Canonical(query, key, value, lead, rank)
+
+
+def check_heads(
+    heads: int, key_heads: int, value_heads: int, enable_gqa: bool, tensors: dict[str, Tensor]
+) -> int:
+    """How many heads key and value have together: as many as the query, or one, or, with enable_gqa, a
+    divisor of that.
+
+    Raises:
+        ValueError: they do not; it shows the shapes of ``tensors``.
+    """
+    if key_heads != value_heads and key_heads != 1 != value_heads:
+        raise ValueError(
+            "key and value must have the same number of heads, or one of them a single head, but "
+            f"key has {key_heads} and value {value_heads}: {_shapes(tensors)}"
+        )
+    kv_heads = value_heads if key_heads == 1 else key_heads
+    if heads in (1, kv_heads) or kv_heads == 1:
+        return kv_heads
+    if not enable_gqa:
+        raise ValueError(
+            f"query has {heads} heads and key and value have {kv_heads}: they must be equal, or key and "
+            f"value have 1, unless enable_gqa=True groups the query heads; shapes are {_shapes(tensors)}"
+        )
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            "with enable_gqa=True the heads of key and value must divide those of query, but query has "
+            f"{heads} and key and value have {kv_heads}: {_shapes(tensors)}"
+        )
+    return kv_heads
 
 
 def _shapes(tensors: dict[str, Tensor]) -> str:

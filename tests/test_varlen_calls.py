@@ -47,7 +47,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "rank of key": ({"key": KEY[:, 0], "value": VALUE[:, 0]}, ValueError, ["key", "3 dimensions", "(9, 8)"]),
     "head dims": ({"key": KEY[..., :5]}, ValueError, ["head dim", "(9, 4, 5)"]),
     "rows": ({"value": VALUE[:8]}, ValueError, ["key", "value", "rows", "(8, 4, 8)"]),
-    "heads": ({"key": KEY[:, :2], "value": VALUE[:, :2]}, ValueError, ["4 heads", "2", "enable_gqa"]),
+    "heads": (
+        {"key": KEY[:, :2], "value": VALUE[:, :2]},
+        ValueError,
+        ["4 heads", "2", "enable_gqa", "query (9, 4, 8)"],
+    ),
     "heads that do not divide": (
         {"key": KEY[:, :3], "value": VALUE[:, :3], "enable_gqa": True},
         ValueError,
