@@ -37,9 +37,7 @@ struct GradientStrip : QueryStrip<P> {
   // it.
   const float* gradients_in_float() const { return delta_sum.any_special ? delta_sum.is_special : nullptr; }
 
-  int64_t row(const AttentionParams& p) const {
-    return p.row(this->batch, this->head, this->first);
-  }
+  int64_t row(const AttentionParams& p) const { return p.row(this->batch, this->head, this->first); }
 
   void begin_gradient(const AttentionParams& p, const BackwardArguments& a, int64_t batch, int64_t head,
                       int64_t first, int64_t count) {
