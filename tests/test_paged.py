@@ -110,8 +110,13 @@ def check_pages(cache: Cache, page_size: int, name: str, causal: bool) -> None:
     options |= {"is_causal": causal, "query_offsets": cache.offsets, "seqlens_k": cache.lengths}
     contiguous = run(cache.query, cache.key, cache.value, **options)
     assert not contiguous["out"].isnan().any()
-    for heads_inside in (False, True):
-        key, value, table = cache.pages(page_size, heads_inside)
+    heads_inside = [
+        tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in (cache.key, cache.value)
+    ]
+    for field, found in run(cache.query, *heads_inside, **options).items():
+        assert torch.equal(found, contiguous[field]), f"{field}, {name}, heads inside"
+    for inside in (False, True):
+        key, value, table = cache.pages(page_size, inside)
         most = table.shape[1] * page_size
         if "attn_mask" in options:
             # A mask is as wide as the table; what stands behind the lengths is not looked at.

@@ -5,7 +5,7 @@
 #pragma once
 
 #include "decode_rows.h"
-#include "paged_rows.h"
+#include "joint_heads.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -18,6 +18,7 @@ template <class T>
 struct DecodeTask {
   const AttentionParams& p;
   int64_t group, chunks;
+  int64_t item_heads;  // kv heads of an item
   // States of the chunks, [batch * heads][chunks][queries] and, for out, [padded value_dim] more.
   T *row_max, *row_sum, *out;
   int64_t out_stride;
@@ -30,10 +31,11 @@ struct DecodeTask {
     return 2 * Arena::bytes_for<T>(states_of(p)) +
            Arena::bytes_for<T>(states_of(p) * round_up_to_vector<T>(p.value_dim));
   }
-  DecodeTask(const AttentionParams& params, Arena& states)
+  DecodeTask(const AttentionParams& params, int64_t heads, Arena& states)
       : p(params),
         group(p.heads / p.kv_heads),
         chunks(chunks_of(p)),
+        item_heads(heads),
         row_max(states.take<T>(states_of(p))),
         row_sum(states.take<T>(states_of(p))),
         out(states.take<T>(states_of(p) * round_up_to_vector<T>(p.value_dim))),
@@ -42,48 +44,50 @@ struct DecodeTask {
   int64_t state(int64_t batch, int64_t head, int64_t chunk) const {
     return ((batch * p.heads + head) * chunks + chunk) * p.queries;
   }
-  int64_t items() const { return p.batch * p.kv_heads * chunks; }
+  int64_t items() const { return p.batch * (p.kv_heads / item_heads) * chunks; }
 
-  // Rows are the queries of all heads of the group, head after head.
-  int64_t rows() const { return group * p.queries; }
+  // Rows are the queries of all heads that read the item's kv heads, head after head.
+  int64_t rows_per_kv_head() const { return group * p.queries; }
+  int64_t rows() const { return item_heads * rows_per_kv_head(); }
+  bool listed() const { return item_heads > 1 || p.pages.table != nullptr; }
 
   struct Scratch {
     Arena arena;
-    T *query, *out;                  // [rows][padded head_dim] scale * Q, [rows][padded value_dim]
+    T *query, *out, *sums;           // [rows][padded head_dim] scale * Q, [rows][padded value_dim] twice
     T *row_max, *row_sum, *rescale;  // [rows]
     T *scores, *bias, *visible;      // [rows][kDecodeBlock]
-    const void** addresses;          // of the block's rows, where they lie in pages
+    const char** addresses;          // see thin_rows
+    HeadStep step;
+
+    static constexpr int64_t kAddresses = kDecodeBlock + kMostRowsAhead;
 
     static int64_t bytes(const DecodeTask& task) {
       return Arena::bytes_for<T>(task.rows() * round_up_to_vector<T>(task.p.head_dim)) +
-             Arena::bytes_for<T>(task.rows() * task.out_stride) + 3 * Arena::bytes_for<T>(task.rows()) +
-             3 * Arena::bytes_for<T>(task.rows() * kDecodeBlock) +
-             Arena::bytes_for<const void*>(addresses_of(task.p));
+             2 * Arena::bytes_for<T>(task.rows() * task.out_stride) + 3 * Arena::bytes_for<T>(task.rows()) +
+             3 * Arena::bytes_for<T>(task.rows() * kDecodeBlock) + Arena::bytes_for<const char*>(kAddresses);
     }
     explicit Scratch(const DecodeTask& task)
         : arena(bytes(task)),
           query(arena.take<T>(task.rows() * round_up_to_vector<T>(task.p.head_dim))),
           out(arena.take<T>(task.rows() * task.out_stride)),
+          sums(arena.take<T>(task.rows() * task.out_stride)),
           row_max(arena.take<T>(task.rows())),
           row_sum(arena.take<T>(task.rows())),
           rescale(arena.take<T>(task.rows())),
           scores(arena.take<T>(task.rows() * kDecodeBlock)),
           bias(arena.take<T>(task.rows() * kDecodeBlock)),
           visible(arena.take<T>(task.rows() * kDecodeBlock)),
-          addresses(arena.take<const void*>(addresses_of(task.p))) {}
-    static int64_t addresses_of(const AttentionParams& p) {
-      return p.pages.table != nullptr ? kDecodeBlock + kMostRowsAhead : 0;
-    }
+          addresses(arena.take<const char*>(kAddresses)) {}
   };
 
   void operator()(int64_t item, Scratch& s) const {
     // In the order of memory: (batch, heads, keys, dim), or (batch, keys, heads, dim), whose heads share
     // pages.
-    const bool heads_inside = p.key.stride[1] < p.key.stride[2];
-    const int64_t batch = item / (p.kv_heads * chunks), in_batch = item % (p.kv_heads * chunks);
-    const int64_t chunk = heads_inside ? in_batch / p.kv_heads : in_batch % chunks;
-    const int64_t kv_head = heads_inside ? in_batch % p.kv_heads : in_batch / chunks;
-    for (int64_t i = 0; i < group; ++i) {
+    const int64_t parts = p.kv_heads / item_heads;
+    const int64_t batch = item / (parts * chunks), in_batch = item % (parts * chunks);
+    const int64_t chunk = heads_inside(p) ? in_batch / parts : in_batch % chunks;
+    const int64_t kv_head = (heads_inside(p) ? in_batch % parts : in_batch / chunks) * item_heads;
+    for (int64_t i = 0; i < item_heads * group; ++i) {
       const int64_t at = p.query.offset(batch, kv_head * group + i, 0);
       load_rows<T>(s.query + i * p.queries * round_up_to_vector<T>(p.head_dim),
                    element(p.query.data, p.dtype, at), p.dtype, p.query.stride[2], p.queries, p.head_dim,
@@ -92,7 +96,7 @@ struct DecodeTask {
     run(batch, kv_head, chunk, s, false);
     // 0 * Inf or 0 * NaN of a hidden key shows as NaN in the result.
     if (!all_finite(s.out, out_stride, rows(), p.value_dim)) run(batch, kv_head, chunk, s, true);
-    for (int64_t i = 0; i < group; ++i) {
+    for (int64_t i = 0; i < item_heads * group; ++i) {
       const int64_t from = i * p.queries, to = state(batch, kv_head * group + i, chunk);
       memcpy(row_max + to, s.row_max + from, static_cast<size_t>(p.queries) * sizeof(T));
       memcpy(row_sum + to, s.row_sum + from, static_cast<size_t>(p.queries) * sizeof(T));
@@ -136,8 +140,7 @@ struct DecodeTask {
       }
       if (!visible) return;
     }
-    const ThinRows key_rows = thin_rows(p, p.key, batch, kv_head, key, keys, s.addresses);
-    thin_scores<T>(s.query, rows(), key_rows, keys, p.head_dim, s.scores, kDecodeBlock, 1);
+    add_scores(thin_rows(p, p.key, batch, kv_head, key, keys, listed() ? s.addresses : nullptr), keys, s);
     for (int64_t r = 0; r < rows(); ++r) {
       const DecodeRow at = row(batch, kv_head, r);
       T* scores = s.scores + r * kDecodeBlock;
@@ -146,9 +149,43 @@ struct DecodeTask {
       softmax_row<T>(keys, scores, s.row_max + r, s.row_sum + r, s.rescale + r);
       if (p.dropout.enabled) drop_row<T>(p.dropout, at, key, keys, scores);
     }
-    const ThinValues<T> product{
-        s.scores, leave_hidden_out ? s.visible : nullptr, kDecodeBlock, keys, p.value_dim, s.rescale, s.out};
-    thin_values<T>(product, rows(), thin_rows(p, p.value, batch, kv_head, key, keys, s.addresses));
+    add_values(thin_rows(p, p.value, batch, kv_head, key, keys, listed() ? s.addresses : nullptr), keys, s,
+               leave_hidden_out);
+  }
+
+  void add_scores(const ThinRows& all, int64_t keys, Scratch& s) const {
+    if (item_heads == 1) {
+      return thin_scores<T>(s.query, rows(), all, keys, p.head_dim, s.scores, kDecodeBlock, 1);
+    }
+    const int64_t of_head = rows_per_kv_head(), query_size = of_head * round_up_to_vector<T>(p.head_dim);
+    for (int64_t first = 0; first < keys; first += kHeadStep) {
+      const int64_t count = keys - first < kHeadStep ? keys - first : kHeadStep;
+      for (int64_t i = 0; i < item_heads; ++i) {
+        thin_scores<T>(s.query + i * query_size, of_head,
+                       s.step.rows(p.key, all, first, count, i, item_heads), count, p.head_dim,
+                       s.scores + i * of_head * kDecodeBlock + first, kDecodeBlock, 1);
+      }
+    }
+  }
+
+  void add_values(const ThinRows& all, int64_t keys, Scratch& s, bool leave_hidden_out) const {
+    const T* visible = leave_hidden_out ? s.visible : nullptr;
+    if (item_heads == 1) {
+      return thin_values<T>({s.scores, visible, kDecodeBlock, keys, p.value_dim, s.rescale, s.out, nullptr},
+                            rows(), all);
+    }
+    const int64_t of_head = rows_per_kv_head();
+    memset(s.sums, 0, static_cast<size_t>(rows() * out_stride) * sizeof(T));
+    for (int64_t first = 0; first < keys; first += kHeadStep) {
+      const int64_t count = keys - first < kHeadStep ? keys - first : kHeadStep;
+      for (int64_t i = 0; i < item_heads; ++i) {
+        const int64_t row = i * of_head, at = row * kDecodeBlock + first;
+        thin_values<T>({s.scores + at, visible != nullptr ? visible + at : nullptr, kDecodeBlock, count,
+                        p.value_dim, s.rescale + row, s.out + row * out_stride, s.sums + row * out_stride},
+                       of_head, s.step.rows(p.value, all, first, count, i, item_heads));
+      }
+    }
+    add_sums<T>({s.scores, visible, kDecodeBlock, keys, p.value_dim, s.rescale, s.out, s.sums}, rows());
   }
 };
 
@@ -215,7 +252,8 @@ struct DecodeMerge {
 template <class T>
 void decode(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   Arena arena(DecodeTask<T>::state_bytes(p));
-  const DecodeTask<T> task(p, arena);
+  const int64_t chunks = p.batch * DecodeTask<T>::chunks_of(p);
+  const DecodeTask<T> task(p, heads_of_item(p, chunks, pool.threads), arena);
   for_each_item(pool, task.items(), task);
   const DecodeMerge<T> merge{task, outputs};
   for_each_item(pool, merge.items(), merge);
@@ -226,15 +264,18 @@ void decode(const AttentionParams& p, const ForwardOutputs& outputs, const Threa
 template <class T>
 void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   const auto calls = element_calls(p, outputs, 1, kThinQueries);
-  int64_t bytes = 0;
-  for (const auto& call : calls) bytes += DecodeTask<T>::state_bytes(call.params);
+  int64_t bytes = 0, chunks = 0;
+  for (const auto& call : calls) {
+    bytes += DecodeTask<T>::state_bytes(call.params);
+    chunks += DecodeTask<T>::chunks_of(call.params);
+  }
   Arena arena(bytes);
   std::vector<DecodeTask<T>> tasks;
   std::vector<DecodeMerge<T>> merges;
   tasks.reserve(calls.size());
   merges.reserve(calls.size());
   for (const auto& call : calls) {
-    tasks.emplace_back(call.params, arena);
+    tasks.emplace_back(call.params, heads_of_item(call.params, chunks, pool.threads), arena);
     merges.push_back({tasks.back(), call.results});
   }
   const JointTask<DecodeTask<T>> joint(tasks);

@@ -12,20 +12,21 @@ struct PageRun {
   int64_t rows;
 };
 
-// The run that starts at a key, of at most `most` rows.
+// The run that starts at a key, of at most `most` rows; without pages of as many.
 inline PageRun page_run(const AttentionParams& p, const View& view, int64_t batch, int64_t kv_head,
                         int64_t key, int64_t most) {
-  const int64_t rest = p.pages.size - key % p.pages.size;
+  const int64_t rest = p.pages.table != nullptr ? p.pages.size - key % p.pages.size : most;
   const void* first = element(view.data, p.dtype, offset_of_key(view, p.pages, batch, kv_head, key));
   return {static_cast<const char*>(first), most < rest ? most : rest};
 }
 
-// The rows of keys key .. key + keys - 1 of a view of keys or values. `addresses` has room for kMostRowsAhead
-// more, which are the rows that follow, or the last one again.
+// The rows of keys key .. key + keys - 1 of a view of keys or values, listed where the call has `addresses`:
+// with room for kMostRowsAhead more, which are the rows that follow, or the last one again.
 inline ThinRows thin_rows(const AttentionParams& p, const View& view, int64_t batch, int64_t kv_head,
-                          int64_t key, int64_t keys, const void** addresses) {
-  if (p.pages.table == nullptr) {
-    return {p.dtype, element(view.data, p.dtype, view.offset(batch, kv_head, key)), view.stride[2], nullptr};
+                          int64_t key, int64_t keys, const char** addresses) {
+  if (addresses == nullptr) {
+    return {p.dtype, element(view.data, p.dtype, view.offset(batch, kv_head, key)), view.stride[2], nullptr,
+            nullptr};
   }
   const int64_t step = view.stride[2] * size_of(p.dtype), rest = p.keys - key;
   const int64_t listed = rest < keys + kMostRowsAhead ? rest : keys + kMostRowsAhead;
@@ -35,7 +36,9 @@ inline ThinRows thin_rows(const AttentionParams& p, const View& view, int64_t ba
     j += run.rows;
   }
   for (int64_t j = listed; j < keys + kMostRowsAhead; ++j) addresses[j] = addresses[listed - 1];
-  return {p.dtype, nullptr, 0, addresses};
+  const int64_t bytes = p.head_dim * size_of(p.dtype);
+  const int64_t ahead = bytes * kMostRowsAhead <= kBytesAhead ? kMostRowsAhead : kBytesAhead / bytes + 1;
+  return {p.dtype, nullptr, 0, addresses, addresses + ahead};
 }
 
 // Room for the rows of a block, in bytes.

@@ -58,8 +58,8 @@ SELFATTN_INLINE int64_t rows_ahead(int64_t size) {
 // Reads nothing, so that the address may lie past the tensor's end.
 SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line); }
 
-// Where keys or values lie: rows a stride apart, or listed one by one. Rows are asked for ahead of their use,
-// so row(j) must be an address for rows_ahead() more than there are, but not one that can be read.
+// Where keys or values lie: rows a stride apart, or listed one by one. While a row is read, others are asked
+// for ahead of their use: those further on, or what a second list says. Any address will do for that.
 template <class Stored>
 struct StridedRows {
   using Type = Stored;
@@ -68,14 +68,26 @@ struct StridedRows {
   int64_t stride;
 
   SELFATTN_INLINE const Element* row(int64_t j) const { return first + j * stride; }
+  SELFATTN_INLINE const Element* soon(int64_t j, int64_t ahead) const { return row(j + ahead); }
+  // Of columns that start at `at`: after the last of `count` rows follow those of `next`, if it is not 0.
+  SELFATTN_INLINE const Element* soon(int64_t j, int64_t ahead, int64_t count, int64_t at,
+                                      int64_t next) const {
+    return j + ahead < count ? row(j + ahead) + at : row(j + ahead - (next > 0 ? count : 0)) + next;
+  }
 };
 template <class Stored>
 struct ListedRows {
   using Type = Stored;
   using Element = typename Stored::Element;
-  const void* const* address;
+  const char *const *address, *const *next;
 
-  SELFATTN_INLINE const Element* row(int64_t j) const { return static_cast<const Element*>(address[j]); }
+  SELFATTN_INLINE const Element* row(int64_t j) const { return reinterpret_cast<const Element*>(address[j]); }
+  SELFATTN_INLINE const Element* soon(int64_t j, int64_t) const {
+    return reinterpret_cast<const Element*>(next[j]);
+  }
+  SELFATTN_INLINE const Element* soon(int64_t j, int64_t, int64_t, int64_t at, int64_t) const {
+    return reinterpret_cast<const Element*>(next[j]) + at;
+  }
 };
 
 // The same before the type of the elements is known.
@@ -83,7 +95,8 @@ struct ThinRows {
   DType dtype;
   const void* first;
   int64_t stride;
-  const void* const* address;  // nullable; otherwise listed
+  const char* const* address;  // nullable; otherwise listed
+  const char* const* next;     // with address
 };
 
 template <class Stored>
@@ -92,7 +105,7 @@ SELFATTN_INLINE StridedRows<Stored> strided_rows(const ThinRows& rows) {
 }
 template <class Stored>
 SELFATTN_INLINE ListedRows<Stored> listed_rows(const ThinRows& rows) {
-  return {rows.address};
+  return {rows.address, rows.next};
 }
 
 // How rows of n elements fall into vectors: `whole` elements in whole ones, and a last one that is shifted
@@ -207,7 +220,7 @@ void thin_score_rows(const T* query, const Rows keys, int64_t count, int64_t hea
       for (int j = 0; j < kAtOnce; ++j) {
         const int64_t index = first + j < n ? first + j : n - 1;  // past the end: the last key once more
         rows[j] = keys.row(key + index);
-        soon[j] = keys.row(key + index + ahead);
+        soon[j] = keys.soon(key + index, ahead);
       }
       thin_dots<T, Stored, kRows, kAtOnce, kKeys>(query, padded, rows, soon, tail, sums + first);
     }
@@ -285,7 +298,8 @@ void thin_score_block(const T* query, int64_t queries, const T* keys, int64_t ke
   for (int64_t j = 0; j < count; ++j) {
     for (int64_t lane = queries; lane < round_up_to_vector<T>(queries); ++lane) s[j * ld + lane] = T(0);
   }
-  thin_scores<T>(query, queries, {dtype_of<T>(), keys, key_stride, nullptr}, count, head_dim, s, 1, ld);
+  thin_scores<T>(query, queries, {dtype_of<T>(), keys, key_stride, nullptr, nullptr}, count, head_dim, s, 1,
+                 ld);
 }
 
 // What a product with values needs besides them. Laid out as weights, `visible` is 0 where a key is to be
@@ -299,6 +313,8 @@ struct ThinValues {
   int64_t value_dim;
   const T* rescale;  // [rows]
   T* out;            // [rows][padded value_dim]
+  // nullable, laid out as out: where the sums go on from and stay, out is left alone then. See add_sums.
+  T* sums;
 };
 
 // kVecs vectors of columns from `at` on, or with kTail the fresh lanes of `tail`, of kRows rows: out = out *
@@ -313,20 +329,21 @@ SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row, const 
   SELFATTN_UNROLL
   for (int r = 0; r < kRows; ++r) {
     SELFATTN_UNROLL
-    for (int v = 0; v < kVecs; ++v) sums[r][v] = S::set(T(0));
+    for (int v = 0; v < kVecs; ++v) {
+      sums[r][v] =
+          a.sums != nullptr ? S::load(a.sums + (row + r) * padded + at + v * S::kWidth) : S::set(T(0));
+    }
   }
   const T* weights = a.weights + row * a.ld;
   // Ahead lie the same columns of later rows, then the next columns' first row or that of the next block.
-  const bool more_columns = at + 2 * kVecs * S::kWidth <= tail.whole;
-  const int64_t next = more_columns ? at + kVecs * S::kWidth : 0, rows_passed = more_columns ? a.count : 0;
+  const int64_t next = at + 2 * kVecs * S::kWidth <= tail.whole ? at + kVecs * S::kWidth : 0;
   const int64_t ahead = rows_ahead<Stored>(kVecs * S::kWidth);
   const T* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
   for (int64_t j = 0; j < a.count; ++j) {
     if (kRows == 1 && visible != nullptr && visible[j] == T(0)) continue;
     typename S::Vec x[kVecs];
     const auto* value = values.row(j);
-    const auto* soon =
-        j + ahead < a.count ? values.row(j + ahead) + at : values.row(j + ahead - rows_passed) + next;
+    const auto* soon = values.soon(j, ahead, a.count, at, next);
     SELFATTN_UNROLL
     for (int v = 0; v < kVecs; ++v) {
       if constexpr (kTail) {
@@ -348,8 +365,9 @@ SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row, const 
     const auto scale = S::set(a.rescale[row + r]);
     SELFATTN_UNROLL
     for (int v = 0; v < kVecs; ++v) {
-      T* to = a.out + (row + r) * padded + at + v * S::kWidth;
-      const auto old = S::load(to), sum = S::fma(old, scale, sums[r][v]);
+      T* to = (a.sums != nullptr ? a.sums : a.out) + (row + r) * padded + at + v * S::kWidth;
+      const auto old = S::load(to);
+      const auto sum = a.sums != nullptr ? sums[r][v] : S::fma(old, scale, sums[r][v]);
       S::store(to, kTail ? S::select(tail.fresh, sum, old) : sum);
     }
   }
@@ -390,6 +408,19 @@ template <class T, class Stored>
 void thin_values_as(const ThinValues<T>& a, int64_t rows, const ThinRows& values) {
   values.address != nullptr ? thin_values_of(a, rows, listed_rows<Stored>(values))
                             : thin_values_of(a, rows, strided_rows<Stored>(values));
+}
+
+// out[row] = out[row] * rescale[row] + sums, for sums that thin_values left.
+template <class T>
+void add_sums(const ThinValues<T>& a, int64_t rows) {
+  using S = Simd<T>;
+  const int64_t padded = round_up_to_vector<T>(a.value_dim);
+  for (int64_t row = 0; row < rows; ++row) {
+    const auto scale = S::set(a.rescale[row]);
+    for (int64_t e = row * padded; e < (row + 1) * padded; e += S::kWidth) {
+      S::store(a.out + e, S::fma(S::load(a.out + e), scale, S::load(a.sums + e)));
+    }
+  }
 }
 
 // out[row] = out[row] * rescale[row] + sum over keys of weights[row][key] * value[key].
