@@ -103,7 +103,9 @@ def scaled_dot_product_attention(
     :mod:`selfattn_ext.reference`.
 
     Args:
-        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are taken too.
+        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are taken too, and
+            jagged tensors of :mod:`torch.nested`, (B, H, j, E) or (B, j, E), together with such a key and
+            value: they go through :func:`selfattn_ext.varlen_attention` and come back jagged.
         key: (..., H, S, E), same dtype. Leading dimensions broadcast; one kv head serves all query heads.
         value: (..., H, S, Ev), same dtype; Ev may differ from E.
         attn_mask: broadcastable to (..., H, L, S). bool: True = attend. Any floating dtype: added to the
