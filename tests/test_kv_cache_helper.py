@@ -191,7 +191,7 @@ def test_pools_and_sequences_that_are_full_change_nothing() -> None:
         ({"window_size": (1,)}, TypeError, "window_size"),
         ({"query": torch.randn(3, 4, 1, 8, requires_grad=True)}, ValueError, "no derivatives"),
     ],
-    ids=lambda value: str(value)[:40],
+    ids=lambda value: " and ".join(value) if isinstance(value, dict) else str(value)[:40],
 )
 def test_refusals_of_a_step(
     changes: dict[str, Any], error: type[Exception], text: str, form: dict[str, Any]

@@ -221,7 +221,7 @@ REFUSED: list[tuple[Step, dict[str, Any], type[Exception], str]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("step", "changes", "error", "text"), REFUSED, ids=lambda value: str(value)[:60])
+@pytest.mark.parametrize(("step", "changes", "error", "text"), REFUSED, ids=[case[3] for case in REFUSED])
 def test_refusals_leave_the_cache_alone(
     step: Step, changes: dict[str, Any], error: type[Exception], text: str
 ) -> None:
