@@ -7,7 +7,7 @@
 
 #include <cstring>
 
-#include "../../cuda/cache/cache_append.h"
+#include "../../cuda/cache/cuda_cache_append.h"
 #include "../../cuda/rows/rows.h"
 #include "../attention_forward.h"
 #include "../engine.h"

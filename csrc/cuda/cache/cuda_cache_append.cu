@@ -1,6 +1,6 @@
 #include "../../core/sequences.h"
 #include "../common/grid.cuh"
-#include "cache_append.h"
+#include "cuda_cache_append.h"
 
 namespace selfattn::cuda {
 
