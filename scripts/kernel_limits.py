@@ -31,7 +31,9 @@ LIMITS = {
     "mask/*/*": Limit(registers=96),
     "backward/sm80_mask*": Limit(registers=232, tensor_cores=True),  # two blocks
     "sm80/*/*merge*": Limit(registers=64),
+    "sm80/*float32_32/*": Limit(registers=232, tensor_cores=True),  # two blocks of 128 threads, as with 200
     "sm80/*_32/*": Limit(registers=200, tensor_cores=True),
+    "sm80/*float32_64/*": Limit(registers=240, tensor_cores=True),  # two
     "sm80/*_64/*": Limit(registers=232, tensor_cores=True),
     "sm80/*_96/*": Limit(registers=252, tensor_cores=True),
     "sm80/*/*": Limit(registers=255, tensor_cores=True),

@@ -50,6 +50,20 @@ __device__ __forceinline__ Positions positions_of(const AttentionParams& p, cons
   return {s.queries, s.keys, s.query_offset, p.window_left, p.window_right};
 }
 
+// Query i sees the keys i + begin .. i + end - 1 of those that exist.
+struct SeenKeys {
+  int begin, end;
+};
+
+// In 32 bits, which spares registers: no two indices below 2^30 are so far apart that the limits change
+// anything.
+__device__ __forceinline__ SeenKeys seen_keys(const AttentionParams& p, const Sequence& s) {
+  constexpr int64_t kFar = int64_t{1} << 30;
+  const int64_t begin = p.window_left >= 0 ? s.query_offset - p.window_left : -kFar;
+  const int64_t end = p.window_right >= 0 ? s.query_offset + p.window_right + 1 : kFar;
+  return {static_cast<int>(limited(begin, -kFar, kFar)), static_cast<int>(limited(end, -kFar, kFar))};
+}
+
 // A key in pages: which page, and which of its rows.
 struct PagedRow {
   int64_t page, row;

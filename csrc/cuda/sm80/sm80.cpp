@@ -18,12 +18,16 @@ const char* refuses(const AttentionParams& p, int capability) {
   if (capability < kLeastCapability) return "it needs compute capability 8.0 or later";
   if (p.dtype == DType::kFloat64) return "tensor cores do not multiply float64";
   if (p.head_dim > kMaxDim || p.value_dim > kMaxDim) return "it takes head dims up to 256";
-  constexpr int64_t kMost = INT32_MAX - 1024;  // sums of an index and a tile's size are exact
+  // Differences of two indices, sums with SeenKeys and with a tile's size are exact.
+  constexpr int64_t kMost = (int64_t{1} << 30) - 1024;
   if (p.batch > kMost || p.heads > kMost || p.keys > kMost || p.queries > kMost) {
-    return "it counts batches, heads, queries and keys in 32 bits";
+    return "it counts batches, heads, queries and keys up to 2^30";
+  }
+  if (p.sequences.query_rows > kMost || p.sequences.key_rows > kMost) {
+    return "it counts the rows of packed tensors up to 2^30";
   }
   if (may_be_thin(p) && p.kv_heads > 0 && p.heads / p.kv_heads * std::min(p.queries, kThinQueries) > kMost) {
-    return "it counts the queries of all heads of a kv head in 32 bits where they are few";
+    return "it counts the queries of all heads of a kv head up to 2^30 where they are few";
   }
   return nullptr;
 }

@@ -52,13 +52,12 @@ struct Place {
 template <class C>
 __device__ __forceinline__ Columns visible_columns(const Place<C>& at, int row_of_tile) {
   const Work<C>& work = at.work;
-  const int64_t row = work.first_row + row_of_tile;
-  const int64_t begin = C::kOwnsQueries ? row + work.seen_begin : row - work.seen_end + 1;
-  int64_t end = C::kOwnsQueries ? row + work.seen_end : row - work.seen_begin + 1;
-  if (end > work.end) end = work.end;
+  const int row = work.first_row + row_of_tile - at.passing.first;
+  const int begin = C::kOwnsQueries ? row + work.seen_begin : row - work.seen_end + 1;
+  int end = C::kOwnsQueries ? row + work.seen_end : row - work.seen_begin + 1;
+  end = min(end, work.end - at.passing.first);
   if (row_of_tile >= work.rows) end = 0;
-  return {static_cast<int>(clamp_key(begin - at.passing.first, C::kColumns)),
-          static_cast<int>(clamp_key(end - at.passing.first, C::kColumns))};
+  return {min(max(begin, 0), C::kColumns), min(max(end, 0), C::kColumns)};
 }
 
 // Whether all rows of the block exist and see, or are seen by, every column of the tile by their positions.

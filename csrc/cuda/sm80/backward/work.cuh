@@ -39,10 +39,10 @@ struct Work {
   int begin, end;              // columns that some row may see by its position
   int queries, keys;           // that exist
   int query_batch, key_batch;  // in tensors, see Sequence
-  int64_t first_query, first_key;
+  int first_query, first_key;
   int64_t query_offset;
-  int64_t seen_begin, seen_end;  // query i sees the keys i + seen_begin .. i + seen_end - 1
-  int64_t first_statistic;       // of the first head, see Statistics
+  int seen_begin, seen_end;  // see SeenKeys
+  int64_t first_statistic;   // of the first head, see Statistics
 
   __device__ __forceinline__ Work(const Plan& plan, const RowTile& own) {
     const AttentionParams& p = plan.params;
@@ -66,8 +66,8 @@ struct Work {
     keys = static_cast<int>(sequence.keys);
     query_batch = static_cast<int>(sequence.query_batch);
     key_batch = static_cast<int>(sequence.key_batch);
-    first_query = sequence.first_query;
-    first_key = sequence.first_key;
+    first_query = static_cast<int>(sequence.first_query);
+    first_key = static_cast<int>(sequence.first_key);
     query_offset = sequence.query_offset;
     first_statistic = plan.statistics.first(p, batch, first_query);
 
@@ -82,9 +82,9 @@ struct Work {
       begin = static_cast<int>(range.begin);
       end = static_cast<int>(range.end);
     }
-    constexpr int64_t kFar = int64_t{1} << 62;
-    seen_begin = p.window_left >= 0 ? query_offset - p.window_left : -kFar;
-    seen_end = p.window_right >= 0 ? query_offset + p.window_right + 1 : kFar;
+    const SeenKeys seen = seen_keys(p, sequence);
+    seen_begin = seen.begin;
+    seen_end = seen.end;
   }
 
   // Tiles begin at multiples of their size, so that a row's bits depend on the row alone.
