@@ -29,7 +29,7 @@ LIMITS = {
     "simt/*/*gradient*": Limit(registers=240),  # two
     "simt/*/*": Limit(registers=128),
     "mask/*/*": Limit(registers=96),
-    "backward/sm80_mask*": Limit(registers=232, tensor_cores=True),  # two blocks
+    "backward/sm80_mask*": Limit(registers=248, tensor_cores=True),  # two blocks of 128 threads
     "sm80/*/*merge*": Limit(registers=64),
     "sm80/*float32_32/*": Limit(registers=232, tensor_cores=True),  # two blocks of 128 threads, as with 200
     "sm80/*_32/*": Limit(registers=200, tensor_cores=True),
