@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -72,17 +72,38 @@ def test_the_formula_of_each_sequence(name: str) -> None:
     assert_accurate("out", heads(out).values().detach(), exact.detach())
 
 
+def results_of(
+    function: Callable[..., Tensor], leaves: Sequence[Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """What an attention gives for the numbers of jagged leaves, and the gradients of these."""
+    rows = {tensor: tensor.values().detach().to(dtype).requires_grad_() for tensor in leaves}
+    offsets = {tensor: leaves[0].offsets() if tensor is leaves[0] else leaves[1].offsets() for tensor in rows}
+    nested = {
+        tensor: torch.nested.nested_tensor_from_jagged(rows[tensor], offsets[tensor]) for tensor in rows
+    }
+    out = function(*(heads(nested[tensor]) for tensor in leaves))
+    out = heads(out).values() if out.is_nested else out
+    grads = torch.autograd.grad(out.square().sum(), list(rows.values()))
+    return {"out": out.detach()} | {f"grad {n}": grad for n, grad in enumerate(grads)}
+
+
+def the_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    rows = [heads(tensor).values() for tensor in (query, key, value)]
+    lengths = [int(tensor.offsets().diff().max()) for tensor in (query, key)]
+    return reference.varlen_attention(*rows, query.offsets(), key.offsets(), *lengths).out
+
+
 def test_beside_the_attention_of_torch() -> None:
-    x = jagged(LENGTHS, 4, 16)
-    other, value = jagged(KEYS, 4, 16), jagged(KEYS, 4, 16)
+    """Which is as far from the formula in float64 as ours may be, and in float64 is the formula."""
+    x, other, value = jagged(LENGTHS, 4, 16), jagged(KEYS, 4, 16), jagged(KEYS, 4, 16)
     for leaves in ((x, x, x), (x, other, value)):
-        query, key, val = map(heads, leaves)
-        if key is other:
-            val = torch.nested.nested_tensor_from_jagged(val.values(), key.offsets(), jagged_dim=2)
-        outs = [f(query, key, val) for f in (scaled_dot_product_attention, F.scaled_dot_product_attention)]
-        torch.testing.assert_close(*(out.values() for out in outs), atol=1e-5, rtol=1e-4)
-        grads = [torch.autograd.grad(out.values().square().sum(), x)[0].values() for out in outs]
-        torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
+        exact = results_of(the_formula, leaves, torch.float64)
+        theirs = results_of(F.scaled_dot_product_attention, leaves, torch.float64)
+        for name, result in theirs.items():
+            assert_accurate(name, result, exact[name])
+        theirs = results_of(F.scaled_dot_product_attention, leaves, torch.float32)
+        for name, result in results_of(scaled_dot_product_attention, leaves, torch.float32).items():
+            assert_accurate(name, result, exact[name], theirs[name])
 
 
 def test_the_result_goes_on_like_the_query() -> None:

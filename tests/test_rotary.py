@@ -69,10 +69,13 @@ def test_frequencies_in_place_of_a_base() -> None:
 
 
 def test_scores_depend_on_distances_alone() -> None:
+    """As far as the formula's do, whose angles are rounded too: the more, the larger they are."""
     query, key = torch.randn(2, 1, 1, 6, 32, dtype=torch.float64).unbind(0)
     near, far = torch.arange(6), torch.arange(6) + 100_000
-    scores = [apply_rotary(query, places) @ apply_rotary(key, places).mT for places in (near, far)]
-    torch.testing.assert_close(*scores, rtol=1e-9, atol=1e-9)
+    exact, peer = (turned(query, at, False) @ turned(key, at, False).mT for at in (near, far))
+    for places in (near, far):
+        scores = apply_rotary(query, places) @ apply_rotary(key, places).mT
+        assert_accurate("scores", scores, exact, peer)
 
 
 @pytest.mark.parametrize("page_size", [None, 2])

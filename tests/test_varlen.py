@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -10,9 +11,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 import varlen_cases
-from cases import DTYPES, Case, Judge, check, cotangents_of, dropout_seed, gradients
+from cases import DTYPES, Case, Judge, check, cotangents_of, dropout_seed, exact_inputs, gradients
 from conftest import KERNELS, forced
 from test_options_pairwise import covering
+from tolerances import assert_accurate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from varlen_cases import VarlenCase, packed, starts
@@ -151,21 +153,30 @@ def test_dropout_drops_what_a_padded_call_drops() -> None:
         assert queries * keys == 0 or 0.3 < float(kept.float().mean()) < 0.9
 
 
+def padded_attention(padded: Tensor, lengths: list[int]) -> tuple[Tensor, Tensor]:
+    """torch's own with a padding mask, and the gradients; of both the packed rows."""
+    padded = padded.detach().requires_grad_()
+    longest = padded.shape[2]
+    real = torch.arange(longest, device=padded.device) < torch.tensor(lengths, device=padded.device)[:, None]
+    mask = (
+        real[:, None, None, :] & torch.ones(longest, longest, dtype=torch.bool, device=padded.device).tril()
+    )
+    out = F.scaled_dot_product_attention(padded, padded, padded, mask)
+    (grad,) = torch.autograd.grad((out.square() * real[:, None, :, None]).sum(), padded)
+    return packed(out.detach(), lengths), packed(grad, lengths)
+
+
 def test_torch_padded(device: str) -> None:
-    """The judge that is not ours: torch's own attention with a padding mask."""
-    lengths = (11, 3, 29, 1)
+    """The judge that is not ours: torch's own attention in float64, beside what it gives in float32."""
+    lengths = [11, 3, 29, 1]
     padded = torch.randn(4, 3, 29, 32, device=device)
     rows = packed(padded, lengths).requires_grad_()
     offsets = starts(lengths, torch.int32, device)
     out = varlen_attention(rows, rows, rows, offsets, offsets, 29, 29, is_causal=True)
     (grad,) = torch.autograd.grad(out.square().sum(), rows)
-    padded.requires_grad_()
-    real = torch.arange(29, device=device) < torch.tensor(lengths, device=device)[:, None]
-    mask = real[:, None, None, :] & torch.ones(29, 29, dtype=torch.bool, device=device).tril()
-    theirs = F.scaled_dot_product_attention(padded, padded, padded, mask)
-    (grad_padded,) = torch.autograd.grad((theirs.square() * real[:, None, :, None]).sum(), padded)
-    torch.testing.assert_close(out, packed(theirs, lengths))
-    torch.testing.assert_close(grad, packed(grad_padded, lengths), atol=2e-5, rtol=1e-4)
+    exact, peer = padded_attention(padded.double(), lengths), padded_attention(padded, lengths)
+    assert_accurate("out", out.detach(), exact[0], peer[0])
+    assert_accurate("grad", grad, exact[1], peer[1])
 
 
 class _Copies(TorchDispatchMode):
@@ -227,13 +238,20 @@ def test_a_mask_for_each_sequence(kind: str) -> None:
 
     masks = [mask(1, 9), mask(2, 1, 4), mask(12, 1), mask(1, 0, 2)]
     lengths = case.lengths()
-    three = [tensors[name] for name in ("query", "key", "value")]
-    out = varlen_attention(*three, **lengths, attn_mask=masks)
-    expected = reference.varlen_attention(*three, **lengths, attn_mask=masks).out
-    torch.testing.assert_close(out, expected)
-    leaves = three + [m for m in masks if m.requires_grad]
-    grads = [torch.autograd.grad(result.square().sum(), leaves) for result in (out, expected)]
-    torch.testing.assert_close(*grads, atol=1e-5, rtol=1e-4)
+    leaves = {name: tensors[name] for name in ("query", "key", "value")}
+    leaves |= {f"mask {n}": m for n, m in enumerate(masks)}
+
+    def results(attention: Callable[..., Tensor], leaves: dict[str, Tensor]) -> dict[str, Tensor]:
+        query, key, value, *masks = leaves.values()
+        out = attention(query, key, value, **lengths, attn_mask=masks)
+        return {"out": out} | gradients({"out": out.square()}, {"out": torch.ones_like(out)}, leaves)
+
+    def formula(*three: Tensor, **options: Any) -> Tensor:
+        return reference.varlen_attention(*three, **options).out
+
+    exact, peer = results(formula, exact_inputs(leaves)), results(formula, leaves)
+    for name, result in results(varlen_attention, leaves).items():
+        assert_accurate(name, result.detach(), exact[name].detach(), peer[name].detach())
 
 
 def test_rows_of_no_sequence() -> None:
