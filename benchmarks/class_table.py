@@ -29,11 +29,12 @@ class Measured:
     @property
     def value(self) -> float | None:
         """What is held against bar and goal; None where it could not be measured."""
-        judged = self.line.judged
-        if judged == "of peak":
-            return self.row.share(OURS.name)
-        ratio = self.row.ratio(TORCH.name if judged == "ratio" else judged)
-        return None if ratio is None else ratio.median
+        if self.line.judged == "of read":
+            return self.row.share_of_reading(OURS.name)
+        ratio = self.row.ratio(self.line.peer)
+        if ratio is None:
+            return None
+        return 1 / ratio.median if self.line.judged == "speed" else ratio.median
 
     @property
     def verdict(self) -> str:
@@ -109,9 +110,9 @@ def text(results: Results) -> str:
         tables.setdefault(tuple(report.peer_names([measured.row])), []).append(measured)
     parts = [
         *(_table(peers, found) for peers, found in tables.items()),
-        report.LEGEND,
-        "bar, goal: of torch / ours, or of the read bandwidth where they are percentages.\n"
-        "over padding, over contiguous: of our own call on padded tensors, on contiguous caches / ours.",
+        report.legend([measured.row for measured in results.measured]),
+        "bar, goal, value: torch / ours; over padding: our own call on padded tensors / ours; percentages:\n"
+        "of the bandwidth of reading; pages: the speed with pages as a share of the speed in one piece.",
         _peaks(results.peaks),
         _memory(results.memory),
         "\n".join([*report.refusals([found.row for found in results.measured]), _count(results.measured)]),
@@ -121,22 +122,28 @@ def text(results: Results) -> str:
 
 def _table(peers: Sequence[str], found: Sequence[Measured]) -> str:
     """The lines that were compared with the same peers."""
-    header = ["class", "threads", "(B, H, T, D)", "options", "pass", "bar", "goal", "reached"]
-    cells = [
-        [
-            measured.line.name,
-            str(measured.row.threads),
-            str(measured.row.case.shape),
-            measured.row.case.options(),
-            report.short_direction(measured.row),
-            _limit(measured.line, measured.line.bar),
-            _limit(measured.line, measured.line.goal),
-            measured.verdict,
-            *report.cells(measured.row, peers),
-        ]
-        for measured in found
-    ]
-    return table([*header, *report.headings(peers)], cells, left=5)
+    reads = report.any_reads([measured.row for measured in found])
+    header = ["class", "threads", "(B, H, T, D)", "options", "pass", "bar", "goal", "value", "reached"]
+    headings = report.headings(peers, reads)
+    cells = []
+    for index, measured in enumerate(found):
+        # What several lines share stands in the first.
+        known = index > 0 and found[index - 1].row is measured.row
+        cells.append(
+            [
+                measured.line.name,
+                str(measured.row.threads),
+                str(measured.row.case.shape),
+                measured.row.case.options(),
+                report.short_direction(measured.row),
+                _limit(measured.line, measured.line.bar),
+                _limit(measured.line, measured.line.goal),
+                "-" if measured.value is None else _limit(measured.line, round(measured.value, 2)),
+                measured.verdict,
+                *([""] * len(headings) if known else report.cells(measured.row, peers, reads)),
+            ]
+        )
+    return table([*header, *headings], cells, left=5)
 
 
 def data(results: Results, command: str) -> dict[str, Any]:
@@ -150,6 +157,7 @@ def data(results: Results, command: str) -> dict[str, Any]:
                 "bar": measured.line.bar,
                 "goal": measured.line.goal,
                 "judged": measured.line.judged,
+                "peer": measured.line.peer,
                 "value": measured.value,
                 "reached": measured.verdict,
                 "environment": dict(measured.line.environment),
@@ -170,7 +178,7 @@ def data(results: Results, command: str) -> dict[str, Any]:
 
 
 def _limit(line: Line, value: float) -> str:
-    return f"{value:.0%}" if line.judged == "of peak" else f"{value:g}"
+    return f"{value:.0%}" if line.judged == "of read" else f"{value:g}"
 
 
 def _peaks(found: Sequence[dict[str, object]]) -> str:

@@ -1,9 +1,9 @@
 """The classes of work that this project holds itself to: one table, every line with a bar and a goal.
 
 A bar is what a release has to reach, a goal what the kernels are built for; both are the project's own. Most
-are ratios, time of torch's scaled_dot_product_attention over ours, some of our own call on padded tensors or
-on contiguous caches; those of decoding are shares of the memory's bandwidth. They are set for a processor
-with AMX, except where a line names another instruction set.
+are ratios, time of torch's scaled_dot_product_attention over ours, some of our own call on padded tensors;
+those of decoding are shares of the memory's bandwidth, those of pages shares of the speed without them. They
+are set for a processor with AMX, except where a line names another instruction set.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ import torch
 
 from selfattn_ext.bench import kvcache, varlen
 from selfattn_ext.bench.cases import Case
+from selfattn_ext.bench.contenders import TORCH
 from selfattn_ext.bench.kvcache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase
 
@@ -30,8 +31,9 @@ AVX2_ONLY = {
     "SELFATTN_CPU_ISA": "avx2",
 }
 
-#: "ratio": time of torch over ours; "padded", "contiguous": time of that contender over ours.
-Judged = Literal["ratio", "of peak", "padded", "contiguous"]
+#: "ratio": time of the peer over ours; "speed": of the peer, over that of ours; "of read": our share of the
+#: bandwidth of reading.
+Judged = Literal["ratio", "speed", "of read"]
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,7 @@ class Line:
     bar: float
     goal: float
     judged: Judged = "ratio"
+    peer: str = TORCH.name
     environment: tuple[tuple[str, str], ...] = ()
     quick: bool = False
 
@@ -141,7 +144,7 @@ def _few_queries() -> Iterable[Line]:
         for keys in (4096, 16384, 32768):
             one = Case(32768 // keys, HEADS, 1, 128, dtype=dtype, keys=keys)
             name = "bf16 decode" if dtype == BF16 else "fp32 decode"
-            yield Line(f"{name}, one query", one, 0.85, 0.95, "of peak", quick=keys == 4096)
+            yield Line(f"{name}, one query", one, 0.85, 0.95, "of read", quick=keys == 4096)
         for keys in (4096, 32768):
             grouped = Case(1, 8 * HEADS, 1, 128, dtype=dtype, keys=keys, kv_heads=HEADS)
             yield Line(f"{name}, 8 queries per kv head", grouped, 3.0, 7.0, quick=keys == 4096)
@@ -182,19 +185,21 @@ def _varlen() -> Iterable[Line]:
         name = "fp32 varlen" if dtype == FP32 else "bf16 varlen"
         case = VarlenCase.of(lengths, 4, 64, dtype=dtype, backward=True)
         yield Line(name, case, 2.0, 5.0, quick=True)
-        yield Line(f"{name}, over padding", case, 1.3, 1.6, "padded", quick=True)
+        yield Line(f"{name}, over padding", case, 1.3, 1.6, peer=varlen.PADDED.name, quick=True)
 
 
 def _caches() -> Iterable[Line]:
-    # Two kv heads: keys and values larger than the caches, and a few seconds to make.
+    # More keys and values than any cache of a processor holds: up to 2.4 GB of them.
     lengths = varlen.draw_lengths(32, 128, 16384)
     layouts: tuple[kvcache.Layout, ...] = ("bhld", "blhd")
-    for dtype in (FP32, BF16):
-        name = "fp32 KV cache" if dtype == FP32 else "bf16 KV cache"
-        for layout in layouts:
-            case = CacheCase.of(lengths, 2, 128, dtype=dtype, layout=layout)
-            yield Line(name, case, 0.85, 0.95, "of peak", quick=layout == "bhld")
-            for page_size in (16, 64, 256):
-                paged = replace(case, page_size=page_size)
-                quick = layout == "bhld" and page_size == 16
-                yield Line(f"{name}, paged over contiguous", paged, 0.9, 0.98, "contiguous", quick=quick)
+    shapes = {"": (2, 2, 128), ", heads of 64": (8, 8, 64), ", 4 queries per kv head": (32, 8, 128)}
+    for suffix, (heads, kv_heads, head_dim) in shapes.items():
+        for dtype in (FP32, BF16):
+            name = f"fp32 KV cache{suffix}" if dtype == FP32 else f"bf16 KV cache{suffix}"
+            for layout in layouts:
+                case = CacheCase.of(lengths, heads, head_dim, dtype=dtype, layout=layout)
+                case = case if heads == kv_heads else replace(case, kv_heads=kv_heads)
+                quick = layout == "bhld"
+                yield Line(name, case, 0.85, 0.95, "of read", quick=quick)
+                for peer in map(kvcache.pages_name, kvcache.PAGE_SIZES):
+                    yield Line(f"{name}, {peer}", case, 0.9, 0.98, "speed", peer, quick=quick)

@@ -76,15 +76,12 @@ def varlen() -> list[Case]:
 
 
 def caches() -> list[Case]:
-    """A new token for every sequence of a batch, in pages and not, also with one kv head for four heads."""
+    """A new token for every sequence of a batch, also with one kv head for four heads; in pages beside."""
     lengths = draw_lengths(32, 128, 16384)
     return [
-        CacheCase.of(
-            lengths, heads, 128, dtype=dtype, kv_heads=None if heads == 2 else 2, page_size=page_size
-        )
+        CacheCase.of(lengths, heads, 128, dtype=dtype, kv_heads=None if heads == 2 else 2)
         for dtype in (torch.float32, torch.bfloat16)
         for heads in (2, 8)
-        for page_size in (0, 16)
     ]
 
 

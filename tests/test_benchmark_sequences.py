@@ -68,7 +68,8 @@ def test_contenders_compute_the_same_and_errors_are_small(case: Case) -> None:
     assert OURS.name in seen
     assert "torch" in seen or (isinstance(case, CacheCase) and case.page_size)
     if isinstance(case, CacheCase):
-        assert ("contiguous" in seen) == bool(case.page_size)
+        in_pages = {"pages of 16", "pages of 64", "pages of 256"}
+        assert seen & in_pages == (set() if case.page_size else in_pages)
     else:
         assert "padded" in seen
         assert ("nested" in seen) == (not case.causal and case.kv_heads is None)
@@ -107,6 +108,13 @@ def test_nested_tensors_are_for_small_cases() -> None:
         varlen.NESTED.prepare(case, varlen.NESTED.form(PACKED, inputs(PACKED)))
 
 
+def test_torch_gets_no_caches_that_take_it_seconds() -> None:
+    case = CacheCase.of((2**16,) * 4, 32, 128, kv_heads=2)
+    (theirs,) = (contender for contender in kvcache.CONTENDERS if contender.name == TORCH.name)
+    with pytest.raises(NotImplementedError, match=r"more than 1e\+09 operations take seconds"):
+        theirs.prepare(case, inputs(CACHED))
+
+
 def test_rows_of_different_kinds_make_one_table(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(peak, "READ_BYTES", 2**20)
     moment = timer.Effort(seconds=0.0, min_rounds=1)
@@ -115,7 +123,8 @@ def test_rows_of_different_kinds_make_one_table(monkeypatch: pytest.MonkeyPatch)
     assert [row.ratio("padded") is None for row in rows] == [True, False, True]
     text = report.text(rows)
     assert "torch: scaled_dot_product_attention takes no pages" in text
-    assert "contiguous / ours: median" in text
+    assert "pages of 16: the case has pages of its own" in text
+    assert "padded / ours: median" in text
 
 
 def test_padding_has_no_gradient() -> None:
@@ -140,6 +149,16 @@ def test_pages_hold_what_the_cache_does(page_size: int) -> None:
     for sequence, numbers, count, length in zip(cache, table, counts, case.lengths, strict=True):
         found = pages[numbers[:count].long()].transpose(0, 1).flatten(1, 2)
         assert torch.equal(found[:, :length], sequence[:, :length])
+
+
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_caches_and_pages_lie_in_memory_as_they_are_used(layout: kvcache.Layout) -> None:
+    case = replace(CACHED, kv_heads=2, layout=layout, page_size=16)
+    key = inputs(case).key
+    pages = kvcache.pages_of(case, key, kvcache.block_table(case))
+    for tensor in (key, pages):
+        used = tensor if layout == "bhld" else tensor.transpose(1, 2)
+        assert used.is_contiguous()
 
 
 def test_the_call_appends_the_last_row_of_each_sequence() -> None:

@@ -18,7 +18,7 @@ from selfattn_ext.bench import cases, peak, report, timer
 from selfattn_ext.bench.accuracy import truth
 from selfattn_ext.bench.cases import Case, inputs
 from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results, runner
-from selfattn_ext.bench.measure import Row, measure
+from selfattn_ext.bench.measure import Outcome, Row, measure
 from selfattn_ext.cli import main
 from selfattn_ext.terminal import CommandError
 
@@ -243,6 +243,7 @@ def _check_schema(data: dict[str, Any], rows: int) -> None:
                 "bytes_read",
                 "peak",
                 "bound",
+                "reading",
                 "contenders",
                 "ratios",
             ),
@@ -276,9 +277,67 @@ def test_threads_are_one_and_all_unless_asked_for() -> None:
         bench.thread_counts([10**6])
 
 
-def _row(ratio: float, case: Case = SMALL) -> Row:
-    from selfattn_ext.bench.measure import Outcome
+@pytest.fixture
+def small_caches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kilobyte counts as memory that no cache holds."""
+    monkeypatch.setattr(peak, "READ_BYTES", 2**10)
 
+
+@pytest.mark.usefixtures("small_caches")
+def test_decoding_is_timed_in_turns_with_reading() -> None:
+    decoding = replace(SMALL, length=1, keys=90)
+    cached, read, other = (
+        measure([case], [TORCH], [1], MOMENT)[0]
+        for case in (replace(decoding, batch=1, heads=1, keys=1), decoding, replace(SMALL, length=90))
+    )
+    assert cached.reading is None
+    assert other.reading is None
+    assert cached.share_of_reading(OURS.name) is None
+    assert read.reading is not None
+    ours = read.outcomes[OURS.name].timing
+    assert ours is not None
+    assert len(read.reading.samples) == len(ours.samples)
+    assert read.ceiling is not None
+    assert read.ceiling.read_gbs == pytest.approx(decoding.bytes_read() / read.reading.median / 1e9)
+    text = report.text([read, other])
+    assert "of read" in text
+    assert "in turns with the calls" in text
+    assert "of read" not in report.text([other])
+    data = report.row_data(read)
+    assert data["reading"]["rounds"] == len(ours.samples)
+    assert data["contenders"][OURS.name]["of_read"] == read.share_of_reading(OURS.name)
+
+
+def test_what_slows_reading_and_the_call_cancels_out() -> None:
+    # The second half of the rounds, in which the machine gives half the bandwidth.
+    outcomes = {OURS.name: Outcome(timer.Timing((1.0, 1.0, 2.0, 2.0, 2.0)), None)}
+    reading = timer.Timing((0.8, 0.8, 1.6, 1.6, 1.6))
+    row = Row(SMALL, 1, outcomes, peak.Ceiling("avx2", 1e6, SMALL.bytes_read() / 1e9), reading)
+    assert row.bound == "read"
+    assert row.share_of_reading(OURS.name) == row.share(OURS.name) == pytest.approx(0.8)
+    assert "80% read" in report.text([row])
+
+
+@pytest.mark.usefixtures("small_caches")
+@pytest.mark.parametrize(("size", "passes"), [(100, 1), (1024, 1), (5000, 5)])
+def test_reading_takes_about_as_many_bytes_as_the_call(size: int, passes: int) -> None:
+    reading = peak.Reading(size)
+    assert reading.passes == passes
+    reading()
+    taken = timer.Timing((passes * 1.0, passes * 2.0))  # a second, and two, for each kilobyte
+    assert reading.timing(taken).samples == pytest.approx((size / 1024, 2 * size / 1024))
+
+
+def test_large_tensors_repeat_what_was_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn = inputs(SMALL).key.flatten()
+    monkeypatch.setattr(cases, "_DRAWN", 101)
+    repeated = inputs(SMALL).key.flatten()
+    assert torch.equal(repeated[:101], repeated[101:202])
+    assert not torch.equal(drawn[:101], drawn[101:202])
+    assert len(inputs(SMALL).key.flatten(0, 2).unique(dim=0)) == 101  # rows repeat no sooner
+
+
+def _row(ratio: float, case: Case = SMALL) -> Row:
     outcomes = {
         OURS.name: Outcome(timer.Timing((1.0,) * 3), 1e-7),
         "torch": Outcome(timer.Timing((ratio,) * 3), 2e-7),

@@ -19,6 +19,7 @@
 
 namespace py = pybind11;
 using selfattn::cpu::Kernel;
+using selfattn::cpu::MemoryReader;
 
 namespace {
 
@@ -213,4 +214,12 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("read_gbs", &read_gbs, py::arg("bytes"), py::arg("seconds"),
              py::call_guard<py::gil_scoped_release>(),
              "GB/s at which torch's current number of threads reads that much memory, likewise.");
+  // Local: a process may load this library a second time, compiled at run time.
+  py::class_<MemoryReader>(module, "MemoryReader", py::module_local(),
+                           "That much memory, to be read again and again.")
+      .def(py::init<int64_t>(), py::arg("bytes"))
+      .def(
+          "seconds", [](const MemoryReader& reader) { return reader.seconds(selfattn::ops::thread_pool()); },
+          py::call_guard<py::gil_scoped_release>(),
+          "The seconds in which torch's current number of threads reads all of it once.");
 }

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -13,6 +14,10 @@ from selfattn_ext import masks
 
 Mask = Literal["none", "bool", "gradient"]
 Precision = Literal["highest", "high", "medium"]
+
+# Caches of gigabytes repeat this many numbers, since drawing them all takes longer than the measurement. Odd,
+# so that a row comes again only after as many rows.
+_DRAWN = 2**24 + 1
 
 
 @dataclass(frozen=True)
@@ -141,6 +146,10 @@ class Case:
         """One batch element as a case of its own; its tensors are the first rows of those of inputs()."""
         return replace(self, batch=1)
 
+    def new_keys(self, draw: Callable[..., Tensor], width: int) -> Tensor:
+        """Keys or values (B, Hk, S, width), of numbers that draw(*shape) gives."""
+        return draw(self.batch, self.kv_head_count, self.key_count, width)
+
     def further(self) -> dict[str, Any]:
         """What as_json adds for kinds of cases that have more fields."""
         return {}
@@ -179,8 +188,11 @@ def inputs(case: Case, seed: int = 0, device: str = "cpu") -> Inputs:
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, grad: bool = case.backward) -> Tensor:
-        drawn = torch.randn(shape, generator=generator, device=device)
-        return drawn.to(case.dtype).requires_grad_(grad)
+        count = math.prod(shape)
+        drawn = torch.randn(min(count, _DRAWN), generator=generator, device=device).to(case.dtype)
+        if count > _DRAWN:
+            drawn = drawn.repeat(-(-count // _DRAWN))[:count]
+        return drawn.view(shape).requires_grad_(grad)
 
     mask: Tensor | None = None
     if case.mask == "gradient":
@@ -189,8 +201,8 @@ def inputs(case: Case, seed: int = 0, device: str = "cpu") -> Inputs:
         mask = _half_of_the_blocks(case.length, case.key_count).to(device)
     return Inputs(
         query=normal(case.batch, case.heads, case.length, case.head_dim),
-        key=normal(case.batch, case.kv_head_count, case.key_count, case.head_dim),
-        value=normal(case.batch, case.kv_head_count, case.key_count, case.value_dimension),
+        key=case.new_keys(normal, case.head_dim),
+        value=case.new_keys(normal, case.value_dimension),
         grad_out=normal(case.batch, case.heads, case.length, case.value_dimension, grad=False),
         mask=mask,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -16,6 +16,11 @@ from selfattn_ext.bench.cases import Case, Inputs
 from selfattn_ext.bench.contenders import OURS, TORCH, Call, Contender
 
 Layout = Literal["bhld", "blhd"]
+
+#: Of caches that are timed in pages beside those in one piece, tokens of a page.
+PAGE_SIZES = (16, 64, 256)
+
+_MOST_PADDED = 1e9
 
 
 @dataclass(frozen=True)
@@ -52,6 +57,10 @@ class CacheCase(Case):
             1, self.heads, 1, self.head_dim, self.dtype, keys=self.lengths[index], kv_heads=self.kv_heads
         )
 
+    def new_keys(self, draw: Callable[..., Tensor], width: int) -> Tensor:
+        """As in Case, with the layout of the cache in memory."""
+        return _in_layout(self, draw, self.batch, self.key_count, width)
+
     def further(self) -> dict[str, Any]:
         return {"lengths": self.lengths, "page_size": self.page_size, "layout": self.layout}
 
@@ -78,9 +87,10 @@ def block_table(case: CacheCase, seed: int = 0) -> Tensor:
 
 
 def pages_of(case: CacheCase, cache: Tensor, table: Tensor) -> Tensor:
-    """The pages (N, Hk, page_size, E) that hold what a cache (B, Hk, S, E) does."""
+    """The pages (N, Hk, page_size, E) that hold what a cache (B, Hk, S, E) does, with the case's layout in
+    memory."""
     size = case.page_size
-    pages = cache.new_zeros(int(table.max()) + 1, cache.shape[1], size, cache.shape[3])
+    pages = _in_layout(case, cache.new_zeros, int(table.max()) + 1, size, cache.shape[3])
     for sequence, numbers, length in zip(cache, table.tolist(), case.lengths, strict=True):
         for index in range(-(-length // size)):
             rows = sequence[:, index * size : min(length, (index + 1) * size)]
@@ -88,8 +98,15 @@ def pages_of(case: CacheCase, cache: Tensor, table: Tensor) -> Tensor:
     return pages
 
 
+def _in_layout(case: CacheCase, make: Callable[..., Tensor], count: int, rows: int, width: int) -> Tensor:
+    """make(*shape) as (count, Hk, rows, width), with the case's layout in memory."""
+    if case.layout == "bhld":
+        return make(count, case.kv_head_count, rows, width)
+    return make(count, rows, case.kv_head_count, width).transpose(1, 2)
+
+
 def _laid_out(case: CacheCase, tensor: Tensor) -> Tensor:
-    """A tensor (., H, rows, E) in the case's layout."""
+    """A tensor (., H, rows, E) in the case's layout; not copied where its memory has it."""
     return tensor if case.layout == "bhld" else tensor.transpose(1, 2).contiguous()
 
 
@@ -125,27 +142,37 @@ def _prepare(case: Case, tensors: Inputs) -> Call:
     return call
 
 
-def _prepare_contiguous(case: Case, tensors: Inputs) -> Call:
-    if not _cache(case).page_size:
-        raise NotImplementedError("the case itself has contiguous caches")
-    return _prepare(replace(_cache(case), page_size=0), tensors)
+def pages_name(page_size: int) -> str:
+    """The name of the contender with pages of that many tokens."""
+    return f"pages of {page_size}"
+
+
+def _in_pages(page_size: int) -> Contender:
+    """This package on what a case has in one piece, in pages."""
+
+    def prepare(case: Case, tensors: Inputs) -> Call:
+        if _cache(case).page_size:
+            raise NotImplementedError("the case has pages of its own")
+        return _prepare(replace(_cache(case), page_size=page_size), tensors)
+
+    return Contender(pages_name(page_size), prepare, padded=_from_layout)
 
 
 def _prepare_torch(case: Case, tensors: Inputs) -> Call:
     case = _cache(case)
     if case.page_size:
         raise NotImplementedError("scaled_dot_product_attention takes no pages")
+    if tensors.query.device.type == "cpu" and case.flops() > _MOST_PADDED:
+        raise NotImplementedError(f"cases of more than {_MOST_PADDED:.0e} operations take seconds on the CPU")
     mask = torch.arange(case.key_count) < torch.tensor(case.lengths)[:, None, None, None]
     mask = mask.to(tensors.query.device)
-    # The layout of a cache is its strides.
-    key, value = (
-        _laid_out(case, cache).transpose(1, 2) if case.layout == "blhd" else cache
-        for cache in (tensors.key, tensors.value)
-    )
     grouped = case.kv_head_count != case.heads
 
     def call() -> Tensor:
-        return F.scaled_dot_product_attention(tensors.query, key, value, attn_mask=mask, enable_gqa=grouped)
+        # Their layout in memory is the case's.
+        return F.scaled_dot_product_attention(
+            tensors.query, tensors.key, tensors.value, attn_mask=mask, enable_gqa=grouped
+        )
 
     return call
 
@@ -186,12 +213,10 @@ def _from_packed(case: Case, result: Tensor) -> Tensor:
     return result[:, :, None]
 
 
-#: This package on contiguous caches, beside a case with pages.
-CONTIGUOUS = Contender("contiguous", _prepare_contiguous, padded=_from_layout)
 TORCH_VARLEN = Contender("varlen", _prepare_torch_varlen, padded=_from_packed)
 
 CONTENDERS = (
     Contender(OURS.name, _prepare, padded=_from_layout),
     Contender(TORCH.name, _prepare_torch),
-    CONTIGUOUS,
+    *(_in_pages(size) for size in PAGE_SIZES),
 )

@@ -9,11 +9,11 @@ from dataclasses import dataclass, replace
 import torch
 
 from selfattn_ext import backends
-from selfattn_ext.bench import kvcache, varlen
+from selfattn_ext.bench import kvcache, peak, varlen
 from selfattn_ext.bench.accuracy import Truth, truth
 from selfattn_ext.bench.cases import Case, Precision, inputs
 from selfattn_ext.bench.contenders import OURS, Contender, results, runner
-from selfattn_ext.bench.peak import Ceiling, Meter
+from selfattn_ext.bench.peak import Ceiling, Meter, Reading
 from selfattn_ext.bench.timer import Effort, Ratio, Timing, interleave
 from selfattn_ext.terminal import Progress, describe
 
@@ -39,6 +39,7 @@ class Row:
     threads: int
     outcomes: dict[str, Outcome]  # by name of the contender, this package's first
     ceiling: Ceiling | None  # None where the machine cannot run the case
+    reading: Timing | None = None  # of the inputs' bytes, in turns with the calls; None but for decoding
 
     def ratio(self, peer: str) -> Ratio | None:
         """Time of a peer over the time of this package; above 1 this package is faster. None where one of the
@@ -61,7 +62,15 @@ class Row:
         timing = self.outcomes[name].timing
         if timing is None or self.ceiling is None:
             return None
+        if self.bound == "read" and self.reading is not None:
+            return self.share_of_reading(name)
         return self.ceiling.seconds(self.case.flops(), self.case.bytes_read()) / timing.median
+
+    def share_of_reading(self, name: str) -> float | None:
+        """The time of reading the inputs over that of a contender, round by round; None where they were not
+        timed in turns."""
+        timing = self.outcomes[name].timing
+        return None if timing is None or self.reading is None else Ratio.of(self.reading, timing).median
 
     @property
     def bound(self) -> str:
@@ -72,6 +81,12 @@ class Row:
 def contenders_for(case: Case, peers: Sequence[Contender]) -> Sequence[Contender]:
     """Who is timed on a case: this package and the peers, or those that the kind of the case brings along."""
     return _OF_KINDS.get(type(case), [OURS, *peers])
+
+
+def reads_memory(case: Case) -> bool:
+    """Whether a case is one of decoding whose keys and values no cache holds, so that reading them is what
+    its time is held against."""
+    return case.length == 1 and case.bytes_read() >= peak.READ_BYTES / 4
 
 
 _OF_KINDS: dict[type[Case], Sequence[Contender]] = {
@@ -117,9 +132,14 @@ class Session:
                 outcomes[contender.name] = Outcome(None, None, describe(refusal))
                 continue
             outcomes[contender.name] = Outcome(None, None if judge is None else judge.error(case, found))
-        for name, timing in interleave(calls, self._effort).items():
-            outcomes[name] = replace(outcomes[name], timing=timing)
-        return Row(case, threads, outcomes, ceiling)
+        reading = Reading(case.bytes_read()) if reads_memory(case) else None
+        timings = interleave(calls if reading is None else {**calls, "": reading}, self._effort)
+        outcomes |= {name: replace(outcomes[name], timing=timings[name]) for name in calls}
+        if reading is None:
+            return Row(case, threads, outcomes, ceiling)
+        read = reading.timing(timings[""])
+        ceiling = replace(ceiling, read_gbs=case.bytes_read() / read.median / 1e9)
+        return Row(case, threads, outcomes, ceiling, read)
 
     def _truth(self, case: Case) -> Truth | None:
         plain = replace(case, graph_kept=False, precision="highest", isa="")

@@ -11,6 +11,7 @@ import torch
 
 from selfattn_ext import library
 from selfattn_ext.bench.cases import Precision
+from selfattn_ext.bench.timer import Timing
 
 #: Larger than the caches, so that the memory is what is read.
 READ_BYTES = 256 * 2**20
@@ -39,6 +40,24 @@ class Ceiling:
     def bound(self, flops: float, bytes_read: float) -> str:
         """Which of the two that is: the name of the instruction set, or "read"."""
         return self.isa if flops / self.gflops >= bytes_read / self.read_gbs else "read"
+
+
+class Reading:
+    """Reads about as much memory as a call does, to be timed in turns with it: what a machine that others use
+    too gives changes by half within minutes."""
+
+    def __init__(self, bytes_read: int) -> None:
+        self._memory = library.extension().MemoryReader(READ_BYTES)
+        self.passes = max(1, round(bytes_read / READ_BYTES))
+        self._share = bytes_read / (self.passes * READ_BYTES)
+
+    def __call__(self) -> None:
+        for _ in range(self.passes):
+            self._memory.seconds()
+
+    def timing(self, taken: Timing) -> Timing:
+        """What the call's own number of bytes takes, given the times of calls of this."""
+        return Timing(tuple(seconds * self._share for seconds in taken.samples))
 
 
 class Meter:

@@ -13,17 +13,23 @@ from selfattn_ext import info
 from selfattn_ext.bench.cases import as_json
 from selfattn_ext.bench.contenders import OURS
 from selfattn_ext.bench.measure import NOT_ASKED, Row
+from selfattn_ext.bench.timer import Timing
 from selfattn_ext.terminal import table
 
 #: Raised whenever a field of the JSON changes its meaning or goes away.
-SCHEMA = 2
+SCHEMA = 3
 
-LEGEND = (
+_LEGEND = (
     "ms: median of interleaved runs; f+b is forward and backward.\n"
     "/ ours: median over the rounds of peer time / our time; above 1 we are faster.\n"
     "our speed: operations of the products, or bytes of query, key and value where reading is the limit.\n"
     "of peak: the time that the machine needs at least over ours. The limit is named: the multiply-adds of\n"
     "an instruction set, or reading memory, both as measured in this run.\n"
+)
+_LEGEND_OF_READING = (
+    "read, of read: the bandwidth of reading alone, in turns with the calls, and our share of it.\n"
+)
+_LEGEND_OF_ERRORS = (
     "error: against float64, relative to the largest value, the worst of output and gradients."
 )
 
@@ -31,7 +37,8 @@ LEGEND = (
 def text(rows: Sequence[Row]) -> str:
     """The table, what its columns are, and the median ratios."""
     peers = peer_names(rows)
-    header = ["threads", "dtype", "(B, H, T, D)", "options", "pass", *headings(peers)]
+    reads = any_reads(rows)
+    header = ["threads", "dtype", "(B, H, T, D)", "options", "pass", *headings(peers, reads)]
     lines = [
         [
             str(row.threads),
@@ -39,11 +46,11 @@ def text(rows: Sequence[Row]) -> str:
             str(row.case.shape),
             row.case.options(),
             short_direction(row),
-            *cells(row, peers),
+            *cells(row, peers, reads),
         ]
         for row in rows
     ]
-    parts = [table(header, lines, left=5), LEGEND]
+    parts = [table(header, lines, left=5), legend(rows)]
     parts.append("\n".join([*refusals(rows), *(_summary(rows, peer) for peer in peers)]))
     return "\n\n".join(part for part in parts if part)
 
@@ -58,20 +65,31 @@ def short_direction(row: Row) -> str:
     return row.case.direction.replace("forward+backward", "f+b")
 
 
-def headings(peers: Sequence[str]) -> list[str]:
+def any_reads(rows: Sequence[Row]) -> bool:
+    """Whether a table of these rows has columns of reading."""
+    return any(row.reading is not None for row in rows)
+
+
+def legend(rows: Sequence[Row]) -> str:
+    """What the columns are."""
+    return _LEGEND + (_LEGEND_OF_READING if any_reads(rows) else "") + _LEGEND_OF_ERRORS
+
+
+def headings(peers: Sequence[str], reads: bool) -> list[str]:
     """The columns of :func:`cells`."""
     names = [*peers, "our"]
     return [
         *(f"{name} ms" for name in names),
         *(f"{name} / ours" for name in peers),
         "our speed",
+        *(["read", "of read"] if reads else []),
         "of peak",
         *(f"{name} error" for name in names),
     ]
 
 
-def cells(row: Row, peers: Sequence[str]) -> list[str]:
-    """What was measured: times, ratios, our share of the peak, errors."""
+def cells(row: Row, peers: Sequence[str], reads: bool) -> list[str]:
+    """What was measured: times, ratios, our share of reading and of the peak, errors."""
     outcomes = [row.outcomes.get(name, NOT_ASKED) for name in (*peers, OURS.name)]
     ratios = [row.ratio(peer) for peer in peers]
     share = row.share(OURS.name)
@@ -79,6 +97,7 @@ def cells(row: Row, peers: Sequence[str]) -> list[str]:
         *("-" if outcome.timing is None else f"{outcome.timing.median * 1e3:.3f}" for outcome in outcomes),
         *("-" if ratio is None else f"{ratio.median:.2f}" for ratio in ratios),
         _speed(row),
+        *(_reading(row) if reads else []),
         "-" if share is None else f"{share:.0%} {row.bound}",
         *("-" if outcome.error is None else f"{outcome.error:.1e}" for outcome in outcomes),
     ]
@@ -88,7 +107,15 @@ def _speed(row: Row) -> str:
     read, computed = row.read_gbs(OURS.name), row.gflops(OURS.name)
     if read is None or computed is None:
         return "-"
-    return f"{read:.1f} GB/s" if row.bound == "read" else f"{computed:.0f} GF/s"
+    by_bytes = row.reading is not None or row.bound == "read"
+    return f"{read:.1f} GB/s" if by_bytes else f"{computed:.0f} GF/s"
+
+
+def _reading(row: Row) -> list[str]:
+    share = row.share_of_reading(OURS.name)
+    if share is None or row.ceiling is None:
+        return ["-", "-"]
+    return [f"{row.ceiling.read_gbs:.1f} GB/s", f"{share:.0%}"]
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
@@ -147,6 +174,7 @@ def row_data(row: Row) -> dict[str, Any]:
         "bytes_read": row.case.bytes_read(),
         "peak": None if row.ceiling is None else asdict(row.ceiling),
         "bound": row.bound,
+        "reading": None if row.reading is None else _timing_data(row.reading),
         "contenders": {name: _outcome_data(row, name) for name in row.outcomes},
         "ratios": {
             peer: None if ratio is None else {"median": ratio.median, "quartiles": ratio.quartiles}
@@ -159,12 +187,19 @@ def _outcome_data(row: Row, name: str) -> dict[str, Any]:
     outcome = row.outcomes[name]
     timing = outcome.timing
     return {
-        "median_seconds": None if timing is None else timing.median,
-        "quartile_seconds": None if timing is None else timing.quartiles,
-        "rounds": 0 if timing is None else len(timing.samples),
+        **_timing_data(timing),
         "gflops": row.gflops(name),
         "read_gbs": row.read_gbs(name),
         "of_peak": row.share(name),
+        "of_read": row.share_of_reading(name),
         "error": outcome.error,
         "refused": outcome.reason,
+    }
+
+
+def _timing_data(timing: Timing | None) -> dict[str, Any]:
+    return {
+        "median_seconds": None if timing is None else timing.median,
+        "quartile_seconds": None if timing is None else timing.quartiles,
+        "rounds": 0 if timing is None else len(timing.samples),
     }

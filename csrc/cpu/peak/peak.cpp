@@ -86,15 +86,16 @@ double run_once(const ThreadPool& pool, const Share& share) {
   return std::chrono::duration<double>(std::chrono::steady_clock::now() - start).count();
 }
 
-// Many runs even where one takes long: on a busy machine most of them wait for a processor.
-template <class Share>
-double best_seconds(const ThreadPool& pool, double seconds, const Share& share) {
+// `once` returns the seconds that it took. Many runs even where one takes long: on a busy machine most of
+// them wait for a processor.
+template <class Once>
+double best_seconds(double seconds, const Once& once) {
   constexpr int kRuns = 10;
-  double best = run_once(pool, share), spent = best;
+  double best = once(), spent = best;
   for (int run = 1; run < kRuns || spent < seconds; ++run) {
-    const double once = run_once(pool, share);
-    best = std::min(best, once);
-    spent += once;
+    const double taken = once();
+    best = std::min(best, taken);
+    spent += taken;
   }
   return best;
 }
@@ -119,23 +120,31 @@ double multiply_add_gflops(const std::string& isa, double seconds, const ThreadP
   const PeakLoops& loops = loops_of(isa);
   const int64_t iterations = iterations_of_a_run(loops);
   const auto share = [&](int, int) { return loops.multiply_add(iterations); };
-  const double best = best_seconds(pool, seconds, share);
+  const double best = best_seconds(seconds, [&] { return run_once(pool, share); });
   return loops.operations * static_cast<double>(iterations) * std::max(1, pool.threads) / best / 1e9;
 }
 
-double read_gbs(int64_t bytes, double seconds, const ThreadPool& pool) {
-  const int64_t count = bytes / static_cast<int64_t>(sizeof(float));
-  if (count < 1) throw std::invalid_argument("bytes must be at least 4, but it is " + std::to_string(bytes));
-  const std::unique_ptr<float[]> data(new float[static_cast<size_t>(count)]);
+MemoryReader::MemoryReader(int64_t bytes) : count_(bytes / static_cast<int64_t>(sizeof(float))) {
+  if (count_ < 1) {
+    throw std::invalid_argument("bytes must be at least 4, but it is " + std::to_string(bytes));
+  }
+  data_.reset(new float[static_cast<size_t>(count_)]);
   // Written, since memory that never was is one page of zeros, which a cache holds.
-  std::fill_n(data.get(), count, 0.5f);
+  std::fill_n(data_.get(), count_, 0.5f);
+}
+
+double MemoryReader::seconds(const ThreadPool& pool) const {
   const PeakLoops& loops = best_reader();
-  const auto share = [&](int worker, int workers) {
-    const int64_t begin = count * worker / workers;
-    return loops.sum(data.get() + begin, count * (worker + 1) / workers - begin);
-  };
-  return static_cast<double>(count * static_cast<int64_t>(sizeof(float))) /
-         best_seconds(pool, seconds, share) / 1e9;
+  return run_once(pool, [&](int worker, int workers) {
+    const int64_t begin = count_ * worker / workers;
+    return loops.sum(data_.get() + begin, count_ * (worker + 1) / workers - begin);
+  });
+}
+
+double read_gbs(int64_t bytes, double seconds, const ThreadPool& pool) {
+  const MemoryReader reader(bytes);
+  const double best = best_seconds(seconds, [&] { return reader.seconds(pool); });
+  return static_cast<double>(reader.bytes()) / best / 1e9;
 }
 
 }  // namespace selfattn::cpu

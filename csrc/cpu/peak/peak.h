@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <memory>
 #include <string>
 
 #include "../parallel.h"
@@ -23,8 +24,21 @@ struct PeakLoops {
 // std::invalid_argument for a name that is unknown or that this machine lacks.
 double multiply_add_gflops(const std::string& isa, double seconds, const ThreadPool& pool);
 
-// GB/s at which all threads of the pool together read `bytes` of memory, each its own part, the best of the
-// runs in `seconds`. A size that fits into a cache measures the cache.
+// Memory to be read as fast as possible. A size that fits into a cache measures the cache.
+class MemoryReader {
+ public:
+  // Throws std::invalid_argument for less than four bytes.
+  explicit MemoryReader(int64_t bytes);
+  // The seconds in which all threads of the pool together read all of it once, each its own part.
+  double seconds(const ThreadPool& pool) const;
+  int64_t bytes() const { return count_ * static_cast<int64_t>(sizeof(float)); }
+
+ private:
+  int64_t count_;
+  std::unique_ptr<float[]> data_;
+};
+
+// GB/s of such reading, the best of the runs in `seconds`.
 double read_gbs(int64_t bytes, double seconds, const ThreadPool& pool);
 
 }  // namespace selfattn::cpu
