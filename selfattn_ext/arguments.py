@@ -126,12 +126,15 @@ def add_float32_precision(options: Options, query: Tensor) -> None:
         options["float32_precision"] = asked
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Under torch.autocast, casts as it does for torch's attention: all but float64 to the autocast dtype."""
+def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
+    """Under torch.autocast, casts as it does for torch's attention: all but float64 to the autocast dtype, or
+    to the one given.
+    """
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
-    dtype = torch.get_autocast_dtype(device_type)
+    if dtype is None:
+        dtype = torch.get_autocast_dtype(device_type)
     return tuple(
         tensor.to(dtype) if tensor.is_floating_point() and tensor.dtype != torch.float64 else tensor
         for tensor in tensors
@@ -182,7 +185,7 @@ def packed_masks(masks: Sequence[Tensor], max_seqlen_q: int, max_seqlen_k: int) 
     """
     if not masks:
         return None
-    three = [mask[(None,) * (3 - mask.dim())] for mask in masks]
+    three = [mask.reshape(*(1,) * (3 - mask.dim()), *mask.shape[-3:]) for mask in masks]
     heads = max([mask.shape[0] for mask in three])
     padded = []
     for mask in three:

@@ -22,19 +22,24 @@ from . import cuda_build, library, shapes
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES_TEXT = "float64, float32, bfloat16 or float16"
-#: What operators, torch's views and attributes of things that are no tensors raise for bad arguments.
-REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, IndexError)
+#: What operators, torch's views and attributes of things that are no tensors raise for bad arguments, and
+#: what an operator raises where there is no memory for its result.
+REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, IndexError, MemoryError)
 _MAX_OFFSET = 2**40
 _MAX_ELEMENTS = 2**62
 
 
-def diagnose(check: Callable[..., None], *args: Any, **kwargs: Any) -> Exception | None:
-    """The exception that the check raises, None when it finds nothing."""
+def explained(refusal: Exception, check: Callable[..., None], *args: Any, **kwargs: Any) -> Exception:
+    """What to raise in place of one of REFUSALS: what the check finds wrong with the arguments of the call,
+    the refusal itself where it finds nothing.
+    """
+    if isinstance(refusal, MemoryError):
+        return out_of_memory(refusal, next(arg for arg in args if isinstance(arg, Tensor)))
     try:
         check(*args, **kwargs)
     except (ValueError, TypeError) as problem:
         return problem
-    return None
+    return refusal
 
 
 def out_of_memory(error: MemoryError, tensor: Tensor) -> Exception:
@@ -207,12 +212,17 @@ def _has_kernels(name: str, device: torch.device) -> None:
         raise ValueError(f"{name} is on {device}, for which this build has no kernels; allowed is {allowed}")
 
 
+def float_dtype(name: str, value: Any) -> torch.dtype:
+    """A dtype that the operators compute in."""
+    if value not in _DTYPES:
+        raise TypeError(f"{name} must be {_DTYPES_TEXT}, got {value}")
+    return value
+
+
 def floats(tensors: dict[str, Any]) -> None:
     """Dense floating tensors of one dtype on one device that has kernels."""
     for name, tensor in tensors.items():
-        dense_tensor(name, tensor)
-        if tensor.dtype not in _DTYPES:
-            raise TypeError(f"{name} must be {_DTYPES_TEXT}, got {tensor.dtype}")
+        float_dtype(name, dense_tensor(name, tensor).dtype)
     first, reference = next(iter(tensors.items()))
     for name, tensor in tensors.items():
         on_device(name, tensor, first, reference.device)
@@ -257,9 +267,7 @@ def _mask_of(name: str, value: Any, tensor: Tensor, full: Sequence[int], first: 
 def _head_numbers(name: str, value: Any, tensor: Tensor, full: Sequence[int]) -> None:
     if value is None:
         return
-    dense_tensor(name, value)
-    if value.dtype not in _DTYPES:
-        raise TypeError(f"{name} must be {_DTYPES_TEXT}, got {value.dtype}")
+    float_dtype(name, dense_tensor(name, value).dtype)
     on_device(name, value, "query", tensor.device)
     broadcasts(name, value.shape, full, "one number per head")
 

@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import capture, checks, shapes
 
-__all__ = ["indices", "look", "mask_list", "values", "varlen"]
+__all__ = ["indices", "look", "mask_list", "position_values", "values", "varlen"]
 
 _INTEGERS = (torch.int32, torch.int64)
 _functorch = torch._C._functorch
@@ -97,7 +97,7 @@ def look(
     ):
         _offset_values(side, tensor, offsets, longest)
     if isinstance(query_offset, Tensor) and query_offset.dim() == 1:
-        _position_values(query_offset)
+        position_values(query_offset)
 
 
 def _offset_values(side: str, tensor: Tensor, offsets: Tensor, longest: Any) -> None:
@@ -123,12 +123,15 @@ def _offset_values(side: str, tensor: Tensor, offsets: Tensor, longest: Any) -> 
         )
 
 
-def _position_values(positions: Tensor) -> None:
+def position_values(positions: Tensor) -> None:
+    """The values of query_offset, one per sequence."""
     for value in values("query_offset", positions) or ():
         checks.integer("query_offset", value)
 
 
 def _index_tensor(name: str, value: Any, query: Tensor) -> None:
+    if isinstance(value, Tensor):
+        checks.dense_tensor(name, value)
     indices(name, value)
     checks.on_device(name, value, "query", query.device)
 
@@ -232,12 +235,13 @@ def varlen(
                 f"query_offset must be an int or have a number for each of the {batch} sequences, got a "
                 f"tensor of shape {tuple(query_offset.shape)}"
             )
-        _position_values(query_offset)
+        position_values(query_offset)
     else:
         checks.integer("query_offset", query_offset)
     scores = (batch, query.shape[1], max_seqlen_q, max_seqlen_k)
     if isinstance(attn_mask, (list, tuple)):
         mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
+        checks.fits("attn_mask as one padded tensor", scores)
         attn_mask = None
     elif checks.is_causal_bias(attn_mask):
         raise TypeError(

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import arguments, autograd, backends, checks, composed, nested, ops, overrides, precision, shapes
+from . import arguments, autograd, backends, checks, general, nested, ops, overrides, precision
 from .reference import default_scale
 
 __all__ = ["attention_weights", "scaled_dot_product_attention"]
 
-_EVERYTHING = (-1, -1)
-
+_EVERYTHING = general.EVERYTHING
 
 # Looked up once: an attribute chain costs as much as the call at its end.
 _is_grad_enabled = torch.is_grad_enabled
@@ -174,12 +173,8 @@ def scaled_dot_product_attention(
         options: dict[str, Any] = {}
         if query_offset is not arguments.ORIGIN:
             options["query_offset"] = checks.integer("query_offset", query_offset)
-        if window_size is not _EVERYTHING:
-            arguments.add_window(options, window_size)
-        if softcap:
-            options["softcap"] = checks.softcap(softcap)
-        if backends.forcing and (kernel := backends.forced_kernel()):
-            options["kernel_name"] = kernel
+        if window_size is not _EVERYTHING or softcap or backends.forcing:
+            general.add_rules(options, window_size, softcap)
 
         if (
             attn_mask is None
@@ -219,49 +214,17 @@ def scaled_dot_product_attention(
                 # way finds out which.
                 pass
 
-        form, mask, slopes, sink_logits, factor = arguments.prepared(
-            query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options
-        )
-        seed = None
-        if dropout_p:
-            options["dropout_p"] = checks.probability("dropout_p", dropout_p)
-            seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
-        attend = composed.attention if composed.wanted() else autograd.attention
-        out, weights, lse = attend(
-            (form.query, form.key, form.value, mask, slopes, sink_logits, seed),
-            factor,
-            options,
-            return_weights,
-            return_lse,
-        )
-    except MemoryError as error:
-        raise checks.out_of_memory(error, query) from None
-    except checks.REFUSALS:
-        problem = checks.diagnose(
-            checks.attention,
-            query,
-            key,
-            value,
-            attn_mask,
-            dropout_p,
-            scale,
-            enable_gqa,
-            window_size=window_size,
-            softcap_=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
+        out, weights, lse = general.attention(
+            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alibi_slopes, sinks,
+            options, return_weights, return_lse,
+        )  # fmt: skip
+    except checks.REFUSALS as refusal:
+        raise checks.explained(
+            refusal, checks.attention, query, key, value, attn_mask, dropout_p, scale, enable_gqa,
+            window_size=window_size, softcap_=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             query_offset=query_offset,
-        )
-        if problem is None:
-            raise
-        raise problem from None
-    if form.rank != 4:
-        out = shapes.restored(out, form)
-        weights = None if weights is None else shapes.restored(weights, form)
-        lse = None if lse is None else shapes.restored(lse, form)
-    if return_weights:
-        return (out, weights, lse) if return_lse else (out, weights)
-    return (out, lse) if return_lse else out
+        ) from None  # fmt: skip
+    return general.results(out, weights, lse)
 
 
 def attention_weights(

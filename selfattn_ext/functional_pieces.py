@@ -45,13 +45,8 @@ def attention_scores(
         factor = default_scale(form.query.size(3)) if scale is None else checks.scale(scale)
         compute = composed.attention_scores if composed.wanted() else autograd_pieces.attention_scores
         scores = compute(form.query, form.key, factor, backends.forced_kernel())
-    except MemoryError as error:
-        raise checks.out_of_memory(error, query) from None
-    except checks.REFUSALS:
-        problem = checks.diagnose(checks.scores, query, key, scale, enable_gqa)
-        if problem is None:
-            raise
-        raise problem from None
+    except checks.REFUSALS as refusal:
+        raise checks.explained(refusal, checks.scores, query, key, scale, enable_gqa) from None
     return shapes.restored(scores, form)
 
 
@@ -116,11 +111,8 @@ def masked_softmax(
             bias = shapes.mask_four_dimensional(checks.mask("mask", mask), form)
         compute = composed.masked_softmax if composed.wanted() else autograd_pieces.masked_softmax
         weights = compute(flat, bias, checks.scale(scale), options)
-    except MemoryError as error:
-        raise checks.out_of_memory(error, scores) from None
-    except checks.REFUSALS:
-        problem = checks.diagnose(checks.softmax, scores, mask, scale_=scale, query_offset=query_offset)
-        if problem is None:
-            raise
-        raise problem from None
+    except checks.REFUSALS as refusal:
+        raise checks.explained(
+            refusal, checks.softmax, scores, mask, scale_=scale, query_offset=query_offset
+        ) from None
     return shapes.restored(weights, form)

@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, checks, kvcache_attention, kvcache_checks, ops, shapes
+from . import arguments, checks, general, kvcache_attention, kvcache_checks, ops, shapes
+from .arguments import Options
+from .page_pool import PagePool
 
 __all__ = ["KVCache"]
 
@@ -74,42 +76,36 @@ class KVCache:
         dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
     ) -> None:
-        sizes = {"layers": layers, "sequences": sequences, "kv_heads": kv_heads, "head_dim": head_dim}
-        sizes |= {"capacity": capacity, "value_dim": head_dim if value_dim is None else value_dim}
-        sizes |= {"page_size": capacity if page_size is None else page_size}
-        for name, size in sizes.items():
-            checks.integer(name, size, 1)
+        layers = checks.integer("layers", layers, 1)
+        sequences = checks.integer("sequences", sequences, 1)
+        kv_heads = checks.integer("kv_heads", kv_heads, 1)
+        head_dim = checks.integer("head_dim", head_dim, 1)
+        self.capacity = checks.integer("capacity", capacity, 1)
+        value_dim = head_dim if value_dim is None else checks.integer("value_dim", value_dim, 1)
         if layout not in ("bhld", "blhd"):
             raise ValueError(f'layout must be "bhld" or "blhd", got {layout!r}')
-        if pages is not None and page_size is None:
-            raise ValueError("pages needs a page_size")
+        checks.float_dtype("dtype", dtype)
         self.layout = layout
-        self.capacity = capacity
-        self.page_size: int = sizes["page_size"]
-        self._columns = -(-capacity // self.page_size)
-        self._paged = page_size is not None
-        count = sequences * self._columns if pages is None else checks.integer("pages", pages, 1)
+        self.dtype = dtype
+        self._pool: PagePool | None = None
+        if page_size is None:
+            if pages is not None:
+                raise ValueError("pages needs a page_size")
+            count, self.page_size = sequences, self.capacity
+        else:
+            self.page_size = checks.integer("page_size", page_size, 1)
+            columns = -(-self.capacity // self.page_size)
+            count = sequences * columns if pages is None else checks.integer("pages", pages, 1)
+            self._pool = PagePool(count, self.page_size, sequences, columns)
         shape = (count, kv_heads, self.page_size) if layout == "bhld" else (count, self.page_size, kv_heads)
 
         def tensors(width: int) -> list[Tensor]:
             return [torch.empty(*shape, width, dtype=dtype, device=device) for _ in range(layers)]
 
-        self.keys, self.values = tensors(head_dim), tensors(sizes["value_dim"])
-        if layout == "blhd":
-            swapped = ([tensor.transpose(1, 2) for tensor in both] for both in (self.keys, self.values))
-            self._keys, self._values = swapped
-        else:
-            self._keys, self._values = self.keys, self.values
+        self.keys, self.values = tensors(head_dim), tensors(value_dim)
         self.device = self.keys[0].device
-        self.dtype = dtype
         self._lengths = [0] * sequences
-        self._held: list[list[int]] = [[] for _ in range(sequences)]
         self._used = [False] * sequences
-        self._free = list(range(count - 1, -1, -1))
-        self._table = torch.zeros(sequences, self._columns, dtype=torch.int32, device="cpu")
-        if not self._paged:
-            # One page per sequence, its own.
-            self._table[:, 0] = torch.arange(sequences, device="cpu")
         self.block_table: Tensor | None = None
         self.cache_seqlens = torch.zeros(sequences, dtype=torch.int64, device=self.device)
         self._begin(list(range(sequences)), [0] * sequences)
@@ -122,14 +118,14 @@ class KVCache:
     @property
     def free_pages(self) -> int:
         """How many pages of the pool nobody has. Where sequences lie in one piece, the unused ones."""
-        return len(self._free) if self._paged else self._used.count(False)
+        return self._used.count(False) if self._pool is None else self._pool.free
 
     @property
     def positions(self) -> Tensor:
         """The places (B, L) of the tokens of the step, for steps that have as many for every sequence."""
-        if self._uniform is None:
+        if self._step.uniform is None:
             raise ValueError("the sequences of this step have different numbers of tokens: packed_positions")
-        return self.packed_positions.view(-1, self._uniform)
+        return self.packed_positions.view(self._step.batch, self._step.uniform)
 
     def allocate(self) -> int:
         """The number of a sequence that is not in use; it is then, with length 0."""
@@ -142,7 +138,7 @@ class KVCache:
     def free(self, sequence: int) -> None:
         """Ends a sequence: its pages go back to the pool, its number to allocate()."""
         (sequence,) = self._numbers([sequence])
-        self._shorten(sequence, 0)
+        self._resize(sequence, 0)
         self._used[sequence] = False
 
     def reset(self) -> None:
@@ -161,7 +157,7 @@ class KVCache:
         """
         checks.integer("length", length, 0)
         for sequence in self._numbers(sequences):
-            self._shorten(sequence, min(length, self._lengths[sequence]))
+            self._resize(sequence, min(length, self._lengths[sequence]))
 
     def extend(self, counts: int | Sequence[int] = 1, sequences: Iterable[int] | None = None) -> None:
         """Begins a step: makes room for new tokens. All layers then append or attend.
@@ -177,10 +173,10 @@ class KVCache:
                 Nothing has changed then.
         """
         chosen = self._numbers(sequences)
-        if isinstance(counts, int):
-            numbers = [checks.integer("counts", counts, 0)] * len(chosen)
-        else:
+        if isinstance(counts, Iterable):
             numbers = [checks.integer("counts", count, 0) for count in counts]
+        else:
+            numbers = [checks.integer("counts", counts, 0)] * len(chosen)
         if len(numbers) != len(chosen):
             raise ValueError(f"counts must be an int or {len(chosen)} numbers, got {len(numbers)}")
         missing = 0
@@ -191,20 +187,18 @@ class KVCache:
                     f"sequence {sequence} of the cache is full: it has {self._lengths[sequence]} tokens, "
                     f"{count} more are to come, and its capacity is {self.capacity}"
                 )
-            if self._paged:
-                missing += -(-length // self.page_size) - len(self._held[sequence])
-        if missing > len(self._free):
+            if self._pool is not None:
+                missing += self._pool.lacking(sequence, length)
+        if self._pool is not None and missing > self._pool.free:
             raise ValueError(
                 f"the pool of {self.keys[0].shape[0]} pages is exhausted: this step takes {missing} more of "
-                f"{self.page_size} tokens each, and {len(self._free)} are free; free() a sequence, or make "
+                f"{self.page_size} tokens each, and {self._pool.free} are free; free() a sequence, or make "
                 "the pool larger (pages=)"
             )
         before = [self._lengths[sequence] for sequence in chosen]
         for sequence, count in zip(chosen, numbers, strict=True):
             self._used[sequence] = True
-            self._lengths[sequence] += count
-            if self._paged:
-                self._lengthen(sequence)
+            self._resize(sequence, self._lengths[sequence] + count)
         self._begin(chosen, before, numbers)
 
     def attend(
@@ -218,7 +212,7 @@ class KVCache:
         dropout_p: float = 0.0,
         is_causal: bool = True,
         scale: float | None = None,
-        window_size: Sequence[int] = (-1, -1),
+        window_size: Sequence[int] = general.EVERYTHING,
         softcap: float = 0.0,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
@@ -244,113 +238,79 @@ class KVCache:
                 as it was.
         """
         try:
-            q, k, v, options = self._operands(query, key, value)
+            keys, values = self._caches(layer)
+            (q, k, v), options = self._operands(query, key, value)
             options["seqlens_k"], options["query_offsets"] = self._seqlens, self.cache_seqlens
             if self.block_table is not None:
                 options["block_table"] = self.block_table
             if is_causal:
                 options["is_causal"] = True
-            arguments.add_window(options, window_size)
+            general.add_rules(options, window_size, softcap)
             out, weights, lse = kvcache_attention.attend(
-                q, self._keys[layer], self._values[layer], k, v, options, self._batch, attn_mask, dropout_p,
-                scale, softcap, alibi_slopes, sinks, return_weights, return_lse,
+                q, keys, values, k, v, options, self._step.batch, attn_mask, dropout_p, scale, alibi_slopes,
+                sinks, return_weights, return_lse,
             )  # fmt: skip
-        except MemoryError as error:
-            raise checks.out_of_memory(error, query) from None
-        except checks.REFUSALS:
-            self._explain(layer, query, key, value, attn_mask, dropout_p, scale, window_size, softcap,
-                          alibi_slopes, sinks)  # fmt: skip
-            raise
+        except checks.REFUSALS as refusal:
+            raise checks.explained(
+                refusal, kvcache_checks.attend, self, self._step, layer, query, key, value, attn_mask,
+                dropout_p, scale, window_size, softcap, alibi_slopes, sinks,
+            ) from None  # fmt: skip
         if query.dim() == 3:
-            out = out[0].transpose(0, 1)
-            lse = None if lse is None else lse[0]
+            out, lse = out[0].transpose(0, 1), None if lse is None else lse[0]
         elif self.layout == "blhd":
             out = out.transpose(1, 2)
-        if return_weights:
-            return (out, weights, lse) if return_lse else (out, weights)
-        return (out, lse) if return_lse else out
+        return general.results(out, weights, lse)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Writes the keys and values of the step into a layer, shaped as for :meth:`attend`, and no more."""
-        _, k, v, options = self._operands(key, key, value)
-        kvcache_checks.no_derivatives((key, value))
-        ops.append_to_cache(
-            self._keys[layer],
-            self._values[layer],
-            shapes.dense_rows(k),
-            shapes.dense_rows(v),
-            self.cache_seqlens,
-            cu_seqlens=options.get("cu_seqlens_q"),
-            block_table=self.block_table,
-        )
+        try:
+            keys, values = self._caches(layer)
+            (k, v), options = self._operands(key, value)
+            kvcache_checks.no_derivatives((key, value))
+            k, v = arguments.autocast(k, v, dtype=self.dtype)
+            ops.append_to_cache(
+                keys,
+                values,
+                shapes.dense_rows(k),
+                shapes.dense_rows(v),
+                self.cache_seqlens,
+                cu_seqlens=options.get("cu_seqlens_q"),
+                block_table=self.block_table,
+            )
+        except checks.REFUSALS as refusal:
+            raise checks.explained(
+                refusal, kvcache_checks.append, self, self._step, layer, key, value
+            ) from None
 
-    def _operands(
-        self, query: Tensor, key: Tensor, value: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor, arguments.Options]:
-        """Views in the operators' form, and what packed ones need."""
-        if query.dim() == 3:
-            q, k, v = (tensor.transpose(0, 1).unsqueeze(0) for tensor in (query, key, value))
-            if q.size(2) != self._total or k.size(2) != self._total:
-                raise ValueError(
-                    f"the step has {self._total} tokens, but packed query and key are {tuple(query.shape)} "
-                    f"and {tuple(key.shape)}"
-                )
-            return q, k, v, {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self._longest}
+    def _caches(self, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values of a layer in the operators' form."""
+        keys, values = self.keys[layer], self.values[layer]
         if self.layout == "blhd":
-            query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
-        if query.size(0) != self._batch or query.size(2) != self._uniform or key.size(2) != self._uniform:
-            asked = "different numbers of" if self._uniform is None else self._uniform
-            raise ValueError(
-                f"the step has {self._batch} sequences with {asked} tokens each, but query has a batch of "
-                f"{query.size(0)} with {query.size(2)} tokens, and key has {key.size(2)}; pack tokens as "
-                "(total, H, E) where their numbers differ"
-            )
-        return query, key, value, {}
+            return keys.transpose(1, 2), values.transpose(1, 2)
+        return keys, values
 
-    def _explain(
-        self,
-        layer: int,
-        query: Any,
-        key: Any,
-        value: Any,
-        attn_mask: Any,
-        dropout_p: Any,
-        scale: Any,
-        window_size: Any,
-        softcap: Any,
-        alibi_slopes: Any,
-        sinks: Any,
-    ) -> None:
-        """Raises for the first argument of a step that is wrong."""
-        if not -len(self.keys) <= checks.integer("layer", layer) < len(self.keys):
-            raise ValueError(f"layer must be below {len(self.keys)}, got {layer}")
-        tensors = {"query": query, "key": key, "value": value}
-        for name, tensor in tensors.items():
-            if checks.dense_tensor(name, tensor).dim() not in (3, 4) or tensor.dim() != query.dim():
-                raise ValueError(
-                    f"{name} must have 4 dimensions like query, or 3 if packed, got {tuple(tensor.shape)}"
-                )
-        table = self.block_table
-        if query.dim() == 3:
-            # To the checks, packed tokens are those of one sequence.
-            query, key, value = (
-                tensor.unsqueeze(0) if self.layout == "blhd" else tensor.transpose(0, 1).unsqueeze(0)
-                for tensor in (query, key, value)
-            )
-            table = torch.zeros(1, self._columns, dtype=torch.int32, device=self.device)
-            attn_mask = alibi_slopes = sinks = None
-        problem = checks.diagnose(
-            kvcache_checks.arguments, query, self.keys[layer], self.values[layer], key, value, 0, table,
-            attn_mask, dropout_p, scale, layout=self.layout, window_size=window_size, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, transposed=self.layout == "blhd", known=True,
-        )  # fmt: skip
-        if problem is not None:
-            raise problem
+    def _operands(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Options]:
+        """Tokens of the step in the operators' form, and what packed ones need."""
+        batch, rows = self._step.batch, self._step.uniform
+        views = tensors
+        options: Options = {}
+        if tensors[0].dim() == 3:
+            batch, rows = 1, self._step.total
+            views = tuple(tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors)
+            options = {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self._step.longest}
+        elif self.layout == "blhd":
+            views = tuple(tensor.transpose(1, 2) for tensor in tensors)
+        for view in views:
+            if view.size(0) != batch or view.size(2) != rows:
+                raise ValueError("not the tokens of the step")
+        return views, options
 
     def _numbers(self, sequences: Iterable[int] | None) -> list[int]:
         count = len(self._used)
         if sequences is None:
             return list(range(count))
+        if not isinstance(sequences, Iterable):
+            raise TypeError(f"sequences must be numbers of sequences, got {checks.described(sequences)}")
         numbers = [checks.integer("sequences", sequence) for sequence in sequences]
         for number in numbers:
             if not 0 <= number < count:
@@ -359,45 +319,35 @@ class KVCache:
             raise ValueError(f"a sequence takes part in a step once, got {numbers}")
         return numbers
 
-    def _lengthen(self, sequence: int) -> None:
-        """Takes the pages that a sequence lacks; there are enough."""
-        held = self._held[sequence]
-        first = len(held)
-        while len(held) * self.page_size < self._lengths[sequence]:
-            held.append(self._free.pop())
-        if len(held) > first:
-            self._table[sequence, first : len(held)] = torch.tensor(
-                held[first:], dtype=torch.int32, device="cpu"
-            )
-
-    def _shorten(self, sequence: int, length: int) -> None:
+    def _resize(self, sequence: int, length: int) -> None:
         self._lengths[sequence] = length
-        held = self._held[sequence]
-        while (len(held) - 1) * self.page_size >= length and held:
-            self._free.append(held.pop())
+        if self._pool is not None:
+            self._pool.resize(sequence, length)
 
     def _begin(self, chosen: list[int], before: list[int], counts: Sequence[int] | None = None) -> None:
         """Brings what layers look at up to date, in place where shapes are those of the step before."""
         counts = [0] * len(chosen) if counts is None else counts
-        self._batch, self._total = len(chosen), sum(counts)
-        self._longest = max(counts, default=0)
-        self._uniform = self._longest if len(set(counts)) <= 1 else None
+        self._step = step = kvcache_checks.step_of(counts)
         lengths = torch.tensor([before, counts], dtype=torch.int64, device="cpu")
         starts = torch.zeros(len(chosen) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(lengths[1], 0, out=starts[1:])
-        positions = torch.arange(self._total, device="cpu") + (lengths[0] - starts[:-1]).repeat_interleave(
-            lengths[1]
-        )
+        shifts = (lengths[0] - starts[:-1]).repeat_interleave(lengths[1], output_size=step.total)
         self.cache_seqlens = self._current("cache_seqlens", lengths[0])
         self._seqlens = self._current("_seqlens", lengths.sum(0))
         self.cu_seqlens = self._current("cu_seqlens", starts)
-        self.packed_positions = self._current("packed_positions", positions)
+        self.packed_positions = self._current(
+            "packed_positions", torch.arange(step.total, device="cpu") + shifts
+        )
         everybody = chosen == list(range(len(self._used)))
-        if self._paged or not everybody:
-            table = self._table if everybody else self._table[chosen]
-            self.block_table = self._current("block_table", table)
-        else:
+        if self._pool is not None:
+            table = self._pool.table if everybody else self._pool.table[chosen]
+        elif everybody:
             self.block_table = None
+            return
+        else:
+            # One page per sequence, its own.
+            table = torch.tensor(chosen, dtype=torch.int32, device="cpu").unsqueeze(1)
+        self.block_table = self._current("block_table", table)
 
     def _current(self, name: str, numbers: Tensor) -> Tensor:
         tensor = getattr(self, name, None)

@@ -11,13 +11,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import arguments, backends, checks, kvcache_checks, ops, overrides, shapes
+from . import arguments, checks, general, kvcache_checks, ops, overrides, shapes
 from .arguments import Maybe, Options
 from .reference import accumulation_dtype, default_scale
 
 __all__ = ["attend", "attention_with_kvcache"]
 
-_EVERYTHING = (-1, -1)
 #: The options to which it matters where a query stands.
 _POSITIONAL = frozenset(("is_causal", "window_left", "window_right"))
 
@@ -46,7 +45,7 @@ def attention_with_kvcache(
     enable_gqa: bool = False,
     *,
     layout: str | None = None,
-    window_size: Sequence[int] = _EVERYTHING,
+    window_size: Sequence[int] = general.EVERYTHING,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -121,8 +120,7 @@ def attention_with_kvcache(
         after = _lengths_after(q, keys, k, cache_seqlens, block_table, options)
         if q.is_cuda and options and not _is_compiling():
             kvcache_checks.values(keys, k, options)
-        if window_size is not _EVERYTHING:
-            arguments.add_window(options, window_size)
+        general.add_rules(options, window_size, softcap)
         if is_causal:
             options["is_causal"] = True
         if query_offset is None and alibi_slopes is None and q.size(2) == 1:
@@ -131,25 +129,16 @@ def attention_with_kvcache(
         if query_offset is not None or alibi_slopes is not None or len(options.keys() & _POSITIONAL):
             _add_offset(options, q.size(2), query_offset, after)
         out, weights, lse = attend(
-            q, keys, values, k, v, options, q.size(0), attn_mask, dropout_p, scale, softcap, alibi_slopes,
-            sinks, return_weights, return_lse,
+            q, keys, values, k, v, options, q.size(0), attn_mask, dropout_p, scale, alibi_slopes, sinks,
+            return_weights, return_lse,
         )  # fmt: skip
-    except MemoryError as error:
-        raise checks.out_of_memory(error, query) from None
-    except checks.REFUSALS:
-        problem = checks.diagnose(
-            kvcache_checks.arguments, query, key_cache, value_cache, key, value, cache_seqlens, block_table,
-            attn_mask, dropout_p, scale, layout=layout, window_size=window_size, softcap=softcap,
+    except checks.REFUSALS as refusal:
+        raise checks.explained(
+            refusal, kvcache_checks.attention, query, key_cache, value_cache, key, value, cache_seqlens,
+            block_table, attn_mask, dropout_p, scale, layout=layout, window_size=window_size, softcap=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset, transposed=transposed,
-        )  # fmt: skip
-        if problem is None:
-            raise
-        raise problem from None
-    if transposed:
-        out = out.transpose(1, 2)
-    if return_weights:
-        return (out, weights, lse) if return_lse else (out, weights)
-    return (out, lse) if return_lse else out
+        ) from None  # fmt: skip
+    return general.results(out.transpose(1, 2) if transposed else out, weights, lse)
 
 
 def _lengths_after(
@@ -165,7 +154,7 @@ def _lengths_after(
     if block_table is not None:
         options["block_table"] = _page_numbers(block_table)
     if isinstance(cache_seqlens, Tensor):
-        lengths = cache_seqlens
+        lengths = cache_seqlens if cache_seqlens.dim() else cache_seqlens.expand(query.size(0))
         if lengths.dtype is not torch.int64:
             if lengths.dtype is not torch.int32:
                 raise TypeError("lengths that are no int32 or int64")
@@ -224,7 +213,6 @@ def attend(
     attn_mask: Maybe,
     dropout_p: float,
     scale: float | None,
-    softcap: float,
     alibi_slopes: Maybe,
     sinks: Maybe,
     want_weights: bool,
@@ -232,18 +220,14 @@ def attend(
 ) -> tuple[Tensor, Maybe, Maybe]:
     """The step in the operators' form: (out, weights if wanted, lse if wanted).
 
-    Tensors are (B, H, L, E), or of packed queries (1, H, total, E); ``options`` say what belongs to positions
-    and to the cache, with seqlens_k as they are after the step, and get the rest.
+    Tensors are (B, H, L, E), or of packed queries (1, H, total, E); ``options`` have what belongs to
+    positions and to the cache, with seqlens_k as they are after the step, the rules and the kernel.
     """
-    if softcap:
-        options["softcap"] = checks.softcap(softcap)
-    if backends.forcing and (kernel := backends.forced_kernel()):
-        options["kernel_name"] = kernel
-    if _is_any_autocast_enabled() and torch.is_autocast_enabled(query.device.type):
+    if _is_any_autocast_enabled():
         # Casting would be lost on a cache; so the rest takes its dtype.
-        query = query.to(key_cache.dtype)
+        (query,) = arguments.autocast(query, dtype=key_cache.dtype)
         if key is not None and value is not None:
-            key, value = key.to(key_cache.dtype), value.to(key_cache.dtype)
+            key, value = arguments.autocast(key, value, dtype=key_cache.dtype)
     tensors = (query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
     if _is_grad_enabled():
         for tensor in tensors:
@@ -262,10 +246,7 @@ def attend(
         if sinks is not None:
             options["sinks"] = shapes.head_numbers(sinks, form, dtype)
     if dropout_p:
-        options["dropout_p"] = checks.probability("dropout_p", dropout_p)
-        options["dropout_seed"] = torch.randint(
-            -(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device
-        )
+        options["dropout_seed"] = general.dropout_seed(options, dropout_p, query)
     factor = default_scale(query.size(3)) if scale is None else checks.scale(scale)
     query = shapes.dense_rows(query)
     graph = _is_compiling() or _is_exporting()

@@ -1,24 +1,37 @@
-"""What is wrong with the arguments of :func:`selfattn_ext.attention_with_kvcache`.
+"""What is wrong with the arguments of :func:`selfattn_ext.attention_with_kvcache` and of KVCache.
 
-``arguments`` is called once something has refused a call (Note [Refusals] in :mod:`selfattn_ext.functional`);
-the other functions are on the way of every call that they concern.
+``attention``, ``append`` and ``attend`` are called once something has refused a call (Note [Refusals] in
+:mod:`selfattn_ext.functional`); the other functions are on the way of every call that they concern.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from . import capture, checks, shapes
+from . import arguments, capture, checks, checks_sequences, shapes
 
-__all__ = ["arguments", "is_transposed", "mask", "no_derivatives", "values"]
+__all__ = [
+    "Step",
+    "append",
+    "attend",
+    "attention",
+    "is_transposed",
+    "mask",
+    "no_derivatives",
+    "step_of",
+    "values",
+]
 
 _INTEGERS = (torch.int32, torch.int64)
+_CAUSAL_BIAS = (
+    "attn_mask is a CausalBias, whose rule does not know the lengths of caches; pass is_causal=True"
+)
 
 
 def is_transposed(query: Tensor, key_cache: Tensor, key: Tensor | None) -> bool:
@@ -40,9 +53,7 @@ def _fits(query: Tensor, key_cache: Tensor, key: Tensor | None, heads: int) -> b
 def mask(value: Any, form: shapes.Canonical) -> Tensor:
     """A mask in the operators' form."""
     if checks.is_causal_bias(value):
-        raise TypeError(
-            "attn_mask is a CausalBias, whose rule does not know the lengths of caches; pass is_causal=True"
-        )
+        raise TypeError(_CAUSAL_BIAS)
     return shapes.mask_four_dimensional(checks.mask("attn_mask", value), form)
 
 
@@ -78,7 +89,7 @@ def lengths(before: Tensor, new: int, key_cache: Tensor, table: Tensor | None) -
     """Lengths (B,) and a table on the CPU against a cache, its heads in dimension 1."""
     count, rows = key_cache.size(0), key_cache.size(2)
     capacity = rows if table is None else table.size(1) * rows
-    wrong = (before < 0) | (before + new > capacity)
+    wrong = (before < 0) | (before > capacity - new)
     if wrong.any():
         b = int(wrong.nonzero()[0])
         held = int(before[b])
@@ -120,20 +131,18 @@ def _integers(name: str, value: Any, query: Tensor, batch: int) -> None:
     if value.dtype not in _INTEGERS:
         raise TypeError(f"{name} must be an int, or an int32 or int64 tensor, got {value.dtype}")
     checks.on_device(name, value, "query", query.device)
-    if tuple(value.shape) != (batch,):
+    if value.dim() and tuple(value.shape) != (batch,):
         raise ValueError(
             f"{name} must be an int or one number for each of the {batch} sequences, but its shape is "
             f"{tuple(value.shape)}"
         )
 
 
-def _as_cast(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Under autocast, everything in the dtype of the cache, as the call has it."""
-    given = [tensor for tensor in tensors.values() if isinstance(tensor, Tensor)]
-    if len(given) < len(tensors) or not torch.is_autocast_enabled(given[0].device.type):
-        return tensors
-    dtype = tensors["key_cache"].dtype
-    return {name: tensor if "cache" in name else tensor.to(dtype) for name, tensor in tensors.items()}
+def _as_cast(tokens: dict[str, Any], cache: Any) -> dict[str, Any]:
+    """Under autocast, query, key and value in the dtype of the cache, as the call has them."""
+    if any(not isinstance(tensor, Tensor) or tensor.is_meta for tensor in (cache, *tokens.values())):
+        return tokens  # which is wrong in any case
+    return dict(zip(tokens, arguments.autocast(*tokens.values(), dtype=cache.dtype), strict=True))
 
 
 def _table(value: Any, query: Tensor) -> None:
@@ -152,7 +161,7 @@ def _shapes(tensors: dict[str, Tensor], transposed: bool, table: Tensor | None) 
     """Of query, key_cache, value_cache and, where given, key and value."""
     heads, rows = (2, 1) if transposed else (1, 2)
     layout = "blhd" if transposed else "bhld"
-    said = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+    said = _said(tensors)
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions, but the shapes are {said}")
@@ -186,7 +195,7 @@ def _shapes(tensors: dict[str, Tensor], transposed: bool, table: Tensor | None) 
             raise ValueError(f"{name} is written to, but expanded: strides {cache.stride()}")
 
 
-def arguments(
+def attention(
     query: Any,
     key_cache: Any,
     value_cache: Any,
@@ -205,19 +214,20 @@ def arguments(
     sinks: Any = None,
     query_offset: Any = None,
     transposed: bool = False,
-    known: bool = False,
 ) -> None:
-    """Every argument; ``transposed`` says what a layout of None was taken for, ``known`` that lengths and
-    pages are right.
+    """Every argument of :func:`selfattn_ext.attention_with_kvcache`; ``transposed`` says what a layout of
+    None was taken for.
     """
     if layout not in (None, "bhld", "blhd"):
         raise ValueError(f'layout must be "bhld", "blhd" or None, got {layout!r}')
     if (key is None) != (value is None):
         raise ValueError("key and value must be given together, or neither")
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
+    tokens = {"query": query}
     if key is not None:
-        tensors |= {"key": key, "value": value}
-    checks.floats(_as_cast(tensors))
+        tokens |= {"key": key, "value": value}
+    tensors |= _as_cast(tokens, key_cache)
+    checks.floats(tensors)
     if block_table is not None:
         _table(block_table, query)
     _shapes(tensors, transposed, block_table)
@@ -230,6 +240,8 @@ def arguments(
         raise ValueError("cache_seqlens must be given where key and value are: they go behind that many keys")
     if query_offset is not None:
         _integers("query_offset", query_offset, query, batch)
+        if isinstance(query_offset, Tensor) and query_offset.dim():
+            checks_sequences.position_values(query_offset)
     no_derivatives((*tensors.values(), attn_mask, alibi_slopes, sinks))
     if block_table is not None and key_cache.size(rows) == 0:
         raise ValueError(f"pages must have at least one row, but key_cache is {tuple(key_cache.shape)}")
@@ -239,11 +251,99 @@ def arguments(
     )
     if attn_mask is not None:
         mask(attn_mask, shapes.Canonical(query, key_cache, value_cache, (batch,), 4))
-    if known or torch.compiler.is_dynamo_compiling() or isinstance(key_cache, FakeTensor):
+    if torch.compiler.is_dynamo_compiling() or isinstance(key_cache, FakeTensor):
         return
     if isinstance(cache_seqlens, Tensor):
-        before = cache_seqlens.detach().cpu().long()
+        before = cache_seqlens.detach().cpu().long().expand(batch)
     else:
         before = torch.full((batch,), capacity if cache_seqlens is None else int(cache_seqlens), device="cpu")
     table = None if block_table is None else block_table.cpu()
     lengths(before, new, key_cache.transpose(1, 2) if transposed else key_cache, table)
+
+
+class Step(NamedTuple):
+    """How many tokens a step of a :class:`selfattn_ext.KVCache` has."""
+
+    batch: int  # sequences
+    total: int  # tokens of all of them
+    longest: int  # of one
+    uniform: int | None  # of each, where they have as many
+
+
+def step_of(counts: Sequence[int]) -> Step:
+    longest = max(counts, default=0)
+    return Step(len(counts), sum(counts), longest, longest if len(set(counts)) <= 1 else None)
+
+
+def append(cache: Any, now: Step, layer: Any, key: Any, value: Any) -> None:
+    """Every argument of KVCache.append."""
+    _check_tokens(cache, now, layer, {"key": key, "value": value})
+
+
+def attend(
+    cache: Any,
+    now: Step,
+    layer: Any,
+    query: Any,
+    key: Any,
+    value: Any,
+    attn_mask: Any,
+    dropout_p: Any,
+    scale: Any,
+    window_size: Any,
+    softcap: Any,
+    alibi_slopes: Any,
+    sinks: Any,
+) -> None:
+    """Every argument of KVCache.attend."""
+    tokens = {"query": query, "key": key, "value": value}
+    _check_tokens(cache, now, layer, tokens)
+    heads = 2 if cache.layout == "blhd" and query.dim() == 4 else 1
+    kv_heads = key.size(heads)
+    if query.size(heads) % kv_heads:
+        raise ValueError(
+            f"the cache has {kv_heads} heads, which do not divide the {query.size(heads)} of query: "
+            f"{_said(tokens)}"
+        )
+    no_derivatives((attn_mask, alibi_slopes, sinks))
+    capacity = -(-cache.capacity // cache.page_size) * cache.page_size
+    scores = (now.batch, query.size(heads), now.longest, capacity)
+    checks.options(
+        query, scores, attn_mask, dropout_p, scale, window_size, softcap, alibi_slopes, sinks, scores[:2]
+    )
+    if checks.is_causal_bias(attn_mask):
+        raise TypeError(_CAUSAL_BIAS)
+
+
+def _check_tokens(cache: Any, now: Step, layer: Any, tokens: dict[str, Any]) -> None:
+    """A layer of a KVCache and what a step brings for it."""
+    if not -len(cache.keys) <= checks.integer("layer", layer) < len(cache.keys):
+        raise ValueError(f"layer must be below {len(cache.keys)}, got {layer}")
+    keys, values = cache.keys[layer], cache.values[layer]
+    checks.floats({"the cache": keys, **_as_cast(tokens, keys)})
+    said, rank = _said(tokens), tokens["key"].dim()
+    if rank not in (3, 4) or any(tensor.dim() != rank for tensor in tokens.values()):
+        raise ValueError(f"{', '.join(tokens)} must all have 4 dimensions, or 3 if packed: {said}")
+    transposed = cache.layout == "blhd"
+    kv_heads = keys.size(2 if transposed else 1)
+    heads, rows = (1, 0) if rank == 3 else (2, 1) if transposed else (1, 2)
+    for name, tensor in tokens.items():
+        if rank == 3 and tensor.size(0) != now.total:
+            raise ValueError(f"the step has {now.total} tokens, but packed {name} {tensor.size(0)}: {said}")
+        if rank == 4 and (tensor.size(0), tensor.size(rows)) != (now.batch, now.uniform):
+            asked = "different numbers of" if now.uniform is None else now.uniform
+            raise ValueError(
+                f"the step has {now.batch} sequences with {asked} tokens each, but {name} has a batch of "
+                f"{tensor.size(0)} with {tensor.size(rows)} in the layout {cache.layout!r}; pack tokens as "
+                f"(total, H, E) where their numbers differ: {said}"
+            )
+        width = (values if name == "value" else keys).size(-1)
+        if tensor.size(-1) != width:
+            raise ValueError(f"{name} must have the head dim {width} of the cache: {said}")
+        if name != "query" and tensor.size(heads) != kv_heads:
+            raise ValueError(f"{name} must have the {kv_heads} heads of the cache: {said}")
+    no_derivatives(list(tokens.values()))
+
+
+def _said(tensors: dict[str, Tensor]) -> str:
+    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())

@@ -149,6 +149,8 @@ def mask_four_dimensional(mask: Tensor, form: Canonical) -> Tensor:
     rank = mask.dim()
     if rank == 4 and len(form.lead) == 1:
         return mask
+    while rank > len(form.lead) + 3 and mask.shape[0] == 1:
+        mask, rank = mask.squeeze(0), rank - 1
     if rank == 2:
         return mask.view(1, 1, *mask.shape)
     if rank < 4:

@@ -11,11 +11,10 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import arguments, autograd, backends, checks, checks_sequences, composed, overrides
+from . import arguments, checks, checks_sequences, general, overrides
 
 __all__ = ["varlen_attention"]
 
-_EVERYTHING = (-1, -1)
 _is_overridden = torch.overrides.has_torch_function_variadic
 Masks = Tensor | Sequence[Tensor]
 
@@ -84,7 +83,7 @@ def varlen_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: Sequence[int] = _EVERYTHING,
+    window_size: Sequence[int] = general.EVERYTHING,
     softcap: float = 0.0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
@@ -175,12 +174,7 @@ def varlen_attention(
             options["query_offsets"] = checks_sequences.indices("query_offset", query_offset)
         elif query_offset is not arguments.ORIGIN:
             options["query_offset"] = checks.integer("query_offset", query_offset)
-        if window_size is not _EVERYTHING:
-            arguments.add_window(options, window_size)
-        if softcap:
-            options["softcap"] = checks.softcap(softcap)
-        if kernel := backends.forced_kernel():
-            options["kernel_name"] = kernel
+        general.add_rules(options, window_size, softcap)
         if isinstance(attn_mask, (list, tuple)):
             longest = (options["max_seqlen_q"], options["max_seqlen_k"])
             checks_sequences.mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, longest)
@@ -188,61 +182,18 @@ def varlen_attention(
         elif checks.is_causal_bias(attn_mask):
             raise TypeError("a CausalBias is for one length")
 
-        form, mask, slopes, sink_logits, factor = arguments.prepared(
-            _four_dimensional(query),
-            _four_dimensional(key),
-            _four_dimensional(value),
-            attn_mask,
-            is_causal,
-            scale,
-            enable_gqa,
-            alibi_slopes,
-            sinks,
-            options,
+        out, weights, lse = general.attention(
+            _four_dimensional(query), _four_dimensional(key), _four_dimensional(value), attn_mask, dropout_p,
+            is_causal, scale, enable_gqa, alibi_slopes, sinks, options, return_weights, return_lse,
             batch=cu_seqlens_q.shape[0] - 1,
-        )
-        seed = None
-        if dropout_p:
-            options["dropout_p"] = checks.probability("dropout_p", dropout_p)
-            seed = torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
-        attend = composed.attention if composed.wanted() else autograd.attention
-        out, weights, lse = attend(
-            (form.query, form.key, form.value, mask, slopes, sink_logits, seed),
-            factor,
-            options,
-            return_weights,
-            return_lse,
-        )
-    except MemoryError as error:
-        raise checks.out_of_memory(error, query) from None
-    except checks.REFUSALS:
-        problem = checks.diagnose(
-            checks_sequences.varlen,
-            query,
-            key,
-            value,
-            cu_seqlens_q,
-            cu_seqlens_k,
-            max_seqlen_q,
-            max_seqlen_k,
-            attn_mask,
-            dropout_p,
-            scale,
-            enable_gqa,
-            window_size=window_size,
-            softcap_=softcap,
-            alibi_slopes=alibi_slopes,
-            sinks=sinks,
-            query_offset=query_offset,
-        )
-        if problem is None:
-            raise
-        raise problem from None
-    out = out.squeeze(0).transpose(0, 1)
-    lse = None if lse is None else lse.squeeze(0)
-    if return_weights:
-        return (out, weights, lse) if return_lse else (out, weights)
-    return (out, lse) if return_lse else out
+        )  # fmt: skip
+    except checks.REFUSALS as refusal:
+        raise checks.explained(
+            refusal, checks_sequences.varlen, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            max_seqlen_k, attn_mask, dropout_p, scale, enable_gqa, window_size=window_size, softcap_=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
+        ) from None  # fmt: skip
+    return general.results(out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0))
 
 
 def _four_dimensional(tensor: Tensor) -> Tensor:

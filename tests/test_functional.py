@@ -99,10 +99,11 @@ def test_masks_broadcast(shape: tuple[int, ...], kind: str) -> None:
 
 def test_mask_of_many_leading_dimensions() -> None:
     query, key, value = qkv((3, 2, 2, 5, 4), (3, 2, 2, 6, 4), (3, 2, 2, 6, 4))
-    for shape in [(3, 1, 1, 5, 6), (1, 2, 1, 1, 6), (2, 1, 5, 6), (3, 2, 2, 5, 6)]:
+    for shape in [(3, 1, 1, 5, 6), (1, 2, 1, 1, 6), (2, 1, 5, 6), (3, 2, 2, 5, 6), (1, 3, 1, 2, 5, 6)]:
         mask = torch.randn(shape).double().requires_grad_()
         out = scaled_dot_product_attention(query, key, value, mask)
-        expected = F.scaled_dot_product_attention(query, key, value, mask.expand(3, 2, 2, 5, 6))
+        full = mask.reshape(shape[-5:]).expand(3, 2, 2, 5, 6)
+        expected = F.scaled_dot_product_attention(query, key, value, full)
         torch.testing.assert_close(out, expected)
         (grad,) = torch.autograd.grad(out.sin().sum(), mask)
         torch.testing.assert_close(grad, torch.autograd.grad(expected.sin().sum(), mask)[0])

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.bias import causal_lower_right
 
 from selfattn_ext import KVCache, attention_with_kvcache, scaled_dot_product_attention
 
@@ -19,6 +24,12 @@ FORMS: list[dict[str, Any]] = [{}, {"layout": "blhd"}, {"page_size": 3}, {"page_
 
 def cache_of(sequences: int = 3, capacity: int = 12, **options: Any) -> KVCache:
     return KVCache(LAYERS, sequences, KV_HEADS, DIM, capacity, **options)
+
+
+#: The tokens of a step of three sequences with one each, packed.
+PACKED = {"query": torch.randn(3, HEADS, DIM)} | dict.fromkeys(
+    ("key", "value"), torch.randn(3, KV_HEADS, DIM)
+)
 
 
 class Sequences:
@@ -145,10 +156,10 @@ def test_pages_are_taken_when_needed_and_come_back() -> None:
     assert cache.free_pages == 2
     cache.free(0)
     assert cache.free_pages == 3
-    held = cache._held[1]
+    held = cache._pool._held[1]
     cache.extend(12, [0])
     assert cache.free_pages == 0
-    assert len({*cache._held[0], *held, *cache._held[2]}) == 5
+    assert len({*cache._pool._held[0], *held, *cache._pool._held[2]}) == 5
     cache.reset()
     assert cache.free_pages == 5
     assert cache.lengths == [0, 0, 0]
@@ -179,17 +190,27 @@ def test_pools_and_sequences_that_are_full_change_nothing() -> None:
         (
             {"query": torch.randn(4, 4, 8), "key": torch.randn(4, 2, 8), "value": torch.randn(4, 2, 8)},
             ValueError,
-            "the step has 3 tokens, but packed query",
+            "the step has 3 tokens, but packed query 4",
         ),
-        ({"query": torch.randn(3, 4, 8)}, ValueError, "key must have 4 dimensions like query"),
+        ({**PACKED, "value": torch.randn(2, 2, 8)}, ValueError, "the step has 3 tokens, but packed value 2"),
+        ({**PACKED, "attn_mask": torch.ones(2, 12)}, ValueError, r"\(2, 12\) .* \(3, 4, 1, 12\)"),
+        ({**PACKED, "alibi_slopes": torch.ones(3)}, ValueError, r"alibi_slopes of shape \(3,\)"),
+        ({**PACKED, "sinks": [1.0] * 4}, TypeError, "sinks must be a torch.Tensor, got list"),
+        ({"attn_mask": causal_lower_right(1, 12)}, TypeError, "attn_mask is a CausalBias"),
+        ({"query": torch.randn(3, 4, 8)}, ValueError, "query, key, value must all have 4 dimensions"),
+        ({"query": None}, TypeError, "query must be a torch.Tensor"),
+        ({"query": torch.randn(3, 4, 1, 8).to("meta")}, ValueError, "query is on meta and the cache on cpu"),
         ({"key": torch.randn(3, 2, 1, 8).double()}, TypeError, "key is torch.float64"),
-        ({"key": torch.randn(3, 2, 1, 7)}, ValueError, "key must be"),
+        ({"key": torch.randn(3, 2, 1, 7)}, ValueError, "key must have the head dim 8 of the cache"),
+        ({"value": torch.randn(3, 1, 1, 8)}, ValueError, "value must have the 2 heads of the cache"),
+        ({"value": torch.randn(2, 2, 1, 8)}, ValueError, "value has a batch of 2 with 1 in the layout"),
         ({"query": torch.randn(3, 3, 1, 8)}, ValueError, "do not divide"),
         ({"value": None}, TypeError, "value must be a torch.Tensor"),
         ({"layer": 2}, ValueError, "layer must be below 2, got 2"),
         ({"sinks": torch.randn(5)}, ValueError, "sinks of shape"),
         ({"window_size": (1,)}, TypeError, "window_size"),
         ({"query": torch.randn(3, 4, 1, 8, requires_grad=True)}, ValueError, "no derivatives"),
+        ({"sinks": torch.randn(4, requires_grad=True)}, ValueError, "no derivatives"),
     ],
     ids=lambda value: " and ".join(value) if isinstance(value, dict) else str(value)[:40],
 )
@@ -205,11 +226,15 @@ def test_refusals_of_a_step(
         name: value.transpose(1, 2) if swapped and isinstance(value, Tensor) and value.dim() == 4 else value
         for name, value in {"layer": 0, **given, **changes}.items()
     }
-    for tensor in cache.keys:
+    caches = [*cache.keys, *cache.values]
+    for tensor in caches:
         tensor.fill_(7)
     with pytest.raises(error, match=text):
         cache.attend(**given)
-    assert all((tensor == 7).all() for tensor in cache.keys)
+    if not changes.keys() - {"layer", "key", "value"}:
+        with pytest.raises(error, match=text):
+            cache.append(*(given[name] for name in ("layer", "key", "value")))
+    assert all((tensor == 7).all() for tensor in caches)
 
 
 @pytest.mark.parametrize(
@@ -223,11 +248,64 @@ def test_refusals_of_a_step(
         (ValueError, "once, got", lambda: cache_of().extend(1, [1, 1])),
         (ValueError, "an int or 3 numbers, got 2", lambda: cache_of().extend([1, 1])),
         (ValueError, "counts must lie between 0", lambda: cache_of().extend(-1)),
+        (TypeError, "counts must be an int, got float 1.0", lambda: cache_of().extend(1.0)),
+        (TypeError, "counts must be an int, got NoneType", lambda: cache_of().extend(None)),
+        (TypeError, "sequences must be numbers of sequences, got int 2", lambda: cache_of().extend(1, 2)),
+        (TypeError, "dtype must be float64, float32,", lambda: cache_of(dtype=torch.int32)),
     ],
 )
 def test_refusals(error: type[Exception], text: str, make: Any) -> None:
     with pytest.raises(error, match=text):
         make()
+
+
+def test_numbers_of_other_libraries_are_numbers() -> None:
+    cache = KVCache(*np.array([LAYERS, 3, KV_HEADS, DIM, 12]), page_size=torch.tensor(4), pages=np.int64(5))
+    assert type(cache.capacity) is type(cache.page_size) is type(cache.free_pages) is int
+    cache.extend(np.int64(1))
+    cache.extend(torch.tensor([1, 2]), np.array([2, 0]))
+    assert cache.lengths == [3, 1, 2]
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_copies_go_on_by_themselves(copied: Any, form: dict[str, Any]) -> None:
+    cache, sequences = cache_of(**form), Sequences()
+    sequences.step(cache, [4, 1, 7])
+    other = copied(cache)
+    for tensor in (*cache.keys, *cache.values):
+        tensor.fill_(torch.nan)
+    sequences.step(other, 1)
+    assert cache.lengths == [4, 1, 7]
+    # What the copy shows is what it writes to.
+    for tensor in (*other.keys, *other.values):
+        tensor.fill_(torch.nan)
+    other.extend()
+    query, key, value, _ = sequences.pieces(other, [5, 2, 8], [0, 1, 2])
+    assert other.attend(0, query, key, value).isnan().all()
+
+
+def test_autocast_takes_the_dtype_of_the_cache() -> None:
+    cache = cache_of(dtype=torch.bfloat16)
+    written = []
+    for enabled in (True, False):
+        cache.reset()
+        cache.extend()
+        with torch.autocast("cpu", torch.float16, enabled=enabled):
+            given = PACKED if enabled else {name: tensor.bfloat16() for name, tensor in PACKED.items()}
+            cache.append(0, given["key"], given["value"])
+            written += [cache.keys[0][:, :, 0].clone(), cache.attend(1, **given)]
+    assert torch.equal(written[0], written[2])
+    assert torch.equal(written[1], written[3])
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_shapes_without_data(form: dict[str, Any]) -> None:
+    with FakeTensorMode():
+        cache = cache_of(**form)
+        cache.extend([4, 0, 2])
+        query, key = torch.randn(6, HEADS, DIM), torch.randn(6, KV_HEADS, DIM)
+        assert cache.attend(0, query, key, key).shape == query.shape
 
 
 @pytest.mark.parametrize("form", FORMS[::3], ids=str)

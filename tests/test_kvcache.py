@@ -125,7 +125,10 @@ def test_prefill_and_steps_are_one_causal_pass(page_size: int) -> None:
     torch.testing.assert_close(torch.cat(outs, 2), whole)
 
 
-@pytest.mark.parametrize("length", [5, torch.tensor([5, 5, 5], dtype=torch.int32)], ids=["int", "int32"])
+LENGTHS = {"int": 5, "int32": torch.tensor([5, 5, 5], dtype=torch.int32), "one": torch.tensor(5)}
+
+
+@pytest.mark.parametrize("length", LENGTHS.values(), ids=LENGTHS)
 def test_lengths_of_every_kind(length: int | Tensor) -> None:
     step = replace(STEP, lengths=(5, 5, 5), queries=2, new=2)
     expected = check(step, is_causal=True)
@@ -179,6 +182,23 @@ def test_autocast_takes_the_dtype_of_the_cache() -> None:
         given[name] = given[name].float()
     with torch.autocast(torch.get_default_device().type, torch.bfloat16):
         assert torch.equal(attention_with_kvcache(**given), expected)
+        with pytest.raises(TypeError, match=r"query must be float64, .* got torch.int32"):
+            attention_with_kvcache(**given | {"query": given["query"].int()})
+
+
+def test_tensors_without_data_are_refused() -> None:
+    given = {name: tensor.to("meta") for name, tensor in STEP.inputs().items()}
+    with pytest.raises(ValueError, match="query is on the meta device"):
+        attention_with_kvcache(**given)
+
+
+@pytest.mark.parametrize("page_size", [0, 4])
+def test_values_may_be_features_of_the_keys(page_size: int) -> None:
+    """As in models whose keys and values are one compressed vector: written once, in place."""
+    step = replace(STEP, heads=8, kv_heads=1, head_dim=9, page_size=page_size)
+    given = step.inputs()
+    given["value_cache"], given["value"] = given["key_cache"][..., :5], given["key"][..., :5]
+    check(step, given, is_causal=True)
 
 
 PAGED = replace(STEP, page_size=4)
@@ -210,6 +230,8 @@ REFUSED: list[tuple[Step, dict[str, Any], type[Exception], str]] = [
     (STEP, {"dropout_p": 2.0}, ValueError, "dropout_p"),
     (STEP, {"layout": "lbhd"}, ValueError, "layout must be"),
     (STEP, {"query_offset": torch.zeros(2).long()}, ValueError, "query_offset must be an int or one number"),
+    (STEP, {"query_offset": torch.tensor([0, 0, 2**41])}, ValueError, "query_offset must lie .* got 2199"),
+    (STEP, {"cache_seqlens": torch.tensor([0, 0, 2**63 - 1])}, ValueError, "cache_seqlens must lie between"),
     (STEP, {"key_cache": torch.zeros(3, 2, 8, 20).mT}, ValueError, "key_cache must be dense"),
     (STEP, {"value_cache": torch.zeros(1, 2, 20, 5).expand(3, -1, -1, -1)}, ValueError, "but expanded"),
     (PAGED, {"cache_seqlens": torch.tensor([3, 20, 1])}, ValueError, "sequence 1 of the cache is full"),

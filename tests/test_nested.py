@@ -158,7 +158,7 @@ def test_weights_and_lse() -> None:
 
 def test_a_mask_for_each_sequence() -> None:
     x = heads(jagged((3, 6), 2, 8))
-    masks = [torch.randn(3, 3), torch.randn(6, 6)]
+    masks = [torch.randn(3, 3), torch.randn(1, 2, 6, 6)]
     out = scaled_dot_product_attention(x, x, x, masks)
     for part, q, mask in zip(out.unbind(), x.unbind(), masks, strict=True):
         torch.testing.assert_close(part, scaled_dot_product_attention(q, q, q, mask))

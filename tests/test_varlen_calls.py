@@ -66,6 +66,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "offsets of bytes": ({"cu_seqlens_k": OFFSETS.byte()}, TypeError, ["cu_seqlens_k", "int64", "uint8"]),
     "offsets in a list": ({"cu_seqlens_q": [0, 2, 9]}, TypeError, ["cu_seqlens_q", "tensor", "list"]),
     "no offsets": ({"cu_seqlens_k": None}, TypeError, ["cu_seqlens_k", "NoneType"]),
+    "sparse offsets": ({"cu_seqlens_q": OFFSETS.to_sparse()}, TypeError, ["cu_seqlens_q", "dense", "sparse"]),
     "offsets in two dimensions": ({"cu_seqlens_q": OFFSETS[None]}, ValueError, ["one dimension", "(1, 4)"]),
     "empty offsets": ({"cu_seqlens_q": index()}, ValueError, ["cu_seqlens_q", "more than", "empty"]),
     "start": ({"cu_seqlens_q": index(1, 2, 2, 9)}, ValueError, ["cu_seqlens_q", "start with 0", "got 1"]),
@@ -108,6 +109,11 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         {"attn_mask": [MASKS[0], MASKS[1] > 0, MASKS[2]]},
         TypeError,
         ["attn_mask[1]", "bool", "float32"],
+    ),
+    "masks for more than memory": (
+        {"attn_mask": MASKS, "max_seqlen_q": 2**39, "max_seqlen_k": 2**39},
+        ValueError,
+        ["attn_mask", "padded", str(2**39)],
     ),
     "masks that are none": ({"attn_mask": [None] * 3}, TypeError, ["attn_mask[0]", "NoneType"]),
     "CausalBias in a list": (

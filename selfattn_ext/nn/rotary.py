@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from .. import checks
 from ..reference import accumulation_dtype
 
 __all__ = ["RotaryFactors", "apply_rotary", "rotary_embedding", "rotary_factors"]
@@ -52,6 +53,7 @@ def rotary_embedding(
         positions = torch.arange(x.shape[-2], device=x.device)
     else:
         _check_broadcastable(positions, x)
+        checks.on_device("positions", positions, "x", x.device)
     dtype = accumulation_dtype(x.dtype)
     return _rotated(x, rotary_factors(positions, x.shape[-1], base=base, dtype=dtype), interleaved)
 
@@ -79,20 +81,26 @@ def rotary_factors(
     Raises:
         TypeError, ValueError: naming the argument, what was given and what is allowed.
     """
-    if not isinstance(positions, Tensor) or positions.is_complex():
-        raise TypeError(f"positions must be a tensor of real numbers, got {_kind(positions)}")
+    _check_real("positions", positions)
+    features = checks.integer("features", features)
     if features <= 0 or features % 2:
         raise ValueError(f"features must be an even number above 0, got {features}")
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise TypeError(f"dtype must be a float dtype, got {dtype}")
     if frequencies is None:
-        if not base > 0:
+        base = checks.number("base", base)
+        if base <= 0:
             raise ValueError(f"base must be positive, got {base}")
         exponents = torch.arange(0, features, 2, device=positions.device, dtype=torch.float64) / features
         frequencies = base**-exponents
-    elif tuple(frequencies.shape) != (features // 2,):
-        raise ValueError(
-            f"frequencies must have the shape {(features // 2,)}, one per pair, but theirs is "
-            f"{tuple(frequencies.shape)}"
-        )
+    else:
+        _check_real("frequencies", frequencies)
+        if tuple(frequencies.shape) != (features // 2,):
+            raise ValueError(
+                f"frequencies must have the shape {(features // 2,)}, one per pair, but theirs is "
+                f"{tuple(frequencies.shape)}"
+            )
+        checks.on_device("frequencies", frequencies, "positions", positions.device)
     angles = positions.to(torch.float64).unsqueeze(-1) * frequencies.to(torch.float64)
     return RotaryFactors(angles.cos().to(dtype), angles.sin().to(dtype))
 
@@ -130,18 +138,25 @@ def apply_rotary(
             f"x must be (B, H, L, D), (B, L, H, D) or packed (total, H, D), got {tuple(x.shape)}"
         )
     if isinstance(positions, Tensor):
-        if x.shape[-1] % 2:
-            raise ValueError(f"x must have an even number of features D, got {tuple(x.shape)}")
+        if x.shape[-1] % 2 or x.shape[-1] == 0:
+            raise ValueError(f"x must have an even number of features D above 0, got {tuple(x.shape)}")
         factors = rotary_factors(positions, x.shape[-1], base=base, dtype=accumulation_dtype(x.dtype))
     elif isinstance(positions, tuple) and len(positions) == 2:
         factors = RotaryFactors(*positions)
+        for name, part in factors._asdict().items():
+            if not isinstance(part, Tensor) or not part.is_floating_point() or part.shape != factors[0].shape:
+                raise TypeError(
+                    "positions as factors must be two float tensors of one shape, as rotary_factors returns "
+                    f"them, but {name} is {checks.described(part)}"
+                )
     else:
         raise TypeError(f"positions must be a tensor or what rotary_factors returns, got {_kind(positions)}")
     cos, sin = factors
+    checks.on_device("positions", cos, "x", x.device)
     heads = -3 if x.dim() == 4 and layout == "bhld" else -2  # where x has its heads
     tokens = tuple(x.shape[:-3] + x.shape[-2:-1] if heads == -3 else x.shape[:-2])
     given = tuple(cos.shape[:-1])
-    if cos.shape != sin.shape or given not in (tokens, tokens[-1:], (1, *tokens[-1:])):
+    if given not in (tokens, tokens[-1:], (1, *tokens[-1:])):
         allowed = f"{tokens} or {tokens[1:]}" if x.dim() == 4 else f"{tokens}"
         raise ValueError(f"positions must be {allowed} for x of shape {tuple(x.shape)}, got {given}")
     if 2 * cos.shape[-1] > x.shape[-1]:
@@ -170,6 +185,11 @@ def _check_features(x: Tensor) -> None:
         raise TypeError(f"x must be a float tensor, got {_kind(x)}")
     if x.dim() < 2:
         raise ValueError(f"x must be (..., L, D) with even D, got {tuple(x.shape)}")
+
+
+def _check_real(name: str, value: Tensor) -> None:
+    if not isinstance(value, Tensor) or value.is_complex():
+        raise TypeError(f"{name} must be a tensor of real numbers, got {_kind(value)}")
 
 
 def _check_broadcastable(positions: Tensor, x: Tensor) -> None:

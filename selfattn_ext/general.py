@@ -1,0 +1,81 @@
+"""The way of a call that the attention functions share, from their options to their results.
+
+Dense, packed and nested calls go through :func:`attention`, with gradients; calls on a cache have a way of
+their own in :mod:`selfattn_ext.kvcache_attention` and take the rest from here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from . import arguments, autograd, backends, checks, composed, shapes
+from .arguments import Maybe, Options
+
+__all__ = ["EVERYTHING", "add_rules", "attention", "dropout_seed", "results"]
+
+#: The default window_size, to be compared by identity, which is the cheapest question.
+EVERYTHING = (-1, -1)
+
+
+def add_rules(options: Options, window_size: Sequence[int], softcap: float) -> None:
+    """Adds the window, the softcap and the kernel asked for to the options."""
+    if window_size is not EVERYTHING:
+        arguments.add_window(options, window_size)
+    if softcap:
+        options["softcap"] = checks.softcap(softcap)
+    if backends.forcing and (kernel := backends.forced_kernel()):
+        options["kernel_name"] = kernel
+
+
+def dropout_seed(options: Options, dropout_p: float, query: Tensor) -> Maybe:
+    """Adds the probability to the options; a seed from torch's generator on that device, None for 0."""
+    if not dropout_p:
+        return None
+    options["dropout_p"] = checks.probability("dropout_p", dropout_p)
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
+
+
+def attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Any,
+    dropout_p: float,
+    is_causal: bool,
+    scale: float | None,
+    enable_gqa: bool,
+    alibi_slopes: Maybe,
+    sinks: Maybe,
+    options: Options,
+    want_weights: bool,
+    want_lse: bool,
+    batch: int | None = None,
+) -> tuple[Tensor, Maybe, Maybe]:
+    """Differentiable attention, eager, compiled and transformed: (out, weights if wanted, lse if wanted).
+
+    ``options`` have what belongs to positions, the rules and the kernel; ``batch`` is the number of sequences
+    where query, key and value are packed, (1, H, total, E).
+    """
+    form, mask, slopes, sink_logits, factor = arguments.prepared(
+        query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options, batch
+    )
+    seed = dropout_seed(options, dropout_p, query)
+    attend = composed.attention if composed.wanted() else autograd.attention
+    tensors = (form.query, form.key, form.value, mask, slopes, sink_logits, seed)
+    out, weights, lse = attend(tensors, factor, options, want_weights, want_lse)
+    if form.rank != 4:
+        out = shapes.restored(out, form)
+        weights = None if weights is None else shapes.restored(weights, form)
+        lse = None if lse is None else shapes.restored(lse, form)
+    return out, weights, lse
+
+
+def results(out: Tensor, weights: Maybe, lse: Maybe) -> Any:
+    """What a public function returns: out, or a tuple of that and of what else was asked for."""
+    if weights is None:
+        return out if lse is None else (out, lse)
+    return (out, weights) if lse is None else (out, weights, lse)

@@ -1,0 +1,51 @@
+"""Which pages of a pool belong to which sequence of a :class:`selfattn_ext.KVCache`."""
+
+from __future__ import annotations
+
+import torch
+
+__all__ = ["PagePool"]
+
+
+class PagePool:
+    """Pages that sequences take as they grow, and give back as they shrink.
+
+    Args:
+        pages: how many there are.
+        page_size: tokens per page.
+        sequences: how many sequences share them.
+        columns: the most pages that a sequence can have.
+
+    Attributes:
+        table: (sequences, columns), int32 on the CPU: the pages of each sequence, in the order of its tokens.
+            What lies behind them is left over from before.
+    """
+
+    def __init__(self, pages: int, page_size: int, sequences: int, columns: int) -> None:
+        self.page_size = page_size
+        self.table = torch.zeros(sequences, columns, dtype=torch.int32, device="cpu")
+        self._free = list(range(pages - 1, -1, -1))
+        self._held: list[list[int]] = [[] for _ in range(sequences)]
+
+    @property
+    def free(self) -> int:
+        """How many pages nobody has."""
+        return len(self._free)
+
+    def lacking(self, sequence: int, length: int) -> int:
+        """How many pages more a sequence would need to have that many tokens."""
+        return self._pages_of(length) - len(self._held[sequence])
+
+    def resize(self, sequence: int, length: int) -> None:
+        """Has a sequence hold the pages for that many tokens, no more; there are enough."""
+        held, count = self._held[sequence], self._pages_of(length)
+        first = len(held)
+        while len(held) > count:
+            self._free.append(held.pop())
+        while len(held) < count:
+            held.append(self._free.pop())
+        if count > first:
+            self.table[sequence, first:count] = torch.tensor(held[first:], dtype=torch.int32, device="cpu")
+
+    def _pages_of(self, length: int) -> int:
+        return -(-length // self.page_size)
