@@ -20,7 +20,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import capture, checks, shapes
 
-__all__ = ["indices", "look", "mask_list", "position_values", "values", "varlen"]
+__all__ = ["indices", "look", "mask_list", "per_sequence", "position_values", "values", "varlen"]
 
 _INTEGERS = (torch.int32, torch.int64)
 _functorch = torch._C._functorch
@@ -129,17 +129,29 @@ def position_values(positions: Tensor) -> None:
         checks.integer("query_offset", value)
 
 
-def _index_tensor(name: str, value: Any, query: Tensor) -> None:
-    if isinstance(value, Tensor):
-        checks.dense_tensor(name, value)
-    indices(name, value)
-    checks.on_device(name, value, "query", query.device)
+def per_sequence(name: str, value: Any, query: Tensor, batch: int) -> None:
+    """An int for all sequences, or a tensor with one for each."""
+    allowed = f"{name} must be an int, or an int32 or int64 tensor with one for each of the {batch} sequences"
+    if isinstance(value, Tensor) and value.dim():
+        if checks.dense_tensor(name, value).dtype not in _INTEGERS:
+            raise TypeError(f"{allowed}, got {checks.described(value)}")
+        checks.on_device(name, value, "query", query.device)
+        if tuple(value.shape) != (batch,):
+            raise ValueError(f"{allowed}, got {checks.described(value)}")
+        return
+    try:
+        checks.integer(name, value)
+    except TypeError:
+        raise TypeError(f"{allowed}, got {checks.described(value)}") from None
 
 
 def _offsets(side: str, value: Any, longest: Any, tensor: Tensor, query: Tensor) -> None:
     """An offset tensor with its longest length."""
     name = f"cu_seqlens_{side}"
-    _index_tensor(name, value, query)
+    if isinstance(value, Tensor):
+        checks.dense_tensor(name, value)
+    indices(name, value)
+    checks.on_device(name, value, "query", query.device)
     if value.shape[0] == 0:
         raise ValueError(f"{name} must have an element more than there are sequences, got an empty tensor")
     checks.integer(f"max_seqlen_{side}", longest, 0)
@@ -228,16 +240,9 @@ def varlen(
             f"cu_seqlens_q and cu_seqlens_k must have as many elements, one more than sequences, but they "
             f"have {batch + 1} and {cu_seqlens_k.shape[0]}"
         )
+    per_sequence("query_offset", query_offset, query, batch)
     if isinstance(query_offset, Tensor) and query_offset.dim():
-        _index_tensor("query_offset", query_offset, query)
-        if query_offset.shape[0] != batch:
-            raise ValueError(
-                f"query_offset must be an int or have a number for each of the {batch} sequences, got a "
-                f"tensor of shape {tuple(query_offset.shape)}"
-            )
         position_values(query_offset)
-    else:
-        checks.integer("query_offset", query_offset)
     scores = (batch, query.shape[1], max_seqlen_q, max_seqlen_k)
     if isinstance(attn_mask, (list, tuple)):
         mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))

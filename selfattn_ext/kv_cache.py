@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, checks, general, kvcache_attention, kvcache_checks, ops, shapes
+from . import checks, general, kvcache_attention, kvcache_checks
 from .arguments import Options
 from .page_pool import PagePool
 
@@ -262,21 +262,16 @@ class KVCache:
         return general.results(out, weights, lse)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
-        """Writes the keys and values of the step into a layer, shaped as for :meth:`attend`, and no more."""
+        """Writes the keys and values of the step into a layer, shaped as for :meth:`attend`, and no more.
+
+        Raises:
+            ValueError, TypeError: as there.
+        """
         try:
             keys, values = self._caches(layer)
             (k, v), options = self._operands(key, value)
-            kvcache_checks.no_derivatives((key, value))
-            k, v = arguments.autocast(k, v, dtype=self.dtype)
-            ops.append_to_cache(
-                keys,
-                values,
-                shapes.dense_rows(k),
-                shapes.dense_rows(v),
-                self.cache_seqlens,
-                cu_seqlens=options.get("cu_seqlens_q"),
-                block_table=self.block_table,
-            )
+            starts = options.get("cu_seqlens_q")
+            kvcache_attention.append(keys, values, k, v, self.cache_seqlens, starts, self.block_table)
         except checks.REFUSALS as refusal:
             raise checks.explained(
                 refusal, kvcache_checks.append, self, self._step, layer, key, value

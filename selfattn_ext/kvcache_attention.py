@@ -15,7 +15,7 @@ from . import arguments, checks, general, kvcache_checks, ops, overrides, shapes
 from .arguments import Maybe, Options
 from .reference import accumulation_dtype, default_scale
 
-__all__ = ["attend", "attention_with_kvcache"]
+__all__ = ["append", "attend", "attention_with_kvcache"]
 
 #: The options to which it matters where a query stands.
 _POSITIONAL = frozenset(("is_causal", "window_left", "window_right"))
@@ -59,11 +59,14 @@ def attention_with_kvcache(
     :func:`selfattn_ext.scaled_dot_product_attention`.
 
     Args:
-        query: (B, H, L, E), any number L of queries per sequence; see layout.
-        key_cache: (B, Hk, capacity, E); with a block_table pages (N, Hk, page_size, E). Written in place.
-        value_cache: the same with Ev.
+        query: (B, H, L, E), any number L of queries per sequence, float64, float32, bfloat16 or float16; see
+            layout.
+        key_cache: (B, Hk, capacity, E), same dtype; with a block_table pages (N, Hk, page_size, E). Written
+            in place, so that it may have any strides but the last, which is 1, and is not expanded.
+        value_cache: the same with Ev. It may be a view of the first features of key_cache, if value is that
+            of key.
         key, value: (B, Hk, L_new, E) and (B, Hk, L_new, Ev), what to write behind the cache_seqlens keys of
-            each sequence; or neither.
+            each sequence, no views of the rows that are written; or neither.
         cache_seqlens: how many keys each sequence has before the new ones: an int, or int32 or int64 (B,).
             Needed with key. None: the whole cache. It is not updated: the caller adds L_new.
         block_table: int32 or int64 (B, pages of a sequence): key j of sequence b is row j % page_size of the
@@ -88,11 +91,15 @@ def attention_with_kvcache(
             full cache, a page that does not exist, two sequences that would write to the same row, and inputs
             that require grad while gradients are enabled: this function has none. The cache is then
             unchanged.
+        MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
     On the CPU, lengths and page numbers are checked by the operator. On CUDA that needs a look at them, which
     waits for the GPU; not so while a CUDA graph records, in torch.compile and in
     :class:`selfattn_ext.KVCache`, which knows them. There a page or a length out of range reads and writes
     nothing outside the cache, and what it gives is undefined.
+
+    Pages are those of Kwon et al. (2023), "Efficient Memory Management for Large Language Model Serving with
+    PagedAttention".
     """
     if _is_overridden(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks) and (
         relevant := overrides.asked(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
@@ -266,3 +273,24 @@ def attend(
     if want_weights:
         weights = ops.attention_weights(query, key_cache, row_max, row_sum, factor, **options)
     return out, weights, row_max + torch.log(row_sum) if want_lse else None
+
+
+def append(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    cu_seqlens: Maybe,
+    block_table: Maybe,
+) -> None:
+    """Writes keys and values behind those of sequences that long, and no more; in the operators' form."""
+    kvcache_checks.no_derivatives((key_cache, value_cache, key, value))
+    if _is_any_autocast_enabled():
+        key, value = arguments.autocast(key, value, dtype=key_cache.dtype)
+    key, value = shapes.dense_rows(key), shapes.dense_rows(value)
+    ops.append_to_cache(
+        key_cache, value_cache, key, value, lengths, cu_seqlens=cu_seqlens, block_table=block_table
+    )
+    if not (_is_compiling() or _is_exporting()):
+        _increment_version((key_cache, value_cache))

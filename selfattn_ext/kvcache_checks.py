@@ -122,22 +122,6 @@ def lengths(before: Tensor, new: int, key_cache: Tensor, table: Tensor | None) -
         )
 
 
-def _integers(name: str, value: Any, query: Tensor, batch: int) -> None:
-    """An int, or one per sequence."""
-    if not isinstance(value, Tensor):
-        checks.integer(name, value)
-        return
-    checks.dense_tensor(name, value)
-    if value.dtype not in _INTEGERS:
-        raise TypeError(f"{name} must be an int, or an int32 or int64 tensor, got {value.dtype}")
-    checks.on_device(name, value, "query", query.device)
-    if value.dim() and tuple(value.shape) != (batch,):
-        raise ValueError(
-            f"{name} must be an int or one number for each of the {batch} sequences, but its shape is "
-            f"{tuple(value.shape)}"
-        )
-
-
 def _as_cast(tokens: dict[str, Any], cache: Any) -> dict[str, Any]:
     """Under autocast, query, key and value in the dtype of the cache, as the call has them."""
     if any(not isinstance(tensor, Tensor) or tensor.is_meta for tensor in (cache, *tokens.values())):
@@ -235,11 +219,11 @@ def attention(
     batch, new = query.size(0), 0 if key is None else key.size(rows)
     capacity = key_cache.size(rows) * (1 if block_table is None else block_table.size(1))
     if cache_seqlens is not None:
-        _integers("cache_seqlens", cache_seqlens, query, batch)
+        checks_sequences.per_sequence("cache_seqlens", cache_seqlens, query, batch)
     elif key is not None:
         raise ValueError("cache_seqlens must be given where key and value are: they go behind that many keys")
     if query_offset is not None:
-        _integers("query_offset", query_offset, query, batch)
+        checks_sequences.per_sequence("query_offset", query_offset, query, batch)
         if isinstance(query_offset, Tensor) and query_offset.dim():
             checks_sequences.position_values(query_offset)
     no_derivatives((*tensors.values(), attn_mask, alibi_slopes, sinks))

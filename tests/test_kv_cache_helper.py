@@ -299,6 +299,18 @@ def test_autocast_takes_the_dtype_of_the_cache() -> None:
     assert torch.equal(written[1], written[3])
 
 
+def test_autograd_learns_that_the_cache_has_changed() -> None:
+    tokens = {name: PACKED[name] for name in ("key", "value")}
+    for write in (lambda cache: cache.append(0, **tokens), lambda cache: cache.attend(0, **PACKED)):
+        cache = cache_of()
+        cache.extend()
+        query = torch.randn(3, HEADS, 1, DIM, requires_grad=True)
+        out = scaled_dot_product_attention(query, cache.keys[0], cache.values[0], enable_gqa=True)
+        write(cache)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            out.sum().backward()
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 def test_shapes_without_data(form: dict[str, Any]) -> None:
     with FakeTensorMode():

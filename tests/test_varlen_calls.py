@@ -89,6 +89,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "longest of floats": ({"max_seqlen_q": 7.0}, TypeError, ["max_seqlen_q", "int", "7.0"]),
     "positions": ({"query_offset": index(1, 2)}, ValueError, ["query_offset", "3 sequences", "(2,)"]),
     "positions of floats": ({"query_offset": torch.ones(3)}, TypeError, ["query_offset", "int64", "float32"]),
+    "positions in a list": ({"query_offset": [0, 1, 2]}, TypeError, ["query_offset", "tensor", "list"]),
     "positions far away": ({"query_offset": index(0, 0, 2**60)}, ValueError, ["query_offset", str(2**60)]),
     "position": ({"query_offset": 0.5}, TypeError, ["query_offset", "int", "0.5"]),
     "mask shape": (
