@@ -61,3 +61,11 @@ def test_generate(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
     assert "the tokens are the same" in capsys.readouterr().out
     assert len({*texts}) > 1
     assert main([*small, "--page-size", "5", "--pages", "27", "--at-a-time", "3"]) == texts
+
+
+@pytest.mark.parametrize("given", [["--tokens", "0"], ["", "abc"], ["--dtype", "int8"]], ids=str)
+def test_generate_refuses_nothing_to_do(given: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    main = runpy.run_path(str(EXAMPLES / "generate.py"))["main"]
+    with pytest.raises(SystemExit):
+        main(given)
+    assert "error: " in capsys.readouterr().err
