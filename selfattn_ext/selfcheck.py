@@ -18,7 +18,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfattn_ext import attention_scores, backends, masked_softmax, reference, scaled_dot_product_attention
+from selfattn_ext import (
+    attention_scores,
+    attention_with_kvcache,
+    backends,
+    masked_softmax,
+    reference,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 from selfattn_ext.terminal import Progress, describe, table
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
@@ -37,13 +45,15 @@ class Case:
     """One computation, by this package and by the formula.
 
     Both functions take the inputs as keyword arguments and return a tensor or a tuple of them; the inputs are
-    float64 tensors, converted to the dtype under test, and all of them get gradients.
+    float64 tensors, converted to the dtype under test, and all of them get gradients, unless the function has
+    none.
     """
 
     name: str
     ours: Callable[..., Any]
     formula: Callable[..., Any]
     inputs: dict[str, Tensor]
+    backward: bool = True
 
 
 @dataclass
@@ -105,6 +115,12 @@ def cases(seed: int) -> list[Case]:
             reference.attention_scores,
             {"query": normal(2, 2, 37, 24), "key": normal(2, 2, 53, 24)},
         ),
+        _packed(
+            "packed sequences",
+            {"query": normal(91, 4, 32), "key": normal(91, 2, 32), "value": normal(91, 2, 24)},
+        ),
+        _paged("cache in pages, one token", normal, 1),
+        _paged("cache in pages, a prompt", normal, 33),
     ]
 
 
@@ -126,6 +142,55 @@ def _attention(name: str, inputs: dict[str, Tensor], want: Sequence[str] = (), *
         return scaled_dot_product_attention(enable_gqa=grouped, **keywords)
 
     return Case(name, ours, formula, inputs)
+
+
+def _packed(name: str, inputs: dict[str, Tensor]) -> Case:
+    starts = torch.tensor([0, 65, 65, 66, 91])
+    options: dict[str, Any] = {"max_seqlen_q": 65, "max_seqlen_k": 65, "is_causal": True}
+
+    def ours(**tensors: Tensor) -> Any:
+        here = starts.to(tensors["query"].device)
+        return varlen_attention(**tensors, cu_seqlens_q=here, cu_seqlens_k=here, enable_gqa=True, **options)
+
+    def formula(**tensors: Tensor) -> Tensor:
+        return reference.varlen_attention(**tensors, cu_seqlens_q=starts, cu_seqlens_k=starts, **options).out
+
+    return Case(name, ours, formula, inputs)
+
+
+def _paged(name: str, normal: Callable[..., Tensor], new: int) -> Case:
+    """Two sequences, 70 and 3 tokens long before the new ones, in pages of 16 in any order."""
+    lengths, table = torch.tensor([70, 3]), torch.tensor([[9, 0, 4, 7, 2, 8, 1], [5, 3, 6, 6, 6, 6, 6]])
+    inputs = {
+        "query": normal(2, 4, new, 40),
+        "key_cache": normal(10, 2, 16, 40),
+        "value_cache": normal(10, 2, 16, 40),
+    }
+    inputs |= {"key": normal(2, 2, new, 40), "value": normal(2, 2, new, 40)}
+
+    def ours(**tensors: Tensor) -> Any:
+        device = tensors["query"].device
+        places = {"cache_seqlens": lengths.to(device), "block_table": table.to(device)}
+        return attention_with_kvcache(**tensors, **places, is_causal=True, layout="bhld")
+
+    def formula(**tensors: Tensor) -> Tensor:
+        outs = []
+        for b, length in enumerate(lengths.tolist()):
+            key, value = (
+                torch.cat(
+                    [
+                        tensors[f"{part}_cache"][table[b]].transpose(0, 1).flatten(1, 2)[:, :length],
+                        tensors[part][b],
+                    ],
+                    1,
+                )
+                for part in ("key", "value")
+            )
+            query = tensors["query"][b]
+            outs.append(reference.attention(query, key, value, is_causal=True, query_offset=length).out)
+        return torch.stack(outs)
+
+    return Case(name, ours, formula, inputs, backward=False)
 
 
 def run(seed: int = 0) -> int:
@@ -154,14 +219,15 @@ class _Judge:
         self.case = case
         self.inputs = {name: tensor.to(dtype) for name, tensor in case.inputs.items()}
         exact = {name: tensor.double() for name, tensor in self.inputs.items()}
-        self._truth = _evaluate(case.formula, exact)
-        plain = _evaluate(case.formula, self.inputs)
+        self._truth = _evaluate(case, case.formula, exact)
+        plain = _evaluate(case, case.formula, self.inputs)
         self.allowed = tuple(2 * error + ROUNDING[dtype] for error in self.errors(plain))
 
     def errors(self, results: tuple[list[Tensor], list[Tensor]]) -> tuple[float, float]:
-        """The largest relative error among the outputs, and among the gradients."""
+        """The largest relative error among the outputs, and among the gradients; 0 where there are none."""
         forward, backward = (
-            max(map(relative_error, found, truth)) for found, truth in zip(results, self._truth, strict=True)
+            max(map(relative_error, found, truth), default=0.0)
+            for found, truth in zip(results, self._truth, strict=True)
         )
         return forward, backward
 
@@ -171,9 +237,9 @@ def _check(judge: _Judge, kernel: backends.Kernel, threads: int, verdict: Verdic
     try:
         inputs = {name: tensor.to(_device(kernel)) for name, tensor in judge.inputs.items()}
         with _forced(kernel):
-            results = _evaluate(judge.case.ours, inputs)
+            results = _evaluate(judge.case, judge.case.ours, inputs)
             with _threads(threads):
-                again = _evaluate(judge.case.ours, inputs)
+                again = _evaluate(judge.case, judge.case.ours, inputs)
     except Exception as error:  # whatever goes wrong is what this command is there to report
         verdict.failures.append(f"{name}: {type(error).__name__}: {describe(error)}")
         return
@@ -202,11 +268,15 @@ def _severity(pair: tuple[float, float]) -> float:
     return math.inf if math.isnan(error) else error / allowed
 
 
-def _evaluate(function: Callable[..., Any], inputs: dict[str, Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+def _evaluate(
+    case: Case, function: Callable[..., Any], inputs: dict[str, Tensor]
+) -> tuple[list[Tensor], list[Tensor]]:
     """The outputs, and the gradients of all inputs for one fixed gradient of the outputs; all on the CPU."""
-    leaves = {name: tensor.detach().clone().requires_grad_() for name, tensor in inputs.items()}
+    leaves = {name: tensor.detach().clone().requires_grad_(case.backward) for name, tensor in inputs.items()}
     outputs = function(**leaves)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
+    if not case.backward:
+        return [output.cpu() for output in outputs], []
     generator = torch.Generator().manual_seed(1)
     gradients = [
         torch.randn(output.shape, generator=generator, dtype=torch.float64).to(

@@ -6,6 +6,7 @@ import io
 import math
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -152,6 +153,24 @@ def test_check_fails_where_a_result_is_off(
     assert "float32: tampered: forward error" in printed
     assert "float32: tampered: backward error" in printed
     assert "fused" not in printed.partition("failed:")[2]
+
+
+@pytest.mark.parametrize(
+    "name", ["packed sequences", "cache in pages, one token", "cache in pages, a prompt"]
+)
+def test_check_sees_a_row_in_the_wrong_place(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (case,) = (case for case in selfcheck.cases(0) if case.name == name)
+
+    def shifted(**tensors: torch.Tensor) -> torch.Tensor:
+        return case.ours(**tensors).roll(1, 0)
+
+    monkeypatch.setattr(selfcheck, "cases", lambda seed: [replace(case, ours=shifted)])
+    assert main(["check"]) == 1
+    printed = capsys.readouterr().out
+    assert f"float32: {name}: forward error" in printed
+    assert (f"float32: {name}: backward error" in printed) == case.backward
 
 
 def test_check_fails_where_threads_change_the_result(
