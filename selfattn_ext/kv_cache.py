@@ -56,6 +56,7 @@ class KVCache:
             tensors of a layer.
         cu_seqlens: int64, where the tokens of each sequence begin if they are packed.
         packed_positions: int64, the place of each token of the step in its sequence, packed.
+        capacity, page_size, layout, dtype, device: as given; in one piece, page_size is the capacity.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
