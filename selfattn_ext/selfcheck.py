@@ -146,14 +146,17 @@ def _attention(name: str, inputs: dict[str, Tensor], want: Sequence[str] = (), *
 
 def _packed(name: str, inputs: dict[str, Tensor]) -> Case:
     starts = torch.tensor([0, 65, 65, 66, 91])
-    options: dict[str, Any] = {"max_seqlen_q": 65, "max_seqlen_k": 65, "is_causal": True}
+
+    def call(function: Callable[..., Any], tensors: dict[str, Tensor], **options: Any) -> Any:
+        here = starts.to(tensors["query"].device)
+        return function(**tensors, cu_seqlens_q=here, cu_seqlens_k=here, max_seqlen_q=65, max_seqlen_k=65,
+                        is_causal=True, **options)  # fmt: skip
 
     def ours(**tensors: Tensor) -> Any:
-        here = starts.to(tensors["query"].device)
-        return varlen_attention(**tensors, cu_seqlens_q=here, cu_seqlens_k=here, enable_gqa=True, **options)
+        return call(varlen_attention, tensors, enable_gqa=True)
 
     def formula(**tensors: Tensor) -> Tensor:
-        return reference.varlen_attention(**tensors, cu_seqlens_q=starts, cu_seqlens_k=starts, **options).out
+        return call(reference.varlen_attention, tensors).out
 
     return Case(name, ours, formula, inputs)
 
@@ -171,7 +174,8 @@ def _paged(name: str, normal: Callable[..., Tensor], new: int) -> Case:
     def ours(**tensors: Tensor) -> Any:
         device = tensors["query"].device
         places = {"cache_seqlens": lengths.to(device), "block_table": table.to(device)}
-        return attention_with_kvcache(**tensors, **places, is_causal=True, layout="bhld")
+        keywords: dict[str, Any] = {**tensors, **places}
+        return attention_with_kvcache(**keywords, is_causal=True, layout="bhld")
 
     def formula(**tensors: Tensor) -> Tensor:
         outs = []
