@@ -22,6 +22,7 @@ LIMITS = {
     "cuda/device_code/*": Limit(registers=32),
     "rows/*": Limit(registers=64),
     "cache/*": Limit(registers=64),
+    "split/*": Limit(registers=72),  # seven blocks of 128 threads
     "simt/*/*forward*": Limit(registers=240),  # two blocks of 128 threads fit a multiprocessor
     "simt/*/*softmax*": Limit(registers=128),
     "simt/simt_mask_gradient_float64/*": Limit(registers=240),
@@ -30,7 +31,6 @@ LIMITS = {
     "simt/*/*": Limit(registers=128),
     "mask/*/*": Limit(registers=96),
     "backward/sm80_mask*": Limit(registers=248, tensor_cores=True),  # two blocks of 128 threads
-    "sm80/*/*merge*": Limit(registers=64),
     "sm80/*float32_32/*": Limit(registers=232, tensor_cores=True),  # two blocks of 128 threads, as with 200
     "sm80/*_32/*": Limit(registers=200, tensor_cores=True),
     "sm80/*float32_64/*": Limit(registers=240, tensor_cores=True),  # two

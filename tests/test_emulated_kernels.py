@@ -20,7 +20,7 @@ TESTS = Path(__file__).parent
 KERNELS = [name for name in ("simt", "sm80") if (build.CSRC / "cuda" / name).is_dir()]
 
 #: The modules of tests/emulator that run cases.
-CASES = ("forward_cases", "backward_cases", "sequence_cases")
+CASES = ("forward_cases", "backward_cases", "sequence_cases", "split_cases")
 
 #: Schedule, asynchronous copies, and of how many cases one runs. All cases run once, as a device hardly ever
 #: would: threads in any order, copies at the last moment; those of sequences, each of which is computed
@@ -31,7 +31,7 @@ OTHERS = [("fifo", "eager", 6), ("lifo", "late", 6), ("sticky", "random", 6)]
 RACE = ("fifo", "late")
 ASAN = ("sticky", "late")
 #: Of how many cases one runs under these two, which slow it down most.
-SLOWED = {"forward_cases": 9, "backward_cases": 9, "sequence_cases": 3}
+SLOWED = {"forward_cases": 9, "backward_cases": 9, "sequence_cases": 3, "split_cases": 3}
 #: Million products of the largest case that does.
 MOST = 7
 
@@ -112,7 +112,7 @@ def expected(request: pytest.FixtureRequest) -> Expected:
 
 
 def test_every_case_is_accurate(expected: Expected) -> None:
-    assert len(expected.results) > (15 if expected.cases in SHARE else 100)
+    assert len(expected.results) > (15 if expected.cases in ("sequence_cases", "split_cases") else 100)
 
 
 @pytest.mark.parametrize("run", OTHERS, ids=lambda run: run[0])

@@ -4,6 +4,7 @@
 #include "check.h"
 
 using namespace selfattn;
+using namespace selfattn::cuda;
 using namespace selfattn::cuda::sm80;
 
 namespace {
@@ -27,10 +28,12 @@ AttentionParams packed_call(const int64_t* starts, int64_t batch, int64_t querie
 
 TEST(splits_cover_the_keys_and_none_is_empty) {
   for (const int keys : {0, 1, 255, 256, 257, 700, 16384, 16385, 1000000, (1 << 30) - 1024}) {
-    const Splits splits = splits_of(keys);
+    const Splits<int64_t> splits = splits_of<int64_t>(keys);
     CHECK(splits.count >= 1 && splits.count <= 64);
     CHECK(int64_t{splits.count} * splits.keys >= keys);
     CHECK(keys == 0 || int64_t{splits.count - 1} * splits.keys < keys);
+    const Splits<uint32_t> same = splits_of(static_cast<uint32_t>(keys));
+    CHECK(same.count == splits.count && same.keys == splits.keys);
   }
 }
 
@@ -39,7 +42,7 @@ TEST(the_grid_has_room_for_the_splits_of_every_shorter_sequence) {
   for (const int64_t longest : {1, 256, 300, 16384, 16385, 40000}) {
     const AttentionParams p = packed_call(&start, 3, 5, longest);
     const Plan plan = plan_forward(p, {}, kThinTile, nullptr);
-    for (int keys = 0; keys <= longest; ++keys) CHECK(splits_of(keys).count <= plan.splits);
+    for (int keys = 0; keys <= longest; ++keys) CHECK(splits_of<int64_t>(keys).count <= plan.thin.splits);
   }
 }
 
@@ -53,13 +56,29 @@ TEST(launches_take_every_element_once_and_stay_in_the_workspace) {
     Plan plan = plan_forward(p, {}, kThinTile, workspace);
     int64_t taken = 0;
     do {
-      CHECK(plan.first_batch == taken && plan.batches > 0);
-      CHECK(plan.blocks == plan.batches * p.kv_heads * plan.row_tiles * plan.splits);
-      const int64_t states = plan.batches * p.heads * plan.partial_queries * plan.splits;
-      CHECK(reinterpret_cast<char*>(plan.partial_out + states * p.value_dim) <= workspace + bytes);
-      taken += plan.batches;
+      CHECK(plan.thin.first_batch == taken && plan.thin.batches > 0);
+      CHECK(plan.blocks == plan.thin.batches * p.kv_heads * plan.row_tiles * plan.thin.splits);
+      const int64_t states = plan.thin.batches * p.heads * plan.thin.queries * plan.thin.splits;
+      CHECK(reinterpret_cast<char*>(plan.thin.out + states * p.value_dim) <= workspace + bytes);
+      taken += plan.thin.batches;
     } while (next_launch(plan, kThinTile));
     CHECK(taken == p.batch);
+  }
+}
+
+TEST(states_of_either_accumulation_type_stay_in_their_workspace) {
+  const int64_t start = 0;
+  for (const bool rounds : {false, true}) {
+    AttentionParams p = packed_call(&start, 70, 16, 20000);
+    p.value_dim = 331;
+    const size_t bytes = split_workspace<double>(p, rounds);
+    CHECK(bytes > 0 && bytes <= size_t{256} << 20);
+    auto* workspace = reinterpret_cast<char*>(uintptr_t{1} << 40);
+    const SplitLaunch<double> launch = first_split_launch<double>(p, workspace, rounds);
+    CHECK(launch.batches > 0 && launch.batches < p.batch);
+    const int64_t states = launch.state(p.heads, launch.batches, 0, 0);
+    CHECK(reinterpret_cast<char*>(launch.out + states * p.value_dim) == workspace + bytes);
+    CHECK(launch.out - launch.max == (rounds ? 3 : 2) * states);
   }
 }
 

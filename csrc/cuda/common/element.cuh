@@ -1,7 +1,7 @@
 // Elements of tensors in memory, and the type that kernels compute them in.
 #pragma once
 
-#include "../../core/dtype.h"
+#include "../../core/attention_params.h"
 #include "device.cuh"
 
 namespace selfattn::cuda {
@@ -40,5 +40,11 @@ struct Element<DType::kFloat16> {
   static __device__ __forceinline__ float widen(uint16_t x) { return float_from_float16(x); }
   static __device__ __forceinline__ uint16_t narrow(float x) { return float16_from_float(x); }
 };
+
+// One number per head, such as a slope or a sink.
+template <class T>
+__device__ __forceinline__ T head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
+  return static_cast<const T*>(scalars.data)[batch * scalars.batch_stride + head * scalars.head_stride];
+}
 
 }  // namespace selfattn::cuda

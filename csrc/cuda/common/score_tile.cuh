@@ -6,6 +6,7 @@
 #pragma once
 
 #include "../../core/attention_params.h"
+#include "element.cuh"
 #include "elementary.cuh"
 #include "sequence.cuh"
 
@@ -20,17 +21,12 @@ class ScoreTile {
                                        int64_t first_query)
       : p(params),
         scale_(static_cast<T>(p.scale)),
-        slope_(p.alibi_slopes.data != nullptr ? head_scalar(p.alibi_slopes, sequence.batch, head) : T(0)),
+        slope_(p.alibi_slopes.data != nullptr ? head_scalar<T>(p.alibi_slopes, sequence.batch, head) : T(0)),
         row_of_mask_(p.mask.offset(sequence.batch, head, first_query)),
         position_(first_query + sequence.query_offset),
         keys_(sequence.keys),
         rows_(clamp(sequence.queries - first_query)) {
     move_to(0);
-  }
-
-  // One number per head, such as a slope or a sink.
-  static __device__ __forceinline__ T head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
-    return static_cast<const T*>(scalars.data)[batch * scalars.batch_stride + head * scalars.head_stride];
   }
 
   // Column 0 becomes `first_key`.

@@ -1,10 +1,12 @@
 // The forward: online softmax over tiles of keys. A block owns kRows queries of one head and up to
-// kOutputColumns columns of the values; nothing of size queries x keys exists outside of its registers.
+// kOutputColumns columns of the values; nothing of size queries x keys exists outside of its registers. Of
+// thin sequences it owns a split of the keys as well.
 #pragma once
 
 #include "../../core/visible_range.h"
 #include "../common/grid.cuh"
 #include "../common/row_state.cuh"
+#include "../split/merge_splits.h"
 #include "key_rows.cuh"
 #include "scores.cuh"
 #include "store.cuh"
@@ -15,11 +17,14 @@ namespace selfattn::cuda::simt {
 // between two barriers takes none of them meanwhile.
 template <DType kDType>
 struct ForwardPlan {
+  using T = typename Element<kDType>::Accumulation;
+
   HeadTile at;
   Sequence sequence;
   int64_t first_column;  // of the values
-  int rows;              // of the queries, at most kRows; 0 behind the sequence's last
-  KeyRange visible;
+  int rows;              // of the queries, at most kRows; 0 where the block has nothing to do
+  int split, splits;     // of the sequence's keys
+  KeyRange visible;      // of the split
   RowSource<kDType> queries;
   KeyRows<kDType> keys, values;
 
@@ -27,18 +32,43 @@ struct ForwardPlan {
     return p.value_dim > 0 ? divide_up(p.value_dim, kOutputColumns) : 1;
   }
 
-  __device__ __forceinline__ ForwardPlan(const AttentionParams& p, int64_t block)
-      : at(block / value_parts(p), p.heads, p.queries, kTileRows),
+  // Which blocks take a sequence is a matter of its own length, as the bits differ. The grid is that of the
+  // longest.
+  __device__ __forceinline__ ForwardPlan(const AttentionParams& p, const SplitLaunch<T>& thin, int64_t block)
+      : at(tile_of(p, thin, block / value_parts(p))),
         sequence(sequence_of(p, at.batch)),
         first_column(block % value_parts(p) * kOutputColumns),
         rows(at.first_row < sequence.queries ? smaller(sequence.queries - at.first_row, kTileRows) : 0),
+        split(0),
+        splits(1),
         visible(visible_keys(positions_of(p, sequence), at.first_row, at.first_row + rows - 1)),
         queries(p.query, sequence.query_batch, at.head, sequence.first_query),
         keys(p.key, p.pages, sequence, p.kv_head(at.head)),
-        values(p.value, p.pages, sequence, p.kv_head(at.head)) {}
+        values(p.value, p.pages, sequence, p.kv_head(at.head)) {
+    if ((sequence.queries <= kThinQueries) != (thin.queries > 0)) rows = 0;
+    if (thin.queries == 0) return;
+    const Splits<int64_t> cuts = splits_of(sequence.keys);
+    split = static_cast<int>(block / (value_parts(p) * (p.heads / p.kv_heads)) % thin.splits);
+    splits = cuts.count;
+    if (split >= splits) rows = 0;
+    const int64_t begin = split * cuts.keys, end = begin + cuts.keys;
+    if (visible.begin < begin) visible.begin = begin;
+    if (visible.end > end) visible.end = end;
+  }
 
  private:
-  static constexpr int kTileRows = kRows<typename Element<kDType>::Accumulation>;
+  static constexpr int kTileRows = kRows<T>;
+  static_assert(kTileRows >= kThinQueries, "a thin sequence is one tile");
+
+  // Blocks of thin sequences which run together share keys and values in the cache: the heads of a kv head
+  // come first, then the splits.
+  static __device__ __forceinline__ HeadTile tile_of(const AttentionParams& p, const SplitLaunch<T>& thin,
+                                                     int64_t block) {
+    if (thin.queries == 0) return HeadTile(block, p.heads, p.queries, kTileRows);
+    const int64_t group = p.heads / p.kv_heads;
+    const int64_t kv_head = block / group / thin.splits;
+    return HeadTile(thin.first_batch * p.heads + kv_head * group + block % group, p.heads, 1, kTileRows);
+  }
 };
 
 // A block's shared memory. Narrow heads keep their queries for all keys; those of wide heads are loaded again
@@ -108,23 +138,26 @@ __device__ __forceinline__ void weigh(Fragment<T>& s, RowState<T> (&state)[kRows
 
 template <DType kDType>
 __global__ void __launch_bounds__(kThreads, 2)
-    forward_kernel(const AttentionParams p, const ForwardOutputs outputs, const int64_t first_block) {
+    forward_kernel(const AttentionParams p, const ForwardOutputs outputs,
+                   const SplitLaunch<typename Element<kDType>::Accumulation> thin,
+                   const int64_t first_block) {
   using T = typename Element<kDType>::Accumulation;
   SELFATTN_DYNAMIC_SHARED(memory);
   const ForwardShared<kDType> shared(memory);
   ForwardPlan<kDType>& plan = *shared.plan;
-  if (threadIdx.x == 0) plan = ForwardPlan<kDType>(p, first_block + blockIdx.x);
+  if (threadIdx.x == 0) plan = ForwardPlan<kDType>(p, thin, first_block + blockIdx.x);
   __syncthreads();
   if (plan.rows == 0) return;
   const Sequence& sequence = plan.sequence;
   const bool has_rows = warp_has_rows<T>(plan.rows);
+  const bool partial = plan.splits > 1;
 
   Fragment<T> out[kOutputPanels];
 #pragma unroll
   for (int n = 0; n < kOutputPanels; ++n) clear<T>(out[n]);
   RowState<T> state[kRowsPerThread<T>];
-  if (p.sinks.data != nullptr) {
-    const T sink = ScoreTile<T>::head_scalar(p.sinks, sequence.batch, plan.at.head);
+  if (p.sinks.data != nullptr && !partial) {
+    const T sink = head_scalar<T>(p.sinks, sequence.batch, plan.at.head);
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
       state[r] = RowState<T>::of_sink(sink);
@@ -172,15 +205,32 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
 
+  // Of splits everything is left as it is, for merge_splits to join.
+  const int64_t first_row = partial ? thin.state(p.heads, sequence.batch, plan.at.head, 0) + plan.split
+                                    : first_statistic_of(p, sequence, plan.at.head) + plan.at.first_row;
+  const int64_t row_step = partial ? thin.splits : 1;
+  T* const row_max = partial ? thin.max : static_cast<T*>(outputs.row_max);
+  T* const row_sum = partial ? thin.sum : static_cast<T*>(outputs.row_sum);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread<T>; ++r) {
     state[r].sum = sum_of_row(state[r].sum);
     const int row = fragment_row<T>(r);
     if (plan.first_column == 0 && thread_column() == 0 && row < plan.rows) {
-      const int64_t index = first_statistic_of(p, sequence, plan.at.head) + plan.at.first_row + row;
-      static_cast<T*>(outputs.row_max)[index] = state[r].max;
-      static_cast<T*>(outputs.row_sum)[index] = state[r].sum;
+      row_max[first_row + row * row_step] = state[r].max;
+      row_sum[first_row + row * row_step] = state[r].sum;
     }
+  }
+  if (partial) {
+    View sums;
+    sums.data = thin.out + first_row * p.value_dim;
+    sums.stride[2] = row_step * p.value_dim;
+    const RowTarget<kAccumulation<T>> target(sums, nullptr, 0, 0);
+#pragma unroll
+    for (int n = 0; n < kOutputPanels; ++n) {
+      store_fragment<kAccumulation<T>, T>(target, 0, plan.rows, plan.first_column + n * kColumns, p.value_dim,
+                                          out[n]);
+    }
+    return;
   }
   const RowTarget<kDType> target(outputs.out, outputs.out_residual, sequence.query_batch, plan.at.head,
                                  sequence.first_query);
@@ -200,10 +250,22 @@ __global__ void __launch_bounds__(kThreads, 2)
 template <DType kDType>
 void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
   using T = typename Element<kDType>::Accumulation;
-  const int64_t blocks =
-      p.batch * p.heads * divide_up(p.queries, kRows<T>) * ForwardPlan<kDType>::value_parts(p);
-  launch_blocks(&forward_kernel<kDType>, blocks, kThreads, ForwardShared<kDType>::bytes(p.head_dim), where, p,
-                outputs);
+  const int64_t parts = ForwardPlan<kDType>::value_parts(p);
+  const size_t bytes = ForwardShared<kDType>::bytes(p.head_dim);
+  if (may_be_thin(p)) {
+    auto thin = first_split_launch<T>(p, where.workspace, /*rounds=*/false);
+    const bool pairs = writable_by_pairs(p, outputs);
+    do {
+      const int64_t blocks = thin.batches * p.heads * thin.splits * parts;
+      launch_blocks(&forward_kernel<kDType>, blocks, kThreads, bytes, where, p, outputs, thin);
+      if (thin.splits > 1) {
+        run_merge<kDType>(MergePlan<T>{p, outputs, thin, T(1), pairs}, where.stream);
+      }
+    } while (next_split_launch(p, thin));
+  }
+  if (is_thin(p)) return;
+  const int64_t blocks = p.batch * p.heads * divide_up(p.queries, kRows<T>) * parts;
+  launch_blocks(&forward_kernel<kDType>, blocks, kThreads, bytes, where, p, outputs, SplitLaunch<T>{});
 }
 
 }  // namespace selfattn::cuda::simt

@@ -3,6 +3,7 @@
 
 #include "../common/call_for_dtype.h"
 #include "../rows/rows.h"
+#include "../split/split_keys.h"
 
 namespace selfattn::cuda {
 
@@ -16,7 +17,10 @@ const char* refuses(const AttentionParams&, int capability) {
   return capability >= kOldestCapability ? nullptr : "it needs compute capability 7.5 or newer";
 }
 
-size_t forward_workspace(const AttentionParams&) { return 0; }
+size_t forward_workspace(const AttentionParams& p) {
+  return p.dtype == DType::kFloat64 ? split_workspace<double>(p, /*rounds=*/false)
+                                    : split_workspace<float>(p, /*rounds=*/false);
+}
 
 void forward_of_dtype(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
   call_for_dtype<void, AttentionParams, const ForwardOutputs&, const Launch&>(

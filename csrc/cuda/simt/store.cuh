@@ -60,6 +60,10 @@ struct RowTarget {
   }
 };
 
+// The dtype of sums.
+template <class T>
+constexpr DType kAccumulation = sizeof(T) == sizeof(double) ? DType::kFloat64 : DType::kFloat32;
+
 // The thread's elements of a tile whose corner is (first_row, first_column), where they lie below rows and
 // columns.
 template <DType kDType, class T>

@@ -15,8 +15,4 @@ void run_forward(const AttentionParams& params, const ForwardOutputs& outputs, C
 template <DType kDType, int kDim>
 void run_weights(const AttentionParams& params, const WeightsOutputs& outputs, CUstream_st* stream);
 
-// Compiled in sm80_merge.cu for the same types: joins the splits.
-template <DType kDType>
-void run_merge(const Plan& plan, CUstream_st* stream);
-
 }  // namespace selfattn::cuda::sm80

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/grid.cuh"
+#include "../split/merge_splits.h"
 #include "forward.cuh"
 #include "instances.h"
 #include "weights.cuh"
@@ -16,7 +17,10 @@ void run_path(const AttentionParams& p, const ForwardOutputs& outputs, cudaStrea
     if (plan.blocks == 0) return;
     launch(&forward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), SharedLayout<C>::kBytes, stream,
            plan);
-    if (plan.splits > 1) run_merge<C::kDType>(plan, stream);
+    if (plan.thin.splits > 1) {
+      run_merge<C::kDType>(
+          MergePlan<float>{plan.params, plan.outputs, plan.thin, plan.dropout_scale, plan.out_pairs}, stream);
+    }
   } while (next_launch(plan, kTile));
 }
 

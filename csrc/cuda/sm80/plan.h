@@ -7,7 +7,8 @@
 
 #include "../../core/attention_params.h"
 #include "../../core/philox.h"
-#include "../common/divide_up.h"
+#include "../common/row_alignment.h"
+#include "../split/split_keys.h"
 
 namespace selfattn::cuda::sm80 {
 
@@ -21,13 +22,11 @@ struct Plan {
   ForwardOutputs outputs;          // of the forward
   WeightsOutputs weights_outputs;  // of the weights
 
-  // Elements of the batch that this launch takes.
-  int64_t first_batch = 0;
-  int64_t batches = 0;
+  // Elements of the batch that this launch takes, and the splits of thin sequences.
+  SplitLaunch<float> thin;
 
   // Of the longest sequence.
   int64_t row_tiles = 0;
-  int64_t splits = 1;
   int64_t key_tiles = 1;  // of the weights, which have a block for each
   int64_t blocks = 0;
 
@@ -42,18 +41,7 @@ struct Plan {
   bool value_vectors = false;
   bool out_pairs = false;
   bool mask_pairs = false;
-
-  // States of the splits, [batches][heads][partial_queries][splits] and, for out, [value_dim] more; null
-  // where one split is all.
-  int64_t partial_queries = 0;
-  float* partial_max = nullptr;
-  float* partial_sum = nullptr;
-  float* partial_rounding = nullptr;
-  float* partial_out = nullptr;
 };
-
-// Sequences with at most so many queries are thin: they are bound by reading keys and values.
-constexpr int64_t kThinQueries = 16;
 
 constexpr int64_t kMaxDim = 256;
 
@@ -66,25 +54,6 @@ struct TileShape {
   bool folded;  // all query heads of a kv head are one unit, as of thin sequences
 };
 
-// How the keys of a thin sequence are cut.
-struct Splits {
-  int count;
-  int keys;  // of each but the last
-};
-
-constexpr unsigned kLeastSplitKeys = 256;  // worth starting a block for
-constexpr unsigned kMostSplits = 64;       // so that merging them is not felt
-
-// From the number of the sequence's keys alone: a row must not depend on its batch, nor on the capacity of a
-// cache.
-SELFATTN_HOST_DEVICE inline Splits splits_of(int keys) {
-  const unsigned all = static_cast<unsigned>(keys);  // sums go beyond int
-  if (all <= kLeastSplitKeys) return {1, static_cast<int>(kLeastSplitKeys)};
-  const unsigned least = (all + kMostSplits - 1) / kMostSplits;
-  const unsigned of_split = (least + kLeastSplitKeys - 1) / kLeastSplitKeys * kLeastSplitKeys;
-  return {static_cast<int>((all + of_split - 1) / of_split), static_cast<int>(of_split)};
-}
-
 // Of a launch for the first elements of the batch.
 Plan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, const TileShape& tile,
                   void* workspace);
@@ -92,19 +61,14 @@ Plan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, 
 bool next_launch(Plan& plan, const TileShape& tile);
 Plan plan_weights(const AttentionParams& params, const WeightsOutputs& outputs, const TileShape& tile);
 
-// Whether all sequences are thin; whether some may be.
-bool is_thin(const AttentionParams& params);
-bool may_be_thin(const AttentionParams& params);
-
 // Whether no option asks for more than a positive scale, window and sinks, and all rows can be read 16 bytes
 // at a time.
 bool is_plain(const AttentionParams& params);
 
 size_t forward_workspace(const AttentionParams& params);
 
-// Whether every row of a view starts at a multiple of `bytes`; whether its rows of `columns` can be read 16
-// bytes at a time, or the elements of a mask two at a time.
-bool rows_start_at_multiples(const View& view, int64_t bytes);
+// Whether the rows of a view, of `columns`, can be read 16 bytes at a time, or the elements of a mask two at
+// a time.
 bool readable_by_vectors(const View& view, int64_t columns);
 bool readable_by_pairs(const View& mask, int64_t columns);
 

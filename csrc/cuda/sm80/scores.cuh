@@ -124,7 +124,7 @@ __device__ __forceinline__ void apply_options(const Place& at, float scale, bool
   if (p.alibi_slopes.data != nullptr) {
     for_each_element(scores, [&](int strip, int half, int tile, int i, float& s) {
       const RowOf row = at.query(strip, half, tile, i);
-      s -= rounded_product(head_scalar(p.alibi_slopes, at.batch(), row.head),
+      s -= rounded_product(head_scalar<float>(p.alibi_slopes, at.batch(), row.head),
                            distance(at, row.query, at.key(strip, half, tile, i)));
     });
   }

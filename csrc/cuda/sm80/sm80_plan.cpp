@@ -2,60 +2,19 @@
 
 #include <algorithm>
 
-#include "../common/divide_up.h"
-
 namespace selfattn::cuda::sm80 {
 
 namespace {
 
 constexpr int64_t kAlignment = 16;  // bytes, of an asynchronous copy
 
-// What the splits may leave. Calls that would need more are cut into launches for some elements of the batch
-// each: packed calls in which any sequence may be thin, for all that the host knows.
-constexpr int64_t kMostPartialBytes = int64_t{256} << 20;
-
-// Of the thin sequence that is cut into most. A shorter one than the longest may have more than that has.
-int64_t most_splits(const AttentionParams& p) {
-  if (p.sequences.key_starts == nullptr && p.sequences.key_lengths == nullptr) {
-    return splits_of(static_cast<int>(p.keys)).count;
-  }
-  return std::min<int64_t>(kMostSplits, std::max<int64_t>(1, divide_up(p.keys, int64_t{kLeastSplitKeys})));
-}
-
-// How the states that splits leave are laid out, in floats.
-struct Partials {
-  int64_t queries;  // of a thin sequence
-  int64_t splits;
-  int64_t of_batch;  // numbers of one element
-  int64_t batches;   // of a launch
-
-  explicit Partials(const AttentionParams& p)
-      : queries(std::min(p.queries, kThinQueries)),
-        splits(most_splits(p)),
-        of_batch(p.heads * queries * splits * (3 + p.value_dim)),
-        batches(p.batch) {
-    if (splits == 1) of_batch = 0;
-    const int64_t most = kMostPartialBytes / static_cast<int64_t>(sizeof(float));
-    if (of_batch > 0) batches = std::min(p.batch, std::max<int64_t>(1, most / of_batch));
-  }
-};
-
-// Of the elements from plan.first_batch on.
 void count_blocks(Plan& plan, const TileShape& tile) {
   const AttentionParams& p = plan.params;
-  plan.batches = std::min(plan.batches, p.batch - plan.first_batch);
-  const int64_t units = plan.batches * (tile.folded ? p.kv_heads : p.heads);
-  plan.blocks = units * plan.row_tiles * plan.splits * plan.key_tiles;
+  const int64_t units = plan.thin.batches * (tile.folded ? p.kv_heads : p.heads);
+  plan.blocks = units * plan.row_tiles * plan.thin.splits * plan.key_tiles;
 }
 
 }  // namespace
-
-// Strides of dimensions that hold one element are never used, but telling them apart is worth no code.
-bool rows_start_at_multiples(const View& view, int64_t bytes) {
-  bool all = reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(bytes) == 0;
-  for (int d = 0; d < 3; ++d) all = all && view.stride[d] * size_of(view.dtype) % bytes == 0;
-  return all;
-}
 
 bool readable_by_vectors(const View& view, int64_t columns) {
   return columns * size_of(view.dtype) % kAlignment == 0 && rows_start_at_multiples(view, kAlignment);
@@ -79,21 +38,13 @@ int pieces_of(const AttentionParams& p) {
   return 3;
 }
 
-bool is_thin(const AttentionParams& p) { return p.queries <= kThinQueries; }
-
-bool may_be_thin(const AttentionParams& p) { return is_thin(p) || p.sequences.query_starts != nullptr; }
-
 bool is_plain(const AttentionParams& p) {
   return p.mask.data == nullptr && p.alibi_slopes.data == nullptr && p.softcap == 0.0 && !p.dropout.enabled &&
          p.scale > 1e-30 && p.scale < 1e30 && readable_by_vectors(p.query, p.head_dim) &&
          readable_by_vectors(p.key, p.head_dim) && readable_by_vectors(p.value, p.value_dim);
 }
 
-size_t forward_workspace(const AttentionParams& p) {
-  if (!may_be_thin(p)) return 0;
-  const Partials partials(p);
-  return static_cast<size_t>(partials.batches * partials.of_batch) * sizeof(float);
-}
+size_t forward_workspace(const AttentionParams& p) { return split_workspace<float>(p, /*rounds=*/true); }
 
 namespace {
 
@@ -104,7 +55,7 @@ Plan plan_scores(const AttentionParams& p, const TileShape& tile) {
   const int64_t group = p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
   const int64_t queries = tile.folded ? std::min(p.queries, kThinQueries) * group : p.queries;
   plan.row_tiles = divide_up(queries, tile.rows);
-  plan.batches = p.batch;
+  plan.thin.batches = p.batch;
   return plan;
 }
 
@@ -115,29 +66,14 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const
   Plan plan = plan_scores(p, tile);
   plan.outputs = outputs;
   if (p.sequences.query_starts != nullptr) plan.outputs.out.stride[0] = 0;
-  const int64_t pair = 2 * size_of(p.dtype);
-  View residual = plan.outputs.out;
-  residual.data = outputs.out_residual;
-  plan.out_pairs = p.value_dim % 2 == 0 && rows_start_at_multiples(plan.outputs.out, pair) &&
-                   rows_start_at_multiples(residual, pair);
-  if (tile.folded) {
-    const Partials partials(p);
-    plan.splits = partials.splits;
-    plan.batches = partials.batches;
-    plan.partial_queries = partials.queries;
-    const int64_t states = plan.batches * p.heads * partials.queries * plan.splits;
-    plan.partial_max = static_cast<float*>(workspace);
-    plan.partial_sum = plan.partial_max + states;
-    plan.partial_rounding = plan.partial_sum + states;
-    plan.partial_out = plan.partial_rounding + states;
-  }
+  plan.out_pairs = writable_by_pairs(p, plan.outputs);
+  if (tile.folded) plan.thin = first_split_launch<float>(p, workspace, /*rounds=*/true);
   count_blocks(plan, tile);
   return plan;
 }
 
 bool next_launch(Plan& plan, const TileShape& tile) {
-  plan.first_batch += plan.batches;
-  if (plan.first_batch >= plan.params.batch) return false;
+  if (!next_split_launch(plan.params, plan.thin)) return false;
   count_blocks(plan, tile);
   return true;
 }

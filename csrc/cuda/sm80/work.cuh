@@ -1,6 +1,7 @@
 // What a block computes: which rows of which heads, against which keys.
 #pragma once
 
+#include "../common/element.cuh"
 #include "../common/sequence.cuh"
 #include "config.cuh"
 #include "plan.h"
@@ -35,10 +36,10 @@ struct Work {
     const AttentionParams& p = plan.params;
     const int tile = static_cast<int>(plan.row_tiles - 1 - block % plan.row_tiles);
     block /= plan.row_tiles;
-    split = static_cast<int>(block % plan.splits);
-    const int64_t unit = block / plan.splits;
+    split = static_cast<int>(block % plan.thin.splits);
+    const int64_t unit = block / plan.thin.splits;
     const int64_t units_of_batch = C::kThin ? p.kv_heads : p.heads;
-    batch = static_cast<int>(plan.first_batch + unit / units_of_batch);
+    batch = static_cast<int>(plan.thin.first_batch + unit / units_of_batch);
     first_head = static_cast<int>(unit % units_of_batch);
     const int group = static_cast<int>(p.heads / p.kv_heads);
     if (C::kThin) {
@@ -59,7 +60,8 @@ struct Work {
 
     first_row = tile * C::kRows;
     rows = min(queries * (C::kThin ? group : 1) - first_row, C::kRows);
-    const Splits cuts = C::kThin ? splits_of(keys) : Splits{1, keys};
+    const Splits<uint32_t> cuts =
+        C::kThin ? splits_of(static_cast<uint32_t>(keys)) : Splits<uint32_t>{1, static_cast<uint32_t>(keys)};
     splits = cuts.count;
     if (split >= splits) rows = 0;
 
@@ -104,11 +106,6 @@ __device__ __forceinline__ const Storage* key_row(const AttentionParams& p, cons
   if (p.pages.table == nullptr) return data + view.offset(work.batch, work.kv_head, work.key_start + key);
   const PagedRow at = paged_row(p.pages, work.batch, static_cast<uint32_t>(key));
   return data + view.offset(at.page, work.kv_head, at.row);
-}
-
-// One coefficient of a head, such as a slope or a sink.
-__device__ __forceinline__ float head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
-  return static_cast<const float*>(scalars.data)[batch * scalars.batch_stride + head * scalars.head_stride];
 }
 
 }  // namespace selfattn::cuda::sm80

@@ -1,0 +1,82 @@
+#include "merge_splits.h"
+
+#include "../common/grid.cuh"
+#include "../common/sequence.cuh"
+#include "row_results.cuh"
+
+namespace selfattn::cuda {
+
+namespace {
+
+constexpr int kMergeRows = 4;  // of a block, one for each warp
+constexpr int kMergeThreads = kWarp * kMergeRows;
+constexpr int kMergeColumns = 256;  // of the values, of a warp; wider ones are shared out
+
+int64_t column_parts(const AttentionParams& p) {
+  return p.value_dim > 0 ? divide_up(p.value_dim, kMergeColumns) : 1;
+}
+
+template <DType kDType, class T>
+__global__ void __launch_bounds__(kMergeThreads)
+    merge_kernel(const MergePlan<T> plan, const int64_t parts, const int64_t warps) {
+  const AttentionParams& p = plan.params;
+  const SplitLaunch<T>& thin = plan.thin;
+  const int64_t warp = block_of_grid() * kMergeRows + threadIdx.x / kWarp;
+  if (warp >= warps) return;
+  const int64_t first_column = warp % parts * kMergeColumns, row = warp / parts;
+  const int64_t unit = row / thin.queries, query = row % thin.queries;
+  const int64_t batch = thin.first_batch + unit / p.heads, head = unit % p.heads;
+  const Sequence sequence = sequence_of(p, batch);
+  const int splits = splits_of(sequence.keys).count;
+  if (query >= sequence.queries || sequence.queries > kThinQueries || splits == 1) return;
+  const int64_t first = thin.state(p.heads, batch, head, query);
+
+  RowState<T> state;
+  for (int split = 0; split < splits; ++split) state.max = larger(state.max, thin.max[first + split]);
+  // Two neighbouring columns of every 64.
+  constexpr int kPairs = kMergeColumns / (2 * kWarp);
+  T sum[kPairs][2] = {};
+  T rounding = T(0);
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int columns = static_cast<int>(limited(p.value_dim - first_column, 0, kMergeColumns));
+  for (int split = 0; split < splits; ++split) {
+    const T factor = exponential(thin.max[first + split] - state.shift());
+    state.sum += factor * thin.sum[first + split];
+    if (thin.rounding != nullptr) rounding += factor * thin.rounding[first + split];
+    const T* partial = thin.out + (first + split) * p.value_dim + first_column;
+#pragma unroll
+    for (int n = 0; n < kPairs; ++n) {
+      const int column = (n * kWarp + lane) * 2;
+      if (column < columns) sum[n][0] = multiply_add(factor, partial[column], sum[n][0]);
+      if (column + 1 < columns) sum[n][1] = multiply_add(factor, partial[column + 1], sum[n][1]);
+    }
+  }
+  const T factor = finish_row(plan, batch, head, first_statistic_of(p, sequence, head) + query, state,
+                              rounding, lane == 0 && first_column == 0);
+  const View& out = plan.outputs.out;
+  const int64_t at = out.offset(sequence.query_batch, head, sequence.first_query + query) + first_column;
+#pragma unroll
+  for (int n = 0; n < kPairs; ++n) {
+    const int column = (n * kWarp + lane) * 2;
+    if (column >= columns) continue;
+    store_results<kDType>(plan, at + column, normalised(sum[n][0], factor), normalised(sum[n][1], factor),
+                          column + 1 < columns);
+  }
+}
+
+}  // namespace
+
+template <DType kDType, class T>
+void run_merge(const MergePlan<T>& plan, cudaStream_t stream) {
+  const AttentionParams& p = plan.params;
+  const int64_t parts = column_parts(p), warps = plan.thin.batches * p.heads * plan.thin.queries * parts;
+  launch(&merge_kernel<kDType, T>, grid_of(divide_up(warps, kMergeRows)), dim3(kMergeThreads), 0, stream,
+         plan, parts, warps);
+}
+
+template void run_merge<DType::kFloat64>(const MergePlan<double>&, cudaStream_t);
+template void run_merge<DType::kFloat32>(const MergePlan<float>&, cudaStream_t);
+template void run_merge<DType::kBFloat16>(const MergePlan<float>&, cudaStream_t);
+template void run_merge<DType::kFloat16>(const MergePlan<float>&, cudaStream_t);
+
+}  // namespace selfattn::cuda

@@ -1,0 +1,119 @@
+// How the keys of sequences with few queries ("thin" ones) are cut into splits, each for a block of its own,
+// and what a launch of such blocks is told. Plain C++, for plans as for kernels.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "../../core/attention_params.h"
+#include "../common/divide_up.h"
+
+namespace selfattn::cuda {
+
+// Sequences with at most so many queries are thin: they are bound by reading keys and values.
+constexpr int64_t kThinQueries = 16;
+
+// Whether all sequences are thin; whether some may be.
+inline bool is_thin(const AttentionParams& p) { return p.queries <= kThinQueries; }
+inline bool may_be_thin(const AttentionParams& p) {
+  return is_thin(p) || p.sequences.query_starts != nullptr;
+}
+
+// How the keys of a thin sequence are cut.
+template <class Index>
+struct Splits {
+  int count;
+  Index keys;  // of each but the last
+};
+
+constexpr unsigned kLeastSplitKeys = 256;  // worth starting a block for
+constexpr unsigned kMostSplits = 64;       // so that merging them is not felt
+
+// From the number of the sequence's keys alone: a row must not depend on its batch, nor on the capacity of a
+// cache. Kernels whose indices have 32 bits divide by as many.
+template <class Index>
+SELFATTN_HOST_DEVICE inline Splits<Index> splits_of(Index keys) {
+  if (keys <= static_cast<Index>(kLeastSplitKeys)) return {1, kLeastSplitKeys};
+  const Index least = (keys + (kMostSplits - 1)) / kMostSplits;
+  const Index of_split = (least + (kLeastSplitKeys - 1)) / kLeastSplitKeys * kLeastSplitKeys;
+  return {static_cast<int>((keys + of_split - 1) / of_split), of_split};
+}
+
+// Of the thin sequence that is cut into most. A shorter one than the longest may have more than that has.
+inline int64_t most_splits(const AttentionParams& p) {
+  if (p.sequences.key_starts == nullptr && p.sequences.key_lengths == nullptr) {
+    return splits_of(p.keys).count;
+  }
+  return std::min<int64_t>(kMostSplits, std::max<int64_t>(1, divide_up(p.keys, kLeastSplitKeys)));
+}
+
+// What the splits may leave. Calls that would need more are cut into launches for some elements of the batch
+// each: packed calls in which any sequence may be thin, for all that the host knows.
+constexpr int64_t kMostPartialBytes = int64_t{256} << 20;
+
+// A launch for thin sequences: which elements of the batch it takes, and where splits leave their states,
+// [batches][heads][queries][splits] and, for out, [value_dim] more. T is the accumulation type.
+template <class T>
+struct SplitLaunch {
+  int64_t first_batch = 0;
+  int64_t batches = 0;
+  int64_t queries = 0;  // of the longest thin sequence; 0 where the launch is not for thin ones
+  int64_t splits = 1;   // see most_splits
+
+  // Null where one split is all.
+  T* max = nullptr;
+  T* sum = nullptr;
+  T* rounding = nullptr;  // nullable: what the sum of rounded weights has more than sum
+  T* out = nullptr;       // not yet divided by any sum
+
+  // The state of the first split of a row.
+  SELFATTN_HOST_DEVICE int64_t state(int64_t heads, int64_t batch, int64_t head, int64_t query) const {
+    return (((batch - first_batch) * heads + head) * queries + query) * splits;
+  }
+};
+
+// Numbers that the splits of one element of the batch leave.
+template <class T>
+int64_t partial_numbers(const AttentionParams& p, const SplitLaunch<T>& launch, bool rounds) {
+  if (launch.splits == 1) return 0;
+  return p.heads * launch.queries * launch.splits * ((rounds ? 3 : 2) + p.value_dim);
+}
+
+// Of the first elements of the batch. `rounds`: whether the kernel keeps SplitLaunch::rounding.
+template <class T>
+SplitLaunch<T> first_split_launch(const AttentionParams& p, void* workspace, bool rounds) {
+  SplitLaunch<T> launch;
+  launch.batches = p.batch;
+  launch.queries = std::min(p.queries, kThinQueries);
+  launch.splits = most_splits(p);
+  const int64_t of_batch = partial_numbers(p, launch, rounds);
+  if (of_batch == 0) return launch;
+  const int64_t most = kMostPartialBytes / static_cast<int64_t>(sizeof(T));
+  launch.batches = std::min(p.batch, std::max<int64_t>(1, most / of_batch));
+  const int64_t states = launch.batches * p.heads * launch.queries * launch.splits;
+  launch.max = static_cast<T*>(workspace);
+  launch.sum = launch.max + states;
+  launch.rounding = rounds ? launch.sum + states : nullptr;
+  launch.out = launch.sum + (rounds ? 2 : 1) * states;
+  return launch;
+}
+
+// Moves on to the elements behind those of a launch. Returns whether there are any.
+template <class T>
+bool next_split_launch(const AttentionParams& p, SplitLaunch<T>& launch) {
+  launch.first_batch += launch.batches;
+  if (launch.first_batch >= p.batch) return false;
+  launch.batches = std::min(launch.batches, p.batch - launch.first_batch);
+  return true;
+}
+
+// Of the states.
+template <class T>
+size_t split_workspace(const AttentionParams& p, bool rounds) {
+  if (!may_be_thin(p)) return 0;
+  const SplitLaunch<T> launch = first_split_launch<T>(p, nullptr, rounds);
+  return static_cast<size_t>(launch.batches * partial_numbers(p, launch, rounds)) * sizeof(T);
+}
+
+}  // namespace selfattn::cuda
