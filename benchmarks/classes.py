@@ -189,17 +189,25 @@ def _varlen() -> Iterable[Line]:
 
 
 def _caches() -> Iterable[Line]:
-    # More keys and values than any cache of a processor holds: up to 2.4 GB of them.
+    # More keys and values than any cache of a processor holds: up to 2.4 GB of them, and three times that in
+    # pages. A short run takes fewer sequences of those.
     lengths = varlen.draw_lengths(32, 128, 16384)
     layouts: tuple[kvcache.Layout, ...] = ("bhld", "blhd")
-    shapes = {"": (2, 2, 128), ", heads of 64": (8, 8, 64), ", 4 queries per kv head": (32, 8, 128)}
-    for suffix, (heads, kv_heads, head_dim) in shapes.items():
-        for dtype in (FP32, BF16):
-            name = f"fp32 KV cache{suffix}" if dtype == FP32 else f"bf16 KV cache{suffix}"
-            for layout in layouts:
-                case = CacheCase.of(lengths, heads, head_dim, dtype=dtype, layout=layout)
-                case = case if heads == kv_heads else replace(case, kv_heads=kv_heads)
-                quick = layout == "bhld"
-                yield Line(name, case, 0.85, 0.95, "of read", quick=quick)
-                for peer in map(kvcache.pages_name, kvcache.PAGE_SIZES):
-                    yield Line(f"{name}, {peer}", case, 0.9, 0.98, "speed", peer, quick=quick)
+    for dtype in (FP32, BF16):
+        name = "fp32 KV cache" if dtype == FP32 else "bf16 KV cache"
+        case = CacheCase.of(lengths, 2, 128, dtype=dtype)
+        narrow = CacheCase.of(lengths, 8, 64, dtype=dtype)
+        grouped = CacheCase.of(lengths, 32, 128, kv_heads=8, dtype=dtype)
+        fewer = CacheCase.of(lengths[::4], 32, 128, kv_heads=8, dtype=dtype)
+        for layout in layouts:
+            quick = layout == "bhld"
+            yield from _in_pages_too(name, replace(case, layout=layout), quick)
+            yield from _in_pages_too(f"{name}, heads of 64", replace(narrow, layout=layout), quick)
+            yield from _in_pages_too(f"{name}, 4 queries per kv head", replace(grouped, layout=layout), False)
+        yield from _in_pages_too(f"{name}, 4 queries per kv head", fewer, True)
+
+
+def _in_pages_too(name: str, case: CacheCase, quick: bool) -> Iterable[Line]:
+    yield Line(name, case, 0.85, 0.95, "of read", quick=quick)
+    for peer in map(kvcache.pages_name, kvcache.PAGE_SIZES):
+        yield Line(f"{name}, {peer}", case, 0.9, 0.98, "speed", peer, quick=quick)
