@@ -101,6 +101,23 @@ def test_with_a_cache(page_size: int | None) -> None:
         torch.testing.assert_close(second[b], expected[:, length : length + 1].float())
 
 
+class _Rotates(torch.nn.Module):
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        return apply_rotary(x, rotary_factors(positions, 8))
+
+
+def test_one_program_for_all_lengths() -> None:
+    length = torch.export.Dim("length", min=2)
+    given = torch.randn(2, 3, 5, 12), torch.arange(5)
+    program = torch.export.export(_Rotates(), given, dynamic_shapes=({2: length}, {0: length})).module()
+    compiled = torch.compile(_Rotates(), fullgraph=True, backend="aot_eager", dynamic=True)
+    for count in (2, 3, 7):
+        x, positions = torch.randn(2, 3, count, 12), torch.randint(0, 99, (count,))
+        expected = _Rotates()(x, positions)
+        assert torch.equal(program(x, positions), expected)
+        assert torch.equal(compiled(x, positions), expected)
+
+
 X, P = torch.randn(2, 3, 4, 8), torch.arange(4)
 
 
