@@ -222,6 +222,7 @@ def explain(
         value,
         attn_mask,
         dropout_p,
+        is_causal,
         scale,
         enable_gqa,
         window_size=window_size,

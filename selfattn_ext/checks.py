@@ -121,6 +121,16 @@ def probability(name: str, value: Any) -> float:
     return result
 
 
+def flag(name: str, value: Any) -> None:
+    """One value that is true or false."""
+    try:
+        bool(value)
+    except (RuntimeError, ValueError):
+        raise TypeError(
+            f"{name} must be a bool, the same for the whole call, got {described(value)}"
+        ) from None
+
+
 def window(value: Any) -> tuple[int, int]:
     """A pair (left, right) of integers from -1."""
     if isinstance(value, (str, bytes, Tensor)) or not isinstance(value, Sequence) or len(value) != 2:
@@ -286,6 +296,7 @@ def attention(
     value: Any,
     attn_mask: Any = None,
     dropout_p: Any = 0.0,
+    is_causal: Any = False,
     scale_: Any = None,
     enable_gqa: bool = False,
     *,
@@ -320,8 +331,9 @@ def attention(
 
     integer("query_offset", query_offset)
     options(
-        query, scores, attn_mask, dropout_p, scale_, window_size, softcap_, alibi_slopes, sinks, lead or (1,)
-    )
+        query, scores, attn_mask, dropout_p, is_causal, scale_, window_size, softcap_, alibi_slopes, sinks,
+        lead or (1,),
+    )  # fmt: skip
 
 
 def options(
@@ -329,6 +341,7 @@ def options(
     scores: Sequence[int],
     attn_mask: Any,
     dropout_p: Any,
+    is_causal: Any,
     scale_: Any,
     window_size: Any,
     softcap_: Any,
@@ -339,6 +352,7 @@ def options(
     """The options that every attention has, for scores of that shape and numbers per head of that."""
     if dropout_p is not None:
         probability("dropout_p", dropout_p)
+    flag("is_causal", is_causal)
     if scale_ is not None:
         scale(scale_)
     window(window_size)
@@ -353,7 +367,7 @@ def options(
 def scores(query: Any, key: Any, scale_: Any = None, enable_gqa: bool = False) -> None:
     """Every argument of :func:`selfattn_ext.attention_scores`."""
     floats({"query": query, "key": key})
-    attention(query, key, key, None, 0.0, scale_, enable_gqa)
+    attention(query, key, key, None, 0.0, False, scale_, enable_gqa)
     form = shapes.canonical(query.detach(), key.detach(), key.detach(), enable_gqa, dense=False)
     fits("the scores", (*_result_lead(form), query.size(-2), key.size(-2)))
 

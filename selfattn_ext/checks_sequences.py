@@ -204,6 +204,7 @@ def varlen(
     max_seqlen_k: Any,
     attn_mask: Any = None,
     dropout_p: Any = 0.0,
+    is_causal: Any = False,
     scale_: Any = None,
     enable_gqa: bool = False,
     *,
@@ -253,5 +254,6 @@ def varlen(
             "attn_mask is a CausalBias, which is for one length; pass is_causal and query_offset instead"
         )
     checks.options(
-        query, scores, attn_mask, dropout_p, scale_, window_size, softcap_, alibi_slopes, sinks, scores[:2]
-    )
+        query, scores, attn_mask, dropout_p, is_causal, scale_, window_size, softcap_, alibi_slopes, sinks,
+        scores[:2],
+    )  # fmt: skip

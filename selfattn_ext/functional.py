@@ -220,7 +220,7 @@ def scaled_dot_product_attention(
         )  # fmt: skip
     except checks.REFUSALS as refusal:
         raise checks.explained(
-            refusal, checks.attention, query, key, value, attn_mask, dropout_p, scale, enable_gqa,
+            refusal, checks.attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             window_size=window_size, softcap_=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             query_offset=query_offset,
         ) from None  # fmt: skip

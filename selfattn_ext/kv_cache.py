@@ -254,7 +254,7 @@ class KVCache:
         except checks.REFUSALS as refusal:
             raise checks.explained(
                 refusal, kvcache_checks.attend, self, self._step, layer, query, key, value, attn_mask,
-                dropout_p, scale, window_size, softcap, alibi_slopes, sinks,
+                dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks,
             ) from None  # fmt: skip
         if query.dim() == 3:
             out, lse = out[0].transpose(0, 1), None if lse is None else lse[0]

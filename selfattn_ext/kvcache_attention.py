@@ -142,8 +142,9 @@ def attention_with_kvcache(
     except checks.REFUSALS as refusal:
         raise checks.explained(
             refusal, kvcache_checks.attention, query, key_cache, value_cache, key, value, cache_seqlens,
-            block_table, attn_mask, dropout_p, scale, layout=layout, window_size=window_size, softcap=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset, transposed=transposed,
+            block_table, attn_mask, dropout_p, is_causal, scale, layout=layout, window_size=window_size,
+            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
+            transposed=transposed,
         ) from None  # fmt: skip
     return general.results(out.transpose(1, 2) if transposed else out, weights, lse)
 

@@ -189,6 +189,7 @@ def attention(
     block_table: Any = None,
     attn_mask: Any = None,
     dropout_p: Any = 0.0,
+    is_causal: Any = False,
     scale: Any = None,
     *,
     layout: Any = None,
@@ -231,8 +232,9 @@ def attention(
         raise ValueError(f"pages must have at least one row, but key_cache is {tuple(key_cache.shape)}")
     scores = (batch, query.size(heads), query.size(rows), capacity)
     checks.options(
-        query, scores, attn_mask, dropout_p, scale, window_size, softcap, alibi_slopes, sinks, scores[:2]
-    )
+        query, scores, attn_mask, dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks,
+        scores[:2],
+    )  # fmt: skip
     if attn_mask is not None:
         mask(attn_mask, shapes.Canonical(query, key_cache, value_cache, (batch,), 4))
     if torch.compiler.is_dynamo_compiling() or isinstance(key_cache, FakeTensor):
@@ -273,6 +275,7 @@ def attend(
     value: Any,
     attn_mask: Any,
     dropout_p: Any,
+    is_causal: Any,
     scale: Any,
     window_size: Any,
     softcap: Any,
@@ -293,8 +296,9 @@ def attend(
     capacity = -(-cache.capacity // cache.page_size) * cache.page_size
     scores = (now.batch, query.size(heads), now.longest, capacity)
     checks.options(
-        query, scores, attn_mask, dropout_p, scale, window_size, softcap, alibi_slopes, sinks, scores[:2]
-    )
+        query, scores, attn_mask, dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks,
+        scores[:2],
+    )  # fmt: skip
     if checks.is_causal_bias(attn_mask):
         raise TypeError(_CAUSAL_BIAS)
 

@@ -191,8 +191,8 @@ def varlen_attention(
     except checks.REFUSALS as refusal:
         raise checks.explained(
             refusal, checks_sequences.varlen, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, attn_mask, dropout_p, scale, enable_gqa, window_size=window_size, softcap_=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
+            max_seqlen_k, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size=window_size,
+            softcap_=softcap, alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
         ) from None  # fmt: skip
     return general.results(out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0))
 

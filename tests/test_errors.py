@@ -36,6 +36,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         ValueError,
         ["query", "key", "head dim", "(2, 4, 5, 8)", "(2, 4, 6, 7)"],
     ),
+    "causal": ({"is_causal": torch.ones(4)}, TypeError, ["is_causal", "bool", "(4,)"]),
     "lengths": (
         {"value": VALUE[:, :, :5]},
         ValueError,

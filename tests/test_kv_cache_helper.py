@@ -208,6 +208,7 @@ def test_pools_and_sequences_that_are_full_change_nothing() -> None:
         ({"value": None}, TypeError, "value must be a torch.Tensor"),
         ({"layer": 2}, ValueError, "layer must be below 2, got 2"),
         ({"sinks": torch.randn(5)}, ValueError, "sinks of shape"),
+        ({"is_causal": torch.ones(3)}, TypeError, "is_causal must be a bool"),
         ({"window_size": (1,)}, TypeError, "window_size"),
         ({"query": torch.randn(3, 4, 1, 8, requires_grad=True)}, ValueError, "no derivatives"),
         ({"sinks": torch.randn(4, requires_grad=True)}, ValueError, "no derivatives"),

@@ -228,6 +228,7 @@ REFUSED: list[tuple[Step, dict[str, Any], type[Exception], str]] = [
     (STEP, {"softcap": -1.0}, ValueError, "softcap"),
     (STEP, {"window_size": (-2, 0)}, ValueError, "window_size"),
     (STEP, {"scale": torch.inf}, ValueError, "scale must be finite"),
+    (STEP, {"is_causal": torch.tensor([True, False])}, TypeError, "is_causal must be a bool, the same for"),
     (STEP, {"dropout_p": 2.0}, ValueError, "dropout_p"),
     (STEP, {"layout": "lbhd"}, ValueError, "layout must be"),
     (STEP, {"query_offset": torch.zeros(2).long()}, ValueError, "query_offset must be an int, or .* 3 seq"),

@@ -126,6 +126,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "sinks": ({"sinks": torch.ones(HEADS).int()}, TypeError, ["sinks", "int32"]),
     "window": ({"window_size": (-2, 0)}, ValueError, ["window_size", "-2"]),
     "softcap": ({"softcap": -1.0}, ValueError, ["softcap", "-1.0"]),
+    "causal": ({"is_causal": index(1, 0, 1)}, TypeError, ["is_causal", "bool", "(3,)"]),
     "dropout": ({"dropout_p": 2.0}, ValueError, ["dropout_p", "2.0"]),
     "scale": ({"scale": float("inf")}, ValueError, ["scale", "finite"]),
 }
