@@ -77,8 +77,10 @@ def _packed(tensor: Any) -> _Packed:
 
 def _longest(tensor: Any) -> int:
     """The longest length, or if a compiler would have to ask the offsets, a number that is not smaller."""
-    if _is_longest_unknown(tensor):
-        return tensor.values().shape[tensor._ragged_idx - 1]
+    if torch.compiler.is_dynamo_compiling():
+        # Dynamo traces a property that is the constant 1, but no method that returns it.
+        known = tensor._maybe_max_seqlen
+        return tensor.values().shape[tensor._ragged_idx - 1] if known is None else known
     return tensor._get_max_seqlen()
 
 

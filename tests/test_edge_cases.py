@@ -10,7 +10,14 @@ import torch
 from cases import DTYPES, LAYOUTS, Case, check
 from tolerances import assert_accurate
 
-from selfattn_ext import attention_scores, masked_softmax, reference, scaled_dot_product_attention
+from selfattn_ext import (
+    attention_scores,
+    attention_with_kvcache,
+    masked_softmax,
+    reference,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 
 QUERY_EDGES = (1, 2, 15, 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65, 97, 127, 128, 129)
 KEY_EDGES = (1, 2, 7, 8, 9, 63, 64, 65, 127, 128, 129, 257)
@@ -75,6 +82,20 @@ def test_decoding(shape: tuple[int, ...], device: str) -> None:
                 device=device,
             )
         )
+
+
+def test_strides_of_what_has_no_elements() -> None:
+    """torch calls such tensors contiguous and copies none of them."""
+    rows, no_rows = torch.randn(2, 3, 8), torch.randn(8, 3, 2).permute(2, 1, 0)[:, :0]
+    assert no_rows.stride(-1) > 1
+    assert scaled_dot_product_attention(no_rows, rows, rows).shape == (2, 0, 8)
+    assert not scaled_dot_product_attention(rows, no_rows, no_rows).any()
+    leaf = no_rows.detach().requires_grad_()
+    (grad,) = torch.autograd.grad(scaled_dot_product_attention(leaf, leaf, leaf).sum(), leaf)
+    assert grad.shape == (2, 0, 8)
+    starts, packed = torch.tensor([0, 0]), no_rows.transpose(0, 1)
+    assert varlen_attention(packed, packed, packed, starts, starts, 0, 0).shape == (0, 2, 8)
+    assert attention_with_kvcache(no_rows[None], rows[None], rows[None]).shape == (1, 2, 0, 8)
 
 
 @pytest.mark.parametrize("zero", ["batch", "heads", "queries", "keys", "head_dim", "value_dim"])

@@ -144,6 +144,8 @@ def test_positions_and_lengths() -> None:
     assert cache.positions.tolist() == [[6, 7], [0, 1]]
     assert cache.cache_seqlens.tolist() == [6, 0]
     assert cache.lengths == [4, 2, 8]
+    cache.extend(0)
+    assert cache.positions.shape == (3, 0)
 
 
 def test_pages_are_taken_when_needed_and_come_back() -> None:

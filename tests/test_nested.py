@@ -219,7 +219,7 @@ def test_one_graph(known: bool) -> None:
 
     torch._dynamo.reset()
     compiled = torch.compile(step, backend="aot_eager", fullgraph=True)
-    for lengths in (LENGTHS, KEYS):
+    for lengths in (LENGTHS, KEYS, (1,) * len(LENGTHS)):
         x = made(lengths)
         outs = [function(x) for function in (compiled, step)]
         torch.testing.assert_close(*(out.values() for out in outs))

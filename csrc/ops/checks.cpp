@@ -135,7 +135,12 @@ void check_shape(const Input& input, std::initializer_list<int64_t> shape) {
 }
 
 bool has_unit_last_stride(const Input& input) {
-  return input.stride[input.rank - 1] == 1 || input.size[input.rank - 1] <= 1;
+  if (input.stride[input.rank - 1] == 1 || input.size[input.rank - 1] <= 1) return true;
+  // Of a tensor without elements nobody reads, and to torch it is contiguous whatever its strides are.
+  for (int64_t d = 0; d < input.rank; ++d) {
+    if (input.size[d] == 0) return true;
+  }
+  return false;
 }
 
 void check_last_stride(const Input& input) {
