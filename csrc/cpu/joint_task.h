@@ -53,6 +53,14 @@ std::vector<ElementCall<Results>> element_calls(const AttentionParams& p, const 
   return calls;
 }
 
+template <class Results>
+void most_queries_first(std::vector<ElementCall<Results>>& calls) {
+  std::stable_sort(calls.begin(), calls.end(),
+                   [](const ElementCall<Results>& a, const ElementCall<Results>& b) {
+                     return a.params.queries > b.params.queries;
+                   });
+}
+
 // Tasks for for_each_item, joined. Within a task items keep their order, so that one may still wait for a
 // lower one. Scratch is that of the task that needs most, and must do for the others.
 template <class Task>

@@ -66,6 +66,15 @@ TEST(elements_with_the_most_work_come_first) {
   CHECK(cpu::element_calls(packed.p, ForwardOutputs{}, 1, cpu::kAnyQueries)[1].params.queries == 5);
 }
 
+TEST(elements_with_the_most_queries_come_first_for_a_mask_that_they_share) {
+  const Packed packed({{3, 90}, {7, 1}, {0, 9}, {7, 30}, {30, 2}});
+  auto calls = cpu::element_calls(packed.p, ForwardOutputs{}, 0, cpu::kAnyQueries);
+  cpu::most_queries_first(calls);
+  std::vector<std::pair<int64_t, int64_t>> lengths;
+  for (const auto& call : calls) lengths.emplace_back(call.params.queries, call.params.keys);
+  CHECK(lengths == (std::vector<std::pair<int64_t, int64_t>>{{30, 2}, {7, 30}, {7, 1}, {3, 90}, {0, 9}}));
+}
+
 TEST(every_item_of_every_task_runs_once_with_room_for_all) {
   const Packed packed({{3, 5}, {0, 9}, {100, 1}, {5, 3}, {1, 1}});
   const auto calls = cpu::element_calls(packed.p, ForwardOutputs{}, 0, cpu::kAnyQueries);

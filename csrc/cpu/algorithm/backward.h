@@ -49,13 +49,15 @@ class BackwardTask {
   using T = Scalar<P>;
 
  public:
-  BackwardTask(const AttentionParams& params, const BackwardArguments& arguments)
+  // `sharers`: see MaskSum.
+  BackwardTask(const AttentionParams& params, const BackwardArguments& arguments,
+               typename MaskSum<P>::Chain* sharers = nullptr)
       : p(params),
         a(arguments),
         chunk(chunk_keys<P>(params)),
         chunks(chunk_count<P>(params)),
         heads_kv(params.batch * params.kv_heads),
-        mask_sum(params, arguments, chunk, chunks),
+        mask_sum(params, arguments, chunk, chunks, sharers),
         strips_done(new std::atomic<int64_t>[static_cast<size_t>(heads_kv * chunks)]) {
     for (int64_t i = 0; i < heads_kv * chunks; ++i) strips_done[i].store(0, std::memory_order_relaxed);
   }
@@ -336,21 +338,19 @@ class BackwardTask {
 template <class P>
 void backward_sequences(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   auto calls = element_calls(p, a, kFewestQueries<P>, kAnyQueries);
+  typename MaskSum<P>::Chain sharers;
+  const bool share_mask = MaskSum<P>::takes(a) && a.grad_mask.stride[0] == 0;
+  if (share_mask) {
+    // An item has so many keys at most, and is as long as its queries are many: this order balances, too.
+    most_queries_first(calls);
+  }
   char* workspace = static_cast<char*>(a.workspace);
   for (auto& call : calls) {
     const size_t bytes = backward_workspace<P>(call.params);
     call.results.workspace = bytes > 0 ? workspace : nullptr;
     workspace += bytes;
   }
-  if (MaskSum<P>::takes(a) && a.grad_mask.stride[0] == 0) {
-    // They add to the same numbers: one after the other, for their order to be the same each time.
-    for (const auto& call : calls) {
-      const BackwardTask<P> task(call.params, call.results);
-      for_each_item(pool, task.items(), task);
-    }
-    return;
-  }
-  const auto joint = joint_task<BackwardTask<P>>(calls);
+  const auto joint = joint_task<BackwardTask<P>>(calls, share_mask ? &sharers : nullptr);
   for_each_item(pool, joint.items(), joint);
   if (a.grad_mask.data != nullptr && !MaskSum<P>::takes(a)) mask_gradient<P>(p, a, calls, pool);
 }

@@ -3,6 +3,10 @@
 // ascending order, each waiting for the one before: as with dQ, the order of every sum depends on the shape
 // alone, and whoever is waited for is running or done. Along the queries and keys that a task owns anyway,
 // sums stay in its scratch.
+//
+// Packed sequences that share a mask do the same, one task behind the other. They come with the most queries
+// first, so that whoever added to a chunk of keys last has had all queries that the next one has: one counter
+// of one item is all there is to wait for.
 #pragma once
 
 #include "gradient_strip.h"
@@ -22,20 +26,45 @@ class MaskSum {
     return a.grad_mask.data != nullptr && a.grad_mask.dtype == dtype_of<T>();
   }
 
-  MaskSum(const AttentionParams& params, const BackwardArguments& arguments, int64_t chunk, int64_t chunks)
+  // How far the items of a call are. A value counts blocks of all steps so far; without rows in the mask it
+  // is 1 when the item is done.
+  struct Progress {
+    int64_t queries, chunks, batch, kv_heads;
+    std::unique_ptr<std::atomic<int64_t>[]> items;
+
+    std::atomic<int64_t>* item(int64_t chunk, int64_t batch_index, int64_t kv_head) const {
+      return &items[(chunk * batch + batch_index) * kv_heads + kv_head];
+    }
+  };
+  // Calls of one batch element each that share their mask: for each chunk of keys, who came last.
+  using Chain = std::vector<const Progress*>;
+
+  // With a chain the call becomes its last one.
+  MaskSum(const AttentionParams& params, const BackwardArguments& arguments, int64_t chunk, int64_t chunks,
+          Chain* chain)
       : p(params),
         g(arguments.grad_mask),
         active(takes(arguments)),
         group(params.heads / params.kv_heads),
         blocks((chunk + kKeyBlock - 1) / kKeyBlock) {
     if (!active) return;
-    const int64_t items = chunks * p.batch * p.kv_heads;
-    progress.reset(new std::atomic<int64_t>[static_cast<size_t>(items)]);
-    for (int64_t i = 0; i < items; ++i) progress[i].store(0, std::memory_order_relaxed);
+    const size_t items = static_cast<size_t>(chunks * p.batch * p.kv_heads);
+    progress.reset(new Progress{p.queries, chunks, p.batch, p.kv_heads, nullptr});
+    progress->items.reset(new std::atomic<int64_t>[items]);
+    for (size_t i = 0; i < items; ++i) progress->items[i].store(0, std::memory_order_relaxed);
+    if (chain == nullptr) return;
+    const size_t own = static_cast<size_t>(chunks);
+    if (chain->size() < own) chain->resize(own, nullptr);
+    earlier.assign(chain->begin(), chain->begin() + chunks);
+    std::fill(chain->begin(), chain->begin() + chunks, progress.get());
   }
 
   struct Scratch {
-    int64_t item, before;  // the item that adds to the same elements first; -1 where there is none
+    std::atomic<int64_t>* item;
+    const std::atomic<int64_t>* before;  // the item that adds to the same elements first; nullable
+    // Strips of that item until one that this one waits for, and the queries of all of them. They may be
+    // others than its own at the end of its queries.
+    int64_t queries_before, strips_before, end_before;
     int64_t batch, first_head, begin, keys;
     // What is summed up before it meets the tensor. Where the mask has rows but no columns [kLanes], of one
     // step; where it has no rows [group or 1][keys or 1], of the item.
@@ -60,15 +89,21 @@ class MaskSum {
     s.first_head = kv_head * group;
     s.begin = begin;
     s.keys = keys;
-    s.item = number(chunk, batch, kv_head);
+    s.item = progress->item(chunk, batch, kv_head);
+    s.before = nullptr;
+    s.queries_before = p.queries;
+    s.strips_before = s.end_before = 0;
+    const int64_t last_head = kept(1) ? kv_head : p.kv_heads - 1;
     if (!kept(1) && kv_head > 0) {
-      s.before = number(chunk, batch, kv_head - 1);
+      s.before = progress->item(chunk, batch, kv_head - 1);
     } else if (!kept(0) && batch > 0) {
-      s.before = number(chunk, batch - 1, kept(1) ? kv_head : p.kv_heads - 1);
+      s.before = progress->item(chunk, batch - 1, last_head);
     } else if (!kept(3) && chunk > 0) {
-      s.before = number(chunk - 1, kept(0) ? batch : p.batch - 1, kept(1) ? kv_head : p.kv_heads - 1);
-    } else {
-      s.before = -1;
+      s.before = progress->item(chunk - 1, kept(0) ? batch : p.batch - 1, last_head);
+    } else if (!earlier.empty() && earlier[chunk] != nullptr) {
+      const Progress& other = *earlier[chunk];
+      s.before = other.item(kept(3) ? chunk : other.chunks - 1, 0, last_head);
+      s.queries_before = other.queries;
     }
     memset(s.sums, 0, static_cast<size_t>(Scratch::size(*this, keys)) * sizeof(T));
   }
@@ -86,7 +121,7 @@ class MaskSum {
     if (!active) return;
     if (kept(2) && kept(3)) {
       const int64_t done = from / kKeyBlock + 1;
-      wait(s, step, done);
+      wait(s, strip.first + strip.count, step, done);
       add_transposed(data(s, strip.head) + strip.first * g.stride[2] + s.begin + from, strip.count, keys,
                      grad);
       publish(s, step * blocks + done);
@@ -132,7 +167,7 @@ class MaskSum {
   // all before it are done.
   void end_step(Scratch& s, int64_t head, int64_t first, int64_t count, int64_t step) const {
     if (!active || !kept(2)) return;
-    wait(s, step, blocks);
+    wait(s, first + count, step, blocks);
     if (!kept(3)) {
       T* rows = data(s, head) + first * g.stride[2];
       for (int64_t lane = 0; lane < count; ++lane) rows[lane * g.stride[2]] += s.sums[lane];
@@ -143,7 +178,7 @@ class MaskSum {
 
   void end_item(Scratch& s) const {
     if (!active || kept(2)) return;
-    wait(s, 0, 1);
+    wait(s, 0, 0, 1);
     const int64_t columns = kept(3) ? s.keys : 1;
     for (int64_t head = 0; head < (kept(1) ? group : 1); ++head) {
       T* row = data(s, s.first_head + head) + (kept(3) ? s.begin : 0);
@@ -156,31 +191,33 @@ class MaskSum {
   const AttentionParams& p;
   const View& g;
   const bool active;
-  const int64_t group, blocks;  // heads of a kv head, blocks of keys in a chunk
-  // [items] How far an item is: blocks of all its steps so far; without rows in the mask, 1 when it is done.
-  std::unique_ptr<std::atomic<int64_t>[]> progress;
+  const int64_t group, blocks;         // heads of a kv head, blocks of keys in a chunk
+  std::unique_ptr<Progress> progress;  // in its place while calls are moved, as others look at it
+  Chain earlier;                       // [chunks], or empty
 
   // Whether the mask has this dimension. A size of 1 may be called broadcast.
   bool kept(int dimension) const { return g.stride[dimension] != 0; }
-  int64_t number(int64_t chunk, int64_t batch, int64_t kv_head) const {
-    return (chunk * p.batch + batch) * p.kv_heads + kv_head;
-  }
   int64_t row_of(const Scratch& s, int64_t head) const { return kept(1) ? head - s.first_head : 0; }
   T* data(const Scratch& s, int64_t head) const {
     return static_cast<T*>(g.data) + s.batch * g.stride[0] + head * g.stride[1];
   }
 
-  // Until the item before is past `done` blocks of this step. Heads that share the mask take turns strip by
-  // strip: all heads of its group come before the first of this one.
-  void wait(const Scratch& s, int64_t step, int64_t done) const {
-    if (s.before < 0) return;
-    if (kept(2) && !kept(1)) step += group - 1 - step % group;
-    const int64_t target = kept(2) ? step * blocks + done : done;
-    while (progress[s.before].load(std::memory_order_acquire) < target) std::this_thread::yield();
+  // Until the item before is past `done` blocks of the step with the queries before `end`. Heads that share
+  // the mask take turns strip by strip: all heads of its group come before the first of this one.
+  void wait(Scratch& s, int64_t end, int64_t step, int64_t done) const {
+    if (s.before == nullptr) return;
+    int64_t target = done;
+    if (kept(2)) {
+      while (s.end_before < end) {
+        s.end_before += strip_queries<P>(s.end_before, s.queries_before);
+        ++s.strips_before;
+      }
+      const int64_t head = kept(1) ? step % group : group - 1;
+      target += ((s.strips_before - 1) * group + head) * blocks;
+    }
+    while (s.before->load(std::memory_order_acquire) < target) std::this_thread::yield();
   }
-  void publish(const Scratch& s, int64_t done) const {
-    progress[s.item].store(done, std::memory_order_release);
-  }
+  void publish(const Scratch& s, int64_t done) const { s.item->store(done, std::memory_order_release); }
 
   static SELFATTN_INLINE void add_to_row(T* to, int64_t n, typename S::Vec x) {
     store_row<T>(to, dtype_of<T>(), n, S::add(load_row<T>(to, dtype_of<T>(), n), x));
