@@ -87,7 +87,9 @@ void check_values(const CacheAppend& a) {
       }
       next = a.row_starts[b + 1];
     }
-    const int64_t begin = a.first_position(b), rows = a.rows_of(b);
+    const int64_t rows = a.rows_of(b);
+    // A length that is no length is told as it is: less the new rows it could overflow.
+    const int64_t begin = a.lengths[b] < 0 ? a.lengths[b] : a.first_position(b);
     if (begin < 0 || begin > a.capacity) {
       refuse("sequence ", b, " of the cache has the length ", begin, " before its ", rows,
              " new keys, which does not lie between 0 and the capacity ", a.capacity);

@@ -40,10 +40,10 @@ const int64_t* starts(const char* name, const TensorHandle& handle, const Input&
   if (!on_host(query.device)) return start;
   if (start[0] != 0) refuse(name, " must start with 0, but it starts with ", start[0]);
   for (int64_t b = 0; b < *batch; ++b) {
-    const int64_t length = start[b + 1] - start[b];
     if (start[b + 1] < start[b]) {
       refuse(name, " must not decrease, but ", start[b], " is followed by ", start[b + 1]);
     }
+    const int64_t length = start[b + 1] - start[b];  // of numbers from 0 on: no overflow
     if (length > longest) {
       refuse(name, " has a sequence of ", length, " rows, longer than the longest, which was given as ",
              longest);
