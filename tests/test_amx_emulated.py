@@ -26,7 +26,9 @@ CHOSEN = {
     "test_determinism.py": "amx",
     "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
     "test_options_pairwise.py": "fused-amx",
+    "test_paged.py": "every_option and amx",
     "test_pieces.py": "amx",
+    "test_sequences.py": "amx",
 }
 
 

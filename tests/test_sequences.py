@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -258,9 +259,27 @@ def test_pair_of_options(case: Packed, one_thread: None) -> None:
     check_alone(case)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_instruction_sets(dtype: torch.dtype, isa: str, one_thread: None) -> None:
-    check_alone(Packed(dtype, mask="bfloat16", is_causal=True, offsets="each", weights=True))
+#: float32 is a sum of up to three bfloat16 numbers where an instruction set multiplies those.
+ARITHMETICS = [*((dtype, "highest") for dtype in DTYPES), (torch.float32, "high"), (torch.float32, "medium")]
+
+
+@pytest.fixture
+def precision() -> Iterator[Callable[[str], None]]:
+    """Sets torch's precision of float32 products, until the test ends."""
+    before = torch.get_float32_matmul_precision()
+    yield torch.set_float32_matmul_precision
+    torch.set_float32_matmul_precision(before)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "exactness"), ARITHMETICS, ids=lambda x: NAMES[x] if isinstance(x, torch.dtype) else x
+)
+def test_instruction_sets(
+    dtype: torch.dtype, exactness: str, isa: str, one_thread: None, precision: Callable[[str], None]
+) -> None:
+    precision(exactness)
+    mask = "bfloat16" if exactness == "highest" else "float keys"
+    check_alone(Packed(dtype, mask=mask, is_causal=True, offsets="each", weights=True))
 
 
 @pytest.mark.parametrize(
