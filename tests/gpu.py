@@ -46,6 +46,7 @@ MODULES = (
     "test_functional.py",
     "test_gradients.py",
     "test_kv_cache_helper.py",
+    "test_kv_cache_random.py",
     "test_kvcache.py",
     "test_mask_gradient.py",
     "test_masks.py",
