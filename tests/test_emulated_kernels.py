@@ -9,6 +9,7 @@ import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -22,16 +23,18 @@ KERNELS = [name for name in ("simt", "sm80") if (build.CSRC / "cuda" / name).is_
 #: The modules of tests/emulator that run cases.
 CASES = ("forward_cases", "backward_cases", "sequence_cases", "split_cases")
 
-#: Schedule, asynchronous copies, and of how many cases one runs. All cases run once, as a device hardly ever
-#: would: threads in any order, copies at the last moment; those of sequences, each of which is computed
-#: twice, where the sanitizers run.
-MAIN = ("random", "late", 1)
+#: Order of threads and time of asynchronous copies, as a device hardly ever would: threads in any order,
+#: copies at the last moment. All cases run so, and every sixth under the others.
+MAIN = "random:late"
+OTHERS = ["fifo:eager", "lifo:late", "sticky:random"]
+OTHERS_EVERY = 6
+#: Cases that are computed several times each, of which every third runs here, and the rest beside the
+#: sanitizers.
 SHARE = {"sequence_cases": 3}
-OTHERS = [("fifo", "eager", 6), ("lifo", "late", 6), ("sticky", "random", 6)]
-RACE = ("fifo", "late")
-ASAN = ("sticky", "late")
-#: Of how many cases one runs under these two, which slow it down most.
-SLOWED = {"forward_cases": 9, "backward_cases": 9, "sequence_cases": 3, "split_cases": 3}
+RACE = "fifo:late"
+ASAN = "sticky:late"
+#: Of how many cases one runs under these two, which slow it down most, and the first of them.
+SLOWED = {"forward_cases": (9, 0), "backward_cases": (9, 0), "sequence_cases": (3, 1), "split_cases": (3, 0)}
 #: Million products of the largest case that does.
 MOST = 7
 
@@ -39,31 +42,30 @@ MOST = 7
 #: run. A line's modules share a process, as starting one takes longer than most of them.
 CHOSEN = [
     ("test_options_pairwise.py test_dropout.py", ""),
-    ("test_edge_cases.py test_determinism.py", ""),
+    # The emulator has one thread, and that runs give the same bits is what schedules are for.
+    ("test_edge_cases.py test_determinism.py", "not threads_and_runs and not another_parallel_region"),
     ("test_masks.py test_gradients.py", "not never_expanded"),
     # Every broadcast of a mask is among the cases, in sizes that take less time.
     ("test_special_numbers.py test_double_backward.py test_mask_gradient.py", "not broadcast and not groups"),
 ]
 
 
-def environment(kernel: str, schedule: str, copies: str, variant: str = "plain") -> dict[str, str]:
+def environment(kernel: str, schedule: str, variant: str = "plain") -> dict[str, str]:
+    order, copies = schedule.split(":")
     return build.environment(
         build.build("library", variant),
         SELFATTN_KERNEL=kernel,
-        SELFATTN_EMULATOR_SCHEDULE=schedule,
+        SELFATTN_EMULATOR_SCHEDULE=order,
         SELFATTN_EMULATOR_COPIES=copies,
         SELFATTN_EMULATOR_BANKS="1",
     )
 
 
-def digests(
-    cases: str, kernel: str, schedule: str, copies: str, every: int, variant: str = "plain", **variables: str
-) -> dict[str, str]:
-    """Runs cases, and returns a digest of the results of each."""
-    choice = [str(every)] if variant == "plain" else [str(every), "0", str(MOST)]
+def lines(cases: str, environment: dict[str, str], *choice: object) -> list[str]:
+    """What a module of cases prints: a line for each with the digest of its results at the end."""
     run = subprocess.run(
-        [sys.executable, "-m", f"emulator.{cases}", *choice],
-        env=environment(kernel, schedule, copies, variant) | variables,
+        [sys.executable, "-m", f"emulator.{cases}", *map(str, choice)],
+        env=environment,
         capture_output=True,
         text=True,
         check=False,
@@ -71,16 +73,40 @@ def digests(
     assert run.returncode == 0, (
         "\n".join(line for line in run.stdout.splitlines() if "FAILED" in line) + run.stderr
     )
-    # A kernel that never ran proves nothing.
-    assert ("multiply.cuh" in run.stderr or "load_matrix" in run.stderr) == (kernel == "sm80")
-    return dict(line.rsplit(" ", 1) for line in run.stdout.splitlines())
+    # A kernel that never ran proves nothing: every process reports the shared memory that it has read.
+    for report in run.stderr.split("cuda emulator: shared memory\n")[1:] or [""]:
+        ran_sm80 = "multiply.cuh" in report or "load_matrix" in report
+        assert ran_sm80 == (environment["SELFATTN_KERNEL"] == "sm80")
+    return run.stdout.splitlines()
+
+
+def digests(
+    cases: str,
+    kernel: str,
+    schedule: str,
+    every: int,
+    first: int = 0,
+    variant: str = "plain",
+    **variables: str,
+) -> dict[str, str]:
+    """Runs cases, and returns a digest of the results of each. Builds that are not the plain one, whose
+    digests are there, only compute.
+    """
+    choice: list[object] = [every, first, *([] if variant == "plain" else [MOST, "--again"])]
+    printed = lines(cases, environment(kernel, schedule, variant) | variables, *choice)
+    return dict(line.rsplit(" ", 1) for line in printed)
 
 
 @functools.cache
 def all_results(cases: str, kernel: str) -> dict[str, str]:
     """The digests of all cases; pytest may ask more than once for the fixture that wants them."""
-    schedule, copies, every = MAIN
-    return digests(cases, kernel, schedule, copies, SHARE.get(cases, every))
+    return digests(cases, kernel, MAIN, SHARE.get(cases, 1))
+
+
+@functools.cache
+def judged(cases: str, kernel: str) -> dict[str, str]:
+    """The digests of the cases that run under the sanitizers, by the plain build."""
+    return digests(cases, kernel, MAIN, *SLOWED[cases])
 
 
 @dataclass(frozen=True)
@@ -91,22 +117,17 @@ class Expected:
     kernel: str
     results: dict[str, str]
 
-    def assert_same(self, *run: Any) -> None:
-        for case, digest in digests(self.cases, self.kernel, *run).items():
-            assert digest == self.results[case], case
 
-
-# A process of pytest-xdist runs all tests of one of these.
-@pytest.fixture(
-    scope="module",
-    params=[
-        pytest.param(
-            (cases, kernel), id=f"{kernel}-{cases}", marks=pytest.mark.xdist_group(f"{kernel} {cases}")
-        )
-        for cases in CASES
+def of_each(cases: Iterable[str]) -> list[Any]:
+    """(cases, kernel) as parameters; a process of pytest-xdist runs all tests of one of them."""
+    return [
+        pytest.param((it, kernel), id=f"{kernel}-{it}", marks=pytest.mark.xdist_group(f"{kernel} {it}"))
+        for it in cases
         for kernel in KERNELS
-    ],
-)
+    ]
+
+
+@pytest.fixture(scope="module", params=of_each(CASES))
 def expected(request: pytest.FixtureRequest) -> Expected:
     return Expected(*request.param, all_results(*request.param))
 
@@ -115,26 +136,36 @@ def test_every_case_is_accurate(expected: Expected) -> None:
     assert len(expected.results) > (15 if expected.cases in ("sequence_cases", "split_cases") else 100)
 
 
-@pytest.mark.parametrize("run", OTHERS, ids=lambda run: run[0])
-def test_schedules_do_not_change_a_bit(run: tuple[str, str, int], expected: Expected) -> None:
-    expected.assert_same(*run)
+def test_schedules_do_not_change_a_bit(expected: Expected) -> None:
+    run = environment(expected.kernel, MAIN)
+    printed = lines(expected.cases, run, OTHERS_EVERY, "--again", "--schedules", *OTHERS)
+    met = set()
+    for line in printed:
+        schedule, case = line.split(" ", 1)
+        met.add(schedule)
+        case, digest = case.rsplit(" ", 1)
+        assert digest == expected.results[case], line
+    assert met == set(OTHERS)
 
 
 @pytest.mark.sanitizers
-@pytest.mark.parametrize("cases", SHARE)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_the_other_cases_are_accurate(kernel: str, cases: str) -> None:
-    assert len(digests(cases, kernel, *MAIN)) > 50
+@pytest.mark.parametrize("of", of_each(SHARE))
+def test_the_other_cases_are_accurate(of: tuple[str, str]) -> None:
+    cases, kernel = of
+    every, first = SLOWED[cases]
+    found = judged(cases, kernel)
+    for other in range(1, every):
+        if other != first:
+            found = found | digests(cases, kernel, MAIN, every, other)
+    assert len(found) > 30
 
 
 @pytest.mark.sanitizers
-@pytest.mark.parametrize("cases", CASES)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_there_is_no_race(kernel: str, cases: str) -> None:
-    schedule, copies, _ = MAIN
-    every = SLOWED[cases]
-    expected = Expected(cases, kernel, digests(cases, kernel, schedule, copies, every))
-    expected.assert_same(*RACE, every, "race")
+@pytest.mark.parametrize("of", of_each(CASES))
+def test_there_is_no_race(of: tuple[str, str]) -> None:
+    expected = judged(*of)
+    for case, digest in digests(*of, RACE, *SLOWED[of[0]], "race").items():
+        assert digest == expected[case], case
 
 
 def sanitizers() -> str | None:
@@ -151,12 +182,15 @@ def sanitizers() -> str | None:
 
 @pytest.mark.sanitizers
 @pytest.mark.skipif(sanitizers() is None, reason="the compiler has no libasan and libubsan to preload")
-@pytest.mark.parametrize("cases", CASES)
-@pytest.mark.parametrize("kernel", KERNELS)
-def test_sanitizers_find_nothing(kernel: str, cases: str) -> None:
+@pytest.mark.parametrize("of", of_each(CASES))
+def test_sanitizers_find_nothing(of: tuple[str, str]) -> None:
     # Python's own memory is never given back.
     options = {"LD_PRELOAD": str(sanitizers()), "ASAN_OPTIONS": "detect_leaks=0"}
-    assert len(digests(cases, kernel, *ASAN, SLOWED[cases], "asan", **options)) > 5
+    expected = judged(*of)
+    found = digests(*of, ASAN, *SLOWED[of[0]], "asan", **options)
+    assert len(found) > 5
+    for case, digest in found.items():
+        assert digest == expected[case], case
 
 
 @pytest.mark.parametrize(("modules", "left_out"), CHOSEN, ids=lambda value: value.split(".")[0])
@@ -165,7 +199,7 @@ def test_existing_tests_pass(kernel: str, modules: str, left_out: str) -> None:
     paths = [str(TESTS / module) for module in modules.split()]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, "-k", left_out],
-        env=environment(kernel, "fifo", "late"),
+        env=environment(kernel, "fifo:late"),
         capture_output=True,
         text=True,
         check=False,

@@ -16,7 +16,7 @@ import torch
 
 from .run_cases import main
 from .sequence_case import SequenceCase
-from .sequence_cases import check
+from .sequence_cases import check, compute
 
 #: Keys of a split, unless there were too many splits.
 SPLIT = 256
@@ -69,4 +69,4 @@ def cases() -> list[SequenceCase]:
 
 
 if __name__ == "__main__":
-    main(cases(), check)
+    main(cases(), check, compute)
