@@ -121,7 +121,7 @@ def test_the_result_goes_on_like_the_query() -> None:
     (grad,) = torch.autograd.grad(y.values().square().sum(), x)
     assert grad.shape == x.shape
     rows = scaled_dot_product_attention(*(t.unbind()[2] for t in (query, key, value)), is_causal=True)
-    torch.testing.assert_close(out.unbind()[2], rows)
+    assert torch.equal(out.unbind()[2], rows)
 
 
 def test_three_dimensions_are_one_head() -> None:
@@ -135,9 +135,9 @@ def test_three_dimensions_are_one_head() -> None:
     for index, (q, k) in enumerate(zip(query.unbind(), key.unbind(), strict=True)):
         part = mask[index, : len(q), : len(k)]
         expected = scaled_dot_product_attention(q, k, k, part, return_weights=True, return_lse=True)
-        torch.testing.assert_close(out.unbind()[index], expected[0])
-        torch.testing.assert_close(weights[index, : len(q), : len(k)], expected[1])
-        torch.testing.assert_close(lse.unbind()[index], expected[2])
+        assert torch.equal(out.unbind()[index], expected[0])
+        assert torch.equal(weights[index, : len(q), : len(k)], expected[1])
+        assert torch.equal(lse.unbind()[index], expected[2])
 
 
 def test_weights_and_lse() -> None:
@@ -146,8 +146,8 @@ def test_weights_and_lse() -> None:
     assert weights.shape == (4, 4, 17, 31)
     assert (lse.shape[:2], lse.shape[2]) == ((4, 4), query.shape[2])
     direct, direct_lse = attention_weights(query, key, return_lse=True)
-    torch.testing.assert_close(direct, weights)
-    torch.testing.assert_close(direct_lse.values(), lse.values())
+    assert torch.equal(direct, weights)
+    assert torch.equal(direct_lse.values(), lse.values())
     offsets = (query.offsets(), key.offsets(), 17, 31)
     rows = [tensor.values().transpose(0, 1) for tensor in (query, key, key)]
     expected = varlen_attention(*rows, *offsets, return_weights=True, return_lse=True)
@@ -161,7 +161,7 @@ def test_a_mask_for_each_sequence() -> None:
     masks = [torch.randn(3, 3), torch.randn(1, 2, 6, 6)]
     out = scaled_dot_product_attention(x, x, x, masks)
     for part, q, mask in zip(out.unbind(), x.unbind(), masks, strict=True):
-        torch.testing.assert_close(part, scaled_dot_product_attention(q, q, q, mask))
+        assert torch.equal(part, scaled_dot_product_attention(q, q, q, mask))
 
 
 def test_rows_between_the_sequences() -> None:
@@ -175,7 +175,7 @@ def test_rows_between_the_sequences() -> None:
     for index, (part, part_lse) in enumerate(zip(out.unbind(), lse.unbind(), strict=True)):
         rows = buffer[index, first[index] : first[index] + count[index]].transpose(0, 1)
         expected = scaled_dot_product_attention(rows, rows, rows, is_causal=True, return_lse=True)
-        torch.testing.assert_close((part, part_lse), expected)
+        assert all(map(torch.equal, (part, part_lse), expected))
     between = lse.values().unflatten(1, (3, 10))[:, 0, [0, 4, 9]]
     assert torch.isneginf(between).all()
     (grad,) = torch.autograd.grad(out.values().square().sum(), buffer)
@@ -222,9 +222,9 @@ def test_one_graph(known: bool) -> None:
     for lengths in (LENGTHS, KEYS, (1,) * len(LENGTHS)):
         x = made(lengths)
         outs = [function(x) for function in (compiled, step)]
-        torch.testing.assert_close(*(out.values() for out in outs))
+        assert torch.equal(*(out.values() for out in outs))
         grads = [torch.autograd.grad(out.values().square().sum(), x)[0].values() for out in outs]
-        torch.testing.assert_close(*grads)
+        assert torch.equal(*grads)
 
 
 def strided() -> Tensor:

@@ -92,30 +92,17 @@ def test_with_a_cache(page_size: int | None) -> None:
     step = [torch.stack([x[0, :, 3:4], x[1, :, 5:6]]) for x in (query, key, value)]
     places = cache.positions
     second = cache.attend(0, apply_rotary(step[0], places), apply_rotary(step[1], places), step[2])
+    hidden = torch.ones(8, 8).triu(1).bool()
+
+    def formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return (query @ key.mT / 8**0.5).masked_fill(hidden, -torch.inf).softmax(-1) @ value
+
     for b, length in enumerate((3, 5)):
-        scores = (turned_query[b] @ turned_key[b].mT / 8**0.5).double()
-        hidden = torch.ones(8, 8).triu(1).bool()
-        expected = scores.masked_fill(hidden, -torch.inf).softmax(-1) @ value[b].double()
+        three = (turned_query[b], turned_key[b], value[b])
+        exact, peer = formula(*(tensor.double() for tensor in three)), formula(*three)
         mine = first[:3] if b == 0 else first[3:]
-        torch.testing.assert_close(mine.transpose(0, 1), expected[:, :length].float())
-        torch.testing.assert_close(second[b], expected[:, length : length + 1].float())
-
-
-class _Rotates(torch.nn.Module):
-    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
-        return apply_rotary(x, rotary_factors(positions, 8))
-
-
-def test_one_program_for_all_lengths() -> None:
-    length = torch.export.Dim("length", min=2)
-    given = torch.randn(2, 3, 5, 12), torch.arange(5)
-    program = torch.export.export(_Rotates(), given, dynamic_shapes=({2: length}, {0: length})).module()
-    compiled = torch.compile(_Rotates(), fullgraph=True, backend="aot_eager", dynamic=True)
-    for count in (2, 3, 7):
-        x, positions = torch.randn(2, 3, count, 12), torch.randint(0, 99, (count,))
-        expected = _Rotates()(x, positions)
-        assert torch.equal(program(x, positions), expected)
-        assert torch.equal(compiled(x, positions), expected)
+        assert_accurate("prompt", mine.transpose(0, 1), exact[:, :length], peer[:, :length])
+        assert_accurate("step", second[b], exact[:, length : length + 1], peer[:, length : length + 1])
 
 
 X, P = torch.randn(2, 3, 4, 8), torch.arange(4)
