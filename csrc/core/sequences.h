@@ -151,12 +151,17 @@ inline SELFATTN_HOST_DEVICE BackwardArguments element_of(const BackwardArguments
   return element;
 }
 
-// Where a row of keys or values lies. Page numbers are limited as starts are.
+// Where the rows of a page begin, by its place in the table. Page numbers are limited as starts are.
+inline SELFATTN_HOST_DEVICE int64_t offset_of_page(const View& view, const Pages& pages, int64_t batch,
+                                                   int64_t kv_head, int64_t index) {
+  return view.offset(limited(pages.table[batch * pages.stride + index], 0, pages.count - 1), kv_head, 0);
+}
+
+// Where a row of keys or values lies.
 inline SELFATTN_HOST_DEVICE int64_t offset_of_key(const View& view, const Pages& pages, int64_t batch,
                                                   int64_t kv_head, int64_t key) {
   if (pages.table == nullptr) return view.offset(batch, kv_head, key);
-  const int64_t page = limited(pages.table[batch * pages.stride + key / pages.size], 0, pages.count - 1);
-  return view.offset(page, kv_head, key % pages.size);
+  return offset_of_page(view, pages, batch, kv_head, key / pages.size) + key % pages.size * view.stride[2];
 }
 
 }  // namespace selfattn

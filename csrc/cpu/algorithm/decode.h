@@ -5,7 +5,7 @@
 #pragma once
 
 #include "decode_rows.h"
-#include "joint_heads.h"
+#include "thin_products.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -14,14 +14,38 @@ constexpr int64_t kDecodeChunk = 1024;  // keys of an item
 // than kKeyBlock.
 constexpr int64_t kDecodeBlock = 512;
 
-template <class T>
+// Caches whose heads lie inside, (batch, keys, heads, dim) in memory: the rows of one head are far apart,
+// each too short to read fast. Then an item takes several kv heads, a step of keys for one head after the
+// other, and meanwhile asks for the next step in the order of memory.
+constexpr int64_t kHeadStep = 16;  // keys
+
+inline bool heads_inside(const AttentionParams& p) { return p.key.stride[1] < p.key.stride[2]; }
+
+// How many kv heads an item takes: as many as leave the threads enough items. Results do not depend on it.
+inline int64_t heads_of_item(const AttentionParams& p, int64_t chunks, int threads) {
+  constexpr int64_t kShortRow = 256;  // bytes; longer ones are read as fast by themselves
+  constexpr int64_t kMostRows = 64;   // whose scores stay in the level-2 cache
+  if (!heads_inside(p) || p.head_dim * size_of(p.dtype) > kShortRow) return 1;
+  const int64_t rows_per_head = p.heads / p.kv_heads * p.queries;
+  int64_t heads = p.kv_heads;
+  while (heads > 1 && (p.kv_heads % heads != 0 || heads * rows_per_head > kMostRows ||
+                       p.kv_heads / heads * chunks < 4 * threads)) {
+    --heads;
+  }
+  return heads;
+}
+
+template <class P>
 struct DecodeTask {
+  using T = Scalar<P>;
+  using Products = ThinProducts<P>;
   const AttentionParams& p;
   int64_t group, chunks;
   int64_t item_heads;  // kv heads of an item
   // States of the chunks, [batch * heads][chunks][queries] and, for out, [padded value_dim] more.
   T *row_max, *row_sum, *out;
-  int64_t out_stride;
+  int64_t query_size, out_stride;
+  int64_t sums_stride;  // of whole vectors, also of pairs
 
   static int64_t chunks_of(const AttentionParams& p) {
     return p.keys > 0 ? (p.keys + kDecodeChunk - 1) / kDecodeChunk : 1;
@@ -39,7 +63,9 @@ struct DecodeTask {
         row_max(states.take<T>(states_of(p))),
         row_sum(states.take<T>(states_of(p))),
         out(states.take<T>(states_of(p) * round_up_to_vector<T>(p.value_dim))),
-        out_stride(round_up_to_vector<T>(p.value_dim)) {}
+        query_size(Products::query_size(p.head_dim)),
+        out_stride(round_up_to_vector<T>(p.value_dim)),
+        sums_stride((p.value_dim + 31) / 32 * 32) {}
 
   int64_t state(int64_t batch, int64_t head, int64_t chunk) const {
     return ((batch * p.heads + head) * chunks + chunk) * p.queries;
@@ -49,35 +75,37 @@ struct DecodeTask {
   // Rows are the queries of all heads that read the item's kv heads, head after head.
   int64_t rows_per_kv_head() const { return group * p.queries; }
   int64_t rows() const { return item_heads * rows_per_kv_head(); }
-  bool listed() const { return item_heads > 1 || p.pages.table != nullptr; }
+  int64_t pages() const { return PageList::most_pages(p, kDecodeChunk); }
 
   struct Scratch {
     Arena arena;
-    T *query, *out, *sums;           // [rows][padded head_dim] scale * Q, [rows][padded value_dim] twice
-    T *row_max, *row_sum, *rescale;  // [rows]
-    T *scores, *bias, *visible;      // [rows][kDecodeBlock]
-    const char** addresses;          // see thin_rows
-    HeadStep step;
-
-    static constexpr int64_t kAddresses = kDecodeBlock + kMostRowsAhead;
+    typename Products::Query* query;          // [rows][query_size]
+    T *out, *sums;                            // [rows][out_stride], [rows][sums_stride]
+    T *row_max, *row_sum, *rescale, *factor;  // [rows]
+    T *scores, *bias, *visible;               // [rows][kDecodeBlock]
+    const char **key_pages, **value_pages;    // [pages]
 
     static int64_t bytes(const DecodeTask& task) {
-      return Arena::bytes_for<T>(task.rows() * round_up_to_vector<T>(task.p.head_dim)) +
-             2 * Arena::bytes_for<T>(task.rows() * task.out_stride) + 3 * Arena::bytes_for<T>(task.rows()) +
-             3 * Arena::bytes_for<T>(task.rows() * kDecodeBlock) + Arena::bytes_for<const char*>(kAddresses);
+      return Arena::bytes_for<typename Products::Query>(task.rows() * task.query_size) +
+             Arena::bytes_for<T>(task.rows() * task.out_stride) +
+             Arena::bytes_for<T>(task.rows() * task.sums_stride) + 4 * Arena::bytes_for<T>(task.rows()) +
+             3 * Arena::bytes_for<T>(task.rows() * kDecodeBlock) +
+             2 * Arena::bytes_for<const char*>(task.pages());
     }
     explicit Scratch(const DecodeTask& task)
         : arena(bytes(task)),
-          query(arena.take<T>(task.rows() * round_up_to_vector<T>(task.p.head_dim))),
+          query(arena.take<typename Products::Query>(task.rows() * task.query_size)),
           out(arena.take<T>(task.rows() * task.out_stride)),
-          sums(arena.take<T>(task.rows() * task.out_stride)),
+          sums(arena.take<T>(task.rows() * task.sums_stride)),
           row_max(arena.take<T>(task.rows())),
           row_sum(arena.take<T>(task.rows())),
           rescale(arena.take<T>(task.rows())),
+          factor(arena.take<T>(task.rows())),
           scores(arena.take<T>(task.rows() * kDecodeBlock)),
           bias(arena.take<T>(task.rows() * kDecodeBlock)),
           visible(arena.take<T>(task.rows() * kDecodeBlock)),
-          addresses(arena.take<const char*>(kAddresses)) {}
+          key_pages(arena.take<const char*>(task.pages())),
+          value_pages(arena.take<const char*>(task.pages())) {}
   };
 
   void operator()(int64_t item, Scratch& s) const {
@@ -89,9 +117,7 @@ struct DecodeTask {
     const int64_t kv_head = (heads_inside(p) ? in_batch % parts : in_batch / chunks) * item_heads;
     for (int64_t i = 0; i < item_heads * group; ++i) {
       const int64_t at = p.query.offset(batch, kv_head * group + i, 0);
-      load_rows<T>(s.query + i * p.queries * round_up_to_vector<T>(p.head_dim),
-                   element(p.query.data, p.dtype, at), p.dtype, p.query.stride[2], p.queries, p.head_dim,
-                   static_cast<T>(p.scale));
+      Products::load_queries(p, at, s.query + i * p.queries * query_size);
     }
     run(batch, kv_head, chunk, s, false);
     // 0 * Inf or 0 * NaN of a hidden key shows as NaN in the result.
@@ -123,15 +149,25 @@ struct DecodeTask {
     const int64_t end = range.end < end_of_chunk ? range.end : end_of_chunk;
     int64_t key = range.begin / 4 * 4;  // the keys of one Philox call
     if (key < chunk * kDecodeChunk) key = chunk * kDecodeChunk;
+    const PageList key_pages(p, p.key, batch, kv_head, key, end, s.key_pages);
+    const PageList value_pages(p, p.value, batch, kv_head, key, end, s.value_pages);
     for (; key < end; key += kDecodeBlock) {
       const int64_t keys = end - key < kDecodeBlock ? end - key : kDecodeBlock;
-      add_block(batch, kv_head, key, keys, s, leave_hidden_out);
+      const int64_t next_keys = end - key - keys < kDecodeBlock ? end - key - keys : kDecodeBlock;
+      add_block({batch, kv_head, key, keys, key_pages.span(key, keys, item_heads),
+                 value_pages.span(key, keys, item_heads), key_pages.span(key + keys, next_keys, item_heads)},
+                s, leave_hidden_out);
     }
   }
 
+  struct Block {
+    int64_t batch, kv_head, key, keys;
+    RowSpan key_rows, value_rows, next_key_rows;
+  };
+
   // All rows of the group meet one block of keys.
-  void add_block(int64_t batch, int64_t kv_head, int64_t key, int64_t keys, Scratch& s,
-                 bool leave_hidden_out) const {
+  void add_block(const Block& block, Scratch& s, bool leave_hidden_out) const {
+    const int64_t batch = block.batch, kv_head = block.kv_head, key = block.key, keys = block.keys;
     const bool masked = p.mask.data != nullptr;
     if (masked) {
       bool visible = false;
@@ -140,7 +176,7 @@ struct DecodeTask {
       }
       if (!visible) return;
     }
-    add_scores(thin_rows(p, p.key, batch, kv_head, key, keys, listed() ? s.addresses : nullptr), keys, s);
+    add_scores(block.key_rows, block.value_rows, s);
     for (int64_t r = 0; r < rows(); ++r) {
       const DecodeRow at = row(batch, kv_head, r);
       T* scores = s.scores + r * kDecodeBlock;
@@ -148,51 +184,71 @@ struct DecodeTask {
       if (leave_hidden_out) mark_visible_row<T>(keys, scores, s.visible + r * kDecodeBlock);
       softmax_row<T>(keys, scores, s.row_max + r, s.row_sum + r, s.rescale + r);
       if (p.dropout.enabled) drop_row<T>(p.dropout, at, key, keys, scores);
+      s.factor[r] = Products::round_weights(keys, scores);
     }
-    add_values(thin_rows(p, p.value, batch, kv_head, key, keys, listed() ? s.addresses : nullptr), keys, s,
-               leave_hidden_out);
+    add_values(block.value_rows, block.next_key_rows, s, leave_hidden_out ? s.visible : nullptr);
   }
 
-  void add_scores(const ThinRows& all, int64_t keys, Scratch& s) const {
+  // Calls product(rows, head, first) for the rows of every head, with several heads a step at a time.
+  // Meanwhile those that follow are asked for, and then those of `next`.
+  template <class Product>
+  void for_each_step(const RowSpan& all, const RowSpan& next, int64_t row_bytes, Product product) const {
+    RowWalk soon(all, next);
     if (item_heads == 1) {
-      return thin_scores<T>(s.query, rows(), all, keys, p.head_dim, s.scores, kDecodeBlock, 1);
+      soon.skip(rows_ahead(row_bytes));
+      return product(ThinRows{p.dtype, all.keys, RowWalk(all), soon}, 0, 0);
     }
-    const int64_t of_head = rows_per_kv_head(), query_size = of_head * round_up_to_vector<T>(p.head_dim);
-    for (int64_t first = 0; first < keys; first += kHeadStep) {
-      const int64_t count = keys - first < kHeadStep ? keys - first : kHeadStep;
+    soon.skip(kHeadStep * item_heads);
+    RowSpan of_head = all;
+    of_head.heads = 1;
+    RowWalk step(of_head);
+    for (int64_t first = 0; first < all.keys; first += kHeadStep) {
+      const int64_t count = all.keys - first < kHeadStep ? all.keys - first : kHeadStep;
       for (int64_t i = 0; i < item_heads; ++i) {
-        thin_scores<T>(s.query + i * query_size, of_head,
-                       s.step.rows(p.key, all, first, count, i, item_heads), count, p.head_dim,
-                       s.scores + i * of_head * kDecodeBlock + first, kDecodeBlock, 1);
+        product(ThinRows{p.dtype, count, step.moved(i * all.head_step), soon}, i, first);
+        soon.skip(count);
       }
+      step.skip(count);
     }
   }
 
-  void add_values(const ThinRows& all, int64_t keys, Scratch& s, bool leave_hidden_out) const {
-    const T* visible = leave_hidden_out ? s.visible : nullptr;
-    if (item_heads == 1) {
-      return thin_values<T>({s.scores, visible, kDecodeBlock, keys, p.value_dim, s.rescale, s.out, nullptr},
-                            rows(), all);
-    }
+  void add_scores(const RowSpan& keys, const RowSpan& then, Scratch& s) const {
     const int64_t of_head = rows_per_kv_head();
-    memset(s.sums, 0, static_cast<size_t>(rows() * out_stride) * sizeof(T));
-    for (int64_t first = 0; first < keys; first += kHeadStep) {
-      const int64_t count = keys - first < kHeadStep ? keys - first : kHeadStep;
-      for (int64_t i = 0; i < item_heads; ++i) {
-        const int64_t row = i * of_head, at = row * kDecodeBlock + first;
-        thin_values<T>({s.scores + at, visible != nullptr ? visible + at : nullptr, kDecodeBlock, count,
-                        p.value_dim, s.rescale + row, s.out + row * out_stride, s.sums + row * out_stride},
-                       of_head, s.step.rows(p.value, all, first, count, i, item_heads));
+    for_each_step(keys, then, p.head_dim * size_of(p.dtype),
+                  [&](const ThinRows& rows, int64_t head, int64_t first) {
+                    Products::scores(p, s.query + head * of_head * query_size, of_head, rows,
+                                     s.scores + head * of_head * kDecodeBlock + first, kDecodeBlock);
+                  });
+  }
+
+  void add_values(const RowSpan& values, const RowSpan& then, Scratch& s, const T* visible) const {
+    using S = Simd<T>;
+    const int64_t of_head = rows_per_kv_head();
+    memset(s.sums, 0, static_cast<size_t>(rows() * sums_stride) * sizeof(T));
+    for_each_step(
+        values, then, p.value_dim * size_of(p.dtype), [&](const ThinRows& rows, int64_t head, int64_t first) {
+          const int64_t at = head * of_head * kDecodeBlock;
+          const auto a =
+              Products::weigh(s.scores + at, visible != nullptr ? visible + at : nullptr, kDecodeBlock,
+                              p.value_dim, s.sums + head * of_head * sums_stride, sums_stride);
+          Products::values(a.from(first), of_head, rows);
+        });
+    for (int64_t r = 0; r < rows(); ++r) {
+      const auto rescale = S::set(s.rescale[r]), factor = S::set(s.factor[r]);
+      for (int64_t e = 0; e < out_stride; e += S::kWidth) {
+        T* out = s.out + r * out_stride + e;
+        const auto sum = S::mul(S::load(s.sums + r * sums_stride + e), factor);
+        S::store(out, S::fma(S::load(out), rescale, sum));
       }
     }
-    add_sums<T>({s.scores, visible, kDecodeBlock, keys, p.value_dim, s.rescale, s.out, s.sums}, rows());
   }
 };
 
 // Merges the chunks of one head in their order and writes the results.
-template <class T>
+template <class P>
 struct DecodeMerge {
-  const DecodeTask<T>& chunks;
+  using T = Scalar<P>;
+  const DecodeTask<P>& chunks;
   const ForwardOutputs& outputs;
 
   int64_t items() const { return chunks.p.batch * chunks.p.heads; }
@@ -249,38 +305,38 @@ struct DecodeMerge {
   }
 };
 
-template <class T>
+template <class P>
 void decode(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  Arena arena(DecodeTask<T>::state_bytes(p));
-  const int64_t chunks = p.batch * DecodeTask<T>::chunks_of(p);
-  const DecodeTask<T> task(p, heads_of_item(p, chunks, pool.threads), arena);
+  Arena arena(DecodeTask<P>::state_bytes(p));
+  const int64_t chunks = p.batch * DecodeTask<P>::chunks_of(p);
+  const DecodeTask<P> task(p, heads_of_item(p, chunks, pool.threads), arena);
   for_each_item(pool, task.items(), task);
-  const DecodeMerge<T> merge{task, outputs};
+  const DecodeMerge<P> merge{task, outputs};
   for_each_item(pool, merge.items(), merge);
 }
 
 // The elements with few queries of a batch whose elements have their own lengths: the chunks of all of them
 // as one list, so that a long sequence keeps every thread busy and a short one costs no wait.
-template <class T>
+template <class P>
 void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   const auto calls = element_calls(p, outputs, 1, kThinQueries);
   int64_t bytes = 0, chunks = 0;
   for (const auto& call : calls) {
-    bytes += DecodeTask<T>::state_bytes(call.params);
-    chunks += DecodeTask<T>::chunks_of(call.params);
+    bytes += DecodeTask<P>::state_bytes(call.params);
+    chunks += DecodeTask<P>::chunks_of(call.params);
   }
   Arena arena(bytes);
-  std::vector<DecodeTask<T>> tasks;
-  std::vector<DecodeMerge<T>> merges;
+  std::vector<DecodeTask<P>> tasks;
+  std::vector<DecodeMerge<P>> merges;
   tasks.reserve(calls.size());
   merges.reserve(calls.size());
   for (const auto& call : calls) {
     tasks.emplace_back(call.params, heads_of_item(call.params, chunks, pool.threads), arena);
     merges.push_back({tasks.back(), call.results});
   }
-  const JointTask<DecodeTask<T>> joint(tasks);
+  const JointTask<DecodeTask<P>> joint(tasks);
   for_each_item(pool, joint.items(), joint);
-  const JointTask<DecodeMerge<T>> joint_merge(std::move(merges));
+  const JointTask<DecodeMerge<P>> joint_merge(std::move(merges));
   for_each_item(pool, joint_merge.items(), joint_merge);
 }
 

@@ -6,6 +6,7 @@
 
 #include "backward.h"
 #include "forward.h"
+#include "thin_pairs.h"
 #include "weights.h"
 
 namespace selfattn::cpu {
@@ -15,28 +16,46 @@ extern const Kernel kFusedAvx512;
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // Decided by dtype, precision and shape alone, so that all passes of a call decide alike. With more pieces
-// than the engine has an advantage for, float is faster; with a few queries, memory is the limit; a factor of
-// the scores that is not positive cannot wait until after their maximum.
-// The gradient of ALiBi slopes is a sum of
-// dS times distances in which nearly all cancels, if only the weights in O and in dS are the same numbers:
-// rounding them for O alone would leave far distances standing.
-inline bool takes_pairs(const AttentionParams& p) {
+// than the engine has an advantage for, float is faster; a factor of the scores that is not positive cannot
+// wait until after their maximum. The gradient of ALiBi slopes is a sum of dS times distances in which nearly
+// all cancels, if only the weights in O and in dS are the same numbers: rounding them for O alone would leave
+// far distances standing.
+inline bool gains_by_pairs(const AttentionParams& p) {
   if (p.alibi_slopes.data != nullptr && Pairs::pieces(p) == 1) return false;
   return p.dtype != DType::kFloat64 && Pairs::pieces(p) <= PairEngine::kMostPieces &&
-         p.queries > kThinQueries && p.head_dim >= kLeastHeadDim && p.scale > 0.0;
+         p.head_dim >= kLeastHeadDim && p.scale > 0.0;
+}
+inline bool takes_pairs(const AttentionParams& p) { return gains_by_pairs(p) && p.queries > kThinQueries; }
+
+// With a few queries memory is the limit, unless numbers must be converted.
+inline bool decodes_pairs(const AttentionParams& p) {
+  return PairEngine::kDecodes && p.dtype == DType::kBFloat16 && gains_by_pairs(p);
 }
 
-// Of a batch whose elements have their own numbers of queries, what this kernel leaves over: those with few.
+// Of a batch whose elements have their own numbers of queries, what attention_forward leaves over: those with
+// few.
 inline AttentionParams left_over(const AttentionParams& p) {
   AttentionParams few = p;
   few.sequences.most_queries = kThinQueries;
   return few;
 }
 
+// A template, so that what an engine does not decode is not compiled either.
+template <class Engine = PairEngine>
+void pair_decode(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
+  if constexpr (Engine::kDecodes) {
+    if (decodes_pairs(p)) {
+      return p.sequences.any() ? decode_sequences<Pairs>(p, o, pool) : decode<Pairs>(p, o, pool);
+    }
+  }
+  kFusedAvx512.forward(p, o, pool);
+}
+
 inline void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
-  if (!takes_pairs(p)) return kFusedAvx512.forward(p, o, pool);
+  if (!takes_pairs(p))
+    return p.queries <= kThinQueries ? pair_decode(p, o, pool) : kFusedAvx512.forward(p, o, pool);
   attention_forward<Pairs>(p, o, pool);
-  if (p.sequences.any()) kFusedAvx512.forward(left_over(p), o, pool);
+  if (p.sequences.any()) pair_decode(left_over(p), o, pool);
 }
 inline void pair_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
   if (!takes_pairs(p)) return kFusedAvx512.weights(p, o, pool);
@@ -67,7 +86,7 @@ inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPoo
 }
 
 inline const Kernel* pair_hands_on_to(const AttentionParams& p) {
-  return takes_pairs(p) ? nullptr : &kFusedAvx512;
+  return takes_pairs(p) || (p.queries <= kThinQueries && decodes_pairs(p)) ? nullptr : &kFusedAvx512;
 }
 
 constexpr Kernel pair_kernel(const char* isa, const char* description) {

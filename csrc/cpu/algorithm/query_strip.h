@@ -6,7 +6,7 @@
 
 #include "elementary.h"
 #include "operands.h"
-#include "thin_product.h"
+#include "thin_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

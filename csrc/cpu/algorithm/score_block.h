@@ -5,7 +5,7 @@
 #include "elementary.h"
 #include "mask_block.h"
 #include "query_strip.h"
-#include "thin_product.h"
+#include "thin_scores.h"
 #include "tile_multiply.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {

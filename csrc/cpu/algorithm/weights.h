@@ -4,7 +4,7 @@
 #pragma once
 
 #include "gradient_strip.h"
-#include "paged_rows.h"
+#include "key_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -12,6 +12,7 @@
 #include <memory>
 #include <new>
 #include <thread>
+#include <type_traits>
 
 #include "../../core/attention_params.h"
 #include "../../core/dtype.h"

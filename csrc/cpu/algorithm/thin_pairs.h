@@ -1,0 +1,189 @@
+// The products of thin_scores.h and thin_values.h for bfloat16 by VDPBF16PS: twice the work per instruction,
+// and nothing to convert. For processors where memory is faster than float's multiply-adds.
+#pragma once
+
+#include "pair_operands.h"
+#include "thin_products.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// Elements that stay what they are.
+struct StoredPairs {
+  using Element = uint16_t;
+  using Query = uint16_t;
+  static constexpr int kElements = 32;
+  static SELFATTN_INLINE __m512bh load(const uint16_t* p) { return (__m512bh)_mm512_loadu_si512(p); }
+  static SELFATTN_INLINE __m512bh load_query(const uint16_t* p) { return load(p); }
+  static SELFATTN_INLINE __m512 multiply_add(__m512bh key, __m512bh query, __m512 sum) {
+    return _mm512_dpbf16_ps(sum, key, query);
+  }
+};
+
+SELFATTN_INLINE __mmask32 elements_below(int64_t n) {
+  return n >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((uint32_t{1} << n) - 1);
+}
+
+template <>
+struct RowTail<float, StoredPairs> {
+  int64_t whole, n, at;
+  __mmask32 mask;
+
+  explicit SELFATTN_INLINE RowTail(int64_t size)
+      : whole(size / 32 * 32), n(size), at(whole), mask(elements_below(size - whole)) {}
+  SELFATTN_INLINE bool any() const { return whole < n; }
+  SELFATTN_INLINE __m512bh load(const uint16_t* row) const {
+    return (__m512bh)_mm512_maskz_loadu_epi16(mask, row + at);
+  }
+  // Zeros met zeros.
+  SELFATTN_INLINE __m512 chosen(__m512 after, __m512) const { return after; }
+};
+
+// Two rows' elements of the same column side by side, of 16 columns from kFirst on.
+template <int kFirst>
+SELFATTN_INLINE __m512bh column_pairs(__m512i above, __m512i below) {
+  const __m512i order =
+      _mm512_add_epi16(_mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
+                                        38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0),
+                       _mm512_set1_epi16(kFirst));
+  return (__m512bh)_mm512_permutex2var_epi16(above, order, below);
+}
+
+// The first elements that the mask names, of a row that takes part; zeros for another.
+template <bool kWhole>
+SELFATTN_INLINE __m512i load_values(const char* row, __mmask32 mask, bool takes_part) {
+  if (kWhole && takes_part) return _mm512_loadu_si512(row);
+  return _mm512_maskz_loadu_epi16(takes_part ? mask : 0, row);
+}
+
+using PairValues = ThinValues<float, uint32_t>;
+
+// kWide times 32 columns from `at` on of kRows rows. The weights of two keys are one word, see round_weights.
+template <int kRows, int kWide, bool kTail>
+SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const ThinRows::Even& values,
+                                     int64_t at) {
+  const __mmask32 mask = kTail ? elements_below(a.value_dim - at) : ~__mmask32{0};
+  float* sums_at = a.sums + row * a.ld_sums + at;
+  __m512 sums[kRows][2 * kWide];
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    SELFATTN_UNROLL
+    for (int v = 0; v < 2 * kWide; ++v) sums[r][v] = _mm512_loadu_ps(sums_at + r * a.ld_sums + v * 16);
+  }
+  const uint32_t* weights = a.weights + row * a.ld;
+  const float* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
+  const int64_t count = values.rows.rows, step = values.rows.step, soon_step = values.soon.step;
+  const char *first = values.rows.first + at * 2, *soon = values.soon.first + at * 2;
+  for (int64_t j = 0; j < count; j += 2) {
+    // The weight of a row that does not take part is 0.
+    const bool takes_first = visible == nullptr || visible[j] != 0.0f;
+    const bool takes_second = j + 1 < count && (visible == nullptr || visible[j + 1] != 0.0f);
+    // In the order of memory, which is how it is read fastest.
+    __m512i above[kWide], below[kWide];
+    SELFATTN_UNROLL
+    for (int v = 0; v < kWide; ++v) {
+      fetch_ahead(soon + v * 64);
+      above[v] = load_values<!kTail>(first + v * 64, mask, takes_first);
+    }
+    SELFATTN_UNROLL
+    for (int v = 0; v < kWide; ++v) {
+      fetch_ahead(soon + soon_step + v * 64);
+      below[v] = load_values<!kTail>(first + step + v * 64, mask, takes_second);
+    }
+    __m512bh x[2 * kWide];
+    SELFATTN_UNROLL
+    for (int v = 0; v < kWide; ++v) {
+      x[2 * v] = column_pairs<0>(above[v], below[v]);
+      x[2 * v + 1] = column_pairs<16>(above[v], below[v]);
+    }
+    first += 2 * step;
+    soon += 2 * soon_step;
+    SELFATTN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      const auto weight = (__m512bh)_mm512_set1_epi32(static_cast<int>(weights[r * a.ld + j / 2]));
+      SELFATTN_UNROLL
+      for (int v = 0; v < 2 * kWide; ++v) sums[r][v] = _mm512_dpbf16_ps(sums[r][v], x[v], weight);
+    }
+  }
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    SELFATTN_UNROLL
+    for (int v = 0; v < 2 * kWide; ++v) _mm512_storeu_ps(sums_at + r * a.ld_sums + v * 16, sums[r][v]);
+  }
+}
+
+// All columns of some rows; see thin_value_steps.
+struct PairColumns {
+  static constexpr int wide_of(int rows) { return rows >= 8 ? 1 : rows == 4 ? 2 : 4; }
+  static constexpr int64_t columns_of(int rows) { return wide_of(rows) * 32; }
+
+  template <int kRows, int kWide>
+  SELFATTN_INLINE int64_t tiles(const PairValues& a, int64_t row, const ThinRows::Even& values,
+                                int64_t at) const {
+    for (; at + kWide * 32 <= a.value_dim; at += kWide * 32) {
+      pair_value_tile<kRows, kWide, false>(a, row, values, at);
+    }
+    return at;
+  }
+  template <int kRows>
+  void add(const PairValues& a, int64_t row, const ThinRows::Even& values) const {
+    constexpr int kWide = wide_of(kRows);
+    int64_t at = tiles<kRows, kWide>(a, row, values, 0);
+    if constexpr (kWide > 2) at = tiles<kRows, 2>(a, row, values, at);
+    if constexpr (kWide > 1) at = tiles<kRows, 1>(a, row, values, at);
+    if (at < a.value_dim) pair_value_tile<kRows, 1, true>(a, row, values, at);
+  }
+};
+
+template <>
+struct ThinProducts<Pairs> {
+  using Query = uint16_t;
+
+  static int64_t query_size(int64_t head_dim) { return padded_query<StoredPairs>(head_dim); }
+  static void load_queries(const AttentionParams& p, int64_t offset, Query* to) {
+    const auto* from = static_cast<const uint16_t*>(p.query.data) + offset;
+    for (int64_t i = 0; i < p.queries; ++i, to += query_size(p.head_dim), from += p.query.stride[2]) {
+      memcpy(to, from, static_cast<size_t>(p.head_dim) * sizeof(Query));
+      memset(to + p.head_dim, 0, static_cast<size_t>(query_size(p.head_dim) - p.head_dim) * sizeof(Query));
+    }
+  }
+
+  static void scores(const AttentionParams& p, const Query* query, int64_t rows, const ThinRows& keys,
+                     float* s, int64_t ld) {
+    thin_scores_as<float, StoredPairs>(query, rows, keys, p.head_dim, s, ld, 1);
+    const __m512 scale = _mm512_set1_ps(static_cast<float>(p.scale));
+    for (int64_t r = 0; r < rows; ++r) {
+      for (int64_t j = 0; j < keys.count; j += 16) {
+        const __mmask16 mask = lanes_below(keys.count - j);
+        float* to = s + r * ld + j;
+        _mm512_mask_storeu_ps(to, mask, _mm512_mul_ps(_mm512_maskz_loadu_ps(mask, to), scale));
+      }
+    }
+  }
+
+  // A row of weights becomes words of two, in place. Returns by what their product with values must be
+  // multiplied so that its weights sum up to what they were before they were rounded.
+  static float round_weights(int64_t keys, float* weights) {
+    __m512 sum = _mm512_setzero_ps(), rounded_sum = sum;
+    for (int64_t j = 0; j < keys; j += 32) {
+      const __m512 first = _mm512_loadu_ps(weights + j);
+      const __m512 second = j + 16 < keys ? _mm512_loadu_ps(weights + j + 16) : _mm512_setzero_ps();
+      const __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(second, first);
+      sum = _mm512_add_ps(sum, _mm512_add_ps(first, second));
+      rounded_sum = PairEngine::add_pairs(rounded_sum, bits);
+      _mm512_storeu_si512(weights + j / 2, bits);
+    }
+    const float before = _mm512_reduce_add_ps(sum), after = _mm512_reduce_add_ps(rounded_sum);
+    return after == 0.0f ? 1.0f : before / after;
+  }
+
+  using Values = PairValues;
+  static Values weigh(const float* weights, const float* visible, int64_t ld, int64_t value_dim, float* sums,
+                      int64_t ld_sums) {
+    return {reinterpret_cast<const uint32_t*>(weights), visible, ld, value_dim, sums, ld_sums};
+  }
+  static void values(const Values& a, int64_t rows, const ThinRows& values) {
+    thin_value_steps(PairColumns(), a, rows, values);
+  }
+};
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,0 +1,115 @@
+// What products for very few queries have in common, as in generating text one token at a time. Lanes that
+// run over queries would be empty, so here they run over the head dim: a score is a dot product
+// (thin_scores.h), an output row is a sum of scaled value rows (thin_values.h). Keys and values are read
+// where they lie, in their own type, and converted in registers; what is loaded serves up to eight rows of
+// queries, those of all heads that read it.
+//
+// Every sum has one order, that of a single row: it depends on the head dim alone, not on how many rows or
+// keys share a tile, where the keys lie or in which type they are stored. A row's result is then the same in
+// any group, and a pass that computes a score again gets the forward's very bits.
+#pragma once
+
+#include "row_walk.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// Up to here a dot product per query beats a vector of mostly empty lanes.
+constexpr int64_t kThinQueries = 4;
+
+// Accumulators of a tile: what the registers hold beside its operands. At least a vector's width of them.
+template <class T>
+constexpr int kThinTile = Simd<T>::kTileRows == 8 ? 16 : 8;
+
+// What is the same for all elements that become vectors of T when they are loaded.
+template <class T>
+struct LoadedAsT {
+  using Query = T;                                   // what a row of queries is made of
+  static constexpr int kElements = Simd<T>::kWidth;  // that a vector holds
+  static SELFATTN_INLINE typename Simd<T>::Vec load_query(const T* p) { return Simd<T>::load(p); }
+  static SELFATTN_INLINE typename Simd<T>::Vec multiply_add(typename Simd<T>::Vec key,
+                                                            typename Simd<T>::Vec query,
+                                                            typename Simd<T>::Vec sum) {
+    return Simd<T>::fma(key, query, sum);
+  }
+};
+template <class T>
+struct StoredPlain : LoadedAsT<T> {
+  using Element = T;
+  static constexpr DType kDType = dtype_of<T>();
+  static SELFATTN_INLINE typename Simd<T>::Vec load(const T* p) { return Simd<T>::load(p); }
+};
+template <class T>
+struct StoredBFloat16 : LoadedAsT<T> {
+  using Element = uint16_t;
+  static constexpr DType kDType = DType::kBFloat16;
+  static SELFATTN_INLINE typename Simd<T>::Vec load(const uint16_t* p) { return Simd<T>::load_bfloat16(p); }
+};
+template <class T>
+struct StoredFloat16 : LoadedAsT<T> {
+  using Element = uint16_t;
+  static constexpr DType kDType = DType::kFloat16;
+  static SELFATTN_INLINE typename Simd<T>::Vec load(const uint16_t* p) { return Simd<T>::load_float16(p); }
+};
+
+// Vectors that a cache line of elements makes.
+template <class Stored>
+constexpr int kVecsOfLine = 64 / (Stored::kElements * static_cast<int>(sizeof(typename Stored::Element)));
+
+// How far ahead of its use a line is asked for: about what is under way between memory and a core at once.
+constexpr int64_t kBytesAhead = 8192;
+
+// The same in rows; of rows shorter than a line, which are not asked for, any number will do.
+inline int64_t rows_ahead(int64_t row_bytes) {
+  return row_bytes <= 64 ? kBytesAhead / 64 : row_bytes < kBytesAhead ? kBytesAhead / row_bytes : 1;
+}
+
+// Reads nothing, so that the address may lie past the tensor's end.
+SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line); }
+
+// Rows that meet a product, and those to be asked for meanwhile, one for each.
+struct ThinRows {
+  DType dtype;
+  int64_t count;
+  RowWalk rows, soon;
+
+  // The next rows and those to be asked for, evenly spaced, at most `most`: an even number but for the last.
+  struct Even {
+    RowRun rows, soon;
+  };
+  Even take_even(int64_t most) {
+    int64_t n = rows.even() < soon.even() ? rows.even() : soon.even();
+    n = (n < most ? n : most) / 2 * 2;
+    if (n == 0) n = 2;
+    n = n < count ? n : count;
+    count -= n;
+    return {rows.take(n), soon.take(n)};
+  }
+};
+
+// How rows of n elements fall into vectors: `whole` elements in whole ones, and a last one that is shifted
+// back to end with the row, so that nothing outside the row is read. Its lanes that repeat earlier elements
+// are not `fresh`. A row shorter than a vector is padded with zeros instead.
+template <class T, class Stored>
+struct RowTail {
+  using S = Simd<T>;
+  int64_t whole, n, at;
+  typename S::Mask fresh;
+
+  explicit SELFATTN_INLINE RowTail(int64_t size)
+      : whole(size / S::kWidth * S::kWidth), n(size), at(size < S::kWidth ? 0 : size - S::kWidth) {
+    T index[S::kWidth];
+    for (int i = 0; i < S::kWidth; ++i) index[i] = static_cast<T>(i);
+    fresh = S::less(S::set(static_cast<T>(whole - at) - T(0.5)), S::load(index));
+  }
+  SELFATTN_INLINE bool any() const { return whole < n; }
+  SELFATTN_INLINE typename S::Vec load(const typename Stored::Element* row) const {
+    return n < S::kWidth ? load_row<T>(row, Stored::kDType, n) : Stored::load(row + at);
+  }
+  // The sum after the tail's product, which is chosen afterwards: a zero in place of a repeated element would
+  // make NaN of an infinite factor.
+  SELFATTN_INLINE typename S::Vec chosen(typename S::Vec after, typename S::Vec before) const {
+    return S::select(fresh, after, before);
+  }
+};
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,0 +1,182 @@
+// Dot products of very few queries with keys; see thin_rows.h.
+#pragma once
+
+#include "thin_rows.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// In place: lane i of sums[0] becomes the sum over the lanes of sums[i], always as the same tree. A transpose
+// by halves (see rows.h) that adds as soon as two halves are there.
+template <class T, int kHalf>
+SELFATTN_INLINE void sum_lanes(typename Simd<T>::Vec* sums) {
+  using S = Simd<T>;
+  SELFATTN_UNROLL
+  for (int i = 0; i < kHalf; ++i) {
+    sums[i] =
+        S::add(S::interleave_low(sums[i], sums[i + kHalf]), S::interleave_high(sums[i], sums[i + kHalf]));
+  }
+  if constexpr (kHalf > 1) sum_lanes<T, kHalf / 2>(sums);
+}
+
+// One vector's multiply-adds of thin_dots.
+template <class T, class Stored, int kRows, int kKeys, int kStride>
+SELFATTN_INLINE void thin_dots_step(const typename Stored::Query* query, int64_t padded,
+                                    const typename Stored::Element* const* keys, int64_t e,
+                                    typename Simd<T>::Vec* sums) {
+  decltype(Stored::load(nullptr)) k[kKeys];
+  SELFATTN_UNROLL
+  for (int j = 0; j < kKeys; ++j) k[j] = Stored::load(keys[j] + e);
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    const auto q = Stored::load_query(query + r * padded + e);
+    SELFATTN_UNROLL
+    for (int j = 0; j < kKeys; ++j) {
+      sums[r * kStride + j] = Stored::multiply_add(k[j], q, sums[r * kStride + j]);
+    }
+  }
+}
+
+// The dot products of kRows rows of `query` with kKeys rows of `keys` into sums[row * kStride + key]. Lines
+// of `soon` are asked for meanwhile.
+template <class T, class Stored, int kRows, int kKeys, int kStride>
+SELFATTN_INLINE void thin_dots(const typename Stored::Query* query, int64_t padded,
+                               const typename Stored::Element* const* keys,
+                               const typename Stored::Element* const* soon, const RowTail<T, Stored>& tail,
+                               typename Simd<T>::Vec* sums) {
+  SELFATTN_UNROLL
+  for (int r = 0; r < kRows; ++r) {
+    SELFATTN_UNROLL
+    for (int j = 0; j < kKeys; ++j) sums[r * kStride + j] = Simd<T>::set(T(0));
+  }
+  constexpr int kVec = Stored::kElements;
+  constexpr int64_t kLine = kVecsOfLine<Stored> * kVec;
+  int64_t e = 0;
+  for (; e + kLine <= tail.whole; e += kLine) {
+    SELFATTN_UNROLL
+    for (int j = 0; j < kKeys; ++j) fetch_ahead(soon[j] + e);
+    SELFATTN_UNROLL
+    for (int v = 0; v < kVecsOfLine<Stored>; ++v) {
+      thin_dots_step<T, Stored, kRows, kKeys, kStride>(query, padded, keys, e + v * kVec, sums);
+    }
+  }
+  for (; e < tail.whole; e += kVec) {
+    thin_dots_step<T, Stored, kRows, kKeys, kStride>(query, padded, keys, e, sums);
+  }
+  if (!tail.any()) return;
+  SELFATTN_UNROLL
+  for (int j = 0; j < kKeys; ++j) {
+    const auto k = tail.load(keys[j]);
+    SELFATTN_UNROLL
+    for (int r = 0; r < kRows; ++r) {
+      auto& sum = sums[r * kStride + j];
+      const auto q = Stored::load_query(query + r * padded + tail.at);
+      sum = tail.chosen(Stored::multiply_add(k, q, sum), sum);
+    }
+  }
+}
+
+template <class Stored>
+int64_t padded_query(int64_t head_dim) {
+  return (head_dim + Stored::kElements - 1) / Stored::kElements * Stored::kElements;
+}
+
+// kRows rows of scores; see thin_scores.
+template <class T, int kRows, class Stored>
+void thin_score_rows(const typename Stored::Query* query, const ThinRows& keys, int64_t head_dim, T* s,
+                     int64_t row_step, int64_t key_step) {
+  using S = Simd<T>;
+  using Element = typename Stored::Element;
+  constexpr int kTile = kThinTile<T>, kKeys = kTile / kRows;
+  // Memory is fastest read in its order, one key after the other. Only where eight rows meet elements that
+  // must be converted do the products take as long: there two keys share what is loaded of the rows.
+  constexpr int kAtOnce =
+      kKeys > 1 && kRows == 8 && Stored::kElements * sizeof(Element) < sizeof(typename S::Vec) ? 2 : 1;
+  const int64_t padded = padded_query<Stored>(head_dim), count = keys.count;
+  const RowTail<T, Stored> tail(head_dim);
+  RowWalk walk = keys.rows, walk_ahead = keys.soon;
+  for (int64_t key = 0; key < count; key += kKeys) {
+    const int64_t n = count - key < kKeys ? count - key : kKeys;
+    typename S::Vec sums[kTile];
+    SELFATTN_UNROLL
+    for (int first = 0; first < kKeys; first += kAtOnce) {
+      const Element *rows[kAtOnce], *soon[kAtOnce];
+      SELFATTN_UNROLL
+      for (int j = 0; j < kAtOnce; ++j) {  // past the end: the last key once more
+        rows[j] = reinterpret_cast<const Element*>(walk.next());
+        soon[j] = reinterpret_cast<const Element*>(walk_ahead.next());
+      }
+      thin_dots<T, Stored, kRows, kAtOnce, kKeys>(query, padded, rows, soon, tail, sums + first);
+    }
+    T scores[kTile];
+    SELFATTN_UNROLL
+    for (int i = 0; i < kTile; i += S::kWidth) {
+      sum_lanes<T, S::kWidth / 2>(sums + i);
+      S::store(scores + i, sums[i]);
+    }
+    if (key_step == 1 && n == kKeys) {
+      SELFATTN_UNROLL
+      for (int r = 0; r < kRows; ++r) memcpy(s + r * row_step + key, scores + r * kKeys, kKeys * sizeof(T));
+    } else {
+      for (int r = 0; r < kRows; ++r) {
+        for (int64_t j = 0; j < n; ++j) s[r * row_step + (key + j) * key_step] = scores[r * kKeys + j];
+      }
+    }
+  }
+}
+
+template <class T, class Stored>
+void thin_scores_as(const typename Stored::Query* query, int64_t rows, const ThinRows& keys, int64_t head_dim,
+                    T* s, int64_t row_step, int64_t key_step) {
+  const int64_t padded = padded_query<Stored>(head_dim);
+  int64_t r = 0;
+  while (r + 8 <= rows) {
+    thin_score_rows<T, 8, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step, key_step);
+    r += 8;
+  }
+  if (r + 4 <= rows) {
+    thin_score_rows<T, 4, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step, key_step);
+    r += 4;
+  }
+  if (r + 2 <= rows) {
+    thin_score_rows<T, 2, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step, key_step);
+    r += 2;
+  }
+  if (r + 1 <= rows) {
+    thin_score_rows<T, 1, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step, key_step);
+    r += 1;
+  }
+}
+
+// s[row * row_step + key * key_step] = <query row, key> for rows of `query`, [rows][padded head_dim] with
+// zeros in the padding, and at least one key.
+template <class T>
+void thin_scores(const T* query, int64_t rows, const ThinRows& keys, int64_t head_dim, T* s, int64_t row_step,
+                 int64_t key_step) {
+  if constexpr (sizeof(T) == 4) {
+    if (keys.dtype == DType::kBFloat16) {
+      return thin_scores_as<T, StoredBFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+    }
+    if (keys.dtype == DType::kFloat16) {
+      return thin_scores_as<T, StoredFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+    }
+  }
+  thin_scores_as<T, StoredPlain<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+}
+
+// The same as a block of a strip: s[key][query], and 0 in the other lanes of the vectors, which every later
+// step passes over as well.
+template <class T>
+void thin_score_block(const T* query, int64_t queries, const T* keys, int64_t key_stride, int64_t count,
+                      int64_t head_dim, T* s, int64_t ld) {
+  for (int64_t j = 0; j < count; ++j) {
+    for (int64_t lane = queries; lane < round_up_to_vector<T>(queries); ++lane) s[j * ld + lane] = T(0);
+  }
+  const char* const page = reinterpret_cast<const char*>(keys);
+  const int64_t row_bytes = key_stride * static_cast<int64_t>(sizeof(T));
+  const RowSpan span{&page, INT64_MAX, 0, count, row_bytes, 0};
+  RowSpan soon = span;
+  soon.first = rows_ahead(row_bytes);
+  thin_scores<T>(query, queries, {dtype_of<T>(), count, RowWalk(span), RowWalk(soon)}, head_dim, s, 1, ld);
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
