@@ -78,6 +78,11 @@ def append(paged: bool = False, rows: Tensor = QUERY, **changes: Any) -> Calls:
     return Calls([lambda: ops.append_to_cache(*caches, rows, rows, **given)], caches)
 
 
+def append_values(value_cache: Tensor) -> Calls:
+    caches = [CACHE.clone(), value_cache]
+    return Calls([lambda: ops.append_to_cache(*caches, QUERY, QUERY, index(3, 0, 6))], caches)
+
+
 def with_cache(paged: bool = False, **changes: Any) -> Calls:
     caches = [(PAGES if paged else CACHE).clone() for _ in range(2)]
     given: dict[str, Any] = ({"block_table": TABLE} if paged else {}) | changes
@@ -122,10 +127,19 @@ WILD: dict[str, tuple[Calls, str]] = {
     "most rows": (append(seqlens=index(3, 0, MOST)), "between 0 and the capacity 8"),
     "new page": (append(True, block_table=table(0, 1, 2, 3, 4, 5)), r"block_table\[2, 1\] is 5"),
     "negative new page": (append(True, block_table=table(-7, 1, 2, 3, 4, 0)), r"block_table\[0, 0\] is -7"),
+    "new page behind another": (
+        append(True, block_table=table(0, 5, 2, 3, 4, 1)),
+        r"block_table\[0, 1\] is 5",
+    ),
+    "rows of two that overlap": (
+        append(True, seqlens=index(1, 2, 6), block_table=table(2, 1, 2, 3, 4, 0)),
+        "sequences 0 and 1 write to the same rows",
+    ),
     "one page for two": (
         append(True, seqlens=index(2, 2, 6), block_table=table(2, 1, 2, 3, 4, 0)),
         "sequences 0 and 1 write to the same rows",
     ),
+    "another dtype": (append_values(CACHE.double()), "value_cache"),
     "packed rows past the end": (append(rows=PACKED, cu_seqlens=index(0, 2, 3, 10)), "not pass the 9 rows"),
     "packed rows that decrease": (append(rows=PACKED, cu_seqlens=index(0, 3, 2, 4)), "never decrease"),
     "packed rows from -1": (append(rows=PACKED, cu_seqlens=index(-1, 1, 2, 4)), "begin with 0"),
