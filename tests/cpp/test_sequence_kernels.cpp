@@ -259,6 +259,21 @@ TEST(sequences_have_the_bits_that_they_have_alone) {
   }
 }
 
+TEST(sequences_take_turns_at_a_mask_whatever_their_strips) {
+  // Four vectors of queries are strips of two and two, three are one strip: of 16, 8 and 4 lanes. Three
+  // sequences of each kind, since a sum of two terms has one order.
+  const Lengths lengths = {{64, 512}, {48, 512}, {47, 512}, {32, 512}, {24, 512},
+                           {23, 512}, {16, 512}, {12, 512}, {11, 512}};
+  for (const cpu::Kernel* kernel : kernels()) {
+    Packed c(DType::kFloat32, lengths, 1, 1, 16, 16, {false, false, true, true}, DType::kFloat32, false);
+    const Results one(*kernel, c, test::thread_pool(1), false);
+    for (int repeat = 0; repeat < 10; ++repeat) {
+      const Results three(*kernel, c, test::thread_pool(3), false);
+      CHECK_FOR(same_bits(three.grad_mask, one.grad_mask), std::string(kernel->isa));
+    }
+  }
+}
+
 TEST(sequences_that_share_a_mask_share_the_threads) {
   // One chunk of keys and one kv head each: there is one work item in a sequence.
   const cpu::ThreadPool counting{3, [](int workers, void (*body)(void*), void* context) {
