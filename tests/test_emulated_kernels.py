@@ -5,7 +5,6 @@ head dims around the edges of tiles, under different schedules, and existing tes
 from __future__ import annotations
 
 import functools
-import os
 import re
 import subprocess
 import sys
@@ -168,24 +167,12 @@ def test_there_is_no_race(of: tuple[str, str]) -> None:
         assert digest == expected[case], case
 
 
-def sanitizers() -> str | None:
-    """The runtime libraries that a program without sanitizers must load first, None where there are none."""
-    compiler = build.tools().compiler.split()
-    names = ("libasan.so", "libubsan.so")
-    asked = [
-        subprocess.run([*compiler, f"-print-file-name={name}"], capture_output=True, text=True)
-        for name in names
-    ]
-    paths = [answer.stdout.strip() for answer in asked]
-    return ":".join(paths) if all(os.path.isabs(path) for path in paths) else None
-
-
 @pytest.mark.sanitizers
-@pytest.mark.skipif(sanitizers() is None, reason="the compiler has no libasan and libubsan to preload")
+@pytest.mark.skipif(build.sanitizers() is None, reason="the compiler has no libasan and libubsan to preload")
 @pytest.mark.parametrize("of", of_each(CASES))
 def test_sanitizers_find_nothing(of: tuple[str, str]) -> None:
-    # Python's own memory is never given back.
-    options = {"LD_PRELOAD": str(sanitizers()), "ASAN_OPTIONS": "detect_leaks=0"}
+    options = build.sanitizers()
+    assert options is not None
     expected = judged(*of)
     found = digests(*of, ASAN, *SLOWED[of[0]], "asan", **options)
     assert len(found) > 5

@@ -246,6 +246,19 @@ def environment(library: Path, **variables: str) -> dict[str, str]:
     }
 
 
+def sanitizers() -> dict[str, str] | None:
+    """What the environment of a process with the asan variant holds besides, None where that cannot run."""
+    compiler = tools().compiler.split()
+    paths = []
+    for name in ("libasan.so", "libubsan.so"):
+        asked = [*compiler, f"-print-file-name={name}"]
+        paths.append(subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip())
+    if not all(os.path.isabs(path) for path in paths):
+        return None
+    # Python's own memory is never given back.
+    return {"LD_PRELOAD": ":".join(paths), "ASAN_OPTIONS": "detect_leaks=0"}
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--variant", choices=VARIANTS, default="plain")

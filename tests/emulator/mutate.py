@@ -1,12 +1,13 @@
-"""Deletes each synchronisation statement of the CUDA kernels in turn and looks whether the tests notice.
+"""Deletes each synchronisation statement of the CUDA kernels, and each bound that keeps sequences of a packed
+backward apart, in turn and looks whether the tests notice.
 
     python tests/emulator/mutate.py [--list] [--only TEXT] [--kernel simt|sm80] [--jobs N]
 
-A mutant is one statement less: a barrier, a __syncwarp, a commit of copies, a wait for them. One build with
-the race detector, of a copy of the sources, holds all of them: a statement there asks first whether it is the
-one that SELFATTN_EMULATOR_LEFT_OUT numbers. A mutant runs a few problems under several schedules with copies
-as late as they may be. It is killed when a problem fails, hangs, or changes a bit; a mutant that survives
-either lacks a test, or the statement was not needed: EQUIVALENT holds those, with the reason.
+A mutant is one statement less: a barrier, a __syncwarp, a commit of copies, a wait for them; or one bound
+less (BOUNDS). One build with the race detector, of a copy of the sources, holds all of them: each asks there
+first whether it is the one that SELFATTN_EMULATOR_LEFT_OUT numbers. A mutant runs a few problems under
+several schedules with copies as late as they may be. It is killed when a problem fails, hangs, or changes a
+bit; a mutant that survives either lacks a test, or was not needed: EQUIVALENT holds those, with the reason.
 """
 
 from __future__ import annotations
@@ -18,9 +19,10 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 # The package of this checkout, and the tests.
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -32,9 +34,50 @@ _CALLS = "__syncthreads|__syncwarp|copy_async_commit|copy_async_wait(?:<[^>]*>)?
 #: A whole statement, on one line or more.
 STATEMENT = re.compile(rf"(?<!\w)(?:\w+::)*(?:{_CALLS})\s*\([^;]*?\)\s*;")
 
+#: Where sequences of a packed backward end: file below csrc/cuda, a bound that it holds once, what is there
+#: without it.
+BOUNDS = [
+    ("sm80/backward/work.cuh", "(C::kOwnsQueries ? queries : keys) - first_row", "C::kRows"),
+    ("sm80/backward/work.cuh", "(C::kOwnsQueries ? keys : queries) - passing.first", "C::kColumns"),
+    ("sm80/backward/place.cuh", "min(row_of_tile, work.rows - 1)", "row_of_tile"),
+    ("sm80/backward/place.cuh", "min(end, work.end - at.passing.first)", "end"),
+    ("sm80/backward/place.cuh", "row_of_tile >= work.rows", "false"),
+    ("sm80/backward/place.cuh", "at.work.rows < C::kRows", "false"),
+    ("sm80/backward/place.cuh", "row_of_tile < at.work.rows", "true"),
+    ("sm80/backward/place.cuh", "query < at.queries()", "true"),
+    ("sm80/backward/gradients.cuh", "work_.rows <= 0", "false"),
+    (
+        "sm80/backward/epilogue.cuh",
+        "min(lane.first_row + C::kWarpRows, work.rows)",
+        "lane.first_row + C::kWarpRows",
+    ),
+    ("sm80/backward/mask_gradient.cuh", "rows <= 0", "false"),
+    ("sm80/backward/mask_gradient.cuh", "passing.first >= range.end", "false"),
+    ("sm80/backward/mask_gradient.cuh", "lane().first_row >= rows", "false"),
+    ("sm80/backward/statistics.cuh", "query < sequence.queries", "true"),
+    (
+        "sm80/backward/statistics.cuh",
+        "query >= divide_up(sequence.queries, kQueryPadding) * kQueryPadding",
+        "false",
+    ),
+    ("rows/row_gradients.cuh", "query_of_sequence >= sequence.queries", "false"),
+]
+
 #: Where a statement may go without any test noticing, and why: folder/file and statement -> reason.
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("simt/forward.cuh", "__syncwarp();"): "a barrier of the block comes before the weights are read",
+    (
+        "backward/gradients.cuh",
+        "work_.rows <= 0",
+    ): "a block without rows writes nothing; it leaves to save time",
+    (
+        "backward/place.cuh",
+        "at.work.rows < C::kRows",
+    ): "visible_columns hides the last row as well; this is quicker",
+    (
+        "backward/place.cuh",
+        "row_of_tile >= work.rows",
+    ): "rows beyond the last have a weight of 0 or are not written",
 }
 
 #: The cases that a kernel's files are judged by: schedule, copies, of how many one runs, and the first.
@@ -42,6 +85,7 @@ RUNS = {
     "forward_cases": [("fifo", "late", 3, 0), ("sticky", "random", 7, 0)],
     # The last are those of wide heads, which have kernels of their own.
     "backward_cases": [("fifo", "late", 5, 0), ("sticky", "random", 11, 0), ("fifo", "late", 3, -10)],
+    "sequence_cases": [("fifo", "late", 2, 0), ("fifo", "late", 2, 1)],
 }
 #: Million products of the largest case.
 MOST = 7
@@ -55,13 +99,22 @@ class Mutant:
     text: str
     start: int
     end: int
+    instead: str = ""  # of an expression
 
     def __str__(self) -> str:
         return f"{self.file}:{self.line}: {self.text}"
 
 
 def mutants() -> Iterator[Mutant]:
-    """Every synchronisation statement of csrc/cuda."""
+    """Every synchronisation statement of csrc/cuda, and the bounds."""
+    for name, bound, instead in BOUNDS:
+        path = build.CSRC / "cuda" / name
+        source = path.read_text(encoding="utf-8")
+        if source.count(bound) != 1:
+            raise ValueError(f"{path} holds {bound!r} {source.count(bound)} times")
+        start = source.index(bound)
+        line = source.count("\n", 0, start) + 1
+        yield Mutant(path.relative_to(build.CSRC), line, bound, start, start + len(bound), instead)
     for path in sorted((build.CSRC / "cuda").rglob("*.cuh")):
         if path.name.startswith("ptx_"):
             continue
@@ -86,9 +139,21 @@ def kernels_of(file: Path) -> list[str]:
     return [name for name in ("simt", "sm80") if name in file.parts] or ["simt", "sm80"]
 
 
-def ways(file: Path) -> list[tuple[str, str]]:
-    """Kernels with the cases that run a file's code."""
-    return [(kernel, cases) for kernel in kernels_of(file) for cases in cases_of(file)]
+class Way(NamedTuple):
+    """How a mutant is run."""
+
+    variant: str  # of the build
+    kernel: str
+    cases: str
+
+
+def ways(mutant: Mutant, variants: Iterable[str]) -> list[Way]:
+    """The kernels with the cases that run a mutant's code; in the asan variant only those of bounds."""
+    cases = ["sequence_cases"] if mutant.instead else cases_of(mutant.file)
+    used = [name for name in variants if name == "race" or mutant.instead]
+    return [
+        Way(variant, kernel, name) for variant in used for kernel in kernels_of(mutant.file) for name in cases
+    ]
 
 
 def write(found: Sequence[Mutant], csrc: Path) -> None:
@@ -100,10 +165,14 @@ def write(found: Sequence[Mutant], csrc: Path) -> None:
     for path in build.CSRC.rglob("*.*"):
         texts[path.relative_to(build.CSRC)] = path.read_text(encoding="utf-8")
     # From the end of a file, so that the places of those before stay.
-    for number, mutant in reversed(list(enumerate(found, 1))):
+    for number, mutant in sorted(enumerate(found, 1), key=lambda it: it[1].start, reverse=True):
         source = texts[mutant.file]
         statement = source[mutant.start : mutant.end]
-        asked = f"{{ if (!selfattn::emulator::leaves_out({number})) {statement} }}"
+        left_out = f"selfattn::emulator::leaves_out({number})"
+        if mutant.instead:
+            asked = f"({left_out} ? ({mutant.instead}) : ({statement}))"
+        else:
+            asked = f"{{ if (!{left_out}) {statement} }}"
         texts[mutant.file] = source[: mutant.start] + asked + source[mutant.end :]
     for stale in {path.relative_to(csrc) for path in csrc.rglob("*.*")} - texts.keys():
         (csrc / stale).unlink()
@@ -114,18 +183,20 @@ def write(found: Sequence[Mutant], csrc: Path) -> None:
             path.write_text(text, encoding="utf-8")
 
 
-def run(library: Path, kernel: str, cases: str, left_out: int = 0) -> tuple[str, str]:
+def run(library: Path, way: Way, left_out: int = 0) -> tuple[str, str]:
     """The results of all runs without a statement, and how the first that failed ended, or ""."""
     results = []
-    for schedule, copies, every, first in RUNS[cases]:
+    preloaded = (build.sanitizers() or {}) if way.variant == "asan" else {}
+    for schedule, copies, every, first in RUNS[way.cases]:
         environment = build.environment(
             library,
-            SELFATTN_KERNEL=kernel,
+            SELFATTN_KERNEL=way.kernel,
             SELFATTN_EMULATOR_SCHEDULE=schedule,
             SELFATTN_EMULATOR_COPIES=copies,
             SELFATTN_EMULATOR_LEFT_OUT=str(left_out),
+            **preloaded,
         )
-        command = [sys.executable, "-m", f"emulator.{cases}", str(every), str(first), str(MOST)]
+        command = [sys.executable, "-m", f"emulator.{way.cases}", str(every), str(first), str(MOST)]
         said, problem = follow(command, environment)
         if problem:
             return "", problem
@@ -171,6 +242,8 @@ def main() -> None:
     arguments = parser.parse_args()
     # Numbered among all, so that one build serves every choice.
     found = list(mutants())
+    # What a bound keeps from being read may make no difference to any result.
+    variants = ["race", "asan"] if build.sanitizers() is not None else ["race"]
     chosen = [
         (number, mutant)
         for number, mutant in enumerate(found, 1)
@@ -183,19 +256,25 @@ def main() -> None:
     folder = build.ROOT / "build" / "mutants"
     write(found, folder / "csrc")
     objects = folder / "objects"
-    library = build.build("library", "race", kernels_in=folder / "csrc", folder=objects, jobs=arguments.jobs)
+    libraries = {
+        variant: build.build(
+            "library", variant, kernels_in=folder / "csrc", folder=objects, jobs=arguments.jobs
+        )
+        for variant in variants
+        if variant == "race" or any(mutant.instead for _, mutant in chosen)
+    }
     expected = {}
-    for kernel, cases in sorted({way for _, mutant in chosen for way in ways(mutant.file)}):
-        expected[kernel, cases], problem = run(library, kernel, cases)
+    for way in sorted({way for _, mutant in chosen for way in ways(mutant, libraries)}):
+        expected[way], problem = run(libraries[way.variant], way)
         if problem:
-            sys.exit(f"{kernel} fails {cases} with every statement: {problem}")
+            sys.exit(f"{way} fails with every statement: {problem}")
 
     survived = []
     for count, (number, mutant) in enumerate(chosen, 1):
         started = time.monotonic()
         reasons = []
-        for way in ways(mutant.file):
-            results, problem = run(library, *way, left_out=number)
+        for way in ways(mutant, libraries):
+            results, problem = run(libraries[way.variant], way, left_out=number)
             if problem or results != expected[way]:
                 reasons.append(problem or "the results differ")
                 break

@@ -72,7 +72,19 @@ def cases() -> list[SequenceCase]:
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, seed=index, **row
         )
         chosen.append(case.made())
-    return [*chosen, *_plain_cases()]
+    return [*chosen, *_plain_cases(), *_end_cases()]
+
+
+def _end_cases() -> list[SequenceCase]:
+    """Where nothing but a sequence's end hides the keys behind it, and the slopes' gradient would show them:
+    those of queries would not, as such keys are zeros.
+    """
+    lengths = ((70, 40), (5, 70), (3, 20))
+    cases = [
+        SequenceCase(heads=2, kv_heads=1, dtype=dtype, lengths=lengths, alibi=2)
+        for dtype in (torch.bfloat16, torch.float32)
+    ]
+    return [case.made() for case in cases]
 
 
 def _plain_cases() -> list[SequenceCase]:
