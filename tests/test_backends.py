@@ -45,8 +45,10 @@ def test_explain_tells_who_computes_what_a_kernel_hands_on() -> None:
             (X, "avx512_bf16"),
             (X.half(), "avx512"),
             (X.float(), "avx512"),
-            (X[:, :, :4], "avx512"),
+            (X[:, :, :4], "avx512_bf16"),
+            (X[:, :, :4].half(), "avx512"),
             (X[..., :15], "avx512"),
+            (X[:, :, :4, :15], "avx512"),
         ):
             explanation = backends.explain(tensor, tensor, tensor)
             assert explanation.isa == expected
