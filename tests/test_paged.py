@@ -61,12 +61,15 @@ OPTIONS = (
 class Cache:
     """Queries and a cache of keys and values, NaN where no key is."""
 
-    def __init__(self, queries: int, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS) -> None:
+    def __init__(
+        self, queries: int, dtype: torch.dtype, lengths: tuple[int, ...] = LENGTHS, kv_heads: int = KV_HEADS
+    ) -> None:
         self.lengths = torch.tensor(lengths)
+        self.kv_heads = kv_heads
         batch, most = len(lengths), max(lengths) + 3
         self.query = torch.randn(batch, HEADS, queries, HEAD_DIM).to(dtype)
-        self.key = torch.randn(batch, KV_HEADS, most, HEAD_DIM).to(dtype)
-        self.value = torch.randn(batch, KV_HEADS, most, VALUE_DIM).to(dtype)
+        self.key = torch.randn(batch, kv_heads, most, HEAD_DIM).to(dtype)
+        self.value = torch.randn(batch, kv_heads, most, VALUE_DIM).to(dtype)
         for b, length in enumerate(lengths):
             self.key[b, :, length:] = torch.nan
             self.value[b, :, length:] = torch.nan
@@ -83,13 +86,13 @@ class Cache:
         own = numbers[: sum(counts)].split(counts)
         for b, pages in enumerate(own):
             table[b, : len(pages)] = pages
-        shape = (len(numbers), size, KV_HEADS) if heads_inside else (len(numbers), KV_HEADS, size)
+        shape = (len(numbers), size, self.kv_heads) if heads_inside else (len(numbers), self.kv_heads, size)
         result = []
         for tensor in (self.key, self.value):
             place = tensor.new_full((*shape, tensor.shape[-1]), torch.nan)
             place = place.transpose(1, 2) if heads_inside else place
             for b, pages in enumerate(own):
-                rows = tensor.new_full((KV_HEADS, len(pages) * size, tensor.shape[-1]), torch.nan)
+                rows = tensor.new_full((self.kv_heads, len(pages) * size, tensor.shape[-1]), torch.nan)
                 shared = min(rows.shape[1], tensor.shape[2])
                 rows[:, :shared] = tensor[b, :, :shared]
                 place[pages.long()] = rows.unflatten(1, (len(pages), size)).transpose(0, 1)
@@ -146,6 +149,14 @@ def test_pages_change_no_bit(page_size: int, queries: int, kernel: str) -> None:
         cache = Cache(queries, dtype, lengths)
         for causal in (False, True):
             check_pages(cache, page_size, next(names), causal)
+
+
+@pytest.mark.parametrize("page_size", [1, 7, 16, 33, 64, 257])
+def test_heads_in_turn(page_size: int, isa: str, one_thread: None) -> None:
+    """With enough heads and work, decoding takes several heads at a time, a step of small pages each."""
+    for queries, dtype in itertools.product((1, 4), (torch.float32, torch.bfloat16)):
+        for name in ("plain", "window", "bool mask"):
+            check_pages(Cache(queries, dtype, kv_heads=4), page_size, name, causal=queries > 1)
 
 
 @pytest.mark.parametrize("name", OPTIONS)

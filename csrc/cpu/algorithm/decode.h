@@ -14,18 +14,32 @@ constexpr int64_t kDecodeChunk = 1024;  // keys of an item
 // than kKeyBlock.
 constexpr int64_t kDecodeBlock = 512;
 
-// Caches whose heads lie inside, (batch, keys, heads, dim) in memory: the rows of one head are far apart,
-// each too short to read fast. Then an item takes several kv heads, a step of keys for one head after the
-// other, and meanwhile asks for the next step in the order of memory.
-constexpr int64_t kHeadStep = 16;  // keys
-
+// Memory is fastest read in its order. Where the rows of one head are scattered, an item takes several kv
+// heads, a step of keys for one head after the other, and meanwhile asks for the next step. Scattered are
+//  - caches whose heads lie inside, (batch, keys, heads, dim) in memory;
+//  - small pages: a step is then a page, of which all heads lie side by side, or several.
 inline bool heads_inside(const AttentionParams& p) { return p.key.stride[1] < p.key.stride[2]; }
+
+// Keys of a step, even; 0 where heads are as fast by themselves.
+inline int64_t head_step(const AttentionParams& p) {
+  constexpr int64_t kShortRow = 256;  // bytes
+  constexpr int64_t kMostBytes =
+      32768;  // of a step: as much again is asked for, and the level-1 cache holds both
+  constexpr int64_t kLeastKeys = 32;  // below, a step's own cost shows
+  constexpr int64_t kFewHeads = 4;    // below, a page of all heads is not much longer than that of one
+  const int64_t row = p.head_dim * size_of(p.dtype);
+  if (heads_inside(p)) return row <= kShortRow ? 16 : 0;
+  if (p.pages.table == nullptr || p.kv_heads < kFewHeads) return 0;
+  int64_t step = p.pages.size;
+  if (step < kLeastKeys) step *= (kLeastKeys + step - 1) / step;
+  if (step % 2 != 0) step *= 2;
+  return step <= kDecodeBlock && step * row <= kMostBytes ? step : 0;
+}
 
 // How many kv heads an item takes: as many as leave the threads enough items. Results do not depend on it.
 inline int64_t heads_of_item(const AttentionParams& p, int64_t chunks, int threads) {
-  constexpr int64_t kShortRow = 256;  // bytes; longer ones are read as fast by themselves
-  constexpr int64_t kMostRows = 64;   // whose scores stay in the level-2 cache
-  if (!heads_inside(p) || p.head_dim * size_of(p.dtype) > kShortRow) return 1;
+  constexpr int64_t kMostRows = 64;  // whose scores stay in the level-2 cache
+  if (head_step(p) == 0) return 1;
   const int64_t rows_per_head = p.heads / p.kv_heads * p.queries;
   int64_t heads = p.kv_heads;
   while (heads > 1 && (p.kv_heads % heads != 0 || heads * rows_per_head > kMostRows ||
@@ -154,8 +168,8 @@ struct DecodeTask {
     for (; key < end; key += kDecodeBlock) {
       const int64_t keys = end - key < kDecodeBlock ? end - key : kDecodeBlock;
       const int64_t next_keys = end - key - keys < kDecodeBlock ? end - key - keys : kDecodeBlock;
-      add_block({batch, kv_head, key, keys, key_pages.span(key, keys, item_heads),
-                 value_pages.span(key, keys, item_heads), key_pages.span(key + keys, next_keys, item_heads)},
+      add_block({batch, kv_head, key, keys, key_pages.span(key, keys), value_pages.span(key, keys),
+                 key_pages.span(key + keys, next_keys)},
                 s, leave_hidden_out);
     }
   }
@@ -193,22 +207,24 @@ struct DecodeTask {
   // Meanwhile those that follow are asked for, and then those of `next`.
   template <class Product>
   void for_each_step(const RowSpan& all, const RowSpan& next, int64_t row_bytes, Product product) const {
-    RowWalk soon(all, next);
     if (item_heads == 1) {
+      RowWalk soon(all, next);
       soon.skip(rows_ahead(row_bytes));
       return product(ThinRows{p.dtype, all.keys, RowWalk(all), soon}, 0, 0);
     }
-    soon.skip(kHeadStep * item_heads);
-    RowSpan of_head = all;
-    of_head.heads = 1;
-    RowWalk step(of_head);
-    for (int64_t first = 0; first < all.keys; first += kHeadStep) {
-      const int64_t count = all.keys - first < kHeadStep ? all.keys - first : kHeadStep;
+    const int64_t step = head_step(p);
+    RowWalk rows(all), soon(all, next), soon_of_all(all.of_heads(item_heads), next.of_heads(item_heads));
+    soon.skip(step);
+    soon_of_all.skip(step * item_heads);
+    for (int64_t first = 0; first < all.keys; first += step) {
+      const int64_t count = all.keys - first < step ? all.keys - first : step;
       for (int64_t i = 0; i < item_heads; ++i) {
-        product(ThinRows{p.dtype, count, step.moved(i * all.head_step), soon}, i, first);
-        soon.skip(count);
+        const RowWalk of_head = rows.of_head(i);
+        product(ThinRows{p.dtype, count, of_head, heads_inside(p) ? soon_of_all : soon.of_head(i)}, i, first);
+        soon_of_all.skip(count);
       }
-      step.skip(count);
+      rows.skip(count);
+      soon.skip(count);
     }
   }
 

@@ -10,15 +10,20 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Neighbouring keys, or values, of neighbouring kv heads: in memory all heads of one key, then of the next,
-// page after page. Without pages all is one.
+// Neighbouring keys, or values, of one kv head or of several: then all heads' rows of one key, and of the
+// next. They lie page after page; without pages all is one.
 struct RowSpan {
-  const char* const* pages;
+  const char* const* pages;  // where the rows of head 0 begin
   int64_t page_keys, first;  // that a page holds; where in the first page the span begins
   int64_t keys;
   int64_t key_step, head_step;  // bytes
-  int64_t heads = 1;
-  int64_t offset = 0;  // bytes, added to every page
+  int64_t head = 0, heads = 1;  // the first, and how many
+
+  RowSpan of_heads(int64_t count) const {
+    RowSpan span = *this;
+    span.heads = count;
+    return span;
+  }
 };
 
 // The pages that hold keys begin .. end - 1 of a view of keys or values.
@@ -45,9 +50,9 @@ class PageList {
     }
   }
 
-  RowSpan span(int64_t key, int64_t keys, int64_t heads) const {
+  RowSpan span(int64_t key, int64_t keys) const {
     const int64_t at = key - first_key_;
-    return {pages_ + at / page_keys_, page_keys_, at % page_keys_, keys, key_step_, head_step_, heads};
+    return {pages_ + at / page_keys_, page_keys_, at % page_keys_, keys, key_step_, head_step_};
   }
 
  private:
@@ -70,7 +75,7 @@ class RowRuns {
       span_ = then_;
       then_.keys = 0;
     }
-    const char* key = *span_.pages + span_.offset + span_.first * span_.key_step;
+    const char* key = *span_.pages + span_.head * span_.head_step + span_.first * span_.key_step;
     const int64_t in_page = span_.page_keys - span_.first;
     const int64_t taken = span_.heads > 1 ? 1 : (in_page < span_.keys ? in_page : span_.keys);
     span_.keys -= taken;
@@ -85,7 +90,12 @@ class RowRuns {
     return run;
   }
 
-  void move(int64_t bytes) { span_.offset += bytes; }
+  // From now on of another head; returns by how much the rows at hand move.
+  int64_t turn_to(int64_t head) {
+    const int64_t bytes = (head - span_.head) * span_.head_step;
+    span_.head = then_.head = head;
+    return bytes;
+  }
 
  private:
   RowSpan span_, then_;
@@ -126,11 +136,10 @@ class RowWalk {
     run_.first += rows * run_.step;
     run_.rows -= rows;
   }
-  // The same rows of another head, so many bytes away.
-  RowWalk moved(int64_t bytes) const {
+  // The same rows of another head.
+  RowWalk of_head(int64_t head) const {
     RowWalk walk = *this;
-    walk.runs_.move(bytes);
-    walk.run_.first += bytes;
+    walk.run_.first += walk.runs_.turn_to(head);
     return walk;
   }
 
