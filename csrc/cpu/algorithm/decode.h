@@ -22,7 +22,7 @@ inline bool heads_inside(const AttentionParams& p) { return p.key.stride[1] < p.
 
 // Keys of a step, even; 0 where heads are as fast by themselves.
 inline int64_t head_step(const AttentionParams& p) {
-  constexpr int64_t kShortRow = 256;  // bytes
+  constexpr int64_t kShortRow = 512;  // bytes
   constexpr int64_t kMostBytes =
       32768;  // of a step: as much again is asked for, and the level-1 cache holds both
   constexpr int64_t kLeastKeys = 32;  // below, a step's own cost shows

@@ -77,15 +77,16 @@ class RowRuns {
     }
     const char* key = *span_.pages + span_.head * span_.head_step + span_.first * span_.key_step;
     const int64_t in_page = span_.page_keys - span_.first;
-    const int64_t taken = span_.heads > 1 ? 1 : (in_page < span_.keys ? in_page : span_.keys);
+    // With several heads rows go on evenly spaced beyond a key if there are no others between them.
+    const bool gaps = span_.heads > 1 && span_.key_step != span_.heads * span_.head_step;
+    const int64_t taken = gaps ? 1 : (in_page < span_.keys ? in_page : span_.keys);
     span_.keys -= taken;
     span_.first += taken;
     if (span_.first == span_.page_keys) {
       span_.first = 0;
       ++span_.pages;
     }
-    const RowRun run =
-        span_.heads > 1 ? RowRun{key, span_.heads, span_.head_step} : RowRun{key, taken, span_.key_step};
+    const RowRun run{key, taken * span_.heads, span_.heads > 1 ? span_.head_step : span_.key_step};
     last_ = run.first + (run.rows - 1) * run.step;
     return run;
   }
