@@ -52,7 +52,12 @@ size_t caller_stack_bytes = 0;
 }  // namespace
 
 Fiber::~Fiber() {
-  if (stack_ != nullptr) munmap(stack_ - page(), kStackBytes + page());
+  if (stack_ == nullptr) return;
+#if defined(__SANITIZE_ADDRESS__)
+  // Whoever is given this memory next must not find the marks of frames from which nothing returned.
+  __asan_unpoison_memory_region(stack_, kStackBytes);
+#endif
+  munmap(stack_ - page(), kStackBytes + page());
 }
 
 void Fiber::prepare(void (*entry)()) {
