@@ -34,46 +34,55 @@ _precision_on_cuda = precision.current_on_cuda
 _FLOAT32 = torch.float32
 
 
+# The overloads differ in their last lines: the flags, and what they have a call return.
 @overload
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    window_size: Sequence[int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    query_offset: int = ...,
-    return_weights: Literal[False] = ...,
-    return_lse: Literal[False] = ...,
-) -> Tensor: ...
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., query_offset: int = ...,
+    return_weights: Literal[False] = ..., return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def scaled_dot_product_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Tensor | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    window_size: Sequence[int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
-    query_offset: int = ...,
-    return_weights: bool = ...,
-    return_lse: bool = ...,
-) -> Any: ...
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., query_offset: int = ...,
+    return_weights: Literal[True], return_lse: Literal[False] = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., query_offset: int = ...,
+    return_weights: Literal[False] = ..., return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., query_offset: int = ...,
+    return_weights: Literal[True], return_lse: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def scaled_dot_product_attention(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., query_offset: int = ...,
+    return_weights: bool = ..., return_lse: bool = ...,
+) -> Any: ...  # fmt: skip
 
 
 def scaled_dot_product_attention(
@@ -225,6 +234,36 @@ def scaled_dot_product_attention(
             query_offset=query_offset,
         ) from None  # fmt: skip
     return general.results(out, weights, lse)
+
+
+@overload
+def attention_weights(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int = ...,
+    return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_weights(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int = ...,
+    return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_weights(
+    query: Tensor, key: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int = ...,
+    return_lse: bool = ...,
+) -> Any: ...  # fmt: skip
 
 
 def attention_weights(

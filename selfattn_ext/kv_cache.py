@@ -10,7 +10,7 @@ Note [Lengths on both sides]
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -201,6 +201,51 @@ class KVCache:
             self._used[sequence] = True
             self._resize(sequence, self._lengths[sequence] + count)
         self._begin(chosen, before, numbers)
+
+    @overload
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
+        dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+        window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+        sinks: Tensor | None = ...,
+        return_weights: Literal[False] = ..., return_lse: Literal[False] = ...,
+    ) -> Tensor: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
+        dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+        window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+        sinks: Tensor | None = ...,
+        return_weights: Literal[True], return_lse: Literal[False] = ...,
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
+        dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+        window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+        sinks: Tensor | None = ...,
+        return_weights: Literal[False] = ..., return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
+        dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+        window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+        sinks: Tensor | None = ...,
+        return_weights: Literal[True], return_lse: Literal[True],
+    ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+    @overload
+    def attend(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
+        dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+        window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+        sinks: Tensor | None = ...,
+        return_weights: bool = ..., return_lse: bool = ...,
+    ) -> Any: ...  # fmt: skip
 
     def attend(
         self,

@@ -5,7 +5,7 @@ place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -28,6 +28,66 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
 _is_overridden = torch.overrides.has_torch_function_variadic
 _increment_version = torch.autograd.graph.increment_version
+
+
+@overload
+def attention_with_kvcache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
+    value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
+    attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *, layout: str | None = ..., window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int | Tensor | None = ...,
+    return_weights: Literal[False] = ..., return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_with_kvcache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
+    value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
+    attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *, layout: str | None = ..., window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int | Tensor | None = ...,
+    return_weights: Literal[True], return_lse: Literal[False] = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_with_kvcache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
+    value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
+    attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *, layout: str | None = ..., window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int | Tensor | None = ...,
+    return_weights: Literal[False] = ..., return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_with_kvcache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
+    value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
+    attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *, layout: str | None = ..., window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int | Tensor | None = ...,
+    return_weights: Literal[True], return_lse: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_with_kvcache(
+    query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
+    value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
+    attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
+    enable_gqa: bool = ..., *, layout: str | None = ..., window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int | Tensor | None = ...,
+    return_weights: bool = ..., return_lse: bool = ...,
+) -> Any: ...  # fmt: skip
 
 
 def attention_with_kvcache(

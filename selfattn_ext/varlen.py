@@ -21,52 +21,57 @@ Masks = Tensor | Sequence[Tensor]
 
 @overload
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    attn_mask: Masks | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    window_size: Sequence[int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
     query_offset: int | Tensor = ...,
-    return_weights: Literal[False] = ...,
-    return_lse: Literal[False] = ...,
-) -> Tensor: ...
+    return_weights: Literal[False] = ..., return_lse: Literal[False] = ...,
+) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def varlen_attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    attn_mask: Masks | None = ...,
-    dropout_p: float = ...,
-    is_causal: bool = ...,
-    scale: float | None = ...,
-    enable_gqa: bool = ...,
-    *,
-    window_size: Sequence[int] = ...,
-    softcap: float = ...,
-    alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ...,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
     query_offset: int | Tensor = ...,
-    return_weights: bool = ...,
-    return_lse: bool = ...,
-) -> Any: ...
+    return_weights: Literal[True], return_lse: Literal[False] = ...,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int | Tensor = ...,
+    return_weights: Literal[False] = ..., return_lse: Literal[True],
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int | Tensor = ...,
+    return_weights: Literal[True], return_lse: Literal[True],
+) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def varlen_attention(
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
+    max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ..., is_causal: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
+    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
+    query_offset: int | Tensor = ...,
+    return_weights: bool = ..., return_lse: bool = ...,
+) -> Any: ...  # fmt: skip
 
 
 def varlen_attention(

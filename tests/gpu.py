@@ -94,6 +94,7 @@ ELSEWHERE = {
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_troubleshooting": "is about the documents",
+    "test_types": "is about type checkers",
     "test_wild": "on a GPU nobody looks at the numbers: the emulator's tests show that kernels limit them",
 }
 
