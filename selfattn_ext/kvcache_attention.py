@@ -10,6 +10,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
 
 from . import arguments, checks, general, kvcache_checks, ops, overrides, shapes
 from .arguments import Maybe, Options
@@ -122,7 +123,8 @@ def attention_with_kvcache(
         query: (B, H, L, E), any number L of queries per sequence, float64, float32, bfloat16 or float16; see
             layout.
         key_cache: (B, Hk, capacity, E), same dtype; with a block_table pages (N, Hk, page_size, E). Written
-            in place, so that it may have any strides but the last, which is 1, and is not expanded.
+            in place: any strides, but the last is 1, no two elements share memory (as in expanded tensors),
+            and it is no negative view.
         value_cache: the same with Ev. It may be a view of the first features of key_cache, if value is that
             of key.
         key, value: (B, Hk, L_new, E) and (B, Hk, L_new, Ev), what to write behind the cache_seqlens keys of
@@ -355,3 +357,30 @@ def append(
     )
     if not (_is_compiling() or _is_exporting()):
         _increment_version((key_cache, value_cache))
+
+
+def _take_negative_views(operator: Any) -> None:
+    """Has an operator that writes to caches refuse those that are negative views, such as ``z.conj().imag``.
+
+    torch would hand the operator copies of them, and then fail an assertion, as nothing is returned that it
+    could copy back. Calls without negative views do not come here, so that they do not pay for it.
+    """
+    schema = operator._schema.arguments
+    written = [index for index, argument in enumerate(schema) if argument.is_write]
+
+    def resolved(*arguments: Any, **keywords: Any) -> Any:
+        for index in written:
+            if arguments[index].is_neg():
+                raise ValueError(
+                    f"{schema[index].name} is written to, but a negative view, whose memory has the "
+                    "other sign: take resolve_neg() of it"
+                )
+        arguments, keywords = tree_map_only(Tensor, torch.resolve_neg, (arguments, keywords))
+        return operator(*arguments, **keywords)
+
+    _library.impl(operator, resolved, "Negative")
+
+
+_library = torch.library.Library(ops.NAMESPACE, "IMPL")
+_take_negative_views(ops.append_to_cache)
+_take_negative_views(ops.attention_with_cache)

@@ -235,7 +235,7 @@ REFUSED: list[tuple[Step, dict[str, Any], type[Exception], str]] = [
     (STEP, {"query_offset": torch.tensor([0, 0, 2**41])}, ValueError, "query_offset must lie .* got 2199"),
     (STEP, {"cache_seqlens": torch.tensor([0, 0, 2**63 - 1])}, ValueError, "cache_seqlens must lie between"),
     (STEP, {"key_cache": torch.zeros(3, 2, 8, 20).mT}, ValueError, "key_cache must be dense"),
-    (STEP, {"value_cache": torch.zeros(1, 2, 20, 5).expand(3, -1, -1, -1)}, ValueError, "but expanded"),
+    (STEP, {"value_cache": torch.zeros(1, 2, 20, 5).expand(3, -1, -1, -1)}, ValueError, "same memory"),
     (PAGED, {"cache_seqlens": torch.tensor([3, 20, 1])}, ValueError, "sequence 1 of the cache is full"),
     (PAGED, {"block_table": torch.zeros(3, 5)}, TypeError, "block_table must be int32 or int64"),
     (PAGED, {"block_table": torch.zeros(2, 5).int()}, ValueError, "a row for each of the 3"),
@@ -255,6 +255,64 @@ def test_refusals_leave_the_cache_alone(
         attention_with_kvcache(**given)
     for name, tensor in kept.items():
         assert torch.equal(given[name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+#: Strides of a cache (3, 2, 20, 8): what overlaps by its rows, its heads, its sequences, and only across two
+#: dimensions; the closest that do not.
+OVERLAPPING = [(320, 160, 7, 1), (320, 159, 8, 1), (319, 160, 8, 1), (159, 320, 8, 1), (160, 160, 8, 1)]
+APART = [(320, 160, 8, 1), (160, 480, 8, 1), (16, 8, 48, 1), (321, 160, 8, 1), (400, 161, 8, 1)]
+
+
+def strided(tensor: Tensor, strides: tuple[int, ...]) -> Tensor:
+    """A view with those strides; the numbers of the tensor in it, the last written where it overlaps."""
+    room = tensor.new_zeros(1 + sum((n - 1) * s for n, s in zip(tensor.shape, strides, strict=True)))
+    return room.as_strided(tensor.shape, strides).copy_(tensor)
+
+
+@pytest.mark.parametrize("strides", OVERLAPPING, ids=str)
+@pytest.mark.parametrize("name", ["key_cache", "value_cache"])
+@pytest.mark.parametrize("layout", ["bhld", "blhd"])
+def test_caches_that_overlap_themselves_are_refused(layout: str, name: str, strides: tuple[int, ...]) -> None:
+    step = replace(STEP, value_dim=8, capacity=20 if layout == "bhld" else 2)
+    step = replace(step, kv_heads=2 if layout == "bhld" else 20, heads=40, layout=layout, lengths=(1, 0, 1))
+    given = step.inputs()
+    assert given[name].shape == (3, 2, 20, 8)
+    given[name] = strided(given[name].nan_to_num(), strides)
+    kept = {cache: given[cache].clone() for cache in ("key_cache", "value_cache")}
+    with pytest.raises(ValueError, match=f"{name} is written to, but parts of it are the same memory"):
+        attention_with_kvcache(**given, layout=layout)
+    assert all(torch.equal(given[cache].nan_to_num(), kept[cache].nan_to_num()) for cache in kept)
+    # Who only reads may have them.
+    assert attention_with_kvcache(**given | {"key": None, "value": None}, layout=layout).isfinite().all()
+
+
+@pytest.mark.parametrize("strides", APART, ids=str)
+def test_caches_of_any_strides_that_do_not_overlap(strides: tuple[int, ...]) -> None:
+    step = replace(STEP, value_dim=8)
+    given = step.inputs()
+    for name in ("key_cache", "value_cache"):
+        given[name] = strided(given[name], strides)
+    check(step, given, is_causal=True)
+
+
+def test_negative_views() -> None:
+    """What is read may be one; a cache is refused before anything is written."""
+    given = STEP.inputs()
+    expected = attention_with_kvcache(**STEP.inputs())
+    for name in ("query", "key", "value"):
+        given[name] = torch._neg_view(-given[name])
+    assert torch.equal(attention_with_kvcache(**given), expected)
+
+    for name in ("key_cache", "value_cache"):
+        given = STEP.inputs()
+        given[name] = torch._neg_view(-given[name])
+        kept = {cache: given[cache].clone() for cache in ("key_cache", "value_cache")}
+        with pytest.raises(ValueError, match=f"{name} is written to, but a negative view"):
+            attention_with_kvcache(**given)
+        assert all(torch.equal(given[cache].nan_to_num(), kept[cache].nan_to_num()) for cache in kept)
+        given |= {"key": None, "value": None}
+        seen = attention_with_kvcache(**given)
+        assert torch.equal(seen, attention_with_kvcache(**given | {name: given[name].resolve_neg()}))
 
 
 def test_page_numbers_may_be_int64_of_any_strides() -> None:

@@ -10,6 +10,22 @@ namespace selfattn::ops {
 
 namespace {
 
+// Whether elements of a tensor may be the same memory. In what slicing and transposing make they are not: a
+// stride passes over all that the smaller ones reach. Strides of as_strided that are interleaved without
+// meeting would take a search, and count as if they met.
+bool may_overlap(const Input& input) {
+  for (int64_t d = 0; d < input.rank; ++d) {
+    int64_t reached = 0;
+    for (int64_t other = 0; other < input.rank; ++other) {
+      if (other != d && input.size[other] > 1 && input.stride[other] <= input.stride[d]) {
+        reached += (input.size[other] - 1) * input.stride[other];
+      }
+    }
+    if (input.size[d] > 1 && reached >= input.stride[d]) return true;
+  }
+  return false;
+}
+
 // An input that is written to. Asked for its data as such, so that a tensor that shares memory until then
 // (copy on write) gets memory of its own first.
 Input inspect_cache(const char* name, const TensorHandle& handle, const Input& first) {
@@ -19,10 +35,8 @@ Input inspect_cache(const char* name, const TensorHandle& handle, const Input& f
   const Input input = inspect(name, handle, first);
   check_rank(input, 4);
   check_last_stride(input);
-  for (int64_t d = 0; d < input.rank; ++d) {
-    if (input.size[d] > 1 && input.stride[d] == 0) {
-      refuse(name, " is written to, and its dimension ", d, " is expanded: all of it is the same memory");
-    }
+  if (may_overlap(input)) {
+    refuse(name, " is written to, but parts of it are the same memory, as in expanded tensors; clone() it");
   }
   return input;
 }
