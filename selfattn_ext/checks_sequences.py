@@ -20,7 +20,16 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from . import capture, checks, shapes
 
-__all__ = ["indices", "look", "mask_list", "per_sequence", "position_values", "values", "varlen"]
+__all__ = [
+    "indices",
+    "look",
+    "mask_list",
+    "offset_values",
+    "per_sequence",
+    "position_values",
+    "values",
+    "varlen",
+]
 
 _INTEGERS = (torch.int32, torch.int64)
 _functorch = torch._C._functorch
@@ -95,12 +104,13 @@ def look(
         ("q", query, cu_seqlens_q, max_seqlen_q),
         ("k", key, cu_seqlens_k, max_seqlen_k),
     ):
-        _offset_values(side, tensor, offsets, longest)
+        offset_values(side, tensor, offsets, longest)
     if isinstance(query_offset, Tensor) and query_offset.dim() == 1:
         position_values(query_offset)
 
 
-def _offset_values(side: str, tensor: Tensor, offsets: Tensor, longest: Any) -> None:
+def offset_values(side: str, tensor: Tensor, offsets: Tensor, longest: Any) -> None:
+    """The values of cu_seqlens_q or cu_seqlens_k, where somebody can look: of a packed tensor."""
     name, of = f"cu_seqlens_{side}", "query" if side == "q" else "key"
     numbers = values(name, offsets)
     if numbers is None:
@@ -155,7 +165,7 @@ def _offsets(side: str, value: Any, longest: Any, tensor: Tensor, query: Tensor)
     if value.shape[0] == 0:
         raise ValueError(f"{name} must have an element more than there are sequences, got an empty tensor")
     checks.integer(f"max_seqlen_{side}", longest, 0)
-    _offset_values(side, tensor, value, longest)
+    offset_values(side, tensor, value, longest)
 
 
 def mask_list(

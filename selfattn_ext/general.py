@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, autograd, backends, checks, composed, shapes
+from . import arguments, autograd, backends, checks, checks_sequences, composed, shapes
 from .arguments import Maybe, Options
 
-__all__ = ["EVERYTHING", "add_rules", "attention", "dropout_seed", "results"]
+__all__ = ["EVERYTHING", "add_position", "add_rules", "attention", "dropout_seed", "results"]
 
 #: The default window_size, to be compared by identity, which is the cheapest question.
 EVERYTHING = (-1, -1)
@@ -29,6 +29,14 @@ def add_rules(options: Options, window_size: Sequence[int], softcap: float) -> N
         options["softcap"] = checks.softcap(softcap)
     if backends.forcing and (kernel := backends.forced_kernel()):
         options["kernel_name"] = kernel
+
+
+def add_position(options: Options, query_offset: int | Tensor) -> None:
+    """Adds where query 0 stands to the options, a number for all sequences or a tensor with one for each."""
+    if isinstance(query_offset, Tensor) and query_offset.dim():
+        options["query_offsets"] = checks_sequences.indices("query_offset", query_offset)
+    elif query_offset is not arguments.ORIGIN:
+        options["query_offset"] = checks.integer("query_offset", query_offset)
 
 
 def dropout_seed(options: Options, dropout_p: float, query: Tensor) -> Maybe:

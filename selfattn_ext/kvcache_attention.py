@@ -16,7 +16,7 @@ from . import arguments, checks, general, kvcache_checks, ops, overrides, shapes
 from .arguments import Maybe, Options
 from .reference import accumulation_dtype, default_scale
 
-__all__ = ["append", "attend", "attention_with_kvcache"]
+__all__ = ["append", "attend", "attention_with_kvcache", "page_numbers"]
 
 #: The options to which it matters where a query stands.
 _POSITIONAL = frozenset(("is_causal", "window_left", "window_right"))
@@ -222,7 +222,7 @@ def _lengths_after(
     """The lengths with the new keys; adds them and the table to the options."""
     new = 0 if key is None else key.size(2)
     if block_table is not None:
-        options["block_table"] = _page_numbers(block_table)
+        options["block_table"] = page_numbers(block_table)
     if isinstance(cache_seqlens, Tensor):
         lengths = cache_seqlens if cache_seqlens.dim() else cache_seqlens.expand(query.size(0))
         if lengths.dtype is not torch.int64:
@@ -247,7 +247,7 @@ def _lengths_after(
     return length
 
 
-def _page_numbers(table: Tensor) -> Tensor:
+def page_numbers(table: Tensor) -> Tensor:
     """A block_table as the operators take it: int32, with dense rows."""
     if table.dtype is torch.int64:
         # A number that int32 cannot hold is that of no page, and stays so.
@@ -264,12 +264,8 @@ def _add_offset(
             options["query_offsets"] = after - queries
         else:
             options["query_offset"] = after - queries
-    elif isinstance(query_offset, Tensor) and query_offset.dim():
-        if query_offset.dtype not in (torch.int32, torch.int64):
-            raise TypeError("offsets that are no int32 or int64")
-        options["query_offsets"] = query_offset.long().contiguous()
     else:
-        options["query_offset"] = checks.integer("query_offset", query_offset)
+        general.add_position(options, query_offset)
 
 
 def attend(

@@ -19,11 +19,14 @@ from . import arguments, capture, checks, checks_sequences, shapes
 __all__ = [
     "Step",
     "append",
+    "as_cast",
     "attend",
     "attention",
     "is_transposed",
+    "lengths",
     "mask",
     "no_derivatives",
+    "page_table",
     "step_of",
     "values",
 ]
@@ -31,6 +34,10 @@ __all__ = [
 _INTEGERS = (torch.int32, torch.int64)
 _CAUSAL_BIAS = (
     "attn_mask is a CausalBias, whose rule does not know the lengths of caches; pass is_causal=True"
+)
+_NO_DERIVATIVES = (
+    "attention_with_kvcache has no derivatives, as it writes to the cache: call it under torch.no_grad(), "
+    "and scaled_dot_product_attention where a derivative is wanted"
 )
 
 
@@ -57,12 +64,8 @@ def mask(value: Any, form: shapes.Canonical) -> Tensor:
     return shapes.mask_four_dimensional(checks.mask("attn_mask", value), form)
 
 
-def no_derivatives(tensors: Sequence[Tensor | None]) -> None:
+def no_derivatives(tensors: Sequence[Tensor | None], advice: str = _NO_DERIVATIVES) -> None:
     """Refuses what would lose derivatives: gradients, transforms of torch.func, tangents."""
-    advice = (
-        "attention_with_kvcache has no derivatives, as it writes to the cache: call it under "
-        "torch.no_grad(), and scaled_dot_product_attention where a derivative is wanted"
-    )
     if torch._C._are_functorch_transforms_active():
         raise ValueError(f"{advice}; here a transform of torch.func is active")
     given = [tensor for tensor in tensors if isinstance(tensor, Tensor)]
@@ -85,7 +88,9 @@ def values(key_cache: Tensor, key: Tensor | None, options: dict[str, Any]) -> No
     lengths(after.cpu() - new, new, key_cache, None if table is None else table.cpu())
 
 
-def lengths(before: Tensor, new: int, key_cache: Tensor, table: Tensor | None) -> None:
+def lengths(
+    before: Tensor, new: int, key_cache: Tensor, table: Tensor | None, name: str = "cache_seqlens"
+) -> None:
     """Lengths (B,) and a table on the CPU against a cache, its heads in dimension 1."""
     count, rows = key_cache.size(0), key_cache.size(2)
     capacity = rows if table is None else table.size(1) * rows
@@ -98,7 +103,7 @@ def lengths(before: Tensor, new: int, key_cache: Tensor, table: Tensor | None) -
                 f"sequence {b} of the cache is full: cache_seqlens says that it holds {held} keys, "
                 f"{new} more are given, and its capacity is {capacity}"
             )
-        raise ValueError(f"cache_seqlens must lie between 0 and the capacity {capacity}, got {held} for {b}")
+        raise ValueError(f"{name} must lie between 0 and the capacity {capacity}, got {held} for {b}")
     if table is None or rows == 0:
         return
     starts = torch.arange(table.size(1), device=before.device) * rows
@@ -122,21 +127,22 @@ def lengths(before: Tensor, new: int, key_cache: Tensor, table: Tensor | None) -
         )
 
 
-def _as_cast(tokens: dict[str, Any], cache: Any) -> dict[str, Any]:
+def as_cast(tokens: dict[str, Any], cache: Any) -> dict[str, Any]:
     """Under autocast, query, key and value in the dtype of the cache, as the call has them."""
     if any(not isinstance(tensor, Tensor) or tensor.is_meta for tensor in (cache, *tokens.values())):
         return tokens  # which is wrong in any case
     return dict(zip(tokens, arguments.autocast(*tokens.values(), dtype=cache.dtype), strict=True))
 
 
-def _table(value: Any, query: Tensor) -> None:
+def page_table(value: Any, query: Tensor, batch: int) -> None:
+    """A block_table for that many sequences."""
     checks.dense_tensor("block_table", value)
     if value.dtype not in _INTEGERS:
         raise TypeError(f"block_table must be int32 or int64, got {value.dtype}")
     checks.on_device("block_table", value, "query", query.device)
-    if value.dim() != 2 or value.size(0) != query.size(0):
+    if value.dim() != 2 or value.size(0) != batch:
         raise ValueError(
-            f"block_table must have a row for each of the {query.size(0)} sequences, but its shape is "
+            f"block_table must have a row for each of the {batch} sequences, but its shape is "
             f"{tuple(value.shape)}"
         )
 
@@ -207,10 +213,10 @@ def attention(
     tokens = {"query": query}
     if key is not None:
         tokens |= {"key": key, "value": value}
-    tensors |= _as_cast(tokens, key_cache)
+    tensors |= as_cast(tokens, key_cache)
     checks.floats(tensors)
     if block_table is not None:
-        _table(block_table, query)
+        page_table(block_table, query, query.size(0))
     _shapes(tensors, transposed, block_table)
     heads, rows = (2, 1) if transposed else (1, 2)
     batch, new = query.size(0), 0 if key is None else key.size(rows)
@@ -304,7 +310,7 @@ def _check_tokens(cache: Any, now: Step, layer: Any, tokens: dict[str, Any]) -> 
     if not -len(cache.keys) <= checks.integer("layer", layer) < len(cache.keys):
         raise ValueError(f"layer must be below {len(cache.keys)}, got {layer}")
     keys, values = cache.keys[layer], cache.values[layer]
-    checks.floats({"the cache": keys, **_as_cast(tokens, keys)})
+    checks.floats({"the cache": keys, **as_cast(tokens, keys)})
     said, rank = _said(tokens), tokens["key"].dim()
     if rank not in (3, 4) or any(tensor.dim() != rank for tensor in tokens.values()):
         raise ValueError(f"{', '.join(tokens)} must all have 4 dimensions, or 3 if packed: {said}")

@@ -21,6 +21,7 @@ __all__ = [
     "four_dimensional",
     "head_numbers",
     "mask_four_dimensional",
+    "of_packed",
     "restored",
 ]
 
@@ -33,6 +34,13 @@ class Canonical(NamedTuple):
     value: Tensor
     lead: tuple[int, ...]
     rank: int
+
+
+def of_packed(tensor: Tensor) -> Tensor:
+    """Packed rows (total, H, E) as the operators take them, (1, H, total, E)."""
+    if tensor.dim() != 3:
+        raise ValueError("packed tensors have three dimensions")
+    return tensor.transpose(0, 1).unsqueeze(0)
 
 
 def dense_rows(tensor: Tensor) -> Tensor:

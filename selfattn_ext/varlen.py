@@ -11,7 +11,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import arguments, checks, checks_sequences, general, overrides
+from . import arguments, checks, checks_sequences, general, overrides, shapes, varlen_cache
 
 __all__ = ["varlen_attention"]
 
@@ -21,55 +21,60 @@ Masks = Tensor | Sequence[Tensor]
 
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ..., is_causal: bool = ...,
-    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int | Tensor = ...,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., query_offset: int | Tensor = ..., seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     return_weights: Literal[False] = ..., return_lse: Literal[False] = ...,
 ) -> Tensor: ...  # fmt: skip
 
 
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ..., is_causal: bool = ...,
-    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int | Tensor = ...,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., query_offset: int | Tensor = ..., seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     return_weights: Literal[True], return_lse: Literal[False] = ...,
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ..., is_causal: bool = ...,
-    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int | Tensor = ...,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., query_offset: int | Tensor = ..., seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     return_weights: Literal[False] = ..., return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ..., is_causal: bool = ...,
-    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int | Tensor = ...,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., query_offset: int | Tensor = ..., seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     return_weights: Literal[True], return_lse: Literal[True],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 
 
 @overload
 def varlen_attention(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int,
-    max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ..., is_causal: bool = ...,
-    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int | Tensor = ...,
+    query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
+    max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
+    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
+    sinks: Tensor | None = ..., query_offset: int | Tensor = ..., seqused_k: Tensor | None = ...,
+    block_table: Tensor | None = ...,
     return_weights: bool = ..., return_lse: bool = ...,
 ) -> Any: ...  # fmt: skip
 
@@ -79,7 +84,7 @@ def varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
+    cu_seqlens_k: Tensor | None,
     max_seqlen_q: int,
     max_seqlen_k: int,
     attn_mask: Masks | None = None,
@@ -93,6 +98,8 @@ def varlen_attention(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     query_offset: int | Tensor = arguments.ORIGIN,
+    seqused_k: Tensor | None = None,
+    block_table: Tensor | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -133,7 +140,16 @@ def varlen_attention(
             gradient if it requires one.
         query_offset: position of each sequence's query 0 among its keys, an int for all or an int32 or int64
             tensor (B,). ``cu_seqlens_k.diff() - cu_seqlens_q.diff()`` is the lower-right alignment that
-            FlashAttention's ``causal=True`` and windows have.
+            FlashAttention's ``causal=True`` and windows have; with seqused_k, take that in place of
+            ``cu_seqlens_k.diff()``.
+        seqused_k: (B,), int32 or int64: how many keys of each sequence count, from its first on. For caches
+            whose slots or pages are not full; see block_table about gradients.
+        block_table: (B, pages of a sequence), int32 or int64: key j of sequence b is row j % page_size of the
+            page block_table[b, j // page_size]. key and value are then pages, (N, page_size, Hk, E) and
+            (N, page_size, Hk, Ev), and seqused_k has their lengths, or cu_seqlens_k does, of which nothing
+            but ``diff()`` is taken; cu_seqlens_k may be None where seqused_k is given. In place of
+            max_seqlen_k, masks and weights have the capacity, pages of a sequence * page_size. With this or
+            seqused_k there are no gradients, and no list of masks.
         return_weights: also return the weights (B, H, max_seqlen_q, max_seqlen_k), after dropout, in the
             query's dtype, 0 outside of the sequences. They are padded: for tests and pictures.
         return_lse: also return the log-sum-exp of the scores (H, total_q), sinks included, float64 for
@@ -157,15 +173,27 @@ def varlen_attention(
     After Dao (2023), "FlashAttention-2", whose packing it is.
     """
     masks = attn_mask if isinstance(attn_mask, (list, tuple)) else (attn_mask,)
-    tensors = (query, key, value, cu_seqlens_q, cu_seqlens_k, *masks, alibi_slopes, sinks, query_offset)
+    tensors = (
+        query, key, value, cu_seqlens_q, cu_seqlens_k, *masks, alibi_slopes, sinks, query_offset, seqused_k,
+        block_table,
+    )  # fmt: skip
     if _is_overridden(*tensors) and (relevant := overrides.asked(*tensors)):
         return overrides.call(
             varlen_attention, relevant, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size=window_size,
             softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
-            return_weights=return_weights, return_lse=return_lse,
+            seqused_k=seqused_k, block_table=block_table, return_weights=return_weights,
+            return_lse=return_lse,
+        )  # fmt: skip
+    if seqused_k is not None or block_table is not None:
+        return varlen_cache.attention(
+            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, dropout_p,
+            is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks, query_offset, seqused_k,
+            block_table, return_weights, return_lse,
         )  # fmt: skip
     try:
+        if cu_seqlens_k is None:
+            raise TypeError("packed keys without offsets")
         options: dict[str, Any] = {
             "cu_seqlens_q": checks_sequences.indices("cu_seqlens_q", cu_seqlens_q),
             "cu_seqlens_k": checks_sequences.indices("cu_seqlens_k", cu_seqlens_k),
@@ -176,10 +204,7 @@ def varlen_attention(
             checks_sequences.look(
                 query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, query_offset
             )
-        if isinstance(query_offset, Tensor) and query_offset.dim():
-            options["query_offsets"] = checks_sequences.indices("query_offset", query_offset)
-        elif query_offset is not arguments.ORIGIN:
-            options["query_offset"] = checks.integer("query_offset", query_offset)
+        general.add_position(options, query_offset)
         general.add_rules(options, window_size, softcap)
         if isinstance(attn_mask, (list, tuple)):
             longest = (options["max_seqlen_q"], options["max_seqlen_k"])
@@ -189,7 +214,7 @@ def varlen_attention(
             raise TypeError("a CausalBias is for one length")
 
         out, weights, lse = general.attention(
-            _four_dimensional(query), _four_dimensional(key), _four_dimensional(value), attn_mask, dropout_p,
+            shapes.of_packed(query), shapes.of_packed(key), shapes.of_packed(value), attn_mask, dropout_p,
             is_causal, scale, enable_gqa, alibi_slopes, sinks, options, return_weights, return_lse,
             batch=cu_seqlens_q.shape[0] - 1,
         )  # fmt: skip
@@ -200,10 +225,3 @@ def varlen_attention(
             softcap_=softcap, alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
         ) from None  # fmt: skip
     return general.results(out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0))
-
-
-def _four_dimensional(tensor: Tensor) -> Tensor:
-    """(total, H, E) as the operators take it, (1, H, total, E)."""
-    if tensor.dim() != 3:
-        raise ValueError("packed tensors have three dimensions")
-    return tensor.transpose(0, 1).unsqueeze(0)

@@ -69,6 +69,7 @@ MODULES = (
     "test_source_notebooks.py",
     "test_special_numbers.py",
     "test_varlen.py",
+    "test_varlen_cache.py",
     "test_varlen_calls.py",
     "test_viz.py",
 )
