@@ -198,9 +198,14 @@ class Case:
         }
 
     def largest_term(self, tensors: dict[str, Tensor], grad_out: Tensor) -> float:
-        """The size of what the gradient of a score is the difference of."""
+        """The size of what the gradient of a score is the difference of.
+
+        That is weight * (of_dropped - mean): the gradient of the weight after dropout times 0 or 1 / (1 - p),
+        less its mean by the weights. Rounding errors of either are in proportion to of_dropped.
+        """
         terms = (grad_out.double() @ value_of_heads(tensors, self)).abs()
-        return float(terms.max()) if terms.numel() else 0.0
+        kept_scale = 1 / (1 - self.dropout_p) if self.dropout_p < 1 else 0.0
+        return float(terms.max()) * kept_scale if terms.numel() else 0.0
 
 
 def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from cases import Case, check, dropout_seed, random_state, set_random_state
@@ -35,6 +37,13 @@ def test_output_is_the_dropped_weights_times_value(kernel: str) -> None:
 @pytest.mark.parametrize("p", [0.2, 1.0])
 def test_results_and_gradients(p: float, kernel: str) -> None:
     check(Case(dropout_p=p, heads=4, keys=70, mask="float", sinks=True, weights=True, lse=True, seed=11))
+
+
+def test_gradients_of_a_number_for_all_pairs(kernel: str) -> None:
+    """What few weights of 1 / (1 - p) leave over from all rows: as large as their rounding errors, or 0."""
+    shape = Case(batch=3, heads=8, kv_heads=4, queries=130, keys=200, head_dim=64, value_dim=16)
+    for seed in range(3):
+        check(replace(shape, mask="float number", sinks=seed % 2, dropout_p=0.99, seed=seed))
 
 
 def test_governed_by_manual_seed() -> None:

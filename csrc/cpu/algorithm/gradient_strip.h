@@ -125,6 +125,20 @@ SELFATTN_INLINE typename Simd<T>::Vec score_gradient(typename Simd<T>::Vec weigh
   return S::select(S::equal(weight, zero), zero, S::mul(weight, S::sub(grad, delta)));
 }
 
+// dS of a vector of queries, summed over the keys of a block. In four sums: the rounding errors of a sum grow
+// with its terms, and those of a row cancel.
+template <class T>
+SELFATTN_INLINE typename Simd<T>::Vec sum_over_keys(const T* grad, int64_t keys, int64_t stride) {
+  using S = Simd<T>;
+  typename S::Vec sums[4] = {S::set(T(0)), S::set(T(0)), S::set(T(0)), S::set(T(0))};
+  for (int64_t j = 0; j < keys; j += 4) {
+    for (int64_t i = 0; i < 4 && j + i < keys; ++i) {
+      sums[i] = S::add(sums[i], S::load(grad + (j + i) * stride));
+    }
+  }
+  return S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
+}
+
 // Fills scratch.weights and scratch.grad for keys key .. key + keys - 1, which are rows `from` and on of
 // key_rows and value_rows; false when the mask hides them all.
 template <class P>

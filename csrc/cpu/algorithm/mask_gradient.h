@@ -120,10 +120,15 @@ struct MaskGradientTask {
         for (int64_t lane = count; lane < s.strip.vecs * S::kWidth; ++lane)
           grads[j * kLanes<P> + lane] = T(0);
       }
-      for (int64_t j = 0; j < block; ++j) {
-        T* sum = s.sum + (every_key ? (key - keys.first + j) * kLanes<P> : 0);
-        for (int64_t lane = 0; lane < s.strip.vecs * S::kWidth; lane += S::kWidth) {
-          S::store(sum + lane, S::add(S::load(sum + lane), S::load(grads + j * kLanes<P> + lane)));
+      for (int64_t lane = 0; lane < s.strip.vecs * S::kWidth; lane += S::kWidth) {
+        if (!every_key) {
+          const auto sum = sum_over_keys<T>(grads + lane, block, kLanes<P>);
+          S::store(s.sum + lane, S::add(S::load(s.sum + lane), sum));
+          continue;
+        }
+        T* sum = s.sum + (key - keys.first) * kLanes<P> + lane;
+        for (int64_t j = 0; j < block; ++j, sum += kLanes<P>) {
+          S::store(sum, S::add(S::load(sum), S::load(grads + j * kLanes<P> + lane)));
         }
       }
     }
@@ -156,9 +161,9 @@ struct MaskGradientTask {
           store_element<T>(g.data, g.dtype, at(query, 0), sum[query - queries.first]);
         }
       } else {
-        T total = 0;
-        for (int64_t lane = 0; lane < kLanes<P>; ++lane) total += sum[lane];
-        store_element<T>(g.data, g.dtype, at(0, j), total);
+        double total = 0;
+        for (int64_t lane = 0; lane < kLanes<P>; ++lane) total += static_cast<double>(sum[lane]);
+        store_element<T>(g.data, g.dtype, at(0, j), static_cast<T>(total));
       }
     }
   }

@@ -67,18 +67,24 @@ class MaskSum {
     int64_t queries_before, strips_before, end_before;
     int64_t batch, first_head, begin, keys;
     // What is summed up before it meets the tensor. Where the mask has rows but no columns [kLanes], of one
-    // step; where it has no rows [group or 1][keys or 1], of the item.
+    // step; where it has columns but no rows [group or 1][keys], of the item.
     T* sums;
+    // Where it has neither [group or 1], of the item: blocks are of any size, and all rows together may be 0.
+    double* totals;
 
-    static int64_t size(const MaskSum& m, int64_t chunk_rows) {
-      if (!m.active) return 0;
-      return m.kept(2) ? kLanes<P> : (m.kept(1) ? m.group : 1) * (m.kept(3) ? chunk_rows : 1);
+    static int64_t sum_count(const MaskSum& m, int64_t chunk_rows) {
+      if (!m.active || (!m.kept(2) && !m.kept(3))) return 0;
+      return m.kept(2) ? kLanes<P> : m.rows() * chunk_rows;
+    }
+    static int64_t total_count(const MaskSum& m) {
+      return m.active && !m.kept(2) && !m.kept(3) ? m.rows() : 0;
     }
     static int64_t bytes(const MaskSum& m, int64_t chunk_rows) {
-      return Arena::bytes_for<T>(size(m, chunk_rows));
+      return Arena::bytes_for<T>(sum_count(m, chunk_rows)) + Arena::bytes_for<double>(total_count(m));
     }
     void allocate(const MaskSum& m, int64_t chunk_rows, Arena& arena) {
-      sums = arena.take<T>(size(m, chunk_rows));
+      sums = arena.take<T>(sum_count(m, chunk_rows));
+      totals = arena.take<double>(total_count(m));
     }
   };
 
@@ -105,7 +111,8 @@ class MaskSum {
       s.before = other.item(kept(3) ? chunk : other.chunks - 1, 0, last_head);
       s.queries_before = other.queries;
     }
-    memset(s.sums, 0, static_cast<size_t>(Scratch::size(*this, keys)) * sizeof(T));
+    memset(s.sums, 0, static_cast<size_t>(Scratch::sum_count(*this, keys)) * sizeof(T));
+    memset(s.totals, 0, static_cast<size_t>(Scratch::total_count(*this)) * sizeof(double));
   }
 
   // Asks for the elements that add_block is going to add to: the products until then hide the way to memory.
@@ -132,16 +139,21 @@ class MaskSum {
       for (int64_t lane = strip.count; lane < strip.vecs * S::kWidth; ++lane)
         grad[j * kLanes<P> + lane] = T(0);
     }
-    if (kept(2)) {
+    if (!kept(3)) {
       for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
-        auto sum = S::load(s.sums + lane);
-        for (int64_t j = 0; j < keys; ++j) sum = S::add(sum, S::load(grad + j * kLanes<P> + lane));
-        S::store(s.sums + lane, sum);
+        const auto sum = sum_over_keys<T>(grad + lane, keys, kLanes<P>);
+        if (kept(2)) {
+          S::store(s.sums + lane, S::add(S::load(s.sums + lane), sum));
+          continue;
+        }
+        T rows_of_vector[S::kWidth];
+        S::store(rows_of_vector, sum);
+        for (const T row : rows_of_vector) s.totals[row_of(s, strip.head)] += static_cast<double>(row);
       }
       return;
     }
     // A vector per key, turned, is a vector of keys per lane.
-    T* sums = s.sums + row_of(s, strip.head) * (kept(3) ? s.keys : 1) + (kept(3) ? from : 0);
+    T* sums = s.sums + row_of(s, strip.head) * s.keys + from;
     for (int64_t column = 0; column < keys; column += S::kWidth) {
       const int64_t n = keys - column < S::kWidth ? keys - column : S::kWidth;
       typename S::Vec tile[S::kWidth];
@@ -153,13 +165,7 @@ class MaskSum {
       }
       transpose<T>(tile);
       for (int i = 1; i < S::kWidth; ++i) tile[0] = S::add(tile[0], tile[i]);
-      if (kept(3)) {
-        add_to_row(sums + column, n, tile[0]);
-      } else {
-        T lanes[S::kWidth];
-        S::store(lanes, tile[0]);
-        for (int64_t i = 0; i < n; ++i) sums[0] += lanes[i];
-      }
+      add_to_row(sums + column, n, tile[0]);
     }
   }
 
@@ -179,10 +185,10 @@ class MaskSum {
   void end_item(Scratch& s) const {
     if (!active || kept(2)) return;
     wait(s, 0, 0, 1);
-    const int64_t columns = kept(3) ? s.keys : 1;
-    for (int64_t head = 0; head < (kept(1) ? group : 1); ++head) {
-      T* row = data(s, s.first_head + head) + (kept(3) ? s.begin : 0);
-      for (int64_t j = 0; j < columns; ++j) row[j] += s.sums[head * columns + j];
+    for (int64_t head = 0; head < rows(); ++head) {
+      T* row = data(s, s.first_head + head);
+      if (!kept(3)) row[0] = static_cast<T>(static_cast<double>(row[0]) + s.totals[head]);
+      for (int64_t j = 0; kept(3) && j < s.keys; ++j) row[s.begin + j] += s.sums[head * s.keys + j];
     }
     publish(s, 1);
   }
@@ -197,6 +203,8 @@ class MaskSum {
 
   // Whether the mask has this dimension. A size of 1 may be called broadcast.
   bool kept(int dimension) const { return g.stride[dimension] != 0; }
+  // Rows of an item that is summed over its queries, and which of them is a head's.
+  int64_t rows() const { return kept(1) ? group : 1; }
   int64_t row_of(const Scratch& s, int64_t head) const { return kept(1) ? head - s.first_head : 0; }
   T* data(const Scratch& s, int64_t head) const {
     return static_cast<T*>(g.data) + s.batch * g.stride[0] + head * g.stride[1];
