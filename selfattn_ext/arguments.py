@@ -54,8 +54,8 @@ def prepared(
 ) -> Prepared:
     """Brings the arguments of attention into the operators' form; adds what is no tensor to the options.
 
-    ``batch`` is the number of sequences where query, key and value are packed, for masks and numbers per
-    head.
+    ``options`` have what belongs to positions, the rules and the kernel already. ``batch`` is the number of
+    sequences where query, key and value are packed, (1, H, total, E): for masks and numbers per head.
     """
     if is_causal:
         options["is_causal"] = True

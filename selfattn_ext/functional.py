@@ -223,10 +223,10 @@ def scaled_dot_product_attention(
                 # way finds out which.
                 pass
 
-        out, weights, lse = general.attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, alibi_slopes, sinks,
-            options, return_weights, return_lse,
-        )  # fmt: skip
+        call = arguments.prepared(
+            query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options
+        )
+        out, weights, lse = general.attention(call, dropout_p, options, return_weights, return_lse)
     except checks.REFUSALS as refusal:
         raise checks.explained(
             refusal, checks.attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,

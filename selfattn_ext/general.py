@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, autograd, backends, checks, checks_sequences, composed, shapes
-from .arguments import Maybe, Options
+from .arguments import Maybe, Options, Prepared
 
 __all__ = ["EVERYTHING", "add_position", "add_rules", "attention", "dropout_seed", "results"]
 
@@ -48,30 +48,14 @@ def dropout_seed(options: Options, dropout_p: float, query: Tensor) -> Maybe:
 
 
 def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    alibi_slopes: Maybe,
-    sinks: Maybe,
-    options: Options,
-    want_weights: bool,
-    want_lse: bool,
-    batch: int | None = None,
+    call: Prepared, dropout_p: float, options: Options, want_weights: bool, want_lse: bool
 ) -> tuple[Tensor, Maybe, Maybe]:
     """Differentiable attention, eager, compiled and transformed: (out, weights if wanted, lse if wanted).
 
-    ``options`` have what belongs to positions, the rules and the kernel; ``batch`` is the number of sequences
-    where query, key and value are packed, (1, H, total, E).
+    ``call`` and ``options`` are those of :func:`selfattn_ext.arguments.prepared`.
     """
-    form, mask, slopes, sink_logits, factor = arguments.prepared(
-        query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options, batch
-    )
-    seed = dropout_seed(options, dropout_p, query)
+    form, mask, slopes, sink_logits, factor = call
+    seed = dropout_seed(options, dropout_p, form.query)
     attend = composed.attention if composed.wanted() else autograd.attention
     tensors = (form.query, form.key, form.value, mask, slopes, sink_logits, seed)
     out, weights, lse = attend(tensors, factor, options, want_weights, want_lse)

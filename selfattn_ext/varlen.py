@@ -213,11 +213,11 @@ def varlen_attention(
         elif checks.is_causal_bias(attn_mask):
             raise TypeError("a CausalBias is for one length")
 
-        out, weights, lse = general.attention(
-            shapes.of_packed(query), shapes.of_packed(key), shapes.of_packed(value), attn_mask, dropout_p,
-            is_causal, scale, enable_gqa, alibi_slopes, sinks, options, return_weights, return_lse,
-            batch=cu_seqlens_q.shape[0] - 1,
+        call = arguments.prepared(
+            shapes.of_packed(query), shapes.of_packed(key), shapes.of_packed(value), attn_mask, is_causal,
+            scale, enable_gqa, alibi_slopes, sinks, options, batch=cu_seqlens_q.shape[0] - 1,
         )  # fmt: skip
+        out, weights, lse = general.attention(call, dropout_p, options, return_weights, return_lse)
     except checks.REFUSALS as refusal:
         raise checks.explained(
             refusal, checks_sequences.varlen, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
