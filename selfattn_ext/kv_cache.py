@@ -129,7 +129,7 @@ class KVCache:
         return self.packed_positions.view(self._step.batch, self._step.uniform)
 
     def allocate(self) -> int:
-        """The number of a sequence that is not in use; it is then, with length 0."""
+        """The number of a sequence that is not in use; it is then, with length 0. A ValueError if all are."""
         if False not in self._used:
             raise ValueError(f"all {len(self._used)} sequences of the cache are in use: free one")
         sequence = self._used.index(False)

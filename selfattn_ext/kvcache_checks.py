@@ -1,7 +1,8 @@
 """What is wrong with the arguments of :func:`selfattn_ext.attention_with_kvcache` and of KVCache.
 
-``attention``, ``append`` and ``attend`` are called once something has refused a call (Note [Refusals] in
-:mod:`selfattn_ext.functional`); the other functions are on the way of every call that they concern.
+``is_transposed``, ``mask``, ``no_derivatives``, ``step_of`` and ``values`` are on the way of the calls that
+they concern; the others are called once something has refused a call (Note [Refusals] in
+:mod:`selfattn_ext.functional`).
 """
 
 from __future__ import annotations
@@ -318,6 +319,8 @@ def _check_tokens(cache: Any, now: Step, layer: Any, tokens: dict[str, Any]) -> 
     kv_heads = keys.size(2 if transposed else 1)
     heads, rows = (1, 0) if rank == 3 else (2, 1) if transposed else (1, 2)
     for name, tensor in tokens.items():
+        if now.total == 0 and tensor.size(rows):
+            raise ValueError(f"the step has no tokens, and {name} has some: extend() begins a step")
         if rank == 3 and tensor.size(0) != now.total:
             raise ValueError(f"the step has {now.total} tokens, but packed {name} {tensor.size(0)}: {said}")
         if rank == 4 and (tensor.size(0), tensor.size(rows)) != (now.batch, now.uniform):

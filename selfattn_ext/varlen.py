@@ -118,7 +118,7 @@ def varlen_attention(
         value: (total_k, Hk, Ev), same dtype; Ev may differ from E.
         cu_seqlens_q: (B + 1,), int32 or int64, on the query's device: from 0 on, never decreasing, at most
             total_q. Sequences may be empty. Rows beyond the last offset belong to no sequence.
-        cu_seqlens_k: (B + 1,), the same for key and value.
+        cu_seqlens_k: (B + 1,), the same for key and value. None where seqused_k and block_table are given.
         max_seqlen_q: length of the longest query sequence, or more.
         max_seqlen_k: length of the longest key sequence, or more.
         attn_mask: broadcastable to (B, H, max_seqlen_q, max_seqlen_k), of which sequence b takes the upper
@@ -142,14 +142,13 @@ def varlen_attention(
             tensor (B,). ``cu_seqlens_k.diff() - cu_seqlens_q.diff()`` is the lower-right alignment that
             FlashAttention's ``causal=True`` and windows have; with seqused_k, take that in place of
             ``cu_seqlens_k.diff()``.
-        seqused_k: (B,), int32 or int64: how many keys of each sequence count, from its first on. For caches
-            whose slots or pages are not full; see block_table about gradients.
+        seqused_k: (B,), int32 or int64: how many keys of each sequence count, from its first on, for caches
+            with rows to spare. With this or block_table there are no gradients and no lists of masks, and
+            autocast gives query the dtype of key and value.
         block_table: (B, pages of a sequence), int32 or int64: key j of sequence b is row j % page_size of the
             page block_table[b, j // page_size]. key and value are then pages, (N, page_size, Hk, E) and
-            (N, page_size, Hk, Ev), and seqused_k has their lengths, or cu_seqlens_k does, of which nothing
-            but ``diff()`` is taken; cu_seqlens_k may be None where seqused_k is given. In place of
-            max_seqlen_k, masks and weights have the capacity, pages of a sequence * page_size. With this or
-            seqused_k there are no gradients, and no list of masks.
+            (N, page_size, Hk, Ev); the lengths are seqused_k, or without it ``cu_seqlens_k.diff()``. Masks
+            and weights have pages of a sequence * page_size keys in place of max_seqlen_k.
         return_weights: also return the weights (B, H, max_seqlen_q, max_seqlen_k), after dropout, in the
             query's dtype, 0 outside of the sequences. They are padded: for tests and pictures.
         return_lse: also return the log-sum-exp of the scores (H, total_q), sinks included, float64 for
@@ -165,10 +164,10 @@ def varlen_attention(
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
     On CUDA the check of offsets waits for the GPU once per tensor; it remembers those that it has seen and
-    whose values nobody has changed since. While a CUDA graph records, and in code of torch.compile, it does
-    not look: there the kernels limit what they read to the tensors. A second derivative and forward mode go
-    through :func:`selfattn_ext.reference.varlen_attention`, sequence by sequence, which a graph cannot
-    record.
+    whose values nobody has changed since; a block_table with its lengths is looked at each time. While a
+    CUDA graph records, and in code of torch.compile, nobody looks: there the kernels limit what they read to
+    the tensors. A second derivative and forward mode go through
+    :func:`selfattn_ext.reference.varlen_attention`, sequence by sequence, which a graph cannot record.
 
     After Dao (2023), "FlashAttention-2", whose packing it is.
     """

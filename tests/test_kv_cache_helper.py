@@ -187,6 +187,13 @@ def test_pools_and_sequences_that_are_full_change_nothing() -> None:
     assert contiguous.free_pages == 1
 
 
+def test_a_step_begins_with_extend() -> None:
+    cache = cache_of()
+    for shape in ((3, 2, 1, 8), (3, 2, 8)):
+        with pytest.raises(ValueError, match=r"no tokens, and key has some: extend\(\) begins a step"):
+            cache.append(0, torch.randn(shape), torch.randn(shape))
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(
     ("changes", "error", "text"),

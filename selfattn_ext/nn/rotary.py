@@ -118,7 +118,7 @@ def apply_rotary(
     Args:
         x: (B, H, L, D), or (B, L, H, D) with layout "blhd", or packed tokens (total, H, D); any float dtype.
         positions: (L,) or (B, L), for packed tokens (total,): the place of each token in its sequence, such
-            as :meth:`selfattn_ext.KVCache.positions` gives; or what :func:`rotary_factors` made of that. If
+            as :attr:`selfattn_ext.KVCache.positions` gives; or what :func:`rotary_factors` made of that. If
             the factors are for fewer features than D, the features behind them stay as they are.
         layout: "bhld" or "blhd", of x with four dimensions.
         base, interleaved: as in :func:`rotary_embedding`; the base is that of the factors where they are
