@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from . import checks, precision, reference, shapes
 
@@ -187,14 +188,25 @@ def packed_masks(masks: Sequence[Tensor], max_seqlen_q: int, max_seqlen_k: int) 
         return None
     three = [mask.reshape(*(1,) * (3 - mask.dim()), *mask.shape[-3:]) for mask in masks]
     heads = max([mask.shape[0] for mask in three])
-    padded = []
-    for mask in three:
-        # What one number stands for is as long as any sequence.
-        rows = max_seqlen_q if mask.shape[1] == 1 else mask.shape[1]
-        columns = max_seqlen_k if mask.shape[2] == 1 else mask.shape[2]
-        full = mask.expand(heads, rows, columns)
-        padded.append(torch.nn.functional.pad(full, (0, max_seqlen_k - columns, 0, max_seqlen_q - rows)))
-    return torch.stack(padded)
+    # What one number stands for is as long as any sequence.
+    whole = [
+        mask.expand(
+            heads,
+            max_seqlen_q if mask.shape[1] == 1 else mask.shape[1],
+            max_seqlen_k if mask.shape[2] == 1 else mask.shape[2],
+        )
+        for mask in three
+    ]
+    differentiable = torch.is_grad_enabled() and any(mask.requires_grad for mask in masks)
+    if differentiable or torch._C._are_functorch_transforms_active():
+        return torch.stack(
+            [pad(mask, (0, max_seqlen_k - mask.shape[2], 0, max_seqlen_q - mask.shape[1])) for mask in whole]
+        )
+    # Half the memory; but the gradient of a write into a part of a tensor copies all of it.
+    padded = masks[0].new_zeros((len(masks), heads, max_seqlen_q, max_seqlen_k))
+    for sequence, mask in enumerate(whole):
+        padded[sequence, :, : mask.shape[1], : mask.shape[2]] = mask
+    return padded
 
 
 def keywords_of(tensors: Tensors, options: Options) -> Options:

@@ -124,8 +124,8 @@ def varlen_attention(
         attn_mask: broadcastable to (B, H, max_seqlen_q, max_seqlen_k), of which sequence b takes the upper
             left part of element b; or a list of B masks, each broadcastable to the (H, L, S) of its sequence.
             A list is copied into such a tensor, with one head if no mask has more: memory for padding, and
-            for as much again while it is copied. bool: True = attend. Any floating dtype: added to the
-            scores, -inf hides; gets a gradient if it requires one.
+            for as much again while it is copied if one of them is to have a gradient. bool: True = attend.
+            Any floating dtype: added to the scores, -inf hides; gets a gradient if it requires one.
         dropout_p: probability with which each weight is dropped, whenever it is not 0. For one seed,
             sequence b drops what element b of a padded batch drops.
         is_causal: query i of a sequence sees its keys ``j <= i + query_offset``.

@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from varlen_cases import VarlenCase, packed, starts
 
-from selfattn_ext import ops, reference, scaled_dot_product_attention, varlen_attention
+from selfattn_ext import arguments, ops, reference, scaled_dot_product_attention, varlen_attention
 
 #: Empty sequences on either side, single rows, primes, long beside short, none at all.
 SEQUENCES = (
@@ -252,6 +252,36 @@ def test_a_mask_for_each_sequence(kind: str) -> None:
     exact, peer = results(formula, exact_inputs(leaves)), results(formula, leaves)
     for name, result in results(varlen_attention, leaves).items():
         assert_accurate(name, result.detach(), exact[name].detach(), peer[name].detach())
+
+
+class Results(TorchDispatchMode):
+    """What operators return, kept until the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.tensors: list[Tensor] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.tensors.append(func(*args, **kwargs or {}))
+        return self.tensors[-1]
+
+
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_memory_of_a_mask_for_each_sequence(requires_grad: bool) -> None:
+    """One padded tensor, and as much again while they are copied if they are to have gradients."""
+    shapes = ((2, 7, 9), (1, 4), (12, 1), (1, 0, 1))
+    masks = [torch.randn(shape).requires_grad_(requires_grad) for shape in shapes]
+    with Results() as results:
+        padded = arguments.packed_masks(masks, 12, 12)
+    assert padded is not None
+    bytes_of = {
+        result.untyped_storage().data_ptr(): result.untyped_storage().nbytes() for result in results.tensors
+    }
+    for mask in masks:
+        bytes_of.pop(mask.untyped_storage().data_ptr(), None)
+    assert sum(bytes_of.values()) == padded.nbytes * (2 if requires_grad else 1)
+    with torch.no_grad():
+        assert torch.equal(padded, arguments.packed_masks(masks, 12, 12))
 
 
 def test_rows_of_no_sequence() -> None:
