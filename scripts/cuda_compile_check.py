@@ -134,18 +134,36 @@ def tasks(files: Sequence[Path], architectures: Sequence[str], sparse: bool) -> 
     ]
 
 
+def together(order: Sequence[tuple[Path, str]]) -> list[tuple[Path, list[str]]]:
+    """The tasks, those of a source that have the same PTX as one."""
+    found: dict[tuple[Path, Sequence[str]], list[str]] = {}
+    for source, architecture in order:
+        same = next((names for names in nvcc.SAME_PTX if architecture in names), (architecture,))
+        found.setdefault((source, same), []).append(architecture)
+    return [(source, architectures) for (source, _), architectures in found.items()]
+
+
 def check(compiler: nvcc.Compiler, order: Sequence[tuple[Path, str]], jobs: int) -> list[Verdict]:
-    """Compiles and judges each task, with a progress bar; verdicts are in the order of the tasks."""
+    """Compiles and judges each task, with a progress bar; verdicts are in the order of the tasks.
+
+    Architectures that have the same PTX share the compiler's front end. The first source of each folder shows
+    that it is the same: all of a folder are instances of the same templates.
+    """
     verdicts = {}
+    folders = {source.parent: source for source, _ in reversed(order)}
     with (
         ThreadPoolExecutor(jobs) as pool,
         terminal.Progress("compiling", len(order)) as progress,
     ):
-        running = {pool.submit(compiler.compile, *task): task for task in order}
+        running = {
+            pool.submit(compiler.compile, source, names, folders[source.parent] == source): (source, names)
+            for source, names in together(order)
+        }
         for future in as_completed(running):
-            task = running[future]
-            verdicts[task] = judge(*task, future.result())
-            progress.update(len(verdicts), f"{task[0].name} sm_{task[1]}")
+            source, names = running[future]
+            for name, outcome in zip(names, future.result(), strict=True):
+                verdicts[source, name] = judge(source, name, outcome)
+            progress.update(len(verdicts), f"{source.name} sm_{names[-1]}")
     return [verdicts[task] for task in order]
 
 

@@ -1,4 +1,4 @@
-"""Compiles one CUDA source for one architecture, and remembers the outcome as long as nothing has changed."""
+"""Compiles one CUDA source for some architectures, and remembers outcomes as long as nothing has changed."""
 
 from __future__ import annotations
 
@@ -21,8 +21,12 @@ import compiler_report
 #: Warnings of every stage are errors; ptxas tells registers, and fails on spills and local memory.
 STRICT = ("-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills,-warn-lmem-usage,-Werror")
 
+#: Architectures for which nvcc's front end, over half of its work, makes the same PTX unless a source asks
+#: which of them it is compiled for.
+SAME_PTX = (("80", "90a"), ("100", "120"))
+
 # Raised whenever Outcome or the way to make one changes.
-_FORMAT = 1
+_FORMAT = 2
 
 
 @dataclass(frozen=True)
@@ -59,32 +63,71 @@ class Compiler:
         tools = [[program, "--version"] for program in (nvcc, nvdisasm) if program is not None]
         self._versions = [subprocess.run(tool, capture_output=True, text=True).stdout for tool in tools]
 
-    def compile(self, source: Path, architecture: str) -> Outcome:
+    def compile(self, source: Path, architectures: Sequence[str], compare: bool = False) -> list[Outcome]:
         """Compile, or recall what compiling the same text with the same compiler gave.
 
         Args:
-            architecture: as nvcc has it, without ``sm_``: "80", "90a".
+            architectures: as nvcc has them, without ``sm_``: one of them, or several of a group of SAME_PTX.
+                The front end runs for the first that is not remembered.
+            compare: it runs for each, and compiling fails where the PTX is not the same.
         """
-        record = self._record(source, architecture)
-        remembered = _recall(record)
-        if remembered is not None:
-            return remembered
+        found = {name: _recall(self._record(source, name)) for name in architectures}
+        missing = [name for name in architectures if found[name] is None]
+        if missing:
+            found.update(self._compile(source, missing, compare))
+        return [outcome for outcome in found.values() if outcome is not None]
+
+    def _compile(self, source: Path, architectures: Sequence[str], compare: bool) -> dict[str, Outcome]:
+        first, *others = architectures
         with tempfile.TemporaryDirectory() as folder:
-            cubin, dependencies = Path(folder, "kernels.cubin"), Path(folder, "dependencies")
-            command = [self._nvcc, "-cubin", "-o", str(cubin), "-MMD", "-MF", str(dependencies)]
-            command += ["-gencode", f"arch=compute_{architecture},code=sm_{architecture}"]
-            outcome = _run([*command, *self._flags, str(source)], Path(folder, "report"))
-            if outcome.exit_code != 0:
-                return outcome
-            if self._nvdisasm is not None:
-                outcome = replace(outcome, opcodes=_opcodes(self._nvdisasm, cubin))
-            _remember(record, outcome, _files_of(dependencies.read_text(encoding="utf-8")))
-        return outcome
+            ptx, dependencies = Path(folder, "kernels.ptx"), Path(folder, "dependencies")
+            front = self._run(folder, "-ptx", source, ptx, first, "-MMD", "-MF", str(dependencies))
+            if front.exit_code != 0:
+                return dict.fromkeys(architectures, front)
+            files = _files_of(dependencies.read_text(encoding="utf-8"))
+            text = ptx.read_text(encoding="utf-8")
+            found = {first: self._assemble(folder, text, front, first)}
+            for name in others:
+                report = ""
+                if compare:
+                    own = self._run(folder, "-ptx", source, ptx, name)
+                    same = own.exit_code == 0 and ptx.read_text(encoding="utf-8") == _for_target(text, name)
+                    report = "" if same else f"error: the PTX for sm_{name} is not that for sm_{first}\n"
+                outcome = self._assemble(folder, text, Outcome(int(bool(report)), report, 0.0, 0, None), name)
+                found[name] = outcome
+        for name, outcome in found.items():
+            if outcome.exit_code == 0:
+                _remember(self._record(source, name), outcome, files)
+        return found
+
+    def _assemble(self, folder: str, text: str, front: Outcome, architecture: str) -> Outcome:
+        """The machine code of the PTX; what both halves printed and took."""
+        ptx, cubin = Path(folder, "target.ptx"), Path(folder, "kernels.cubin")
+        ptx.write_text(_for_target(text, architecture), encoding="utf-8")
+        back = self._run(folder, "-cubin", ptx, cubin, architecture)
+        return Outcome(
+            front.exit_code or back.exit_code,
+            front.report + back.report,
+            front.seconds + back.seconds,
+            max(front.peak_bytes, back.peak_bytes),
+            _opcodes(self._nvdisasm, cubin) if back.exit_code == 0 and self._nvdisasm is not None else None,
+        )
+
+    def _run(
+        self, folder: str, to: str, source: Path, target: Path, architecture: str, *more: str
+    ) -> Outcome:
+        code = ("compute_" if to == "-ptx" else "sm_") + architecture
+        command = [self._nvcc, to, "-o", str(target), "-gencode", f"arch=compute_{architecture},code={code}"]
+        return _run([*command, *more, *self._flags, str(source)], Path(folder, "report"))
 
     def _record(self, source: Path, architecture: str) -> Path:
         what = [_FORMAT, str(source.resolve()), architecture, self._flags, self._versions]
         name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:16]
         return self._cache / f"{source.stem}.{architecture}.{name}.json"
+
+
+def _for_target(ptx: str, architecture: str) -> str:
+    return re.sub(r"^\.target sm_\w+", f".target sm_{architecture}", ptx, count=1, flags=re.MULTILINE)
 
 
 def _run(command: Sequence[str], output: Path) -> Outcome:

@@ -59,6 +59,15 @@ __global__ void shared(float* out) {
 }
 """
 
+#: A kernel that asks which of two architectures with the same PTX it is compiled for.
+ASKING = """
+__global__ void asking(float* out) {
+#if __CUDA_ARCH__ >= 900
+  out[threadIdx.x] = 1;
+#endif
+}
+"""
+
 WARNING = """
 __global__ void warning(float* out) {
   int unused = 3;
@@ -143,6 +152,30 @@ def test_tensor_cores_are_demanded_from_ampere_on(check: Callable) -> None:
     assert code == 1
     assert "no HMMA instruction" in printed
     assert check(PLAIN, "sm80", "75")[0] == 0
+
+
+@needs_nvcc
+def test_architectures_share_ptx_that_is_the_same(check: Callable, tmp_path: Path) -> None:
+    code, printed = check(ASKING, "simt", "80,90a")
+    assert code == 1
+    assert "for sm_90a: error: the PTX for sm_90a is not that for sm_80" in printed
+    assert "1 with problems" in printed
+    assert check(ASKING, "simt", "90a")[0] == 0
+    # Machine code is what it is where nothing is shared.
+    found = {}
+    for name, archs in (("shared", ["80", "90a"]), ("alone", ["90a"])):
+        compiler = nvcc.Compiler(COMPILER.command, DISASSEMBLER, [], tmp_path / name)
+        (tmp_path / "simt" / "kernel.cu").write_text(PLAIN)
+        *_, found[name] = compiler.compile(tmp_path / "simt" / "kernel.cu", archs)
+    assert found["shared"].opcodes == found["alone"].opcodes
+    assert "for 'sm_90a'" in found["shared"].report
+
+
+def test_what_is_compiled_together() -> None:
+    order = [(Path(name), arch) for name in "ab" for arch in ("75", "80", "90a", "100", "120")]
+    assert cuda_compile_check.together(order) == [
+        (Path(name), archs) for name in "ab" for archs in (["75"], ["80", "90a"], ["100", "120"])
+    ]
 
 
 def test_reports_of_ptxas() -> None:
