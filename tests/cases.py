@@ -213,6 +213,11 @@ def drawn(shape: Sequence[int], generator: torch.Generator) -> Tensor:
     return torch.randn(tuple(shape), generator=generator, dtype=torch.float64, device="cpu")
 
 
+def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
+    """The same with a seed of their own, rounded."""
+    return drawn(shape, torch.Generator().manual_seed(seed)).to(dtype)
+
+
 def random_state() -> Tensor:
     """The state of the generator that tensors of the tested device are drawn from."""
     return torch.get_rng_state() if gpu.DEVICE == "cpu" else torch.cuda.get_rng_state()

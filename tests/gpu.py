@@ -71,6 +71,7 @@ MODULES = (
     "test_varlen.py",
     "test_varlen_cache.py",
     "test_varlen_calls.py",
+    "test_varlen_errors.py",
     "test_viz.py",
 )
 

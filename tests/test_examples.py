@@ -12,20 +12,24 @@ EXAMPLES = Path(__file__).parents[1] / "examples"
 SENTENCES = "the cat sat on the mat. the dog sat on the log. " * 40
 
 
+def check_training(script: str, given: list[str]) -> None:
+    """Asserts that a small model learns the sentences."""
+    sizes = {"layers": 1, "heads": 2, "width": 16, "steps": 60, "rate": 1e-2, "device": gpu.DEVICE}
+    small = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
+    losses = runpy.run_path(str(EXAMPLES / script))["main"]([*small, *given])
+    # Chance is the logarithm of 14 or 15 symbols, 2.6 or 2.7.
+    assert len(losses) == 60
+    assert losses[0] > 2.2
+    assert losses[-1] < 1.5
+
+
 @pytest.mark.parametrize("how", [["--backend", "eager"], ["--no-compile", "--dtype", "float32"]], ids=str)
 def test_train_gpt(
     how: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None
 ) -> None:
     book = tmp_path / "book.txt"
     book.write_text(SENTENCES, encoding="utf-8")
-    sizes = {"layers": 1, "heads": 2, "width": 16, "context": 16, "batch": 4, "steps": 60, "rate": 1e-2}
-    small = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    main = runpy.run_path(str(EXAMPLES / "train_gpt.py"))["main"]
-    losses = main([*small, *how, "--text", str(book), "--device", gpu.DEVICE])
-    # Chance is the logarithm of 15 symbols, 2.7.
-    assert len(losses) == 60
-    assert losses[0] > 2.2
-    assert losses[-1] < 1.5
+    check_training("train_gpt.py", ["--text", str(book), "--context", "16", "--batch", "4", *how])
     printed = capsys.readouterr().out
     for part in (str(book), "kernel   ", "step    60", "tokens/s", "held-out loss", "sample:"):
         assert part in printed, part
@@ -40,14 +44,7 @@ def test_train_packed(
     book.write_text(
         "\n\n".join(" ".join(sentences[:count]) for count in (1, 2, 3, 1, 5, 2, 8)), encoding="utf-8"
     )
-    sizes = {"layers": 1, "heads": 2, "width": 16, "tokens": 256, "context": 200, "steps": 60, "rate": 1e-2}
-    small = [word for name, value in sizes.items() for word in (f"--{name}", str(value))]
-    main = runpy.run_path(str(EXAMPLES / "train_packed.py"))["main"]
-    losses = main([*small, *how, "--text", str(book), "--device", gpu.DEVICE])
-    # Chance is the logarithm of 14 symbols, 2.6.
-    assert len(losses) == 60
-    assert losses[0] > 2.2
-    assert losses[-1] < 1.5
+    check_training("train_packed.py", ["--text", str(book), "--tokens", "256", "--context", "200", *how])
     printed = capsys.readouterr().out
     for part in (str(book), "7 paragraphs of 22 to", "step    60", "documents", "% padding"):
         assert part in printed, part

@@ -11,7 +11,7 @@ import pytest
 import ran
 import torch
 import torch.nn.functional as F
-from cases import DTYPES, NAMES, drawn, dropout_seed
+from cases import DTYPES, NAMES, dropout_seed, normal
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn import attention
@@ -20,10 +20,6 @@ from torch.nn.attention.bias import causal_lower_right
 from selfattn_ext import as_sdpa, reference
 
 sdpa = F.scaled_dot_product_attention
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return drawn(shape, torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def inputs(dtype: torch.dtype = torch.float32, *, grad: bool = False, keys: int = 7) -> tuple[Tensor, ...]:

@@ -14,7 +14,7 @@ import pytest
 import ran
 import torch
 import torch.nn.functional as F
-from cases import DTYPES, NAMES, drawn
+from cases import DTYPES, NAMES, normal
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn import attention
@@ -28,10 +28,6 @@ from selfattn_ext.integrations import aten_multihead, torch_sdpa
 def _restored() -> Iterator[None]:
     yield
     attention.restore_flash_attention_impl(_raise_warn=False)
-
-
-def normal(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Tensor:
-    return drawn(shape, torch.Generator().manual_seed(seed)).to(dtype)
 
 
 #: name -> (mask of L and S, other arguments); what torch's fused kernel takes.

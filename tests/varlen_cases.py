@@ -30,6 +30,11 @@ def packed(padded: Tensor, lengths: Sequence[int], more: int = 0) -> Tensor:
     return torch.cat([*pieces, rest])
 
 
+def index(*numbers: int, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Offsets and the like."""
+    return torch.tensor(numbers, dtype=dtype)
+
+
 @dataclass(frozen=True)
 class VarlenCase(Case):
     """A case of :class:`Case` whose batch are the sequences, and whose lengths are the longest ones."""
@@ -112,3 +117,18 @@ def of(sequences: Sequence[tuple[int, int]], **options: Any) -> VarlenCase:
         sequences=tuple(sequences),
         **options,
     )
+
+
+# A small call, of which tests change arguments.
+ROWS, HEADS, WIDTH = 9, 4, 8
+OFFSETS = starts((2, 0, 7), torch.int32)
+QUERY, KEY, VALUE = (torch.randn(ROWS, HEADS, WIDTH) for _ in range(3))
+ARGUMENTS = {
+    "query": QUERY,
+    "key": KEY,
+    "value": VALUE,
+    "cu_seqlens_q": OFFSETS,
+    "cu_seqlens_k": OFFSETS,
+    "max_seqlen_q": 7,
+    "max_seqlen_k": 7,
+}

@@ -12,6 +12,28 @@
 
 namespace selfattn::test {
 
+constexpr DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16};
+
+// The kernels that this machine can run.
+inline std::vector<const cpu::Kernel*> available_kernels() {
+  int count = 0;
+  const cpu::Kernel* const* all = cpu::all_kernels(&count);
+  std::vector<const cpu::Kernel*> list;
+  for (int n = 0; n < count; ++n) {
+    if (cpu::unavailable_reason(*all[n]) == nullptr) list.push_back(all[n]);
+  }
+  return list;
+}
+
+// Those of them that take packed sequences and caches.
+inline std::vector<const cpu::Kernel*> sequence_kernels() {
+  std::vector<const cpu::Kernel*> list;
+  for (const cpu::Kernel* kernel : available_kernels()) {
+    if (kernel->takes_sequences) list.push_back(kernel);
+  }
+  return list;
+}
+
 // A tensor of its own allocation, of exactly its size, with a margin around it that must stay untouched.
 class Buffer {
  public:
@@ -41,6 +63,17 @@ class Buffer {
   // Element n counted in the order of the dimensions, whatever the memory order.
   double get(int64_t n) const { return load_element<double>(data(), dtype_, offset(n)); }
   void set(int64_t n, double value) { store_element<double>(data(), dtype_, offset(n), value); }
+  // A buffer of the same layout with one number everywhere. NaN shows what a kernel leaves unwritten.
+  Buffer filled(double value) const {
+    Buffer buffer = *this;
+    for (int64_t n = 0; n < count_; ++n) buffer.set(n, value);
+    return buffer;
+  }
+  // Of two buffers of one layout.
+  bool has_bits_of(const Buffer& other) const {
+    return count_ == other.count_ &&
+           std::memcmp(data(), other.data(), static_cast<size_t>(count_ * size_of(dtype_))) == 0;
+  }
 
   View view() { return View{data(), dtype_, {stride_[0], stride_[1], stride_[2], stride_[3]}}; }
   // Stride 0 along dimensions of size 1.
@@ -216,15 +249,15 @@ struct AttentionResults {
   Buffer grad_query, grad_key, grad_value, grad_mask, grad_slopes_rows, grad_sinks_rows;
 
   AttentionResults(const cpu::Kernel& kernel, AttentionCase& c, const cpu::ThreadPool& pool)
-      : out(like(c.grad_out)),
-        out_residual(like(c.grad_out)),
+      : out(c.grad_out.filled(NAN)),
+        out_residual(c.grad_out.filled(NAN)),
         row_max(AttentionCase::accumulation(c.dtype), c.grad_row.size()),
         row_sum(row_max),
         weights(c.dtype, c.grad_weights.size()),
-        grad_query(like(c.query)),
-        grad_key(like(c.key)),
-        grad_value(like(c.value)),
-        grad_mask(like(c.mask)),
+        grad_query(c.query.filled(NAN)),
+        grad_key(c.key.filled(NAN)),
+        grad_value(c.value.filled(NAN)),
+        grad_mask(c.mask.filled(NAN)),
         grad_slopes_rows(row_max),
         grad_sinks_rows(row_max) {
     const AttentionParams p = c.params();
@@ -280,12 +313,6 @@ struct AttentionResults {
   struct FreeAligned {
     void operator()(void* memory) const { ::operator delete(memory, kAlignment); }
   };
-
-  // A buffer of the same layout. NaN shows what a kernel leaves unwritten.
-  static Buffer like(Buffer buffer) {
-    for (int64_t n = 0; n < buffer.count(); ++n) buffer.set(n, NAN);
-    return buffer;
-  }
 };
 
 }  // namespace selfattn::test

@@ -14,18 +14,6 @@ using test::Shape;
 
 namespace {
 
-std::vector<const cpu::Kernel*> kernels() {
-  int count = 0;
-  const cpu::Kernel* const* all = cpu::all_kernels(&count);
-  std::vector<const cpu::Kernel*> list;
-  for (int n = 0; n < count; ++n) {
-    if (cpu::unavailable_reason(*all[n]) == nullptr) list.push_back(all[n]);
-  }
-  return list;
-}
-
-constexpr DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16};
-
 double tolerance(DType dtype) {
   switch (dtype) {
     case DType::kFloat64:
@@ -94,10 +82,6 @@ void compare(const Buffer& got, const Buffer& expected, double limit, const std:
   }
 }
 
-bool same_bits(const Buffer& a, const Buffer& b) {
-  return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.count() * size_of(a.dtype()))) == 0;
-}
-
 }  // namespace
 
 TEST(attention_agrees_with_the_loops_in_float64) {
@@ -106,12 +90,12 @@ TEST(attention_agrees_with_the_loops_in_float64) {
                           {1, 2, 1, 5, 6, 4, 0}};
   const cpu::ThreadPool pool = test::thread_pool(2);
   for (const Shape& shape : shapes) {
-    for (const DType dtype : kDTypes) {
+    for (const DType dtype : test::kDTypes) {
       for (const Options& options : option_sets()) {
         AttentionCase c(dtype, shape, options, shape.heads > 1);
         AttentionCase wide = c.in_float64();
         const AttentionResults expected(cpu::kLoops, wide, pool);
-        for (const cpu::Kernel* kernel : kernels()) {
+        for (const cpu::Kernel* kernel : test::available_kernels()) {
           const AttentionResults got(*kernel, c, pool);
           const auto expected_list = expected.all(options);
           const auto got_list = got.all(options);
@@ -132,13 +116,13 @@ TEST(results_do_not_depend_on_the_threads) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       for (const Options& options : option_sets()) {
         AttentionCase c(dtype, shape, options);
-        for (const cpu::Kernel* kernel : kernels()) {
+        for (const cpu::Kernel* kernel : test::available_kernels()) {
           const AttentionResults one(*kernel, c, test::thread_pool(1));
           for (const cpu::ThreadPool& pool : {test::thread_pool(3), test::serial_pool(4)}) {
             const AttentionResults several(*kernel, c, pool);
             const auto a = one.all(options), b = several.all(options);
             for (size_t n = 0; n < a.size(); ++n) {
-              CHECK_FOR(same_bits(*a[n].second, *b[n].second),
+              CHECK_FOR(a[n].second->has_bits_of(*b[n].second),
                         describe(*kernel, dtype, shape, options) + ": " + a[n].first);
             }
           }
@@ -156,7 +140,7 @@ TEST(only_minus_infinity_hides_in_a_mask_of_wider_range) {
   AttentionCase c(DType::kFloat32, {1, 1, 1, 2, 5, 2, 2}, options);
   c.mask = Buffer(DType::kFloat64, {1, 1, 2, 5});
   for (int64_t n = 0; n < 10; ++n) c.mask.set(n, n == 7 ? -INFINITY : -1e300);
-  for (const cpu::Kernel* kernel : kernels()) {
+  for (const cpu::Kernel* kernel : test::available_kernels()) {
     const AttentionResults r(*kernel, c, test::thread_pool(1));
     const std::string what = describe(*kernel, c.dtype, c.shape, options);
     for (int64_t n = 0; n < 10; ++n) {
@@ -170,7 +154,7 @@ TEST(scores_agree_with_the_loops_in_float64) {
   const cpu::ThreadPool pool = test::thread_pool(2);
   for (const Shape& shape :
        {Shape{2, 4, 2, 17, 35, 7, 1}, Shape{1, 2, 1, 1, 65, 64, 1}, Shape{1, 1, 1, 3, 2, 0, 1}}) {
-    for (const DType dtype : kDTypes) {
+    for (const DType dtype : test::kDTypes) {
       const auto run = [&](const cpu::Kernel& kernel, AttentionCase& c, Buffer& scores, Buffer& grad_query,
                            Buffer& grad_key) {
         ScoresParams p;
@@ -195,7 +179,7 @@ TEST(scores_agree_with_the_loops_in_float64) {
       AttentionCase wide = c.in_float64();
       Buffer expected_scores = wide.grad_weights, expected_query = wide.query, expected_key = wide.key;
       run(cpu::kLoops, wide, expected_scores, expected_query, expected_key);
-      for (const cpu::Kernel* kernel : kernels()) {
+      for (const cpu::Kernel* kernel : test::available_kernels()) {
         Buffer scores = c.grad_weights, grad_query = c.query, grad_key = c.key;
         run(*kernel, c, scores, grad_query, grad_key);
         const std::string what = describe(*kernel, dtype, shape, {});
@@ -210,7 +194,7 @@ TEST(scores_agree_with_the_loops_in_float64) {
 TEST(masked_softmax_agrees_with_the_loops_in_float64) {
   const cpu::ThreadPool pool = test::thread_pool(2);
   const Shape shape{2, 3, 1, 9, 37, 1, 1};
-  for (const DType dtype : kDTypes) {
+  for (const DType dtype : test::kDTypes) {
     for (const Options& options : option_sets()) {
       const auto run = [&](const cpu::Kernel& kernel, AttentionCase& c, Buffer& weights,
                            Buffer& grad_scores) {
@@ -236,7 +220,7 @@ TEST(masked_softmax_agrees_with_the_loops_in_float64) {
       AttentionCase wide = c.in_float64();
       Buffer expected_weights = wide.grad_weights, expected_grad = wide.grad_weights;
       run(cpu::kLoops, wide, expected_weights, expected_grad);
-      for (const cpu::Kernel* kernel : kernels()) {
+      for (const cpu::Kernel* kernel : test::available_kernels()) {
         Buffer weights = c.grad_weights, grad = c.grad_weights;
         run(*kernel, c, weights, grad);
         const std::string what = describe(*kernel, dtype, shape, options);

@@ -17,16 +17,6 @@ constexpr int64_t kHeads = 4, kKvHeads = 2, kDim = 24, kValueDim = 17;
 constexpr int64_t kLengths[] = {0, 1, 63, 64, 65, 130, 530};
 constexpr int64_t kBatch = 7, kLongest = 530;
 
-std::vector<const cpu::Kernel*> kernels() {
-  int count = 0;
-  const cpu::Kernel* const* all = cpu::all_kernels(&count);
-  std::vector<const cpu::Kernel*> list;
-  for (int n = 0; n < count; ++n) {
-    if (cpu::unavailable_reason(*all[n]) == nullptr && all[n]->takes_sequences) list.push_back(all[n]);
-  }
-  return list;
-}
-
 // The tables of sequences with pages of a size, in no order.
 struct Table {
   int64_t size, columns, count;
@@ -48,12 +38,6 @@ struct Table {
   Pages view() const { return {pages.data(), columns, size, count}; }
 };
 
-Buffer filled(DType dtype, const std::vector<int64_t>& size, double number) {
-  Buffer buffer(dtype, size);
-  for (int64_t n = 0; n < buffer.count(); ++n) buffer.set(n, number);
-  return buffer;
-}
-
 int64_t at(const Buffer& buffer, int64_t a, int64_t b, int64_t c, int64_t d) {
   return ((a * buffer.size()[1] + b) * buffer.size()[2] + c) * buffer.size()[3] + d;
 }
@@ -61,7 +45,7 @@ int64_t at(const Buffer& buffer, int64_t a, int64_t b, int64_t c, int64_t d) {
 // Rows of a cache, page by page.
 Buffer in_pages(const Buffer& cache, const Table& table) {
   const int64_t dim = cache.size()[3];
-  Buffer pages = filled(cache.dtype(), {table.count, kKvHeads, table.size, dim}, NAN);
+  Buffer pages = Buffer(cache.dtype(), {table.count, kKvHeads, table.size, dim}).filled(NAN);
   for (int64_t b = 0; b < kBatch; ++b) {
     for (int64_t j = 0; j < kLengths[b]; ++j) {
       const int64_t page = table.pages[b * table.columns + j / table.size];
@@ -79,10 +63,10 @@ struct Results {
   Buffer out, row_max, row_sum, weights;
 
   Results(const cpu::Kernel& kernel, AttentionParams p, int threads)
-      : out(filled(p.dtype, {kBatch, kHeads, p.queries, kValueDim}, NAN)),
-        row_max(filled(AttentionCase::accumulation(p.dtype), {kBatch, kHeads, p.queries}, NAN)),
+      : out(Buffer(p.dtype, {kBatch, kHeads, p.queries, kValueDim}).filled(NAN)),
+        row_max(Buffer(AttentionCase::accumulation(p.dtype), {kBatch, kHeads, p.queries}).filled(NAN)),
         row_sum(row_max),
-        weights(filled(p.dtype, {kBatch, kHeads, p.queries, p.keys}, 0)) {
+        weights(Buffer(p.dtype, {kBatch, kHeads, p.queries, p.keys}).filled(0)) {
     ForwardOutputs f;
     f.out = out.view();
     f.row_max = row_max.data();
@@ -92,10 +76,7 @@ struct Results {
   }
 };
 
-bool same_bits(const Buffer& a, const Buffer& b) {
-  return a.count() == b.count() && a.margins_untouched() &&
-         std::memcmp(a.data(), b.data(), static_cast<size_t>(a.count() * size_of(a.dtype()))) == 0;
-}
+bool same_bits(const Buffer& a, const Buffer& b) { return a.margins_untouched() && a.has_bits_of(b); }
 
 // New rows of each sequence behind those that it has; packed or as many for all. Into a cache in one piece
 // when `page_size` is 0.
@@ -120,8 +101,8 @@ void check_append(DType dtype, bool packed, int64_t page_size, int threads) {
   table.count = static_cast<int64_t>(table.pages.size());
   const int64_t batch = page_size > 0 ? table.count : kBatch,
                 cache_rows = page_size > 0 ? page_size : capacity;
-  Buffer key_cache = filled(dtype, {batch, kKvHeads, cache_rows, kDim}, -3);
-  Buffer value_cache = filled(dtype, {batch, kKvHeads, cache_rows, kValueDim}, -3);
+  Buffer key_cache = Buffer(dtype, {batch, kKvHeads, cache_rows, kDim}).filled(-3);
+  Buffer value_cache = Buffer(dtype, {batch, kKvHeads, cache_rows, kValueDim}).filled(-3);
   value_cache.put_heads_inside();
   Buffer expected_key = key_cache, expected_value = value_cache;
   for (int64_t b = 0; b < kBatch; ++b) {
@@ -166,7 +147,7 @@ void check_append(DType dtype, bool packed, int64_t page_size, int threads) {
 }  // namespace
 
 TEST(pages_change_no_bit) {
-  for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16}) {
+  for (const DType dtype : test::kDTypes) {
     for (const int64_t queries : {1, 4, 50}) {
       Buffer query(dtype, {kBatch, kHeads, queries, kDim});
       Buffer key(dtype, {kBatch, kKvHeads, kLongest, kDim}),
@@ -191,7 +172,7 @@ TEST(pages_change_no_bit) {
       for (const int64_t length : kLengths) offsets.push_back(length - queries);
       p.sequences.key_lengths = kLengths;
       p.sequences.query_offsets = offsets.data();
-      for (const cpu::Kernel* kernel : kernels()) {
+      for (const cpu::Kernel* kernel : test::sequence_kernels()) {
         const Results contiguous(*kernel, p, 1);
         for (const int64_t size : {1, 7, 16, 64}) {
           const Table table(size);

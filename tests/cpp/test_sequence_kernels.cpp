@@ -13,21 +13,10 @@ using test::Buffer;
 
 namespace {
 
-constexpr DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 using Lengths = std::vector<std::pair<int64_t, int64_t>>;  // queries and keys of each sequence
 
 // Around the edges of tiles, blocks and chunks; few queries beside many; nothing.
 const Lengths kLengths = {{1, 5}, {0, 9}, {49, 65}, {5, 0}, {64, 64}, {4, 130}, {17, 13}, {67, 530}, {2, 3}};
-
-std::vector<const cpu::Kernel*> kernels() {
-  int count = 0;
-  const cpu::Kernel* const* all = cpu::all_kernels(&count);
-  std::vector<const cpu::Kernel*> list;
-  for (int n = 0; n < count; ++n) {
-    if (cpu::unavailable_reason(*all[n]) == nullptr && all[n]->takes_sequences) list.push_back(all[n]);
-  }
-  return list;
-}
 
 // Which dimensions of the mask all sequences have one size of: the others are broadcast.
 struct MaskShape {
@@ -136,17 +125,17 @@ struct Results {
   Buffer grad_slopes_rows, grad_sinks_rows;
 
   Results(const cpu::Kernel& kernel, Packed& c, const cpu::ThreadPool& pool, bool one_by_one)
-      : out(filled(c.grad_out, NAN)),
+      : out(c.grad_out.filled(NAN)),
         residual(out),
         row_max(
-            filled(Buffer(AttentionCase::accumulation(c.dtype), {1, c.heads, c.query_starts.back()}), NAN)),
+            Buffer(AttentionCase::accumulation(c.dtype), {1, c.heads, c.query_starts.back()}).filled(NAN)),
         row_sum(row_max),
         weights(
-            filled(Buffer(c.dtype, {static_cast<int64_t>(c.lengths.size()), c.heads, c.queries, c.keys}), 0)),
-        grad_query(filled(c.query, 0)),
-        grad_key(filled(c.key, 0)),
-        grad_value(filled(c.value, 0)),
-        grad_mask(filled(c.mask, 0)),
+            Buffer(c.dtype, {static_cast<int64_t>(c.lengths.size()), c.heads, c.queries, c.keys}).filled(0)),
+        grad_query(c.query.filled(0)),
+        grad_key(c.key.filled(0)),
+        grad_value(c.value.filled(0)),
+        grad_mask(c.mask.filled(0)),
         grad_slopes_rows(row_max),
         grad_sinks_rows(row_max) {
     const AttentionParams p = c.params();
@@ -191,10 +180,6 @@ struct Results {
   }
 
  private:
-  static Buffer filled(Buffer buffer, double number) {
-    for (int64_t n = 0; n < buffer.count(); ++n) buffer.set(n, number);
-    return buffer;
-  }
   static void run(const cpu::Kernel& kernel, const AttentionParams& p, const ForwardOutputs& f,
                   const WeightsOutputs& w, BackwardArguments a, const cpu::ThreadPool& pool) {
     kernel.forward(p, f, pool);
@@ -206,10 +191,6 @@ struct Results {
     ::operator delete(workspace, std::align_val_t{64});
   }
 };
-
-bool same_bits(const Buffer& a, const Buffer& b) {
-  return std::memcmp(a.data(), b.data(), static_cast<size_t>(a.count() * size_of(a.dtype()))) == 0;
-}
 
 // Sums of numbers up to 1: of at most `terms`, in another order.
 bool same_sums(const Buffer& a, const Buffer& b, double terms) {
@@ -234,8 +215,8 @@ TEST(sequences_have_the_bits_that_they_have_alone) {
                              {false, true, true, false}, {false, false, false, false},
                              {true, true, false, true}};
   size_t turn = 0;
-  for (const cpu::Kernel* kernel : kernels()) {
-    for (const DType dtype : kDTypes) {
+  for (const cpu::Kernel* kernel : test::sequence_kernels()) {
+    for (const DType dtype : test::kDTypes) {
       for (const bool causal : {false, true}) {
         for (const MaskShape& shape : masks) {
           const DType mask_type = turn++ % 3 == 0 ? DType::kBFloat16 : AttentionCase::accumulation(dtype);
@@ -247,10 +228,10 @@ TEST(sequences_have_the_bits_that_they_have_alone) {
           for (size_t n = 0; n < one.size(); ++n) {
             const std::string what = describe(*kernel, dtype, one[n].first);
             CHECK_FOR(one[n].second->margins_untouched(), what);
-            CHECK_FOR(same_bits(*one[n].second, *three[n].second), what + ", three threads");
+            CHECK_FOR(one[n].second->has_bits_of(*three[n].second), what + ", three threads");
             const bool summed = one[n].second == &joint.grad_mask && !shape.batch;
             CHECK_FOR(summed ? same_sums(*one[n].second, *expected[n].second, 300)
-                             : same_bits(*one[n].second, *expected[n].second),
+                             : one[n].second->has_bits_of(*expected[n].second),
                       what);
           }
         }
@@ -264,12 +245,12 @@ TEST(sequences_take_turns_at_a_mask_whatever_their_strips) {
   // sequences of each kind, since a sum of two terms has one order.
   const Lengths lengths = {{64, 512}, {48, 512}, {47, 512}, {32, 512}, {24, 512},
                            {23, 512}, {16, 512}, {12, 512}, {11, 512}};
-  for (const cpu::Kernel* kernel : kernels()) {
+  for (const cpu::Kernel* kernel : test::sequence_kernels()) {
     Packed c(DType::kFloat32, lengths, 1, 1, 16, 16, {false, false, true, true}, DType::kFloat32, false);
     const Results one(*kernel, c, test::thread_pool(1), false);
     for (int repeat = 0; repeat < 10; ++repeat) {
       const Results three(*kernel, c, test::thread_pool(3), false);
-      CHECK_FOR(same_bits(three.grad_mask, one.grad_mask), std::string(kernel->isa));
+      CHECK_FOR(three.grad_mask.has_bits_of(one.grad_mask), std::string(kernel->isa));
     }
   }
 }
@@ -282,7 +263,7 @@ TEST(sequences_that_share_a_mask_share_the_threads) {
                                    for (int n = 0; n < workers; ++n) body(context);
                                  }};
   const Lengths lengths = {{40, 40}, {37, 70}, {64, 30}, {5, 64}, {40, 41}};
-  for (const cpu::Kernel* kernel : kernels()) {
+  for (const cpu::Kernel* kernel : test::sequence_kernels()) {
     for (const MaskShape& shape :
          {MaskShape{false, true, true, true}, MaskShape{false, false, false, true}}) {
       Packed c(DType::kFloat32, lengths, 2, 1, 16, 16, shape, DType::kFloat32, false);
