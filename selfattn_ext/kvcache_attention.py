@@ -362,7 +362,7 @@ def _take_negative_views(operator: Any) -> None:
     could copy back. Calls without negative views do not come here, so that they do not pay for it.
     """
     schema = operator._schema.arguments
-    written = [index for index, argument in enumerate(schema) if argument.is_write]
+    written = [index for index, it in enumerate(schema) if it.alias_info and it.alias_info.is_write]
 
     def resolved(*arguments: Any, **keywords: Any) -> Any:
         for index in written:
