@@ -155,7 +155,7 @@ def per_sequence(name: str, value: Any, query: Tensor, batch: int) -> None:
         raise TypeError(f"{allowed}, got {checks.described(value)}") from None
 
 
-def _offsets(side: str, value: Any, longest: Any, tensor: Tensor, query: Tensor) -> None:
+def offsets(side: str, value: Any, longest: Any, tensor: Tensor, query: Tensor) -> None:
     """An offset tensor with its longest length."""
     name = f"cu_seqlens_{side}"
     if isinstance(value, Tensor):
@@ -243,8 +243,8 @@ def varlen(
             f"{tuple(value.shape)}"
         )
     shapes.check_heads(query.shape[1], key.shape[1], value.shape[1], enable_gqa, tensors)
-    _offsets("q", cu_seqlens_q, max_seqlen_q, query, query)
-    _offsets("k", cu_seqlens_k, max_seqlen_k, key, query)
+    offsets("q", cu_seqlens_q, max_seqlen_q, query, query)
+    offsets("k", cu_seqlens_k, max_seqlen_k, key, query)
     batch = cu_seqlens_q.shape[0] - 1
     if cu_seqlens_k.shape[0] - 1 != batch:
         raise ValueError(

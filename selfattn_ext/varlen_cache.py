@@ -85,9 +85,9 @@ def attention(
     except checks.REFUSALS as refusal:
         raise checks.explained(
             refusal, _check, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            attn_mask, seqused_k, block_table, dropout_p, is_causal, scale, enable_gqa,
-            window_size=window_size, softcap_=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            query_offset=query_offset,
+            seqused_k, block_table, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
+            scale_=scale, enable_gqa=enable_gqa, window_size=window_size, softcap_=softcap,
+            alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
         ) from None  # fmt: skip
     return general.results(out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0))
 
@@ -141,42 +141,47 @@ def _check(
     cu_seqlens_k: Any,
     max_seqlen_q: Any,
     max_seqlen_k: Any,
-    attn_mask: Any,
     seqused_k: Any,
     block_table: Any,
-    *options: Any,
-    **keywords: Any,
+    **options: Any,
 ) -> None:
-    """Every argument of :func:`selfattn_ext.varlen_attention` with seqused_k or block_table."""
+    """Every argument of :func:`selfattn_ext.varlen_attention` with seqused_k or block_table; ``options`` are
+    those that :func:`selfattn_ext.checks_sequences.varlen` knows.
+    """
     query = kvcache_checks.as_cast({"query": query}, key)["query"]
     checks.floats({"query": query, "key": key, "value": value})
-    if isinstance(attn_mask, (list, tuple)):
+    if isinstance(options["attn_mask"], (list, tuple)):
         raise TypeError("attn_mask must be one tensor where seqused_k or block_table is given, got a list")
-    batch = checks_sequences.indices("cu_seqlens_q", cu_seqlens_q).shape[0] - 1
-    if seqused_k is not None:
-        if checks_sequences.indices("seqused_k", seqused_k).shape[0] != batch:
-            raise ValueError(
-                f"seqused_k must have a length for each of the {batch} sequences, got "
-                f"{checks.described(seqused_k)}"
-            )
-        checks.on_device("seqused_k", seqused_k, "query", query.device)
     if block_table is None:
         offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        checks_sequences.varlen(query, key, value, *offsets, attn_mask, *options, **keywords)
+        checks_sequences.varlen(query, key, value, *offsets, **options)
+        _check_lengths("seqused_k", seqused_k, query, cu_seqlens_q.shape[0] - 1)
     else:
+        _pages(query, key, value, options["enable_gqa"])
+        checks_sequences.offsets("q", cu_seqlens_q, max_seqlen_q, query, query)
+        batch = cu_seqlens_q.shape[0] - 1
         kvcache_checks.page_table(block_table, query, batch)
-        _pages(query, key, value, options[3])
+        name, counts = "seqused_k", seqused_k
+        if seqused_k is None:
+            name, counts = "cu_seqlens_k.diff()", _lengths(cu_seqlens_k, None)
+        _check_lengths(name, counts, query, batch)
         capacity = block_table.size(1) * key.size(1)
         # Any row of each page stands for the keys, and nowhere for what the table and the lengths say.
         offsets = (cu_seqlens_q, cu_seqlens_q.new_zeros(batch + 1), max_seqlen_q, capacity)
-        checks_sequences.varlen(query, key[:, 0], value[:, 0], *offsets, attn_mask, *options, **keywords)
-        counts = _lengths(cu_seqlens_k, seqused_k)
+        checks_sequences.varlen(query, key[:, 0], value[:, 0], *offsets, **options)
         if not (torch.compiler.is_dynamo_compiling() or isinstance(counts, FakeTensor)):
-            name = "seqused_k" if seqused_k is not None else "cu_seqlens_k.diff()"
-            kvcache_checks.lengths(counts.cpu(), 0, key.transpose(1, 2), block_table.cpu(), name)
-    kvcache_checks.no_derivatives(
-        (query, key, value, attn_mask, keywords["alibi_slopes"], keywords["sinks"]), _NO_GRADIENTS
-    )
+            kvcache_checks.lengths(counts.cpu().long(), 0, key.transpose(1, 2), block_table.cpu(), name)
+    tensors = (query, key, value, *(options[name] for name in ("attn_mask", "alibi_slopes", "sinks")))
+    kvcache_checks.no_derivatives(tensors, _NO_GRADIENTS)
+
+
+def _check_lengths(name: str, value: Any, query: Tensor, batch: int) -> None:
+    """How many keys each sequence has, as a user gives it."""
+    if checks_sequences.indices(name, value).shape[0] != batch:
+        raise ValueError(
+            f"{name} must have a length for each of the {batch} sequences, got {checks.described(value)}"
+        )
+    checks.on_device(name, value, "query", query.device)
 
 
 def _pages(query: Tensor, key: Tensor, value: Tensor, enable_gqa: Any) -> None:

@@ -12,7 +12,7 @@ from kvcache_cases import in_pages
 from tolerances import assert_accurate
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
-from varlen_cases import starts
+from varlen_cases import index, starts
 
 from selfattn_ext import KVCache, attention_with_kvcache, reference, varlen_attention, varlen_cache
 
@@ -176,10 +176,6 @@ def test_one_graph(form: str) -> None:
     assert counter.frame_count == 1
 
 
-def index(*numbers: int) -> Tensor:
-    return torch.tensor(numbers, device=gpu.DEVICE)
-
-
 #: (form, changes of the arguments, error, its text)
 REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("7", {"seqused_k": index(9, 11, 5, 29, 0)}, ValueError, "seqused_k must lie .* 28, got 29 for 3"),
@@ -189,6 +185,9 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("7", {"seqused_k": 9}, TypeError, "seqused_k must be an int32 or int64 tensor, got int"),
     ("7", {"seqused_k": None}, TypeError, "cu_seqlens_k must be an int32 or int64"),
     ("7", {"seqused_k": None, "cu_seqlens_k": index(0, 9, 8, 9, 9, 9)}, ValueError, r"diff\(\) .* got -1"),
+    ("7", {"seqused_k": None, "cu_seqlens_k": index(0, 9)}, ValueError, r"diff\(\) must have a length for"),
+    ("7", {"cu_seqlens_q": index()}, ValueError, "cu_seqlens_q must have an element more"),
+    ("7", {"query": torch.randn(17)}, ValueError, r"query must be \(total, H, E\)"),
     ("7", {"block_table": torch.full((5, 4), 99).int()}, ValueError, "is 99, but there are 23 pages"),
     ("7", {"block_table": torch.zeros(4, 4).int()}, ValueError, "a row for each of the 5"),
     ("7", {"block_table": torch.zeros(5, 4)}, TypeError, "block_table must be int32 or int64"),
