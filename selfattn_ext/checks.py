@@ -174,6 +174,8 @@ def mask(name: str, value: Any) -> Tensor:
 def described(value: Any) -> str:
     """What was given, for a message."""
     if isinstance(value, Tensor):
+        if value.is_nested:  # the older layout has no shape
+            return "a nested tensor"
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     hint = (
         "; torch.from_numpy makes a tensor of it"

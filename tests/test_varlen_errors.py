@@ -69,6 +69,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "positions of floats": ({"query_offset": torch.ones(3)}, TypeError, ["query_offset", "int64", "float32"]),
     "positions in a list": ({"query_offset": [0, 1, 2]}, TypeError, ["query_offset", "tensor", "list"]),
     "positions far away": ({"query_offset": index(0, 0, 2**60)}, ValueError, ["query_offset", str(2**60)]),
+    "longest nested": ({"max_seqlen_q": torch.nested.nested_tensor([QUERY])}, TypeError, ["int", "a nested"]),
     "position": ({"query_offset": 0.5}, TypeError, ["query_offset", "int", "0.5"]),
     "mask shape": (
         {"attn_mask": torch.ones(3, HEADS, 7, 6)},
