@@ -5,7 +5,6 @@
 #include <cstdio>
 #include <cstdlib>
 #include <map>
-#include <set>
 #include <tuple>
 
 #include "options.h"
@@ -30,7 +29,9 @@ struct Copy {
   std::vector<const void*> addresses;
 };
 
-std::map<std::string, Count> counts;
+// Of each site; one in a header has a name for each file that includes it.
+using Key = std::tuple<const char*, const char*, int>;
+std::map<Key, Count> counts;
 // By warp, number of the copy in its lane, and quarter of the warp.
 std::map<std::tuple<int, int, int>, Copy> copies;
 std::vector<int> copies_of_thread;
@@ -40,21 +41,25 @@ void print_report() { std::fprintf(stderr, "cuda emulator: shared memory\n%s", t
 }  // namespace
 
 int wavefronts(const std::vector<const void*>& addresses) {
-  std::array<std::set<uintptr_t>, kBanks> words;
+  std::array<std::array<uintptr_t, kLanesPerWavefront>, kBanks> words;
+  std::array<int, kBanks> counts{};  // of different words
   for (const void* address : addresses) {
     const uintptr_t first = reinterpret_cast<uintptr_t>(address) / kWordBytes;
-    for (uintptr_t word = first; word < first + kWordsPerLane; ++word) words[word % kBanks].insert(word);
+    for (uintptr_t word = first; word < first + kWordsPerLane; ++word) {
+      const auto end = words[word % kBanks].begin() + counts[word % kBanks];
+      if (std::find(words[word % kBanks].begin(), end, word) != end) continue;
+      *end = word;
+      ++counts[word % kBanks];
+    }
   }
-  size_t most = 0;
-  for (const auto& bank : words) most = std::max(most, bank.size());
-  return static_cast<int>(most);
+  return *std::max_element(counts.begin(), counts.end());
 }
 
 void record(const Site& site, const std::vector<const void*>& addresses) {
   if (!options().banks) return;
   static const bool printed_at_exit = std::atexit(&print_report) == 0;
   static_cast<void>(printed_at_exit);
-  Count& count = counts[to_string(site)];
+  Count& count = counts[{site.primitive, site.file, site.line}];
   ++count.accesses;
   count.wavefronts += wavefronts(addresses);
 }
@@ -76,8 +81,14 @@ void end_block() {
 }
 
 std::string take_report() {
+  std::map<std::string, Count> places;
+  for (const auto& [key, count] : counts) {
+    Count& sum = places[to_string({std::get<0>(key), std::get<1>(key), std::get<2>(key)})];
+    sum.accesses += count.accesses;
+    sum.wavefronts += count.wavefronts;
+  }
   std::string report;
-  for (const auto& [place, count] : counts) {
+  for (const auto& [place, count] : places) {
     report += "  " + place + ": " + std::to_string(count.accesses) + " accesses, " +
               std::to_string(count.wavefronts) + " wavefronts\n";
   }

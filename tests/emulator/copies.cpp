@@ -17,6 +17,12 @@ void AsyncCopies::complete(const Copy& copy) {
   }
 }
 
+void AsyncCopies::restart() {
+  in_flight_.clear();
+  unwaited_.clear();
+  open_group_ = 0;
+}
+
 void AsyncCopies::issue(void* destination, const void* source, int bytes, const Site& site) {
   check_shared(destination, bytes, site);
   banks::record_copy(site, destination);

@@ -12,6 +12,8 @@ namespace selfattn::emulator {
 
 class AsyncCopies {
  public:
+  // A new thread, which has issued none.
+  void restart();
   // `source` null: zeros.
   void issue(void* destination, const void* source, int bytes, const Site& site);
   void commit();

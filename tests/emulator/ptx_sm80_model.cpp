@@ -35,10 +35,11 @@ uint16_t element(const void* row, int column) {
 
 void load(const Operands& operands) {
   const auto& first_lane = *static_cast<const MatrixLoad*>(operands[0]);
-  for (int m = 0; m < first_lane.matrices; ++m) {
-    std::vector<const void*> rows;
+  std::vector<const void*> rows(kMatrixRows);
+  for (int m = 0; m < first_lane.matrices && options().banks; ++m) {
     for (int r = 0; r < kMatrixRows; ++r) {
-      rows.push_back(static_cast<const MatrixLoad*>(operands[static_cast<size_t>(m * kMatrixRows + r)])->row);
+      const auto lane = static_cast<size_t>(m * kMatrixRows + r);
+      rows[static_cast<size_t>(r)] = static_cast<const MatrixLoad*>(operands[lane])->row;
     }
     banks::record(*first_lane.site, rows);
   }

@@ -43,10 +43,19 @@ std::vector<uint32_t> copy_times;  // by thread: how many copies it has begun
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 uint32_t block_number = 0;
 
+// The page that was asked for last, which is often the next one, too.
+uintptr_t last_number = 0;
+Page* last_page = nullptr;
+
 Byte& byte_at(uintptr_t address) {
-  std::unique_ptr<Page>& page = pages[address / kPageBytes];
-  if (page == nullptr) page = std::make_unique<Page>();
-  return (*page)[address % kPageBytes];
+  const uintptr_t number = address / kPageBytes;
+  if (last_page == nullptr || number != last_number) {
+    std::unique_ptr<Page>& page = pages[number];
+    if (page == nullptr) page = std::make_unique<Page>();
+    last_number = number;
+    last_page = page.get();
+  }
+  return (*last_page)[address % kPageBytes];
 }
 
 bool happened_before(const Access& earlier, const Clock& clock) {
@@ -132,7 +141,10 @@ bool is_private(const void* address) {
 
 }  // namespace
 
-void start_grid() { pages.clear(); }
+void start_grid() {
+  pages.clear();
+  last_page = nullptr;
+}
 
 void start_block(int threads) {
   ++block_number;
@@ -146,6 +158,7 @@ void start_block(int threads) {
   const auto first = reinterpret_cast<uintptr_t>(shared_memory().data()) / kPageBytes;
   const size_t shared_pages = shared_memory().bytes() / kPageBytes + 2;
   for (size_t n = 0; n < shared_pages; ++n) pages.erase(first + n);
+  last_page = nullptr;
 }
 
 void synchronise(const std::vector<int>& threads) {

@@ -46,7 +46,9 @@ Thread* next_thread() {
     case Schedule::kLifo:
       return take(ready.size() - 1);
     case Schedule::kRandom:
-      return take(random_number() % ready.size());
+      // Their order says nothing then, and the last can be taken without moving the others.
+      std::swap(ready[random_number() % ready.size()], ready.back());
+      return take(ready.size() - 1);
     case Schedule::kSticky: {
       // One warp runs as far ahead as it can, then the next.
       const int warp = current_thread == nullptr ? 0 : current_thread->warp;
@@ -135,7 +137,7 @@ void run_block(size_t shared_bytes) {
     thread->fiber.prepare(&run_thread);
     thread->ended = false;
     thread->waits_in = Site();
-    thread->copies = AsyncCopies();
+    thread->copies.restart();
     ready.push_back(thread.get());
   }
   current_thread = nullptr;

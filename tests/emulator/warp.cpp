@@ -43,7 +43,9 @@ Meeting& meeting_for(const Site& site, uint32_t mask) {
   Warp& warp = block().warps[static_cast<size_t>(self().warp)];
   for (Meeting& meeting : warp.meetings) {
     if ((meeting.mask & mask) == 0) continue;
-    if (meeting.mask == mask && std::strcmp(meeting.site.primitive, site.primitive) == 0) return meeting;
+    const char* const names[] = {meeting.site.primitive, site.primitive};
+    if (meeting.mask == mask && (names[0] == names[1] || std::strcmp(names[0], names[1]) == 0))
+      return meeting;
     fail("the warp diverges: " + whereabouts() + " comes to " + to_string(site) + " with the mask " +
          hexadecimal(mask) + ", while the lanes " + hexadecimal(meeting.arrived) + " wait for it in " +
          to_string(meeting.site) + " with the mask " + hexadecimal(meeting.mask));
