@@ -45,7 +45,7 @@ demo: build
 
 test: build
 	"$(BIN)/python" -m pytest --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 \
-		-m "not sanitizers" $(ARGS)
+		-m "not sanitizers and not another_build" $(ARGS)
 
 test-clients: $(STAMPS)/clients
 	"$(BIN)/python" -m pytest tests/clients --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 $(ARGS)
