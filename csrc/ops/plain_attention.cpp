@@ -14,14 +14,6 @@ namespace selfattn::ops {
 
 namespace {
 
-// The public functions' rule: one kv head serves all, other counts only where the caller says so.
-void check_heads(const ForwardCall& call, bool enable_gqa) {
-  const AttentionParams& p = call.params;
-  if (p.kv_heads != p.heads && p.kv_heads != 1 && !enable_gqa) {
-    refuse("key has ", p.kv_heads, " heads and query ", p.heads, ", which needs enable_gqa");
-  }
-}
-
 // 1 / sqrt(head_dim) where it is left to us, in the same arithmetic as Python's head_dim ** -0.5.
 double scale_or_default(std::optional<double> scale, const TensorHandle& query_handle) {
   if (scale) return *scale;
@@ -29,6 +21,30 @@ double scale_or_default(std::optional<double> scale, const TensorHandle& query_h
   const int64_t head_dim = query.rank > 0 ? query.size[query.rank - 1] : 0;
   return head_dim > 0 ? std::pow(static_cast<double>(head_dim), -0.5) : 1.0;
 }
+
+// What both forwards take off the stack, in this order.
+struct Arguments {
+  TensorHandle query, key, value;
+  std::optional<double> scale;
+  Options options;
+  bool enable_gqa;
+  ForwardCall call;
+
+  explicit Arguments(Stack& stack)
+      : query(stack.tensor()),
+        key(stack.tensor()),
+        value(stack.tensor()),
+        scale(stack.optional_number()),
+        options(stack.flag()),
+        enable_gqa(stack.flag()),
+        call(query, key, value, scale_or_default(scale, query), options) {
+    // The public functions' rule: one kv head serves all, other counts only where the caller says so.
+    const AttentionParams& p = call.params;
+    if (p.kv_heads != p.heads && p.kv_heads != 1 && !enable_gqa) {
+      refuse("key has ", p.kv_heads, " heads and query ", p.heads, ", which needs enable_gqa");
+    }
+  }
+};
 
 // A tensor that is none: None in Python.
 TensorHandle nothing() {
@@ -43,33 +59,19 @@ TensorHandle nothing() {
 
 void plain_attention(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
-  const TensorHandle query = stack.tensor();
-  const TensorHandle key = stack.tensor();
-  const TensorHandle value = stack.tensor();
-  const std::optional<double> scale = stack.optional_number();
-  const Options options(stack.flag());
-  const bool enable_gqa = stack.flag();
-
-  const ForwardCall call(query, key, value, scale_or_default(scale, query), options);
-  check_heads(call, enable_gqa);
+  const Arguments arguments(stack);
+  const ForwardCall& call = arguments.call;
   Output out = call.allocate_out("out");
   const int64_t bytes = call.rows() * size_of(accumulation_dtype(call.params.dtype));
   const Scratch statistics("the row statistics", 2 * bytes, call.query.device);
-  run_forward(call, options.kernel, out, statistics.data(), statistics.data() + bytes, nullptr);
+  run_forward(call, arguments.options.kernel, out, statistics.data(), statistics.data() + bytes, nullptr);
   stack.put(out.handle);
 }
 
 void plain_attention_forward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
-  const TensorHandle query = stack.tensor();
-  const TensorHandle key = stack.tensor();
-  const TensorHandle value = stack.tensor();
-  const std::optional<double> scale = stack.optional_number();
-  const Options options(stack.flag());
-  const bool enable_gqa = stack.flag();
-
-  const ForwardCall call(query, key, value, scale_or_default(scale, query), options);
-  check_heads(call, enable_gqa);
+  const Arguments arguments(stack);
+  const ForwardCall& call = arguments.call;
   const AttentionParams& p = call.params;
   Output out = call.allocate_out("out");
   Output statistics = allocate("statistics", {2, p.batch, p.heads, p.queries}, accumulation_dtype(p.dtype),
@@ -81,7 +83,7 @@ void plain_attention_forward(StableIValue* values, uint64_t, uint64_t) {
     residual.handle = nothing();
   }
   char* row_max = static_cast<char*>(statistics.data);
-  run_forward(call, options.kernel, out, row_max, row_max + statistics.bytes / 2, residual.data);
+  run_forward(call, arguments.options.kernel, out, row_max, row_max + statistics.bytes / 2, residual.data);
   stack.put(out.handle, statistics.handle, residual.handle);
 }
 
