@@ -25,29 +25,41 @@ inline int64_t head_step(const AttentionParams& p) {
   constexpr int64_t kShortRow = 512;  // bytes
   constexpr int64_t kMostBytes =
       32768;  // of a step: as much again is asked for, and the level-1 cache holds both
-  constexpr int64_t kLeastKeys = 32;  // below, a step's own cost shows
-  constexpr int64_t kFewHeads = 4;    // below, a page of all heads is not much longer than that of one
+  constexpr int64_t kLeastKeys = 32;    // below, a step's own cost shows
+  constexpr int64_t kFewHeads = 4;      // below, a page of all heads is not much longer than that of one,
+  constexpr int64_t kLongPage = 32768;  // unless it has as many bytes
   const int64_t row = p.head_dim * size_of(p.dtype);
   if (heads_inside(p)) return row <= kShortRow ? 16 : 0;
-  if (p.pages.table == nullptr || p.kv_heads < kFewHeads) return 0;
+  if (p.pages.table == nullptr || p.kv_heads == 1) return 0;
+  if (p.kv_heads < kFewHeads && p.kv_heads * p.pages.size * row < kLongPage) return 0;
   int64_t step = p.pages.size;
   if (step < kLeastKeys) step *= (kLeastKeys + step - 1) / step;
   if (step % 2 != 0) step *= 2;
   return step <= kDecodeBlock && step * row <= kMostBytes ? step : 0;
 }
 
-// How many kv heads an item takes: as many as leave the threads enough items. Results do not depend on it.
-inline int64_t heads_of_item(const AttentionParams& p, int64_t chunks, int threads) {
-  constexpr int64_t kMostRows = 64;  // whose scores stay in the level-2 cache
-  if (head_step(p) == 0) return 1;
-  const int64_t rows_per_head = p.heads / p.kv_heads * p.queries;
-  int64_t heads = p.kv_heads;
-  while (heads > 1 && (p.kv_heads % heads != 0 || heads * rows_per_head > kMostRows ||
-                       p.kv_heads / heads * chunks < 4 * threads)) {
-    --heads;
+// What an item takes: as much as leaves the threads enough items. Results do not depend on it.
+struct DecodeItem {
+  int64_t heads;   // kv heads, a divisor of theirs
+  int64_t chunks;  // neighbours of the same heads, read without a pause
+
+  // `all_chunks` are those of all sequences, of one kv head.
+  static DecodeItem of(const AttentionParams& p, int64_t all_chunks, int threads) {
+    constexpr int64_t kMostRows = 64;  // whose scores stay in the level-2 cache
+    constexpr int64_t kMostChunks = 8;
+    const int64_t least_items = 4 * threads, rows_per_head = p.heads / p.kv_heads * p.queries;
+    DecodeItem item{head_step(p) == 0 ? 1 : p.kv_heads, 1};
+    while (item.heads > 1 && (p.kv_heads % item.heads != 0 || item.heads * rows_per_head > kMostRows ||
+                              p.kv_heads / item.heads * all_chunks < least_items)) {
+      --item.heads;
+    }
+    while (item.chunks < kMostChunks &&
+           p.kv_heads / item.heads * all_chunks >= 2 * item.chunks * least_items) {
+      item.chunks *= 2;
+    }
+    return item;
   }
-  return heads;
-}
+};
 
 template <class P>
 struct DecodeTask {
@@ -55,7 +67,7 @@ struct DecodeTask {
   using Products = ThinProducts<P>;
   const AttentionParams& p;
   int64_t group, chunks;
-  int64_t item_heads;  // kv heads of an item
+  int64_t item_heads, item_chunks;
   // States of the chunks, [batch * heads][chunks][queries] and, for out, [padded value_dim] more.
   T *row_max, *row_sum, *out;
   int64_t query_size, out_stride;
@@ -69,11 +81,12 @@ struct DecodeTask {
     return 2 * Arena::bytes_for<T>(states_of(p)) +
            Arena::bytes_for<T>(states_of(p) * round_up_to_vector<T>(p.value_dim));
   }
-  DecodeTask(const AttentionParams& params, int64_t heads, Arena& states)
+  DecodeTask(const AttentionParams& params, DecodeItem item, Arena& states)
       : p(params),
         group(p.heads / p.kv_heads),
         chunks(chunks_of(p)),
-        item_heads(heads),
+        item_heads(item.heads),
+        item_chunks(item.chunks < chunks ? item.chunks : chunks),
         row_max(states.take<T>(states_of(p))),
         row_sum(states.take<T>(states_of(p))),
         out(states.take<T>(states_of(p) * round_up_to_vector<T>(p.value_dim))),
@@ -84,12 +97,13 @@ struct DecodeTask {
   int64_t state(int64_t batch, int64_t head, int64_t chunk) const {
     return ((batch * p.heads + head) * chunks + chunk) * p.queries;
   }
-  int64_t items() const { return p.batch * (p.kv_heads / item_heads) * chunks; }
+  int64_t runs() const { return (chunks + item_chunks - 1) / item_chunks; }  // of chunks
+  int64_t items() const { return p.batch * (p.kv_heads / item_heads) * runs(); }
 
   // Rows are the queries of all heads that read the item's kv heads, head after head.
   int64_t rows_per_kv_head() const { return group * p.queries; }
   int64_t rows() const { return item_heads * rows_per_kv_head(); }
-  int64_t pages() const { return PageList::most_pages(p, kDecodeChunk); }
+  int64_t pages() const { return PageList::most_pages(p, item_chunks * kDecodeChunk); }
 
   struct Scratch {
     Arena arena;
@@ -126,73 +140,86 @@ struct DecodeTask {
     // In the order of memory: (batch, heads, keys, dim), or (batch, keys, heads, dim), whose heads share
     // pages.
     const int64_t parts = p.kv_heads / item_heads;
-    const int64_t batch = item / (parts * chunks), in_batch = item % (parts * chunks);
-    const int64_t chunk = heads_inside(p) ? in_batch / parts : in_batch % chunks;
-    const int64_t kv_head = (heads_inside(p) ? in_batch % parts : in_batch / chunks) * item_heads;
+    const int64_t batch = item / (parts * runs()), in_batch = item % (parts * runs());
+    const int64_t run_of_chunks = heads_inside(p) ? in_batch / parts : in_batch % runs();
+    const int64_t kv_head = (heads_inside(p) ? in_batch % parts : in_batch / runs()) * item_heads;
     for (int64_t i = 0; i < item_heads * group; ++i) {
       const int64_t at = p.query.offset(batch, kv_head * group + i, 0);
       Products::load_queries(p, at, s.query + i * p.queries * query_size);
     }
-    run(batch, kv_head, chunk, s, false);
-    // 0 * Inf or 0 * NaN of a hidden key shows as NaN in the result.
-    if (!all_finite(s.out, out_stride, rows(), p.value_dim)) run(batch, kv_head, chunk, s, true);
-    for (int64_t i = 0; i < item_heads * group; ++i) {
-      const int64_t from = i * p.queries, to = state(batch, kv_head * group + i, chunk);
-      memcpy(row_max + to, s.row_max + from, static_cast<size_t>(p.queries) * sizeof(T));
-      memcpy(row_sum + to, s.row_sum + from, static_cast<size_t>(p.queries) * sizeof(T));
-      memcpy(out + to * out_stride, s.out + from * out_stride,
-             static_cast<size_t>(p.queries * out_stride) * sizeof(T));
+    const int64_t first = run_of_chunks * item_chunks;
+    const int64_t end = first + item_chunks < chunks ? first + item_chunks : chunks;
+    const Keys keys(p, batch, kv_head, visible_of(first * kDecodeChunk, end * kDecodeChunk), s);
+    for (int64_t chunk = first; chunk < end; ++chunk) {
+      add_chunk(keys, chunk, s, false);
+      // 0 * Inf or 0 * NaN of a hidden key shows as NaN in the result.
+      if (!all_finite(s.out, out_stride, rows(), p.value_dim)) add_chunk(keys, chunk, s, true);
+      for (int64_t i = 0; i < item_heads * group; ++i) {
+        const int64_t from = i * p.queries, to = state(batch, kv_head * group + i, chunk);
+        memcpy(row_max + to, s.row_max + from, static_cast<size_t>(p.queries) * sizeof(T));
+        memcpy(row_sum + to, s.row_sum + from, static_cast<size_t>(p.queries) * sizeof(T));
+        memcpy(out + to * out_stride, s.out + from * out_stride,
+               static_cast<size_t>(p.queries * out_stride) * sizeof(T));
+      }
     }
   }
 
-  DecodeRow row(int64_t batch, int64_t kv_head, int64_t index) const {
-    return {batch, kv_head * group + index / p.queries, index % p.queries};
+  // Those of an item that some query sees, which are the same for every head.
+  struct Keys {
+    int64_t batch, kv_head;
+    int64_t begin, end;
+    PageList keys, values;
+
+    Keys(const AttentionParams& p, int64_t batch_index, int64_t head, KeyRange range, Scratch& s)
+        : batch(batch_index),
+          kv_head(head),
+          begin(range.begin),
+          end(range.end),
+          keys(p, p.key, batch, kv_head, begin, end, s.key_pages),
+          values(p, p.value, batch, kv_head, begin, end, s.value_pages) {}
+  };
+
+  KeyRange visible_of(int64_t first, int64_t end) const {
+    KeyRange range = visible_keys(p, 0, p.queries - 1);
+    range.begin = range.begin / 4 * 4;  // the keys of one Philox call
+    return {range.begin > first ? range.begin : first, range.end < end ? range.end : end};
   }
 
-  void run(int64_t batch, int64_t kv_head, int64_t chunk, Scratch& s, bool leave_hidden_out) const {
+  DecodeRow row(const Keys& keys, int64_t index) const {
+    return {keys.batch, keys.kv_head * group + index / p.queries, index % p.queries};
+  }
+
+  void add_chunk(const Keys& keys, int64_t chunk, Scratch& s, bool leave_hidden_out) const {
     for (int64_t r = 0; r < rows(); ++r) {
-      const DecodeRow at = row(batch, kv_head, r);
+      const DecodeRow at = row(keys, r);
       // An attention sink is a score without a value: the softmax of the first chunk starts from it.
       s.row_max[r] = chunk == 0 && p.sinks.data != nullptr ? head_scalar<T>(p.sinks, at.batch, at.head)
                                                            : -std::numeric_limits<T>::infinity();
       s.row_sum[r] = s.row_max[r] == -std::numeric_limits<T>::infinity() ? T(0) : T(1);
     }
     memset(s.out, 0, static_cast<size_t>(rows() * out_stride) * sizeof(T));
-    const int64_t end_of_chunk = (chunk + 1) * kDecodeChunk;
-    const KeyRange range = visible_keys(p, 0, p.queries - 1);  // the same for every head
-    const int64_t end = range.end < end_of_chunk ? range.end : end_of_chunk;
-    int64_t key = range.begin / 4 * 4;  // the keys of one Philox call
-    if (key < chunk * kDecodeChunk) key = chunk * kDecodeChunk;
-    const PageList key_pages(p, p.key, batch, kv_head, key, end, s.key_pages);
-    const PageList value_pages(p, p.value, batch, kv_head, key, end, s.value_pages);
-    for (; key < end; key += kDecodeBlock) {
-      const int64_t keys = end - key < kDecodeBlock ? end - key : kDecodeBlock;
-      const int64_t next_keys = end - key - keys < kDecodeBlock ? end - key - keys : kDecodeBlock;
-      add_block({batch, kv_head, key, keys, key_pages.span(key, keys), value_pages.span(key, keys),
-                 key_pages.span(key + keys, next_keys)},
-                s, leave_hidden_out);
+    const KeyRange range = visible_of(chunk * kDecodeChunk, (chunk + 1) * kDecodeChunk);
+    for (int64_t key = range.begin; key < range.end; key += kDecodeBlock) {
+      const int64_t left = range.end - key;
+      add_block(keys, key, left < kDecodeBlock ? left : kDecodeBlock, s, leave_hidden_out);
     }
   }
 
-  struct Block {
-    int64_t batch, kv_head, key, keys;
-    RowSpan key_rows, value_rows, next_key_rows;
-  };
-
   // All rows of the group meet one block of keys.
-  void add_block(const Block& block, Scratch& s, bool leave_hidden_out) const {
-    const int64_t batch = block.batch, kv_head = block.kv_head, key = block.key, keys = block.keys;
+  void add_block(const Keys& all, int64_t key, int64_t keys, Scratch& s, bool leave_hidden_out) const {
     const bool masked = p.mask.data != nullptr;
     if (masked) {
       bool visible = false;
       for (int64_t r = 0; r < rows(); ++r) {
-        if (load_mask_row<T>(p, row(batch, kv_head, r), key, keys, s.bias + r * kDecodeBlock)) visible = true;
+        if (load_mask_row<T>(p, row(all, r), key, keys, s.bias + r * kDecodeBlock)) visible = true;
       }
       if (!visible) return;
     }
-    add_scores(block.key_rows, block.value_rows, s);
+    const int64_t then = key + keys, left = all.end - then;
+    const RowSpan values = all.values.span(key, keys);
+    add_scores(all.keys.span(key, keys), values, s);
     for (int64_t r = 0; r < rows(); ++r) {
-      const DecodeRow at = row(batch, kv_head, r);
+      const DecodeRow at = row(all, r);
       T* scores = s.scores + r * kDecodeBlock;
       finish_row<T>(p, at, key, keys, masked ? s.bias + r * kDecodeBlock : nullptr, scores);
       if (leave_hidden_out) mark_visible_row<T>(keys, scores, s.visible + r * kDecodeBlock);
@@ -200,7 +227,8 @@ struct DecodeTask {
       if (p.dropout.enabled) drop_row<T>(p.dropout, at, key, keys, scores);
       s.factor[r] = Products::round_weights(keys, scores);
     }
-    add_values(block.value_rows, block.next_key_rows, s, leave_hidden_out ? s.visible : nullptr);
+    add_values(values, all.keys.span(then, left < kDecodeBlock ? left : kDecodeBlock), s,
+               leave_hidden_out ? s.visible : nullptr);
   }
 
   // Calls product(rows, head, first) for the rows of every head, with several heads a step at a time.
@@ -208,19 +236,21 @@ struct DecodeTask {
   template <class Product>
   void for_each_step(const RowSpan& all, const RowSpan& next, int64_t row_bytes, Product product) const {
     if (item_heads == 1) {
-      RowWalk soon(all, next);
+      RowWalk soon(all, &next);
       soon.skip(rows_ahead(row_bytes));
-      return product(ThinRows{p.dtype, all.keys, RowWalk(all), soon}, 0, 0);
+      return product(ThinRows{p.dtype, all.keys, RowWalk(all), RowsAhead::with_pages(soon)}, 0, 0);
     }
     const int64_t step = head_step(p);
-    RowWalk rows(all), soon(all, next), soon_of_all(all.of_heads(item_heads), next.of_heads(item_heads));
+    const RowSpan of_all = all.of_heads(item_heads), next_of_all = next.of_heads(item_heads);
+    RowWalk rows(all), soon(all, &next), soon_of_all(of_all, &next_of_all);
     soon.skip(step);
     soon_of_all.skip(step * item_heads);
     for (int64_t first = 0; first < all.keys; first += step) {
       const int64_t count = all.keys - first < step ? all.keys - first : step;
       for (int64_t i = 0; i < item_heads; ++i) {
         const RowWalk of_head = rows.of_head(i);
-        product(ThinRows{p.dtype, count, of_head, heads_inside(p) ? soon_of_all : soon.of_head(i)}, i, first);
+        product(ThinRows{p.dtype, count, of_head, RowsAhead(heads_inside(p) ? soon_of_all : soon.of_head(i))},
+                i, first);
         soon_of_all.skip(count);
       }
       rows.skip(count);
@@ -325,7 +355,7 @@ template <class P>
 void decode(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   Arena arena(DecodeTask<P>::state_bytes(p));
   const int64_t chunks = p.batch * DecodeTask<P>::chunks_of(p);
-  const DecodeTask<P> task(p, heads_of_item(p, chunks, pool.threads), arena);
+  const DecodeTask<P> task(p, DecodeItem::of(p, chunks, pool.threads), arena);
   for_each_item(pool, task.items(), task);
   const DecodeMerge<P> merge{task, outputs};
   for_each_item(pool, merge.items(), merge);
@@ -347,7 +377,7 @@ void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, c
   tasks.reserve(calls.size());
   merges.reserve(calls.size());
   for (const auto& call : calls) {
-    tasks.emplace_back(call.params, heads_of_item(call.params, chunks, pool.threads), arena);
+    tasks.emplace_back(call.params, DecodeItem::of(call.params, chunks, pool.threads), arena);
     merges.push_back({tasks.back(), call.results});
   }
   const JointTask<DecodeTask<P>> joint(tasks);

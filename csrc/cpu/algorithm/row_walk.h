@@ -64,50 +64,60 @@ class PageList {
   int64_t page_keys_, first_key_, key_step_, head_step_;
 };
 
-// Runs of the rows of one span and then of another; after them the last row for ever.
+// Runs of the rows of one span and then of another; after them the last row for ever. The spans must outlive
+// it.
 class RowRuns {
  public:
-  RowRuns(const RowSpan& span, const RowSpan& then) : span_(span), then_(then) {}
+  RowRuns(const RowSpan& span, const RowSpan* then) : then_(then), head_(span.head) { enter(span); }
 
   RowRun next() {
-    if (span_.keys == 0) {
-      if (then_.keys == 0) return {last_, INT64_MAX, 0};
-      span_ = then_;
-      then_.keys = 0;
+    if (keys_ == 0) {
+      if (then_ == nullptr || then_->keys == 0) return {last_, INT64_MAX, 0};
+      enter(*then_);
+      then_ = nullptr;
     }
-    const char* key = *span_.pages + span_.head * span_.head_step + span_.first * span_.key_step;
-    const int64_t in_page = span_.page_keys - span_.first;
+    const char* key = *page_ + head_ * span_->head_step + first_ * span_->key_step;
+    const int64_t in_page = span_->page_keys - first_;
     // With several heads rows go on evenly spaced beyond a key if there are no others between them.
-    const bool gaps = span_.heads > 1 && span_.key_step != span_.heads * span_.head_step;
-    const int64_t taken = gaps ? 1 : (in_page < span_.keys ? in_page : span_.keys);
-    span_.keys -= taken;
-    span_.first += taken;
-    if (span_.first == span_.page_keys) {
-      span_.first = 0;
-      ++span_.pages;
+    const bool gaps = span_->heads > 1 && span_->key_step != span_->heads * span_->head_step;
+    const int64_t taken = gaps ? 1 : (in_page < keys_ ? in_page : keys_);
+    keys_ -= taken;
+    first_ += taken;
+    if (first_ == span_->page_keys) {
+      first_ = 0;
+      ++page_;
     }
-    const RowRun run{key, taken * span_.heads, span_.heads > 1 ? span_.head_step : span_.key_step};
+    const RowRun run{key, taken * span_->heads, span_->heads > 1 ? span_->head_step : span_->key_step};
     last_ = run.first + (run.rows - 1) * run.step;
     return run;
   }
 
   // From now on of another head; returns by how much the rows at hand move.
   int64_t turn_to(int64_t head) {
-    const int64_t bytes = (head - span_.head) * span_.head_step;
-    span_.head = then_.head = head;
+    const int64_t bytes = (head - head_) * span_->head_step;
+    head_ = head;
     return bytes;
   }
 
  private:
-  RowSpan span_, then_;
+  const RowSpan *span_ = nullptr, *then_;  // the one at hand, and what is left to enter
+  const char* const* page_ = nullptr;
+  int64_t first_ = 0, keys_ = 0, head_;  // where in the page, how many, of which head
   const char* last_ = nullptr;
+
+  void enter(const RowSpan& span) {
+    span_ = &span;
+    page_ = span.pages;
+    first_ = span.first;
+    keys_ = span.keys;
+  }
 };
 
 // One row after the other.
 class RowWalk {
  public:
-  explicit RowWalk(const RowSpan& span) : RowWalk(span, RowSpan{nullptr, 1, 0, 0, 0, 0}) {}
-  RowWalk(const RowSpan& span, const RowSpan& then) : runs_(span, then), run_(runs_.next()) {}
+  explicit RowWalk(const RowSpan& span, const RowSpan* then = nullptr)
+      : runs_(span, then), run_(runs_.next()) {}
 
   // How many rows come next that lie evenly spaced.
   int64_t even() const { return run_.rows; }
@@ -143,10 +153,54 @@ class RowWalk {
     walk.run_.first += walk.runs_.turn_to(head);
     return walk;
   }
+  int64_t step() const { return run_.step; }
 
  private:
   RowRuns runs_;
   RowRun run_;
+};
+
+// Reads nothing, so that the address may lie past the tensor's end.
+SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line); }
+
+// The rows that are asked for while others are used: a walk ahead of these. A line can be under way only when
+// its address has been translated, and what waits for that holds up all that follows. Therefore one line of
+// every memory page is asked for some pages earlier.
+class RowsAhead {
+ public:
+  explicit RowsAhead(const RowWalk& rows) : rows_(rows), pages_(rows), left_(INT64_MAX) {}
+  static RowsAhead with_pages(const RowWalk& rows) {
+    RowsAhead ahead(rows);
+    const int64_t step = rows.step() < 0 ? -rows.step() : rows.step();
+    ahead.rows_of_page_ = step > 0 && step < kPageBytes ? kPageBytes / step : 1;
+    ahead.pages_.skip(kPagesAhead * ahead.rows_of_page_);
+    ahead.left_ = 1;
+    return ahead;
+  }
+
+  int64_t even() const { return rows_.even(); }
+  RowRun take(int64_t n) {
+    for (left_ -= n; left_ <= 0; left_ += rows_of_page_) next_page();
+    return rows_.take(n);
+  }
+  SELFATTN_INLINE const char* next() {
+    if (--left_ == 0) {
+      next_page();
+      left_ = rows_of_page_;
+    }
+    return rows_.next();
+  }
+
+ private:
+  static constexpr int64_t kPageBytes = 4096, kPagesAhead = 4;
+
+  RowWalk rows_, pages_;
+  int64_t rows_of_page_ = 1, left_;  // of which nothing is to be asked for yet
+
+  void next_page() {
+    fetch_ahead(pages_.next());
+    pages_.skip(rows_of_page_ - 1);
+  }
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

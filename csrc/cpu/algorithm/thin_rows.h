@@ -63,14 +63,12 @@ inline int64_t rows_ahead(int64_t row_bytes) {
   return row_bytes <= 64 ? kBytesAhead / 64 : row_bytes < kBytesAhead ? kBytesAhead / row_bytes : 1;
 }
 
-// Reads nothing, so that the address may lie past the tensor's end.
-SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line); }
-
 // Rows that meet a product, and those to be asked for meanwhile, one for each.
 struct ThinRows {
   DType dtype;
   int64_t count;
-  RowWalk rows, soon;
+  RowWalk rows;
+  RowsAhead soon;
 
   // The next rows and those to be asked for, evenly spaced, at most `most`: an even number but for the last.
   struct Even {

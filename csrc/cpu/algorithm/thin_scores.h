@@ -5,24 +5,29 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// In place: lane i of sums[0] becomes the sum over the lanes of sums[i], always as the same tree. A transpose
-// by halves (see rows.h) that adds as soon as two halves are there.
-template <class T, int kHalf>
+// In place: lane i of sums[0] becomes the sum over the lanes of sums[i], always as the same tree, where those
+// of a row of queries lie kStride apart: halves first, as in a transpose (see rows.h), each added as soon as
+// it is there. kCount vectors; of more than a vector's lanes those of each kWidth.
+template <class T, int kCount, int kStride = 1>
 SELFATTN_INLINE void sum_lanes(typename Simd<T>::Vec* sums) {
   using S = Simd<T>;
-  SELFATTN_UNROLL
-  for (int i = 0; i < kHalf; ++i) {
-    sums[i] =
-        S::add(S::interleave_low(sums[i], sums[i + kHalf]), S::interleave_high(sums[i], sums[i + kHalf]));
+  if constexpr (kCount > 1) {
+    constexpr int kHalf = kCount / 2;
+    SELFATTN_UNROLL
+    for (int i = 0; i < kHalf; ++i) {
+      auto& sum = sums[i * kStride];
+      const auto other = sums[(i + kHalf) * kStride];
+      sum = S::add(S::interleave_low(sum, other), S::interleave_high(sum, other));
+    }
+    sum_lanes<T, kHalf, kStride>(sums);
   }
-  if constexpr (kHalf > 1) sum_lanes<T, kHalf / 2>(sums);
 }
 
 // One vector's multiply-adds of thin_dots.
-template <class T, class Stored, int kRows, int kKeys, int kStride>
+template <class T, class Stored, int kRows, int kKeys>
 SELFATTN_INLINE void thin_dots_step(const typename Stored::Query* query, int64_t padded,
                                     const typename Stored::Element* const* keys, int64_t e,
-                                    typename Simd<T>::Vec* sums) {
+                                    typename Simd<T>::Vec (*sums)[kKeys]) {
   decltype(Stored::load(nullptr)) k[kKeys];
   SELFATTN_UNROLL
   for (int j = 0; j < kKeys; ++j) k[j] = Stored::load(keys[j] + e);
@@ -30,23 +35,21 @@ SELFATTN_INLINE void thin_dots_step(const typename Stored::Query* query, int64_t
   for (int r = 0; r < kRows; ++r) {
     const auto q = Stored::load_query(query + r * padded + e);
     SELFATTN_UNROLL
-    for (int j = 0; j < kKeys; ++j) {
-      sums[r * kStride + j] = Stored::multiply_add(k[j], q, sums[r * kStride + j]);
-    }
+    for (int j = 0; j < kKeys; ++j) sums[r][j] = Stored::multiply_add(k[j], q, sums[r][j]);
   }
 }
 
-// The dot products of kRows rows of `query` with kKeys rows of `keys` into sums[row * kStride + key]. Lines
-// of `soon` are asked for meanwhile.
-template <class T, class Stored, int kRows, int kKeys, int kStride>
+// The dot products of kRows rows of `query` with kKeys rows of `keys`, still to be summed over the lanes.
+// Lines of `soon` are asked for meanwhile.
+template <class T, class Stored, int kRows, int kKeys>
 SELFATTN_INLINE void thin_dots(const typename Stored::Query* query, int64_t padded,
                                const typename Stored::Element* const* keys,
                                const typename Stored::Element* const* soon, const RowTail<T, Stored>& tail,
-                               typename Simd<T>::Vec* sums) {
+                               typename Simd<T>::Vec (*sums)[kKeys]) {
   SELFATTN_UNROLL
   for (int r = 0; r < kRows; ++r) {
     SELFATTN_UNROLL
-    for (int j = 0; j < kKeys; ++j) sums[r * kStride + j] = Simd<T>::set(T(0));
+    for (int j = 0; j < kKeys; ++j) sums[r][j] = Simd<T>::set(T(0));
   }
   constexpr int kVec = Stored::kElements;
   constexpr int64_t kLine = kVecsOfLine<Stored> * kVec;
@@ -56,11 +59,11 @@ SELFATTN_INLINE void thin_dots(const typename Stored::Query* query, int64_t padd
     for (int j = 0; j < kKeys; ++j) fetch_ahead(soon[j] + e);
     SELFATTN_UNROLL
     for (int v = 0; v < kVecsOfLine<Stored>; ++v) {
-      thin_dots_step<T, Stored, kRows, kKeys, kStride>(query, padded, keys, e + v * kVec, sums);
+      thin_dots_step<T, Stored, kRows, kKeys>(query, padded, keys, e + v * kVec, sums);
     }
   }
   for (; e < tail.whole; e += kVec) {
-    thin_dots_step<T, Stored, kRows, kKeys, kStride>(query, padded, keys, e, sums);
+    thin_dots_step<T, Stored, kRows, kKeys>(query, padded, keys, e, sums);
   }
   if (!tail.any()) return;
   SELFATTN_UNROLL
@@ -68,9 +71,8 @@ SELFATTN_INLINE void thin_dots(const typename Stored::Query* query, int64_t padd
     const auto k = tail.load(keys[j]);
     SELFATTN_UNROLL
     for (int r = 0; r < kRows; ++r) {
-      auto& sum = sums[r * kStride + j];
       const auto q = Stored::load_query(query + r * padded + tail.at);
-      sum = tail.chosen(Stored::multiply_add(k, q, sum), sum);
+      sums[r][j] = tail.chosen(Stored::multiply_add(k, q, sums[r][j]), sums[r][j]);
     }
   }
 }
@@ -91,12 +93,17 @@ void thin_score_rows(const typename Stored::Query* query, const ThinRows& keys, 
   // must be converted do the products take as long: there two keys share what is loaded of the rows.
   constexpr int kAtOnce =
       kKeys > 1 && kRows == 8 && Stored::kElements * sizeof(Element) < sizeof(typename S::Vec) ? 2 : 1;
+  // Rows whose sums over the lanes share a vector with one another.
+  constexpr int kRowsOfGroup = kKeys < S::kWidth ? S::kWidth / kKeys : 1, kGroups = kRows / kRowsOfGroup;
   const int64_t padded = padded_query<Stored>(head_dim), count = keys.count;
   const RowTail<T, Stored> tail(head_dim);
-  RowWalk walk = keys.rows, walk_ahead = keys.soon;
+  RowWalk walk = keys.rows;
+  RowsAhead walk_ahead = keys.soon;
   for (int64_t key = 0; key < count; key += kKeys) {
     const int64_t n = count - key < kKeys ? count - key : kKeys;
-    typename S::Vec sums[kTile];
+    // The sums of a key's rows become one before the next key's are begun: of all of them together some would
+    // not stay in registers.
+    typename S::Vec of_keys[kGroups * kKeys];
     SELFATTN_UNROLL
     for (int first = 0; first < kKeys; first += kAtOnce) {
       const Element *rows[kAtOnce], *soon[kAtOnce];
@@ -105,13 +112,23 @@ void thin_score_rows(const typename Stored::Query* query, const ThinRows& keys, 
         rows[j] = reinterpret_cast<const Element*>(walk.next());
         soon[j] = reinterpret_cast<const Element*>(walk_ahead.next());
       }
-      thin_dots<T, Stored, kRows, kAtOnce, kKeys>(query, padded, rows, soon, tail, sums + first);
+      typename S::Vec sums[kRows][kAtOnce];
+      thin_dots<T, Stored, kRows, kAtOnce>(query, padded, rows, soon, tail, sums);
+      SELFATTN_UNROLL
+      for (int g = 0; g < kGroups; ++g) {
+        SELFATTN_UNROLL
+        for (int j = 0; j < kAtOnce; ++j) {
+          sum_lanes<T, kRowsOfGroup, kAtOnce>(&sums[g * kRowsOfGroup][j]);
+          of_keys[g * kKeys + first + j] = sums[g * kRowsOfGroup][j];
+        }
+      }
     }
     T scores[kTile];
+    constexpr int kOfVector = S::kWidth / kRowsOfGroup;  // keys
     SELFATTN_UNROLL
-    for (int i = 0; i < kTile; i += S::kWidth) {
-      sum_lanes<T, S::kWidth / 2>(sums + i);
-      S::store(scores + i, sums[i]);
+    for (int i = 0; i < kGroups * kKeys; i += kOfVector) {
+      sum_lanes<T, kOfVector>(of_keys + i);
+      S::store(scores + i * kRowsOfGroup, of_keys[i]);
     }
     if (key_step == 1 && n == kKeys) {
       SELFATTN_UNROLL
@@ -176,7 +193,8 @@ void thin_score_block(const T* query, int64_t queries, const T* keys, int64_t ke
   const RowSpan span{&page, INT64_MAX, 0, count, row_bytes, 0};
   RowSpan soon = span;
   soon.first = rows_ahead(row_bytes);
-  thin_scores<T>(query, queries, {dtype_of<T>(), count, RowWalk(span), RowWalk(soon)}, head_dim, s, 1, ld);
+  thin_scores<T>(query, queries, {dtype_of<T>(), count, RowWalk(span), RowsAhead(RowWalk(soon))}, head_dim, s,
+                 1, ld);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA
