@@ -154,6 +154,16 @@ def test_tensor_cores_are_demanded_from_ampere_on(check: Callable) -> None:
     assert check(PLAIN, "sm80", "75")[0] == 0
 
 
+def test_ptx_of_two_processes_is_the_same() -> None:
+    def ptx(number: int, target: str, other: str = "") -> str:
+        unnamed = f"_GLOBAL__N__7a6212ca_9_kernel_cu_05a38b86_{number}"
+        name = f"_ZN4sm80{len(unnamed)}{unnamed}12merge_kernelILNS{len(unnamed)}{unnamed}4planEEv"
+        return f".version 9.0\n.target {target}\n.entry {name}({other})\nmov.b64 %rd1, {name}_param_0;\n"
+
+    assert nvcc._same(ptx(9154, "sm_80"), ptx(12345, "sm_90a"))
+    assert not nvcc._same(ptx(9154, "sm_80"), ptx(9154, "sm_80", ".param .u64 a"))
+
+
 @needs_nvcc
 def test_architectures_share_ptx_that_is_the_same(check: Callable, tmp_path: Path) -> None:
     code, printed = check(ASKING, "simt", "80,90a")
