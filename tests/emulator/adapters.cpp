@@ -1,32 +1,24 @@
 // The CUDA kernels as CPU kernels: rows of the CPU's table that launch them, in the emulator, on host memory.
 // So the operators, and every test of theirs, can run on them.
-#include <cstdlib>
 #include <cstring>
 #include <memory>
-#include <new>
 
 #include "core/sequences.h"
 #include "cpu/kernel_table.h"
 #include "cuda/cuda_kernel_table.h"
 #include "cuda/rows/rows.h"
+#include "device_memory.h"
 #include "options.h"
 
 namespace selfattn::cpu {
 
 namespace {
 
-constexpr size_t kAlignment = 256;
-
-// Filled with NaN, as nothing says what device memory holds.
 struct Workspace {
-  std::unique_ptr<void, void (*)(void*)> memory{nullptr, &std::free};
+  std::unique_ptr<void, void (*)(void*)> memory{nullptr, &emulator::free_device_memory};
 
   explicit Workspace(size_t bytes) {
-    if (bytes == 0) return;
-    bytes = (bytes + kAlignment - 1) / kAlignment * kAlignment;
-    memory.reset(std::aligned_alloc(kAlignment, bytes));
-    if (memory == nullptr) throw std::bad_alloc();
-    std::memset(memory.get(), 0xff, bytes);
+    if (bytes > 0) memory.reset(emulator::allocate_device_memory(bytes));
   }
 };
 

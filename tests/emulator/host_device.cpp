@@ -14,17 +14,16 @@
 #include <torch/csrc/stable/c/shim.h>
 #include <torch/library.h>
 
-#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 
+#include "device_memory.h"
 #include "options.h"
 #include "ops/cuda/device_code.h"
 
 namespace {
 
-constexpr size_t kAlignment = 512;  // that of the framework's caching allocator
-int guards = 0;                     // how many say which device is the current one
+int guards = 0;  // how many say which device is the current one
 
 }  // namespace
 
@@ -71,16 +70,15 @@ TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) { library.impl("to_host", 
 
 extern "C" {
 
-// Nothing says what device memory holds: NaN.
 AOTITorchError __wrap_aoti_torch_empty_strided(int64_t rank, const int64_t* size, const int64_t* stride,
                                                int32_t dtype, int32_t device_type, int32_t,
                                                AtenTensorHandle* result) {
   const c10::IntArrayRef sizes(size, static_cast<size_t>(rank)), strides(stride, static_cast<size_t>(rank));
   at::Tensor tensor = at::empty_strided(sizes, strides, static_cast<at::ScalarType>(dtype));
   if (device_type != aoti_torch_device_type_cpu()) {
-    void* memory = std::aligned_alloc(kAlignment, (tensor.nbytes() / kAlignment + 1) * kAlignment);
-    std::memset(memory, 0xff, tensor.nbytes());
-    tensor = to_device(at::from_blob(memory, sizes, strides, &std::free, tensor.options()));
+    void* memory = selfattn::emulator::allocate_device_memory(tensor.storage().nbytes());
+    tensor = to_device(
+        at::from_blob(memory, sizes, strides, &selfattn::emulator::free_device_memory, tensor.options()));
   }
   *result = torch::aot_inductor::new_tensor_handle(std::move(tensor));
   return AOTI_TORCH_SUCCESS;

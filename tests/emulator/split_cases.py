@@ -18,6 +18,8 @@ from .run_cases import main
 from .sequence_case import SequenceCase
 from .sequence_cases import check, compute
 
+#: The most queries of a sequence whose keys are split.
+FEW_QUERIES = 16
 #: Keys of a split, unless there were too many splits.
 SPLIT = 256
 #: So many of those there are at most; then splits grow.
@@ -50,6 +52,37 @@ def cases() -> list[SequenceCase]:
         SequenceCase(lengths=EDGES, form="pages", dtype=float32, offsets="end", window=(70, 0)),
         SequenceCase(
             lengths=((4, 514), (4, 300)), form="cache", dtype=bfloat16, query_offset=254, window=(3, 0)
+        ),
+        # Heads that share keys are rows of one block: more than it has room for, some of which another takes;
+        # and all that differs from head to head.
+        SequenceCase(
+            lengths=EDGES, form="pages", dtype=bfloat16, heads=16, kv_heads=2, alibi=2, sinks=2, page_size=7
+        ),
+        SequenceCase(
+            lengths=QUERIES, form="packed pages", dtype=float64, heads=10, kv_heads=2, mask="bool", sinks=2
+        ),
+        SequenceCase(
+            lengths=QUERIES,
+            form="packed cache",
+            dtype=float32,
+            heads=9,
+            kv_heads=1,
+            layout="transposed",
+            head_dim=33,
+            value_dim=65,
+            mask="float rows",
+            offsets="end",
+            window=(270, 0),
+            dropout_p=0.3,
+        ),
+        SequenceCase(
+            lengths=((1, 300), (1, 90)),
+            form="cache",
+            dtype=float32,
+            heads=70,
+            kv_heads=1,
+            alibi=1,
+            softcap=1.5,
         ),
         # Heads that blocks share out, that cannot be loaded 16 bytes at a time, and that sm80 does not take.
         SequenceCase(lengths=EDGES, form="cache", dtype=float32, head_dim=33, value_dim=65, softcap=1.5),

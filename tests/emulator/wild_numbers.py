@@ -4,8 +4,9 @@ there before a kernel does, and whatever they are, it stays inside of the tensor
     PYTHONPATH=tests python -m emulator.wild_numbers [CALLS]
 
 runs each operator of attention on every kernel so many times and asserts that it has changed no input.
-A kernel that trusts numbers far off reads where there is no memory, which the emulator reports; rows next to
-a tensor are for a build with AddressSanitizer to see. Prints how many calls the device has had.
+A kernel that trusts numbers far off reads where there is no memory, which the emulator reports. Results and
+workspaces have guards on both sides, which show what is written beside them; reads of rows next to a tensor
+are for a build with AddressSanitizer to see. Prints how many calls the device has had.
 """
 
 from __future__ import annotations
@@ -25,11 +26,14 @@ import torch
 from torch import Tensor
 
 from .engine_cases import Device
+from .split_cases import FEW_QUERIES, SPLIT
 
 HEADS, KV_HEADS, DIM = 2, 1, 16
 KERNELS = ("simt", "sm80")
 #: Rows of a packed tensor, or of what a cache can hold: more than a tile, and fewer.
 ROWS = (70, 5, 20)
+#: The same where few queries meet many keys, which are split.
+FEW, MANY = (1, 3, FEW_QUERIES, 20), (SPLIT + 1, 2 * SPLIT + 70)
 
 
 def number(most: int) -> int:
@@ -46,8 +50,10 @@ def numbers(count: int, most: int) -> Tensor:
 def call(turn: int) -> dict[str, Any]:
     """The arguments of one forward: what is packed, or in pages, takes turns."""
     form = ("packed", "cache", "pages", "packed pages")[turn % 4]
-    batch, rows, keys = random.randint(1, 4), random.choice(ROWS), random.choice(ROWS)
-    dtype = (torch.bfloat16, torch.float32)[turn // 4 % 2]
+    split = turn // 4 % 2 == 0
+    batch, rows = random.randint(1, 4), random.choice(FEW if split else ROWS)
+    keys = random.choice(MANY if split else ROWS)
+    dtype = (torch.bfloat16, torch.float32)[turn // 8 % 2]
     options: dict[str, Any] = {
         "scale": 0.3,
         "is_causal": random.random() < 0.5,
@@ -85,6 +91,31 @@ def call(turn: int) -> dict[str, Any]:
     return options
 
 
+def lengths(numbers: Tensor, rows: int, longest: int, packed: bool) -> list[int]:
+    """The lengths that kernels make of starts, where rows are packed, or of what should be lengths."""
+    found = []
+    for number, end in zip(numbers.tolist(), numbers[1:].tolist() if packed else numbers, strict=False):
+        first = min(max(number, 0), rows) if packed else 0
+        last = min(max(end if packed else number, first), rows)
+        found.append(min(last - first, longest))
+    return found
+
+
+def splits_keys(given: dict[str, Any]) -> bool:
+    """Whether some sequence has few queries and so many keys that they are split."""
+    query, key = given["query"], given["key"]
+    queries = [query.shape[2]] * len(given["query_offsets"])
+    if "cu_seqlens_q" in given:
+        queries = lengths(given["cu_seqlens_q"], query.shape[2], given["max_seqlen_q"], True)
+    rows = key.shape[2] * (given["block_table"].shape[1] if "block_table" in given else 1)
+    keys = [rows] * len(queries)
+    if "cu_seqlens_k" in given:
+        keys = lengths(given["cu_seqlens_k"], rows, given["max_seqlen_k"], True)
+    if "seqlens_k" in given:
+        keys = list(map(min, keys, lengths(given["seqlens_k"], rows, rows, False)))
+    return any(0 < few <= FEW_QUERIES and many > SPLIT for few, many in zip(queries, keys, strict=True))
+
+
 def run(device: Device, given: dict[str, Any]) -> None:
     """Forward, weights and, but for pages, gradients."""
     given = dict(given)
@@ -103,13 +134,17 @@ def main() -> None:
     random.seed(0)
     torch.manual_seed(0)
     devices = [Device(kernel) for kernel in KERNELS]
-    for turn in range(int(sys.argv[1]) if len(sys.argv) > 1 else 60):
+    turns = int(sys.argv[1]) if len(sys.argv) > 1 else 60
+    with_splits = 0
+    for turn in range(turns):
         given = call(turn)
+        with_splits += splits_keys(given)
         before = {name: it.clone() for name, it in given.items() if isinstance(it, Tensor)}
         for device in devices:
             run(device, given)
             for name, tensor in before.items():
                 assert torch.equal(given[name], tensor), f"{name} was changed by {device.kernel}"
+    assert with_splits >= turns // 8, f"keys are split in {with_splits} calls only"
     print(sum(device.calls for device in devices))
 
 
