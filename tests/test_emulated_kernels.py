@@ -33,7 +33,7 @@ SHARE = {"sequence_cases": 3}
 RACE = "fifo:late"
 ASAN = "sticky:late"
 #: Of how many cases one runs under these two, which slow it down most, and the first of them.
-SLOWED = {"forward_cases": (9, 0), "backward_cases": (9, 0), "sequence_cases": (3, 1), "split_cases": (3, 0)}
+SLOWED = {"forward_cases": (9, 0), "backward_cases": (9, 0), "sequence_cases": (3, 1), "split_cases": (4, 1)}
 #: Million products of the largest case that does.
 MOST = 7
 

@@ -25,9 +25,10 @@ class DropoutPattern {
 
   __device__ __forceinline__ bool enabled() const { return enabled_; }
 
-  // The words of keys 4 * (key / 4) .. + 3.
-  __device__ __forceinline__ Philox4 words(int64_t query, int64_t key) const {
-    return philox(seed_, static_cast<uint32_t>(key >> 2), static_cast<uint32_t>(query), head_, batch_);
+  // The words of keys 4 * (key / 4) .. + 3, of the head or one so many further on.
+  __device__ __forceinline__ Philox4 words(int64_t query, int64_t key, int more_heads = 0) const {
+    return philox(seed_, static_cast<uint32_t>(key >> 2), static_cast<uint32_t>(query),
+                  head_ + static_cast<uint32_t>(more_heads), batch_);
   }
 
   // What the weight of a key is multiplied by: 0 or 1 / (1 - probability). `words` must be those of its four;

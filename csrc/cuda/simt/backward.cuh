@@ -82,8 +82,8 @@ __device__ __forceinline__ void store_panel(const AttentionParams& p, const Back
   const Sequence& s = plan.sequence;
   const RowTarget<kDType> target(view, nullptr, kRowsAreKeys<kSide> ? s.key_batch : s.query_batch, head,
                                  kRowsAreKeys<kSide> ? s.first_key : s.first_query);
-  store_fragment<kDType, T>(target, rows.first, kRowsAreKeys<kSide> ? s.keys : s.queries, panel.first_column,
-                            panel.columns, out);
+  store_fragment<T>(target, rows.first, kRowsAreKeys<kSide> ? s.keys : s.queries, panel.first_column,
+                    panel.columns, out);
 }
 
 template <DType kDType, Side kSide>

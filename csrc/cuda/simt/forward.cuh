@@ -1,54 +1,104 @@
 // The forward: online softmax over tiles of keys. A block owns kRows queries of one head and up to
 // kOutputColumns columns of the values; nothing of size queries x keys exists outside of its registers. Of
-// thin sequences it owns a split of the keys as well.
+// thin sequences it owns the queries of several heads instead, and a split of the keys.
 #pragma once
+
+#include <type_traits>
 
 #include "../../core/visible_range.h"
 #include "../common/grid.cuh"
 #include "../common/row_state.cuh"
 #include "../split/merge_splits.h"
+#include "folded_rows.cuh"
 #include "key_rows.cuh"
 #include "scores.cuh"
-#include "store.cuh"
 
 namespace selfattn::cuda::simt {
 
-// What a block works at. It lies in shared memory: registers are for sums, and what is read from there
-// between two barriers takes none of them meanwhile.
-template <DType kDType>
-struct ForwardPlan {
-  using T = typename Element<kDType>::Accumulation;
+// Which part of a launch a block is.
+struct BlockPlace {
+  int64_t batch;
+  int64_t head;       // of thin sequences the first of its kv head
+  int64_t tile;       // of the heads of a kv head; 0 where the sequence is not thin
+  int64_t first_row;  // of the queries; 0 where the sequence is thin
+  int64_t part;       // of the values, which wide ones are shared out by
+  int split;          // of the keys
+};
 
-  HeadTile at;
-  Sequence sequence;
-  int64_t first_column;  // of the values
-  int rows;              // of the queries, at most kRows; 0 where the block has nothing to do
-  int split, splits;     // of the sequence's keys
-  KeyRange visible;      // of the split
-  RowSource<kDType> queries;
-  KeyRows<kDType> keys, values;
+// How work is numbered: [batches][heads][tiles of queries][parts], or of thin sequences, where blocks that
+// run together share keys and values in the cache, [batches][kv heads][splits][tiles of heads][parts]. The
+// grid is that of the longest sequence, which leaves blocks of shorter ones without rows.
+template <class T, bool kFolded>
+struct ForwardGrid {
+  int64_t parts, tiles, splits, units;
 
-  static __host__ __device__ __forceinline__ int64_t value_parts(const AttentionParams& p) {
-    return p.value_dim > 0 ? divide_up(p.value_dim, kOutputColumns) : 1;
+  SELFATTN_HOST_DEVICE ForwardGrid(const AttentionParams& p, const SplitLaunch<T>& thin)
+      : parts(p.value_dim > 0 ? divide_up(p.value_dim, kOutputColumns) : 1),
+        tiles(kFolded ? divide_up(group_of(p), heads_of_tile(thin.queries)) : divide_up(p.queries, kRows<T>)),
+        splits(thin.splits),
+        units(kFolded ? thin.batches * p.kv_heads : p.batch * p.heads) {}
+
+  SELFATTN_HOST_DEVICE int64_t blocks() const { return units * splits * tiles * parts; }
+
+  __device__ __forceinline__ BlockPlace place(const AttentionParams& p, const SplitLaunch<T>& thin,
+                                              int64_t block) const {
+    const int64_t part = block % parts;
+    block /= parts;
+    if (!kFolded) {
+      const HeadTile at(block, p.heads, p.queries, kRows<T>);
+      return {at.batch, at.head, 0, at.first_row, part, 0};
+    }
+    const int64_t tile = block % tiles;
+    block /= tiles;
+    const int64_t unit = block / splits;
+    return {thin.first_batch + unit / p.kv_heads, unit % p.kv_heads * group_of(p), tile, 0, part,
+            static_cast<int>(block % splits)};
   }
 
-  // Which blocks take a sequence is a matter of its own length, as the bits differ. The grid is that of the
-  // longest.
-  __device__ __forceinline__ ForwardPlan(const AttentionParams& p, const SplitLaunch<T>& thin, int64_t block)
-      : at(tile_of(p, thin, block / value_parts(p))),
-        sequence(sequence_of(p, at.batch)),
-        first_column(block % value_parts(p) * kOutputColumns),
-        rows(at.first_row < sequence.queries ? smaller(sequence.queries - at.first_row, kTileRows) : 0),
-        split(0),
+  static SELFATTN_HOST_DEVICE int64_t group_of(const AttentionParams& p) {
+    return p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
+  }
+  // Whole heads, each of which has so many queries.
+  static SELFATTN_HOST_DEVICE int64_t heads_of_tile(int64_t queries) {
+    return queries > 0 ? kRows<T> / queries : kRows<T>;
+  }
+};
+
+// What a block works at. It lies in shared memory: registers are for sums, and what is read from there
+// between two barriers takes none of them meanwhile.
+template <DType kDType, bool kFolded>
+struct ForwardPlan {
+  using T = typename Element<kDType>::Accumulation;
+  using Grid = ForwardGrid<T, kFolded>;
+  using Rows = std::conditional_t<kFolded, FoldedRows, PlainRows>;
+  using Queries = std::conditional_t<kFolded, FoldedSource<kDType>, RowSource<kDType>>;
+
+  Sequence sequence;
+  int64_t head;          // the first
+  int64_t first_row;     // of its queries
+  int64_t first_column;  // of the values
+  int rows;              // at most kRows; 0 where the block has nothing to do
+  int split, splits;     // of the sequence's keys
+  KeyRange visible;      // of the split
+  Queries queries;
+  KeyRows<kDType> keys, values;
+
+  // Which blocks take a sequence is a matter of its own length, as the bits differ.
+  __device__ __forceinline__ ForwardPlan(const AttentionParams& p, const BlockPlace& at)
+      : sequence(sequence_of(p, at.batch)),
+        head(at.head + at.tile * Grid::heads_of_tile(sequence.queries)),
+        first_row(at.first_row),
+        first_column(at.part * kOutputColumns),
+        rows(rows_from(at, Grid::group_of(p))),
+        split(at.split),
         splits(1),
-        visible(visible_keys(positions_of(p, sequence), at.first_row, at.first_row + rows - 1)),
-        queries(p.query, sequence.query_batch, at.head, sequence.first_query),
+        visible(visible_keys(positions_of(p, sequence), first_row,
+                             (kFolded ? sequence.queries : first_row + rows) - 1)),
+        queries(queries_from(p.query)),
         keys(p.key, p.pages, sequence, p.kv_head(at.head)),
         values(p.value, p.pages, sequence, p.kv_head(at.head)) {
-    if ((sequence.queries <= kThinQueries) != (thin.queries > 0)) rows = 0;
-    if (thin.queries == 0) return;
+    if (!kFolded) return;
     const Splits<int64_t> cuts = splits_of(sequence.keys);
-    split = static_cast<int>(block / (value_parts(p) * (p.heads / p.kv_heads)) % thin.splits);
     splits = cuts.count;
     if (split >= splits) rows = 0;
     const int64_t begin = split * cuts.keys, end = begin + cuts.keys;
@@ -56,37 +106,69 @@ struct ForwardPlan {
     if (visible.end > end) visible.end = end;
   }
 
- private:
-  static constexpr int kTileRows = kRows<T>;
-  static_assert(kTileRows >= kThinQueries, "a thin sequence is one tile");
+  __device__ __forceinline__ Rows row_numbers() const {
+    if constexpr (kFolded) {
+      return {static_cast<int>(sequence.queries)};
+    } else {
+      return {first_row};
+    }
+  }
 
-  // Blocks of thin sequences which run together share keys and values in the cache: the heads of a kv head
-  // come first, then the splits.
-  static __device__ __forceinline__ HeadTile tile_of(const AttentionParams& p, const SplitLaunch<T>& thin,
-                                                     int64_t block) {
-    if (thin.queries == 0) return HeadTile(block, p.heads, p.queries, kTileRows);
-    const int64_t group = p.heads / p.kv_heads;
-    const int64_t kv_head = block / group / thin.splits;
-    return HeadTile(thin.first_batch * p.heads + kv_head * group + block % group, p.heads, 1, kTileRows);
+  // The rows of a result.
+  __device__ __forceinline__ auto target(const ForwardOutputs& to) const {
+    if constexpr (kFolded) {
+      return FoldedTarget<kDType>(to.out, to.out_residual, sequence.query_batch, head, sequence.first_query,
+                                  row_numbers());
+    } else {
+      return RowTarget<kDType>(to.out, to.out_residual, sequence.query_batch, head, sequence.first_query);
+    }
+  }
+
+  // Their scores.
+  __device__ __forceinline__ auto tile(const AttentionParams& p) const {
+    if constexpr (kFolded) {
+      return FoldedTile<T>(p, sequence, head, row_numbers(), rows);
+    } else {
+      return ScoreTile<T>(p, sequence, head, first_row);
+    }
+  }
+
+ private:
+  static_assert(kRows<T> >= kThinQueries, "a tile holds all queries of a thin sequence's head");
+
+  __device__ __forceinline__ int rows_from(const BlockPlace& at, int64_t group) const {
+    if ((sequence.queries <= kThinQueries) != kFolded) return 0;
+    if (!kFolded) return smaller(limited(sequence.queries - first_row, 0, kRows<T>), kRows<T>);
+    const int64_t most = Grid::heads_of_tile(sequence.queries);
+    return static_cast<int>(limited(group - at.tile * most, 0, most) * sequence.queries);
+  }
+
+  __device__ __forceinline__ Queries queries_from(const View& query) const {
+    if constexpr (kFolded) {
+      return {query, sequence.query_batch, head, sequence.first_query, row_numbers()};
+    } else {
+      return {query, sequence.query_batch, head, sequence.first_query};
+    }
   }
 };
 
 // A block's shared memory. Narrow heads keep their queries for all keys; those of wide heads are loaded again
 // with every tile of keys, for several blocks to fit a multiprocessor.
-template <DType kDType>
+template <DType kDType, bool kFolded>
 struct ForwardShared {
   using T = typename Element<kDType>::Accumulation;
   static constexpr int kResidentDims = 64;
+  using Plan = ForwardPlan<kDType, kFolded>;
   static constexpr int kPlanBytes = 384;
-  static_assert(sizeof(ForwardPlan<kDType>) <= kPlanBytes, "panels begin where the plan has ended");
+  static_assert(sizeof(Plan) <= kPlanBytes, "panels begin where the plan has ended");
 
-  ForwardPlan<kDType>* plan;
+  Plan* plan;
   T* columns;  // kColumnPanel: keys, then values
   T* weights;  // kWeightPanel
   T* queries;  // one kRowPanel, or as many as the head has
 
   __device__ __forceinline__ explicit ForwardShared(unsigned char* memory)
-      : plan(reinterpret_cast<ForwardPlan<kDType>*>(memory)),
+      : plan(reinterpret_cast<Plan*>(memory)),
         columns(reinterpret_cast<T*>(memory + kPlanBytes)),
         weights(columns + kColumnPanel<T>),
         queries(weights + kWeightPanel<T>) {}
@@ -136,41 +218,46 @@ __device__ __forceinline__ void weigh(Fragment<T>& s, RowState<T> (&state)[kRows
   }
 }
 
-template <DType kDType>
+// kFolded: of thin sequences, and of no others.
+template <DType kDType, bool kFolded>
 __global__ void __launch_bounds__(kThreads, 2)
     forward_kernel(const AttentionParams p, const ForwardOutputs outputs,
                    const SplitLaunch<typename Element<kDType>::Accumulation> thin,
                    const int64_t first_block) {
   using T = typename Element<kDType>::Accumulation;
+  using Plan = ForwardPlan<kDType, kFolded>;
   SELFATTN_DYNAMIC_SHARED(memory);
-  const ForwardShared<kDType> shared(memory);
-  ForwardPlan<kDType>& plan = *shared.plan;
-  if (threadIdx.x == 0) plan = ForwardPlan<kDType>(p, thin, first_block + blockIdx.x);
+  const ForwardShared<kDType, kFolded> shared(memory);
+  Plan& plan = *shared.plan;
+  if (threadIdx.x == 0) {
+    plan = Plan(p, ForwardGrid<T, kFolded>(p, thin).place(p, thin, first_block + blockIdx.x));
+  }
   __syncthreads();
   if (plan.rows == 0) return;
   const Sequence& sequence = plan.sequence;
   const bool has_rows = warp_has_rows<T>(plan.rows);
-  const bool partial = plan.splits > 1;
+  const bool partial = kFolded && plan.splits > 1;
 
   Fragment<T> out[kOutputPanels];
 #pragma unroll
   for (int n = 0; n < kOutputPanels; ++n) clear<T>(out[n]);
   RowState<T> state[kRowsPerThread<T>];
   if (p.sinks.data != nullptr && !partial) {
-    const T sink = head_scalar<T>(p.sinks, sequence.batch, plan.at.head);
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
-      state[r] = RowState<T>::of_sink(sink);
+      const int row = fragment_row<T>(r) < plan.rows ? fragment_row<T>(r) : plan.rows - 1;
+      const int64_t head = plan.head + plan.row_numbers().of(row).head;
+      state[r] = RowState<T>::of_sink(head_scalar<T>(p.sinks, sequence.batch, head));
       if (thread_column() != 0) state[r].sum = T(0);
     }
   }
 
-  const bool resident = ForwardShared<kDType>::resident(p.head_dim);
+  const bool resident = ForwardShared<kDType, kFolded>::resident(p.head_dim);
   bool queries_missing = true;
   for (int64_t key = plan.visible.begin / kColumns * kColumns; key < plan.visible.end; key += kColumns) {
-    ScoreTile<T> tile(p, sequence, plan.at.head, plan.at.first_row);
+    auto tile = plan.tile(p);
     tile.move_to(key);
-    if (tile.has_mask() && !__syncthreads_or(has_rows && sees_any(tile))) continue;
+    if (tile.has_mask() && !__syncthreads_or(has_rows && sees_any<T>(tile))) continue;
 
     Fragment<T> s;
     clear<T>(s);
@@ -178,8 +265,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       T* const query_panel = shared.queries + (resident ? dim / kDepth<T> * kRowPanel<T> : 0);
       __syncthreads();  // everyone has finished with the panels
       if (queries_missing || !resident) {
-        load_transposed<kDType, kRows<T>>(query_panel, plan.queries, plan.at.first_row, sequence.queries, dim,
-                                          p.head_dim);
+        load_transposed<kDType, kRows<T>>(query_panel, plan.queries, plan.first_row,
+                                          plan.first_row + plan.rows, dim, p.head_dim);
       }
       load_transposed<kDType, kColumns>(shared.columns, plan.keys, key, sequence.keys, dim, p.head_dim);
       __syncthreads();
@@ -191,8 +278,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     weigh<T>(s, state, out);
     put_fragment<T>(shared.weights, s);
     if (p.dropout.enabled) {
-      drop(DropoutPattern<T>(p.dropout, sequence.batch, plan.at.head), plan.at.first_row, key,
-           shared.weights);
+      drop(DropoutPattern<T>(p.dropout, sequence.batch, plan.head), plan.row_numbers(), key, shared.weights);
     }
     __syncwarp();  // the half-warp that shares rows reads their weights, and nobody else does
 
@@ -206,9 +292,10 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 
   // Of splits everything is left as it is, for merge_splits to join.
-  const int64_t first_row = partial ? thin.state(p.heads, sequence.batch, plan.at.head, 0) + plan.split
-                                    : first_statistic_of(p, sequence, plan.at.head) + plan.at.first_row;
-  const int64_t row_step = partial ? thin.splits : 1;
+  const int64_t first_statistic = partial ? thin.state(p.heads, sequence.batch, plan.head, 0) + plan.split
+                                          : first_statistic_of(p, sequence, plan.head);
+  const int64_t query_step = partial ? thin.splits : 1;
+  const int64_t head_step = partial ? thin.queries * thin.splits : p.rows_per_head;
   T* const row_max = partial ? thin.max : static_cast<T*>(outputs.row_max);
   T* const row_sum = partial ? thin.sum : static_cast<T*>(outputs.row_sum);
 #pragma unroll
@@ -216,24 +303,27 @@ __global__ void __launch_bounds__(kThreads, 2)
     state[r].sum = sum_of_row(state[r].sum);
     const int row = fragment_row<T>(r);
     if (plan.first_column == 0 && thread_column() == 0 && row < plan.rows) {
-      row_max[first_row + row * row_step] = state[r].max;
-      row_sum[first_row + row * row_step] = state[r].sum;
+      const HeadRow at = plan.row_numbers().of(row);
+      const int64_t statistic = first_statistic + at.head * head_step + at.query * query_step;
+      row_max[statistic] = state[r].max;
+      row_sum[statistic] = state[r].sum;
     }
   }
-  if (partial) {
-    View sums;
-    sums.data = thin.out + first_row * p.value_dim;
-    sums.stride[2] = row_step * p.value_dim;
-    const RowTarget<kAccumulation<T>> target(sums, nullptr, 0, 0);
+  if constexpr (kFolded) {
+    if (partial) {
+      View sums;
+      sums.data = thin.out + first_statistic * p.value_dim;
+      sums.stride[1] = head_step * p.value_dim;
+      sums.stride[2] = query_step * p.value_dim;
+      const FoldedTarget<kAccumulation<T>> target(sums, nullptr, 0, 0, 0, plan.row_numbers());
 #pragma unroll
-    for (int n = 0; n < kOutputPanels; ++n) {
-      store_fragment<kAccumulation<T>, T>(target, 0, plan.rows, plan.first_column + n * kColumns, p.value_dim,
-                                          out[n]);
+      for (int n = 0; n < kOutputPanels; ++n) {
+        store_fragment<T>(target, 0, plan.rows, plan.first_column + n * kColumns, p.value_dim, out[n]);
+      }
+      return;
     }
-    return;
   }
-  const RowTarget<kDType> target(outputs.out, outputs.out_residual, sequence.query_batch, plan.at.head,
-                                 sequence.first_query);
+  const auto target = plan.target(outputs);
 #pragma unroll
   for (int n = 0; n < kOutputPanels; ++n) {
 #pragma unroll
@@ -242,30 +332,31 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int c = 0; c < kColumnsPerThread; ++c) out[n][r][c] = normalised(out[n][r][c], inverse);
     }
-    store_fragment<kDType, T>(target, plan.at.first_row, sequence.queries, plan.first_column + n * kColumns,
-                              p.value_dim, out[n]);
+    store_fragment<T>(target, plan.first_row, plan.first_row + plan.rows, plan.first_column + n * kColumns,
+                      p.value_dim, out[n]);
   }
 }
 
 template <DType kDType>
 void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
   using T = typename Element<kDType>::Accumulation;
-  const int64_t parts = ForwardPlan<kDType>::value_parts(p);
-  const size_t bytes = ForwardShared<kDType>::bytes(p.head_dim);
+  const size_t bytes = ForwardShared<kDType, false>::bytes(p.head_dim);
+  static_assert(ForwardShared<kDType, false>::kPlanBytes == ForwardShared<kDType, true>::kPlanBytes);
   if (may_be_thin(p)) {
     auto thin = first_split_launch<T>(p, where.workspace, /*rounds=*/false);
     const bool pairs = writable_by_pairs(p, outputs);
     do {
-      const int64_t blocks = thin.batches * p.heads * thin.splits * parts;
-      launch_blocks(&forward_kernel<kDType>, blocks, kThreads, bytes, where, p, outputs, thin);
+      launch_blocks(&forward_kernel<kDType, true>, ForwardGrid<T, true>(p, thin).blocks(), kThreads, bytes,
+                    where, p, outputs, thin);
       if (thin.splits > 1) {
         run_merge<kDType>(MergePlan<T>{p, outputs, thin, T(1), pairs}, where.stream);
       }
     } while (next_split_launch(p, thin));
   }
   if (is_thin(p)) return;
-  const int64_t blocks = p.batch * p.heads * divide_up(p.queries, kRows<T>) * parts;
-  launch_blocks(&forward_kernel<kDType>, blocks, kThreads, bytes, where, p, outputs, SplitLaunch<T>{});
+  const SplitLaunch<T> none;
+  launch_blocks(&forward_kernel<kDType, false>, ForwardGrid<T, false>(p, none).blocks(), kThreads, bytes,
+                where, p, outputs, none);
 }
 
 }  // namespace selfattn::cuda::simt

@@ -73,12 +73,12 @@ __global__ void __launch_bounds__(kThreads, 4)
                  static_cast<const T*>(statistics.row_sum) + row, rows, s);
     if (p.dropout.enabled) {
       put_fragment<T>(score_panel, s);
-      drop(DropoutPattern<T>(p.dropout, at.batch, at.head), at.first_row, first_key, score_panel);
+      drop(DropoutPattern<T>(p.dropout, at.batch, at.head), PlainRows{at.first_row}, first_key, score_panel);
       get_fragment<T>(score_panel, s);
     }
   }
   const RowTarget<kDType> target(matrix, nullptr, at.batch, at.head);
-  store_fragment<kDType, T>(target, at.first_row, sequence.queries, first_key, sequence.keys, s);
+  store_fragment<T>(target, at.first_row, sequence.queries, first_key, sequence.keys, s);
 }
 
 template <DType kDType>

@@ -50,8 +50,8 @@ __device__ __forceinline__ void get_fragment(const T* panel, Fragment<T>& fragme
 
 // Dot products become final scores, -inf where hidden. Whatever is more than a scale is done in `panel`, a
 // row after the other: unrolled over the registers of a fragment, the code would be long and spill them.
-template <class T>
-__device__ __forceinline__ void finish_scores(const ScoreTile<T>& tile, T* panel, Fragment<T>& s) {
+template <class Tile, class T>
+__device__ __forceinline__ void finish_scores(const Tile& tile, T* panel, Fragment<T>& s) {
   if (tile.is_plain() && tile.window_covers(kRows<T>, kColumns)) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
@@ -73,8 +73,8 @@ __device__ __forceinline__ void finish_scores(const ScoreTile<T>& tile, T* panel
 }
 
 // Whether any of the thread's elements is visible.
-template <class T>
-__device__ __forceinline__ bool sees_any(const ScoreTile<T>& tile) {
+template <class T, class Tile>
+__device__ __forceinline__ bool sees_any(const Tile& tile) {
   bool any = false;
 #pragma unroll 1
   for (int r = 0; r < kRowsPerThread<T> && !any; ++r) {
@@ -88,15 +88,16 @@ __device__ __forceinline__ bool sees_any(const ScoreTile<T>& tile) {
 }
 
 // Multiplies the thread's weights by 0 or 1/(1 - probability). Keys of a vector are of the same four.
-template <class T>
-__device__ __forceinline__ void drop(const DropoutPattern<T>& dropout, int64_t first_query, int64_t first_key,
+template <class T, class Rows>
+__device__ __forceinline__ void drop(const DropoutPattern<T>& dropout, const Rows& rows, int64_t first_key,
                                      T* panel) {
 #pragma unroll 1
   for (int r = 0; r < kRowsPerThread<T>; ++r) {
+    const HeadRow at = rows.of(fragment_row<T>(r));
 #pragma unroll
     for (int c = 0; c < kColumnsPerThread; c += kVector<T>) {
       const int64_t key = first_key + fragment_column<T>(c);
-      const Philox4 words = dropout.words(first_query + fragment_row<T>(r), key);
+      const Philox4 words = dropout.words(at.query, key, at.head);
 #pragma unroll
       for (int i = 0; i < kVector<T>; ++i) {
         panel[weight_index<T>(r, c + i)] *= dropout.factor(words, key + i);

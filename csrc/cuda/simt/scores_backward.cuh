@@ -70,8 +70,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
       for (int c = 0; c < kColumnsPerThread; ++c) out[n][r][c] *= scale;
     }
-    store_fragment<kDType, T>(target, at.first_row, own_rows, first_column + n * kColumns, p.head_dim,
-                              out[n]);
+    store_fragment<T>(target, at.first_row, own_rows, first_column + n * kColumns, p.head_dim, out[n]);
   }
 }
 

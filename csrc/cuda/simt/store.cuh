@@ -33,17 +33,22 @@ struct RowTarget {
   // Elements column .. column + kVector - 1 of a row that has `columns`.
   __device__ __forceinline__ void put(int64_t row, int64_t column, int64_t columns,
                                       const Vector<T>& v) const {
-    const int64_t at = row * row_stride + column;
+    put_at(row * row_stride + column, columns - column, v);
+  }
+
+ protected:
+  // The first `count` elements of a vector.
+  __device__ __forceinline__ void put_at(int64_t at, int64_t count, const Vector<T>& v) const {
     StorageVector<kDType> stored;
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i) stored.element[i] = Element<kDType>::narrow(v.element[i]);
-    put_stored(data, at, columns - column, stored);
+    put_stored(data, at, count, stored);
     if (residual == nullptr) return;
 #pragma unroll
     for (int i = 0; i < kVector<T>; ++i) {
       stored.element[i] = Element<kDType>::narrow(v.element[i] - Element<kDType>::widen(stored.element[i]));
     }
-    put_stored(residual, at, columns - column, stored);
+    put_stored(residual, at, count, stored);
   }
 
  private:
@@ -66,9 +71,9 @@ constexpr DType kAccumulation = sizeof(T) == sizeof(double) ? DType::kFloat64 : 
 
 // The thread's elements of a tile whose corner is (first_row, first_column), where they lie below rows and
 // columns.
-template <DType kDType, class T>
-__device__ __forceinline__ void store_fragment(const RowTarget<kDType>& target, int64_t first_row,
-                                               int64_t rows, int64_t first_column, int64_t columns,
+template <class T, class Target>
+__device__ __forceinline__ void store_fragment(const Target& target, int64_t first_row, int64_t rows,
+                                               int64_t first_column, int64_t columns,
                                                const Fragment<T>& fragment) {
 #pragma unroll
   for (int r = 0; r < kRowsPerThread<T>; ++r) {

@@ -54,6 +54,26 @@ __device__ __forceinline__ int fragment_column(int c) {
   return (c / kVector<T> * kThreadColumns + thread_column()) * kVector<T> + c % kVector<T>;
 }
 
+// Which query of which head a row of a block stands for; the head is counted from the block's first.
+struct HeadRow {
+  int head;
+  int64_t query;
+};
+
+// Rows that are neighbouring queries of one head.
+struct PlainRows {
+  int64_t first_query;
+
+  __device__ __forceinline__ HeadRow of(int row) const { return {0, first_query + row}; }
+};
+
+// Rows that are all queries of one head, then those of the next: see folded_rows.cuh.
+struct FoldedRows {
+  int queries;  // of each head, at least 1
+
+  __device__ __forceinline__ HeadRow of(int row) const { return {row / queries, row % queries}; }
+};
+
 // Whether the warp has any row below `rows`; warps without one only help to load. Asked by a vote, for the
 // compiler to know that a warp agrees: shuffles in code that might be divergent cost a call each.
 template <class T>
