@@ -78,6 +78,20 @@ EQUIVALENT: dict[tuple[str, str], str] = {
         "backward/place.cuh",
         "row_of_tile >= work.rows",
     ): "rows beyond the last have a weight of 0 or are not written",
+    (
+        "backward/place.cuh",
+        "row_of_tile < at.work.rows",
+    ): "rows beyond the last are given the last one's bits, and visible_columns hides them",
+    ("backward/mask_gradient.cuh", "rows <= 0"): "an item without rows adds zeros; leaving it saves time",
+    (
+        "backward/mask_gradient.cuh",
+        "passing.first >= range.end",
+    ): "an item that nobody sees adds zeros; leaving it saves time",
+    ("backward/mask_gradient.cuh", "lane().first_row >= rows"): "the same of a warp's rows",
+    (
+        "backward/statistics.cuh",
+        "query < sequence.queries",
+    ): "what is worked out of queries beyond the last is hidden, whatever it is",
 }
 
 #: The cases that a kernel's files are judged by: schedule, copies, of how many one runs, and the first.
