@@ -22,6 +22,19 @@ def test_reading_is_counted(one_thread: None) -> None:
         assert 1e-4 < library.extension().read_gbs(size, SECONDS) < 20_000
 
 
+def test_reading_in_pieces_is_counted(one_thread: None) -> None:
+    memory = library.extension().MemoryReader(2**24 + 512)
+    for size in (512, 4096, 2**20, 2**24 + 512):
+        # Far apart only if pieces were left out, or read again and again.
+        assert 0.02 < memory.seconds(size) / min(memory.seconds() for _ in range(5)) < 50
+
+
+@pytest.mark.parametrize("size", [-512, 4, 511, 768, 8192])
+def test_pieces_of_no_such_size_are_refused(size: int) -> None:
+    with pytest.raises(ValueError, match=f"a multiple of 512 bytes, at most 4096, but they have {size}"):
+        library.extension().MemoryReader(4096).seconds(size)
+
+
 def test_what_is_not_there_is_refused() -> None:
     with pytest.raises(ValueError, match=r'"abacus" is not known; there is .*scalar'):
         library.extension().multiply_add_gflops("abacus", SECONDS)

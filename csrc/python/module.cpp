@@ -219,7 +219,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
                            "That much memory, to be read again and again.")
       .def(py::init<int64_t>(), py::arg("bytes"))
       .def(
-          "seconds", [](const MemoryReader& reader) { return reader.seconds(selfattn::ops::thread_pool()); },
-          py::call_guard<py::gil_scoped_release>(),
-          "The seconds in which torch's current number of threads reads all of it once.");
+          "seconds",
+          [](const MemoryReader& reader, int64_t piece_bytes) {
+            return reader.seconds(selfattn::ops::thread_pool(), piece_bytes);
+          },
+          py::arg("piece_bytes") = 0, py::call_guard<py::gil_scoped_release>(),
+          "The seconds in which torch's current number of threads reads all of it once: in its order, or in "
+          "pieces of that many bytes in random order.");
 }

@@ -53,7 +53,7 @@ float multiply_add(int64_t iterations) {
 }  // namespace
 
 extern const PeakLoops kPeakAmx;
-const PeakLoops kPeakAmx = {"amx", 4.0 * 2 * 16 * 16 * 32, &multiply_add, nullptr};
+const PeakLoops kPeakAmx = {"amx", 4.0 * 2 * 16 * 16 * 32, &multiply_add, nullptr, nullptr};
 
 }  // namespace selfattn::cpu
 

@@ -59,7 +59,8 @@ float multiply_add(int64_t iterations) {
 
 namespace selfattn::cpu {
 extern const PeakLoops kPeakAvx512Bf16;
-const PeakLoops kPeakAvx512Bf16 = {"avx512_bf16", 4.0 * kRows * kChains * 16, &multiply_add, nullptr};
+const PeakLoops kPeakAvx512Bf16 = {"avx512_bf16", 4.0 * kRows * kChains * 16, &multiply_add, nullptr,
+                                   nullptr};
 }  // namespace selfattn::cpu
 
 #endif
