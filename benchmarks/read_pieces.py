@@ -1,8 +1,8 @@
 """How fast memory can be read in scattered pieces, such as the pages of a KV cache.
 
 A page of 16 tokens of one head of 128 dims in bfloat16 has 4096 bytes. The loop reads and adds; what lies 8
-KB ahead in the order of the pieces is asked for, as the kernels do. Prints a table in Markdown: GB/s, the median
-over rounds in which every size has its turn, and the median share of the round's reading in order.
+KB ahead in the order of the pieces is asked for, as the kernels do. Prints a table in Markdown: GB/s, the
+median over rounds in which every size has its turn, and the median share of the round's reading in order.
 Run: python benchmarks/read_pieces.py --threads 2
 """
 
