@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
 #include <memory>
 #include <unordered_map>
 
@@ -32,7 +33,7 @@ struct Access {
 // What is known of one byte of memory.
 struct Byte {
   Access write;
-  std::vector<Access> reads;  // since the write, those that nothing orders
+  std::vector<Access> reads;  // since the write, at least those that nothing orders
 };
 
 constexpr size_t kPageBytes = 256;
@@ -91,6 +92,22 @@ void check_bounds(const void* address, int bytes, uint32_t place) {
        std::to_string(memory.bytes()) + " bytes of shared memory in " + text_of_place(place));
 }
 
+// Makes room for a read by forgetting those that it comes after: what comes after it comes after them, too.
+// Not at every read, as many threads read the same bytes.
+void make_room(std::vector<Access>& reads, const Clock& clock) {
+  if (reads.size() < reads.capacity()) return;
+  bool other_block = false;
+  const auto needless = [&](const Access& read) {
+    // Of the reads in other blocks one is enough: a write here or there races with it.
+    const bool elsewhere = read.block != block_number;
+    if (elsewhere ? other_block : happened_before(read, clock)) return true;
+    other_block |= elsewhere;
+    return false;
+  };
+  reads.erase(std::remove_if(reads.begin(), reads.end(), std::ref(needless)), reads.end());
+  if (2 * reads.size() > reads.capacity()) reads.reserve(2 * reads.capacity());
+}
+
 // `access` is of the running thread or of its engine, which begins with what the thread knows.
 void record_read(const void* address, int bytes, const Access& access) {
   const Clock& clock = clocks[static_cast<size_t>(self().number)];
@@ -98,16 +115,7 @@ void record_read(const void* address, int bytes, const Access& access) {
   for (uintptr_t at = first; at < first + static_cast<uintptr_t>(bytes); ++at) {
     Byte& byte = byte_at(at);
     if (!happened_before(byte.write, clock)) report(at, byte.write, "wrote", access, "reads");
-    size_t kept = 0;
-    bool other_block = false;
-    for (const Access& read : byte.reads) {
-      // Of the reads in other blocks one is enough: a write here or there races with it.
-      const bool elsewhere = read.block != block_number;
-      if (elsewhere ? other_block : happened_before(read, clock)) continue;
-      other_block |= elsewhere;
-      byte.reads[kept++] = read;
-    }
-    byte.reads.resize(kept);
+    make_room(byte.reads, clock);
     byte.reads.push_back(access);
   }
 }
