@@ -282,6 +282,12 @@ def test_instruction_sets(
     check_alone(Packed(dtype, mask=mask, is_causal=True, offsets="each", weights=True))
 
 
+@pytest.mark.parametrize("mask", ["float", "float rows", "float keys"])
+def test_one_query_or_one_key(mask: str, isa: str, one_thread: None) -> None:
+    """Where a sequence's own mask has one row or one column, as if it were broadcast along it."""
+    check_alone(Packed(lengths=((1, 200), (70, 1), (150, 90), (1, 1)), heads=(4, 2), mask=mask))
+
+
 @pytest.mark.parametrize(
     "case",
     [

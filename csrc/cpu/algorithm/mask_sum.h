@@ -46,7 +46,11 @@ class MaskSum {
         g(arguments.grad_mask),
         active(takes(arguments)),
         group(params.heads / params.kv_heads),
-        blocks((chunk + kKeyBlock - 1) / kKeyBlock) {
+        blocks((chunk + kKeyBlock - 1) / kKeyBlock),
+        // The one query or key of a sequence is summed as if there were others, as it is in a packed batch.
+        // Not where sequences share the mask: there all of them must agree on what they wait for.
+        has_rows(g.stride[2] != 0 || (chain == nullptr && params.queries == 1)),
+        has_columns(g.stride[3] != 0 || (chain == nullptr && params.keys == 1)) {
     if (!active) return;
     const size_t items = static_cast<size_t>(chunks * p.batch * p.kv_heads);
     progress.reset(new Progress{p.queries, chunks, p.batch, p.kv_heads, nullptr});
@@ -72,19 +76,17 @@ class MaskSum {
     // Where it has neither [group or 1], of the item: blocks are of any size, and all rows together may be 0.
     double* totals;
 
-    static int64_t sum_count(const MaskSum& m, int64_t chunk_rows) {
-      if (!m.active || (!m.kept(2) && !m.kept(3))) return 0;
-      return m.kept(2) ? kLanes<P> : m.rows() * chunk_rows;
+    // Room for every kind of sums: sequences of a batch differ in theirs, see has_rows.
+    static int64_t most_sums(const MaskSum& m, int64_t chunk_rows) {
+      return m.active ? std::max<int64_t>(kLanes<P>, m.rows() * chunk_rows) : 0;
     }
-    static int64_t total_count(const MaskSum& m) {
-      return m.active && !m.kept(2) && !m.kept(3) ? m.rows() : 0;
-    }
+    static int64_t most_totals(const MaskSum& m) { return m.active ? m.rows() : 0; }
     static int64_t bytes(const MaskSum& m, int64_t chunk_rows) {
-      return Arena::bytes_for<T>(sum_count(m, chunk_rows)) + Arena::bytes_for<double>(total_count(m));
+      return Arena::bytes_for<T>(most_sums(m, chunk_rows)) + Arena::bytes_for<double>(most_totals(m));
     }
     void allocate(const MaskSum& m, int64_t chunk_rows, Arena& arena) {
-      sums = arena.take<T>(sum_count(m, chunk_rows));
-      totals = arena.take<double>(total_count(m));
+      sums = arena.take<T>(most_sums(m, chunk_rows));
+      totals = arena.take<double>(most_totals(m));
     }
   };
 
@@ -111,8 +113,8 @@ class MaskSum {
       s.before = other.item(kept(3) ? chunk : other.chunks - 1, 0, last_head);
       s.queries_before = other.queries;
     }
-    memset(s.sums, 0, static_cast<size_t>(Scratch::sum_count(*this, keys)) * sizeof(T));
-    memset(s.totals, 0, static_cast<size_t>(Scratch::total_count(*this)) * sizeof(double));
+    memset(s.sums, 0, static_cast<size_t>(kept(2) ? kLanes<P> : rows() * keys) * sizeof(T));
+    memset(s.totals, 0, static_cast<size_t>(rows()) * sizeof(double));
   }
 
   // Asks for the elements that add_block is going to add to: the products until then hide the way to memory.
@@ -197,12 +199,15 @@ class MaskSum {
   const AttentionParams& p;
   const View& g;
   const bool active;
-  const int64_t group, blocks;         // heads of a kv head, blocks of keys in a chunk
+  const int64_t group, blocks;  // heads of a kv head, blocks of keys in a chunk
+  const bool has_rows, has_columns;
   std::unique_ptr<Progress> progress;  // in its place while calls are moved, as others look at it
   Chain earlier;                       // [chunks], or empty
 
   // Whether the mask has this dimension. A size of 1 may be called broadcast.
-  bool kept(int dimension) const { return g.stride[dimension] != 0; }
+  bool kept(int dimension) const {
+    return dimension == 2 ? has_rows : (dimension == 3 ? has_columns : g.stride[dimension] != 0);
+  }
   // Rows of an item that is summed over its queries, and which of them is a head's.
   int64_t rows() const { return kept(1) ? group : 1; }
   int64_t row_of(const Scratch& s, int64_t head) const { return kept(1) ? head - s.first_head : 0; }

@@ -1,0 +1,44 @@
+"""What the sums of a float mask's gradient lose, compared with torch's sum of the same numbers."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from tolerances import PEER_FACTOR
+
+from selfattn_ext import scaled_dot_product_attention
+
+BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 70, 1030, 8  # strips of queries and chunks of keys with a rest
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.float64], ids=str)
+@pytest.mark.parametrize(
+    "shape",
+    [
+        *itertools.product((BATCH, 1), (HEADS, 1), (QUERIES,), (1,)),
+        *itertools.product((BATCH, 1), (HEADS, 1), (1,), (KEYS, 1)),
+    ],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_sums_are_as_accurate_as_torchs(
+    shape: tuple[int, ...], mask_dtype: torch.dtype, isa: str, one_thread: None
+) -> None:
+    """Of the same numbers, those that a mask of the full size gets. Each row of them sums up to 0, so that
+    what a sum loses on the way is all that is left.
+    """
+    squares, squares_of_torch = 0.0, 0.0
+    for offset in (KEYS, 490):
+        tensors = [torch.randn(BATCH, heads, n, DIM) for heads, n in ((4, QUERIES), (2, KEYS), (2, KEYS))]
+        mask = torch.randn(shape)
+        gradients = []
+        for given in (mask.to(mask_dtype), mask.expand(BATCH, HEADS, QUERIES, KEYS).contiguous()):
+            out = scaled_dot_product_attention(
+                *tensors, given.requires_grad_(), is_causal=True, query_offset=offset, enable_gqa=True
+            )
+            gradients += torch.autograd.grad(out.square().sum(), given)
+        exact = gradients[1].double().sum_to_size(shape)
+        squares += float((gradients[0].double() - exact).square().sum())
+        squares_of_torch += float((gradients[1].sum_to_size(shape).double() - exact).square().sum())
+    assert squares**0.5 <= PEER_FACTOR * squares_of_torch**0.5
