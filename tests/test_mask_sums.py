@@ -1,4 +1,7 @@
-"""What the sums of a float mask's gradient lose, compared with torch's sum of the same numbers."""
+"""What the sums of a float mask's gradient lose, compared with torch's sum of the same numbers.
+
+Of the CPU's fused kernels. The CUDA kernels lose more than is allowed here, see docs/cuda-kernels.md.
+"""
 
 from __future__ import annotations
 
