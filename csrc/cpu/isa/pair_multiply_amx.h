@@ -84,6 +84,18 @@ class PairEngine {
  private:
   alignas(64) uint8_t before_[64];  // all zero where nobody had
 
+  // Which pieces of A and B are multiplied, one pair after the other: each step changes one of the two where
+  // it can, so that the tiles of the other are loaded once for both. Small products come first.
+  struct Path {
+    int steps;
+    int8_t a[6], b[6];
+  };
+  static Path path_of(int pieces, int order) {
+    if (pieces == 3) return {6, {0, 0, 1, 1, 2, 0}, {2, 1, 1, 0, 0, 0}};
+    if (pieces == 2) return order == 2 ? Path{3, {0, 0, 1}, {1, 0, 0}} : Path{4, {0, 1, 1, 0}, {1, 1, 0, 0}};
+    return {1, {0}, {0}};
+  }
+
   // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B.
   template <int kRows, int kVecs>
   __attribute__((noinline)) static void multiply_block(const PairProduct& p, int64_t row, int64_t rows,
@@ -93,23 +105,30 @@ class PairEngine {
     if constexpr (kRows == 2) tile_zero<2>();
     if constexpr (kRows == 2 && kVecs == 2) tile_zero<3>();
     const int64_t a_bytes = p.a_row * 4, b_bytes = p.ldb * 4;
-    for (int i = 0; i < p.pieces; ++i) {
-      for (int j = 0; j < p.pieces && i + j < p.order; ++j) {
-        const uint32_t* a = p.a + i * p.a_piece + row * p.a_row;
-        const uint32_t* b = p.b + j * p.b_piece + lane;
-        for (int64_t pair = 0; pair < p.pairs; pair += 16) {
+    const Path path = path_of(p.pieces, p.order);
+    for (int64_t pair = 0; pair < p.pairs; pair += 16) {
+      const uint32_t* a_pair = p.a + row * p.a_row + pair;
+      const uint32_t* b_pair = p.b + pair * p.ldb + lane;
+      int in_a = -1, in_b = -1;  // the pieces that tiles hold
+      for (int step = 0; step < path.steps; ++step) {
+        const int i = path.a[step], j = path.b[step];
+        if (j != in_b) {
+          const uint32_t* b = b_pair + j * p.b_piece;
           tile_load<6>(b, b_bytes);
           if constexpr (kVecs == 2) tile_load<7>(b + 16, b_bytes);
+          in_b = j;
+        }
+        if (i != in_a) {
+          const uint32_t* a = a_pair + i * p.a_piece;
           tile_load_once<4>(a, a_bytes);
-          tile_dot<0, 4, 6>();
-          if constexpr (kVecs == 2) tile_dot<1, 4, 7>();
-          if constexpr (kRows == 2) {
-            tile_load_once<5>(a + 16 * p.a_row, a_bytes);
-            tile_dot<2, 5, 6>();
-            if constexpr (kVecs == 2) tile_dot<3, 5, 7>();
-          }
-          a += 16;
-          b += 16 * p.ldb;
+          if constexpr (kRows == 2) tile_load_once<5>(a + 16 * p.a_row, a_bytes);
+          in_a = i;
+        }
+        tile_dot<0, 4, 6>();
+        if constexpr (kVecs == 2) tile_dot<1, 4, 7>();
+        if constexpr (kRows == 2) {
+          tile_dot<2, 5, 6>();
+          if constexpr (kVecs == 2) tile_dot<3, 5, 7>();
         }
       }
     }
