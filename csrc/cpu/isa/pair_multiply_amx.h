@@ -64,99 +64,157 @@ class PairEngine {
     return _mm512_dpbf16_ps(sum, (__m512bh)bits, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // 1 and 1
   }
 
-  static void multiply(const PairProduct& p, int64_t rows, int64_t vecs) {
-    for (int64_t row = 0; row < rows; row += 32) {
-      for (int64_t vec = 0; vec < vecs; vec += 2) {
-        const bool two_rows = rows - row > 16, two_vecs = vecs - vec > 1;
-        if (two_rows && two_vecs) {
-          multiply_block<2, 2>(p, row, rows, vec * 16);
-        } else if (two_rows) {
-          multiply_block<2, 1>(p, row, rows, vec * 16);
-        } else if (two_vecs) {
-          multiply_block<1, 2>(p, row, rows, vec * 16);
-        } else {
-          multiply_block<1, 1>(p, row, rows, vec * 16);
+  // A product under way, a few tile instructions at a time, so that they can stand between those of other
+  // work: a processor does both at once as far as it looks ahead, which is some hundred instructions. The
+  // tiles are the product's until it is done.
+  class Run {
+   public:
+    Run() = default;
+    Run(const PairProduct& product, int64_t rows, int64_t vecs)
+        : p_(product),
+          path_(path_of(product.pieces, product.order)),
+          rows_(rows),
+          vecs_(vecs),
+          left_((rows + 31) / 32 * ((vecs + 1) / 2) * path_.steps * (product.pairs / 16)) {}
+
+    // How often step() has to be called.
+    int64_t steps_left() const { return left_; }
+
+    __attribute__((noinline)) void step() {
+      const bool two_rows = rows_ - row_ > 16, two_vecs = vecs_ - vec_ > 1;
+      if (two_rows && two_vecs) {
+        advance<2, 2>();
+      } else if (two_rows) {
+        advance<2, 1>();
+      } else if (two_vecs) {
+        advance<1, 2>();
+      } else {
+        advance<1, 1>();
+      }
+      --left_;
+    }
+    void finish() {
+      while (left_ > 0) step();
+    }
+
+   private:
+    // Which pieces of A and B are multiplied, one pair after the other: each step changes one of the two
+    // where it can, so that the tiles of the other are loaded once for both. Small products come first.
+    struct Path {
+      int steps;
+      int8_t a[6], b[6];
+    };
+    static Path path_of(int pieces, int order) {
+      if (pieces == 3) return {6, {0, 0, 1, 1, 2, 0}, {2, 1, 1, 0, 0, 0}};
+      if (pieces == 2)
+        return order == 2 ? Path{3, {0, 0, 1}, {1, 0, 0}} : Path{4, {0, 1, 1, 0}, {1, 1, 0, 0}};
+      return {1, {0}, {0}};
+    }
+
+    PairProduct p_;
+    Path path_;
+    int64_t rows_, vecs_;
+    int64_t row_ = 0, vec_ = 0;  // the block of C
+    int64_t pair_ = 0;           // where in its depth
+    int step_ = 0;               // on the path there
+    int64_t left_ = 0;
+
+    // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B. Everything is asked for before any of it is used.
+    template <int kRows, int kVecs>
+    SELFATTN_INLINE void advance() {
+      const int i = path_.a[step_], j = path_.b[step_];
+      if (step_ == 0 || path_.b[step_ - 1] != j) {
+        const uint32_t* b = p_.b + j * p_.b_piece + vec_ * 16 + pair_ * p_.ldb;
+        tile_load<6>(b, p_.ldb * 4);
+        if constexpr (kVecs == 2) tile_load<7>(b + 16, p_.ldb * 4);
+      }
+      if (step_ == 0 || path_.a[step_ - 1] != i) {
+        const uint32_t* a = p_.a + i * p_.a_piece + row_ * p_.a_row + pair_;
+        tile_load_once<4>(a, p_.a_row * 4);
+        if constexpr (kRows == 2) tile_load_once<5>(a + 16 * p_.a_row, p_.a_row * 4);
+      }
+      if (step_ == 0 && pair_ == 0) begin<kRows, kVecs>();
+      tile_dot<0, 4, 6>();
+      if constexpr (kVecs == 2) tile_dot<1, 4, 7>();
+      if constexpr (kRows == 2) {
+        tile_dot<2, 5, 6>();
+        if constexpr (kVecs == 2) tile_dot<3, 5, 7>();
+      }
+      if (++step_ < path_.steps) return;
+      step_ = 0;
+      pair_ += 16;
+      if (pair_ < p_.pairs) return;
+      pair_ = 0;
+      end<kRows, kVecs>();
+      vec_ += 2;
+      if (vec_ < vecs_) return;
+      vec_ = 0;
+      row_ += 32;
+    }
+
+    // A sum of one piece is no more exact than its terms, so it goes on where it was. Those of several are
+    // float's: a block's own sum comes first. Rows past the last one may be somebody else's.
+    template <int kRows>
+    bool adds_in_tiles() const {
+      return p_.update == Update::kAdd && p_.pieces == 1 && rows_ - row_ >= kRows * 16;
+    }
+    float* c() const { return p_.c + row_ * p_.ldc + vec_ * 16; }
+
+    template <int kRows, int kVecs>
+    SELFATTN_INLINE void begin() const {
+      if (adds_in_tiles<kRows>()) {
+        const float* c = this->c();
+        tile_load<0>(c, p_.ldc * 4);
+        if constexpr (kVecs == 2) tile_load<1>(c + 16, p_.ldc * 4);
+        if constexpr (kRows == 2) tile_load<2>(c + 16 * p_.ldc, p_.ldc * 4);
+        if constexpr (kRows == 2 && kVecs == 2) tile_load<3>(c + 16 * p_.ldc + 16, p_.ldc * 4);
+        return;
+      }
+      tile_zero<0>();
+      if constexpr (kVecs == 2) tile_zero<1>();
+      if constexpr (kRows == 2) tile_zero<2>();
+      if constexpr (kRows == 2 && kVecs == 2) tile_zero<3>();
+    }
+
+    // Of what is stored, rows past the last one are scratch up to whole tiles.
+    template <int kRows, int kVecs>
+    SELFATTN_INLINE void end() const {
+      if (p_.update == Update::kStore || adds_in_tiles<kRows>()) return store<kRows, kVecs>(c(), p_.ldc);
+      alignas(64) float sums[32 * 32];
+      store<kRows, kVecs>(sums, 32);
+      const int64_t end = rows_ - row_ < kRows * 16 ? rows_ - row_ : kRows * 16;
+      const int64_t lane = vec_ * 16;
+      for (int v = 0; v < kVecs; ++v) {
+        const __m512 scale = p_.update == Update::kScaleAdd ? _mm512_loadu_ps(p_.lane_scale + lane + v * 16)
+                                                            : _mm512_set1_ps(1.0f);
+        float* c = this->c() + v * 16;
+        for (int64_t r = 0; r < end; ++r, c += p_.ldc) {
+          _mm512_storeu_ps(
+              c, _mm512_fmadd_ps(_mm512_loadu_ps(c), scale, _mm512_load_ps(sums + r * 32 + v * 16)));
         }
       }
+    }
+
+    template <int kRows, int kVecs>
+    SELFATTN_INLINE static void store(float* c, int64_t ldc) {
+      tile_store<0>(c, ldc * 4);
+      if constexpr (kVecs == 2) tile_store<1>(c + 16, ldc * 4);
+      if constexpr (kRows == 2) tile_store<2>(c + 16 * ldc, ldc * 4);
+      if constexpr (kRows == 2 && kVecs == 2) tile_store<3>(c + 16 * ldc + 16, ldc * 4);
+    }
+  };
+
+  static void multiply(const PairProduct& p, int64_t rows, int64_t vecs) {
+    Run run(p, rows, vecs);
+    run.finish();
+    if (p.pairs > 0 || p.update != Update::kStore) return;
+    for (int64_t row = 0; row < rows; ++row) {  // sums of nothing
+      memset(p.c + row * p.ldc, 0, static_cast<size_t>(vecs) * 64);
     }
   }
 
  private:
   alignas(64) uint8_t before_[64];  // all zero where nobody had
-
-  // Which pieces of A and B are multiplied, one pair after the other: each step changes one of the two where
-  // it can, so that the tiles of the other are loaded once for both. Small products come first.
-  struct Path {
-    int steps;
-    int8_t a[6], b[6];
-  };
-  static Path path_of(int pieces, int order) {
-    if (pieces == 3) return {6, {0, 0, 1, 1, 2, 0}, {2, 1, 1, 0, 0, 0}};
-    if (pieces == 2) return order == 2 ? Path{3, {0, 0, 1}, {1, 0, 0}} : Path{4, {0, 1, 1, 0}, {1, 1, 0, 0}};
-    return {1, {0}, {0}};
-  }
-
-  // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B.
-  template <int kRows, int kVecs>
-  __attribute__((noinline)) static void multiply_block(const PairProduct& p, int64_t row, int64_t rows,
-                                                       int64_t lane) {
-    tile_zero<0>();
-    if constexpr (kVecs == 2) tile_zero<1>();
-    if constexpr (kRows == 2) tile_zero<2>();
-    if constexpr (kRows == 2 && kVecs == 2) tile_zero<3>();
-    const int64_t a_bytes = p.a_row * 4, b_bytes = p.ldb * 4;
-    const Path path = path_of(p.pieces, p.order);
-    for (int64_t pair = 0; pair < p.pairs; pair += 16) {
-      const uint32_t* a_pair = p.a + row * p.a_row + pair;
-      const uint32_t* b_pair = p.b + pair * p.ldb + lane;
-      int in_a = -1, in_b = -1;  // the pieces that tiles hold
-      for (int step = 0; step < path.steps; ++step) {
-        const int i = path.a[step], j = path.b[step];
-        if (j != in_b) {
-          const uint32_t* b = b_pair + j * p.b_piece;
-          tile_load<6>(b, b_bytes);
-          if constexpr (kVecs == 2) tile_load<7>(b + 16, b_bytes);
-          in_b = j;
-        }
-        if (i != in_a) {
-          const uint32_t* a = a_pair + i * p.a_piece;
-          tile_load_once<4>(a, a_bytes);
-          if constexpr (kRows == 2) tile_load_once<5>(a + 16 * p.a_row, a_bytes);
-          in_a = i;
-        }
-        tile_dot<0, 4, 6>();
-        if constexpr (kVecs == 2) tile_dot<1, 4, 7>();
-        if constexpr (kRows == 2) {
-          tile_dot<2, 5, 6>();
-          if constexpr (kVecs == 2) tile_dot<3, 5, 7>();
-        }
-      }
-    }
-    if (p.update == Update::kStore) {  // rows past the last one are scratch up to whole tiles
-      store<kRows, kVecs>(p.c + row * p.ldc + lane, p.ldc);
-      return;
-    }
-    alignas(64) float sums[32 * 32];
-    store<kRows, kVecs>(sums, 32);
-    const int64_t end = rows - row < kRows * 16 ? rows - row : kRows * 16;
-    for (int v = 0; v < kVecs; ++v) {
-      const __m512 scale = p.update == Update::kScaleAdd ? _mm512_loadu_ps(p.lane_scale + lane + v * 16)
-                                                         : _mm512_set1_ps(1.0f);
-      for (int64_t r = 0; r < end; ++r) {
-        float* c = p.c + (row + r) * p.ldc + lane + v * 16;
-        _mm512_storeu_ps(c,
-                         _mm512_fmadd_ps(_mm512_loadu_ps(c), scale, _mm512_load_ps(sums + r * 32 + v * 16)));
-      }
-    }
-  }
-
-  template <int kRows, int kVecs>
-  SELFATTN_INLINE static void store(float* c, int64_t ldc) {
-    tile_store<0>(c, ldc * 4);
-    if constexpr (kVecs == 2) tile_store<1>(c + 16, ldc * 4);
-    if constexpr (kRows == 2) tile_store<2>(c + 16 * ldc, ldc * 4);
-    if constexpr (kRows == 2 && kVecs == 2) tile_store<3>(c + 16 * ldc + 16, ldc * 4);
-  }
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA
