@@ -81,18 +81,26 @@ enum class Weigh {
   kPlain,   // exp(s - shift)
   kScaled,  // exp(s * scale - shift). The product is rounded by itself, as that of the maximum was, so that
             // the largest weight is exactly 1
-  kShort,   // the same two for weights that are about to be rounded to bfloat16
+  kQuick,   // the same two for weights that become two pieces, of which the last rounds by more than exp's
+            // error
+  kScaledQuick,
+  kShort,  // the same for weights that are about to be rounded to bfloat16
   kScaledShort,
 };
 constexpr bool is_short(Weigh weigh) { return weigh == Weigh::kShort || weigh == Weigh::kScaledShort; }
+constexpr bool is_quick(Weigh weigh) {
+  return is_short(weigh) || weigh == Weigh::kQuick || weigh == Weigh::kScaledQuick;
+}
+constexpr bool is_scaled(Weigh weigh) {
+  return weigh == Weigh::kScaled || weigh == Weigh::kScaledQuick || weigh == Weigh::kScaledShort;
+}
 
 template <class T, Weigh kWeigh>
 SELFATTN_INLINE typename Simd<T>::Vec weight_of(typename Simd<T>::Vec s, typename Simd<T>::Vec scale,
                                                 typename Simd<T>::Vec shift) {
   using S = Simd<T>;
-  constexpr bool kIsScaled = kWeigh == Weigh::kScaled || kWeigh == Weigh::kScaledShort;
-  const auto x = S::sub(kIsScaled ? S::mul(s, scale) : s, shift);
-  if constexpr (is_short(kWeigh)) {
+  const auto x = S::sub(is_scaled(kWeigh) ? S::mul(s, scale) : s, shift);
+  if constexpr (is_quick(kWeigh)) {
     return exp_nonpositive_short<T>(x);
   } else {
     return exp_nonpositive<T>(x);

@@ -127,7 +127,7 @@ template <class P>
 void weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t key, int64_t keys,
                  Scalar<P> factor, WeightOperand<P>& weights, bool keep_block) {
   if constexpr (!kPlain<P>) {
-    if (weights.rounds() && !p.dropout.enabled && !keep_block) {
+    if (!p.dropout.enabled && !keep_block) {
       with_weighing<P>(p, factor, [&](auto weigh) {
         softmax_block<P, weigh.kind, true>(strip, keys, weights.block, factor, weights);
       });

@@ -267,7 +267,7 @@ struct WeightOperand<Pairs> {
   static constexpr int64_t kRowPieces = kKeyBlock * kDepthOfRows / 2;
 
   float* block;     // [kKeyBlock][kLanes]
-  uint32_t* lanes;  // [piece][pair of keys][kLanes]
+  uint32_t* lanes;  // [pair of keys][piece][kLanes]: no power of two between the pieces
   uint32_t* rows;   // [piece][key][pairs of queries]
   int pieces;
   // [kLanes] 1 where the block may hold numbers without pieces: these lanes have pieces of 0, and products
@@ -298,16 +298,29 @@ struct WeightOperand<Pairs> {
         const __m512i bits = pair_rows(v[2 * i], v[2 * i + 1]);
         used[i] = PairEngine::add_pairs(used[i], bits);
         if constexpr (kPacked) {
-          _mm512_storeu_si512(lanes + (row / 2 + i) * kLanes<Pairs> + lane, bits);
+          _mm512_storeu_si512(lane_pieces(row / 2 + i, 1) + lane, bits);
         } else {
           _mm512_storeu_ps(to, first_of_pairs(bits));
           _mm512_storeu_ps(to + kLanes<Pairs>, second_of_pairs(bits));
         }
+      } else if constexpr (kPacked) {
+        constexpr int kPieces = is_quick(kWeigh) ? 2 : 3;
+        store_row_pair<kPieces>(lane_pieces(row / 2 + i, kPieces) + lane, kLanes<Pairs>, v[2 * i],
+                                v[2 * i + 1]);
       } else {
         _mm512_storeu_ps(to, v[2 * i]);
         _mm512_storeu_ps(to + kLanes<Pairs>, v[2 * i + 1]);
       }
     }
+  }
+  SELFATTN_INLINE uint32_t* lane_pieces(int64_t pair, int count) const {
+    return lanes + pair * count * kLanes<Pairs>;
+  }
+  SELFATTN_INLINE void store_lane_pair(int64_t pair, int64_t lane, __m512 above, __m512 below) const {
+    uint32_t* to = lane_pieces(pair, pieces) + lane;
+    if (pieces == 1) return store_row_pair<1>(to, kLanes<Pairs>, above, below);
+    if (pieces == 2) return store_row_pair<2>(to, kLanes<Pairs>, above, below);
+    store_row_pair<3>(to, kLanes<Pairs>, above, below);
   }
   // Which of 16 lanes the pieces hold.
   SELFATTN_INLINE __mmask16 with_pieces(int64_t lane) const {
@@ -318,7 +331,7 @@ struct WeightOperand<Pairs> {
   void pad_lanes(int64_t keys, int64_t vecs) {
     for (int64_t pair = (keys + 3) / 4 * 2; pair < product_pairs(keys); ++pair) {
       for (int64_t v = 0; v < vecs; ++v) {
-        _mm512_storeu_si512(lanes + pair * kLanes<Pairs> + v * 16, _mm512_setzero_si512());
+        store_lane_pair(pair, v * 16, _mm512_setzero_ps(), _mm512_setzero_ps());
       }
     }
   }
@@ -331,10 +344,7 @@ struct WeightOperand<Pairs> {
         const __mmask16 kept = with_pieces(lane);
         above = _mm512_maskz_mov_ps(kept, above);
         below = _mm512_maskz_mov_ps(kept, below);
-        for (int piece = 0; piece < pieces; ++piece) {
-          _mm512_storeu_si512(lanes + piece * kLanePieces + pair * kLanes<Pairs> + lane,
-                              take_row_pair(above, below));
-        }
+        store_lane_pair(pair, lane, above, below);
       }
     }
   }

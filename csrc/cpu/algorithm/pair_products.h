@@ -31,10 +31,10 @@ inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from,
                                     int64_t columns, const WeightOperand<Pairs>& w, int64_t vecs, float* c,
                                     Update update, const float* lane_scale, const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
-  PairEngine::multiply({a.pieces, a.pieces, a.data + from / kKeyBlock * a.block_stride, a.row_stride,
-                        a.pair_stride, a.piece_stride, w.lanes, ld, WeightOperand<Pairs>::kLanePieces,
-                        product_pairs(keys), c, ld, update, lane_scale},
-                       columns, vecs);
+  PairEngine::multiply(
+      {a.pieces, a.pieces, a.data + from / kKeyBlock * a.block_stride, a.row_stride, a.pair_stride,
+       a.piece_stride, w.lanes, w.pieces * ld, ld, product_pairs(keys), c, ld, update, lane_scale},
+      columns, vecs);
   if (w.in_float == nullptr && !a.special(from, keys)) return;
   const SpecialRows& s = a.specials;
   int64_t count = 0;

@@ -82,6 +82,37 @@ SELFATTN_INLINE __m512i take_row_pair(__m512& above, __m512& below) {
   return bits;
 }
 
+// The high halves of two rows, as pairs: both cut off to bfloat16.
+SELFATTN_INLINE __m512i high_halves(__m512i above, __m512i below) {
+  return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(above, 16), below);
+}
+
+// to[piece] = two rows in pieces. Cutting bits off costs less than rounding, so all pieces but the last are
+// cut off; three then hold all 24 bits, two 15 bits and a rounded one. What the product of two operands
+// leaves out grows by that, to 2^-23 of a term, of either sign as long as the other operand's pieces are
+// rounded.
+template <int kPieces>
+SELFATTN_INLINE void store_row_pair(uint32_t* to, int64_t piece_stride, __m512 above, __m512 below) {
+  if constexpr (kPieces == 1) {
+    _mm512_storeu_si512(to, pair_rows(above, below));
+    return;
+  }
+  SELFATTN_UNROLL
+  for (int piece = 0; piece + 1 < kPieces; ++piece) {
+    const __m512i a = _mm512_castps_si512(above), b = _mm512_castps_si512(below);
+    _mm512_storeu_si512(to + piece * piece_stride, high_halves(a, b));
+    above = _mm512_sub_ps(above, second_of_pairs(a));
+    below = _mm512_sub_ps(below, second_of_pairs(b));
+  }
+  __m512i a = _mm512_castps_si512(above), b = _mm512_castps_si512(below);
+  if constexpr (kPieces == 2) {  // there is no carry out of the largest piece, and NaN is in the first
+    const __m512i half = _mm512_set1_epi32(0x8000);
+    a = _mm512_add_epi32(a, half);
+    b = _mm512_add_epi32(b, half);
+  }
+  _mm512_storeu_si512(to + (kPieces - 1) * piece_stride, high_halves(a, b));
+}
+
 // Bits of a power of two as a float.
 constexpr int power_of_two(int exponent) { return (127 + exponent) << 23; }
 

@@ -100,6 +100,8 @@ void with_weighing(const AttentionParams& p, Scalar<P> factor, const Body& body)
     body(Weighing<Weigh::kPlain>{});
   } else if (P::pieces(p) == 1) {
     factor == 1 ? body(Weighing<Weigh::kShort>{}) : body(Weighing<Weigh::kScaledShort>{});
+  } else if (P::pieces(p) == 2) {
+    factor == 1 ? body(Weighing<Weigh::kQuick>{}) : body(Weighing<Weigh::kScaledQuick>{});
   } else {
     factor == 1 ? body(Weighing<Weigh::kPlain>{}) : body(Weighing<Weigh::kScaled>{});
   }
