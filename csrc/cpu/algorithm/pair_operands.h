@@ -8,7 +8,7 @@
 // on nothing else in the batch.
 #pragma once
 
-#include "pieces.h"
+#include "pack.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -74,10 +74,14 @@ struct LaneOperand<Pairs> {
     factor = power;
     plain_is_loaded = false;
     special = false;
-    pack_lanes(data, kLanes<Pairs>, piece_stride, s, pieces, factor);
+    Magnitudes seen = Magnitudes::none();
+    with_pieces(pieces, [&](auto count) {
+      pack_lanes<count.value>(data, kLanes<Pairs>, piece_stride, s, factor, seen);
+    });
     if (pieces == 1) return;
+    const bool ordinary = seen.are_ordinary(pieces, s.is_gradient);
     for (int64_t lane = 0; lane < kLanes<Pairs>; ++lane) {
-      const bool found = lane < s.rows && !is_ordinary_row(s, lane, pieces);
+      const bool found = !ordinary && lane < s.rows && !is_ordinary_row(s, lane, pieces);
       is_special[lane] = found ? 1.0f : 0.0f;
       special |= found;
     }
@@ -96,7 +100,8 @@ struct RowOperand<Pairs> {
   int64_t row_stride, piece_stride;
   int pieces, order;
   uint32_t* buffer;
-  bool* is_special;     // [rows]
+  bool* is_special;  // [rows]
+  bool any_special;
   float* plain_buffer;  // [kKeyBlock][padded] for converting a block
   float* block;         // [kKeyBlock][kLanes]
   RowSource source;
@@ -119,9 +124,7 @@ struct RowOperand<Pairs> {
   }
   void load(const RowSource& s) {
     source = s;
-    if (pieces > 1) {
-      for (int64_t row = 0; row < s.rows; ++row) is_special[row] = !is_ordinary_row(s, row, pieces);
-    }
+    any_special = false;
     // Whole steps of bfloat16 rows are used where they lie, if rows begin at whole pairs.
     const bool whole = s.columns % kDepthStep == 0 && s.rows % 16 == 0 && s.stride % 2 == 0 &&
                        reinterpret_cast<uintptr_t>(s.data) % sizeof(uint32_t) == 0;
@@ -132,11 +135,17 @@ struct RowOperand<Pairs> {
     }
     data = buffer;
     row_stride = padded_pairs(s.columns);
-    pack_rows(buffer, piece_stride, s, pieces);
+    Magnitudes seen = Magnitudes::none();
+    with_pieces(pieces, [&](auto count) { pack_rows<count.value>(buffer, piece_stride, s, seen); });
+    if (pieces == 1) return;
+    const bool ordinary = seen.are_ordinary(pieces, s.is_gradient);
+    for (int64_t row = 0; row < s.rows; ++row) {
+      is_special[row] = !ordinary && !is_ordinary_row(s, row, pieces);
+      any_special |= is_special[row];
+    }
   }
   bool special(int64_t from, int64_t rows) const {
-    if (pieces == 1) return false;
-    for (int64_t row = from; row < from + rows; ++row) {
+    for (int64_t row = from; any_special && row < from + rows; ++row) {
       if (is_special[row]) return true;
     }
     return false;
@@ -163,11 +172,13 @@ struct SpecialRows {
     weights = arena.take<float>(kKeyBlock * kLanes<Pairs>);
     visible = arena.take<float>(kKeyBlock * kLanes<Pairs>);
   }
-  void mark(const RowSource& s, int pieces) {
+  // `seen` has seen all of them.
+  void mark(const RowSource& s, int pieces, const Magnitudes& seen) {
     source = s;
     any = false;
+    const bool ordinary = seen.are_ordinary(pieces, s.is_gradient);
     for (int64_t row = 0; row < s.rows; ++row) {
-      marks[row] = !is_ordinary_row(s, row, pieces);
+      marks[row] = !ordinary && !is_ordinary_row(s, row, pieces);
       any |= marks[row];
     }
   }
@@ -208,16 +219,24 @@ struct ColumnOperand<Pairs> {
     specials.allocate(count, columns, arena);
   }
   void load(const RowSource& s) {
-    specials.mark(s, pieces);
+    specials.mark(s, pieces, pack(s, nullptr));
+    if (specials.any) pack(s, specials.marks);
+  }
+  Magnitudes pack(const RowSource& s, const bool* special) const {
+    Magnitudes seen = Magnitudes::none();
     for (int64_t row = 0; row < s.rows; row += kKeyBlock) {
-      const int64_t count = s.rows - row < kKeyBlock ? s.rows - row : kKeyBlock;
+      const RowSource rows = s.from(row, s.rows - row < kKeyBlock ? s.rows - row : kKeyBlock);
+      const bool* marks = special != nullptr ? special + row : nullptr;
       uint32_t* to = data + row / kKeyBlock * block_stride;
-      if (PairEngine::kTiles) {
-        pack_columns(to, row_stride, piece_stride, s.from(row, count), pieces, specials.marks + row);
-      } else {
-        pack_row_pairs(to, pair_stride, piece_stride, s.from(row, count), pieces, specials.marks + row);
-      }
+      with_pieces(pieces, [&](auto count) {
+        if constexpr (PairEngine::kTiles) {
+          pack_columns<count.value>(to, row_stride, piece_stride, rows, marks, seen);
+        } else {
+          pack_row_pairs<count.value>(to, pair_stride, piece_stride, rows, marks, seen);
+        }
+      });
     }
+    return seen;
   }
   static int64_t shared_bytes(const AttentionParams& p, int64_t count, int64_t columns) {
     return bytes(p, count, columns);
@@ -250,11 +269,18 @@ struct VectorOperand<Pairs> {
   }
   // `in_float` marks more rows as special: see WeightOperand.
   void load(const RowSource& s, const float* in_float = nullptr) {
-    specials.mark(s, pieces);
+    specials.mark(s, pieces, pack(s, nullptr));
     for (int64_t row = 0; in_float != nullptr && row < s.rows; ++row) {
       if (in_float[row] != 0.0f) specials.any = specials.marks[row] = true;
     }
-    pack_row_pairs(data, pair_stride, piece_stride, s, pieces, specials.marks);
+    if (specials.any) pack(s, specials.marks);
+  }
+  Magnitudes pack(const RowSource& s, const bool* special) const {
+    Magnitudes seen = Magnitudes::none();
+    with_pieces(pieces, [&](auto count) {
+      pack_row_pairs<count.value>(data, pair_stride, piece_stride, s, special, seen);
+    });
+    return seen;
   }
   bool special() const { return specials.any; }
 };
@@ -305,8 +331,8 @@ struct WeightOperand<Pairs> {
         }
       } else if constexpr (kPacked) {
         constexpr int kPieces = is_quick(kWeigh) ? 2 : 3;
-        store_row_pair<kPieces>(lane_pieces(row / 2 + i, kPieces) + lane, kLanes<Pairs>, v[2 * i],
-                                v[2 * i + 1]);
+        store_weight_pair<kPieces>(lane_pieces(row / 2 + i, kPieces) + lane, kLanes<Pairs>, v[2 * i],
+                                   v[2 * i + 1]);
       } else {
         _mm512_storeu_ps(to, v[2 * i]);
         _mm512_storeu_ps(to + kLanes<Pairs>, v[2 * i + 1]);
@@ -318,9 +344,9 @@ struct WeightOperand<Pairs> {
   }
   SELFATTN_INLINE void store_lane_pair(int64_t pair, int64_t lane, __m512 above, __m512 below) const {
     uint32_t* to = lane_pieces(pair, pieces) + lane;
-    if (pieces == 1) return store_row_pair<1>(to, kLanes<Pairs>, above, below);
-    if (pieces == 2) return store_row_pair<2>(to, kLanes<Pairs>, above, below);
-    store_row_pair<3>(to, kLanes<Pairs>, above, below);
+    if (pieces == 1) return store_weight_pair<1>(to, kLanes<Pairs>, above, below);
+    if (pieces == 2) return store_weight_pair<2>(to, kLanes<Pairs>, above, below);
+    store_weight_pair<3>(to, kLanes<Pairs>, above, below);
   }
   // Which of 16 lanes the pieces hold.
   SELFATTN_INLINE __mmask16 with_pieces(int64_t lane) const {

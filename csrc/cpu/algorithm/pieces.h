@@ -74,25 +74,39 @@ SELFATTN_INLINE __m512 second_of_pairs(__m512i bits) {
   return _mm512_castsi512_ps(_mm512_and_si512(bits, _mm512_set1_epi32(-65536)));
 }
 
-// The same, leaving in both rows what the rounding took away.
-SELFATTN_INLINE __m512i take_row_pair(__m512& above, __m512& below) {
-  const __m512i bits = pair_rows(above, below);
-  above = _mm512_sub_ps(above, first_of_pairs(bits));
-  below = _mm512_sub_ps(below, second_of_pairs(bits));
-  return bits;
-}
-
 // The high halves of two rows, as pairs: both cut off to bfloat16.
 SELFATTN_INLINE __m512i high_halves(__m512i above, __m512i below) {
   return _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(above, 16), below);
 }
 
-// to[piece] = two rows in pieces. Cutting bits off costs less than rounding, so all pieces but the last are
-// cut off; three then hold all 24 bits, two 15 bits and a rounded one. What the product of two operands
-// leaves out grows by that, to 2^-23 of a term, of either sign as long as the other operand's pieces are
-// rounded.
+SELFATTN_INLINE __m512i plus_half(__m512 x) {  // of the last bit that bfloat16 keeps
+  return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
+}
+
+// to[piece] = two rows in pieces, each rounded: half of the last bit is added and what is below it cut off,
+// in plain integer operations, which cost a fraction of the conversion's. The largest numbers become Inf and
+// NaN may lose itself, but those have no pieces anyway (are_ordinary).
 template <int kPieces>
 SELFATTN_INLINE void store_row_pair(uint32_t* to, int64_t piece_stride, __m512 above, __m512 below) {
+  if constexpr (kPieces == 1) {
+    _mm512_storeu_si512(to, pair_rows(above, below));
+    return;
+  }
+  SELFATTN_UNROLL
+  for (int piece = 0; piece < kPieces; ++piece) {
+    const __m512i a = plus_half(above), b = plus_half(below);
+    _mm512_storeu_si512(to + piece * piece_stride, high_halves(a, b));
+    above = _mm512_sub_ps(above, second_of_pairs(a));
+    below = _mm512_sub_ps(below, second_of_pairs(b));
+  }
+}
+
+// The same for weights and their gradients, where it is repeated for every strip and block: all pieces but
+// the last are cut off without rounding. Three then hold all 24 bits, two 15 bits and a rounded one. What the
+// product with another operand leaves out grows by that, to 2^-23 of a term, of either sign as long as the
+// other operand's pieces are rounded.
+template <int kPieces>
+SELFATTN_INLINE void store_weight_pair(uint32_t* to, int64_t piece_stride, __m512 above, __m512 below) {
   if constexpr (kPieces == 1) {
     _mm512_storeu_si512(to, pair_rows(above, below));
     return;
@@ -104,12 +118,9 @@ SELFATTN_INLINE void store_row_pair(uint32_t* to, int64_t piece_stride, __m512 a
     above = _mm512_sub_ps(above, second_of_pairs(a));
     below = _mm512_sub_ps(below, second_of_pairs(b));
   }
-  __m512i a = _mm512_castps_si512(above), b = _mm512_castps_si512(below);
-  if constexpr (kPieces == 2) {  // there is no carry out of the largest piece, and NaN is in the first
-    const __m512i half = _mm512_set1_epi32(0x8000);
-    a = _mm512_add_epi32(a, half);
-    b = _mm512_add_epi32(b, half);
-  }
+  // The third piece is exact; NaN is in the first.
+  const __m512i a = kPieces == 2 ? plus_half(above) : _mm512_castps_si512(above);
+  const __m512i b = kPieces == 2 ? plus_half(below) : _mm512_castps_si512(below);
   _mm512_storeu_si512(to + (kPieces - 1) * piece_stride, high_halves(a, b));
 }
 
@@ -160,97 +171,28 @@ inline bool is_ordinary_row(const RowSource& s, int64_t row, int pieces) {
   return ordinary && (most == 0 || most >= static_cast<unsigned>(least_largest));
 }
 
-// to[piece][row][padded depth]: rows one after another, zeros up to whole steps, and `rows` padded to 16.
-inline void pack_rows(uint32_t* to, int64_t piece_stride, const RowSource& s, int pieces) {
-  const int64_t pairs = padded_pairs(s.columns);
-  for (int64_t row = 0; row < padded_rows(s.rows); ++row) {
-    for (int64_t pair = 0; pair < pairs; pair += 16) {
-      Numbers x{_mm512_setzero_ps(), _mm512_setzero_ps()};
-      if (row < s.rows) x = load_32(element(s.data, s.dtype, row * s.stride), s.dtype, 2 * pair, s.columns);
-      for (int piece = 0; piece < pieces; ++piece) {
-        _mm512_storeu_si512(to + piece * piece_stride + row * pairs + pair, take_piece(x));
-      }
-    }
-  }
-}
+// What is seen of many numbers while they pass by. Only if this is not enough, rows are looked at one by one.
+struct Magnitudes {
+  __m512i largest, least;  // the least of magnitudes - 1, so without 0
 
-SELFATTN_INLINE void store_transposed_pairs(uint32_t* to, int64_t ld, __m512i (&rows)[16]) {
-  __m512 tile[16];
-  SELFATTN_UNROLL
-  for (int i = 0; i < 16; ++i) tile[i] = _mm512_castsi512_ps(rows[i]);
-  transpose<float>(tile);
-  SELFATTN_UNROLL
-  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(to + i * ld, tile[i]);
-}
+  static Magnitudes none() { return {_mm512_setzero_si512(), _mm512_set1_epi32(-1)}; }
 
-// to[piece][pair of columns][lane]: one row per lane times the factor, zeros in the lanes up to a whole
-// vector.
-inline void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, int pieces,
-                       float factor) {
-  const __m512 factors = _mm512_set1_ps(factor);
-  const int64_t pairs = padded_pairs(s.columns);
-  for (int64_t lane = 0; lane < s.rows; lane += 16) {
-    for (int64_t pair = 0; pair < pairs; pair += 16) {
-      __m512i tile[kMaxPieces][16];
-      for (int i = 0; i < 16; ++i) {
-        Numbers x{_mm512_setzero_ps(), _mm512_setzero_ps()};
-        if (lane + i < s.rows) {
-          x = load_32(element(s.data, s.dtype, (lane + i) * s.stride), s.dtype, 2 * pair, s.columns);
-          x = {_mm512_mul_ps(x.first, factors), _mm512_mul_ps(x.second, factors)};
-        }
-        for (int piece = 0; piece < pieces; ++piece) tile[piece][i] = take_piece(x);
-      }
-      for (int piece = 0; piece < pieces; ++piece) {
-        store_transposed_pairs(to + piece * piece_stride + pair * ld + lane, ld, tile[piece]);
-      }
-    }
+  SELFATTN_INLINE void add(__m512 x) {
+    const __m512i magnitude = magnitude_bits(x);
+    largest = _mm512_max_epu32(largest, magnitude);
+    least = _mm512_min_epu32(least, _mm512_sub_epi32(magnitude, _mm512_set1_epi32(1)));
   }
-}
-
-// to[piece][pair of rows][ld]: rows as they are, two and two, zeros up to whole steps of rows and whole
-// vectors of columns. Rows marked as special become zeros.
-inline void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, int pieces,
-                           const bool* special) {
-  for (int64_t pair = 0; pair < padded_pairs(s.rows); ++pair) {
-    const bool has_above = 2 * pair < s.rows && !special[2 * pair];
-    const bool has_below = 2 * pair + 1 < s.rows && !special[2 * pair + 1];
-    const void* above_row = element(s.data, s.dtype, 2 * pair * s.stride);
-    const void* below_row = element(s.data, s.dtype, (2 * pair + 1) * s.stride);
-    for (int64_t column = 0; column < ld; column += 16) {
-      __m512 above = _mm512_setzero_ps(), below = above;
-      if (has_above) above = load_16(element(above_row, s.dtype, column), s.dtype, s.columns - column);
-      if (has_below) below = load_16(element(below_row, s.dtype, column), s.dtype, s.columns - column);
-      for (int piece = 0; piece < pieces; ++piece) {
-        _mm512_storeu_si512(to + piece * piece_stride + pair * ld + column, take_row_pair(above, below));
-      }
-    }
+  SELFATTN_INLINE void add(const Numbers& x) {
+    add(x.first);
+    add(x.second);
   }
-}
-
-// to[piece][column][ld pairs of rows]: a row of the result per column, zeros as above.
-inline void pack_columns(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, int pieces,
-                         const bool* special) {
-  const int64_t pairs = padded_pairs(s.rows);
-  for (int64_t pair = 0; pair < pairs; pair += 16) {
-    for (int64_t column = 0; column < s.columns; column += 16) {
-      __m512i tile[kMaxPieces][16];
-      for (int i = 0; i < 16; ++i) {
-        const int64_t row = 2 * (pair + i);
-        __m512 above = _mm512_setzero_ps(), below = above;
-        if (row < s.rows && !special[row]) {
-          above = load_16(element(s.data, s.dtype, row * s.stride + column), s.dtype, s.columns - column);
-        }
-        if (row + 1 < s.rows && !special[row + 1]) {
-          below =
-              load_16(element(s.data, s.dtype, (row + 1) * s.stride + column), s.dtype, s.columns - column);
-        }
-        for (int piece = 0; piece < pieces; ++piece) tile[piece][i] = take_row_pair(above, below);
-      }
-      for (int piece = 0; piece < pieces; ++piece) {
-        store_transposed_pairs(to + piece * piece_stride + column * ld + pair, ld, tile[piece]);
-      }
-    }
+  // Every row is ordinary; false if some may not be.
+  bool are_ordinary(int pieces, bool is_gradient) const {
+    const int most = power_of_two(pieces == 1 ? 127 : 60);
+    const int enough = power_of_two(is_gradient ? -60 : -40);
+    return _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(most)) == 0 &&
+           (pieces == 1 || _mm512_cmplt_epu32_mask(least, _mm512_set1_epi32(enough - 1)) == 0);
   }
-}
+};
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

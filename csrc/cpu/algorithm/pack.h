@@ -1,0 +1,155 @@
+// Packing rows of a tensor as pieces (pieces.h), in the layouts that the operands of pair_operands.h have.
+// What passes by is looked at on the way.
+#pragma once
+
+#include "pieces.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+template <int kCount>
+struct PieceCount {
+  static constexpr int value = kCount;
+};
+template <class Body>
+void with_pieces(int pieces, const Body& body) {
+  if constexpr (PairEngine::kMostPieces > 1) {
+    if (pieces == 2) return body(PieceCount<2>{});
+    if (pieces == 3) return body(PieceCount<3>{});
+  }
+  body(PieceCount<1>{});
+}
+
+// Rows that will be needed soon. Reading them is half of the time of packing, without.
+inline void ask_for_rows(const RowSource& s, int64_t row, int64_t rows) {
+  const int64_t bytes = size_of(s.dtype);
+  prefetch_block(element(s.data, s.dtype, row * s.stride), s.stride * bytes, rows, s.columns * bytes);
+}
+
+// 32 neighbouring numbers of a row as pairs of the depth of K Q^T: neighbours where one piece may be used as
+// it lies in memory, otherwise two that are 16 apart, which needs no shuffling. pack_rows and pack_lanes
+// agree.
+template <int kPieces>
+SELFATTN_INLINE void store_numbers(uint32_t* to, int64_t piece_stride, Numbers x) {
+  if constexpr (kPieces == 1) {
+    _mm512_storeu_si512(to, take_piece(x));
+  } else {
+    store_row_pair<kPieces>(to, piece_stride, x.first, x.second);
+  }
+}
+
+// to[piece][row][padded depth]: rows one after another, zeros up to whole steps, and `rows` padded to 16.
+template <int kPieces>
+void pack_rows(uint32_t* to, int64_t piece_stride, const RowSource& s, Magnitudes& seen) {
+  constexpr int64_t kAhead = 16;
+  const int64_t pairs = padded_pairs(s.columns);
+  for (int64_t row = 0; row < padded_rows(s.rows); ++row) {
+    if (row < s.rows) ask_for_rows(s, row + kAhead, 1);
+    for (int64_t pair = 0; pair < pairs; pair += 16) {
+      Numbers x{_mm512_setzero_ps(), _mm512_setzero_ps()};
+      if (row < s.rows) x = load_32(element(s.data, s.dtype, row * s.stride), s.dtype, 2 * pair, s.columns);
+      if constexpr (kPieces > 1) seen.add(x);
+      store_numbers<kPieces>(to + row * pairs + pair, piece_stride, x);
+    }
+  }
+}
+
+SELFATTN_INLINE void store_transposed_pairs(uint32_t* to, int64_t ld, __m512i (&rows)[16]) {
+  __m512 tile[16];
+  SELFATTN_UNROLL
+  for (int i = 0; i < 16; ++i) tile[i] = _mm512_castsi512_ps(rows[i]);
+  transpose<float>(tile);
+  SELFATTN_UNROLL
+  for (int i = 0; i < 16; ++i) _mm512_storeu_ps(to + i * ld, tile[i]);
+}
+
+// to[piece][pair of columns][lane]: one row per lane times the factor, zeros in the lanes up to a whole
+// vector.
+template <int kPieces>
+void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, float factor,
+                Magnitudes& seen) {
+  const __m512 factors = _mm512_set1_ps(factor);
+  const int64_t pairs = padded_pairs(s.columns);
+  for (int64_t lane = 0; lane < s.rows; lane += 16) {
+    for (int64_t pair = 0; pair < pairs; pair += 16) {
+      __m512 first[16], second[16];
+      __m512i both[16];
+      for (int i = 0; i < 16; ++i) {
+        Numbers x{_mm512_setzero_ps(), _mm512_setzero_ps()};
+        if (lane + i < s.rows) {
+          x = load_32(element(s.data, s.dtype, (lane + i) * s.stride), s.dtype, 2 * pair, s.columns);
+          if constexpr (kPieces > 1) seen.add(x);
+          x = {_mm512_mul_ps(x.first, factors), _mm512_mul_ps(x.second, factors)};
+        }
+        if constexpr (kPieces == 1) both[i] = take_piece(x);
+        first[i] = x.first;
+        second[i] = x.second;
+      }
+      uint32_t* at = to + pair * ld + lane;
+      if constexpr (kPieces == 1) {
+        store_transposed_pairs(at, ld, both);
+      } else {
+        transpose<float>(first);
+        transpose<float>(second);
+        SELFATTN_UNROLL
+        for (int i = 0; i < 16; ++i) {
+          store_row_pair<kPieces>(at + i * ld, piece_stride, first[i], second[i]);
+        }
+      }
+    }
+  }
+}
+
+// The first 16 numbers of a row from a column on; nothing of a row that is past the end or marked as special.
+SELFATTN_INLINE __m512 load_unless_special(const RowSource& s, int64_t row, int64_t column,
+                                           const bool* special) {
+  if (row >= s.rows || (special != nullptr && special[row])) return _mm512_setzero_ps();
+  return load_16(element(s.data, s.dtype, row * s.stride + column), s.dtype, s.columns - column);
+}
+
+// to[piece][pair of rows][ld]: rows as they are, two and two, zeros up to whole steps of rows and whole
+// vectors of columns. Rows marked as special become zeros.
+template <int kPieces>
+void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, const bool* special,
+                    Magnitudes& seen) {
+  constexpr int64_t kAhead = 16;
+  for (int64_t pair = 0; pair < padded_pairs(s.rows); ++pair) {
+    if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + kAhead, 2);
+    for (int64_t column = 0; column < ld; column += 16) {
+      const __m512 above = load_unless_special(s, 2 * pair, column, special);
+      const __m512 below = load_unless_special(s, 2 * pair + 1, column, special);
+      seen.add({above, below});
+      store_row_pair<kPieces>(to + pair * ld + column, piece_stride, above, below);
+    }
+  }
+}
+
+// to[piece][column][ld pairs of rows]: a row of the result per column, zeros as above.
+template <int kPieces>
+void pack_columns(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, const bool* special,
+                  Magnitudes& seen) {
+  const int64_t pairs = padded_pairs(s.rows);
+  for (int64_t pair = 0; pair < pairs; pair += 16) {
+    if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + 32, 32);
+    for (int64_t column = 0; column < s.columns; column += 16) {
+      __m512 above[16], below[16];
+      __m512i both[16];
+      for (int i = 0; i < 16; ++i) {
+        above[i] = load_unless_special(s, 2 * (pair + i), column, special);
+        below[i] = load_unless_special(s, 2 * (pair + i) + 1, column, special);
+        seen.add({above[i], below[i]});
+        if constexpr (kPieces == 1) both[i] = pair_rows(above[i], below[i]);
+      }
+      uint32_t* at = to + column * ld + pair;
+      if constexpr (kPieces == 1) {
+        store_transposed_pairs(at, ld, both);
+      } else {
+        transpose<float>(above);
+        transpose<float>(below);
+        SELFATTN_UNROLL
+        for (int i = 0; i < 16; ++i) store_row_pair<kPieces>(at + i * ld, piece_stride, above[i], below[i]);
+      }
+    }
+  }
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
