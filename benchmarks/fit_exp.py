@@ -44,7 +44,7 @@ def relative_error(coefficients: list[mpf], low: mpf, high: mpf, base: mpf) -> m
 for name, terms, low, high, base in (
     ("float", 6, -HALF_WIDTH, HALF_WIDTH, exp(1)),
     ("double", 12, -HALF_WIDTH, HALF_WIDTH, exp(1)),
-    ("float, short", 5, mpf(0), mpf(1), mpf(2)),
+    *((f"float, short, {terms} terms", terms, mpf(0), mpf(1), mpf(2)) for terms in (4, 5, 6)),
 ):
     found = fit(terms, low, high, base)
     print(f"{name}: relative error {nstr(relative_error(found, low, high, base), 3)}")

@@ -61,49 +61,68 @@ SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive(typename Simd<T>::Vec x) {
   return S::select(S::less(x, S::set(ExpPolynomial<T>::kFlushBelow)), S::set(T(0)), y);
 }
 
-// e^x for x <= 0 where the result will be rounded to bfloat16, in fewer steps: relative error 1.1e-7, exactly
-// 1 at 0, and 0, -inf and NaN as above. 2^z = 2^floor(z) * 2^f with 2^f = 1 + f * q(f) on 0 <= f < 1. The
-// weights could do with less accuracy, their sum could not: the log-sum-exp is a float.
-template <class T>
+// q in 2^f = 1 + f * q(f) on 0 <= f < 1, of a few terms: relative errors 3.8e-6, 1.1e-7, 2.7e-9.
+template <int kTerms>
+struct PowerPolynomial;
+
+template <>
+struct PowerPolynomial<4> {
+  static constexpr float kCoefficients[4] = {0.69302325715539314115f, 0.2414167864723411582f,
+                                             0.052000131789380227653f, 0.013555418097987854618f};
+};
+template <>
+struct PowerPolynomial<5> {
+  static constexpr float kCoefficients[5] = {0.69315229038802043011f, 0.24015456857058018393f,
+                                             0.055830604118836362919f, 0.0089797184347966757739f,
+                                             0.0018826946939539721723f};
+};
+template <>
+struct PowerPolynomial<6> {
+  static constexpr float kCoefficients[6] = {0.69314700946749823412f,   0.24022981908840950459f,
+                                             0.055482852358585012329f,  0.0096804336836602015981f,
+                                             0.0012421636208647254779f, 0.00021771877777212075812f};
+};
+
+// e^x for x <= 0 in fewer steps, where processors have them: 2^z = 2^floor(z) * 2^f. Exactly 1 at 0, and 0,
+// -inf and NaN as above. The rounding error of z, |x| * epsilon, is damped by e^x, too.
+template <class T, int kTerms>
 SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive_short(typename Simd<T>::Vec x) {
   using S = Simd<T>;
   const auto z = S::mul(x, S::set(T(1.4426950408889634074)));
   const auto f = S::fraction(z);
-  auto q = S::fma(S::set(T(0.0018826946939539721723)), f, S::set(T(0.0089797184347966757739)));
-  q = S::fma(q, f, S::set(T(0.055830604118836362919)));
-  q = S::fma(q, f, S::set(T(0.24015456857058018393)));
-  q = S::fma(q, f, S::set(T(0.69315229038802043011)));
+  auto q = S::set(PowerPolynomial<kTerms>::kCoefficients[kTerms - 1]);
+  SELFATTN_UNROLL
+  for (int i = kTerms - 2; i >= 0; --i) q = S::fma(q, f, S::set(PowerPolynomial<kTerms>::kCoefficients[i]));
   return S::mul_pow2_floor_above(S::fma(q, f, S::set(T(1))), z, S::set(T(-80)));
 }
 
 // How a score becomes a weight, in all passes: they must agree to the bit.
 enum class Weigh {
-  kPlain,   // exp(s - shift)
-  kScaled,  // exp(s * scale - shift). The product is rounded by itself, as that of the maximum was, so that
-            // the largest weight is exactly 1
-  kQuick,   // the same two for weights that become two pieces, of which the last rounds by more than exp's
-            // error
+  kPlain,  // exp(s - shift)
+  kFine,   // the same for weights that become three pieces of bfloat16
+  kQuick,  // for two, which round by more than the error of a shorter exp
+  kShort,  // for one. The weights could do with still less accuracy, their sum could not: the log-sum-exp is
+           // a float
+  // exp(s * scale - shift). The product is rounded by itself, as that of the maximum was, so that the largest
+  // weight is exactly 1
+  kScaledFine,
   kScaledQuick,
-  kShort,  // the same for weights that are about to be rounded to bfloat16
   kScaledShort,
 };
+constexpr bool is_scaled(Weigh weigh) { return weigh >= Weigh::kScaledFine; }
+constexpr bool is_quick(Weigh weigh) { return weigh == Weigh::kQuick || weigh == Weigh::kScaledQuick; }
 constexpr bool is_short(Weigh weigh) { return weigh == Weigh::kShort || weigh == Weigh::kScaledShort; }
-constexpr bool is_quick(Weigh weigh) {
-  return is_short(weigh) || weigh == Weigh::kQuick || weigh == Weigh::kScaledQuick;
-}
-constexpr bool is_scaled(Weigh weigh) {
-  return weigh == Weigh::kScaled || weigh == Weigh::kScaledQuick || weigh == Weigh::kScaledShort;
-}
+constexpr int exp_terms(Weigh weigh) { return is_short(weigh) ? 5 : is_quick(weigh) ? 5 : 6; }
 
 template <class T, Weigh kWeigh>
 SELFATTN_INLINE typename Simd<T>::Vec weight_of(typename Simd<T>::Vec s, typename Simd<T>::Vec scale,
                                                 typename Simd<T>::Vec shift) {
   using S = Simd<T>;
   const auto x = S::sub(is_scaled(kWeigh) ? S::mul(s, scale) : s, shift);
-  if constexpr (is_quick(kWeigh)) {
-    return exp_nonpositive_short<T>(x);
-  } else {
+  if constexpr (kWeigh == Weigh::kPlain) {
     return exp_nonpositive<T>(x);
+  } else {
+    return exp_nonpositive_short<T, exp_terms(kWeigh)>(x);
   }
 }
 

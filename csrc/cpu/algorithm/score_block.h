@@ -103,7 +103,7 @@ void with_weighing(const AttentionParams& p, Scalar<P> factor, const Body& body)
   } else if (P::pieces(p) == 2) {
     factor == 1 ? body(Weighing<Weigh::kQuick>{}) : body(Weighing<Weigh::kScaledQuick>{});
   } else {
-    factor == 1 ? body(Weighing<Weigh::kPlain>{}) : body(Weighing<Weigh::kScaled>{});
+    factor == 1 ? body(Weighing<Weigh::kFine>{}) : body(Weighing<Weigh::kScaledFine>{});
   }
 }
 
