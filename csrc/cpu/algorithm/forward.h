@@ -33,20 +33,18 @@ struct ForwardTask {
   // where the tensors do not hold T. As many as leave the threads enough items and fit the level-2 cache;
   // which strips share an item changes nothing in their results.
   int64_t strips_for(int64_t strips, int threads) const {
-    constexpr int64_t kCache = 768 * 1024;
-    int64_t most = kCache / ForwardStrip<P>::bytes(p);
-    if (most > kMostStrips) most = kMostStrips;
+    int64_t most = kStripCache<P> / ForwardStrip<P>::bytes(p);
+    if (most > kMostStrips<P>) most = kMostStrips<P>;
     if (most > strips / (4 * threads)) most = strips / (4 * threads);
     return most < 2 ? 2 : most;
   }
-  static constexpr int64_t kMostStrips = 16;
 
   int64_t items() const { return p.batch * p.heads * items_per_head; }
 
   struct Scratch {
     Arena arena;
     ForwardScratch<P> block;
-    ForwardStrip<P> strips[kMostStrips];
+    ForwardStrip<P> strips[kMostStrips<P>];
 
     static int64_t bytes(const ForwardTask& task) {
       return ForwardScratch<P>::bytes(task.p) + task.strips_per_item * ForwardStrip<P>::bytes(task.p);

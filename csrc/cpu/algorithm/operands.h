@@ -30,6 +30,13 @@ constexpr bool kPlain = true;
 template <class P>
 constexpr int64_t kLoadedKeys = 4 * kKeyBlock;
 
+// Strips of an item of the forward: as many as share the work of bringing keys and values in, and how much of
+// the level-2 cache they may take.
+template <class P>
+constexpr int64_t kMostStrips = 16;
+template <class P>
+constexpr int64_t kStripCache = 768 * 1024;
+
 template <class P>
 struct ScalarOf {
   using type = P;

@@ -36,6 +36,12 @@ struct Pairs {
 template <>
 constexpr bool kPlain<Pairs> = false;
 
+// Packing costs more than bringing in, and processors with tiles have 2 MB.
+template <>
+constexpr int64_t kMostStrips<Pairs> = PairEngine::kTiles ? 32 : 16;
+template <>
+constexpr int64_t kStripCache<Pairs> = (PairEngine::kTiles ? 1408 : 768) * 1024;
+
 template <>
 struct ScalarOf<Pairs> {
   using type = float;
