@@ -68,6 +68,34 @@ def test_hidden_keys_leave_every_bit(how: str, dtype: torch.dtype, queries: int,
             assert same_bits(one, other), f"{name} with {junk}"
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_a_query_without_keys_leaves_every_bit(dtype: torch.dtype, kernel: str) -> None:
+    """Also of what neighbouring queries add to the gradients of keys and values in one product."""
+    queries, blind = 200, 70
+    tensors = [tensor.requires_grad_() for tensor in inputs(dtype, queries)]
+    seen = torch.rand(queries, KEYS) < 0.7
+    seen[blind] = False
+    seen[:100, 128:] = False  # a block of keys that only later queries see
+    incoming = torch.randn(2, 2, queries, 24).to(dtype)
+
+    def gradients(query: Tensor, incoming: Tensor) -> tuple[Tensor, ...]:
+        out = scaled_dot_product_attention(query, *tensors[1:], attn_mask=seen, enable_gqa=True)
+        grads = torch.autograd.grad(out, (query, *tensors[1:]), incoming)
+        return torch.cat((grads[0][:, :, :blind], grads[0][:, :, blind + 1 :]), 2), *grads[1:]
+
+    clean = gradients(tensors[0], incoming)
+    for junk in (torch.nan, torch.inf):
+        for dirty_query, dirty_incoming in ((True, False), (False, True)):
+            query, grad = tensors[0].detach().clone(), incoming.clone()
+            if dirty_query:
+                query[:, :, blind] = junk
+            if dirty_incoming:
+                grad[:, :, blind] = junk
+            dirty = gradients(query.requires_grad_(), grad)
+            for name, one, other in zip(("query", "key", "value"), dirty, clean, strict=True):
+                assert same_bits(one, other), f"gradient of {name} with {junk}"
+
+
 @pytest.mark.parametrize("queries", LENGTHS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_visible_numbers_count(dtype: torch.dtype, queries: int, kernel: str) -> None:

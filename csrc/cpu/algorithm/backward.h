@@ -67,16 +67,16 @@ class BackwardTask {
     Arena arena;
     Session<P> session;
     GradientScratch<P> block;
-    GradientStrip<P> strip;
-    int64_t head_stride, value_stride;  // padded row lengths
-    VectorOperand<P> query_rows, grad_out_rows;
-    T* grad_query_t;  // [head_dim][kLanes]
+    GradientStrip<P> strips[kPanelStrips<P>];
+    int64_t head_stride, value_stride;           // padded row lengths
+    VectorOperand<P> query_rows, grad_out_rows;  // of a panel
+    T* grad_query_t[kPanelStrips<P>];            // [head_dim][kLanes]
     RowOperand<P> key_rows, value_rows;
     ColumnOperand<P> key_columns;
-    T *grad_key, *grad_value;  // [chunk][padded]
-    T* scale;                  // [kLanes]
-    T* slope_rows;             // [kLanes] the strip's share of grad_slopes_rows
-    T* transposed;             // [kLanes][padded head_dim] dQ of the strip
+    T *grad_key, *grad_value;        // [chunk][padded]
+    T* scale;                        // [kLanes]
+    T* slope_rows[kPanelStrips<P>];  // [kLanes] the strip's share of grad_slopes_rows
+    T* transposed;                   // [kLanes][padded head_dim] dQ of the strip
     typename MaskSum<P>::Scratch mask;
 
     static int64_t grad_query_size(const AttentionParams& p) {
@@ -85,14 +85,16 @@ class BackwardTask {
     static int64_t bytes(const BackwardTask& t) {
       const AttentionParams& p = t.p;
       const int64_t e = round_up_to_vector<T>(p.head_dim), ev = round_up_to_vector<T>(p.value_dim);
-      return GradientScratch<P>::bytes(p) + GradientStrip<P>::bytes(p) +
-             VectorOperand<P>::bytes(p, kLanes<P>, p.head_dim) +
-             VectorOperand<P>::bytes(p, kLanes<P>, p.value_dim) + Arena::bytes_for<T>(grad_query_size(p)) +
+      return GradientScratch<P>::bytes(p) +
+             kPanelStrips<P> * (GradientStrip<P>::bytes(p) + Arena::bytes_for<T>(grad_query_size(p)) +
+                                Arena::bytes_for<T>(kLanes<P>)) +
+             VectorOperand<P>::bytes(p, kPanelLanes, p.head_dim) +
+             VectorOperand<P>::bytes(p, kPanelLanes, p.value_dim) +
              RowOperand<P>::bytes(p, t.chunk_rows(), p.head_dim) +
              RowOperand<P>::bytes(p, t.chunk_rows(), p.value_dim) +
              ColumnOperand<P>::shared_bytes(p, t.chunk_rows(), p.head_dim) +
              Arena::bytes_for<T>(t.chunk_rows() * e) + Arena::bytes_for<T>(t.chunk_rows() * ev) +
-             2 * Arena::bytes_for<T>(kLanes<P>) + Arena::bytes_for<T>(kLanes<P> * e) +
+             Arena::bytes_for<T>(kLanes<P>) + Arena::bytes_for<T>(kLanes<P> * e) +
              MaskSum<P>::Scratch::bytes(t.mask_sum, t.chunk_rows());
     }
     explicit Scratch(const BackwardTask& t)
@@ -101,17 +103,19 @@ class BackwardTask {
           head_stride(round_up_to_vector<T>(t.p.head_dim)),
           value_stride(round_up_to_vector<T>(t.p.value_dim)) {
       const AttentionParams& p = t.p;
-      strip.allocate(p, arena);
-      query_rows.allocate(p, kLanes<P>, p.head_dim, arena);
-      grad_out_rows.allocate(p, kLanes<P>, p.value_dim, arena);
-      grad_query_t = arena.take<T>(grad_query_size(p));
+      for (int64_t i = 0; i < kPanelStrips<P>; ++i) {
+        strips[i].allocate(p, arena);
+        grad_query_t[i] = arena.take<T>(grad_query_size(p));
+        slope_rows[i] = arena.take<T>(kLanes<P>);
+      }
+      query_rows.allocate(p, kPanelLanes, p.head_dim, arena);
+      grad_out_rows.allocate(p, kPanelLanes, p.value_dim, arena);
       key_rows.allocate(p, t.chunk_rows(), p.head_dim, arena);
       value_rows.allocate(p, t.chunk_rows(), p.value_dim, arena);
       key_columns.allocate_shared(p, t.chunk_rows(), p.head_dim, arena);
       grad_key = arena.take<T>(t.chunk_rows() * head_stride);
       grad_value = arena.take<T>(t.chunk_rows() * value_stride);
       scale = arena.take<T>(kLanes<P>);
-      slope_rows = arena.take<T>(kLanes<P>);
       transposed = arena.take<T>(kLanes<P> * head_stride);
       mask.allocate(t.mask_sum, t.chunk_rows(), arena);
     }
@@ -137,18 +141,27 @@ class BackwardTask {
     // Strips outside, heads inside: heads may share a mask, and then take turns at its gradient.
     const int64_t group = p.heads / p.kv_heads;
     int64_t done = 0;
-    for (int64_t first = 0, count; first < p.queries; first += count) {
-      count = strip_queries<P>(first, p.queries);
-      const KeyRange visible = visible_keys(p, first, first + count - 1);
-      const bool contributes =
-          visible.begin < begin + keys && visible.end > begin && visible.begin < visible.end;
+    for (int64_t first = 0; first < p.queries;) {
+      Panel panel{};
+      panel.first = first;
+      for (; panel.strips < panel_strips() && first < p.queries; ++panel.strips) {
+        const int64_t count = strip_queries<P>(first, p.queries);
+        const KeyRange visible = visible_keys(p, first, first + count - 1);
+        panel.counts[panel.strips] = count;
+        panel.contributes[panel.strips] =
+            visible.begin < begin + keys && visible.end > begin && visible.begin < visible.end;
+        panel.contribute |= panel.contributes[panel.strips];
+        first += count;
+      }
+      panel.count = first - panel.first;
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        if (contributes || index == 0) s.strip.begin_gradient(p, a, batch, head, first, count);
-        if (index == 0) sink_gradients(s.strip, s.scale);
-        if (contributes) add_strip(s, begin, keys, done, !finite);
-        mask_sum.end_step(s.mask, head, first, count, done);
-        publish(s, index, head_index, batch, head, first, count, done, contributes);
-        strips_done[index * heads_kv + head_index].store(++done, std::memory_order_release);
+        begin_panel(s, panel, batch, head, index == 0);
+        if (panel.contribute) add_panel(s, panel, batch, head, begin, keys, done, !finite);
+        for (int64_t i = 0, query = panel.first; i < panel.strips; query += panel.counts[i++]) {
+          mask_sum.end_step(s.mask, head, query, panel.counts[i], done);
+          publish(s, i, index, head_index, batch, head, query, panel.counts[i], done, panel.contributes[i]);
+          strips_done[index * heads_kv + head_index].store(++done, std::memory_order_release);
+        }
       }
     }
     mask_sum.end_item(s.mask);
@@ -165,7 +178,26 @@ class BackwardTask {
   std::unique_ptr<std::atomic<int64_t>[]>
       strips_done;  // [chunks][heads_kv] strips whose dQ the chunk has added to
 
-  int64_t chunk_rows() const { return p.keys < chunk ? p.keys : chunk; }
+  // Up to whole tiles, which products may be made of.
+  static constexpr int64_t kPanelLanes = kPanelStrips<P> * kLanes<P>;
+
+  // Neighbouring strips of one head; all but the last of them are full.
+  struct Panel {
+    int64_t first, count, strips;
+    int64_t counts[kPanelStrips<P>];
+    bool contributes[kPanelStrips<P>];  // whether the strip sees keys of the chunk
+    bool contribute;                    // whether any does
+  };
+  // Items take turns at the mask's gradient strip by strip. What several strips add at once must be the same
+  // to the bit, as it is where running sums stay in the products.
+  int64_t panel_strips() const {
+    if constexpr (kPanelStrips<P> > 1) {
+      if (P::pieces(p) == 1 && !MaskSum<P>::takes(a)) return kPanelStrips<P>;
+    }
+    return 1;
+  }
+
+  int64_t chunk_rows() const { return p.keys < chunk ? (p.keys + 15) / 16 * 16 : chunk; }
 
   // Plain arithmetic must look for data whose products with a weight of 0 are NaN; pairs have seen it
   // already.
@@ -175,56 +207,106 @@ class BackwardTask {
     return true;
   }
 
-  // One strip against the chunk: dQ^T of the strip in s.grad_query_t, dK and dV added to the chunk's.
-  void add_strip(Scratch& s, int64_t begin, int64_t keys, int64_t step, bool leave_hidden_out) const {
-    GradientStrip<P>& strip = s.strip;
-    memset(s.slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
-    for (int64_t e = 0; e < p.head_dim; ++e) {
-      memset(s.grad_query_t + e * kLanes<P>, 0,
-             static_cast<size_t>(strip.vecs) * Simd<T>::kWidth * sizeof(T));
-    }
-    const RowSource queries = strip.source(p, p.query, p.head_dim);
-    if constexpr (kPlain<P>) {
-      s.query_rows.load(queries);
-    } else {
-      s.block.grad.in_float = strip.gradients_in_float();
-      s.query_rows.load(queries, s.block.grad.in_float);
-    }
-    s.grad_out_rows.load(strip.source(p, a.grad_out, p.value_dim).as_gradient());
-    leave_hidden_out = leave_hidden_out || !well_behaved(s.query_rows, strip.count, p.head_dim) ||
-                       !well_behaved(s.grad_out_rows, strip.count, p.value_dim);
-    const bool special = s.query_rows.special() || s.grad_out_rows.special();
-    int64_t from = strip.keys.begin > begin ? (strip.keys.begin - begin) / kKeyBlock * kKeyBlock : 0;
-    const int64_t end = strip.keys.end < begin + keys ? strip.keys.end - begin : keys;
-    for (; from < end; from += kKeyBlock) {
-      const int64_t count = end - from < kKeyBlock ? end - from : kKeyBlock;
-      mask_sum.prefetch(s.mask, strip, from, count);
-      const bool mark = leave_hidden_out || special || s.key_columns.special(from, count);
-      if (!grad_score_block<P>(p, a, strip, begin + from, count, s.key_rows, s.value_rows, from, s.block,
-                               mark)) {
-        continue;
+  void begin_panel(Scratch& s, const Panel& panel, int64_t batch, int64_t head, bool first_chunk) const {
+    for (int64_t i = 0, query = panel.first; i < panel.strips; query += panel.counts[i++]) {
+      if (!panel.contributes[i] && !first_chunk) continue;
+      s.strips[i].begin_gradient(p, a, batch, head, query, panel.counts[i]);
+      if (first_chunk) sink_gradients(s.strips[i], s.scale);
+      memset(s.slope_rows[i], 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
+      for (int64_t e = 0; e < p.head_dim; ++e) {
+        memset(s.grad_query_t[i] + e * kLanes<P>, 0,
+               static_cast<size_t>(s.strips[i].vecs) * Simd<T>::kWidth * sizeof(T));
       }
-      T* grad = s.block.grad.block;
-      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, begin + from, count, grad, s.slope_rows);
-      mask_sum.add_block(s.mask, strip, step, from, count, grad);
-      if (p.softcap > 0.0) apply_softcap_gradient(strip, count, s.block.block.capped, grad);
-      s.block.weights.ready_as_rows(count, strip.count);
-      s.block.grad.ready_as_rows(count, strip.count);
-      s.block.grad.ready_as_lanes(count, strip.vecs);
-      const T* visible = mark ? s.block.visible : nullptr;
-      multiply_weights<P>(s.block.weights, count, strip.count, s.grad_out_rows, p.value_dim,
-                          s.grad_value + from * s.value_stride, visible);
-      multiply_weights<P>(s.block.grad, count, strip.count, s.query_rows, p.head_dim,
-                          s.grad_key + from * s.head_stride, visible);
-      multiply_columns<P>(s.key_columns, from, count, p.head_dim, s.block.grad, strip.vecs, s.grad_query_t,
-                          Update::kAdd, nullptr, visible);
     }
   }
 
+  // A panel against the chunk: dQ^T of its strips in s.grad_query_t, dK and dV added to the chunk's.
+  void add_panel(Scratch& s, const Panel& panel, int64_t batch, int64_t head, int64_t begin, int64_t keys,
+                 int64_t step, bool leave_hidden_out) const {
+    const auto rows_of = [&](const View& view, int64_t columns) {
+      return row_source(view, p.dtype, batch, head, panel.first, panel.count, columns);
+    };
+    if constexpr (kPlain<P>) {
+      s.query_rows.load(rows_of(p.query, p.head_dim));
+    } else {
+      // Numbers of one piece are in float nowhere, those of more come in panels of one strip.
+      s.block.grad.in_float = panel.strips == 1 ? s.strips[0].gradients_in_float() : nullptr;
+      s.query_rows.load(rows_of(p.query, p.head_dim), s.block.grad.in_float);
+    }
+    s.grad_out_rows.load(rows_of(a.grad_out, p.value_dim).as_gradient());
+    leave_hidden_out = leave_hidden_out || !well_behaved(s.query_rows, panel.count, p.head_dim) ||
+                       !well_behaved(s.grad_out_rows, panel.count, p.value_dim);
+    const bool alone = leave_hidden_out || s.query_rows.special() || s.grad_out_rows.special();
+    for (int64_t from = 0; from < keys; from += kKeyBlock) {
+      const int64_t rows = keys - from < kKeyBlock ? keys - from : kKeyBlock;
+      int64_t run = 0, ready = 0;  // queries run .. ready - 1 of the panel wait to be added
+      const auto add_run = [&] {
+        if (ready > run) add_rows(s, run, ready - run, from, rows, nullptr);
+        run = ready = 0;
+      };
+      for (int64_t i = 0, at = 0; i < panel.strips; at += panel.counts[i++]) {
+        const int64_t count =
+            panel.contributes[i] ? add_strip(s, i, at, begin, keys, from, rows, step, alone) : 0;
+        if (count == 0) {
+          add_run();
+        } else if (alone || panel.strips == 1) {
+          add_rows(s, at, panel.counts[i], from, count, alone ? s.block.visible : nullptr);
+        } else {
+          if (ready == run) run = at;
+          ready = at + panel.counts[i];
+        }
+      }
+      add_run();
+    }
+  }
+
+  // What queries of a panel add to dK and dV of a block of keys.
+  void add_rows(Scratch& s, int64_t first, int64_t queries, int64_t from, int64_t rows,
+                const T* visible) const {
+    multiply_weights<P>(s.block.weights, rows, first, queries, s.grad_out_rows, p.value_dim,
+                        s.grad_value + from * s.value_stride, visible);
+    multiply_weights<P>(s.block.grad, rows, first, queries, s.query_rows, p.head_dim,
+                        s.grad_key + from * s.head_stride, visible);
+  }
+
+  // A strip, which begins with query `at` of its panel, against a block of `rows` keys: adds to dQ^T and
+  // makes ready what add_rows takes. Returns how many keys there are for it, 0 if it sees none.
+  int64_t add_strip(Scratch& s, int64_t i, int64_t at, int64_t begin, int64_t keys, int64_t from,
+                    int64_t rows, int64_t step, bool alone) const {
+    GradientStrip<P>& strip = s.strips[i];
+    const int64_t stop = strip.keys.end < begin + keys ? strip.keys.end - begin : keys;
+    if (from >= stop || begin + from + kKeyBlock <= strip.keys.begin) return 0;
+    const int64_t count = stop - from < rows ? stop - from : rows;
+    mask_sum.prefetch(s.mask, strip, from, count);
+    const bool mark = alone || s.key_columns.special(from, count);
+    const PackedPlace place{at, rows};
+    // Nothing comes between scores and products but the softmax, and products take weights as rounded.
+    const bool direct = strip.query.rounds() && strip.ordinary && !mark && !p.dropout.enabled &&
+                        p.softcap == 0.0 && a.grad_weights.data == nullptr && a.grad_slopes_rows == nullptr &&
+                        !MaskSum<P>::takes(a);
+    if (!grad_score_block<P>(p, a, strip, begin + from, count, s.key_rows, s.value_rows, from, s.block, mark,
+                             direct ? &place : nullptr)) {
+      return 0;
+    }
+    if (!direct) {
+      T* grad = s.block.grad.block;
+      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, begin + from, count, grad, s.slope_rows[i]);
+      mask_sum.add_block(s.mask, strip, step, from, count, grad);
+      if (p.softcap > 0.0) apply_softcap_gradient(strip, count, s.block.block.capped, grad);
+      s.block.weights.ready_as_rows(count, at, strip.count, rows);
+      s.block.grad.ready_as_rows(count, at, strip.count, rows);
+      s.block.grad.ready_as_lanes(count, strip.vecs);
+    }
+    multiply_columns<P>(s.key_columns, from, count, p.head_dim, s.block.grad, strip.vecs, s.grad_query_t[i],
+                        Update::kAdd, nullptr, mark ? s.block.visible : nullptr);
+    return count;
+  }
+
   // Waits for the chunk before, then writes (first chunk) or adds to dQ and the slope sums of the strip.
-  void publish(Scratch& s, int64_t index, int64_t head_index, int64_t batch, int64_t head, int64_t first,
-               int64_t count, int64_t done, bool contributes) const {
+  void publish(Scratch& s, int64_t i, int64_t index, int64_t head_index, int64_t batch, int64_t head,
+               int64_t first, int64_t count, int64_t done, bool contributes) const {
     using S = Simd<T>;
+    T *grad_query_t = s.grad_query_t[i], *slope_rows = s.slope_rows[i];
     const bool last = index == chunks - 1, through_workspace = a.workspace != nullptr;
     if (index >
         0) {  // also with nothing to add: a later chunk takes this one's word that all before it are done
@@ -243,26 +325,26 @@ class BackwardTask {
       stride = g.stride[2];
     }
     if (!contributes) {
-      memset(s.grad_query_t, 0, static_cast<size_t>(p.head_dim * kLanes<P>) * sizeof(T));
-      memset(s.slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
+      memset(grad_query_t, 0, static_cast<size_t>(p.head_dim * kLanes<P>) * sizeof(T));
+      memset(slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
     }
     if (a.grad_slopes_rows != nullptr) {
       T* slopes = static_cast<T*>(a.grad_slopes_rows) + p.row(batch, head, first);
       for (int64_t lane = 0; lane < count; ++lane) {
-        slopes[lane] = index == 0 ? s.slope_rows[lane] : slopes[lane] + s.slope_rows[lane];
+        slopes[lane] = index == 0 ? slope_rows[lane] : slopes[lane] + slope_rows[lane];
       }
     }
     for (int64_t lane = 0; lane < kLanes<P>; ++lane) s.scale[lane] = static_cast<T>(p.scale);
     if (!through_workspace && chunks == 1) {  // the only chunk rounds to the tensor's dtype at once
       store_transposed<T>(element(g.data, p.dtype, g.offset(batch, head, first)), p.dtype, stride, count,
-                          p.head_dim, s.grad_query_t, kLanes<P>, s.scale);
+                          p.head_dim, grad_query_t, kLanes<P>, s.scale);
       return;
     }
     if (index == 0) {
-      store_transposed<T>(sum, dtype_of<T>(), stride, count, p.head_dim, s.grad_query_t, kLanes<P>, s.scale);
+      store_transposed<T>(sum, dtype_of<T>(), stride, count, p.head_dim, grad_query_t, kLanes<P>, s.scale);
     } else {
       T* rows = s.transposed;
-      store_transposed<T>(rows, dtype_of<T>(), s.head_stride, count, p.head_dim, s.grad_query_t, kLanes<P>,
+      store_transposed<T>(rows, dtype_of<T>(), s.head_stride, count, p.head_dim, grad_query_t, kLanes<P>,
                           s.scale);
       for (int64_t row = 0; row < count; ++row) {
         for (int64_t e = 0; e < p.head_dim; ++e) sum[row * stride + e] += rows[row * s.head_stride + e];

@@ -83,17 +83,23 @@ struct PowerPolynomial<6> {
                                              0.0012421636208647254779f, 0.00021771877777212075812f};
 };
 
-// e^x for x <= 0 in fewer steps, where processors have them: 2^z = 2^floor(z) * 2^f. Exactly 1 at 0, and 0,
-// -inf and NaN as above. The rounding error of z, |x| * epsilon, is damped by e^x, too.
+// 2^z for z <= 0 in fewer steps, where processors have them: 2^z = 2^floor(z) * 2^f. Exactly 1 at 0, and 0,
+// -inf and NaN as above.
 template <class T, int kTerms>
-SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive_short(typename Simd<T>::Vec x) {
+SELFATTN_INLINE typename Simd<T>::Vec exp2_nonpositive(typename Simd<T>::Vec z) {
   using S = Simd<T>;
-  const auto z = S::mul(x, S::set(T(1.4426950408889634074)));
   const auto f = S::fraction(z);
   auto q = S::set(PowerPolynomial<kTerms>::kCoefficients[kTerms - 1]);
   SELFATTN_UNROLL
   for (int i = kTerms - 2; i >= 0; --i) q = S::fma(q, f, S::set(PowerPolynomial<kTerms>::kCoefficients[i]));
   return S::mul_pow2_floor_above(S::fma(q, f, S::set(T(1))), z, S::set(T(-80)));
+}
+
+// e^x by the same. The rounding error of z, |x| * epsilon, is damped by e^x, too.
+template <class T, int kTerms>
+SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive_short(typename Simd<T>::Vec x) {
+  using S = Simd<T>;
+  return exp2_nonpositive<T, kTerms>(S::mul(x, S::set(T(1.4426950408889634074))));
 }
 
 // How a score becomes a weight, in all passes: they must agree to the bit.

@@ -83,6 +83,32 @@ struct GradientScratch {
   }
 };
 
+// Scores of a vector of queries to normalised weights, from what the forward left. Those of weights that are
+// about to be rounded need not be the forward's to the last bit, and so subtract before they scale.
+template <class T, Weigh kWeigh>
+class Normaliser {
+  using S = Simd<T>;
+  using Vec = typename S::Vec;
+
+ public:
+  SELFATTN_INLINE Normaliser(const T* row_max, const T* inverse_sum, T factor)
+      : scale_(S::set(is_short(kWeigh) ? factor * T(1.4426950408889634074) : factor)),
+        shift_(S::load(row_max)),
+        inverse_(S::load(inverse_sum)) {
+    if (is_short(kWeigh)) shift_ = S::mul(shift_, S::set(T(1) / factor));
+  }
+  SELFATTN_INLINE Vec operator()(Vec score) const {
+    if constexpr (is_short(kWeigh)) {
+      return S::mul(exp2_nonpositive<T, exp_terms(kWeigh)>(S::mul(S::sub(score, shift_), scale_)), inverse_);
+    } else {
+      return S::mul(weight_of<T, kWeigh>(score, scale_, shift_), inverse_);
+    }
+  }
+
+ private:
+  Vec scale_, shift_, inverse_;
+};
+
 // Normalised weights of a block in place of its scores, which `factor` has still to be multiplied into. Where
 // a row's sum is NaN, its hidden keys get weights of 0 * NaN, unless kHiddenIsZero asks for 0.
 template <class P, Weigh kWeigh, bool kHiddenIsZero>
@@ -90,13 +116,13 @@ void normalise_scores(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>*
                       const Scalar<P>* inverse_sum, Scalar<P> factor, Scalar<P>* s) {
   using T = Scalar<P>;
   using S = Simd<T>;
-  const auto scale = S::set(factor), hidden = S::set(-std::numeric_limits<T>::infinity());
+  const auto hidden = S::set(-std::numeric_limits<T>::infinity());
   for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
-    const auto shift = S::load(row_max + lane), inverse = S::load(inverse_sum + lane);
+    const Normaliser<T, kWeigh> weigh(row_max + lane, inverse_sum + lane, factor);
     for (int64_t j = 0; j < keys; ++j) {
       T* at = s + j * kLanes<P> + lane;
       const auto score = S::load(at);
-      auto weight = S::mul(weight_of<T, kWeigh>(score, scale, shift), inverse);
+      auto weight = weigh(score);
       if (kHiddenIsZero) weight = S::select(S::equal(score, hidden), S::set(T(0)), weight);
       S::store(at, weight);
     }
@@ -139,13 +165,25 @@ SELFATTN_INLINE typename Simd<T>::Vec sum_over_keys(const T* grad, int64_t keys,
   return S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
 }
 
+// Where the packed blocks of a strip go, for a block that is not needed in T: the place of its first query
+// among those of its panel, and how many rows of keys are to be there.
+struct PackedPlace {
+  int64_t first_query, rows;
+};
+
+// Scores and dP in the scratch's blocks to packed weights and dS.
+template <class P>
+void pack_gradients(const AttentionParams& p, const GradientStrip<P>& strip, int64_t keys, Scalar<P> factor,
+                    const PackedPlace& place, GradientScratch<P>& scratch);
+
 // Fills scratch.weights and scratch.grad for keys key .. key + keys - 1, which are rows `from` and on of
-// key_rows and value_rows; false when the mask hides them all.
+// key_rows and value_rows; false when the mask hides them all. With a place, in packed form alone: that
+// is for blocks which neither dropout nor the gradient of weights has a part in, of ordinary strips.
 template <class P>
 bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, GradientStrip<P>& strip,
                       int64_t key, int64_t keys, const RowOperand<P>& key_rows,
-                      const RowOperand<P>& value_rows, int64_t from, const GradientScratch<P>& scratch,
-                      bool need_visible) {
+                      const RowOperand<P>& value_rows, int64_t from, GradientScratch<P>& scratch,
+                      bool need_visible, const PackedPlace* place = nullptr) {
   using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
@@ -155,9 +193,14 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
   T factor;
   if (!score_block<P>(p, strip, key, keys, key_rows, from, scratch.block, weights, &factor)) return false;
   if (need_visible) mark_visible<P>(strip, keys, weights, scratch.visible);
-  normalise_block<P>(p, strip, keys, strip.row_max, strip.inverse_sum, factor, !strip.ordinary, weights);
-
   multiply_lanes<P>(value_rows, from, keys, strip.grad_out, p.value_dim, strip.vecs, grads);
+  if constexpr (!kPlain<P>) {
+    if (place != nullptr) {
+      pack_gradients<P>(p, strip, keys, factor, *place, scratch);
+      return true;
+    }
+  }
+  normalise_block<P>(p, strip, keys, strip.row_max, strip.inverse_sum, factor, !strip.ordinary, weights);
   if (a.grad_weights.data != nullptr) {
     for (int64_t lane = 0; lane < strip.count; ++lane) {
       const View& g = a.grad_weights;

@@ -37,6 +37,11 @@ constexpr int64_t kMostStrips = 16;
 template <class P>
 constexpr int64_t kStripCache = 768 * 1024;
 
+// Strips of the backward that meet a block of keys one after the other, so that what they add to dK and dV is
+// one product.
+template <class P>
+constexpr int64_t kPanelStrips = 1;
+
 template <class P>
 struct ScalarOf {
   using type = P;
@@ -126,7 +131,7 @@ struct WeightOperand {
   bool rounds() const { return false; }
   // To be called once the block is final, before the products that use it as B or as A.
   void ready_as_lanes(int64_t /*keys*/, int64_t /*vecs*/) {}
-  void ready_as_rows(int64_t /*keys*/, int64_t /*queries*/) {}
+  void ready_as_rows(int64_t /*keys*/, int64_t /*first*/, int64_t /*queries*/, int64_t /*rows*/) {}
 };
 
 // c[j][lane] = <row from + j of a, lane of b>
@@ -153,10 +158,12 @@ void multiply_columns(const ColumnOperand<P>& a, int64_t from, int64_t keys, int
   }
 }
 
-// c[j][column] += sum over the queries i of w[j][i] * b(i, column); c has rows padded to whole vectors
+// c[j][column] += sum over the queries i of w[j][i] * b(i, column); c has rows padded to whole vectors. The
+// queries are first .. first + queries - 1 of a panel. More than a strip's may come at once if nothing is
+// special and w is ready for them.
 template <class P>
-void multiply_weights(const WeightOperand<P>& w, int64_t keys, int64_t queries, const VectorOperand<P>& b,
-                      int64_t columns, Scalar<P>* c, const Scalar<P>* visible) {
+void multiply_weights(const WeightOperand<P>& w, int64_t keys, int64_t /*first*/, int64_t queries,
+                      const VectorOperand<P>& b, int64_t columns, Scalar<P>* c, const Scalar<P>* visible) {
   const int64_t padded = round_up_to_vector<P>(columns);
   const Product<P> product{queries, w.block, kLanes<P>,    b.rows.data, b.rows.stride,
                            c,       padded,  Update::kAdd, nullptr};

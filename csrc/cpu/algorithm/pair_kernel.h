@@ -4,6 +4,8 @@
 
 #include "pair_products.h"
 
+#include "pair_gradients.h"
+
 #include "backward.h"
 #include "forward.h"
 #include "thin_pairs.h"

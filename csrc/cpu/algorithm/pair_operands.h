@@ -42,6 +42,10 @@ constexpr int64_t kMostStrips<Pairs> = PairEngine::kTiles ? 32 : 16;
 template <>
 constexpr int64_t kStripCache<Pairs> = (PairEngine::kTiles ? 1408 : 768) * 1024;
 
+// A tile of dK or dV is loaded and stored as a whole, whatever is added to it.
+template <>
+constexpr int64_t kPanelStrips<Pairs> = PairEngine::kTiles ? 4 : 1;
+
 template <>
 struct ScalarOf<Pairs> {
   using type = float;
@@ -294,7 +298,8 @@ struct VectorOperand<Pairs> {
 // The block in float, and its pieces as B (pairs of keys) and as A (pairs of queries).
 template <>
 struct WeightOperand<Pairs> {
-  static constexpr int64_t kDepthOfRows = (kLanes<Pairs> + kDepthStep - 1) / kDepthStep * kDepthStep;
+  static constexpr int64_t kDepthOfRows =
+      (kPanelStrips<Pairs> * kLanes<Pairs> + kDepthStep - 1) / kDepthStep * kDepthStep;
   static constexpr int64_t kLanePieces = kKeyBlock / 2 * kLanes<Pairs>;
   static constexpr int64_t kRowPieces = kKeyBlock * kDepthOfRows / 2;
 
@@ -359,9 +364,10 @@ struct WeightOperand<Pairs> {
     if (in_float == nullptr) return 0xffff;
     return _mm512_cmp_ps_mask(_mm512_loadu_ps(in_float + lane), _mm512_setzero_ps(), _CMP_EQ_OQ);
   }
-  // After stores of packed rows up to a multiple of four.
-  void pad_lanes(int64_t keys, int64_t vecs) {
-    for (int64_t pair = (keys + 3) / 4 * 2; pair < product_pairs(keys); ++pair) {
+  // After stores of packed rows up to a multiple of four, or two.
+  void pad_lanes(int64_t keys, int64_t vecs, int64_t multiple = 4) {
+    for (int64_t pair = (keys + multiple - 1) / multiple * (multiple / 2); pair < product_pairs(keys);
+         ++pair) {
       for (int64_t v = 0; v < vecs; ++v) {
         store_lane_pair(pair, v * 16, _mm512_setzero_ps(), _mm512_setzero_ps());
       }
@@ -380,7 +386,9 @@ struct WeightOperand<Pairs> {
       }
     }
   }
-  void ready_as_rows(int64_t keys, int64_t queries) {
+  // The strip begins with query `first` of its panel. An engine of tiles also gets rows of zeros, up to `end`
+  // and whole tiles: it adds whole tiles of rows.
+  void ready_as_rows(int64_t keys, int64_t first, int64_t queries, int64_t end) {
     for (int64_t key = 0; key < keys; ++key) {
       for (int64_t lane = 0; lane < queries; lane += 32) {
         const float* from = block + key * kLanes<Pairs> + lane;
@@ -389,7 +397,18 @@ struct WeightOperand<Pairs> {
         x.first = _mm512_maskz_mov_ps(with_pieces(lane), x.first);
         if (queries - lane > 16) x.second = _mm512_maskz_mov_ps(with_pieces(lane + 16), x.second);
         for (int piece = 0; piece < pieces; ++piece) {
-          _mm512_storeu_si512(rows + piece * kRowPieces + (key * kDepthOfRows + lane) / 2, take_piece(x));
+          _mm512_storeu_si512(row_pairs(key, first + lane) + piece * kRowPieces, take_piece(x));
+        }
+      }
+    }
+    pad_rows(keys, first, queries, end);
+  }
+  uint32_t* row_pairs(int64_t key, int64_t query) const { return rows + (key * kDepthOfRows + query) / 2; }
+  void pad_rows(int64_t keys, int64_t first, int64_t queries, int64_t end) {
+    for (int64_t key = keys; PairEngine::kTiles && key < padded_rows(end); ++key) {
+      for (int64_t lane = 0; lane < queries; lane += 32) {
+        for (int piece = 0; piece < pieces; ++piece) {
+          _mm512_storeu_si512(row_pairs(key, first + lane) + piece * kRowPieces, _mm512_setzero_si512());
         }
       }
     }

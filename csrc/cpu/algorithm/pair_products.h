@@ -53,21 +53,21 @@ inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from,
 }
 
 template <>
-inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys, int64_t queries,
-                                    const VectorOperand<Pairs>& b, int64_t columns, float* c,
+inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys, int64_t first,
+                                    int64_t queries, const VectorOperand<Pairs>& b, int64_t columns, float* c,
                                     const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
   const int64_t padded = round_up_to_vector<float>(columns);
-  PairEngine::multiply({b.pieces, b.pieces, w.rows, WeightOperand<Pairs>::kDepthOfRows / 2, 1,
-                        WeightOperand<Pairs>::kRowPieces, b.data, b.pair_stride, b.piece_stride,
-                        product_pairs(queries), c, padded, Update::kAdd, nullptr},
+  PairEngine::multiply({b.pieces, b.pieces, w.row_pairs(0, first), WeightOperand<Pairs>::kDepthOfRows / 2, 1,
+                        WeightOperand<Pairs>::kRowPieces, b.data + first / 2 * b.pair_stride, b.pair_stride,
+                        b.piece_stride, product_pairs(queries), c, padded, Update::kAdd, nullptr},
                        keys, padded / 16);
   if (!b.special()) return;
   const SpecialRows& s = b.specials;
   int64_t count = 0;
   for (int64_t query = 0; query < queries; ++query) {
-    if (!s.marks[query]) continue;
-    s.convert(query, count);
+    if (!s.marks[first + query]) continue;
+    s.convert(first + query, count);
     for (int64_t key = 0; key < keys; ++key) {
       s.weights[key * ld + count] = w.block[key * ld + query];
       s.visible[key * ld + count] = visible[key * ld + query];

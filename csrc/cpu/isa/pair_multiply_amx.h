@@ -64,6 +64,60 @@ class PairEngine {
     return _mm512_dpbf16_ps(sum, (__m512bh)bits, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // 1 and 1
   }
 
+  // The whole product of one piece, without a stop.
+  SELFATTN_INLINE static void multiply_piece(const PairProduct& p, int64_t rows, int64_t vecs) {
+    for (int64_t row = 0; row < rows; row += 32) {
+      for (int64_t vec = 0; vec < vecs; vec += 2) {
+        const bool two_rows = rows - row > 16, two_vecs = vecs - vec > 1;
+        const uint32_t *a = p.a + row * p.a_row, *b = p.b + vec * 16;
+        float* c = p.c + row * p.ldc + vec * 16;
+        if (two_rows && two_vecs) {
+          piece_block<2, 2>(p, a, b, c);
+        } else if (two_rows) {
+          piece_block<2, 1>(p, a, b, c);
+        } else if (two_vecs) {
+          piece_block<1, 2>(p, a, b, c);
+        } else {
+          piece_block<1, 1>(p, a, b, c);
+        }
+      }
+    }
+  }
+  template <int kRows, int kVecs>
+  SELFATTN_INLINE static void piece_block(const PairProduct& p, const uint32_t* a, const uint32_t* b,
+                                          float* c) {
+    const int64_t a_bytes = p.a_row * 4, b_bytes = p.ldb * 4, c_bytes = p.ldc * 4;
+    const int64_t a_second = 16 * p.a_row, b_step = 16 * p.ldb;
+    float* below = c + 16 * p.ldc;
+    if (p.update == Update::kAdd) {
+      tile_load<0>(c, c_bytes);
+      if constexpr (kVecs == 2) tile_load<1>(c + 16, c_bytes);
+      if constexpr (kRows == 2) tile_load<2>(below, c_bytes);
+      if constexpr (kRows == 2 && kVecs == 2) tile_load<3>(below + 16, c_bytes);
+    } else {
+      tile_zero<0>();
+      if constexpr (kVecs == 2) tile_zero<1>();
+      if constexpr (kRows == 2) tile_zero<2>();
+      if constexpr (kRows == 2 && kVecs == 2) tile_zero<3>();
+    }
+    for (int64_t pair = p.pairs; pair > 0; pair -= 16) {
+      tile_load_once<4>(a, a_bytes);
+      tile_load<6>(b, b_bytes);
+      if constexpr (kVecs == 2) tile_load<7>(b + 16, b_bytes);
+      if constexpr (kRows == 2) tile_load_once<5>(a + a_second, a_bytes);
+      tile_dot<0, 4, 6>();
+      if constexpr (kVecs == 2) tile_dot<1, 4, 7>();
+      if constexpr (kRows == 2) tile_dot<2, 5, 6>();
+      if constexpr (kRows == 2 && kVecs == 2) tile_dot<3, 5, 7>();
+      a += 16;
+      b += b_step;
+    }
+    tile_store<0>(c, c_bytes);
+    if constexpr (kVecs == 2) tile_store<1>(c + 16, c_bytes);
+    if constexpr (kRows == 2) tile_store<2>(below, c_bytes);
+    if constexpr (kRows == 2 && kVecs == 2) tile_store<3>(below + 16, c_bytes);
+  }
+
   // A product under way, a few tile instructions at a time, so that they can stand between those of other
   // work: a processor does both at once as far as it looks ahead, which is some hundred instructions. The
   // tiles are the product's until it is done.
@@ -152,17 +206,15 @@ class PairEngine {
       row_ += 32;
     }
 
-    // A sum of one piece is no more exact than its terms, so it goes on where it was. Those of several are
-    // float's: a block's own sum comes first. Rows past the last one may be somebody else's.
-    template <int kRows>
-    bool adds_in_tiles() const {
-      return p_.update == Update::kAdd && p_.pieces == 1 && rows_ - row_ >= kRows * 16;
-    }
+    // A sum of one piece is no more exact than its terms, so it goes on where it was: one product of some
+    // depth or several after one another are the same to the bit. Those of several are float's: a block's own
+    // sum comes first.
+    bool adds_in_tiles() const { return p_.update == Update::kAdd && p_.pieces == 1; }
     float* c() const { return p_.c + row_ * p_.ldc + vec_ * 16; }
 
     template <int kRows, int kVecs>
     SELFATTN_INLINE void begin() const {
-      if (adds_in_tiles<kRows>()) {
+      if (adds_in_tiles()) {
         const float* c = this->c();
         tile_load<0>(c, p_.ldc * 4);
         if constexpr (kVecs == 2) tile_load<1>(c + 16, p_.ldc * 4);
@@ -176,10 +228,10 @@ class PairEngine {
       if constexpr (kRows == 2 && kVecs == 2) tile_zero<3>();
     }
 
-    // Of what is stored, rows past the last one are scratch up to whole tiles.
+    // Rows past the last one, up to whole tiles, are scratch or have zeros added to them.
     template <int kRows, int kVecs>
     SELFATTN_INLINE void end() const {
-      if (p_.update == Update::kStore || adds_in_tiles<kRows>()) return store<kRows, kVecs>(c(), p_.ldc);
+      if (p_.update == Update::kStore || adds_in_tiles()) return store<kRows, kVecs>(c(), p_.ldc);
       alignas(64) float sums[32 * 32];
       store<kRows, kVecs>(sums, 32);
       const int64_t end = rows_ - row_ < kRows * 16 ? rows_ - row_ : kRows * 16;
@@ -204,7 +256,8 @@ class PairEngine {
     }
   };
 
-  static void multiply(const PairProduct& p, int64_t rows, int64_t vecs) {
+  SELFATTN_INLINE static void multiply(const PairProduct& p, int64_t rows, int64_t vecs) {
+    if (p.pieces == 1 && p.pairs > 0 && p.update != Update::kScaleAdd) return multiply_piece(p, rows, vecs);
     Run run(p, rows, vecs);
     run.finish();
     if (p.pairs > 0 || p.update != Update::kStore) return;

@@ -1,0 +1,82 @@
+// From scores and dP to what the products with weights and dS take, in one go: for pieces of bfloat16 where
+// nothing comes in between.
+#pragma once
+
+#include "gradient_strip.h"
+#include "pair_operands.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// A vector of queries as a block is packed.
+template <Weigh kWeigh>
+struct PackedLanes {
+  Normaliser<float, kWeigh> weigh;
+  __m512 delta;
+  __mmask16 valid;  // lanes past the last query meet rows of zeros; they must be numbers for that to be 0
+
+  SELFATTN_INLINE PackedLanes(const GradientStrip<Pairs>& strip, float factor, int64_t lane, __mmask16 lanes)
+      : weigh(strip.row_max + lane, strip.inverse_sum + lane, factor),
+        delta(_mm512_loadu_ps(strip.delta + lane)),
+        valid(lanes) {}
+};
+
+// The rows of 32 queries, beginning with `lane`.
+template <Weigh kWeigh>
+void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float factor, int64_t first,
+                         int64_t lane, const GradientScratch<Pairs>& scratch) {
+  constexpr int64_t ld = kLanes<Pairs>;
+  const bool two = strip.vecs * 16 - lane > 16;
+  // Of a single vector, the second is the first once more and counts nothing.
+  const int64_t second = two ? 16 : 0;
+  const PackedLanes<kWeigh> lanes[2] = {
+      {strip, factor, lane, lanes_below(strip.count - lane)},
+      {strip, factor, lane + second, two ? lanes_below(strip.count - lane - 16) : __mmask16(0)}};
+  const float* scores = scratch.weights.block + lane;
+  const float* grads = scratch.grad.block + lane;
+  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
+                                         22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  for (int64_t j = 0; j < keys; j += 2) {
+    const bool has_next = j + 1 < keys;
+    __m512 weight[2][2], grad[2][2];  // [key][vector]
+    SELFATTN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      SELFATTN_UNROLL
+      for (int v = 0; v < 2; ++v) {
+        const int64_t at = (i == 1 && has_next ? j + 1 : j) * ld + v * second;
+        const __mmask16 valid = i == 0 || has_next ? lanes[v].valid : __mmask16(0);
+        weight[i][v] = _mm512_maskz_mov_ps(valid, lanes[v].weigh(_mm512_loadu_ps(scores + at)));
+        grad[i][v] = score_gradient<float>(weight[i][v], _mm512_loadu_ps(grads + at), lanes[v].delta);
+      }
+    }
+    uint32_t* weight_rows = scratch.weights.row_pairs(j, first + lane);
+    uint32_t* grad_rows = scratch.grad.row_pairs(j, first + lane);
+    constexpr int64_t row = WeightOperand<Pairs>::kDepthOfRows / 2;
+    __m512i both[2];  // a vector of both keys
+    SELFATTN_UNROLL
+    for (int i = 0; i < 2; ++i) {
+      const __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(weight[i][1], weight[i][0]);
+      if (i == 0 || has_next) _mm512_storeu_si512(weight_rows + i * row, bits);
+      both[i] = (__m512i)_mm512_cvtne2ps_pbh(grad[1][i], grad[0][i]);
+    }
+    _mm512_storeu_si512(grad_rows, _mm512_inserti64x4(both[0], _mm512_castsi512_si256(both[1]), 1));
+    if (has_next) _mm512_storeu_si512(grad_rows + row, _mm512_shuffle_i64x2(both[0], both[1], 0xee));
+    uint32_t* to = scratch.grad.lanes + j / 2 * ld + lane;
+    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both[0]));
+    if (two) _mm512_storeu_si512(to + 16, _mm512_permutexvar_epi16(order, both[1]));
+  }
+}
+
+template <>
+inline void pack_gradients<Pairs>(const AttentionParams& p, const GradientStrip<Pairs>& strip, int64_t keys,
+                                  float factor, const PackedPlace& place, GradientScratch<Pairs>& scratch) {
+  with_weighing<Pairs>(p, factor, [&](auto weigh) {
+    for (int64_t lane = 0; lane < strip.vecs * 16; lane += 32) {
+      pack_gradient_lanes<weigh.kind>(strip, keys, factor, place.first_query, lane, scratch);
+    }
+  });
+  scratch.weights.pad_rows(keys, place.first_query, strip.count, place.rows);
+  scratch.grad.pad_rows(keys, place.first_query, strip.count, place.rows);
+  scratch.grad.pad_lanes(keys, strip.vecs, 2);
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
