@@ -1,7 +1,4 @@
-"""What the sums of a float mask's gradient lose, compared with torch's sum of the same numbers.
-
-Of the CPU's fused kernels. The CUDA kernels lose more than is allowed here, see docs/cuda-kernels.md.
-"""
+"""What the sums of a float mask's gradient lose, compared with torch's sum of the same numbers."""
 
 from __future__ import annotations
 
@@ -26,7 +23,7 @@ BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 70, 1030, 8  # strips of queries and ch
     ids=lambda shape: "x".join(map(str, shape)),
 )
 def test_sums_are_as_accurate_as_torchs(
-    shape: tuple[int, ...], mask_dtype: torch.dtype, isa: str, one_thread: None
+    shape: tuple[int, ...], mask_dtype: torch.dtype, kernel: str, one_thread: None
 ) -> None:
     """Of the same numbers, those that a mask of the full size gets. Each row of them sums up to 0, so that
     what a sum loses on the way is all that is left.

@@ -164,7 +164,8 @@ struct KeyTask {
   }
 };
 
-// One element of the mask's gradient, summed over the dimensions along which that element was broadcast.
+// One element of the mask's gradient, summed over the dimensions along which that element was broadcast; in
+// float64, because a row of ds adds up to 0: what its sum loses on the way may be all that is left of it.
 template <class T>
 struct MaskTask {
   Gradient<T> gradient;
@@ -185,19 +186,19 @@ struct MaskTask {
     const int64_t column = item % size[3];
     const RowIndex row(item / size[3], size[1], size[2]);
 
-    T sum = 0;
+    double sum = 0;
     for (int64_t b = row.b; b < p.batch; b += size[0]) {
       for (int64_t h = row.h; h < p.heads; h += size[1]) {
         for (int64_t i = row.i; i < p.queries; i += size[2]) {
           for (int64_t j = column; j < p.keys; j += size[3]) {
-            if (gradient.sees(b, h, i, j)) sum += gradient.at(b, h, i, j).score;
+            if (gradient.sees(b, h, i, j)) sum += static_cast<double>(gradient.at(b, h, i, j).score);
           }
         }
       }
     }
     // Calls for the sequences of a packed batch share what they may.
-    sum += load<T>(gradient.a.grad_mask, row.b, row.h, row.i, column);
-    store<T>(gradient.a.grad_mask, row.b, row.h, row.i, column, sum);
+    sum += load<double>(gradient.a.grad_mask, row.b, row.h, row.i, column);
+    store<double>(gradient.a.grad_mask, row.b, row.h, row.i, column, sum);
   }
 };
 

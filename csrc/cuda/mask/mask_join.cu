@@ -9,7 +9,6 @@ namespace {
 constexpr int kThreads = 128;
 
 // A thread owns elements of pieces, and takes another when it is done with one.
-template <class T>
 __global__ void __launch_bounds__(kThreads, 4)
     join_mask_kernel(const MaskPieces pieces, const View gradient, int64_t queries, int64_t keys) {
   const int64_t of_piece = static_cast<int64_t>(pieces.rows()) * pieces.columns();
@@ -21,21 +20,12 @@ __global__ void __launch_bounds__(kThreads, 4)
     const int64_t query = corner.row_tile * pieces.tile_rows + element / pieces.columns();
     const int64_t key = corner.column_tile * pieces.tile_columns + element % pieces.columns();
     if (query >= queries || key >= keys) continue;
-    const T* partial = static_cast<const T*>(pieces.partial) + piece * pieces.splits * of_piece + element;
-    T sum = T(0);
+    const double* partial = pieces.partial + piece * pieces.splits * of_piece + element;
+    double sum = 0.0;
     for (int64_t split = 0; split < pieces.splits; ++split) sum += partial[split * of_piece];
-    store_element<T>(gradient.data, gradient.dtype,
-                     gradient.offset(corner.batch, corner.head, query) + key * gradient.stride[3], sum);
+    store_element(gradient.data, gradient.dtype,
+                  gradient.offset(corner.batch, corner.head, query) + key * gradient.stride[3], sum);
   }
-}
-
-template <class T>
-void join(const AttentionParams& p, const BackwardArguments& a, const MaskPieces& pieces,
-          const Launch& where) {
-  constexpr int64_t kMostBlocks = 1 << 16;
-  const int64_t blocks = divide_up(pieces.pieces * pieces.rows() * pieces.columns(), kThreads);
-  launch(&join_mask_kernel<T>, dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
-         dim3(kThreads), 0, where.stream, pieces, a.grad_mask, p.queries, p.keys);
 }
 
 }  // namespace
@@ -43,7 +33,10 @@ void join(const AttentionParams& p, const BackwardArguments& a, const MaskPieces
 void join_mask_splits(const AttentionParams& p, const BackwardArguments& a, const MaskPieces& pieces,
                       const Launch& where) {
   if (pieces.splits == 1 || pieces.blocks() == 0) return;
-  p.dtype == DType::kFloat64 ? join<double>(p, a, pieces, where) : join<float>(p, a, pieces, where);
+  constexpr int64_t kMostBlocks = 1 << 16;
+  const int64_t blocks = divide_up(pieces.pieces * pieces.rows() * pieces.columns(), kThreads);
+  launch(&join_mask_kernel, dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
+         dim3(kThreads), 0, where.stream, pieces, a.grad_mask, p.queries, p.keys);
 }
 
 }  // namespace selfattn::cuda

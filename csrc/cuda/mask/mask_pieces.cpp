@@ -42,9 +42,9 @@ MaskPieces mask_pieces(const AttentionParams& params, const BackwardArguments& a
   return p;
 }
 
-size_t mask_partial_bytes(const MaskPieces& p, DType dtype) {
+size_t mask_partial_bytes(const MaskPieces& p) {
   if (p.splits == 1) return 0;
-  const int64_t bytes = p.pieces * p.splits * p.rows() * p.columns() * (dtype == DType::kFloat64 ? 8 : 4);
+  const int64_t bytes = p.pieces * p.splits * p.rows() * p.columns() * static_cast<int64_t>(sizeof(double));
   return static_cast<size_t>(divide_up(bytes, 256) * 256);
 }
 

@@ -31,11 +31,12 @@ struct MaskPieces {
   int64_t items = 0;  // of a piece
   int64_t splits = 1;
   int64_t split_items = 0;
-  // [pieces][splits][rows()][columns()] of the accumulation type; null for one split
-  void* partial = nullptr;
+  double* partial = nullptr;  // [pieces][splits][rows()][columns()]; null for one split
 
   SELFATTN_HOST_DEVICE int rows() const { return kept[2] ? tile_rows : 1; }
   SELFATTN_HOST_DEVICE int columns() const { return kept[3] ? tile_columns : 1; }
+  // Of queries and keys, rather than sums over either or both; see line_totals.cuh.
+  SELFATTN_HOST_DEVICE bool is_tile() const { return kept[2] && kept[3]; }
   SELFATTN_HOST_DEVICE int64_t blocks() const { return items > 0 ? pieces * splits : 0; }
 
   struct Tile {
@@ -74,7 +75,7 @@ MaskPieces mask_pieces(const AttentionParams& params, const BackwardArguments& a
                        int tile_columns);
 
 // Bytes of `partial`, a multiple of 256; 0 where nothing is split.
-size_t mask_partial_bytes(const MaskPieces& pieces, DType dtype);
+size_t mask_partial_bytes(const MaskPieces& pieces);
 
 // Adds up the splits and writes the gradient. Nothing is to be done where nothing is split.
 void join_mask_splits(const AttentionParams& params, const BackwardArguments& arguments,

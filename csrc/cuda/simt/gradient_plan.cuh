@@ -127,8 +127,11 @@ struct GradientShared {
   static constexpr int kPlanBytes = 512;
   static_assert(sizeof(Plan) <= kPlanBytes, "panels begin where the plan has ended");
   static_assert(kRowPanel<T> <= kWeightPanel<T>, "the rows of products lie where ds will");
-  static constexpr size_t kBytes =
+  static constexpr size_t kPanelsEnd =
       kPlanBytes + static_cast<size_t>(kRows<T> + kColumnPanel<T> + 2 * kWeightPanel<T>) * sizeof(T);
+  static constexpr int kLines = kRows<T> > kColumns ? kRows<T> : kColumns;
+  static constexpr size_t kBytes = kPanelsEnd + (kSide == Side::kMask ? kLines * sizeof(double) : 0);
+  static_assert(kPanelsEnd % sizeof(double) == 0, "totals are aligned");
 
   Plan* plan;
   T* slopes;        // kRows sums of ds times distance
@@ -136,6 +139,7 @@ struct GradientShared {
   T* weights;       // kWeightPanel: weights after dropout
   T* score_grads;   // kWeightPanel: ds, with the slope of the softcap unless a mask's gradient is wanted
   T* product_rows;  // kRowPanel, at the same place: both products are done when ds comes
+  double* totals;   // kLines, of a mask: see ../mask/line_totals.cuh
 
   __device__ __forceinline__ explicit GradientShared(unsigned char* memory)
       : plan(reinterpret_cast<Plan*>(memory)),
@@ -143,7 +147,8 @@ struct GradientShared {
         columns(slopes + kRows<T>),
         weights(columns + kColumnPanel<T>),
         score_grads(weights + kWeightPanel<T>),
-        product_rows(score_grads) {}
+        product_rows(score_grads),
+        totals(reinterpret_cast<double*>(memory + kPanelsEnd)) {}
 };
 
 // To the next tile that somebody may see by position. All threads must call it.

@@ -1,11 +1,11 @@
 // The gradient of a float mask: a block owns a piece of it (../../mask/mask_pieces.h), and the tiles of
 // scores that fall on the piece pass by. Their gradients are added up where they are worked out, in
-// registers, element by element; sums over queries or keys that the mask does not tell apart come once, at
-// the end.
+// registers, element by element; sums over queries or keys that the mask does not tell apart come once for
+// several tiles.
 #pragma once
 
 #include "../../common/grid.cuh"
-#include "../../mask/mask_pieces.h"
+#include "../../mask/line_totals.cuh"
 #include "loads.cuh"
 #include "products.cuh"
 #include "specials.cuh"
@@ -31,25 +31,36 @@ class MaskGradient {
     const int64_t from = block % pieces_.splits * pieces_.split_items;
     const int64_t to =
         from + pieces_.split_items < pieces_.items ? from + pieces_.split_items : pieces_.items;
+    const LineTotals totals(pieces_, shared_.totals());
     clear(sum_.at);
+    int tiles = 0;  // in it
 #pragma unroll 1
-    for (int64_t n = from; n < to; ++n) add(pieces_.item(corner, n));
-    __syncthreads();
-    reduce();
-    write(corner, block);
+    for (int64_t n = from; n < to; ++n) {
+      if (add(pieces_.item(corner, n))) ++tiles;
+      if (n + 1 < to && (pieces_.is_tile() || tiles < LineTotals::kTiles)) continue;
+      put_sums();
+      if (pieces_.is_tile()) break;
+      totals.add([&](int row, int column) { return shared_.exchange()[row * kStride + column]; });
+      clear(sum_.at);
+      tiles = 0;
+      row_tile_ = column_tile_ = -1;
+    }
+    totals.finish();
+    write(corner, totals, block);
   }
 
  private:
   static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
 
-  __device__ __forceinline__ void add(const MaskPieces::Tile& item) {
+  // Whether the item is one that somebody may see: the same ones whatever the other sequences of a batch are.
+  __device__ __forceinline__ bool add(const MaskPieces::Tile& item) {
     const int first_row = static_cast<int>(item.row_tile) * C::kRows;
     const Sequence sequence = sequence_of(p_, item.batch);
     const int rows = min(static_cast<int>(sequence.queries) - first_row, C::kRows);
-    if (rows <= 0) return;
+    if (rows <= 0) return false;
     const Passing passing{static_cast<int>(item.head), static_cast<int>(item.column_tile) * C::kColumns};
     const KeyRange range = visible_keys(positions_of(p_, sequence), first_row, first_row + rows - 1);
-    if (passing.first >= range.end || passing.first + C::kColumns <= range.begin) return;
+    if (passing.first >= range.end || passing.first + C::kColumns <= range.begin) return false;
 
     __syncthreads();  // every warp is done with the item before
     if (threadIdx.x == 0) {
@@ -58,7 +69,7 @@ class MaskGradient {
     __syncthreads();
     if (p_.mask.data != nullptr) {
       const Lane<C> lane_of_mask;
-      if (!__syncthreads_or(mask_.load(Place<C>{plan_, work_, lane_of_mask, passing}))) return;
+      if (!__syncthreads_or(mask_.load(Place<C>{plan_, work_, lane_of_mask, passing}))) return false;
     }
 
     // Neighbouring items often share the queries or the keys.
@@ -75,7 +86,7 @@ class MaskGradient {
     ptx::copy_async_commit();
     ptx::copy_async_wait<0>();
     const bool special = __syncthreads_or(own_special_ || passing_special_) != 0;
-    if (lane().first_row >= rows) return;
+    if (lane().first_row >= rows) return true;
 
     Scores<C> s, ds;
     multiply_first(plan_, shared_, s);
@@ -86,44 +97,32 @@ class MaskGradient {
     Slopes<C> none;
     weigh<C>(plan_, work_, lane(), shared_, passing, mask_, none, /*careful=*/true, s, ds);
     for_each_pair(sum_, ds, [](int, int, int, int, float& sum, float& gradient) { sum += gradient; });
+    return true;
   }
 
-  // The sums to shared memory, over queries and keys that the mask does not tell apart in the first row or
-  // column.
-  __device__ __forceinline__ void reduce() {
+  // In the place of the tiles.
+  __device__ __forceinline__ void put_sums() {
     float* sums = shared_.exchange();
     const Lane<C> own;
+    __syncthreads();  // every warp is done with the tiles
     for_each_element(sum_.at, [&](int strip, int half, int tile, int i, float& sum) {
       sums[own.row(strip, half) * kStride + own.column(tile) + i] = sum;
     });
     __syncthreads();
-    if (!pieces_.kept[2]) {
-      for (int column = static_cast<int>(threadIdx.x); column < C::kColumns; column += C::kThreads) {
-        float total = 0.0f;
-        for (int row = 0; row < C::kRows; ++row) total += sums[row * kStride + column];
-        sums[column] = total;
-      }
-      __syncthreads();
-    }
-    if (!pieces_.kept[3]) {
-      for (int row = static_cast<int>(threadIdx.x); row < pieces_.rows(); row += C::kThreads) {
-        float total = 0.0f;
-        for (int column = 0; column < C::kColumns; ++column) total += sums[row * kStride + column];
-        sums[row * kStride] = total;  // which write() reads in the same thread
-      }
-    }
   }
 
-  __device__ __forceinline__ void write(const MaskPieces::Tile& corner, int64_t block) const {
+  __device__ __forceinline__ void write(const MaskPieces::Tile& corner, const LineTotals& totals,
+                                        int64_t block) const {
     const float* sums = shared_.exchange();
     const View& gradient = plan_.arguments.grad_mask;
     const int columns = pieces_.columns(), count = pieces_.rows() * columns;
 #pragma unroll 1
     for (int n = static_cast<int>(threadIdx.x); n < count; n += C::kThreads) {
       const int row = n / columns, column = n % columns;
-      const float sum = sums[row * kStride + column];
+      const double sum =
+          pieces_.is_tile() ? static_cast<double>(sums[row * kStride + column]) : totals.element(n);
       if (pieces_.partial != nullptr) {
-        static_cast<float*>(pieces_.partial)[block * count + n] = sum;
+        pieces_.partial[block * count + n] = sum;
         continue;
       }
       const int64_t query = corner.row_tile * C::kRows + row, key = corner.column_tile * C::kColumns + column;
@@ -166,7 +165,7 @@ void run_mask(const AttentionParams& p, const BackwardArguments& a, const Statis
               void* partial, const Launch& where) {
   using C = MaskConfig<kDType, kDim>;
   MaskPieces pieces = pieces_of_mask<kDType, kDim>(p, a);
-  if (pieces.splits > 1) pieces.partial = partial;
+  if (pieces.splits > 1) pieces.partial = static_cast<double*>(partial);
   if (pieces.blocks() == 0) return;
   const Plan plan = plan_side(p, a, statistics, C::kRows, C::kOwnsQueries);
   launch(&mask_gradient_kernel<C>, grid_of(pieces.blocks()), dim3(C::kThreads), SharedLayout<C>::kBytes,

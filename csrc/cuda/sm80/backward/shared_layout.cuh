@@ -27,7 +27,11 @@ struct SharedLayout {
   static constexpr int kStatistics = kTilesEnd > kResultsEnd ? kTilesEnd : kResultsEnd;
   // A byte per row of a tile: whether it holds numbers that need attention.
   static constexpr int kFlags = kStatistics + 3 * C::kQueries * 4;
-  static constexpr int kBytes = kFlags + 2 * C::kRows + 2 * C::kColumns;
+  // Of a mask's gradient: see ../../mask/line_totals.cuh.
+  static constexpr int kTotals = kFlags + 2 * C::kRows + 2 * C::kColumns;
+  static constexpr int kLines = C::kRows > C::kColumns ? C::kRows : C::kColumns;
+  static constexpr int kBytes = kTotals + (C::kSide == Side::kMask ? kLines * 8 : 0);
+  static_assert(kTotals % 8 == 0, "totals are float64");
 
   static_assert(kBytes <= 99 * 1024, "consumer devices have no more than 99 KB for a block");
 };
@@ -59,6 +63,9 @@ struct SharedMemory {
   __device__ __forceinline__ unsigned char* own2_flags() const { return own1_flags() + C::kRows; }
   __device__ __forceinline__ unsigned char* pass1_flags() const { return own1_flags() + 2 * C::kRows; }
   __device__ __forceinline__ unsigned char* pass2_flags() const { return pass1_flags() + C::kColumns; }
+  __device__ __forceinline__ double* totals() const {
+    return reinterpret_cast<double*>(bytes + Layout::kTotals);
+  }
 };
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -41,7 +41,7 @@ Instance instance_for(const AttentionParams& p) {
 size_t workspace_bytes(const AttentionParams& p, const BackwardArguments& a) {
   const size_t statistics = statistics_bytes(p);
   if (a.grad_mask.data == nullptr) return statistics;
-  return statistics + mask_partial_bytes(instance_for(p).pieces(p, a), p.dtype);
+  return statistics + mask_partial_bytes(instance_for(p).pieces(p, a));
 }
 
 void run(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
