@@ -58,6 +58,17 @@ def test_explain_tells_who_computes_what_a_kernel_hands_on() -> None:
         assert backends.explain(X, X, X, alibi_slopes=torch.ones(2)).isa == "avx512"
 
 
+def test_amx_decodes_every_dtype_itself() -> None:
+    if "amx" not in backends.cpu_isas():
+        pytest.skip("this machine lacks AMX")
+    with backends.use_cpu_isa("amx"):
+        for tensor in (X, X.half(), X.float(), X.double(), X[..., :15]):
+            few = tensor[:, :, :4]
+            assert backends.explain(few, few, few).isa == "amx"
+        assert backends.explain(X[..., :15], X[..., :15], X[..., :15]).isa == "avx512"
+        assert backends.explain(X.double(), X.double(), X.double()).isa == "avx512"
+
+
 def test_forced_kernel_runs(kernel: str) -> None:
     name, _, isa = kernel.partition("-")
     explanation = backends.explain(X, X, X)

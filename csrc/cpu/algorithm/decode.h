@@ -20,8 +20,8 @@ constexpr int64_t kDecodeBlock = 512;
 //  - small pages: a step is then a page, of which all heads lie side by side, or several.
 inline bool heads_inside(const AttentionParams& p) { return p.key.stride[1] < p.key.stride[2]; }
 
-// Keys of a step, even; 0 where heads are as fast by themselves.
-inline int64_t head_step(const AttentionParams& p) {
+// Keys of a step, a multiple of `unit`; 0 where heads are as fast by themselves.
+inline int64_t head_step(const AttentionParams& p, int64_t unit) {
   constexpr int64_t kShortRow = 512;  // bytes
   constexpr int64_t kMostBytes =
       32768;  // of a step: as much again is asked for, and the level-1 cache holds both
@@ -29,12 +29,12 @@ inline int64_t head_step(const AttentionParams& p) {
   constexpr int64_t kFewHeads = 4;      // below, a page of all heads is not much longer than that of one,
   constexpr int64_t kLongPage = 32768;  // unless it has as many bytes
   const int64_t row = p.head_dim * size_of(p.dtype);
-  if (heads_inside(p)) return row <= kShortRow ? 16 : 0;
+  if (heads_inside(p)) return row <= kShortRow ? (unit > 16 ? unit : 16) : 0;
   if (p.pages.table == nullptr || p.kv_heads == 1) return 0;
   if (p.kv_heads < kFewHeads && p.kv_heads * p.pages.size * row < kLongPage) return 0;
   int64_t step = p.pages.size;
   if (step < kLeastKeys) step *= (kLeastKeys + step - 1) / step;
-  if (step % 2 != 0) step *= 2;
+  while (step % unit != 0 && step <= kDecodeBlock) step += p.pages.size;
   return step <= kDecodeBlock && step * row <= kMostBytes ? step : 0;
 }
 
@@ -43,12 +43,12 @@ struct DecodeItem {
   int64_t heads;   // kv heads, a divisor of theirs
   int64_t chunks;  // neighbours of the same heads, read without a pause
 
-  // `all_chunks` are those of all sequences, of one kv head.
-  static DecodeItem of(const AttentionParams& p, int64_t all_chunks, int threads) {
+  // `step` is head_step; `all_chunks` are those of all sequences, of one kv head.
+  static DecodeItem of(const AttentionParams& p, int64_t step, int64_t all_chunks, int threads) {
     constexpr int64_t kMostRows = 64;  // whose scores stay in the level-2 cache
     constexpr int64_t kMostChunks = 8;
     const int64_t least_items = 4 * threads, rows_per_head = p.heads / p.kv_heads * p.queries;
-    DecodeItem item{head_step(p) == 0 ? 1 : p.kv_heads, 1};
+    DecodeItem item{step == 0 ? 1 : p.kv_heads, 1};
     while (item.heads > 1 && (p.kv_heads % item.heads != 0 || item.heads * rows_per_head > kMostRows ||
                               p.kv_heads / item.heads * all_chunks < least_items)) {
       --item.heads;
@@ -70,8 +70,8 @@ struct DecodeTask {
   int64_t item_heads, item_chunks;
   // States of the chunks, [batch * heads][chunks][queries] and, for out, [padded value_dim] more.
   T *row_max, *row_sum, *out;
-  int64_t query_size, out_stride;
-  int64_t sums_stride;  // of whole vectors, also of pairs
+  int64_t queries_size, out_stride;  // of the queries of a kv head
+  int64_t sums_stride;               // of whole vectors, also of pairs
 
   static int64_t chunks_of(const AttentionParams& p) {
     return p.keys > 0 ? (p.keys + kDecodeChunk - 1) / kDecodeChunk : 1;
@@ -80,6 +80,9 @@ struct DecodeTask {
   static int64_t state_bytes(const AttentionParams& p) {
     return 2 * Arena::bytes_for<T>(states_of(p)) +
            Arena::bytes_for<T>(states_of(p) * round_up_to_vector<T>(p.value_dim));
+  }
+  static DecodeItem item_of(const AttentionParams& p, int64_t all_chunks, int threads) {
+    return DecodeItem::of(p, head_step(p, Products::kStepKeys), all_chunks, threads);
   }
   DecodeTask(const AttentionParams& params, DecodeItem item, Arena& states)
       : p(params),
@@ -90,7 +93,7 @@ struct DecodeTask {
         row_max(states.take<T>(states_of(p))),
         row_sum(states.take<T>(states_of(p))),
         out(states.take<T>(states_of(p) * round_up_to_vector<T>(p.value_dim))),
-        query_size(Products::query_size(p.head_dim)),
+        queries_size(Products::queries_size(p)),
         out_stride(round_up_to_vector<T>(p.value_dim)),
         sums_stride((p.value_dim + 31) / 32 * 32) {}
 
@@ -103,35 +106,40 @@ struct DecodeTask {
   // Rows are the queries of all heads that read the item's kv heads, head after head.
   int64_t rows_per_kv_head() const { return group * p.queries; }
   int64_t rows() const { return item_heads * rows_per_kv_head(); }
+  // Room for rows that a tile reads or sums up beyond them.
+  int64_t score_rows() const { return rows() + Products::kSpareRows; }
+  int64_t sums_per_kv_head() const { return Products::sums_rows(rows_per_kv_head()); }
+  int64_t sums_rows() const { return item_heads * sums_per_kv_head(); }
   int64_t pages() const { return PageList::most_pages(p, item_chunks * kDecodeChunk); }
 
   struct Scratch {
     Arena arena;
-    typename Products::Query* query;          // [rows][query_size]
-    T *out, *sums;                            // [rows][out_stride], [rows][sums_stride]
+    typename Products::Session session;
+    typename Products::Query* query;          // [kv heads][queries_size]
+    T *out, *sums;                            // [rows][out_stride], [sums_rows][sums_stride]
     T *row_max, *row_sum, *rescale, *factor;  // [rows]
-    T *scores, *bias, *visible;               // [rows][kDecodeBlock]
+    T *scores, *bias, *visible;               // [score_rows][kDecodeBlock]
     const char **key_pages, **value_pages;    // [pages]
 
     static int64_t bytes(const DecodeTask& task) {
-      return Arena::bytes_for<typename Products::Query>(task.rows() * task.query_size) +
+      return Arena::bytes_for<typename Products::Query>(task.item_heads * task.queries_size) +
              Arena::bytes_for<T>(task.rows() * task.out_stride) +
-             Arena::bytes_for<T>(task.rows() * task.sums_stride) + 4 * Arena::bytes_for<T>(task.rows()) +
-             3 * Arena::bytes_for<T>(task.rows() * kDecodeBlock) +
+             Arena::bytes_for<T>(task.sums_rows() * task.sums_stride) + 4 * Arena::bytes_for<T>(task.rows()) +
+             3 * Arena::bytes_for<T>(task.score_rows() * kDecodeBlock) +
              2 * Arena::bytes_for<const char*>(task.pages());
     }
     explicit Scratch(const DecodeTask& task)
         : arena(bytes(task)),
-          query(arena.take<typename Products::Query>(task.rows() * task.query_size)),
+          query(arena.take<typename Products::Query>(task.item_heads * task.queries_size)),
           out(arena.take<T>(task.rows() * task.out_stride)),
-          sums(arena.take<T>(task.rows() * task.sums_stride)),
+          sums(arena.take<T>(task.sums_rows() * task.sums_stride)),
           row_max(arena.take<T>(task.rows())),
           row_sum(arena.take<T>(task.rows())),
           rescale(arena.take<T>(task.rows())),
           factor(arena.take<T>(task.rows())),
-          scores(arena.take<T>(task.rows() * kDecodeBlock)),
-          bias(arena.take<T>(task.rows() * kDecodeBlock)),
-          visible(arena.take<T>(task.rows() * kDecodeBlock)),
+          scores(arena.take<T>(task.score_rows() * kDecodeBlock)),
+          bias(arena.take<T>(task.score_rows() * kDecodeBlock)),
+          visible(arena.take<T>(task.score_rows() * kDecodeBlock)),
           key_pages(arena.take<const char*>(task.pages())),
           value_pages(arena.take<const char*>(task.pages())) {}
   };
@@ -143,12 +151,12 @@ struct DecodeTask {
     const int64_t batch = item / (parts * runs()), in_batch = item % (parts * runs());
     const int64_t run_of_chunks = heads_inside(p) ? in_batch / parts : in_batch % runs();
     const int64_t kv_head = (heads_inside(p) ? in_batch % parts : in_batch / runs()) * item_heads;
-    for (int64_t i = 0; i < item_heads * group; ++i) {
-      const int64_t at = p.query.offset(batch, kv_head * group + i, 0);
-      Products::load_queries(p, at, s.query + i * p.queries * query_size);
+    for (int64_t i = 0; i < item_heads; ++i) {
+      Products::load_queries(p, batch, (kv_head + i) * group, s.query + i * queries_size);
     }
     const int64_t first = run_of_chunks * item_chunks;
     const int64_t end = first + item_chunks < chunks ? first + item_chunks : chunks;
+    s.session.take_rows(rows_per_kv_head());
     const Keys keys(p, batch, kv_head, visible_of(first * kDecodeChunk, end * kDecodeChunk), s);
     for (int64_t chunk = first; chunk < end; ++chunk) {
       add_chunk(keys, chunk, s, false);
@@ -240,7 +248,7 @@ struct DecodeTask {
       soon.skip(rows_ahead(row_bytes));
       return product(ThinRows{p.dtype, all.keys, RowWalk(all), RowsAhead::with_pages(soon)}, 0, 0);
     }
-    const int64_t step = head_step(p);
+    const int64_t step = head_step(p, Products::kStepKeys);
     const RowSpan of_all = all.of_heads(item_heads), next_of_all = next.of_heads(item_heads);
     RowWalk rows(all), soon(all, &next), soon_of_all(of_all, &next_of_all);
     soon.skip(step);
@@ -262,7 +270,7 @@ struct DecodeTask {
     const int64_t of_head = rows_per_kv_head();
     for_each_step(keys, then, p.head_dim * size_of(p.dtype),
                   [&](const ThinRows& rows, int64_t head, int64_t first) {
-                    Products::scores(p, s.query + head * of_head * query_size, of_head, rows,
+                    Products::scores(p, s.query + head * queries_size, of_head, rows,
                                      s.scores + head * of_head * kDecodeBlock + first, kDecodeBlock);
                   });
   }
@@ -270,20 +278,22 @@ struct DecodeTask {
   void add_values(const RowSpan& values, const RowSpan& then, Scratch& s, const T* visible) const {
     using S = Simd<T>;
     const int64_t of_head = rows_per_kv_head();
-    memset(s.sums, 0, static_cast<size_t>(rows() * sums_stride) * sizeof(T));
+    const int64_t of_sums = sums_per_kv_head();
+    memset(s.sums, 0, static_cast<size_t>(sums_rows() * sums_stride) * sizeof(T));
     for_each_step(
         values, then, p.value_dim * size_of(p.dtype), [&](const ThinRows& rows, int64_t head, int64_t first) {
           const int64_t at = head * of_head * kDecodeBlock;
           const auto a =
               Products::weigh(s.scores + at, visible != nullptr ? visible + at : nullptr, kDecodeBlock,
-                              p.value_dim, s.sums + head * of_head * sums_stride, sums_stride);
+                              p.value_dim, s.sums + head * of_sums * sums_stride, sums_stride);
           Products::values(a.from(first), of_head, rows);
         });
     for (int64_t r = 0; r < rows(); ++r) {
       const auto rescale = S::set(s.rescale[r]), factor = S::set(s.factor[r]);
+      const T* sums = s.sums + (r / of_head * of_sums + r % of_head) * sums_stride;
       for (int64_t e = 0; e < out_stride; e += S::kWidth) {
         T* out = s.out + r * out_stride + e;
-        const auto sum = S::mul(S::load(s.sums + r * sums_stride + e), factor);
+        const auto sum = S::mul(Products::load_sums(sums, e), factor);
         S::store(out, S::fma(S::load(out), rescale, sum));
       }
     }
@@ -355,7 +365,7 @@ template <class P>
 void decode(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   Arena arena(DecodeTask<P>::state_bytes(p));
   const int64_t chunks = p.batch * DecodeTask<P>::chunks_of(p);
-  const DecodeTask<P> task(p, DecodeItem::of(p, chunks, pool.threads), arena);
+  const DecodeTask<P> task(p, DecodeTask<P>::item_of(p, chunks, pool.threads), arena);
   for_each_item(pool, task.items(), task);
   const DecodeMerge<P> merge{task, outputs};
   for_each_item(pool, merge.items(), merge);
@@ -377,7 +387,7 @@ void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, c
   tasks.reserve(calls.size());
   merges.reserve(calls.size());
   for (const auto& call : calls) {
-    tasks.emplace_back(call.params, DecodeItem::of(call.params, chunks, pool.threads), arena);
+    tasks.emplace_back(call.params, DecodeTask<P>::item_of(call.params, chunks, pool.threads), arena);
     merges.push_back({tasks.back(), call.results});
   }
   const JointTask<DecodeTask<P>> joint(tasks);

@@ -2,6 +2,7 @@
 // else takes a block at a time, from a copy if there are pages.
 #pragma once
 
+#include "arena.h"
 #include "rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {

@@ -1,5 +1,6 @@
 // The entry points of an instruction set that multiplies pairs, for the calls that gain by it; all others go
-// to the kernel for plain AVX-512. Included last in a kernels_*.cpp.
+// to the kernel for plain AVX-512. Included last in a kernels_*.cpp, after what decodes by pairs there:
+// thin_pairs.h or thin_tiles.h.
 #pragma once
 
 #include "pair_products.h"
@@ -7,8 +8,8 @@
 #include "pair_gradients.h"
 
 #include "backward.h"
+#include "decode.h"
 #include "forward.h"
-#include "thin_pairs.h"
 #include "weights.h"
 
 namespace selfattn::cpu {
@@ -31,7 +32,7 @@ inline bool takes_pairs(const AttentionParams& p) { return gains_by_pairs(p) && 
 
 // With a few queries memory is the limit, unless numbers must be converted.
 inline bool decodes_pairs(const AttentionParams& p) {
-  return PairEngine::kDecodes && p.dtype == DType::kBFloat16 && gains_by_pairs(p);
+  return p.dtype == DType::kBFloat16 && gains_by_pairs(p);
 }
 
 // Of a batch whose elements have their own numbers of queries, what attention_forward leaves over: those with
@@ -42,15 +43,20 @@ inline AttentionParams left_over(const AttentionParams& p) {
   return few;
 }
 
-// A template, so that what an engine does not decode is not compiled either.
+template <class P>
+void decode_all(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
+  p.sequences.any() ? decode_sequences<P>(p, o, pool) : decode<P>(p, o, pool);
+}
+
+// A template, so that what is handed on is not compiled either.
 template <class Engine = PairEngine>
 void pair_decode(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
-  if constexpr (Engine::kDecodes) {
-    if (decodes_pairs(p)) {
-      return p.sequences.any() ? decode_sequences<Pairs>(p, o, pool) : decode<Pairs>(p, o, pool);
-    }
+  if (decodes_pairs(p)) return decode_all<Pairs>(p, o, pool);
+  if constexpr (Engine::kDecodesPlain) {
+    return p.dtype == DType::kFloat64 ? decode_all<double>(p, o, pool) : decode_all<float>(p, o, pool);
+  } else {
+    kFusedAvx512.forward(p, o, pool);
   }
-  kFusedAvx512.forward(p, o, pool);
 }
 
 inline void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
@@ -88,7 +94,8 @@ inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPoo
 }
 
 inline const Kernel* pair_hands_on_to(const AttentionParams& p) {
-  return takes_pairs(p) || (p.queries <= kThinQueries && decodes_pairs(p)) ? nullptr : &kFusedAvx512;
+  const bool decodes = p.queries <= kThinQueries && (PairEngine::kDecodesPlain || decodes_pairs(p));
+  return takes_pairs(p) || decodes ? nullptr : &kFusedAvx512;
 }
 
 constexpr Kernel pair_kernel(const char* isa, const char* description) {

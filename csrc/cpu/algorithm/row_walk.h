@@ -8,7 +8,13 @@
 
 #include "key_rows.h"
 
+#ifndef SELFATTN_FETCH_INTO
+#define SELFATTN_FETCH_INTO 3
+#endif
+
 namespace selfattn::cpu::SELFATTN_ISA {
+
+constexpr int kFetchInto = SELFATTN_FETCH_INTO;
 
 // Neighbouring keys, or values, of one kv head or of several: then all heads' rows of one key, and of the
 // next. They lie page after page; without pages all is one.
@@ -160,8 +166,9 @@ class RowWalk {
   RowRun run_;
 };
 
-// Reads nothing, so that the address may lie past the tensor's end.
-SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line); }
+// Reads nothing, so that the address may lie past the tensor's end. kFetchInto is 3 for all levels of caches,
+// 2 for those from the second on; see isa/kernels_amx.cpp.
+SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line, 0, kFetchInto); }
 
 // The rows that are asked for while others are used: a walk ahead of these. A line can be under way only when
 // its address has been translated, and what waits for that holds up all that follows. Therefore one line of

@@ -2,8 +2,8 @@
 // and nothing to convert. For processors where memory is faster than float's multiply-adds.
 #pragma once
 
-#include "pair_operands.h"
 #include "thin_products.h"
+#include "thin_weights.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -137,13 +137,24 @@ struct PairColumns {
 template <>
 struct ThinProducts<Pairs> {
   using Query = uint16_t;
+  struct Session {
+    void take_rows(int64_t) {}
+  };
 
-  static int64_t query_size(int64_t head_dim) { return padded_query<StoredPairs>(head_dim); }
-  static void load_queries(const AttentionParams& p, int64_t offset, Query* to) {
-    const auto* from = static_cast<const uint16_t*>(p.query.data) + offset;
-    for (int64_t i = 0; i < p.queries; ++i, to += query_size(p.head_dim), from += p.query.stride[2]) {
-      memcpy(to, from, static_cast<size_t>(p.head_dim) * sizeof(Query));
-      memset(to + p.head_dim, 0, static_cast<size_t>(query_size(p.head_dim) - p.head_dim) * sizeof(Query));
+  static constexpr int64_t kStepKeys = 2, kSpareRows = 0;
+  static int64_t sums_rows(int64_t rows) { return rows; }
+
+  static int64_t queries_size(const AttentionParams& p) {
+    return p.heads / p.kv_heads * p.queries * padded_query<StoredPairs>(p.head_dim);
+  }
+  static void load_queries(const AttentionParams& p, int64_t batch, int64_t first_head, Query* to) {
+    const int64_t size = padded_query<StoredPairs>(p.head_dim);
+    for (int64_t head = first_head; head < first_head + p.heads / p.kv_heads; ++head) {
+      const auto* from = static_cast<const uint16_t*>(p.query.data) + p.query.offset(batch, head, 0);
+      for (int64_t i = 0; i < p.queries; ++i, to += size, from += p.query.stride[2]) {
+        memcpy(to, from, static_cast<size_t>(p.head_dim) * sizeof(Query));
+        memset(to + p.head_dim, 0, static_cast<size_t>(size - p.head_dim) * sizeof(Query));
+      }
     }
   }
 
@@ -160,21 +171,7 @@ struct ThinProducts<Pairs> {
     }
   }
 
-  // A row of weights becomes words of two, in place. Returns by what their product with values must be
-  // multiplied so that its weights sum up to what they were before they were rounded.
-  static float round_weights(int64_t keys, float* weights) {
-    __m512 sum = _mm512_setzero_ps(), rounded_sum = sum;
-    for (int64_t j = 0; j < keys; j += 32) {
-      const __m512 first = _mm512_loadu_ps(weights + j);
-      const __m512 second = j + 16 < keys ? _mm512_loadu_ps(weights + j + 16) : _mm512_setzero_ps();
-      const __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(second, first);
-      sum = _mm512_add_ps(sum, _mm512_add_ps(first, second));
-      rounded_sum = PairEngine::add_pairs(rounded_sum, bits);
-      _mm512_storeu_si512(weights + j / 2, bits);
-    }
-    const float before = _mm512_reduce_add_ps(sum), after = _mm512_reduce_add_ps(rounded_sum);
-    return after == 0.0f ? 1.0f : before / after;
-  }
+  static float round_weights(int64_t keys, float* weights) { return round_to_pairs(keys, weights); }
 
   using Values = PairValues;
   static Values weigh(const float* weights, const float* visible, int64_t ld, int64_t value_dim, float* sums,
@@ -183,6 +180,9 @@ struct ThinProducts<Pairs> {
   }
   static void values(const Values& a, int64_t rows, const ThinRows& values) {
     thin_value_steps(PairColumns(), a, rows, values);
+  }
+  static SELFATTN_INLINE __m512 load_sums(const float* sums, int64_t column) {
+    return _mm512_loadu_ps(sums + column);
   }
 };
 

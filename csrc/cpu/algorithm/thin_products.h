@@ -9,12 +9,26 @@ namespace selfattn::cpu::SELFATTN_ISA {
 template <class P>
 struct ThinProducts {
   using Query = P;
+  struct Session {  // of a thread that multiplies
+    void take_rows(int64_t) {}
+  };
 
-  static int64_t query_size(int64_t head_dim) { return round_up_to_vector<P>(head_dim); }
-  // scale * Q of one head.
-  static void load_queries(const AttentionParams& p, int64_t offset, Query* to) {
-    load_rows<P>(to, element(p.query.data, p.dtype, offset), p.dtype, p.query.stride[2], p.queries,
-                 p.head_dim, static_cast<P>(p.scale));
+  static constexpr int64_t kStepKeys = 2;   // calls but for the last take a multiple of keys
+  static constexpr int64_t kSpareRows = 0;  // of scores, that are read but do not count
+
+  // Rows of sums that the rows of a kv head take.
+  static int64_t sums_rows(int64_t rows) { return rows; }
+  // Elements that the queries of a kv head take.
+  static int64_t queries_size(const AttentionParams& p) {
+    return p.heads / p.kv_heads * p.queries * round_up_to_vector<P>(p.head_dim);
+  }
+  // scale * Q of the heads that read one kv head.
+  static void load_queries(const AttentionParams& p, int64_t batch, int64_t first_head, Query* to) {
+    for (int64_t head = first_head; head < first_head + p.heads / p.kv_heads; ++head) {
+      load_rows<P>(to, element(p.query.data, p.dtype, p.query.offset(batch, head, 0)), p.dtype,
+                   p.query.stride[2], p.queries, p.head_dim, static_cast<P>(p.scale));
+      to += p.queries * round_up_to_vector<P>(p.head_dim);
+    }
   }
   static void scores(const AttentionParams& p, const Query* query, int64_t rows, const ThinRows& keys, P* s,
                      int64_t ld) {
@@ -28,6 +42,10 @@ struct ThinProducts {
   }
   static void values(const Values& a, int64_t rows, const ThinRows& values) {
     thin_values<P>(a, rows, values);
+  }
+  // A vector of a row's sums, from a column on.
+  static SELFATTN_INLINE typename Simd<P>::Vec load_sums(const P* sums, int64_t column) {
+    return Simd<P>::load(sums + column);
   }
 };
 

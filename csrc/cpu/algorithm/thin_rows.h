@@ -56,7 +56,7 @@ template <class Stored>
 constexpr int kVecsOfLine = 64 / (Stored::kElements * static_cast<int>(sizeof(typename Stored::Element)));
 
 // How far ahead of its use a line is asked for: about what is under way between memory and a core at once.
-constexpr int64_t kBytesAhead = 8192;
+constexpr int64_t kBytesAhead = kFetchInto == 3 ? 8192 : 32768;
 
 // The same in rows; of rows shorter than a line, which are not asked for, any number will do.
 inline int64_t rows_ahead(int64_t row_bytes) {

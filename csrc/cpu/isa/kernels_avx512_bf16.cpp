@@ -22,6 +22,8 @@
 
 #include "pair_multiply_avx512_bf16.h"
 
+#include "../algorithm/thin_pairs.h"
+
 #include "../algorithm/pair_kernel.h"
 
 #if defined(__clang__)

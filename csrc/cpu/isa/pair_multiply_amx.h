@@ -37,17 +37,11 @@ class PairEngine {
  public:
   static constexpr bool kTiles = true;   // A has its pairs next to each other, and whole tiles of rows
   static constexpr int kMostPieces = 3;  // six products at 16 times the rate of a multiply-add
-  // VDPBF16PS, which decoding would take (thin_pairs.h), has not been timed on such a processor.
-  static constexpr bool kDecodes = false;
+  static constexpr bool kDecodesPlain = true;  // see SELFATTN_FETCH_INTO in kernels_amx.cpp
 
   PairEngine() {
     __asm__ volatile("sttilecfg %0" : "=m"(before_) : : "memory");
-    alignas(64) uint8_t configuration[64] = {1};  // palette
-    for (int tile = 0; tile < 8; ++tile) {
-      configuration[16 + 2 * tile] = 64;  // bytes per row
-      configuration[48 + tile] = 16;      // rows
-    }
-    __asm__ volatile("ldtilecfg %0" : : "m"(configuration) : "memory");
+    configure(0, 16);
   }
   ~PairEngine() {
     if (before_[0] != 0) {
@@ -58,6 +52,16 @@ class PairEngine {
   }
   PairEngine(const PairEngine&) = delete;
   PairEngine& operator=(const PairEngine&) = delete;
+
+  // The first `some` tiles with fewer rows than sixteen.
+  static void configure(int some, int rows) {
+    alignas(64) uint8_t configuration[64] = {1};  // palette
+    for (int tile = 0; tile < 8; ++tile) {
+      configuration[16 + 2 * tile] = 64;  // bytes per row
+      configuration[48 + tile] = static_cast<uint8_t>(tile < some ? rows : 16);
+    }
+    __asm__ volatile("ldtilecfg %0" : : "m"(configuration) : "memory");
+  }
 
   // sum + first + second of each pair
   SELFATTN_INLINE static __m512 add_pairs(__m512 sum, __m512i bits) {
