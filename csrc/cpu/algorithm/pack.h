@@ -62,11 +62,41 @@ SELFATTN_INLINE void store_transposed_pairs(uint32_t* to, int64_t ld, __m512i (&
   for (int i = 0; i < 16; ++i) _mm512_storeu_ps(to + i * ld, tile[i]);
 }
 
+// 32 numbers of a bfloat16 row, which are their only piece as they lie; nothing of a row that is past the end
+// or marked as special.
+SELFATTN_INLINE __m512i load_32_bfloat16(const RowSource& s, int64_t row, int64_t column,
+                                         const bool* special) {
+  if (row >= s.rows || (special != nullptr && special[row])) return _mm512_setzero_si512();
+  const int64_t n = s.columns - column;
+  const __mmask32 mask = n >= 32 ? 0xffffffffu : (1u << n) - 1;
+  return _mm512_maskz_loadu_epi16(mask, element(s.data, DType::kBFloat16, row * s.stride + column));
+}
+
+// pack_lanes of those. A power of two does not round.
+inline void pack_bfloat16_lanes(uint32_t* to, int64_t ld, const RowSource& s, float factor) {
+  const __m512 factors = _mm512_set1_ps(factor);
+  for (int64_t lane = 0; lane < s.rows; lane += 16) {
+    for (int64_t pair = 0; pair < padded_pairs(s.columns); pair += 16) {
+      __m512i both[16];
+      for (int i = 0; i < 16; ++i) {
+        both[i] = load_32_bfloat16(s, lane + i, 2 * pair, nullptr);
+        if (factor == 1.0f) continue;
+        const __m512 first = _mm512_mul_ps(first_of_pairs(both[i]), factors);
+        const __m512 second = _mm512_mul_ps(second_of_pairs(both[i]), factors);
+        both[i] = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(first), 16),
+                                          _mm512_castps_si512(second));
+      }
+      store_transposed_pairs(to + pair * ld + lane, ld, both);
+    }
+  }
+}
+
 // to[piece][pair of columns][lane]: one row per lane times the factor, zeros in the lanes up to a whole
 // vector.
 template <int kPieces>
 void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, float factor,
                 Magnitudes& seen) {
+  if (kPieces == 1 && s.dtype == DType::kBFloat16) return pack_bfloat16_lanes(to, ld, s, factor);
   const __m512 factors = _mm512_set1_ps(factor);
   const int64_t pairs = padded_pairs(s.columns);
   for (int64_t lane = 0; lane < s.rows; lane += 16) {
@@ -114,6 +144,21 @@ void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSou
   constexpr int64_t kAhead = 16;
   for (int64_t pair = 0; pair < padded_pairs(s.rows); ++pair) {
     if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + kAhead, 2);
+    if (kPieces == 1 && s.dtype == DType::kBFloat16) {
+      const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39,
+                                           7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
+      const __m512i high = _mm512_or_si512(low, _mm512_set1_epi16(16));
+      for (int64_t column = 0; column < ld; column += 32) {
+        const __m512i above = load_32_bfloat16(s, 2 * pair, column, special);
+        const __m512i below = load_32_bfloat16(s, 2 * pair + 1, column, special);
+        seen.add_bfloat16(above);
+        seen.add_bfloat16(below);
+        uint32_t* row = to + pair * ld + column;
+        _mm512_storeu_si512(row, _mm512_permutex2var_epi16(above, low, below));
+        if (column + 16 < ld) _mm512_storeu_si512(row + 16, _mm512_permutex2var_epi16(above, high, below));
+      }
+      continue;
+    }
     for (int64_t column = 0; column < ld; column += 16) {
       const __m512 above = load_unless_special(s, 2 * pair, column, special);
       const __m512 below = load_unless_special(s, 2 * pair + 1, column, special);

@@ -186,6 +186,12 @@ struct Magnitudes {
     add(x.first);
     add(x.second);
   }
+  // Of 32 numbers, for are_ordinary with one piece alone: the other half of a word is below its rounding.
+  SELFATTN_INLINE void add_bfloat16(__m512i bits) {
+    const __m512i most =
+        _mm512_max_epu32(magnitude_bits(first_of_pairs(bits)), magnitude_bits(_mm512_castsi512_ps(bits)));
+    largest = _mm512_max_epu32(largest, most);
+  }
   // Every row is ordinary; false if some may not be.
   bool are_ordinary(int pieces, bool is_gradient) const {
     const int most = power_of_two(pieces == 1 ? 127 : 60);
