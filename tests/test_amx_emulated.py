@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import selfattn_ext
-from selfattn_ext import library, toolchain
+from selfattn_ext import backends, library, toolchain
 
 TESTS = Path(__file__).parent
 EMULATOR = TESTS / "amx_emulator"
@@ -43,7 +43,7 @@ def _why_not() -> str | None:
     return f"the kernels with AMX need {', '.join(missing)} too" if missing else None
 
 
-pytestmark = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))
+emulated = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))
 
 #: Executes bytes of machine code, and asks the emulator what it has executed.
 PRELUDE = """
@@ -75,6 +75,7 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(target)
 
 
+@emulated
 def test_tools_that_watch_for_faults_leave_it_alone(
     emulator: str, run_python: Callable[..., str], tmp_path: Path
 ) -> None:
@@ -105,6 +106,7 @@ EXECUTED = {
 }
 
 
+@emulated
 def test_every_arithmetic_executes_its_products(emulator: str, run_python: Callable[..., str]) -> None:
     script = """
 def executed(dtype, precision, queries=64, head_dim=64, **options):
@@ -128,6 +130,18 @@ def executed(dtype, precision, queries=64, head_dim=64, **options):
     assert ast.literal_eval(printed) == expected + [("avx512", 0, 0)] * (len(few) + len(elsewhere))
 
 
+@pytest.mark.skipif("amx" not in backends.cpu_isas(), reason="this processor lacks AMX")
+def test_a_processor_with_amx_leaves_it_nothing_to_do(emulator: str, run_python: Callable[..., str]) -> None:
+    script = """
+q = torch.randn(1, 1, 64, 64, dtype=torch.bfloat16)
+out = scaled_dot_product_attention(q, q, q)
+print(backends.explain(q, q, q).isa, count(b""), bool(out.isfinite().all()))
+"""
+    printed = run_python(PRELUDE + script, LD_PRELOAD=emulator, SELFATTN_CPU_ISA="amx")
+    assert printed.split() == ["amx", "0", "True"]
+
+
+@emulated
 @pytest.mark.parametrize("module", CHOSEN)
 def test_tests_pass_in_the_emulator(module: str, emulator: str) -> None:
     package = str(Path(selfattn_ext.__file__).parent.parent)

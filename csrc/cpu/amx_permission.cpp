@@ -38,12 +38,14 @@ bool ask_linux() { return false; }
 }  // namespace
 
 bool amx_permitted() {
-  static const bool permitted = emulated() || ask_linux();
+  // Linux first, even for an emulator: a processor that has AMX executes some of its instructions without
+  // permission, and traps at the others.
+  static const bool permitted = ask_linux() || emulated();
   return permitted;
 }
 
 const char* amx_unavailable_reason() {
-  if (emulated()) return nullptr;
+  if (emulated() && amx_permitted()) return nullptr;
   const CpuFeatures& f = cpu_features();
   if (f.amx_bf16_unsaved) return "the operating system does not save AMX registers (Linux does since 5.16)";
   if (!f.amx_tile || !f.amx_bf16) return "this processor lacks AMX-BF16";

@@ -62,6 +62,9 @@ inline bool native_amx() {
   return native;
 }
 
+// Asked before main: without permission the processor would execute some of the instructions only.
+inline const bool kNativeAmx = native_amx();
+
 }  // namespace selfattn::test
 
 #endif
