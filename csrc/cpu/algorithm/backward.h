@@ -269,6 +269,14 @@ class BackwardTask {
                         s.grad_key + from * s.head_stride, visible);
   }
 
+  static bool packs_gradients(const Scratch& s) {
+    if constexpr (kPlain<P>) {
+      return false;
+    } else {
+      return s.block.grad.in_float == nullptr;
+    }
+  }
+
   // A strip, which begins with query `at` of its panel, against a block of `rows` keys: adds to dQ^T and
   // makes ready what add_rows takes. Returns how many keys there are for it, 0 if it sees none.
   int64_t add_strip(Scratch& s, int64_t i, int64_t at, int64_t begin, int64_t keys, int64_t from,
@@ -280,8 +288,8 @@ class BackwardTask {
     mask_sum.prefetch(s.mask, strip, from, count);
     const bool mark = alone || s.key_columns.special(from, count);
     const PackedPlace place{at, rows};
-    // Nothing comes between scores and products but the softmax, and products take weights as rounded.
-    const bool direct = strip.query.rounds() && strip.ordinary && !mark && !p.dropout.enabled &&
+    // Nothing comes between scores and products but the softmax, and products take weights in pieces alone.
+    const bool direct = packs_gradients(s) && strip.ordinary && !mark && !p.dropout.enabled &&
                         p.softcap == 0.0 && a.grad_weights.data == nullptr && a.grad_slopes_rows == nullptr &&
                         !MaskSum<P>::takes(a);
     if (!grad_score_block<P>(p, a, strip, begin + from, count, s.key_rows, s.value_rows, from, s.block, mark,

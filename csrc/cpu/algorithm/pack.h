@@ -137,7 +137,8 @@ SELFATTN_INLINE __m512 load_unless_special(const RowSource& s, int64_t row, int6
 }
 
 // to[piece][pair of rows][ld]: rows as they are, two and two, zeros up to whole steps of rows and whole
-// vectors of columns. Rows marked as special become zeros.
+// vectors of columns. Rows marked as special become zeros. Pairs are neighbours or, of several pieces, 16
+// apart, as WeightOperand's are.
 template <int kPieces>
 void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, const bool* special,
                     Magnitudes& seen) {
@@ -159,9 +160,10 @@ void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSou
       }
       continue;
     }
+    const int64_t above_row = kPieces == 1 ? 2 * pair : pair / 16 * 32 + pair % 16;
     for (int64_t column = 0; column < ld; column += 16) {
-      const __m512 above = load_unless_special(s, 2 * pair, column, special);
-      const __m512 below = load_unless_special(s, 2 * pair + 1, column, special);
+      const __m512 above = load_unless_special(s, above_row, column, special);
+      const __m512 below = load_unless_special(s, above_row + (kPieces == 1 ? 1 : 16), column, special);
       seen.add({above, below});
       store_row_pair<kPieces>(to + pair * ld + column, piece_stride, above, below);
     }

@@ -50,7 +50,20 @@ void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float 
     }
     uint32_t* weight_rows = scratch.weights.row_pairs(j, first + lane);
     uint32_t* grad_rows = scratch.grad.row_pairs(j, first + lane);
-    constexpr int64_t row = WeightOperand<Pairs>::kDepthOfRows / 2;
+    const int64_t row = scratch.weights.depth_of_rows / 2;
+    constexpr int kPieces = pieces_of(kWeigh);
+    if constexpr (kPieces > 1) {
+      uint32_t* to = scratch.grad.lane_pieces(j / 2, kPieces) + lane;
+      for (int v = 0; v < (two ? 2 : 1); ++v) {
+        store_weight_pair<kPieces>(to + v * 16, ld, grad[0][v], grad[1][v]);
+      }
+      const int64_t stride = scratch.weights.row_pieces;
+      for (int i = 0; i < (has_next ? 2 : 1); ++i) {
+        store_weight_pair<kPieces>(weight_rows + i * row, stride, weight[i][0], weight[i][1]);
+        store_weight_pair<kPieces>(grad_rows + i * row, stride, grad[i][0], grad[i][1]);
+      }
+      continue;
+    }
     __m512i both[2];  // a vector of both keys
     SELFATTN_UNROLL
     for (int i = 0; i < 2; ++i) {

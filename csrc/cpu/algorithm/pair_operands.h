@@ -301,11 +301,12 @@ struct WeightOperand<Pairs> {
   static constexpr int64_t kDepthOfRows =
       (kPanelStrips<Pairs> * kLanes<Pairs> + kDepthStep - 1) / kDepthStep * kDepthStep;
   static constexpr int64_t kLanePieces = kKeyBlock / 2 * kLanes<Pairs>;
-  static constexpr int64_t kRowPieces = kKeyBlock * kDepthOfRows / 2;
+  static constexpr int64_t kRowPieces = kKeyBlock * kDepthOfRows / 2;  // at most
 
   float* block;     // [kKeyBlock][kLanes]
   uint32_t* lanes;  // [pair of keys][piece][kLanes]: no power of two between the pieces
-  uint32_t* rows;   // [piece][key][pairs of queries]
+  uint32_t* rows;   // [piece][key][pairs of queries]: neighbours, or 16 apart of several pieces
+  int64_t depth_of_rows, row_pieces;  // of several pieces there are no panels, and rows lie close together
   int pieces;
   // [kLanes] 1 where the block may hold numbers without pieces: these lanes have pieces of 0, and products
   // use the block itself. nullptr where all are 0.
@@ -321,6 +322,8 @@ struct WeightOperand<Pairs> {
     block = arena.take<float>(kKeyBlock * kLanes<Pairs>);
     lanes = arena.take<uint32_t>(pieces * kLanePieces);
     rows = arena.take<uint32_t>(pieces * kRowPieces);
+    depth_of_rows = pieces == 1 ? kDepthOfRows : (kLanes<Pairs> + kDepthStep - 1) / kDepthStep * kDepthStep;
+    row_pieces = kKeyBlock * depth_of_rows / 2;
   }
   // Whether weights are rounded to a single piece.
   bool rounds() const { return pieces == 1; }
@@ -341,7 +344,7 @@ struct WeightOperand<Pairs> {
           _mm512_storeu_ps(to + kLanes<Pairs>, second_of_pairs(bits));
         }
       } else if constexpr (kPacked) {
-        constexpr int kPieces = is_quick(kWeigh) ? 2 : 3;
+        constexpr int kPieces = pieces_of(kWeigh);
         store_weight_pair<kPieces>(lane_pieces(row / 2 + i, kPieces) + lane, kLanes<Pairs>, v[2 * i],
                                    v[2 * i + 1]);
       } else {
@@ -360,7 +363,7 @@ struct WeightOperand<Pairs> {
     store_weight_pair<3>(to, kLanes<Pairs>, above, below);
   }
   // Which of 16 lanes the pieces hold.
-  SELFATTN_INLINE __mmask16 with_pieces(int64_t lane) const {
+  SELFATTN_INLINE __mmask16 has_pieces(int64_t lane) const {
     if (in_float == nullptr) return 0xffff;
     return _mm512_cmp_ps_mask(_mm512_loadu_ps(in_float + lane), _mm512_setzero_ps(), _CMP_EQ_OQ);
   }
@@ -379,7 +382,7 @@ struct WeightOperand<Pairs> {
         __m512 above = _mm512_setzero_ps(), below = above;
         if (2 * pair < keys) above = _mm512_loadu_ps(block + 2 * pair * kLanes<Pairs> + lane);
         if (2 * pair + 1 < keys) below = _mm512_loadu_ps(block + (2 * pair + 1) * kLanes<Pairs> + lane);
-        const __mmask16 kept = with_pieces(lane);
+        const __mmask16 kept = has_pieces(lane);
         above = _mm512_maskz_mov_ps(kept, above);
         below = _mm512_maskz_mov_ps(kept, below);
         store_lane_pair(pair, lane, above, below);
@@ -394,21 +397,26 @@ struct WeightOperand<Pairs> {
         const float* from = block + key * kLanes<Pairs> + lane;
         // Lanes past the last query meet rows of zeros; they must be numbers for that to be 0.
         Numbers x = load_32(from, DType::kFloat32, 0, queries - lane);
-        x.first = _mm512_maskz_mov_ps(with_pieces(lane), x.first);
-        if (queries - lane > 16) x.second = _mm512_maskz_mov_ps(with_pieces(lane + 16), x.second);
-        for (int piece = 0; piece < pieces; ++piece) {
-          _mm512_storeu_si512(row_pairs(key, first + lane) + piece * kRowPieces, take_piece(x));
-        }
+        x.first = _mm512_maskz_mov_ps(has_pieces(lane), x.first);
+        if (queries - lane > 16) x.second = _mm512_maskz_mov_ps(has_pieces(lane + 16), x.second);
+        uint32_t* to = row_pairs(key, first + lane);
+        with_pieces(pieces, [&](auto count) {
+          if constexpr (count.value == 1) {
+            _mm512_storeu_si512(to, take_piece(x));
+          } else {
+            store_weight_pair<count.value>(to, row_pieces, x.first, x.second);
+          }
+        });
       }
     }
     pad_rows(keys, first, queries, end);
   }
-  uint32_t* row_pairs(int64_t key, int64_t query) const { return rows + (key * kDepthOfRows + query) / 2; }
+  uint32_t* row_pairs(int64_t key, int64_t query) const { return rows + (key * depth_of_rows + query) / 2; }
   void pad_rows(int64_t keys, int64_t first, int64_t queries, int64_t end) {
     for (int64_t key = keys; PairEngine::kTiles && key < padded_rows(end); ++key) {
       for (int64_t lane = 0; lane < queries; lane += 32) {
         for (int piece = 0; piece < pieces; ++piece) {
-          _mm512_storeu_si512(row_pairs(key, first + lane) + piece * kRowPieces, _mm512_setzero_si512());
+          _mm512_storeu_si512(row_pairs(key, first + lane) + piece * row_pieces, _mm512_setzero_si512());
         }
       }
     }

@@ -58,9 +58,9 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
                                     const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
   const int64_t padded = round_up_to_vector<float>(columns);
-  PairEngine::multiply({b.pieces, b.pieces, w.row_pairs(0, first), WeightOperand<Pairs>::kDepthOfRows / 2, 1,
-                        WeightOperand<Pairs>::kRowPieces, b.data + first / 2 * b.pair_stride, b.pair_stride,
-                        b.piece_stride, product_pairs(queries), c, padded, Update::kAdd, nullptr},
+  PairEngine::multiply({b.pieces, b.pieces, w.row_pairs(0, first), w.depth_of_rows / 2, 1, w.row_pieces,
+                        b.data + first / 2 * b.pair_stride, b.pair_stride, b.piece_stride,
+                        product_pairs(queries), c, padded, Update::kAdd, nullptr},
                        keys, padded / 16);
   if (!b.special()) return;
   const SpecialRows& s = b.specials;
