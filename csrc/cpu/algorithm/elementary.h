@@ -119,7 +119,7 @@ constexpr bool is_scaled(Weigh weigh) { return weigh >= Weigh::kScaledFine; }
 constexpr bool is_quick(Weigh weigh) { return weigh == Weigh::kQuick || weigh == Weigh::kScaledQuick; }
 constexpr bool is_short(Weigh weigh) { return weigh == Weigh::kShort || weigh == Weigh::kScaledShort; }
 constexpr int pieces_of(Weigh weigh) { return is_short(weigh) ? 1 : is_quick(weigh) ? 2 : 3; }
-constexpr int exp_terms(Weigh weigh) { return is_short(weigh) ? 5 : is_quick(weigh) ? 5 : 6; }
+constexpr int exp_terms(Weigh weigh) { return is_short(weigh) ? 4 : is_quick(weigh) ? 5 : 6; }
 
 template <class T, Weigh kWeigh>
 SELFATTN_INLINE typename Simd<T>::Vec weight_of(typename Simd<T>::Vec s, typename Simd<T>::Vec scale,

@@ -47,13 +47,25 @@ struct ForwardStrip : QueryStrip<P> {
     }
   }
 
-  // 1 / what the output has still to be divided by.
+  void rescale_out(const AttentionParams& p) const {
+    using S = Simd<T>;
+    for (int64_t lane = 0; lane < this->vecs * S::kWidth; lane += S::kWidth) {
+      const auto factor = S::load(rescale + lane);
+      for (int64_t e = 0; e < p.value_dim; ++e) {
+        T* at = out_t + e * kLanes<P> + lane;
+        S::store(at, S::mul(S::load(at), factor));
+      }
+    }
+  }
+
+  // 1 / what the output has still to be divided by. NaN stays NaN, which rounding by integers may lose.
   void inverse_sums(const AttentionParams& p, T* inverse) const {
     const bool rounded = this->query.rounds();
     const T* sums = rounded ? used_sum : row_sum;
     const T one = rounded && p.dropout.enabled ? keep_scale<T>(p.dropout) : T(1);
     for (int64_t lane = 0; lane < this->vecs * Simd<T>::kWidth; ++lane) {
-      inverse[lane] = sums[lane] == T(0) ? T(0) : one / sums[lane];
+      const T sum = row_sum[lane] == row_sum[lane] ? sums[lane] : row_sum[lane];
+      inverse[lane] = sum == T(0) ? T(0) : one / sum;
     }
   }
 
@@ -63,16 +75,22 @@ struct ForwardStrip : QueryStrip<P> {
   }
 };
 
+// How far above its maximum a row's scores may rise before the maximum follows, where changing it means a
+// pass over the output: weights up to e^8 are cheaper, and as exact.
+constexpr float kMaxSlack = 8.0f;
+
 // Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and moves the
 // running maximum and sum on. The weights go to `weights`; `s` may be its block. kPacked: see WeightOperand.
+// Returns whether sums in place have to be rescaled.
 template <class P, Weigh kWeigh, bool kPacked>
-void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
+bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
                    const WeightOperand<P>& weights) {
   using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
   const auto nothing = S::set(-std::numeric_limits<T>::infinity());
   const auto scale = S::set(factor);
+  auto moved = S::less(nothing, nothing);
   for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
     const T* column = s + lane;
     const auto old_max = S::load(strip.row_max + lane);
@@ -85,7 +103,14 @@ void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
     }
     for (; j < keys; ++j) most[0] = S::max(S::load(column + j * ld), most[0]);
     const auto block_max = S::max(S::max(most[0], most[1]), S::max(most[2], most[3]));
-    const auto new_max = S::max(S::mul(block_max, scale), old_max);
+    auto new_max = S::mul(block_max, scale);
+    if constexpr (WeightOperand<P>::template kSumsInPlace<kWeigh>) {
+      const auto higher = S::less(S::add(old_max, S::set(T(kMaxSlack))), new_max);
+      new_max = S::select(higher, new_max, old_max);
+      moved = S::either(moved, S::less(nothing, S::select(higher, old_max, nothing)));
+    } else {
+      new_max = S::max(new_max, old_max);
+    }
     // Where nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
     const auto shift = S::select(S::equal(new_max, nothing), S::set(T(0)), new_max);
     typename S::Vec sum[4] = {S::set(T(0)), S::set(T(0)), S::set(T(0)), S::set(T(0))};
@@ -119,23 +144,27 @@ void softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
     S::store(strip.row_max + lane, new_max);
     S::store(strip.rescale + lane, rescale);
   }
+  return S::any(moved);
 }
 
 // Scores to the weights that meet the values: softmax and dropout. `keep_block` asks for weights.block too,
 // where a product could do with their packed form alone.
+// Returns what softmax_block does.
 template <class P>
-void weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t key, int64_t keys,
+bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t key, int64_t keys,
                  Scalar<P> factor, WeightOperand<P>& weights, bool keep_block) {
+  bool moved = false;
   if constexpr (!kPlain<P>) {
     if (!p.dropout.enabled && !keep_block) {
       with_weighing<P>(p, factor, [&](auto weigh) {
-        softmax_block<P, weigh.kind, true>(strip, keys, weights.block, factor, weights);
+        moved = softmax_block<P, weigh.kind, true>(strip, keys, weights.block, factor, weights);
       });
-      return weights.pad_lanes(keys, strip.vecs);
+      weights.pad_lanes(keys, strip.vecs);
+      return moved;
     }
   }
   with_weighing<P>(p, factor, [&](auto weigh) {
-    softmax_block<P, weigh.kind, false>(strip, keys, weights.block, factor, weights);
+    moved = softmax_block<P, weigh.kind, false>(strip, keys, weights.block, factor, weights);
   });
   if (p.dropout.enabled) {
     // Rounded weights stay what they are; the output is scaled instead, see inverse_sums.
@@ -143,6 +172,7 @@ void weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t
     apply_dropout<P>(p.dropout, strip, key, keys, keep, weights.block);
   }
   weights.ready_as_lanes(keys, strip.vecs);
+  return moved;
 }
 
 // visible[j][lane] = 0 where the score is -inf, 1 elsewhere; see multiply_visible.
@@ -205,9 +235,10 @@ void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key
     mark_visible<P>(strip, keys, scratch.weights.block, scratch.visible);
     visible = scratch.visible;
   }
-  weigh_block<P>(p, strip, key, keys, factor, scratch.weights, mark);
+  const bool in_place = scratch.weights.sums_in_place();
+  if (weigh_block<P>(p, strip, key, keys, factor, scratch.weights, mark)) strip.rescale_out(p);
   multiply_columns<P>(scratch.values, from, keys, p.value_dim, scratch.weights, strip.vecs, strip.out_t,
-                      Update::kScaleAdd, strip.rescale, visible);
+                      in_place ? Update::kAdd : Update::kScaleAdd, strip.rescale, visible);
 }
 
 // Strips of one (batch, kv head) against keys begin .. end - 1. Keys and values are brought in once for all

@@ -129,6 +129,10 @@ struct WeightOperand {
   }
   // Whether weights are rounded to a single piece.
   bool rounds() const { return false; }
+  // Whether outputs go on summing where they lie, so that rescaling them is a pass of its own.
+  template <Weigh>
+  static constexpr bool kSumsInPlace = false;
+  bool sums_in_place() const { return false; }
   // To be called once the block is final, before the products that use it as B or as A.
   void ready_as_lanes(int64_t /*keys*/, int64_t /*vecs*/) {}
   void ready_as_rows(int64_t /*keys*/, int64_t /*first*/, int64_t /*queries*/, int64_t /*rows*/) {}

@@ -328,6 +328,10 @@ struct WeightOperand<Pairs> {
   // Whether weights are rounded to a single piece.
   bool rounds() const { return pieces == 1; }
 
+  template <Weigh kWeigh>
+  static constexpr bool kSumsInPlace = PairEngine::kTiles && is_short(kWeigh);
+  bool sums_in_place() const { return PairEngine::kTiles && rounds(); }
+
   // `used` sums the weights as rounded.
   template <Weigh kWeigh, bool kPacked>
   SELFATTN_INLINE void store(int64_t row, int64_t lane, const __m512 (&v)[4], __m512 (&used)[2]) const {
@@ -335,8 +339,7 @@ struct WeightOperand<Pairs> {
     for (int i = 0; i < 2; ++i) {
       float* to = block + (row + 2 * i) * kLanes<Pairs> + lane;
       if constexpr (is_short(kWeigh)) {
-        const __m512i bits = pair_rows(v[2 * i], v[2 * i + 1]);
-        used[i] = PairEngine::add_pairs(used[i], bits);
+        const __m512i bits = PairEngine::round_weights(v[2 * i], v[2 * i + 1], used[i]);
         if constexpr (kPacked) {
           _mm512_storeu_si512(lane_pieces(row / 2 + i, 1) + lane, bits);
         } else {

@@ -8,13 +8,20 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 struct PairEngine {
-  static constexpr bool kTiles = false;   // A may have its pairs anywhere
-  static constexpr int kMostPieces = 1;   // three products at twice the rate would be slower than one
+  static constexpr bool kTiles = false;         // A may have its pairs anywhere
+  static constexpr int kMostPieces = 1;         // three products at twice the rate would be slower than one
   static constexpr bool kDecodesPlain = false;  // the plain kernel is as good
 
   // sum + first + second of each pair
   SELFATTN_INLINE static __m512 add_pairs(__m512 sum, __m512i bits) {
     return _mm512_dpbf16_ps(sum, (__m512bh)bits, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // 1 and 1
+  }
+
+  // Two rows of weights rounded to bfloat16, in pairs, and added to `sum` as rounded.
+  SELFATTN_INLINE static __m512i round_weights(__m512 above, __m512 below, __m512& sum) {
+    const __m512i bits = pair_rows(above, below);
+    sum = add_pairs(sum, bits);
+    return bits;
   }
 
   template <int kRows, int kVecs>
