@@ -178,3 +178,30 @@ def test_float32_gradients_of_any_magnitude(small: float, kernel: str) -> None:
     for name, truth, theirs, result in zip(("query", "key", "value"), exact, peer, ours, strict=True):
         size = truth.abs().amax((0, 1, 2)) + torch.finfo(torch.float32).tiny
         assert_accurate(name, result / size, truth / size, theirs / size, dtype=torch.float32)
+
+
+@pytest.mark.parametrize("rise", [2.0, 7.0, 30.0])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scores_that_rise(dtype: torch.dtype, rise: float, kernel: str) -> None:
+    """From one block of keys to the next by less and by more than a kernel may let a maximum wait."""
+    query, key, value = (torch.randn(1, 2, count, 32) for count in (40, 300, 300))
+    query[..., 0], key[..., 0] = 1.0, torch.arange(300) // 64 * rise
+    query[:, 1, ::2, 0] = -1.0  # the other way round
+    points = [tensor.to(dtype) for tensor in (query, key, value)]
+    out, lse = scaled_dot_product_attention(*points, scale=1.0, return_lse=True)
+    exact, peer = (
+        reference.attention(*(point.double() for point in points), scale=1.0),
+        reference.attention(*points, scale=1.0),
+    )
+    assert_accurate("out", out, exact.out, peer.out)
+    assert_accurate("lse", lse, exact.lse, peer.lse)
+
+
+def test_every_nan_is_one(kernel: str) -> None:
+    """Also that of which adding half a bit makes a number."""
+    query, key, value = (torch.randn(1, 1, count, 32, dtype=torch.bfloat16) for count in (40, 70, 70))
+    mask = torch.zeros(40, 70)
+    mask[7, 5] = torch.tensor(0x7FFFFFFF, dtype=torch.int32).view(torch.float32)
+    out = scaled_dot_product_attention(query, key, value, mask)
+    assert out[0, 0, 7].isnan().all()
+    assert out.isnan().sum() == 32
