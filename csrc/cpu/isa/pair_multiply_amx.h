@@ -68,9 +68,9 @@ class PairEngine {
     return _mm512_dpbf16_ps(sum, (__m512bh)bits, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // 1 and 1
   }
 
-  // Two rows of weights rounded to bfloat16, in pairs, and added to `sum` as rounded, by what issues twice
-  // per cycle near AMX instructions: additions and logic. Conversions and vdpbf16ps take eight cycles. Ties
-  // go up.
+  // Two rows of weights rounded to bfloat16, in pairs, and added to `sum` as rounded, by additions and logic,
+  // which issue twice per cycle near AMX instructions. Conversion and vdpbf16ps take two cycles each even
+  // elsewhere. Ties go up.
   SELFATTN_INLINE static __m512i round_weights(__m512 above, __m512 below, __m512& sum) {
     const __m512i half = _mm512_set1_epi32(0x8000), kept = _mm512_set1_epi32(-65536);
     const __m512i first = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(above), half), kept);
