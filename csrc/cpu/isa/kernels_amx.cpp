@@ -8,9 +8,9 @@
 
 #define SELFATTN_ISA amx
 #define SELFATTN_TILE_VECTORS 2
-// Decoding asks for lines into the level-2 cache, which on these processors has more of them under way than the
-// level-1 cache: measured, float32 and bfloat16 of one query at 98 and 92 % of the read bandwidth instead of 93
-// and 82 %.
+// Decoding asks for lines into the level-2 cache, which on these processors has more of them under way than
+// the level-1 cache: measured, float32 and bfloat16 of one query at 98 and 92 % of the read bandwidth instead
+// of 93 and 82 %.
 #define SELFATTN_FETCH_INTO 2
 #if defined(__clang__)
 #pragma clang attribute push(                                                               \
