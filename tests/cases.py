@@ -4,11 +4,14 @@ a peer.
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import gpu
 import torch
@@ -280,6 +283,55 @@ def _one_thread() -> Iterator[None]:
         torch.set_num_threads(before)
 
 
+Result = TypeVar("Result")
+
+
+def _content(value: Any) -> Any:
+    """Something hashable that two arguments share if they are the same, tensors bit by bit."""
+    if isinstance(value, Tensor):
+        flat = value.detach().cpu().resolve_neg().contiguous().reshape(-1)
+        digest = hashlib.blake2b(flat.view(torch.uint8).numpy()).digest()
+        return value.device, value.dtype, value.shape, value.stride(), value.requires_grad, digest
+    if isinstance(value, dict):
+        return tuple((key, _content(item)) for key, item in value.items())
+    if isinstance(value, (list, tuple)):
+        return tuple(map(_content, value))
+    return value
+
+
+def remembered(judge: Callable[..., Result]) -> Callable[..., Result]:
+    """A judge that answers the same question once: tests ask it again for every kernel, and it takes longer
+    than they do. It must not change what it is given, nor who asks what it returns.
+
+    The last questions of a process are enough, as one process has those of all kernels: see conftest.py.
+    """
+    answers: OrderedDict[Any, Result] = OrderedDict()
+
+    @functools.wraps(judge)
+    def ask(*arguments: Any, **options: Any) -> Result:
+        # The precision is what torch's own products depend on.
+        question = (_content(arguments), _content(options), torch.get_float32_matmul_precision())
+        if question not in answers:
+            answers[question] = judge(*arguments, **options)
+            while len(answers) > 16:
+                answers.popitem(last=False)
+        return answers[question]
+
+    return ask
+
+
+@remembered
+def exact_and_peer(
+    tensors: Sequence[Tensor], options: dict[str, Any] | None = None
+) -> tuple[reference.AttentionResult, reference.AttentionResult]:
+    """The formula of query, key and value in float64, and in their dtype."""
+    exact, peer = (
+        reference.attention(*given, **(options or {}))
+        for given in ([tensor.double() for tensor in tensors], tensors)
+    )
+    return exact, peer
+
+
 class Judge:
     """What a case should give: by the formula in float64, and by the formula with sums in the accumulation
     dtype, the best that the case's dtype can be expected to do.
@@ -298,6 +350,9 @@ class Judge:
                 self.exact |= gradients(self.exact, cotangents, exact_tensors)
                 self.peer |= gradients(self.peer, cotangents, tensors)
                 self.terms = case.largest_term(exact_tensors, cotangents["out"])
+        self.exact, self.peer = (
+            {name: result.detach() for name, result in results.items()} for results in (self.exact, self.peer)
+        )
 
     def assert_accurate(self, results: dict[str, Tensor]) -> None:
         """Asserts that results and gradients are as accurate as the table of tolerances demands."""
@@ -310,8 +365,11 @@ class Judge:
             if name in ("grad of query", "grad of key"):
                 size *= max(1.0, case.opposed)  # it is multiplied with elements of that size, and cancels
             dtype = case.dtype if is_grad else None
-            exact, peer = self.exact[name].detach(), self.peer[name].detach()
-            assert_accurate(name, result.detach(), exact, peer, size, dtype)
+            assert_accurate(name, result.detach(), self.exact[name], self.peer[name], size, dtype)
+
+
+#: A judge of the same case, tensors and cotangents is the same one.
+judge_of = remembered(Judge)
 
 
 def check(case: Case) -> dict[str, Tensor]:
@@ -324,7 +382,7 @@ def check(case: Case) -> dict[str, Tensor]:
     cotangents = cotangents_of(ours, case.seed)
     cotangents["out"] = laid_out(cotangents["out"], case.grad_layout)
     ours |= gradients(ours, cotangents, tensors)
-    Judge(case, tensors, cotangents).assert_accurate(ours)
+    judge_of(case, tensors, cotangents).assert_accurate(ours)
     for name, tensor in tensors.items():
         same = (tensor == before[name]) | (tensor.isnan() & before[name].isnan())
         assert bool(same.all()), f"{name} was changed"

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import gpu
 import pytest
@@ -24,7 +26,13 @@ if gpu.DEVICE != "cpu":
     ]
 
 
+#: Modules of tests that take up to minutes each: they start first, so that no process is left alone with one.
+LONGEST = ("test_emulated_kernels.py", "test_jit.py", "test_emulated_engine.py")
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    rank = {name: place - len(LONGEST) for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.name, 0))
     if gpu.DEVICE != "cpu":
         apart = [item for item in items if item.get_closest_marker("cpu_only")]
         config.hook.pytest_deselected(items=apart)
@@ -42,6 +50,24 @@ def pytest_configure(config: pytest.Config) -> None:
         torch.set_num_threads(threads)
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With --dist loadgroup: a process has a test for all kernels, so that what judges them is computed once
+    (remembered() in cases.py). The names of the tests stay what they are, unlike with marks.
+    """
+    if config.getvalue("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadGroupScheduling
+
+    class LoadCaseScheduling(LoadGroupScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return OF_KERNEL.sub("", super()._split_scope(nodeid))
+
+    # In the order of pytest_collection_modifyitems, not of the numbers of tests.
+    config.option.loadscopereorder = False
+    return LoadCaseScheduling(config, log)
+
+
 @pytest.fixture(autouse=True)
 def _fixed_seed() -> None:
     torch.manual_seed(0)
@@ -55,6 +81,12 @@ CPU_KERNELS = (
 )
 #: Those of the device that the process tests.
 KERNELS = CPU_KERNELS if gpu.DEVICE == "cpu" else gpu.KERNELS
+
+
+#: What the name of a test has of the kernel it runs on.
+OF_KERNEL = re.compile(
+    r"(?<=[\[-])(?:" + "|".join(map(re.escape, sorted({*KERNELS, *backends.cpu_isas()}))) + r")(?=[\]-])"
+)
 
 
 @contextmanager

@@ -8,11 +8,11 @@ from typing import Any
 
 import gpu
 import torch
-from cases import drawn
+from cases import drawn, exact_and_peer
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import attention_with_kvcache, reference
+from selfattn_ext import attention_with_kvcache
 
 TENSORS = ("query", "key_cache", "value_cache", "key", "value")
 
@@ -131,16 +131,10 @@ def check(step: Step, arguments: dict[str, Any] | None = None, **options: Any) -
             if offsets is None
             else int(torch.as_tensor(offsets).expand(len(sequences))[b])
         )
-        for name in ("out", "weights", "lse"):
-            results = {"out": out, "weights": weights[..., :count], "lse": lse}
-            judged = [
-                getattr(reference.attention(*tensors, **keywords), name)
-                for tensors in (
-                    [tensor.double() for tensor in (step.plain(given["query"])[b], keys, values)],
-                    [step.plain(given["query"])[b], keys, values],
-                )
-            ]
-            assert_accurate(f"{name} of sequence {b}", results[name][b], *judged, dtype=step.dtype)
+        exact, peer = exact_and_peer([step.plain(given["query"])[b], keys, values], keywords)
+        for name, result in (("out", out), ("weights", weights[..., :count]), ("lse", lse)):
+            judges = (getattr(exact, name), getattr(peer, name))
+            assert_accurate(f"{name} of sequence {b}", result[b], *judges, dtype=step.dtype)
         assert not weights[b, :, :, count:].any(), b
         after = Step.sequence(_without_new(step, count), given, b)
         assert all(torch.equal(*pair) for pair in zip(after, (keys, values), strict=True)), b

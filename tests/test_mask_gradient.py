@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from cases import remembered
 from tolerances import assert_accurate
 from torch import Tensor
 
@@ -54,6 +55,25 @@ def run(tensors: dict[str, Tensor], cotangent: Tensor, attend: Any, **options: A
     return list(torch.autograd.grad(out, list(tensors.values()), cotangent.to(out.dtype)))
 
 
+@remembered
+def judges(
+    tensors: dict[str, Tensor], cotangent: Tensor, shape: tuple[int, ...], options: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor], float]:
+    """The gradients in float64, those in the dtype of the tensors, and how large what a gradient of the mask
+    is a sum of is.
+    """
+    exact_tensors = {name: x.detach().double() for name, x in tensors.items()}
+    exact_tensors["attn_mask"] = exact_tensors["attn_mask"].expand(BATCH, HEADS, QUERIES, KEYS)
+    exact = run(
+        {n: x.requires_grad_() for n, x in exact_tensors.items()}, cotangent, reference.attention, **options
+    )
+    peer = run(tensors, cotangent, reference.attention, **options)
+    # Sums over many elements of both signs: what they are sums of is larger than they are.
+    terms = float(exact[3].abs().sum_to_size(shape).max())
+    exact[3] = exact[3].sum_to_size(shape)
+    return exact, peer, terms
+
+
 def check(
     shape: tuple[int, ...], kind: tuple[torch.dtype, torch.dtype, int], options: dict[str, Any]
 ) -> None:
@@ -79,16 +99,7 @@ def check(
         for name, result, alone in zip(tensors, results[threads], results[1], strict=True):
             assert torch.equal(result, alone), f"{name}, {threads} threads, {options}"
 
-    exact_tensors = {name: x.detach().double() for name, x in tensors.items()}
-    whole = (BATCH, HEADS, QUERIES, KEYS)
-    exact_tensors["attn_mask"] = exact_tensors["attn_mask"].expand(whole)
-    exact = run(
-        {n: x.requires_grad_() for n, x in exact_tensors.items()}, cotangent, reference.attention, **options
-    )
-    peer = run(tensors, cotangent, reference.attention, **options)
-    # Sums over many elements of both signs: what they are sums of is larger than they are.
-    terms = float(exact[3].abs().sum_to_size(shape).max())
-    exact[3] = exact[3].sum_to_size(shape)
+    exact, peer, terms = judges(tensors, cotangent, shape, options)
     for i, name in enumerate(tensors):
         size = max(terms, 4.0) if name == "attn_mask" else 4.0
         assert_accurate(f"{name}, {options}", results[1][i], exact[i], peer[i], size, dtype)
