@@ -15,7 +15,7 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import checks, general, kvcache_attention, kvcache_checks
+from . import checks, general, huge_pages, kvcache_attention, kvcache_checks
 from .arguments import Options
 from .page_pool import PagePool
 
@@ -99,11 +99,12 @@ class KVCache:
             count = sequences * columns if pages is None else checks.integer("pages", pages, 1)
             self._pool = PagePool(count, self.page_size, sequences, columns)
         shape = (count, kv_heads, self.page_size) if layout == "bhld" else (count, self.page_size, kv_heads)
-
-        def tensors(width: int) -> list[Tensor]:
-            return [torch.empty(*shape, width, dtype=dtype, device=device) for _ in range(layers)]
-
-        self.keys, self.values = tensors(head_dim), tensors(value_dim)
+        # A pool fills page after page. Of sequences in one piece a short one would take more than it fills.
+        empty = torch.empty if self._pool is None else huge_pages.empty
+        self.keys, self.values = (
+            [empty((*shape, width), dtype=dtype, device=device) for _ in range(layers)]
+            for width in (head_dim, value_dim)
+        )
         self.device = self.keys[0].device
         self._lengths = [0] * sequences
         self._used = [False] * sequences

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfattn_ext import attention_with_kvcache
+from selfattn_ext import attention_with_kvcache, huge_pages
 from selfattn_ext.bench.cases import Case, Inputs
 from selfattn_ext.bench.contenders import OURS, TORCH, Call, Contender
 
@@ -88,9 +88,13 @@ def block_table(case: CacheCase, seed: int = 0) -> Tensor:
 
 def pages_of(case: CacheCase, cache: Tensor, table: Tensor) -> Tensor:
     """The pages (N, Hk, page_size, E) that hold what a cache (B, Hk, S, E) does, with the case's layout in
-    memory."""
+    memory, which is made as KVCache makes it."""
     size = case.page_size
-    pages = _in_layout(case, cache.new_zeros, int(table.max()) + 1, size, cache.shape[3])
+
+    def zeros(*shape: int) -> Tensor:
+        return huge_pages.empty(shape, cache.dtype, cache.device).zero_()
+
+    pages = _in_layout(case, zeros, int(table.max()) + 1, size, cache.shape[3])
     for sequence, numbers, length in zip(cache, table.tolist(), case.lengths, strict=True):
         for index in range(-(-length // size)):
             rows = sequence[:, index * size : min(length, (index + 1) * size)]

@@ -23,8 +23,9 @@ inline bool heads_inside(const AttentionParams& p) { return p.key.stride[1] < p.
 // Keys of a step, a multiple of `unit`; 0 where heads are as fast by themselves.
 inline int64_t head_step(const AttentionParams& p, int64_t unit) {
   constexpr int64_t kShortRow = 512;  // bytes
-  constexpr int64_t kMostBytes =
-      32768;  // of a step: as much again is asked for, and the level-1 cache holds both
+  // Of a step: as much again is asked for, and the level-1 cache holds both. Where lines come into the
+  // level-2 cache a head by itself is faster but for steps that are shorter than a page of memory.
+  constexpr int64_t kMostBytes = kFetchInto == 3 ? 32768 : 4096;
   constexpr int64_t kLeastKeys = 32;    // below, a step's own cost shows
   constexpr int64_t kFewHeads = 4;      // below, a page of all heads is not much longer than that of one,
   constexpr int64_t kLongPage = 32768;  // unless it has as many bytes
