@@ -5,6 +5,7 @@
 // follow one another through the strips like a wave, one strip behind, so they hardly ever wait.
 #pragma once
 
+#include "gradient_results.h"
 #include "gradient_strip.h"
 #include "mask_gradient.h"
 #include "mask_sum.h"
@@ -74,9 +75,9 @@ class BackwardTask {
     RowOperand<P> key_rows, value_rows;
     ColumnOperand<P> key_columns;
     T *grad_key, *grad_value;        // [chunk][padded]
-    T* scale;                        // [kLanes]
+    T* sink_weights;                 // [kLanes]
     T* slope_rows[kPanelStrips<P>];  // [kLanes] the strip's share of grad_slopes_rows
-    T* transposed;                   // [kLanes][padded head_dim] dQ of the strip
+    QuerySums<P> query_sums;
     typename MaskSum<P>::Scratch mask;
 
     static int64_t grad_query_size(const AttentionParams& p) {
@@ -94,7 +95,7 @@ class BackwardTask {
              RowOperand<P>::bytes(p, t.chunk_rows(), p.value_dim) +
              ColumnOperand<P>::shared_bytes(p, t.chunk_rows(), p.head_dim) +
              Arena::bytes_for<T>(t.chunk_rows() * e) + Arena::bytes_for<T>(t.chunk_rows() * ev) +
-             Arena::bytes_for<T>(kLanes<P>) + Arena::bytes_for<T>(kLanes<P> * e) +
+             Arena::bytes_for<T>(kLanes<P>) + QuerySums<P>::bytes(p) +
              MaskSum<P>::Scratch::bytes(t.mask_sum, t.chunk_rows());
     }
     explicit Scratch(const BackwardTask& t)
@@ -115,8 +116,8 @@ class BackwardTask {
       key_columns.allocate_shared(p, t.chunk_rows(), p.head_dim, arena);
       grad_key = arena.take<T>(t.chunk_rows() * head_stride);
       grad_value = arena.take<T>(t.chunk_rows() * value_stride);
-      scale = arena.take<T>(kLanes<P>);
-      transposed = arena.take<T>(kLanes<P> * head_stride);
+      sink_weights = arena.take<T>(kLanes<P>);
+      query_sums.allocate(p, arena);
       mask.allocate(t.mask_sum, t.chunk_rows(), arena);
     }
   };
@@ -165,9 +166,10 @@ class BackwardTask {
       }
     }
     mask_sum.end_item(s.mask);
-    store_rows(a.grad_key, batch, kv_head, begin, keys, p.head_dim, s.grad_key, s.head_stride,
-               static_cast<T>(p.scale));
-    store_rows(a.grad_value, batch, kv_head, begin, keys, p.value_dim, s.grad_value, s.value_stride, T(1));
+    store_sums<T>(a.grad_key, p.dtype, batch, kv_head, begin, keys, p.head_dim, s.grad_key, s.head_stride,
+                  static_cast<T>(p.scale));
+    store_sums<T>(a.grad_value, p.dtype, batch, kv_head, begin, keys, p.value_dim, s.grad_value,
+                  s.value_stride, T(1));
   }
 
  private:
@@ -211,7 +213,7 @@ class BackwardTask {
     for (int64_t i = 0, query = panel.first; i < panel.strips; query += panel.counts[i++]) {
       if (!panel.contributes[i] && !first_chunk) continue;
       s.strips[i].begin_gradient(p, a, batch, head, query, panel.counts[i]);
-      if (first_chunk) sink_gradients(s.strips[i], s.scale);
+      if (first_chunk) sink_gradients(s.strips[i], s.sink_weights);
       memset(s.slope_rows[i], 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
       for (int64_t e = 0; e < p.head_dim; ++e) {
         memset(s.grad_query_t[i] + e * kLanes<P>, 0,
@@ -300,7 +302,7 @@ class BackwardTask {
       T* grad = s.block.grad.block;
       if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, begin + from, count, grad, s.slope_rows[i]);
       mask_sum.add_block(s.mask, strip, step, from, count, grad);
-      if (p.softcap > 0.0) apply_softcap_gradient(strip, count, s.block.block.capped, grad);
+      if (p.softcap > 0.0) apply_softcap_gradient<P>(strip, count, s.block.block.capped, grad);
       s.block.weights.ready_as_rows(count, at, strip.count, rows);
       s.block.grad.ready_as_rows(count, at, strip.count, rows);
       s.block.grad.ready_as_lanes(count, strip.vecs);
@@ -313,25 +315,14 @@ class BackwardTask {
   // Waits for the chunk before, then writes (first chunk) or adds to dQ and the slope sums of the strip.
   void publish(Scratch& s, int64_t i, int64_t index, int64_t head_index, int64_t batch, int64_t head,
                int64_t first, int64_t count, int64_t done, bool contributes) const {
-    using S = Simd<T>;
-    T *grad_query_t = s.grad_query_t[i], *slope_rows = s.slope_rows[i];
-    const bool last = index == chunks - 1, through_workspace = a.workspace != nullptr;
-    if (index >
-        0) {  // also with nothing to add: a later chunk takes this one's word that all before it are done
+    // Also with nothing to add: a later chunk takes this one's word that all before it are done.
+    if (index > 0) {
       const std::atomic<int64_t>& before = strips_done[(index - 1) * heads_kv + head_index];
       while (before.load(std::memory_order_acquire) <= done) std::this_thread::yield();
     }
-    if (!contributes && index > 0 && !(last && through_workspace)) return;
-    const View& g = a.grad_query;
-    T* sum;  // where T sums of this strip are gathered between chunks
-    int64_t stride;
-    if (through_workspace) {
-      sum = static_cast<T*>(a.workspace) + ((batch * p.heads + head) * p.queries + first) * p.head_dim;
-      stride = p.head_dim;
-    } else {
-      sum = static_cast<T*>(element(g.data, p.dtype, g.offset(batch, head, first)));
-      stride = g.stride[2];
-    }
+    const bool last = index == chunks - 1;
+    if (!contributes && index > 0 && !(last && a.workspace != nullptr)) return;
+    T *grad_query_t = s.grad_query_t[i], *slope_rows = s.slope_rows[i];
     if (!contributes) {
       memset(grad_query_t, 0, static_cast<size_t>(p.head_dim * kLanes<P>) * sizeof(T));
       memset(slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
@@ -342,31 +333,7 @@ class BackwardTask {
         slopes[lane] = index == 0 ? slope_rows[lane] : slopes[lane] + slope_rows[lane];
       }
     }
-    for (int64_t lane = 0; lane < kLanes<P>; ++lane) s.scale[lane] = static_cast<T>(p.scale);
-    if (!through_workspace && chunks == 1) {  // the only chunk rounds to the tensor's dtype at once
-      store_transposed<T>(element(g.data, p.dtype, g.offset(batch, head, first)), p.dtype, stride, count,
-                          p.head_dim, grad_query_t, kLanes<P>, s.scale);
-      return;
-    }
-    if (index == 0) {
-      store_transposed<T>(sum, dtype_of<T>(), stride, count, p.head_dim, grad_query_t, kLanes<P>, s.scale);
-    } else {
-      T* rows = s.transposed;
-      store_transposed<T>(rows, dtype_of<T>(), s.head_stride, count, p.head_dim, grad_query_t, kLanes<P>,
-                          s.scale);
-      for (int64_t row = 0; row < count; ++row) {
-        for (int64_t e = 0; e < p.head_dim; ++e) sum[row * stride + e] += rows[row * s.head_stride + e];
-      }
-    }
-    if (last && through_workspace) {
-      for (int64_t row = 0; row < count; ++row) {
-        void* to = element(g.data, p.dtype, g.offset(batch, head, first + row));
-        for (int64_t e = 0; e < p.head_dim; e += S::kWidth) {
-          store_row<T>(element(to, p.dtype, e), p.dtype, p.head_dim - e,
-                       load_row<T>(sum + row * stride + e, dtype_of<T>(), p.head_dim - e));
-        }
-      }
-    }
+    s.query_sums.publish(p, a, batch, head, first, count, index == 0, last, grad_query_t);
   }
 
   // d(sink) of a row is -P(sink) * delta.
@@ -393,32 +360,6 @@ class BackwardTask {
       for (int64_t lane = 0; lane < strip.count; ++lane) {
         const int64_t d = distance + lane;
         slope_rows[lane] -= static_cast<T>(d < 0 ? -d : d) * grad[j * kLanes<P> + lane];
-      }
-    }
-  }
-
-  void apply_softcap_gradient(const GradientStrip<P>& strip, int64_t keys, const T* capped, T* grad) const {
-    using S = Simd<T>;
-    const auto zero = S::set(T(0)), one = S::set(T(1));
-    for (int64_t j = 0; j < keys; ++j) {
-      for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
-        const int64_t at = j * kLanes<P> + lane;
-        const auto t = S::load(capped + at);
-        const auto g = S::load(grad + at);
-        // Where the gradient is 0 the key may be hidden and t NaN.
-        S::store(grad + at, S::select(S::equal(g, zero), zero, S::mul(g, S::sub(one, S::mul(t, t)))));
-      }
-    }
-  }
-
-  void store_rows(const View& view, int64_t batch, int64_t head, int64_t first, int64_t rows, int64_t columns,
-                  const T* from, int64_t stride, T factor) const {
-    using S = Simd<T>;
-    for (int64_t row = 0; row < rows; ++row) {
-      void* to = element(view.data, p.dtype, view.offset(batch, head, first + row));
-      for (int64_t e = 0; e < columns; e += S::kWidth) {
-        store_row<T>(element(to, p.dtype, e), p.dtype, columns - e,
-                     S::mul(S::load(from + row * stride + e), S::set(factor)));
       }
     }
   }

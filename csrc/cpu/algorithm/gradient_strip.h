@@ -151,6 +151,24 @@ SELFATTN_INLINE typename Simd<T>::Vec score_gradient(typename Simd<T>::Vec weigh
   return S::select(S::equal(weight, zero), zero, S::mul(weight, S::sub(grad, delta)));
 }
 
+// From dS with respect to capped scores to dS of those before the cap: times 1 - tanh^2.
+template <class P>
+void apply_softcap_gradient(const QueryStrip<P>& strip, int64_t keys, const Scalar<P>* capped,
+                            Scalar<P>* grad) {
+  using T = Scalar<P>;
+  using S = Simd<T>;
+  const auto zero = S::set(T(0)), one = S::set(T(1));
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
+      const int64_t at = j * kLanes<P> + lane;
+      const auto t = S::load(capped + at);
+      const auto g = S::load(grad + at);
+      // Where the gradient is 0 the key may be hidden and t NaN.
+      S::store(grad + at, S::select(S::equal(g, zero), zero, S::mul(g, S::sub(one, S::mul(t, t)))));
+    }
+  }
+}
+
 // dS of a vector of queries, summed over the keys of a block. In four sums: the rounding errors of a sum grow
 // with its terms, and those of a row cancel.
 template <class T>

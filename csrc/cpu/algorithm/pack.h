@@ -62,6 +62,16 @@ SELFATTN_INLINE void store_transposed_pairs(uint32_t* to, int64_t ld, __m512i (&
   for (int i = 0; i < 16; ++i) _mm512_storeu_ps(to + i * ld, tile[i]);
 }
 
+// The numbers at the same place of two tiles become a pair.
+template <int kPieces>
+SELFATTN_INLINE void store_transposed_pieces(uint32_t* to, int64_t ld, int64_t piece_stride,
+                                             __m512 (&above)[16], __m512 (&below)[16]) {
+  transpose<float>(above);
+  transpose<float>(below);
+  SELFATTN_UNROLL
+  for (int i = 0; i < 16; ++i) store_row_pair<kPieces>(to + i * ld, piece_stride, above[i], below[i]);
+}
+
 // 32 numbers of a bfloat16 row, which are their only piece as they lie; nothing of a row that is past the end
 // or marked as special.
 SELFATTN_INLINE __m512i load_32_bfloat16(const RowSource& s, int64_t row, int64_t column,
@@ -83,8 +93,7 @@ inline void pack_bfloat16_lanes(uint32_t* to, int64_t ld, const RowSource& s, fl
         if (factor == 1.0f) continue;
         const __m512 first = _mm512_mul_ps(first_of_pairs(both[i]), factors);
         const __m512 second = _mm512_mul_ps(second_of_pairs(both[i]), factors);
-        both[i] = _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(_mm512_castps_si512(first), 16),
-                                          _mm512_castps_si512(second));
+        both[i] = high_halves(_mm512_castps_si512(first), _mm512_castps_si512(second));
       }
       store_transposed_pairs(to + pair * ld + lane, ld, both);
     }
@@ -118,12 +127,7 @@ void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource&
       if constexpr (kPieces == 1) {
         store_transposed_pairs(at, ld, both);
       } else {
-        transpose<float>(first);
-        transpose<float>(second);
-        SELFATTN_UNROLL
-        for (int i = 0; i < 16; ++i) {
-          store_row_pair<kPieces>(at + i * ld, piece_stride, first[i], second[i]);
-        }
+        store_transposed_pieces<kPieces>(at, ld, piece_stride, first, second);
       }
     }
   }
@@ -190,10 +194,7 @@ void pack_columns(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSourc
       if constexpr (kPieces == 1) {
         store_transposed_pairs(at, ld, both);
       } else {
-        transpose<float>(above);
-        transpose<float>(below);
-        SELFATTN_UNROLL
-        for (int i = 0; i < 16; ++i) store_row_pair<kPieces>(at + i * ld, piece_stride, above[i], below[i]);
+        store_transposed_pieces<kPieces>(at, ld, piece_stride, above, below);
       }
     }
   }

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "gradient_strip.h"
-#include "pair_operands.h"
+#include "pair_weights.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "delta.h"
-#include "pair_operands.h"
+#include "pair_weights.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -68,45 +68,38 @@ SELFATTN_INLINE __m512i plus_half(__m512 x) {  // of the last bit that bfloat16 
   return _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
 }
 
-// to[piece] = two rows in pieces, each rounded: half of the last bit is added and what is below it cut off,
-// in plain integer operations, which cost a fraction of the conversion's. The largest numbers become Inf and
-// NaN may lose itself, but those have no pieces anyway (are_ordinary).
-template <int kPieces>
-SELFATTN_INLINE void store_row_pair(uint32_t* to, int64_t piece_stride, __m512 above, __m512 below) {
+// to[piece] = two rows in pieces, rounded from piece kFirstRounded on: half of the last bit is added and
+// what is below it cut off, in plain integer operations, which cost a fraction of the conversion's. The
+// largest numbers become Inf and NaN may lose itself, but those have no pieces anyway (are_ordinary).
+template <int kPieces, int kFirstRounded>
+SELFATTN_INLINE void store_pieces(uint32_t* to, int64_t piece_stride, __m512 above, __m512 below) {
   if constexpr (kPieces == 1) {
     _mm512_storeu_si512(to, pair_rows(above, below));
     return;
   }
   SELFATTN_UNROLL
   for (int piece = 0; piece < kPieces; ++piece) {
-    const __m512i a = plus_half(above), b = plus_half(below);
+    const bool rounded = piece >= kFirstRounded;
+    const __m512i a = rounded ? plus_half(above) : _mm512_castps_si512(above);
+    const __m512i b = rounded ? plus_half(below) : _mm512_castps_si512(below);
     _mm512_storeu_si512(to + piece * piece_stride, high_halves(a, b));
     above = _mm512_sub_ps(above, second_of_pairs(a));
     below = _mm512_sub_ps(below, second_of_pairs(b));
   }
 }
 
+template <int kPieces>
+SELFATTN_INLINE void store_row_pair(uint32_t* to, int64_t piece_stride, __m512 above, __m512 below) {
+  store_pieces<kPieces, 0>(to, piece_stride, above, below);
+}
+
 // The same for weights and their gradients, where it is repeated for every strip and block: all pieces but
 // the last are cut off without rounding. Three then hold all 24 bits, two 15 bits and a rounded one. What the
 // product with another operand leaves out grows by that, to 2^-23 of a term, of either sign as long as the
-// other operand's pieces are rounded.
+// other operand's pieces are rounded. A third piece is exact; NaN is in the first.
 template <int kPieces>
 SELFATTN_INLINE void store_weight_pair(uint32_t* to, int64_t piece_stride, __m512 above, __m512 below) {
-  if constexpr (kPieces == 1) {
-    _mm512_storeu_si512(to, pair_rows(above, below));
-    return;
-  }
-  SELFATTN_UNROLL
-  for (int piece = 0; piece + 1 < kPieces; ++piece) {
-    const __m512i a = _mm512_castps_si512(above), b = _mm512_castps_si512(below);
-    _mm512_storeu_si512(to + piece * piece_stride, high_halves(a, b));
-    above = _mm512_sub_ps(above, second_of_pairs(a));
-    below = _mm512_sub_ps(below, second_of_pairs(b));
-  }
-  // The third piece is exact; NaN is in the first.
-  const __m512i a = kPieces == 2 ? plus_half(above) : _mm512_castps_si512(above);
-  const __m512i b = kPieces == 2 ? plus_half(below) : _mm512_castps_si512(below);
-  _mm512_storeu_si512(to + (kPieces - 1) * piece_stride, high_halves(a, b));
+  store_pieces<kPieces, kPieces == 2 ? 1 : kPieces>(to, piece_stride, above, below);
 }
 
 // Bits of a power of two as a float.

@@ -1,0 +1,75 @@
+// From the backward's sums to the gradients: scaled, and rounded once.
+#pragma once
+
+#include "arena.h"
+#include "operands.h"
+#include "rows.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// Rows first .. first + rows - 1 of a gradient.
+template <class T>
+void store_sums(const View& view, DType dtype, int64_t batch, int64_t head, int64_t first, int64_t rows,
+                int64_t columns, const T* sums, int64_t stride, T factor) {
+  using S = Simd<T>;
+  for (int64_t row = 0; row < rows; ++row) {
+    void* to = element(view.data, dtype, view.offset(batch, head, first + row));
+    for (int64_t e = 0; e < columns; e += S::kWidth) {
+      const auto sum = load_row<T>(sums + row * stride + e, dtype_of<T>(), columns - e);
+      store_row<T>(element(to, dtype, e), dtype, columns - e, S::mul(sum, S::set(factor)));
+    }
+  }
+}
+
+// dQ of a strip, which gathers from one chunk of keys after another: in the gradient itself if that holds T,
+// in the workspace otherwise. The only chunk needs neither.
+template <class P>
+struct QuerySums {
+  using T = Scalar<P>;
+
+  T* scale;       // [kLanes]
+  T* transposed;  // [kLanes][padded head_dim]
+
+  static int64_t bytes(const AttentionParams& p) {
+    return Arena::bytes_for<T>(kLanes<P>) +
+           Arena::bytes_for<T>(kLanes<P> * round_up_to_vector<T>(p.head_dim));
+  }
+  void allocate(const AttentionParams& p, Arena& arena) {
+    scale = arena.take<T>(kLanes<P>);
+    transposed = arena.take<T>(kLanes<P> * round_up_to_vector<T>(p.head_dim));
+    for (int64_t lane = 0; lane < kLanes<P>; ++lane) scale[lane] = static_cast<T>(p.scale);
+  }
+
+  // What a chunk adds, [head_dim][kLanes], for queries first .. first + count - 1.
+  void publish(const AttentionParams& p, const BackwardArguments& a, int64_t batch, int64_t head,
+               int64_t first, int64_t count, bool first_chunk, bool last_chunk, const T* grad_query_t) const {
+    const View& g = a.grad_query;
+    void* result = element(g.data, p.dtype, g.offset(batch, head, first));
+    const bool through_workspace = a.workspace != nullptr;
+    if (!through_workspace && first_chunk && last_chunk) {
+      store_transposed<T>(result, p.dtype, g.stride[2], count, p.head_dim, grad_query_t, kLanes<P>, scale);
+      return;
+    }
+    T* sum = static_cast<T*>(result);
+    int64_t stride = g.stride[2];
+    if (through_workspace) {
+      sum = static_cast<T*>(a.workspace) + ((batch * p.heads + head) * p.queries + first) * p.head_dim;
+      stride = p.head_dim;
+    }
+    if (first_chunk) {
+      store_transposed<T>(sum, dtype_of<T>(), stride, count, p.head_dim, grad_query_t, kLanes<P>, scale);
+    } else {
+      const int64_t padded = round_up_to_vector<T>(p.head_dim);
+      store_transposed<T>(transposed, dtype_of<T>(), padded, count, p.head_dim, grad_query_t, kLanes<P>,
+                          scale);
+      for (int64_t row = 0; row < count; ++row) {
+        for (int64_t e = 0; e < p.head_dim; ++e) sum[row * stride + e] += transposed[row * padded + e];
+      }
+    }
+    if (last_chunk && through_workspace) {
+      store_sums<T>(g, p.dtype, batch, head, first, count, p.head_dim, sum, stride, T(1));
+    }
+  }
+};
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
