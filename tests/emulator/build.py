@@ -150,7 +150,8 @@ def write_ninja(tools: Tools, variant: str, kernels_in: Path = CSRC) -> NinjaFil
     link = [flag for flag in emulator_flags if flag.startswith("-fsanitize")]
 
     file = NinjaFile(tools)
-    emulator = file.objects(emulator_sources(), f"{variant}/emulator", [*emulated, *emulator_flags])
+    # Little to compile, and what runs most.
+    emulator = file.objects(emulator_sources(), f"{variant}/emulator", [*emulated, "-O3", *emulator_flags])
     kernels = file.objects(kernel_sources(kernels_in), f"{variant}/kernels", [*emulated, *kernel_flags])
     # The CPU's kernels are not what is tested: a quick build rather than quick kernels.
     python = ["-isystem", str(tools.torch / "include"), "-isystem", sysconfig.get_path("include")]

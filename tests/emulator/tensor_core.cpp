@@ -20,33 +20,6 @@ Generation generation_of(int capability) {
   return {16, 24, -132};                        // Ampere, Ada Lovelace
 }
 
-int exponent_of(float value, int smallest) {
-  uint32_t bits;
-  std::memcpy(&bits, &value, sizeof(bits));
-  const int exponent = static_cast<int>(bits >> 23 & 0xffu) - 127;
-  return std::max(exponent, smallest);
-}
-
-double power_of_2(int exponent) {
-  const uint64_t bits = static_cast<uint64_t>(exponent + 1023) << 52;
-  double power;
-  std::memcpy(&power, &bits, sizeof(power));
-  return power;
-}
-
-// Towards zero, and to infinity only from 2^128 on.
-float truncate(double value) {
-  if (std::fabs(value) >= 0x1p128) return value < 0 ? -HUGE_VALF : HUGE_VALF;
-  float result = static_cast<float>(value);
-  if (std::fabs(static_cast<double>(result)) > std::fabs(value)) {
-    uint32_t bits;
-    std::memcpy(&bits, &result, sizeof(bits));
-    --bits;
-    std::memcpy(&result, &bits, sizeof(result));
-  }
-  return result + 0.0f;  // no negative zero
-}
-
 float canonical_nan() {
   const uint32_t bits = 0x7fffffffu;
   float nan;
@@ -54,52 +27,113 @@ float canonical_nan() {
   return nan;
 }
 
-}  // namespace
+// Neighbours in a row of the accumulator: most of the emulator's own time is spent on them.
+constexpr int kLanes = 4;
+template <class T>
+using Lanes [[gnu::vector_size(kLanes * sizeof(T))]] = T;
+using Floats = Lanes<float>;
+using Doubles = Lanes<double>;
+using Ints = Lanes<int32_t>;
+using Longs = Lanes<int64_t>;
 
-void multiply_accumulate(MmaOperands& operands, int capability) {
+// What adds nothing raises no exponent. (A product of 0 counts as zero_exponent, and no accumulator as less.)
+constexpr int kOfZero = -4096;
+
+inline __attribute__((always_inline)) Floats load(const float* values) {
+  Floats lanes;
+  std::memcpy(&lanes, values, sizeof(lanes));
+  return lanes;
+}
+
+inline __attribute__((always_inline)) Ints exponents_of(Floats values, int smallest, int of_zero) {
+  const Ints found = ((Ints)values >> 23 & 0xff) - 127;
+  const Ints exponents = found > smallest ? found : Ints{} + smallest;
+  return values == 0.0f ? Ints{} + of_zero : exponents;
+}
+
+inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands, int capability) {
   const Generation generation = generation_of(capability);
   const int depth = operands.depth;
   const int element_bytes = depth == 16 ? 2 : 4;
   const int group = std::min(depth, generation.group_bytes / element_bytes);
   const int smallest = operands.smallest_exponent;
 
-  int exponent_a[kMmaRows][kMmaMostDepth];
-  int exponent_b[kMmaColumns][kMmaMostDepth];
-  double b[kMmaColumns][kMmaMostDepth];
-  for (int k = 0; k < depth; ++k) {
-    for (int m = 0; m < kMmaRows; ++m) exponent_a[m][k] = exponent_of(operands.a[m][k], smallest);
-    for (int n = 0; n < kMmaColumns; ++n) {
-      exponent_b[n][k] = exponent_of(operands.b[k][n], smallest);
-      b[n][k] = operands.b[k][n];
-    }
-  }
-
+  Ints exponent_a[kMmaRows][kMmaMostDepth / kLanes];
   for (int m = 0; m < kMmaRows; ++m) {
-    for (int n = 0; n < kMmaColumns; ++n) {
-      float sum = operands.d[m][n];
+    for (int k = 0; k < depth; k += kLanes)
+      exponent_a[m][k / kLanes] = exponents_of(load(operands.a[m] + k), smallest, kOfZero);
+  }
+  for (int column = 0; column < kMmaColumns; column += kLanes) {
+    Ints exponent_b[kMmaMostDepth];
+    Doubles b[kMmaMostDepth];
+    for (int k = 0; k < depth; ++k) {
+      const Floats row = load(operands.b[k] + column);
+      exponent_b[k] = exponents_of(row, smallest, kOfZero);
+      b[k] = __builtin_convertvector(row, Doubles);
+    }
+    for (int m = 0; m < kMmaRows; ++m) {
+      Floats sum = load(operands.d[m] + column);
       for (int first = 0; first < depth; first += group) {
-        double products[kMmaMostDepth];
-        double special = sum;  // infinity or NaN where a term is
-        int largest = sum == 0.0f ? generation.zero_exponent : exponent_of(sum, kSmallestExponentFloat32);
+        Doubles start = __builtin_convertvector(sum, Doubles);
+        Doubles special = start;  // infinity or NaN where a term is
+        Ints largest = exponents_of(sum, kSmallestExponentFloat32, generation.zero_exponent);
+        Doubles products[kMmaMostDepth];
         for (int k = 0; k < group; ++k) {
-          products[k] = operands.a[m][first + k] * b[n][first + k];
+          products[k] = static_cast<double>(operands.a[m][first + k]) * b[first + k];
           special += products[k];
-          const int exponent = products[k] == 0.0 ? generation.zero_exponent
-                                                  : exponent_a[m][first + k] + exponent_b[n][first + k];
-          largest = std::max(largest, exponent);
+          const Ints of_product =
+              exponent_a[m][(first + k) / kLanes][(first + k) % kLanes] + exponent_b[first + k];
+          largest = of_product > largest ? of_product : largest;
         }
-        if (!std::isfinite(special)) {
-          sum = std::isnan(special) ? canonical_nan() : static_cast<float>(special);
-          continue;
+
+        const Longs finite = special - special == 0.0;
+        Longs all = finite;
+        for (int n = 1; n < kLanes; ++n) all[0] &= finite[n];
+        if (all[0] == 0) {  // no integers are made of these
+          start = (Doubles)((Longs)start & finite);
+          for (int k = 0; k < group; ++k) products[k] = (Doubles)((Longs)products[k] & finite);
         }
-        const double scale = power_of_2(generation.kept_bits - largest);
-        auto total = static_cast<int64_t>(sum * scale);
-        for (int k = 0; k < group; ++k) total += static_cast<int64_t>(products[k] * scale);
-        sum = truncate(static_cast<double>(total) * power_of_2(largest - generation.kept_bits));
+
+        // Every term has 30 bits or less. Integers, whose sum is exact in double too.
+        const Longs shift = __builtin_convertvector(generation.kept_bits - largest, Longs);
+        const Doubles scale = (Doubles)((shift + 1023) << 52);
+        Doubles total = __builtin_convertvector(__builtin_convertvector(start * scale, Ints), Doubles);
+        for (int k = 0; k < group; ++k)
+          total += __builtin_convertvector(__builtin_convertvector(products[k] * scale, Ints), Doubles);
+        total *= (Doubles)((1023 - shift) << 52);
+
+        // Towards zero, and to infinity only from 2^128 on; there is no negative zero.
+        sum = __builtin_convertvector(total, Floats);
+        const Doubles rounded = __builtin_convertvector(sum, Doubles);
+        const Doubles size = total < 0.0 ? -total : total, rounded_size = rounded < 0.0 ? -rounded : rounded;
+        const Longs away = (rounded_size > size) & (size < 0x1p128);
+        sum = (Floats)((Ints)sum + __builtin_convertvector(away, Ints)) + 0.0f;
+        if (all[0] == 0) {
+          for (int n = 0; n < kLanes; ++n) {
+            if (finite[n] != 0) continue;
+            sum[n] = std::isnan(special[n]) ? canonical_nan() : static_cast<float>(special[n]);
+          }
+        }
       }
-      operands.d[m][n] = sum;
+      std::memcpy(operands.d[m] + column, &sum, sizeof(sum));
     }
   }
+}
+
+#if defined(__x86_64__)
+__attribute__((target("avx2"))) void multiply_rows_avx2(MmaOperands& operands, int capability) {
+  multiply_rows(operands, capability);
+}
+#endif
+
+}  // namespace
+
+void multiply_accumulate(MmaOperands& operands, int capability) {
+#if defined(__x86_64__)
+  static const bool has_avx2 = __builtin_cpu_supports("avx2") != 0;
+  if (has_avx2) return multiply_rows_avx2(operands, capability);
+#endif
+  multiply_rows(operands, capability);
 }
 
 }  // namespace selfattn::emulator
