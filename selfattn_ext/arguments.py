@@ -188,13 +188,12 @@ def packed_masks(masks: Sequence[Tensor], max_seqlen_q: int, max_seqlen_k: int) 
         return None
     three = [mask.reshape(*(1,) * (3 - mask.dim()), *mask.shape[-3:]) for mask in masks]
     heads = max([mask.shape[0] for mask in three])
-    # What one number stands for is as long as any sequence.
+    # What one number stands for is as long as any sequence. It is expanded one dimension after the other, so
+    # that its gradient is summed so: torch's sum of everything at once depends on the number of threads.
     whole = [
-        mask.expand(
-            heads,
-            max_seqlen_q if mask.shape[1] == 1 else mask.shape[1],
-            max_seqlen_k if mask.shape[2] == 1 else mask.shape[2],
-        )
+        mask.expand(-1, max_seqlen_q if mask.shape[1] == 1 else -1, -1)
+        .expand(heads, -1, -1)
+        .expand(-1, -1, max_seqlen_k if mask.shape[2] == 1 else -1)
         for mask in three
     ]
     differentiable = torch.is_grad_enabled() and any(mask.requires_grad for mask in masks)

@@ -343,6 +343,21 @@ def test_two_runs_and_other_thread_counts_give_the_same_bits(one_thread: None) -
         assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
 
 
+def test_threads_change_no_bit_of_a_list_of_numbers(one_thread: None) -> None:
+    """A mask that is one number for all pairs of a sequence has a gradient that is one long sum."""
+    offsets = starts((300, 5))
+    query, key, value = (torch.randn(305, 2, 4, device=gpu.DEVICE) for _ in range(3))
+    shapes = ((), (1, 1, 1))
+    masks = [torch.zeros(shape, device=gpu.DEVICE, requires_grad=True) for shape in shapes]
+    outcomes = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        out = varlen_attention(query, key, value, offsets, offsets, 300, 300, masks, softcap=2.0)
+        outcomes.append(torch.autograd.grad(out.square().sum(), masks))
+    for other in outcomes[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
+
+
 def test_the_reference_is_the_formula_of_each_sequence() -> None:
     """The judge is judged: against the padded formula with the rest hidden."""
     case: Case = varlen_cases.of(((4, 6), (3, 2)), is_causal=True, dropout_p=0.3, sinks=2, alibi=2)
