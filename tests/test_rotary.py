@@ -42,6 +42,22 @@ def test_positions_of_sequences(dtype: torch.dtype, layout: str, interleaved: bo
     assert torch.equal(apply_rotary(x, factors, interleaved=interleaved, **keywords), result)
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_factors_of_16_bits_are_numbers_like_others(dtype: torch.dtype, interleaved: bool) -> None:
+    """FlashAttention wants tables of the query's dtype: the result is rounded once with them too."""
+    x = torch.randn(2, 3, 7, 16).to(dtype)
+    table = [part.to(dtype) for part in rotary_factors(torch.arange(100), 16)]
+    places = torch.randint(0, 100, (2, 7))
+    result = apply_rotary(x, (table[0][places], table[1][places]), interleaved=interleaved)
+    wide = apply_rotary(
+        x.double(), (table[0][places].double(), table[1][places].double()), interleaved=interleaved
+    )
+    assert result.dtype == dtype
+    # Half a unit in the last place, and what float32 makes of the sum before.
+    assert ((result.double() - wide).abs() <= wide.abs() * torch.finfo(dtype).eps * 0.501 + 1e-6).all()
+
+
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
 def test_positions_that_the_batch_shares(layout: str) -> None:
     x = torch.randn(2, 5, 5, 8)

@@ -151,6 +151,9 @@ def apply_rotary(
                 )
     else:
         raise TypeError(f"positions must be a tensor or what rotary_factors returns, got {_kind(positions)}")
+    # Factors of 16 bits, as models keep them, would have every product of such an x rounded.
+    dtype = torch.promote_types(factors[0].dtype, accumulation_dtype(x.dtype))
+    factors = RotaryFactors(*(part.to(dtype) for part in factors))
     cos, sin = factors
     checks.on_device("positions", cos, "x", x.device)
     heads = -3 if x.dim() == 4 and layout == "bhld" else -2  # where x has its heads
