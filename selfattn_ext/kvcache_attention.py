@@ -128,7 +128,7 @@ def attention_with_kvcache(
         value_cache: the same with Ev. It may be a view of the first features of key_cache, if value is that
             of key.
         key, value: (B, Hk, L_new, E) and (B, Hk, L_new, Ev), what to write behind the cache_seqlens keys of
-            each sequence, no views of the rows that are written; or neither.
+            each sequence; or neither. These and query are no views of the rows that are written.
         cache_seqlens: how many keys each sequence has before the new ones: an int, or int32 or int64 (B,).
             Needed with key. None: the whole cache. It is not updated: the caller adds L_new.
         block_table: int32 or int64 (B, pages of a sequence): key j of sequence b is row j % page_size of the

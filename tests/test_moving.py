@@ -10,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
 from selfattn_ext import (
     MultiheadAttention,
@@ -176,6 +178,30 @@ class TestFlashAttention:
             steps.append(function(q[:, one], *cache, k[:, one], v[:, one], cache_seqlens=n, causal=True))
         expected = as_flash_attention(q, k, v, WIDTH**-0.5, 0.0, None, lower_right(5, 5, -1, 0))
         torch.testing.assert_close(torch.cat(steps, dim=1), expected.float())
+
+    @pytest.mark.parametrize("interleaved", [True, False])
+    def test_rotary_tables(self, interleaved: bool) -> None:
+        """Row cache_seqlens + i of the tables turns token i; both have the dtype of q."""
+        cos, sin = torch.randn(2, 20, 3).bfloat16().unbind(0)
+        x, lengths = torch.randn(BATCH, 5, HEADS, WIDTH).bfloat16(), torch.tensor([7, 0])
+        result = named("rotated")(x, cos, sin, lengths, interleaved)
+        for n in range(BATCH):
+            for i in range(5):
+                turned = x[n, i, :, :6].double()
+                first, second = (turned[:, 0::2], turned[:, 1::2]) if interleaved else turned.split(3, dim=-1)
+                c, s = (table[int(lengths[n]) + i].double() for table in (cos, sin))
+                parts = (first * c - second * s, first * s + second * c)
+                exact = torch.stack(parts, -1).flatten(1) if interleaved else torch.cat(parts, -1)
+                torch.testing.assert_close(result[n, i, :, :6].double(), exact, rtol=2**-8, atol=1e-6)
+        assert torch.equal(result[..., 6:], x[..., 6:])
+
+    def test_lse_of_varlen_attn_has_heads_first(self) -> None:
+        """Whatever its documentation says."""
+        with FakeTensorMode():
+            offsets = torch.empty(3, dtype=torch.int32)
+            x = torch.empty(5, HEADS, WIDTH)
+            _, lse = varlen_attn(x, x, x, offsets, offsets, 3, 3, return_aux=AuxRequest(lse=True))
+        assert lse.shape == (HEADS, 5)
 
     def test_lse_is_natural_and_of_a_query_that_sees_nothing_minus_infinity(self) -> None:
         query, key, value = tensors(6, 4)
