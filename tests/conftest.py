@@ -73,20 +73,18 @@ def _fixed_seed() -> None:
     torch.manual_seed(0)
 
 
+#: The instruction sets that tests run on, best first.
+ISAS = backends.cpu_isas()[: int(os.environ.get("SELFATTN_TEST_ISAS", "0")) or None]
 # A process that runs on one kernel, such as one of the emulator's, tests that one.
 CPU_KERNELS = (
-    [backends.forced_kernel()]
-    if backends.forced_kernel()
-    else [*(f"fused-{isa}" for isa in backends.cpu_isas()), "loops"]
+    [backends.forced_kernel()] if backends.forced_kernel() else [*(f"fused-{isa}" for isa in ISAS), "loops"]
 )
 #: Those of the device that the process tests.
 KERNELS = CPU_KERNELS if gpu.DEVICE == "cpu" else gpu.KERNELS
 
 
 #: What the name of a test has of the kernel it runs on.
-OF_KERNEL = re.compile(
-    r"(?<=[\[-])(?:" + "|".join(map(re.escape, sorted({*KERNELS, *backends.cpu_isas()}))) + r")(?=[\]-])"
-)
+OF_KERNEL = re.compile(r"(?<=[\[-])(?:" + "|".join(map(re.escape, sorted({*KERNELS, *ISAS}))) + r")(?=[\]-])")
 
 
 @contextmanager
@@ -108,7 +106,7 @@ def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
         yield request.param
 
 
-@pytest.fixture(params=backends.cpu_isas() if gpu.DEVICE == "cpu" else gpu.KERNELS)
+@pytest.fixture(params=ISAS if gpu.DEVICE == "cpu" else gpu.KERNELS)
 def isa(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every instruction set of this machine, forced; on a GPU, every kernel."""
     # The former leaves the kernel that a process forces alone.

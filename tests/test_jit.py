@@ -28,7 +28,8 @@ def check_against_installed(module, name):
         torch.testing.assert_close(got, want)
 
 
-@pytest.mark.parametrize("loader", ["jit.load", pytest.param("torch's own", marks=pytest.mark.another_build)])
+@pytest.mark.another_build
+@pytest.mark.parametrize("loader", ["jit.load", "torch's own"])
 def test_load(loader, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MAX_JOBS", str(os.cpu_count()))
     if loader == "jit.load":
