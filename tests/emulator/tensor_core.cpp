@@ -51,11 +51,11 @@ inline __attribute__((always_inline)) Ints exponents_of(Floats values, int small
   return values == 0.0f ? Ints{} + of_zero : exponents;
 }
 
-inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands, int capability) {
-  const Generation generation = generation_of(capability);
+// `group`: how many products are added in one step. A constant, so that its loops are unrolled.
+template <int group>
+inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands,
+                                                         const Generation& generation) {
   const int depth = operands.depth;
-  const int element_bytes = depth == 16 ? 2 : 4;
-  const int group = std::min(depth, generation.group_bytes / element_bytes);
   const int smallest = operands.smallest_exponent;
 
   Ints exponent_a[kMmaRows][kMmaMostDepth / kLanes];
@@ -75,17 +75,18 @@ inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands, 
       Floats sum = load(operands.d[m] + column);
       for (int first = 0; first < depth; first += group) {
         Doubles start = __builtin_convertvector(sum, Doubles);
-        Doubles special = start;  // infinity or NaN where a term is
+        Doubles terms[2] = {start, start};  // infinity or NaN where a term is; two sums, which need not wait
         Ints largest = exponents_of(sum, kSmallestExponentFloat32, generation.zero_exponent);
         Doubles products[kMmaMostDepth];
         for (int k = 0; k < group; ++k) {
           products[k] = static_cast<double>(operands.a[m][first + k]) * b[first + k];
-          special += products[k];
+          terms[k % 2] += products[k];
           const Ints of_product =
               exponent_a[m][(first + k) / kLanes][(first + k) % kLanes] + exponent_b[first + k];
           largest = of_product > largest ? of_product : largest;
         }
 
+        const Doubles special = terms[0] + terms[1];
         const Longs finite = special - special == 0.0;
         Longs all = finite;
         for (int n = 1; n < kLanes; ++n) all[0] &= finite[n];
@@ -97,10 +98,11 @@ inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands, 
         // Every term has 30 bits or less. Integers, whose sum is exact in double too.
         const Longs shift = __builtin_convertvector(generation.kept_bits - largest, Longs);
         const Doubles scale = (Doubles)((shift + 1023) << 52);
-        Doubles total = __builtin_convertvector(__builtin_convertvector(start * scale, Ints), Doubles);
+        Doubles sums[2] = {__builtin_convertvector(__builtin_convertvector(start * scale, Ints), Doubles),
+                           {}};
         for (int k = 0; k < group; ++k)
-          total += __builtin_convertvector(__builtin_convertvector(products[k] * scale, Ints), Doubles);
-        total *= (Doubles)((1023 - shift) << 52);
+          sums[k % 2] += __builtin_convertvector(__builtin_convertvector(products[k] * scale, Ints), Doubles);
+        const Doubles total = (sums[0] + sums[1]) * (Doubles)((1023 - shift) << 52);
 
         // Towards zero, and to infinity only from 2^128 on; there is no negative zero.
         sum = __builtin_convertvector(total, Floats);
@@ -120,9 +122,22 @@ inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands, 
   }
 }
 
+inline __attribute__((always_inline)) void multiply(MmaOperands& operands, int capability) {
+  const Generation generation = generation_of(capability);
+  const int element_bytes = operands.depth == 16 ? 2 : 4;
+  switch (std::min(operands.depth, generation.group_bytes / element_bytes)) {
+    case 4:
+      return multiply_rows<4>(operands, generation);
+    case 8:
+      return multiply_rows<8>(operands, generation);
+    default:
+      return multiply_rows<16>(operands, generation);
+  }
+}
+
 #if defined(__x86_64__)
-__attribute__((target("avx2"))) void multiply_rows_avx2(MmaOperands& operands, int capability) {
-  multiply_rows(operands, capability);
+__attribute__((target("avx2"))) void multiply_avx2(MmaOperands& operands, int capability) {
+  multiply(operands, capability);
 }
 #endif
 
@@ -131,9 +146,9 @@ __attribute__((target("avx2"))) void multiply_rows_avx2(MmaOperands& operands, i
 void multiply_accumulate(MmaOperands& operands, int capability) {
 #if defined(__x86_64__)
   static const bool has_avx2 = __builtin_cpu_supports("avx2") != 0;
-  if (has_avx2) return multiply_rows_avx2(operands, capability);
+  if (has_avx2) return multiply_avx2(operands, capability);
 #endif
-  multiply_rows(operands, capability);
+  multiply(operands, capability);
 }
 
 }  // namespace selfattn::emulator
