@@ -40,9 +40,11 @@ MOST = 7
 #: Existing tests that say something about a kernel that is forced, and pytest's expression for which of them
 #: run. A line's modules share a process, as starting one takes longer than most of them.
 CHOSEN = [
-    ("test_options_pairwise.py test_dropout.py", ""),
     # The emulator has one thread, and that runs give the same bits is what schedules are for.
-    ("test_edge_cases.py test_determinism.py", "not threads_and_runs and not another_parallel_region"),
+    (
+        "test_edge_cases.py test_determinism.py test_dropout.py",
+        "not threads_and_runs and not another_parallel_region",
+    ),
     ("test_masks.py test_gradients.py", "not never_expanded"),
     # Every broadcast of a mask is among the cases, in sizes that take less time.
     ("test_special_numbers.py test_double_backward.py test_mask_gradient.py", "not broadcast and not groups"),

@@ -23,10 +23,14 @@ from . import run_cases
 
 OPTIONS = {
     "dtype": list(DTYPES),
-    # Squares, a few queries with many keys, the other way round, and an odd number of half tiles.
-    "length": [*((length, length) for length in (1, 63, 64, 65)), (129, 140), (5, 200), (200, 7), (65, 192)],
+    # Squares, less than a tile, a few queries with many keys, the other way round, and an odd number of half
+    # tiles. With these, test_options_pairwise.py need not run in the emulator as well.
+    "length": [
+        *((length, length) for length in (1, 63, 64, 65)),
+        *((7, 13), (129, 140), (5, 200), (200, 7), (65, 192)),
+    ],
     "head_counts": [(2, 2), (4, 2), (3, 1)],
-    "dims": [(16, 16), (64, 64), (80, 80), (128, 128), (80, 16), (33, 65)],
+    "dims": [(16, 16), (64, 64), (80, 80), (128, 128), (80, 16), (33, 65), (5, 9), (33, 1)],
     "layout": list(LAYOUTS),
     "grad_layout": list(LAYOUTS),
     "mask": [None, *MASKS, "bool tiles", "float tiles"],
