@@ -138,6 +138,17 @@ void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, 
     for (int64_t column = 0; column < columns; column += S::kWidth) {
       const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
       typename S::Vec tile[S::kWidth];
+      // Whole tiles stay in registers all the way.
+      if (n == S::kWidth && lanes == S::kWidth && dtype == dtype_of<T>() && residual == nullptr) {
+        const T* from = src + column * ld + lane;
+        SELFATTN_UNROLL
+        for (int i = 0; i < S::kWidth; ++i) tile[i] = S::mul(S::load(from + i * ld), scale);
+        transpose<T>(tile);
+        T* to = static_cast<T*>(dst) + lane * row_stride + column;
+        SELFATTN_UNROLL
+        for (int i = 0; i < S::kWidth; ++i) S::store(to + i * row_stride, tile[i]);
+        continue;
+      }
       for (int i = 0; i < S::kWidth; ++i) {
         tile[i] = i < n ? S::mul(S::load(src + (column + i) * ld + lane), scale) : S::set(T(0));
       }
@@ -225,15 +236,22 @@ template <class T>
 bool all_finite(const T* data, int64_t stride, int64_t rows, int64_t columns) {
   using S = Simd<T>;
   // x * 0 is 0 for finite x and NaN otherwise, and NaN survives addition.
-  auto sum = S::set(T(0));
   const auto zero = S::set(T(0));
+  typename S::Vec sums[3] = {zero, zero, zero};  // one would wait for its own latency
   T rest = 0;
   for (int64_t row = 0; row < rows; ++row) {
     const T* p = data + row * stride;
     int64_t column = 0;
-    for (; column + S::kWidth <= columns; column += S::kWidth) sum = S::fma(S::load(p + column), zero, sum);
+    for (; column + 3 * S::kWidth <= columns; column += 3 * S::kWidth) {
+      SELFATTN_UNROLL
+      for (int i = 0; i < 3; ++i) sums[i] = S::fma(S::load(p + column + i * S::kWidth), zero, sums[i]);
+    }
+    for (; column + S::kWidth <= columns; column += S::kWidth) {
+      sums[0] = S::fma(S::load(p + column), zero, sums[0]);
+    }
     for (; column < columns; ++column) rest += p[column] * T(0);
   }
+  const auto sum = S::add(S::add(sums[0], sums[1]), sums[2]);
   const auto nan_as_one = S::select(S::equal(sum, zero), zero, S::set(T(1)));
   return rest == T(0) && !S::any(S::less(zero, nan_as_one));
 }
