@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.nn.functional import pad
 
 from . import checks, precision, reference, shapes
 
@@ -19,12 +19,12 @@ __all__ = [
     "Tensors",
     "add_causal_bias",
     "add_float32_precision",
+    "add_own_masks",
     "add_window",
     "autocast",
     "formula",
     "is_packed",
     "keywords_of",
-    "packed_masks",
     "prepared",
 ]
 
@@ -55,8 +55,9 @@ def prepared(
 ) -> Prepared:
     """Brings the arguments of attention into the operators' form; adds what is no tensor to the options.
 
-    ``options`` have what belongs to positions, the rules and the kernel already. ``batch`` is the number of
-    sequences where query, key and value are packed, (1, H, total, E): for masks and numbers per head.
+    ``options`` have what belongs to positions, the rules and the kernel already, and the shapes of own masks,
+    if it is those that attn_mask holds. ``batch`` is the number of sequences where query, key and value are
+    packed, (1, H, total, E): for masks and numbers per head.
     """
     if is_causal:
         options["is_causal"] = True
@@ -66,7 +67,9 @@ def prepared(
         form = form._replace(lead=(batch,))
     add_float32_precision(options, form.query)
     mask = None
-    if attn_mask is not None:
+    if "mask_shapes" in options:
+        mask = attn_mask
+    elif attn_mask is not None:
         if checks.is_causal_bias(attn_mask):
             add_causal_bias(options, attn_mask, form, alibi_slopes is not None)
         else:
@@ -160,6 +163,9 @@ def formula(tensors: Tensors, scale: float, options: Options) -> reference.Atten
         return reference.attention(query, key, value, mask, **keywords)
     if "query_offsets" in options:
         keywords["query_offset"] = options["query_offsets"]
+    masks = (
+        _own_masks(mask, options["mask_shapes"]) if mask is not None and "mask_shapes" in options else mask
+    )
     out, weights, lse = reference.varlen_attention(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),
@@ -168,7 +174,7 @@ def formula(tensors: Tensors, scale: float, options: Options) -> reference.Atten
         options["cu_seqlens_k"],
         options["max_seqlen_q"],
         options["max_seqlen_k"],
-        mask,
+        masks,
         **keywords,
     )
     return reference.AttentionResult(out.transpose(0, 1).unsqueeze(0), weights, lse.unsqueeze(0))
@@ -179,33 +185,21 @@ def is_packed(options: Options) -> bool:
     return "cu_seqlens_q" in options and "cu_seqlens_k" in options
 
 
-def packed_masks(masks: Sequence[Tensor], max_seqlen_q: int, max_seqlen_k: int) -> Tensor | None:
-    """One mask (B, H | 1, max_seqlen_q, max_seqlen_k) of one for each sequence, each padded with zeros.
-
-    Who calls makes sure that each fits its sequence.
+def add_own_masks(options: Options, masks: Sequence[Tensor]) -> Maybe:
+    """A mask for each sequence as the operators take them: all numbers, one mask behind the other; adds the
+    shapes to the options.
     """
     if not masks:
         return None
-    three = [mask.reshape(*(1,) * (3 - mask.dim()), *mask.shape[-3:]) for mask in masks]
-    heads = max([mask.shape[0] for mask in three])
-    # What one number stands for is as long as any sequence. It is expanded one dimension after the other, so
-    # that its gradient is summed so: torch's sum of everything at once depends on the number of threads.
-    whole = [
-        mask.expand(-1, max_seqlen_q if mask.shape[1] == 1 else -1, -1)
-        .expand(heads, -1, -1)
-        .expand(-1, -1, max_seqlen_k if mask.shape[2] == 1 else -1)
-        for mask in three
-    ]
-    differentiable = torch.is_grad_enabled() and any(mask.requires_grad for mask in masks)
-    if differentiable or torch._C._are_functorch_transforms_active():
-        return torch.stack(
-            [pad(mask, (0, max_seqlen_k - mask.shape[2], 0, max_seqlen_q - mask.shape[1])) for mask in whole]
-        )
-    # Half the memory; but the gradient of a write into a part of a tensor copies all of it.
-    padded = masks[0].new_zeros((len(masks), heads, max_seqlen_q, max_seqlen_k))
-    for sequence, mask in enumerate(whole):
-        padded[sequence, :, : mask.shape[1], : mask.shape[2]] = mask
-    return padded
+    options["mask_shapes"] = [size for mask in masks for size in (*(1,) * (3 - mask.dim()), *mask.shape[-3:])]
+    return torch.cat([mask.reshape(-1) for mask in masks])
+
+
+def _own_masks(numbers: Tensor, shapes: Sequence[int]) -> list[Tensor]:
+    """The masks that :func:`add_own_masks` was given, in three dimensions."""
+    three = [tuple(shapes[at : at + 3]) for at in range(0, len(shapes), 3)]
+    pieces = numbers.split([math.prod(shape) for shape in three])
+    return [piece.reshape(shape) for piece, shape in zip(pieces, three, strict=True)]
 
 
 def keywords_of(tensors: Tensors, options: Options) -> Options:

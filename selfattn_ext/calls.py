@@ -29,7 +29,7 @@ def dense(tensors: Tensors) -> Tensors:
         dense_rows(query),
         dense_rows(key),
         dense_rows(value),
-        mask,
+        mask.contiguous() if mask is not None and mask.dim() == 1 else mask,  # masks of sequences
         None if slopes is None else slopes.contiguous(),
         None if sinks is None else sinks.contiguous(),
         seed,

@@ -257,7 +257,6 @@ def varlen(
     scores = (batch, query.shape[1], max_seqlen_q, max_seqlen_k)
     if isinstance(attn_mask, (list, tuple)):
         mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
-        checks.fits("attn_mask as one padded tensor", scores)
         attn_mask = None
     elif checks.is_causal_bias(attn_mask):
         raise TypeError(

@@ -123,9 +123,8 @@ def varlen_attention(
         max_seqlen_k: length of the longest key sequence, or more.
         attn_mask: broadcastable to (B, H, max_seqlen_q, max_seqlen_k), of which sequence b takes the upper
             left part of element b; or a list of B masks, each broadcastable to the (H, L, S) of its sequence.
-            A list is copied into such a tensor, with one head if no mask has more: memory for padding, and
-            for as much again while it is copied if one of them is to have a gradient. bool: True = attend.
-            Any floating dtype: added to the scores, -inf hides; gets a gradient if it requires one.
+            A list is copied into one buffer, each mask in its own shape. bool: True = attend. Any floating
+            dtype: added to the scores, -inf hides; gets a gradient if it requires one.
         dropout_p: probability with which each weight is dropped, whenever it is not 0. For one seed,
             sequence b drops what element b of a padded batch drops.
         is_causal: query i of a sequence sees its keys ``j <= i + query_offset``.
@@ -205,15 +204,16 @@ def varlen_attention(
             )
         general.add_position(options, query_offset)
         general.add_rules(options, window_size, softcap)
+        mask: Any = attn_mask
         if isinstance(attn_mask, (list, tuple)):
             longest = (options["max_seqlen_q"], options["max_seqlen_k"])
             checks_sequences.mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, longest)
-            attn_mask = arguments.packed_masks(attn_mask, *longest)
+            mask = arguments.add_own_masks(options, attn_mask)
         elif checks.is_causal_bias(attn_mask):
             raise TypeError("a CausalBias is for one length")
 
         call = arguments.prepared(
-            shapes.of_packed(query), shapes.of_packed(key), shapes.of_packed(value), attn_mask, is_causal,
+            shapes.of_packed(query), shapes.of_packed(key), shapes.of_packed(value), mask, is_causal,
             scale, enable_gqa, alibi_slopes, sinks, options, batch=cu_seqlens_q.shape[0] - 1,
         )  # fmt: skip
         out, weights, lse = general.attention(call, dropout_p, options, return_weights, return_lse)

@@ -53,6 +53,7 @@ class Packed:
     dims: tuple[int, int] = (16, 16)
     heads_first: bool = False  # in memory
     mask: str | None = None
+    mask_list: bool = False  # a tensor for each sequence, unless all share one
     is_causal: bool = False
     offsets: str = "none"  # or one number for all, or one each
     window: tuple[int, int] = (-1, -1)
@@ -130,6 +131,9 @@ class Packed:
         torch.manual_seed(0)
         query, key, value, options = split(tensors)
         starts = self.starts(only)
+        if self.mask_list and self.mask not in (None, *SUMMED):
+            masks = [self.part(b, "attn_mask", options["attn_mask"]) for b in range(len(self.lengths))]
+            options["attn_mask"] = masks
         results = varlen_attention(
             query, key, value, *starts, *self.longest(), **options, **self.numbers(), dropout_p=dropout_p
         )
@@ -177,8 +181,8 @@ class Packed:
         }
 
 
-def split(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, dict[str, Tensor]]:
-    options = dict(tensors)
+def split(tensors: dict[str, Tensor]) -> tuple[Tensor, Tensor, Tensor, dict[str, Any]]:
+    options: dict[str, Any] = dict(tensors)
     return options.pop("query"), options.pop("key"), options.pop("value"), options
 
 
@@ -243,6 +247,7 @@ OPTIONS = {
     "dims": [(16, 16), (64, 64), (33, 7)],
     "heads_first": [False, True],
     "mask": [None, *MASKS],
+    "mask_list": [False, True],
     "is_causal": [False, True],
     "offsets": ["none", "one", "each"],
     "window": [(-1, -1), (40, 9)],
@@ -280,12 +285,15 @@ def test_instruction_sets(
     precision(exactness)
     mask = "bfloat16" if exactness == "highest" else "float keys"
     check_alone(Packed(dtype, mask=mask, is_causal=True, offsets="each", weights=True))
+    check_alone(Packed(dtype, mask="float", mask_list=True, is_causal=True, offsets="each", slopes=2))
 
 
+@pytest.mark.parametrize("mask_list", [False, True])
 @pytest.mark.parametrize("mask", ["float", "float rows", "float keys"])
-def test_one_query_or_one_key(mask: str, isa: str, one_thread: None) -> None:
+def test_one_query_or_one_key(mask: str, mask_list: bool, isa: str, one_thread: None) -> None:
     """Where a sequence's own mask has one row or one column, as if it were broadcast along it."""
-    check_alone(Packed(lengths=((1, 200), (70, 1), (150, 90), (1, 1)), heads=(4, 2), mask=mask))
+    lengths = ((1, 200), (70, 1), (150, 90), (1, 1))
+    check_alone(Packed(lengths=lengths, heads=(4, 2), mask=mask, mask_list=mask_list))
 
 
 @pytest.mark.parametrize(
@@ -296,6 +304,8 @@ def test_one_query_or_one_key(mask: str, isa: str, one_thread: None) -> None:
         Packed(torch.bfloat16, heads=(2, 1), dims=(64, 64), mask="shared keys"),
         Packed(torch.float32, heads=(2, 1), mask="shared"),
         Packed(torch.bfloat16, mask="bfloat16"),
+        Packed(torch.float32, heads=(2, 1), mask="float keys", mask_list=True),
+        Packed(torch.bfloat16, mask="float", mask_list=True),
     ],
     ids=str,
 )

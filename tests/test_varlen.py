@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from varlen_cases import VarlenCase, packed, starts
 
-from selfattn_ext import arguments, ops, reference, scaled_dot_product_attention, varlen_attention
+from selfattn_ext import ops, reference, scaled_dot_product_attention, varlen_attention
 
 #: Empty sequences on either side, single rows, primes, long beside short, none at all.
 SEQUENCES = (
@@ -36,6 +36,7 @@ OPTIONS = {
     "dims": [(16, 16), (64, 64), (5, 9), (33, 1)],
     "layout": ["contiguous", "transposed", "offset", "columns"],
     "mask": [None, "bool", "bool keys", "float", "float heads", "float rows", "bfloat16"],
+    "mask_list": [False, True],
     "is_causal": [False, True],
     "query_offset": [0, 5, "each"],
     "window": [(-1, -1), (4, -1), (-1, 6), (9, 2)],
@@ -254,34 +255,100 @@ def test_a_mask_for_each_sequence(kind: str) -> None:
         assert_accurate(name, result.detach(), exact[name].detach(), peer[name].detach())
 
 
-class Results(TorchDispatchMode):
-    """What operators return, kept until the end."""
+class Largest(TorchDispatchMode):
+    """The bytes of the largest tensor that an operator returns."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.tensors: list[Tensor] = []
+        self.bytes = 0
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.tensors.append(func(*args, **kwargs or {}))
-        return self.tensors[-1]
+        results = func(*args, **kwargs or {})
+        for result in results if isinstance(results, (list, tuple)) else [results]:
+            if isinstance(result, Tensor):
+                self.bytes = max(self.bytes, result.untyped_storage().nbytes())
+        return results
 
 
 @pytest.mark.parametrize("requires_grad", [False, True])
-def test_memory_of_a_mask_for_each_sequence(requires_grad: bool) -> None:
-    """One padded tensor, and as much again while they are copied if they are to have gradients."""
-    shapes = ((2, 7, 9), (1, 4), (12, 1), (1, 0, 1))
-    masks = [torch.randn(shape).requires_grad_(requires_grad) for shape in shapes]
-    with Results() as results:
-        padded = arguments.packed_masks(masks, 12, 12)
-    assert padded is not None
-    bytes_of = {
-        result.untyped_storage().data_ptr(): result.untyped_storage().nbytes() for result in results.tensors
-    }
-    for mask in masks:
-        bytes_of.pop(mask.untyped_storage().data_ptr(), None)
-    assert sum(bytes_of.values()) == padded.nbytes * (2 if requires_grad else 1)
-    with torch.no_grad():
-        assert torch.equal(padded, arguments.packed_masks(masks, 12, 12))
+@pytest.mark.parametrize("shape", ["square", "keys", "heads"])
+def test_masks_of_sequences_are_not_padded(shape: str, requires_grad: bool) -> None:
+    """One long sequence among many short ones: no tensor is larger than all masks together, or than query."""
+    lengths = [64, *[3] * 30]
+    shapes = {"square": lambda n: (n, n), "keys": lambda n: (n,), "heads": lambda n: (2, n, n)}
+    masks = [torch.randn(shapes[shape](n)).requires_grad_(requires_grad) for n in lengths]
+    rows = torch.randn(sum(lengths), 2, 8, requires_grad=requires_grad)
+    offsets = starts(lengths)
+    with Largest() as largest:
+        out = varlen_attention(rows, rows, rows, offsets, offsets, 64, 64, masks)
+        if requires_grad:
+            out.sum().backward()
+            assert all(mask.grad is not None and mask.grad.shape == mask.shape for mask in masks)
+    assert largest.bytes <= max(sum(mask.nbytes for mask in masks), rows.nbytes)
+
+
+@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_gradients_of_some_masks(mask_dtype: torch.dtype, device: str) -> None:
+    """Masks with and without gradients, one tensor twice, one that is no leaf: each gets what it gets in a
+    call with its sequence alone, in its own dtype.
+    """
+    lengths = [20, 7, 7, 0, 33]
+    rows = torch.randn(sum(lengths), 4, 16, device=device)
+    leaf = torch.randn(4, 33, 33, device=device, dtype=mask_dtype, requires_grad=True)
+    twice = torch.randn(7, 7, device=device, dtype=mask_dtype, requires_grad=True)
+    fixed = torch.randn(1, 20, device=device, dtype=mask_dtype)
+    none = torch.randn(0, 0, device=device, dtype=mask_dtype, requires_grad=True)
+    masks = [fixed, twice, twice, none, leaf.mT]
+    offsets = starts(lengths, device=device)
+    out = varlen_attention(rows, rows, rows, offsets, offsets, 40, 50, masks)
+    out.square().sum().backward()
+    grads = {}
+    for mask, piece, result in zip(masks, rows.split(lengths), out.detach().split(lengths), strict=True):
+        own, part = mask.detach().requires_grad_(), piece.transpose(0, 1)
+        alone = scaled_dot_product_attention(part, part, part, own)
+        assert torch.equal(alone.transpose(0, 1), result)
+        (grad,) = torch.autograd.grad(alone.square().sum(), own)
+        grads[mask] = grads.get(mask, 0) + grad
+    assert fixed.grad is None
+    for given, expected in ((twice, grads[twice]), (none, grads[none]), (leaf, grads[masks[-1]].mT)):
+        assert given.grad is not None
+        assert given.grad.dtype == mask_dtype
+        if device == "cpu":
+            assert torch.equal(given.grad, expected)
+        else:
+            torch.testing.assert_close(given.grad, expected)
+
+
+def test_second_derivatives_of_masks() -> None:
+    rows = torch.randn(6, 2, 3, dtype=torch.float64)
+    masks = [torch.randn(shape, dtype=torch.float64) for shape in ((2, 2), (1, 1), (2, 1, 3), (0, 0))]
+    offsets = starts((2, 1, 3, 0))
+
+    def attend(rows: Tensor, *masks: Tensor) -> Tensor:
+        return varlen_attention(rows, rows, rows, offsets, offsets, 3, 3, masks)
+
+    points = [tensor.requires_grad_() for tensor in (rows, *masks)]
+    assert torch.autograd.gradcheck(attend, points)
+    assert torch.autograd.gradgradcheck(attend, points, atol=1e-4)
+
+
+def test_masks_under_transforms() -> None:
+    """torch.func, forward mode and mapped masks too."""
+    rows, offsets = torch.randn(5, 2, 4), starts((2, 3))
+    masks = (torch.randn(2, 2, 2), torch.randn(2, 1, 3))
+
+    def loss(*masks: Tensor) -> Tensor:
+        return varlen_attention(rows, rows, rows, offsets, offsets, 3, 3, list(masks)).sin().sum()
+
+    leaves = [mask.clone().requires_grad_() for mask in masks]
+    expected = torch.autograd.grad(loss(*leaves), leaves)
+    torch.testing.assert_close(torch.func.grad(loss, argnums=(0, 1))(*masks), expected)
+    directions = tuple(torch.randn_like(mask) for mask in masks)
+    _, slope = torch.func.jvp(loss, masks, directions)
+    torch.testing.assert_close(slope, sum((g * d).sum() for g, d in zip(expected, directions, strict=True)))
+    stacks = [torch.stack([mask, 2 * mask], -1) for mask in masks]
+    mapped = torch.func.vmap(torch.func.grad(loss, argnums=(0, 1)), in_dims=-1)(*stacks)
+    torch.testing.assert_close([grad[0] for grad in mapped], list(expected))
 
 
 def test_rows_of_no_sequence() -> None:

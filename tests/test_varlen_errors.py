@@ -90,7 +90,6 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
         TypeError,
         ["attn_mask[1]", "bool", "float32"],
     ),
-    "masks beyond memory": ({"attn_mask": MASKS, **ENDLESS}, ValueError, ["attn_mask", "padded", "54975"]),
     "masks that are none": ({"attn_mask": [None] * 3}, TypeError, ["attn_mask[0]", "NoneType"]),
     "CausalBias in a list": (
         {"attn_mask": [causal_upper_left(2, 2), *MASKS[1:]]},

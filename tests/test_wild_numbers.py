@@ -61,6 +61,10 @@ def packed(**changes: Any) -> Calls:
     return Calls([*forward, lambda: ops.attention_backward(*four, rows, rows, 1.0, **given)])
 
 
+def own_masks(*shapes: int, numbers: Tensor = torch.ones(1)) -> Calls:  # noqa: B008
+    return packed(attn_mask=numbers, mask_shapes=list(shapes))
+
+
 def cached(paged: bool = False, **changes: Any) -> Calls:
     given: dict[str, Any] = {"seqlens_k": LENGTHS} | ({"block_table": TABLE} if paged else {}) | changes
     keys = PAGES if paged else CACHE
@@ -103,6 +107,20 @@ WILD: dict[str, tuple[Calls, str]] = {
     "fewer keys": (packed(cu_seqlens_k=index(0, 2, 9)), "2 sequences, but there are 3"),
     "no starts": (packed(cu_seqlens_q=STARTS[:0]), "empty"),
     "int32 starts": (packed(cu_seqlens_q=STARTS.int()), "cu_seqlens_q must be an int64"),
+    "mask shapes by two": (own_masks(2, 2), "heads, queries and keys of each mask, but it has 2"),
+    "fewer masks": (own_masks(1, 2, 2), "1 masks, but there are 3"),
+    "mask of another sequence": (own_masks(1, 1, 2, 1, 1, 1, 1, 2, 2), r"mask 2 of shape \(1, 2, 2\)"),
+    "mask of more heads": (own_masks(3, 1, 1, 1, 1, 1, 1, 1, 1), r"mask 0 of shape \(3, 1, 1\)"),
+    "negative mask": (own_masks(1, 1, 1, 1, -1, 1, 1, 1, 1), "mask 1 has -1"),
+    "endless masks": (own_masks(1, MOST, MOST, 1, 1, 1, 1, 1, 1), "more elements than memory"),
+    "masks beyond the buffer": (own_masks(*[1] * 9, numbers=torch.ones(2)), r"attn_mask must have .* \(3,\)"),
+    "masks in steps": (own_masks(*[1] * 9, numbers=torch.ones(6)[::2]), "attn_mask must be contiguous"),
+    "integer masks": (own_masks(*[1] * 9, numbers=torch.ones(3).int()), "attn_mask must be float"),
+    "masks without numbers": (packed(mask_shapes=[1] * 9), "mask_shapes was given without attn_mask"),
+    "masks of no sequences": (
+        cached(attn_mask=torch.ones(3), mask_shapes=[1] * 9),
+        "mask_shapes is for packed",
+    ),
     "starts in steps": (packed(cu_seqlens_q=STARTS.repeat_interleave(2)[::2]), "contiguous"),
     "a batch of packed rows": (
         Calls([lambda: ops.attention_forward(QUERY, CACHE, CACHE, 1.0, cu_seqlens_q=STARTS, max_seqlen_q=7)]),

@@ -42,6 +42,7 @@ class VarlenCase(Case):
     sequences: tuple[tuple[int, int], ...] = ()  # (queries, keys) of each
     index_dtype: torch.dtype = torch.int64
     offsets: tuple[int, ...] | None = None  # a query_offset for each
+    mask_list: bool = False  # the mask as a tensor for each sequence
     more: int = 0  # rows of no sequence behind the last, which hold NaN
 
     @property
@@ -80,8 +81,14 @@ class VarlenCase(Case):
 
     def run(self, tensors: dict[str, Tensor]) -> dict[str, Tensor]:
         torch.manual_seed(self.seed)
+        given: dict[str, Any] = dict(tensors)
+        if self.mask_list and "attn_mask" in tensors:
+            given["attn_mask"] = [
+                reference._mask_of_sequence(tensors["attn_mask"], index, queries, keys)
+                for index, (queries, keys) in enumerate(self.sequences)
+            ]
         results = selfattn_ext.varlen_attention(
-            **tensors,
+            **given,
             **self.lengths(),
             **self.numbers(),
             enable_gqa=self.heads != self.kv_heads,

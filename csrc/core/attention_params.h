@@ -34,8 +34,15 @@ struct Dropout {
   int64_t first_batch = 0;        // what the pattern counts the first batch element as
 };
 
-// Where the elements of a batch lie that have lengths of their own; see sequences.h. Device pointers, all of
-// them nullable: what is missing is the same for every element.
+// The mask of one sequence in a buffer that holds those of all: its first element, and its shape, which is
+// contiguous and has 1 where the mask is broadcast.
+struct OwnMask {
+  int64_t first = 0;
+  int64_t size[3] = {0, 0, 0};  // heads, queries, keys
+};
+
+// Where the elements of a batch lie that have lengths of their own; see sequences.h. Device pointers but the
+// last, all of them nullable: what is missing is the same for every element.
 struct Sequences {
   // [batch + 1]: element b has the rows starts[b] .. starts[b + 1] - 1 of a query (a key) that has no batch;
   // the view's stride of the batch is 0.
@@ -47,6 +54,9 @@ struct Sequences {
   // these.
   int64_t query_rows = 0;
   int64_t key_rows = 0;
+  // [batch], on the host, where nobody but element_of() and launch_of() need read it: elements have masks of
+  // their own, and the view of the mask (of its gradient) is that of a buffer of one dimension.
+  const OwnMask* own_masks = nullptr;
   // Elements with more queries are left to another kernel.
   int64_t most_queries = INT64_MAX;
 

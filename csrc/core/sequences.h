@@ -70,6 +70,21 @@ inline SELFATTN_HOST_DEVICE HeadScalars element_of(const HeadScalars& scalars, i
   return element;
 }
 
+// Of a mask or of its gradient. The buffer's stride of the batch is that of each: not 0 for gradients, which
+// sequences do not share.
+inline SELFATTN_HOST_DEVICE View mask_of(const View& view, const AttentionParams& p, int64_t b) {
+  if (p.sequences.own_masks == nullptr) return element_of(view, b, false, 0);
+  const OwnMask& own = p.sequences.own_masks[b];
+  View mask = view;
+  mask.data = moved(view.data, own.first, view.dtype);
+  int64_t stride = 1;
+  for (int d = 2; d >= 0; --d) {
+    mask.stride[d + 1] = own.size[d] == 1 ? 0 : stride;
+    stride *= own.size[d];
+  }
+  return mask;
+}
+
 inline SELFATTN_HOST_DEVICE DType statistics_dtype(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;
 }
@@ -95,7 +110,7 @@ inline SELFATTN_HOST_DEVICE AttentionParams element_of(const AttentionParams& p,
     element.key = element_of(p.key, b, packed_keys, keys.first);
     element.value = element_of(p.value, b, packed_keys, keys.first);
   }
-  element.mask = element_of(p.mask, b, false, 0);
+  element.mask = mask_of(p.mask, p, b);
   element.alibi_slopes = element_of(p.alibi_slopes, b, statistics_dtype(p.dtype));
   element.sinks = element_of(p.sinks, b, statistics_dtype(p.dtype));
   element.dropout.first_batch = p.dropout.first_batch + b;
@@ -145,10 +160,48 @@ inline SELFATTN_HOST_DEVICE BackwardArguments element_of(const BackwardArguments
   element.grad_query = element_of(a.grad_query, b, packed_queries, query);
   element.grad_key = element_of(a.grad_key, b, packed_keys, key);
   element.grad_value = element_of(a.grad_value, b, packed_keys, key);
-  element.grad_mask = element_of(a.grad_mask, b, false, 0);
+  element.grad_mask = mask_of(a.grad_mask, p, b);
   element.grad_slopes_rows = moved(a.grad_slopes_rows, row, statistics);
   element.grad_sinks_rows = moved(a.grad_sinks_rows, row, statistics);
   return element;
+}
+
+// Element b of a call with masks of their own, where only the device knows the lengths: a batch of one, still
+// packed. No number makes a kernel read beyond the mask.
+inline AttentionParams launch_of(const AttentionParams& p, int64_t b) {
+  AttentionParams one = p;
+  const int64_t* size = p.sequences.own_masks[b].size;
+  one.batch = 1;
+  if (size[1] != 1 && size[1] < p.queries) one.queries = size[1];
+  if (size[2] != 1 && size[2] < p.keys) one.keys = size[2];
+  one.mask = mask_of(p.mask, p, b);
+  one.alibi_slopes = element_of(p.alibi_slopes, b, statistics_dtype(p.dtype));
+  one.sinks = element_of(p.sinks, b, statistics_dtype(p.dtype));
+  one.dropout.first_batch = p.dropout.first_batch + b;
+  one.sequences.query_starts = p.sequences.query_starts + b;
+  one.sequences.key_starts = p.sequences.key_starts + b;
+  if (p.sequences.key_lengths != nullptr) one.sequences.key_lengths = p.sequences.key_lengths + b;
+  if (p.sequences.query_offsets != nullptr) one.sequences.query_offsets = p.sequences.query_offsets + b;
+  one.sequences.own_masks = nullptr;
+  return one;
+}
+
+// Packed results lie where the starts say.
+inline ForwardOutputs launch_of(const ForwardOutputs& outputs, const AttentionParams&, int64_t) {
+  return outputs;
+}
+
+inline WeightsOutputs launch_of(const WeightsOutputs& outputs, const AttentionParams&, int64_t b) {
+  WeightsOutputs one = outputs;
+  one.weights = element_of(outputs.weights, b, false, 0);
+  return one;
+}
+
+inline BackwardArguments launch_of(const BackwardArguments& a, const AttentionParams& p, int64_t b) {
+  BackwardArguments one = a;
+  one.grad_weights = element_of(a.grad_weights, b, false, 0);
+  one.grad_mask = mask_of(a.grad_mask, p, b);
+  return one;
 }
 
 // Where the rows of a page begin, by its place in the table. Page numbers are limited as starts are.

@@ -89,8 +89,11 @@ Options::Options(Stack& stack)
       seqlens_k(stack.optional_tensor()),
       query_offsets(stack.optional_tensor()),
       block_table(stack.optional_tensor()),
+      mask_shapes(stack.optional_integers()),
       kernel(stack.name()),
-      float32_precision(stack.name()) {}
+      float32_precision(stack.name()) {
+  if (mask_shapes) own_masks = ops::own_masks(*mask_shapes);
+}
 
 double finite_scale(double scale) {
   if (!std::isfinite(scale)) refuse("scale must be a finite number, but it is ", scale);
@@ -104,6 +107,10 @@ int64_t checked_query_offset(int64_t query_offset) {
   return query_offset;
 }
 
+DType mask_dtype(const Input& mask) {
+  return mask.dtype_code == dtype_codes().boolean ? DType::kBool : float_dtype(mask);
+}
+
 View mask_view(const Input& mask, int64_t batch, int64_t heads, int64_t queries, int64_t keys) {
   check_rank(mask, 4);
   const int64_t full[kMaxRank] = {batch, heads, queries, keys};
@@ -113,7 +120,7 @@ View mask_view(const Input& mask, int64_t batch, int64_t heads, int64_t queries,
              shape_text(full, kMaxRank), " (batch, heads, queries, keys)");
     }
   }
-  return broadcast_view(mask, mask.dtype_code == dtype_codes().boolean ? DType::kBool : float_dtype(mask));
+  return broadcast_view(mask, mask_dtype(mask));
 }
 
 void check_query_and_key(const Input& query, const Input& key, bool same_batch) {
@@ -160,8 +167,14 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
   if (options.has_lengths()) add_sequences(p, query, key, options);
   check_index_range(p);
 
+  if (options.mask_shapes && !options.attn_mask) refuse("mask_shapes was given without attn_mask");
   if (options.attn_mask) {
-    p.mask = mask_view(inspect("attn_mask", options.attn_mask, query), p.batch, p.heads, p.queries, p.keys);
+    const Input mask = inspect("attn_mask", options.attn_mask, query);
+    if (options.mask_shapes) {
+      add_own_masks(p, mask, options, query.device);
+    } else {
+      p.mask = mask_view(mask, p.batch, p.heads, p.queries, p.keys);
+    }
   }
   p.alibi_slopes = head_scalars("alibi_slopes", options.alibi_slopes, p, query);
   p.sinks = head_scalars("sinks", options.sinks, p, query);

@@ -2,7 +2,9 @@
 // and turned into AttentionParams.
 #pragma once
 
+#include <optional>
 #include <utility>
+#include <vector>
 
 #include "../cpu/kernel_table.h"
 #include "checks.h"
@@ -29,8 +31,11 @@ struct Options {
   TensorHandle seqlens_k;
   TensorHandle query_offsets;
   TensorHandle block_table;
+  std::optional<std::vector<int64_t>> mask_shapes;
   Name kernel;
   Name float32_precision = {"highest"};
+
+  std::vector<OwnMask> own_masks;  // those of mask_shapes, for whoever describes the call to a kernel
 
   explicit Options(Stack& stack);
   // Whether batch elements have lengths or places of their own.
@@ -43,6 +48,9 @@ struct Options {
 
 // In sequence_arguments.cpp: lengths, offsets and pages, and the batch and lengths that follow from them.
 void add_sequences(AttentionParams& params, const Input& query, const Input& key, const Options& options);
+// Masks of which each sequence has its own, one behind the other in attn_mask.
+std::vector<OwnMask> own_masks(const std::vector<int64_t>& shapes);
+void add_own_masks(AttentionParams& params, const Input& mask, const Options& options, Device device);
 
 // Checks everything that the three ops share and describes it for a kernel. `value` is nullptr for the op
 // that does without.
@@ -70,6 +78,8 @@ std::pair<const void*, const void*> pair_of_row_statistics(TensorHandle& handle,
 double finite_scale(double scale);
 int64_t checked_query_offset(int64_t query_offset);
 
+// float64, float32, bfloat16, float16 or bool, else a refusal.
+DType mask_dtype(const Input& mask);
 // The view of a mask that broadcasts to (batch, heads, queries, keys).
 View mask_view(const Input& mask, int64_t batch, int64_t heads, int64_t queries, int64_t keys);
 

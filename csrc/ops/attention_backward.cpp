@@ -28,6 +28,12 @@ Output mask_gradient(const TensorHandle& mask_handle, bool needed, const Attenti
   if (!mask_handle) refuse("need_mask_grad was given without attn_mask");
   if (p.mask.dtype == DType::kBool) refuse("a boolean attn_mask has no gradient");
   const Input mask = inspect("attn_mask", mask_handle);
+  if (p.sequences.own_masks != nullptr) {
+    Output grad_masks = allocate("grad_mask", {mask.size[0]}, p.mask.dtype, mask.device);
+    *view = View{grad_masks.data, p.mask.dtype, {1, 0, 0, 0}};
+    grad_masks.fill_zero();
+    return grad_masks;
+  }
   Output grad_mask = allocate("grad_mask", {mask.size[0], mask.size[1], mask.size[2], mask.size[3]},
                               p.mask.dtype, mask.device);
   *view = grad_mask.view(p.mask.dtype);

@@ -11,6 +11,7 @@
 #include <optional>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "stable.h"
 
@@ -55,6 +56,9 @@ class Stack {
   double number() { return next<double>(); }
   std::optional<double> optional_number() { return next<std::optional<double>>(); }
   int64_t integer() { return next<int64_t>(); }
+  std::optional<std::vector<int64_t>> optional_integers() {
+    return next<std::optional<std::vector<int64_t>>>();
+  }
   bool flag() { return next<bool>(); }
 
   Name name() {

@@ -11,6 +11,9 @@
 // (B,pages): key and value are pages, (N,Hk,page_size,E). All int64 but the table, int32; masks and weights
 // are (B,H,L,S) whatever is packed.
 //
+// mask_shapes (3*B): attn_mask holds a mask for each packed sequence, one behind the other; these are heads,
+// queries and keys of each, those of the sequence or 1.
+//
 // query (B,H,L,E), key (B,Hk,S,E), value (B,Hk,S,Ev), mask (B|1,H|1,L|1,S|1), slopes and sinks (B|1,H).
 #define SELFATTN_OPTIONS                                                                     \
   "Tensor? attn_mask=None, Tensor? alibi_slopes=None, Tensor? sinks=None, "                  \
@@ -18,7 +21,7 @@
   "SymInt window_left=-1, SymInt window_right=-1, SymInt query_offset=0, float softcap=0., " \
   "Tensor? cu_seqlens_q=None, Tensor? cu_seqlens_k=None, SymInt max_seqlen_q=0, "            \
   "SymInt max_seqlen_k=0, Tensor? seqlens_k=None, Tensor? query_offsets=None, "              \
-  "Tensor? block_table=None, "                                                               \
+  "Tensor? block_table=None, SymInt[]? mask_shapes=None, "                                   \
   "str kernel_name=\"\", str float32_precision=\"highest\""
 
 STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {

@@ -142,6 +142,58 @@ void add_sequences(AttentionParams& p, const Input& query, const Input& key, con
   p.rows_per_head = query_rows(p);
 }
 
+std::vector<OwnMask> own_masks(const std::vector<int64_t>& shapes) {
+  if (shapes.size() % 3 != 0) {
+    refuse("mask_shapes must hold heads, queries and keys of each mask, but it has ", shapes.size(),
+           " numbers");
+  }
+  std::vector<OwnMask> masks(shapes.size() / 3);
+  int64_t end = 0;
+  for (size_t b = 0; b < masks.size(); ++b) {
+    masks[b].first = end;
+    int64_t count = 1;
+    bool overflow = false;
+    for (int d = 0; d < 3; ++d) {
+      const int64_t size = masks[b].size[d] = shapes[3 * b + d];
+      if (size < 0) refuse("mask_shapes must not be negative, but mask ", b, " has ", size);
+      overflow = __builtin_mul_overflow(count, size, &count) || overflow;
+    }
+    overflow = __builtin_add_overflow(end, count, &end) || overflow;
+    if (overflow) refuse("mask_shapes has more elements than memory can address");
+  }
+  return masks;
+}
+
+void add_own_masks(AttentionParams& p, const Input& mask, const Options& options, Device device) {
+  const std::vector<OwnMask>& masks = options.own_masks;
+  if (!options.cu_seqlens_q || !options.cu_seqlens_k) {
+    refuse("mask_shapes is for packed queries and keys (cu_seqlens_q, cu_seqlens_k)");
+  }
+  if (static_cast<int64_t>(masks.size()) != p.batch) {
+    refuse("mask_shapes tells of ", masks.size(), " masks, but there are ", p.batch, " sequences");
+  }
+  int64_t end = 0;
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const int64_t* size = masks[b].size;
+    end = masks[b].first + size[0] * size[1] * size[2];
+    // What only a device knows it is limited by; see launch_of().
+    const bool known = on_host(device);
+    const int64_t full[3] = {p.heads, known ? queries_of(p, b).count : size[1],
+                             known ? keys_of(p, b).count : size[2]};
+    for (int d = 0; d < 3; ++d) {
+      if (size[d] != 1 && size[d] != full[d]) {
+        refuse("mask ", b, " of shape ", shape_text(size, 3), " does not broadcast to ", shape_text(full, 3),
+               ", heads, queries and keys of its sequence");
+      }
+    }
+  }
+  check_shape(mask, {end});
+  if (!is_contiguous(mask)) refuse("attn_mask must be contiguous where it holds the masks of sequences");
+  p.mask.data = const_cast<void*>(mask.data);
+  p.mask.dtype = mask_dtype(mask);
+  p.sequences.own_masks = masks.data();
+}
+
 int64_t query_batch(const AttentionParams& p) { return p.sequences.query_starts != nullptr ? 1 : p.batch; }
 
 int64_t query_rows(const AttentionParams& p) {

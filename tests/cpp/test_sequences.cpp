@@ -72,6 +72,56 @@ TEST(scores_are_counted_sequence_by_sequence) {
   CHECK(count_of_scores(p) == 2 * (3 * 4 + 0 * 5 + 2 * 7));
 }
 
+TEST(masks_of_sequences_lie_one_behind_the_other) {
+  const int64_t starts[] = {0, 3, 5};
+  const OwnMask masks[] = {{0, {2, 3, 1}}, {6, {1, 2, 2}}};
+  float numbers[10], gradients[10];
+  AttentionParams p;
+  p.batch = p.heads = 2;
+  p.queries = p.keys = 9;
+  p.mask.data = numbers;
+  p.sequences.query_starts = p.sequences.key_starts = starts;
+  p.sequences.query_rows = p.sequences.key_rows = 5;
+  p.sequences.own_masks = masks;
+  BackwardArguments a;
+  a.grad_mask = View{gradients, DType::kFloat32, {1, 0, 0, 0}};
+  for (int64_t b = 0; b < 2; ++b) {
+    const View mask = element_of(p, b).mask, gradient = element_of(a, p, b).grad_mask;
+    CHECK(mask.data == numbers + masks[b].first);
+    CHECK(gradient.data == gradients + masks[b].first);
+    for (const View& view : {mask, gradient}) {
+      CHECK(view.stride[1] == (b == 0 ? 3 : 0));
+      CHECK(view.stride[2] == (b == 0 ? 1 : 2));
+      CHECK(view.stride[3] == b);
+    }
+    // Sequences do not share their gradients.
+    CHECK(mask.stride[0] == 0 && gradient.stride[0] == 1);
+  }
+}
+
+TEST(a_launch_for_a_sequence_is_limited_to_its_mask) {
+  const int64_t starts[] = {0, 3, kMost, 5};
+  const OwnMask masks[] = {{0, {1, 3, 1}}, {3, {1, 2, 4}}, {11, {1, 0, 7}}};
+  float numbers[11];
+  AttentionParams p;
+  p.batch = 3;
+  p.queries = p.keys = 6;
+  p.mask.data = numbers;
+  p.dropout.first_batch = 10;
+  p.sequences.query_starts = p.sequences.key_starts = starts;
+  p.sequences.query_rows = p.sequences.key_rows = 5;
+  p.sequences.own_masks = masks;
+  const int64_t queries[] = {3, 2, 0}, keys[] = {6, 4, 6};
+  for (int64_t b = 0; b < 3; ++b) {
+    const AttentionParams one = launch_of(p, b);
+    CHECK(one.batch == 1 && one.queries == queries[b] && one.keys == keys[b]);
+    CHECK(one.dropout.first_batch == 10 + b);
+    CHECK(one.mask.data == numbers + masks[b].first);
+    CHECK(one.sequences.query_starts == starts + b && one.sequences.own_masks == nullptr);
+    CHECK(queries_of(one, 0).count <= queries[b] && keys_of(one, 0).count <= keys[b]);
+  }
+}
+
 TEST(keys_lie_in_their_page_and_in_no_page_that_does_not_exist) {
   const int32_t table[] = {7, 2, -5, 1, 9, std::numeric_limits<int32_t>::max()};
   View view;

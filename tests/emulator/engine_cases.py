@@ -9,6 +9,7 @@ had. tests/test_emulated_engine.py does so. The memory of results and workspaces
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Callable
 from dataclasses import replace
@@ -36,7 +37,7 @@ from cases import (
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import library, ops, reference
+from selfattn_ext import arguments, library, ops, reference
 
 from . import sequence_cases
 
@@ -300,6 +301,60 @@ def judge_sequences(case: sequence_cases.SequenceCase, devices: list[Device]) ->
     compare(results_of, lambda results: sequence_cases.assert_accurate(judge, results), devices)
 
 
+def judge_own_masks(dtype: torch.dtype, mask_dtype: torch.dtype | None, devices: list[Device]) -> None:
+    """A mask for each sequence, broadcast in every way, beside all that is another for each sequence."""
+    lengths = torch.tensor([(0, 0), (5, 7), (0, 3), (33, 40), (1, 64), (2, 0), (70, 9)]).cumsum(0)
+    shapes = [2, 5, 7, 1, 0, 3, 1, 33, 1, 2, 1, 64, 1, 1, 1, 1, 70, 9]
+    batch, rows, keys = len(lengths) - 1, *lengths[-1].tolist()
+    options: dict[str, Any] = {
+        "cu_seqlens_q": lengths[:, 0].contiguous(),
+        "cu_seqlens_k": lengths[:, 1].contiguous(),
+        "max_seqlen_q": 70,
+        "max_seqlen_k": 80,
+        "query_offsets": torch.tensor([3, 0, 9, 60, 0, -5]),
+        "mask_shapes": shapes,
+        "is_causal": True,
+        "dropout_p": 0.3,
+    }
+    wide, seed = reference.accumulation_dtype(dtype), torch.tensor([7])
+    numbers = sum(math.prod(shapes[at : at + 3]) for at in range(0, len(shapes), 3))
+    drawn = {
+        "query": torch.randn(1, 2, rows, 16).to(dtype),
+        "key": torch.randn(1, 1, keys, 16).to(dtype),
+        "value": torch.randn(1, 1, keys, 24).to(dtype),
+        "attn_mask": torch.randn(numbers).to(mask_dtype or dtype),
+        "alibi_slopes": torch.rand(batch, 2, dtype=wide),
+        "sinks": torch.randn(batch, 2, dtype=wide),
+    }
+    tensors = {name: tensor.requires_grad_() for name, tensor in drawn.items()}
+    grad = torch.randn(1, 2, rows, 24).to(dtype)
+
+    def formula(**tensors: Tensor) -> Named:
+        query, key, value, mask, slopes, sinks = tensors.values()
+        call = (query, key, value, mask, slopes, sinks, seed)
+        result = arguments.formula(call, SCALE, options)
+        results = {"out": result.out, "weights": result.weights, "lse": result.lse}
+        return results | gradients({"out": result.out}, {"out": grad}, tensors)
+
+    def results_of(call: Host) -> Named:
+        given = {name: tensor.detach() for name, tensor in tensors.items()}
+        value, common = given.pop("value"), {**options, "scale": SCALE, "dropout_seed": seed}
+        rounds = dtype in ops.SIXTEEN_BITS
+        forward = call("attention_forward", value=value, **given, **common, need_residual=rounds)
+        saved = dict(zip(("row_max", "row_sum"), forward[1:3], strict=True))
+        (weights,) = call("attention_weights", **given, **saved, **common)
+        more = {"out_residual": forward[3]} if rounds else {}
+        of = call(
+            "attention_backward", value=value, **given, **saved, **common, **more,
+            grad_out=grad, out=forward[0], need_mask_grad=True,
+        )  # fmt: skip
+        results = {"out": forward[0], "weights": weights, "lse": forward[1] + forward[2].log()}
+        return results | {f"grad of {name}": one for name, one in zip(tensors, of, strict=True)}
+
+    with torch.enable_grad():
+        judge_formula(formula, tensors, results_of, devices)
+
+
 def judge_append(dims: tuple[int, int], dtype: torch.dtype, packed: bool, paged: bool, call: Host) -> None:
     """append_to_cache and attention_with_cache: every new row lies behind those before, nothing else has
     changed, and what comes out is attention over the caches as they are then.
@@ -365,6 +420,10 @@ def main() -> None:
     for case in sequence_cases.cases()[::5]:
         able = [device for device in devices if case.dtype != torch.float64 or device.kernel != "sm80"]
         judge_sequences(case, able[:2])
+    for dtype in DTYPES:
+        able = [device for device in devices if dtype != torch.float64 or device.kernel != "sm80"]
+        for mask_dtype in (None, torch.bfloat16):
+            judge_own_masks(dtype, mask_dtype, able)
     for dtype, packed, paged in product(DTYPES, (False, True), (False, True)):
         for dims in ((16, 24), (5, 3)):
             judge_append(dims, dtype, packed, paged, devices[0])

@@ -7,6 +7,7 @@
 
 #include <cstring>
 
+#include "../../core/sequences.h"
 #include "../../cuda/cache/cuda_cache_append.h"
 #include "../../cuda/rows/rows.h"
 #include "../attention_forward.h"
@@ -59,28 +60,46 @@ Function choose_function(Function cuda::Kernel::* field, const char* name, const
   return takes ? kernel->*field : find_kernel("simt")->*field;
 }
 
+// Calls function(params, results) for the whole call, or for one sequence after the other where each has a
+// mask of its own.
+template <class Results, class Function>
+void for_each_launch(const AttentionParams& p, const Results& results, const Function& function) {
+  if (p.sequences.own_masks == nullptr) return function(p, results);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const AttentionParams one = launch_of(p, b);
+    if (one.queries > 0) function(one, launch_of(results, p, b));
+  }
+}
+
 void forward(const char* name, const AttentionParams& p, const ForwardOutputs& outputs, Device device) {
   Turn turn(device);
   const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
   if (p.batch * p.heads * p.queries == 0) return;
-  const Scratch workspace("the kernel's working space", kernel.forward_workspace(p), device);
-  turn.launch.workspace = workspace.data();
-  kernel.forward(p, outputs, turn.launch);
+  for_each_launch(p, outputs, [&](const AttentionParams& call, const ForwardOutputs& results) {
+    const Scratch workspace("the kernel's working space", kernel.forward_workspace(call), device);
+    turn.launch.workspace = workspace.data();
+    kernel.forward(call, results, turn.launch);
+  });
 }
 
 void weights(const char* name, const AttentionParams& p, const WeightsOutputs& outputs, Device device) {
   const Turn turn(device);
   const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) kernel.weights(p, outputs, turn.launch);
+  if (p.batch * p.heads * p.queries == 0) return;
+  for_each_launch(p, outputs, [&](const AttentionParams& call, const WeightsOutputs& results) {
+    if (call.keys > 0) kernel.weights(call, results, turn.launch);
+  });
 }
 
 void backward(const char* name, const AttentionParams& p, const BackwardArguments& arguments, Device device) {
   Turn turn(device);
   const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
   if (p.batch * p.heads * p.queries == 0) return;
-  const Scratch workspace("the backward's workspace", kernel.backward_workspace(p, arguments), device);
-  turn.launch.workspace = workspace.data();
-  kernel.backward(p, arguments, turn.launch);
+  for_each_launch(p, arguments, [&](const AttentionParams& call, const BackwardArguments& a) {
+    const Scratch workspace("the backward's workspace", kernel.backward_workspace(call, a), device);
+    turn.launch.workspace = workspace.data();
+    kernel.backward(call, a, turn.launch);
+  });
 }
 
 void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool shared_by_batch,
