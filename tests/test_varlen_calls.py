@@ -106,6 +106,17 @@ def test_two_graphs_serve_all_packings() -> None:
     assert graphs(call, calls) <= 2
 
 
+def test_a_graph_for_masks_of_all_lengths() -> None:
+    def call(offsets: Tensor, rows: Tensor, longest: int, *masks: Tensor) -> Tensor:
+        return varlen_attention(rows, rows, rows, offsets, offsets, longest, longest, masks)
+
+    calls = []
+    for lengths in ((2, 5), (3, 7), (9, 4), (6, 11)):
+        masks = [torch.randn(HEADS, n, n) for n in lengths]
+        calls.append((starts(lengths), torch.randn(sum(lengths), HEADS, WIDTH), max(lengths), *masks))
+    assert graphs(call, calls) <= 2
+
+
 def test_one_graph_with_gradients() -> None:
     """Also of one tensor that is query, key and value, and of a mask for each sequence."""
     masks = [torch.randn(2, 2), torch.randn(0, 0), torch.randn(7, 7)]
@@ -202,8 +213,9 @@ def operator_calls(dtype: torch.dtype) -> list[tuple[Any, tuple[Any, ...], dict[
         "sinks": torch.randn(3, 4, dtype=statistics),
         "is_causal": True,
     }
+    own = {**packing, "attn_mask": torch.randn(4 + 4 * 7 * 7), "mask_shapes": [1, 2, 2, 1, 0, 1, 4, 7, 7]}
     calls = []
-    for keywords in (packing, rich):
+    for keywords in (packing, rich, own):
         out, row_max, row_sum, residual = ops.attention_forward(
             query, key, value, 0.3, need_residual=True, **keywords
         )

@@ -204,6 +204,17 @@ inline BackwardArguments launch_of(const BackwardArguments& a, const AttentionPa
   return one;
 }
 
+// Calls function(params, results) for the whole call, or for one sequence after the other where each has a
+// mask of its own.
+template <class Results, class Function>
+void for_each_launch(const AttentionParams& p, const Results& results, const Function& function) {
+  if (p.sequences.own_masks == nullptr) return function(p, results);
+  for (int64_t b = 0; b < p.batch; ++b) {
+    const AttentionParams one = launch_of(p, b);
+    if (one.queries > 0) function(one, launch_of(results, p, b));
+  }
+}
+
 // Where the rows of a page begin, by its place in the table. Page numbers are limited as starts are.
 inline SELFATTN_HOST_DEVICE int64_t offset_of_page(const View& view, const Pages& pages, int64_t batch,
                                                    int64_t kv_head, int64_t index) {

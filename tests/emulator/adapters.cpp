@@ -71,11 +71,16 @@ struct Emulated {
 
   static void forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool&) {
     const cuda::Kernel& kernel = kernel_for(p);
-    const Workspace workspace(kernel.forward_workspace(p));
-    kernel.forward(p, outputs, {nullptr, workspace.memory.get()});
+    for_each_launch(p, outputs, [&](const AttentionParams& call, const ForwardOutputs& results) {
+      const Workspace workspace(kernel.forward_workspace(call));
+      kernel.forward(call, results, {nullptr, workspace.memory.get()});
+    });
   }
   static void weights(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool&) {
-    kernel_for(p).weights(p, outputs, {});
+    const cuda::Kernel& kernel = kernel_for(p);
+    for_each_launch(p, outputs, [&](const AttentionParams& call, const WeightsOutputs& results) {
+      if (call.keys > 0) kernel.weights(call, results, {});
+    });
   }
   // One of the functions that a kernel may leave to "simt".
   template <auto kFunction, class Params>
@@ -88,8 +93,10 @@ struct Emulated {
   static size_t backward_workspace(const AttentionParams&) { return 0; }
   static void backward(const AttentionParams& p, const BackwardArguments& arguments, const ThreadPool&) {
     const cuda::Kernel& kernel = kernel_for(p);
-    const Workspace workspace(kernel.backward_workspace(p, arguments));
-    kernel.backward(p, arguments, {nullptr, workspace.memory.get()});
+    for_each_launch(p, arguments, [&](const AttentionParams& call, const BackwardArguments& a) {
+      const Workspace workspace(kernel.backward_workspace(call, a));
+      kernel.backward(call, a, {nullptr, workspace.memory.get()});
+    });
     add_up_rows(p, p.alibi_slopes, arguments.grad_slopes_rows);
     add_up_rows(p, p.sinks, arguments.grad_sinks_rows);
   }

@@ -60,17 +60,6 @@ Function choose_function(Function cuda::Kernel::* field, const char* name, const
   return takes ? kernel->*field : find_kernel("simt")->*field;
 }
 
-// Calls function(params, results) for the whole call, or for one sequence after the other where each has a
-// mask of its own.
-template <class Results, class Function>
-void for_each_launch(const AttentionParams& p, const Results& results, const Function& function) {
-  if (p.sequences.own_masks == nullptr) return function(p, results);
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const AttentionParams one = launch_of(p, b);
-    if (one.queries > 0) function(one, launch_of(results, p, b));
-  }
-}
-
 void forward(const char* name, const AttentionParams& p, const ForwardOutputs& outputs, Device device) {
   Turn turn(device);
   const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
