@@ -155,6 +155,10 @@ def per_sequence(name: str, value: Any, query: Tensor, batch: int) -> None:
         raise TypeError(f"{allowed}, got {checks.described(value)}") from None
 
 
+def _is_vector(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dim() == 1
+
+
 def offsets(side: str, value: Any, longest: Any, tensor: Tensor, query: Tensor) -> None:
     """An offset tensor with its longest length."""
     name = f"cu_seqlens_{side}"
@@ -243,14 +247,16 @@ def varlen(
             f"{tuple(value.shape)}"
         )
     shapes.check_heads(query.shape[1], key.shape[1], value.shape[1], enable_gqa, tensors)
+    # Before their values: those of another packing would break rules that say nothing of the mistake.
+    counts = [starts.shape[0] for starts in (cu_seqlens_q, cu_seqlens_k) if _is_vector(starts)]
+    if len(counts) == 2 and 0 not in counts and counts[0] != counts[1]:
+        raise ValueError(
+            f"cu_seqlens_q and cu_seqlens_k must have as many elements, one more than sequences, but they "
+            f"have {counts[0]} and {counts[1]}"
+        )
     offsets("q", cu_seqlens_q, max_seqlen_q, query, query)
     offsets("k", cu_seqlens_k, max_seqlen_k, key, query)
     batch = cu_seqlens_q.shape[0] - 1
-    if cu_seqlens_k.shape[0] - 1 != batch:
-        raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must have as many elements, one more than sequences, but they "
-            f"have {batch + 1} and {cu_seqlens_k.shape[0]}"
-        )
     per_sequence("query_offset", query_offset, query, batch)
     if isinstance(query_offset, Tensor) and query_offset.dim():
         position_values(query_offset)

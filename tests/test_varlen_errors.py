@@ -60,6 +60,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     ),
     "past the keys": ({"cu_seqlens_k": index(0, 2, 3, 10)}, ValueError, ["cu_seqlens_k", "key", "9", "10"]),
     "far past": ({"cu_seqlens_k": index(0, 2, 3, 2**62)}, ValueError, ["cu_seqlens_k", str(2**62)]),
+    "longest of another packing": ({"cu_seqlens_k": index(0, 9)}, ValueError, ["as many", "4", "2"]),
     "numbers of sequences": ({"cu_seqlens_k": index(0, 2, 9)}, ValueError, ["as many", "4", "3"]),
     "longest query": ({"max_seqlen_q": 6}, ValueError, ["max_seqlen_q", "7", "number 2", "got 6"]),
     "longest key": ({"max_seqlen_k": 1}, ValueError, ["max_seqlen_k", "7", "got 1"]),

@@ -11,6 +11,7 @@ are for a build with AddressSanitizer to see. Prints how many calls the device h
 
 from __future__ import annotations
 
+import math
 import os
 import random
 import sys
@@ -81,7 +82,14 @@ def call(turn: int) -> dict[str, Any]:
     for name in ("key", "value"):
         options[name] = torch.randn(key_batch, KV_HEADS, page, DIM).to(dtype)
     kept = [random.random() < 0.5 for _ in range(4)]
-    if random.random() < 0.5:
+    if form == "packed" and random.random() < 0.4:
+        # Of other lengths than the sequences.
+        three = [
+            [random.choice(sizes) for sizes in ((1, HEADS), (1, 5, rows), (1, 7, keys))] for _ in range(batch)
+        ]
+        options["mask_shapes"] = [size for shape in three for size in shape]
+        options["attn_mask"] = torch.randn(sum(math.prod(shape) for shape in three)).to(dtype)
+    elif random.random() < 0.5:
         sizes = (batch, HEADS, queries, longest)
         shape = [size if has else 1 for size, has in zip(sizes, kept, strict=True)]
         options["attn_mask"] = torch.randn(shape).to(dtype)
