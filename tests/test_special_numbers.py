@@ -180,7 +180,7 @@ def test_float32_gradients_of_any_magnitude(small: float, kernel: str) -> None:
         assert_accurate(name, result / size, truth / size, theirs / size, dtype=torch.float32)
 
 
-@pytest.mark.parametrize("rise", [2.0, 7.0, 30.0])
+@pytest.mark.parametrize("rise", [2.0, 7.0, 11.0, 30.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_that_rise(dtype: torch.dtype, rise: float, kernel: str) -> None:
     """From one block of keys to the next by less and by more than a kernel may let a maximum wait."""
@@ -195,6 +195,35 @@ def test_scores_that_rise(dtype: torch.dtype, rise: float, kernel: str) -> None:
     )
     assert_accurate("out", out, exact.out, peer.out)
     assert_accurate("lse", lse, exact.lse, peer.lse)
+
+
+@pytest.mark.parametrize("dropout_p", [0.0, 0.2])
+@pytest.mark.parametrize("what", ["rises", "starts late", "sees NaN"])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_neighbours_of_a_row_change_no_bit(dtype: torch.dtype, what: str, dropout_p: float, isa: str) -> None:
+    """Whatever makes a kernel treat a block in another way for the sake of one row."""
+    query, key, value = (torch.randn(1, 2, count, 32) for count in (70, 300, 300))
+    query[..., 0], key[..., 0] = 0.0, torch.arange(300) // 64
+    mask = torch.ones(70, 300, dtype=torch.bool)
+    mask[:, 200] = False
+    odd, others = [3, 40], [row for row in range(70) if row not in (3, 40)]
+
+    def run() -> tuple[Tensor, ...]:
+        torch.manual_seed(1)  # dropout
+        points = [tensor.to(dtype) for tensor in (query, key, value)]
+        return scaled_dot_product_attention(*points, mask, dropout_p, return_lse=True)
+
+    before = run()
+    if what == "rises":
+        query[..., odd, 0] = 60.0
+    elif what == "starts late":
+        mask[odd, :130] = False
+    else:
+        mask[odd, 200] = True
+        value[..., 200, :] = torch.nan
+    for one, other in zip(before, run(), strict=True):
+        assert torch.equal(one[:, :, others], other[:, :, others])
+        assert not torch.equal(one[:, :, odd], other[:, :, odd]) or (what == "sees NaN" and one.ndim == 3)
 
 
 def test_every_nan_is_one(kernel: str) -> None:

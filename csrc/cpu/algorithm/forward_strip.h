@@ -75,9 +75,67 @@ struct ForwardStrip : QueryStrip<P> {
   }
 };
 
-// How far above its maximum a row's scores may rise before the maximum follows, where changing it means a
-// pass over the output: weights up to e^8 are cheaper, and as exact.
-constexpr float kMaxSlack = 8.0f;
+// What the weights of a block may sum up to in a row before the row's maximum follows the scores, where
+// changing it means a pass over the output: weights up to e^12 are cheaper, and as exact.
+constexpr float kMostBlockSum = 64 * 2980.958f;
+
+// The largest of a block's scores in each of a vector of queries.
+template <class P>
+SELFATTN_INLINE typename Simd<Scalar<P>>::Vec most_of_lanes(int64_t keys, const Scalar<P>* column) {
+  using T = Scalar<P>;
+  using S = Simd<T>;
+  constexpr int64_t ld = kLanes<P>;
+  const auto nothing = S::set(-std::numeric_limits<T>::infinity());
+  // Four maxima: one chain would wait for its own latency.
+  typename S::Vec most[4] = {nothing, nothing, nothing, nothing};
+  int64_t j = 0;
+  for (; j + 4 <= keys; j += 4) {
+    SELFATTN_UNROLL
+    for (int i = 0; i < 4; ++i) most[i] = S::max(S::load(column + (j + i) * ld), most[i]);
+  }
+  for (; j < keys; ++j) most[0] = S::max(S::load(column + j * ld), most[0]);
+  return S::max(S::max(most[0], most[1]), S::max(most[2], most[3]));
+}
+
+// What a block adds to a vector of queries: the sum of its weights, and of those as rounded.
+template <class P>
+struct LaneSums {
+  typename Simd<Scalar<P>>::Vec all, used;
+};
+
+// exp(s * scale - shift) of a vector of queries to `weights`.
+template <class P, Weigh kWeigh, bool kPacked>
+SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, int64_t lane,
+                                        typename Simd<Scalar<P>>::Vec scale,
+                                        typename Simd<Scalar<P>>::Vec shift,
+                                        const WeightOperand<P>& weights) {
+  using T = Scalar<P>;
+  using S = Simd<T>;
+  constexpr int64_t ld = kLanes<P>;
+  typename S::Vec sum[4] = {S::set(T(0)), S::set(T(0)), S::set(T(0)), S::set(T(0))};
+  typename S::Vec used[2] = {S::set(T(0)), S::set(T(0))};
+  int64_t j = 0;
+  for (; j + 4 <= keys; j += 4) {
+    typename S::Vec weight[4];
+    SELFATTN_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
+      sum[i] = S::add(sum[i], weight[i]);
+    }
+    weights.template store<kWeigh, kPacked>(j, lane, weight, used);
+  }
+  if (j < keys) {
+    typename S::Vec weight[4];
+    for (int i = 0; i < 4; ++i) {
+      weight[i] = S::set(T(0));
+      if (j + i >= keys) continue;
+      weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
+      sum[i] = S::add(sum[i], weight[i]);  // in its place, so that zeros after it change nothing
+    }
+    weights.template store<kWeigh, kPacked>(j, lane, weight, used);
+  }
+  return {S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3])), S::add(used[0], used[1])};
+}
 
 // Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and moves the
 // running maximum and sum on. The weights go to `weights`; `s` may be its block. kPacked: see WeightOperand.
@@ -87,59 +145,43 @@ bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
                    const WeightOperand<P>& weights) {
   using T = Scalar<P>;
   using S = Simd<T>;
-  constexpr int64_t ld = kLanes<P>;
+  // Sums in place seldom follow the scores, and then need no maximum of a block: its sum tells. But `s` must
+  // still be there if they do.
+  constexpr bool kSumTells = WeightOperand<P>::template kSumsInPlace<kWeigh>;
   const auto nothing = S::set(-std::numeric_limits<T>::infinity());
   const auto scale = S::set(factor);
   auto moved = S::less(nothing, nothing);
   for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
     const T* column = s + lane;
     const auto old_max = S::load(strip.row_max + lane);
-    // Four maxima and four sums: one chain would wait for its own latency.
-    typename S::Vec most[4] = {nothing, nothing, nothing, nothing};
-    int64_t j = 0;
-    for (; j + 4 <= keys; j += 4) {
-      SELFATTN_UNROLL
-      for (int i = 0; i < 4; ++i) most[i] = S::max(S::load(column + (j + i) * ld), most[i]);
+    [[maybe_unused]] auto higher = S::equal(old_max, nothing);
+    if constexpr (kSumTells) {
+      if (S::any(S::less(nothing, old_max))) {
+        const auto shift = S::select(higher, S::set(T(0)), old_max);
+        const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPacked>(keys, column, lane, scale, shift, weights);
+        higher = S::either(higher, S::less(S::set(T(kMostBlockSum)), sums.all));
+        if (!S::any(higher)) {
+          S::store(strip.row_sum + lane, S::add(S::load(strip.row_sum + lane), sums.all));
+          S::store(strip.used_sum + lane, S::add(S::load(strip.used_sum + lane), sums.used));
+          S::store(strip.rescale + lane, S::set(T(1)));
+          continue;
+        }
+      }
     }
-    for (; j < keys; ++j) most[0] = S::max(S::load(column + j * ld), most[0]);
-    const auto block_max = S::max(S::max(most[0], most[1]), S::max(most[2], most[3]));
-    auto new_max = S::mul(block_max, scale);
-    if constexpr (WeightOperand<P>::template kSumsInPlace<kWeigh>) {
-      const auto higher = S::less(S::add(old_max, S::set(T(kMaxSlack))), new_max);
-      new_max = S::select(higher, new_max, old_max);
+    auto new_max = S::mul(most_of_lanes<P>(keys, column), scale);
+    if constexpr (kSumTells) {
+      new_max = S::select(higher, S::max(new_max, old_max), old_max);
       moved = S::either(moved, S::less(nothing, S::select(higher, old_max, nothing)));
     } else {
       new_max = S::max(new_max, old_max);
     }
     // Where nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
     const auto shift = S::select(S::equal(new_max, nothing), S::set(T(0)), new_max);
-    typename S::Vec sum[4] = {S::set(T(0)), S::set(T(0)), S::set(T(0)), S::set(T(0))};
-    typename S::Vec used[2] = {S::set(T(0)), S::set(T(0))};
-    for (j = 0; j + 4 <= keys; j += 4) {
-      typename S::Vec weight[4];
-      SELFATTN_UNROLL
-      for (int i = 0; i < 4; ++i) {
-        weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
-        sum[i] = S::add(sum[i], weight[i]);
-      }
-      weights.template store<kWeigh, kPacked>(j, lane, weight, used);
-    }
-    if (j < keys) {
-      typename S::Vec weight[4];
-      for (int i = 0; i < 4; ++i) {
-        weight[i] = S::set(T(0));
-        if (j + i >= keys) continue;
-        weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
-        sum[i] = S::add(sum[i], weight[i]);  // in its place, so that zeros after it change nothing
-      }
-      weights.template store<kWeigh, kPacked>(j, lane, weight, used);
-    }
-    const auto block_sum = S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3]));
+    const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPacked>(keys, column, lane, scale, shift, weights);
     const auto rescale = exp_nonpositive<T>(S::sub(old_max, shift));
-    S::store(strip.row_sum + lane, S::fma(S::load(strip.row_sum + lane), rescale, block_sum));
+    S::store(strip.row_sum + lane, S::fma(S::load(strip.row_sum + lane), rescale, sums.all));
     if constexpr (is_short(kWeigh)) {
-      const auto used_sum = S::add(used[0], used[1]);
-      S::store(strip.used_sum + lane, S::fma(S::load(strip.used_sum + lane), rescale, used_sum));
+      S::store(strip.used_sum + lane, S::fma(S::load(strip.used_sum + lane), rescale, sums.used));
     }
     S::store(strip.row_max + lane, new_max);
     S::store(strip.rescale + lane, rescale);
@@ -155,17 +197,20 @@ bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t
                  Scalar<P> factor, WeightOperand<P>& weights, bool keep_block) {
   bool moved = false;
   if constexpr (!kPlain<P>) {
-    if (!p.dropout.enabled && !keep_block) {
+    if (weights.sums_in_place() || (!p.dropout.enabled && !keep_block)) {
       with_weighing<P>(p, factor, [&](auto weigh) {
         moved = softmax_block<P, weigh.kind, true>(strip, keys, weights.block, factor, weights);
       });
       weights.pad_lanes(keys, strip.vecs);
-      return moved;
+      if (!p.dropout.enabled && !keep_block) return moved;
+      weights.unpack_lanes(keys, strip.vecs);
     }
   }
-  with_weighing<P>(p, factor, [&](auto weigh) {
-    moved = softmax_block<P, weigh.kind, false>(strip, keys, weights.block, factor, weights);
-  });
+  if (!weights.sums_in_place()) {
+    with_weighing<P>(p, factor, [&](auto weigh) {
+      moved = softmax_block<P, weigh.kind, false>(strip, keys, weights.block, factor, weights);
+    });
+  }
   if (p.dropout.enabled) {
     // Rounded weights stay what they are; the output is scaled instead, see inverse_sums.
     const Scalar<P> keep = weights.rounds() ? Scalar<P>(1) : keep_scale<Scalar<P>>(p.dropout);

@@ -174,6 +174,39 @@ void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSou
   }
 }
 
+// 32 rows of those, from `row` on, as 16 pairs of each column.
+inline void pack_bfloat16_columns(uint32_t* to, int64_t ld, const RowSource& s, int64_t row,
+                                  const bool* special, Magnitudes& seen) {
+  for (int64_t column = 0; column < s.columns; column += 32) {
+    __m512i low[16], high[16];
+    SELFATTN_UNROLL
+    for (int i = 0; i < 16; ++i) {
+      const __m512i above = load_32_bfloat16(s, row + 2 * i, column, special);
+      const __m512i below = load_32_bfloat16(s, row + 2 * i + 1, column, special);
+      seen.add_bfloat16(above);
+      seen.add_bfloat16(below);
+      low[i] = _mm512_unpacklo_epi16(above, below);
+      high[i] = _mm512_unpackhi_epi16(above, below);
+    }
+    __m512 tile[2][16];
+    SELFATTN_UNROLL
+    for (int i = 0; i < 16; ++i) tile[0][i] = _mm512_castsi512_ps(low[i]);
+    transpose<float>(tile[0]);
+    SELFATTN_UNROLL
+    for (int i = 0; i < 16; ++i) tile[1][i] = _mm512_castsi512_ps(high[i]);
+    transpose<float>(tile[1]);
+    // Interleaving keeps to quarters of a vector: four columns of each eight are low.
+    SELFATTN_UNROLL
+    for (int half = 0; half < 2; ++half) {
+      SELFATTN_UNROLL
+      for (int i = 0; i < 16; ++i) {
+        const int64_t at = column + i / 4 * 8 + half * 4 + i % 4;
+        if (at < padded_rows(s.columns)) _mm512_storeu_ps(to + at * ld, tile[half][i]);
+      }
+    }
+  }
+}
+
 // to[piece][column][ld pairs of rows]: a row of the result per column, zeros as above.
 template <int kPieces>
 void pack_columns(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, const bool* special,
@@ -181,6 +214,10 @@ void pack_columns(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSourc
   const int64_t pairs = padded_pairs(s.rows);
   for (int64_t pair = 0; pair < pairs; pair += 16) {
     if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + 32, 32);
+    if (kPieces == 1 && s.dtype == DType::kBFloat16) {
+      pack_bfloat16_columns(to + pair, ld, s, 2 * pair, special, seen);
+      continue;
+    }
     for (int64_t column = 0; column < s.columns; column += 16) {
       __m512 above[16], below[16];
       __m512i both[16];

@@ -89,6 +89,16 @@ struct WeightOperand<Pairs> {
       }
     }
   }
+  // The block from the pieces, of which there is one.
+  void unpack_lanes(int64_t keys, int64_t vecs) const {
+    for (int64_t key = 0; key < keys; ++key) {
+      for (int64_t lane = 0; lane < vecs * 16; lane += 16) {
+        const __m512i bits = _mm512_loadu_si512(lane_pieces(key / 2, 1) + lane);
+        _mm512_storeu_ps(block + key * kLanes<Pairs> + lane,
+                         key % 2 == 0 ? first_of_pairs(bits) : second_of_pairs(bits));
+      }
+    }
+  }
   void ready_as_lanes(int64_t keys, int64_t vecs) {
     for (int64_t pair = 0; pair < product_pairs(keys); ++pair) {
       for (int64_t lane = 0; lane < vecs * 16; lane += 16) {

@@ -149,6 +149,20 @@ void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, 
         for (int i = 0; i < S::kWidth; ++i) S::store(to + i * row_stride, tile[i]);
         continue;
       }
+      if constexpr (sizeof(T) == 4) {
+        if (dtype == DType::kBFloat16 && n == S::kWidth && lanes == S::kWidth) {
+          const T* from = src + column * ld + lane;
+          SELFATTN_UNROLL
+          for (int i = 0; i < S::kWidth; ++i) tile[i] = S::mul(S::load(from + i * ld), scale);
+          transpose<T>(tile);
+          SELFATTN_UNROLL
+          for (int i = 0; i < S::kWidth; ++i) {
+            store_with_residual<T>(dst, residual, DType::kBFloat16, (lane + i) * row_stride + column,
+                                   S::kWidth, tile[i]);
+          }
+          continue;
+        }
+      }
       for (int i = 0; i < S::kWidth; ++i) {
         tile[i] = i < n ? S::mul(S::load(src + (column + i) * ld + lane), scale) : S::set(T(0));
       }
