@@ -11,7 +11,8 @@ On CUDA, in builds that have kernels for it, "sm80" takes what tensor cores can 
 
 The environment variable SELFATTN_KERNEL names the kernel for a whole process, SELFATTN_CPU_ISA the
 instruction set (scalar, avx2, avx512, avx512_bf16, amx); :func:`use_cpu_isa` sets the latter inside a
-process. The last two hand calls that they have no faster way for on to avx512; :func:`explain` says so.
+process. The last two hand calls that they have no faster way for on to avx512; :func:`explain` says so. A
+forced amx hands on only what it cannot compute.
 """
 
 from __future__ import annotations

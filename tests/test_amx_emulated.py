@@ -23,6 +23,7 @@ EMULATOR = TESTS / "amx_emulator"
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 #: Tests of the existing suite that take a few seconds in the emulator.
 CHOSEN = {
+    "test_amx_choice.py": "",
     "test_determinism.py": "amx",
     "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
     "test_options_pairwise.py": "fused-amx",

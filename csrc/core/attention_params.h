@@ -57,7 +57,8 @@ struct Sequences {
   // [batch], on the host, where nobody but element_of() and launch_of() need read it: elements have masks of
   // their own, and the view of the mask (of its gradient) is that of a buffer of one dimension.
   const OwnMask* own_masks = nullptr;
-  // Elements with more queries are left to another kernel.
+  // Elements with fewer or more queries are left to another kernel.
+  int64_t least_queries = 0;
   int64_t most_queries = INT64_MAX;
 
   SELFATTN_HOST_DEVICE bool any() const {

@@ -26,7 +26,8 @@ inline std::vector<int64_t> elements_by_work(const AttentionParams& p, int64_t l
   struct Element {
     int64_t number, work;
   };
-  if (most > p.sequences.most_queries) most = p.sequences.most_queries;
+  least = std::max(least, p.sequences.least_queries);
+  most = std::min(most, p.sequences.most_queries);
   std::vector<Element> elements;
   elements.reserve(static_cast<size_t>(p.batch));
   for (int64_t b = 0; b < p.batch; ++b) {

@@ -125,7 +125,8 @@ const Kernel& choose_kernel(const char* name) {
     known = true;
     // Kernels that are taken only by name exist once, whatever the instruction set.
     if (kernel->automatic && (*isa != '\0' ? !equal(isa, kernel->isa) : !worthwhile(*kernel))) continue;
-    if (unavailable_reason(*kernel) == nullptr) return *kernel;
+    if (unavailable_reason(*kernel) != nullptr) continue;
+    return *isa != '\0' && kernel->when_forced != nullptr ? *kernel->when_forced : *kernel;
   }
   if (known) {
     throw std::invalid_argument(std::string("kernel \"") + name +

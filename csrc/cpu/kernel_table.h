@@ -30,6 +30,9 @@ struct Kernel {
   // Whether forward, weights and backward take batches whose elements differ in length or place
   // (core/sequences.h). Others are handed one element at a time.
   bool takes_sequences = false;
+  // What is taken in this one's place where its instruction set is forced: it computes whatever it can, not
+  // only what it is the fastest for. Nullptr where there is no difference.
+  const Kernel* when_forced = nullptr;
 };
 
 // Every kernel compiled into this library, best first. Entries whose ISA this machine lacks are listed too.

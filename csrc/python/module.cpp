@@ -141,7 +141,9 @@ py::dict choose_kernel(const std::string& name) {
   int count = 0;
   const Kernel* const* kernels = selfattn::cpu::all_kernels(&count);
   int priority = 0;
-  while (priority < count && kernels[priority] != &chosen) ++priority;
+  while (priority < count && kernels[priority] != &chosen && kernels[priority]->when_forced != &chosen) {
+    ++priority;
+  }
   return describe(chosen, priority);
 }
 

@@ -14,13 +14,15 @@ namespace selfattn::test {
 
 constexpr DType kDTypes[] = {DType::kFloat64, DType::kFloat32, DType::kBFloat16, DType::kFloat16};
 
-// The kernels that this machine can run.
+// The kernels that this machine can run, and what they become where they are forced.
 inline std::vector<const cpu::Kernel*> available_kernels() {
   int count = 0;
   const cpu::Kernel* const* all = cpu::all_kernels(&count);
   std::vector<const cpu::Kernel*> list;
   for (int n = 0; n < count; ++n) {
-    if (cpu::unavailable_reason(*all[n]) == nullptr) list.push_back(all[n]);
+    if (cpu::unavailable_reason(*all[n]) != nullptr) continue;
+    list.push_back(all[n]);
+    if (all[n]->when_forced != nullptr) list.push_back(all[n]->when_forced);
   }
   return list;
 }

@@ -64,6 +64,9 @@ TEST(elements_with_the_most_work_come_first) {
   packed.p.sequences.most_queries = 5;
   CHECK(cpu::elements_by_work(packed.p, 1, cpu::kAnyQueries) == (Numbers{0, 3}));
   CHECK(cpu::element_calls(packed.p, ForwardOutputs{}, 1, cpu::kAnyQueries)[1].params.queries == 5);
+  packed.p.sequences.least_queries = 4;
+  CHECK(cpu::elements_by_work(packed.p, 1, cpu::kAnyQueries) == (Numbers{3}));
+  CHECK(cpu::elements_by_work(packed.p, 5, 100) == (Numbers{3}));
 }
 
 TEST(elements_with_the_most_queries_come_first_for_a_mask_that_they_share) {

@@ -63,6 +63,7 @@ TEST(a_forced_isa_is_the_one_that_runs) {
     CHECK(cpu::forced_isa() == kernel->isa);
     CHECK(equal(choose_kernel("").isa, kernel->isa));
     CHECK(equal(choose_kernel("fused").isa, kernel->isa));
+    CHECK(&choose_kernel("") == (kernel->when_forced != nullptr ? kernel->when_forced : kernel));
     CHECK(equal(choose_kernel("loops").name, "loops"));
   }
   force_isa("");

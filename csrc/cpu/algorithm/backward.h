@@ -37,7 +37,7 @@ size_t backward_workspace(const AttentionParams& p) {
   using T = Scalar<P>;
   if (p.sequences.any()) {
     size_t bytes = 0;
-    for (const int64_t b : elements_by_work(p, kFewestQueries<P>, kAnyQueries)) {
+    for (const int64_t b : elements_by_work(p, 0, kAnyQueries)) {
       bytes += backward_workspace<P>(element_of(p, b));
     }
     return bytes;
@@ -366,7 +366,7 @@ class BackwardTask {
 // Each element as if it had come alone.
 template <class P>
 void backward_sequences(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  auto calls = element_calls(p, a, kFewestQueries<P>, kAnyQueries);
+  auto calls = element_calls(p, a, 0, kAnyQueries);
   typename MaskSum<P>::Chain sharers;
   const bool share_mask = MaskSum<P>::takes(a) && a.grad_mask.stride[0] == 0;
   if (share_mask) {

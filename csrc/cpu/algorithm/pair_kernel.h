@@ -18,29 +18,42 @@ extern const Kernel kFusedAvx512;
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Decided by dtype, precision and shape alone, so that all passes of a call decide alike. With more pieces
-// than the engine has an advantage for, float is faster; a factor of the scores that is not positive cannot
-// wait until after their maximum. The gradient of ALiBi slopes is a sum of dS times distances in which nearly
-// all cancels, if only the weights in O and in dS are the same numbers: rounding them for O alone would leave
-// far distances standing.
-inline bool gains_by_pairs(const AttentionParams& p) {
+// Decided by dtype, precision and shape of one batch element alone, so that all passes of a call decide alike
+// and nothing depends on the batch. With more pieces than the engine has an advantage for, float is faster; a
+// factor of the scores that is not positive cannot wait until after their maximum. The gradient of ALiBi
+// slopes is a sum of dS times distances in which nearly all cancels, if only the weights in O and in dS are
+// the same numbers: rounding them for O alone would leave far distances standing.
+inline bool multiplies_pairs(const AttentionParams& p) {
   if (p.alibi_slopes.data != nullptr && Pairs::pieces(p) == 1) return false;
   return p.dtype != DType::kFloat64 && Pairs::pieces(p) <= PairEngine::kMostPieces &&
          p.head_dim >= kLeastHeadDim && p.scale > 0.0;
 }
-inline bool takes_pairs(const AttentionParams& p) { return gains_by_pairs(p) && p.queries > kThinQueries; }
+
+// The fewest queries of a call that strips of pairs take, where pairs multiply its numbers at all. Keys and
+// values must be taken apart, and only queries share what that costs; keys and dims matter little.
+struct GainingCalls {
+  static int64_t fewest_queries(const AttentionParams& p) {
+    constexpr int64_t kByPieces[] = {kThinQueries + 1, 17, 129};  // measured: docs/performance.md
+    return multiplies_pairs(p) ? kByPieces[Pairs::pieces(p) - 1] : kAnyQueries;
+  }
+};
+struct AllCalls {
+  static int64_t fewest_queries(const AttentionParams& p) {
+    return multiplies_pairs(p) ? kThinQueries + 1 : kAnyQueries;
+  }
+};
 
 // With a few queries memory is the limit, unless numbers must be converted.
 inline bool decodes_pairs(const AttentionParams& p) {
-  return p.dtype == DType::kBFloat16 && gains_by_pairs(p);
+  return p.dtype == DType::kBFloat16 && multiplies_pairs(p);
 }
 
-// Of a batch whose elements have their own numbers of queries, what attention_forward leaves over: those with
-// few.
-inline AttentionParams left_over(const AttentionParams& p) {
-  AttentionParams few = p;
-  few.sequences.most_queries = kThinQueries;
-  return few;
+// Of a batch whose elements have their own numbers of queries, those with least .. most.
+inline AttentionParams elements_with(const AttentionParams& p, int64_t least, int64_t most) {
+  AttentionParams some = p;
+  some.sequences.least_queries = least;
+  some.sequences.most_queries = most;
+  return some;
 }
 
 template <class P>
@@ -59,28 +72,44 @@ void pair_decode(const AttentionParams& p, const ForwardOutputs& o, const Thread
   }
 }
 
-inline void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
-  if (!takes_pairs(p))
-    return p.queries <= kThinQueries ? pair_decode(p, o, pool) : kFusedAvx512.forward(p, o, pool);
-  attention_forward<Pairs>(p, o, pool);
-  if (p.sequences.any()) pair_decode(left_over(p), o, pool);
+// `Calls` is one of the two above.
+template <class Calls>
+void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
+  const int64_t fewest = Calls::fewest_queries(p);
+  if (!p.sequences.any()) {
+    if (p.queries <= kThinQueries) return pair_decode(p, o, pool);
+    return p.queries < fewest ? kFusedAvx512.forward(p, o, pool) : attention_forward<Pairs>(p, o, pool);
+  }
+  if (p.queries >= fewest) attention_forward<Pairs>(elements_with(p, fewest, kAnyQueries), o, pool);
+  if (p.queries > kThinQueries && fewest > kThinQueries + 1) {
+    kFusedAvx512.forward(elements_with(p, kThinQueries + 1, fewest - 1), o, pool);
+  }
+  pair_decode(elements_with(p, 0, kThinQueries), o, pool);
 }
-inline void pair_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
-  if (!takes_pairs(p)) return kFusedAvx512.weights(p, o, pool);
-  attention_weights<Pairs>(p, o, pool);
-  if (p.sequences.any()) kFusedAvx512.weights(left_over(p), o, pool);
+template <class Calls>
+void pair_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
+  const int64_t fewest = Calls::fewest_queries(p);
+  if (p.queries < fewest) return kFusedAvx512.weights(p, o, pool);
+  if (!p.sequences.any()) return attention_weights<Pairs>(p, o, pool);
+  attention_weights<Pairs>(elements_with(p, fewest, kAnyQueries), o, pool);
+  kFusedAvx512.weights(elements_with(p, 0, fewest - 1), o, pool);
 }
 // One kernel after the other, each with the whole of it.
-inline size_t pair_backward_workspace(const AttentionParams& p) {
-  if (!takes_pairs(p)) return kFusedAvx512.backward_workspace(p);
-  size_t bytes = backward_workspace<Pairs>(p);
-  if (p.sequences.any()) bytes = std::max(bytes, kFusedAvx512.backward_workspace(left_over(p)));
-  return bytes;
+template <class Calls>
+size_t pair_backward_workspace(const AttentionParams& p) {
+  const int64_t fewest = Calls::fewest_queries(p);
+  if (p.queries < fewest) return kFusedAvx512.backward_workspace(p);
+  if (!p.sequences.any()) return backward_workspace<Pairs>(p);
+  return std::max(backward_workspace<Pairs>(elements_with(p, fewest, kAnyQueries)),
+                  kFusedAvx512.backward_workspace(elements_with(p, 0, fewest - 1)));
 }
-inline void pair_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  if (!takes_pairs(p)) return kFusedAvx512.backward(p, a, pool);
-  attention_backward<Pairs>(p, a, pool);
-  if (p.sequences.any()) kFusedAvx512.backward(left_over(p), a, pool);
+template <class Calls>
+void pair_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
+  const int64_t fewest = Calls::fewest_queries(p);
+  if (p.queries < fewest) return kFusedAvx512.backward(p, a, pool);
+  if (!p.sequences.any()) return attention_backward<Pairs>(p, a, pool);
+  attention_backward<Pairs>(elements_with(p, fewest, kAnyQueries), a, pool);
+  kFusedAvx512.backward(elements_with(p, 0, fewest - 1), a, pool);
 }
 inline void pair_scores(const ScoresParams& p, const ThreadPool& pool) { kFusedAvx512.scores(p, pool); }
 inline void pair_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
@@ -93,26 +122,29 @@ inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPoo
   kFusedAvx512.masked_softmax_backward(p, pool);
 }
 
-inline const Kernel* pair_hands_on_to(const AttentionParams& p) {
+template <class Calls>
+const Kernel* pair_hands_on_to(const AttentionParams& p) {
   const bool decodes = p.queries <= kThinQueries && (PairEngine::kDecodesPlain || decodes_pairs(p));
-  return takes_pairs(p) || decodes ? nullptr : &kFusedAvx512;
+  return p.queries >= Calls::fewest_queries(p) || decodes ? nullptr : &kFusedAvx512;
 }
 
-constexpr Kernel pair_kernel(const char* isa, const char* description) {
+template <class Calls>
+constexpr Kernel pair_kernel(const char* isa, const char* description, const Kernel* when_forced = nullptr) {
   return {"fused",
           isa,
           description,
           true,
-          pair_forward,
-          pair_weights,
-          pair_backward_workspace,
-          pair_backward,
+          pair_forward<Calls>,
+          pair_weights<Calls>,
+          pair_backward_workspace<Calls>,
+          pair_backward<Calls>,
           pair_scores,
           pair_scores_backward,
           pair_masked_softmax,
           pair_masked_softmax_backward,
-          pair_hands_on_to,
-          true};
+          pair_hands_on_to<Calls>,
+          true,
+          when_forced};
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

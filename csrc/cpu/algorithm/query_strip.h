@@ -57,10 +57,6 @@ struct QueryStrip {
   }
 };
 
-// Elements of a batch with fewer queries are another kernel's.
-template <class P>
-constexpr int64_t kFewestQueries = kPlain<P> ? 0 : kThinQueries + 1;
-
 // How many queries the strip that starts at `first` takes. Depends on the number of queries only.
 template <class P>
 int64_t strip_queries(int64_t first, int64_t queries) {

@@ -86,7 +86,7 @@ struct WeightsTask {
 template <class P>
 void attention_weights(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool& pool) {
   if (p.sequences.any()) {
-    const auto calls = element_calls(p, outputs, kFewestQueries<P>, kAnyQueries);
+    const auto calls = element_calls(p, outputs, 0, kAnyQueries);
     const auto joint = joint_task<WeightsTask<P>>(calls);
     return for_each_item(pool, joint.items(), joint);
   }

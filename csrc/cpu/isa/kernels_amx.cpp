@@ -39,7 +39,9 @@
 
 namespace selfattn::cpu {
 extern const Kernel kFusedAmx;
-const Kernel kFusedAmx = amx::pair_kernel("amx", "tiled online softmax, products of bfloat16 tiles");
+constexpr const char* kDescription = "tiled online softmax, products of bfloat16 tiles";
+const Kernel kForcedAmx = amx::pair_kernel<amx::AllCalls>("amx", kDescription);
+const Kernel kFusedAmx = amx::pair_kernel<amx::GainingCalls>("amx", kDescription, &kForcedAmx);
 }  // namespace selfattn::cpu
 
 #endif

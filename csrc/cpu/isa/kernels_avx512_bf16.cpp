@@ -34,8 +34,8 @@
 
 namespace selfattn::cpu {
 extern const Kernel kFusedAvx512Bf16;
-const Kernel kFusedAvx512Bf16 =
-    avx512_bf16::pair_kernel("avx512_bf16", "tiled online softmax, products of bfloat16 pairs");
+const Kernel kFusedAvx512Bf16 = avx512_bf16::pair_kernel<avx512_bf16::GainingCalls>(
+    "avx512_bf16", "tiled online softmax, products of bfloat16 pairs");
 }  // namespace selfattn::cpu
 
 #endif
