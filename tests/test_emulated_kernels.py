@@ -45,8 +45,7 @@ CHOSEN = [
         "test_edge_cases.py test_determinism.py test_dropout.py",
         "not threads_and_runs and not another_parallel_region",
     ),
-    # Tensor cores are given dS as one bfloat16, too, and nothing of it is taken out again.
-    ("test_masks.py test_gradients.py", "not never_expanded and not what_all_keys_share"),
+    ("test_masks.py test_gradients.py", "not never_expanded"),
     # Every broadcast of a mask is among the cases, in sizes that take less time.
     ("test_special_numbers.py test_double_backward.py test_mask_gradient.py", "not broadcast and not groups"),
     # A number for each row, one for each column, and one for all.

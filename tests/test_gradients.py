@@ -135,44 +135,6 @@ def test_rounding_of_the_output_stays_out_of_gradients(dtype: torch.dtype, way: 
         assert_accurate(name, grad, exact_grad, peer)
 
 
-@pytest.mark.cpu_only("tensor cores are given dS as one bfloat16")
-@pytest.mark.parametrize("is_causal", [False, True])
-@pytest.mark.parametrize(("keys", "columns"), [(9, 32), (97, 32), (97, 1), (600, 32)])
-def test_what_all_keys_share_stays_out_of_gradients(
-    keys: int, columns: int, is_causal: bool, kernel: str
-) -> None:
-    """Its part of the queries' gradient cancels: dS of a row sums up to 0, once rounded too."""
-    query, key, value, cotangent = (torch.randn(1, 2, keys, 32) for _ in range(4))
-    key[..., :columns] += 120
-    points = [tensor.bfloat16().requires_grad_() for tensor in (query, key, value)]
-    cotangent = cotangent.bfloat16()
-    out = scaled_dot_product_attention(*points, is_causal=is_causal)
-    grads = torch.autograd.grad(out, points, cotangent)
-
-    def formula(points: list[torch.Tensor], cotangent: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        out = reference.attention(*points, is_causal=is_causal).out
-        return torch.autograd.grad(out, points, cotangent)
-
-    exact = formula([point.detach().double().requires_grad_() for point in points], cotangent.double())
-    single = formula([point.detach().float().requires_grad_() for point in points], cotangent.float())
-    for name, grad, exact_grad, peer in zip(("dq", "dk", "dv"), grads, exact, single, strict=True):
-        assert_accurate(name, grad, exact_grad, peer.bfloat16())
-
-
-@pytest.mark.parametrize("unseen", [7.0, -300.0, float("nan")])
-def test_what_keys_share_is_looked_for_among_those_seen(unseen: float, kernel: str) -> None:
-    query, key, value, cotangent = (torch.randn(1, 2, 100, 32, dtype=torch.bfloat16) for _ in range(4))
-    key += 120
-    results = []
-    for number in (None, unseen):
-        if number is not None:
-            key[:, :, 40:] = number
-        points = [tensor.clone().requires_grad_() for tensor in (query, key, value)]
-        out = scaled_dot_product_attention(*points, is_causal=True)
-        results.append(torch.autograd.grad(out, points[0], cotangent)[0][:, :, :40])
-    assert torch.equal(*results)
-
-
 def test_gradient_only_of_what_requires_one() -> None:
     case = Case(mask="float", alibi=1, sinks=True, dtype=torch.float64)
     names = list(case.inputs())

@@ -15,6 +15,7 @@ import gpu
 import pytest
 import torch
 from cases import MASKS, Case, check
+from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn import functional
 
@@ -328,6 +329,26 @@ def test_edges(arithmetic: Arithmetic) -> None:
                 seed=index,
             )
         )
+
+
+@pytest.mark.parametrize("attended", [2, 8])
+@pytest.mark.parametrize("common", [10.0, 120.0])
+def test_few_keys_unlike_all_others_draw_the_attention(common: float, attended: int, kernel: str) -> None:
+    """What the others have in common must not reach the gradient of queries that look away from them."""
+    query, key, value, cotangent = (torch.randn(1, 2, 128, 64) for _ in range(4))
+    query -= 0.5
+    key[:, :, attended:] += common
+    points = [tensor.to(BFLOAT16).requires_grad_() for tensor in (query, key, value)]
+    exact_points = [point.detach().double().requires_grad_() for point in points]
+    cotangent = cotangent.to(BFLOAT16)
+    out = scaled_dot_product_attention(*points)
+    fused = functional.scaled_dot_product_attention(*points)
+    exact = reference.attention(*exact_points).out
+    grads = torch.autograd.grad(out, points, cotangent)
+    peers = torch.autograd.grad(fused, points, cotangent)
+    exact_grads = torch.autograd.grad(exact, exact_points, cotangent.double())
+    for name, grad, exact_grad, peer in zip(NAMES, grads, exact_grads, peers, strict=True):
+        assert_accurate(f"grad of {name}", grad, exact_grad, peer)
 
 
 def test_layouts_give_the_same_bits(arithmetic: Arithmetic) -> None:

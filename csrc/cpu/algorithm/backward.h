@@ -5,7 +5,6 @@
 // follow one another through the strips like a wave, one strip behind, so they hardly ever wait.
 #pragma once
 
-#include "common_keys.h"
 #include "gradient_results.h"
 #include "gradient_strip.h"
 #include "mask_gradient.h"
@@ -79,8 +78,6 @@ class BackwardTask {
     T* sink_weights;                 // [kLanes]
     T* slope_rows[kPanelStrips<P>];  // [kLanes] the strip's share of grad_slopes_rows
     QuerySums<P> query_sums;
-    CommonKeys<P> common_keys;
-    bool sums_rows[kPanelStrips<P>];  // whether it takes something out of the strip's dQ
     typename MaskSum<P>::Scratch mask;
 
     static int64_t grad_query_size(const AttentionParams& p) {
@@ -98,7 +95,7 @@ class BackwardTask {
              RowOperand<P>::bytes(p, t.chunk_rows(), p.value_dim) +
              ColumnOperand<P>::shared_bytes(p, t.chunk_rows(), p.head_dim) +
              Arena::bytes_for<T>(t.chunk_rows() * e) + Arena::bytes_for<T>(t.chunk_rows() * ev) +
-             Arena::bytes_for<T>(kLanes<P>) + QuerySums<P>::bytes(p) + CommonKeys<P>::bytes(p) +
+             Arena::bytes_for<T>(kLanes<P>) + QuerySums<P>::bytes(p) +
              MaskSum<P>::Scratch::bytes(t.mask_sum, t.chunk_rows());
     }
     explicit Scratch(const BackwardTask& t)
@@ -121,7 +118,6 @@ class BackwardTask {
       grad_value = arena.take<T>(t.chunk_rows() * value_stride);
       sink_weights = arena.take<T>(kLanes<P>);
       query_sums.allocate(p, arena);
-      common_keys.allocate(p, arena);
       mask.allocate(t.mask_sum, t.chunk_rows(), arena);
     }
   };
@@ -141,7 +137,6 @@ class BackwardTask {
     memset(s.grad_key, 0, static_cast<size_t>(keys * s.head_stride) * sizeof(T));
     memset(s.grad_value, 0, static_cast<size_t>(keys * s.value_stride) * sizeof(T));
 
-    s.common_keys.begin(row_source(p.key, p.dtype, batch, kv_head, 0, p.keys, p.head_dim));
     mask_sum.begin_item(s.mask, index, batch, kv_head, begin, keys);
 
     // Strips outside, heads inside: heads may share a mask, and then take turns at its gradient.
@@ -218,7 +213,6 @@ class BackwardTask {
     for (int64_t i = 0, query = panel.first; i < panel.strips; query += panel.counts[i++]) {
       if (!panel.contributes[i] && !first_chunk) continue;
       s.strips[i].begin_gradient(p, a, batch, head, query, panel.counts[i]);
-      s.sums_rows[i] = CommonKeys<P>::takes(p, a) && s.common_keys.any_for(p, query);
       if (first_chunk) sink_gradients(s.strips[i], s.sink_weights);
       memset(s.slope_rows[i], 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
       for (int64_t e = 0; e < p.head_dim; ++e) {
@@ -306,15 +300,13 @@ class BackwardTask {
     }
     if (!direct) {
       T* grad = s.block.grad.block;
-      if (a.grad_slopes_rows != nullptr)
-        add_slope_rows<P>(p, strip, begin + from, count, grad, s.slope_rows[i]);
+      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, begin + from, count, grad, s.slope_rows[i]);
       mask_sum.add_block(s.mask, strip, step, from, count, grad);
       if (p.softcap > 0.0) apply_softcap_gradient<P>(strip, count, s.block.block.capped, grad);
       s.block.weights.ready_as_rows(count, at, strip.count, rows);
       s.block.grad.ready_as_rows(count, at, strip.count, rows);
       s.block.grad.ready_as_lanes(count, strip.vecs);
     }
-    if (s.sums_rows[i]) s.block.grad.add_sums(count, strip.vecs, strip.grad_sums);
     multiply_columns<P>(s.key_columns, from, count, p.head_dim, s.block.grad, strip.vecs, s.grad_query_t[i],
                         Update::kAdd, nullptr, mark ? s.block.visible : nullptr);
     return count;
@@ -334,9 +326,6 @@ class BackwardTask {
     if (!contributes) {
       memset(grad_query_t, 0, static_cast<size_t>(p.head_dim * kLanes<P>) * sizeof(T));
       memset(slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
-    }
-    if (contributes && s.sums_rows[i]) {
-      s.common_keys.take_out(p, first, count, s.strips[i].grad_sums, grad_query_t);
     }
     if (a.grad_slopes_rows != nullptr) {
       T* slopes = static_cast<T*>(a.grad_slopes_rows) + p.row(batch, head, first);
@@ -359,6 +348,19 @@ class BackwardTask {
     for (int64_t lane = 0; lane < strip.count; ++lane) {
       const T probability = weight[lane] * strip.inverse_sum[lane];
       rows[lane] = probability == T(0) ? T(0) : -probability * strip.delta[lane];
+    }
+  }
+
+  // The bias is -slope * |distance|, so d(slope) is the sum of dS times -|distance|: one sum per query of the
+  // strip.
+  void add_slope_rows(const GradientStrip<P>& strip, int64_t key, int64_t keys, const T* grad,
+                      T* slope_rows) const {
+    for (int64_t j = 0; j < keys; ++j) {
+      const int64_t distance = strip.first + p.query_offset - key - j;
+      for (int64_t lane = 0; lane < strip.count; ++lane) {
+        const int64_t d = distance + lane;
+        slope_rows[lane] -= static_cast<T>(d < 0 ? -d : d) * grad[j * kLanes<P> + lane];
+      }
     }
   }
 };

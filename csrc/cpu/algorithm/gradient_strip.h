@@ -17,12 +17,11 @@ struct GradientStrip : QueryStrip<P> {
   T* delta;        // [kLanes]
   T* row_max;      // [kLanes] 0 where the row sees nothing, so that -inf scores give weights of 0 and not NaN
   T* inverse_sum;  // [kLanes] 0 where the row sees nothing
-  T* grad_sums;    // [kLanes] of dS as products take it, for CommonKeys
   bool ordinary;   // whether inverse_sum holds no NaN
 
   static int64_t bytes(const AttentionParams& p) {
     return QueryStrip<P>::bytes(p) + LaneOperand<P>::bytes(p, p.value_dim) + Delta<P>::bytes(p) +
-           4 * Arena::bytes_for<T>(kLanes<P>);
+           3 * Arena::bytes_for<T>(kLanes<P>);
   }
   void allocate(const AttentionParams& p, Arena& arena) {
     QueryStrip<P>::allocate(p, arena);
@@ -31,7 +30,6 @@ struct GradientStrip : QueryStrip<P> {
     delta = arena.take<T>(kLanes<P>);
     row_max = arena.take<T>(kLanes<P>);
     inverse_sum = arena.take<T>(kLanes<P>);
-    grad_sums = arena.take<T>(kLanes<P>);
   }
 
   // The lanes (1, or 0) whose dS may hold numbers without pieces, nullptr if there are none: dS is as small
@@ -52,7 +50,6 @@ struct GradientStrip : QueryStrip<P> {
     const T* maxima = static_cast<const T*>(a.row_max) + row(p);
     const T* sums = static_cast<const T*>(a.row_sum) + row(p);
     const T* grad_row = a.grad_row != nullptr ? static_cast<const T*>(a.grad_row) + row(p) : nullptr;
-    memset(grad_sums, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
     ordinary = true;
     for (int64_t lane = 0; lane < this->vecs * Simd<T>::kWidth; ++lane) {
       const bool past_last = lane >= count;
@@ -168,20 +165,6 @@ void apply_softcap_gradient(const QueryStrip<P>& strip, int64_t keys, const Scal
       const auto g = S::load(grad + at);
       // Where the gradient is 0 the key may be hidden and t NaN.
       S::store(grad + at, S::select(S::equal(g, zero), zero, S::mul(g, S::sub(one, S::mul(t, t)))));
-    }
-  }
-}
-
-// The bias is -slope * |distance|, so d(slope) is the sum of dS times -|distance|: one sum per query of the
-// strip.
-template <class P>
-void add_slope_rows(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
-                    const Scalar<P>* grad, Scalar<P>* slope_rows) {
-  for (int64_t j = 0; j < keys; ++j) {
-    const int64_t distance = strip.first + p.query_offset - key - j;
-    for (int64_t lane = 0; lane < strip.count; ++lane) {
-      const int64_t d = distance + lane;
-      slope_rows[lane] -= static_cast<Scalar<P>>(d < 0 ? -d : d) * grad[j * kLanes<P> + lane];
     }
   }
 }

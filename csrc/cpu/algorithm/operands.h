@@ -114,12 +114,6 @@ struct VectorOperand {
   bool special() const { return false; }
 };
 
-// Whether products take weights and their gradients in one piece, rounded.
-template <class P>
-bool rounds_gradients(const AttentionParams&) {
-  return false;
-}
-
 template <class P>
 struct WeightOperand {
   P* block;  // [kKeyBlock][kLanes]
@@ -139,8 +133,6 @@ struct WeightOperand {
   template <Weigh>
   static constexpr bool kSumsInPlace = false;
   bool sums_in_place() const { return false; }
-  // Adds up what products take of each lane, once ready.
-  void add_sums(int64_t /*keys*/, int64_t /*vecs*/, P* /*sums*/) const {}
   // To be called once the block is final, before the products that use it as B or as A.
   void ready_as_lanes(int64_t /*keys*/, int64_t /*vecs*/) {}
   void ready_as_rows(int64_t /*keys*/, int64_t /*first*/, int64_t /*queries*/, int64_t /*rows*/) {}

@@ -5,11 +5,6 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-template <>
-inline bool rounds_gradients<Pairs>(const AttentionParams& p) {
-  return Pairs::pieces(p) == 1;
-}
-
 // The block in float, and its pieces as B (pairs of keys) and as A (pairs of queries).
 template <>
 struct WeightOperand<Pairs> {
@@ -102,25 +97,6 @@ struct WeightOperand<Pairs> {
         _mm512_storeu_ps(block + key * kLanes<Pairs> + lane,
                          key % 2 == 0 ? first_of_pairs(bits) : second_of_pairs(bits));
       }
-    }
-  }
-  // Of one piece.
-  void add_sums(int64_t keys, int64_t vecs, float* sums) const {
-    for (int64_t lane = 0; lane < vecs * 16; lane += 16) {
-      __m512 sum[4] = {_mm512_loadu_ps(sums + lane), _mm512_setzero_ps(), _mm512_setzero_ps(),
-                       _mm512_setzero_ps()};
-      for (int64_t pair = 0; pair < (keys + 1) / 2; pair += 2) {
-        SELFATTN_UNROLL
-        for (int i = 0; i < 2; ++i) {
-          const bool none = 2 * (pair + i) >= keys;
-          const __m512i bits =
-              none ? _mm512_setzero_si512() : _mm512_loadu_si512(lanes + (pair + i) * kLanes<Pairs> + lane);
-          sum[2 * i] = _mm512_add_ps(sum[2 * i], first_of_pairs(bits));
-          sum[2 * i + 1] = _mm512_add_ps(sum[2 * i + 1], second_of_pairs(bits));
-        }
-      }
-      _mm512_storeu_ps(sums + lane,
-                       _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3])));
     }
   }
   void ready_as_lanes(int64_t keys, int64_t vecs) {
