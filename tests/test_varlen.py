@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 import varlen_cases
-from cases import DTYPES, Case, Judge, check, cotangents_of, dropout_seed, exact_inputs, gradients
+from cases import DTYPES, Case, Judge, check, cotangents_of, drawn, dropout_seed, exact_inputs, gradients
 from conftest import KERNELS, forced
 from test_options_pairwise import covering
 from tolerances import assert_accurate
@@ -423,6 +423,27 @@ def test_threads_change_no_bit_of_a_list_of_numbers(one_thread: None) -> None:
         outcomes.append(torch.autograd.grad(out.square().sum(), masks))
     for other in outcomes[1:]:
         assert all(torch.equal(a, b) for a, b in zip(outcomes[0], other, strict=True))
+
+
+def test_masks_of_unlike_heads_in_company(isa: str, one_thread: None) -> None:
+    """One sequence's sums need more memory than those of another with more keys."""
+    lengths, heads = (300, 128, 200), 16
+    query, key, value = (
+        drawn((sum(lengths), n, 8), torch.Generator().manual_seed(n)).to(gpu.DEVICE, torch.float32)
+        for n in (heads, 1, 1)
+    )
+    masks = [torch.zeros(shape, device=gpu.DEVICE) for shape in ((1, 1, 300), (heads, 1, 128), (heads, 1, 1))]
+
+    def gradients_of(chosen: list[int]) -> tuple[Tensor, ...]:
+        some = [masks[b].clone().requires_grad_() for b in chosen]
+        rows = [torch.cat([one.split(lengths)[b] for b in chosen]) for one in (query, key, value)]
+        offsets = starts([lengths[b] for b in chosen])
+        longest = max(lengths[b] for b in chosen)
+        out = varlen_attention(*rows, offsets, offsets, longest, longest, some, softcap=2.0, enable_gqa=True)
+        return torch.autograd.grad(out.square().sum(), some)
+
+    for b, grad in enumerate(gradients_of([0, 1, 2])):
+        assert torch.equal(grad, gradients_of([b])[0]), b
 
 
 def test_the_reference_is_the_formula_of_each_sequence() -> None:

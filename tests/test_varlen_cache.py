@@ -155,6 +155,49 @@ def test_queries_of_one_number_are_those_of_attention_with_kvcache() -> None:
     assert torch.equal(out, expected.flatten(0, 1))
 
 
+#: Queries and keys, heads and kv heads, the size of pages, heads inside: some sequences need more memory for
+#: rows, others for pages or heads.
+UNLIKE = {
+    "many rows, many pages": ((4, 1), (64, 40000), 8, 1, 2, False),
+    "many rows, many heads": ((4, 1, 3, 1, 1, 1), (128,) * 6, 24, 3, 128, True),
+    "a few queries of each number": ((1, 2, 3, 4, 1, 2), (70, 3, 128, 5, 33, 64), 4, 4, 16, False),
+}
+
+
+@pytest.mark.parametrize("name", UNLIKE)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_unlike_sequences_in_company(dtype: torch.dtype, name: str, isa: str) -> None:
+    """Sequences share a thread's memory: it must do for each of them, and none may see the others' in it."""
+    queries, keys, heads, kv_heads, page_size, inside = UNLIKE[name]
+    generator = torch.Generator().manual_seed(2)
+    query = drawn((sum(queries), heads, 16), generator).to(gpu.DEVICE, dtype).split(list(queries))
+    columns = [-(-count // page_size) for count in keys]
+    shape = (sum(columns), page_size, kv_heads) if inside else (sum(columns), kv_heads, page_size)
+    key, value = (drawn((*shape, 16), generator).to(gpu.DEVICE, dtype) for _ in range(2))
+    if not inside:
+        key, value = key.transpose(1, 2), value.transpose(1, 2)
+    pages = torch.randperm(sum(columns), generator=generator).to(torch.int32).split(columns)
+    table = torch.nn.utils.rnn.pad_sequence(list(pages), batch_first=True).to(gpu.DEVICE)
+
+    def call(chosen: list[int]) -> Tensor:
+        return varlen_attention(
+            torch.cat([query[b] for b in chosen]),
+            key,
+            value,
+            starts([queries[b] for b in chosen]),
+            None,
+            max(queries[b] for b in chosen),
+            max(keys[b] for b in chosen),
+            seqused_k=torch.tensor([keys[b] for b in chosen], device=gpu.DEVICE),
+            block_table=table[chosen],
+            enable_gqa=True,
+        )
+
+    together = call(list(range(len(queries)))).split(list(queries))
+    for b, rows in enumerate(together):
+        assert torch.equal(rows, call([b])), b
+
+
 def test_dropout_is_that_of_packed_keys() -> None:
     query, *caches = tensors()
     torch.manual_seed(3)

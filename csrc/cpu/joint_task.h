@@ -63,7 +63,8 @@ void most_queries_first(std::vector<ElementCall<Results>>& calls) {
 }
 
 // Tasks for for_each_item, joined. Within a task items keep their order, so that one may still wait for a
-// lower one. Scratch is that of the task that needs most, and must do for the others.
+// lower one. Scratch is that of the task that needs the most bytes, and must do for the others: either no
+// part of it is smaller than theirs, or it is laid out anew for every item.
 template <class Task>
 class JointTask {
  public:

@@ -16,6 +16,9 @@ class Arena {
     used_ += bytes_for<T>(count);
     return reinterpret_cast<T*>(piece);
   }
+  // What was handed out is free again.
+  void reset() { used_ = 0; }
+
   template <class T>
   static int64_t bytes_for(int64_t count) {
     return (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;

@@ -129,23 +129,23 @@ struct DecodeTask {
              3 * Arena::bytes_for<T>(task.score_rows() * kDecodeBlock) +
              2 * Arena::bytes_for<const char*>(task.pages());
     }
-    explicit Scratch(const DecodeTask& task)
-        : arena(bytes(task)),
-          query(arena.take<typename Products::Query>(task.item_heads * task.queries_size)),
-          out(arena.take<T>(task.rows() * task.out_stride)),
-          sums(arena.take<T>(task.sums_rows() * task.sums_stride)),
-          row_max(arena.take<T>(task.rows())),
-          row_sum(arena.take<T>(task.rows())),
-          rescale(arena.take<T>(task.rows())),
-          factor(arena.take<T>(task.rows())),
-          scores(arena.take<T>(task.score_rows() * kDecodeBlock)),
-          bias(arena.take<T>(task.score_rows() * kDecodeBlock)),
-          visible(arena.take<T>(task.score_rows() * kDecodeBlock)),
-          key_pages(arena.take<const char*>(task.pages())),
-          value_pages(arena.take<const char*>(task.pages())) {}
+    explicit Scratch(const DecodeTask& task) : arena(bytes(task)) {}
+
+    // For each item, as another task's rows may be fewer and its pages more.
+    void lay_out(const DecodeTask& task) {
+      arena.reset();
+      query = arena.take<typename Products::Query>(task.item_heads * task.queries_size);
+      out = arena.take<T>(task.rows() * task.out_stride);
+      sums = arena.take<T>(task.sums_rows() * task.sums_stride);
+      for (T** of_rows : {&row_max, &row_sum, &rescale, &factor}) *of_rows = arena.take<T>(task.rows());
+      for (T** block : {&scores, &bias, &visible}) *block = arena.take<T>(task.score_rows() * kDecodeBlock);
+      key_pages = arena.take<const char*>(task.pages());
+      value_pages = arena.take<const char*>(task.pages());
+    }
   };
 
   void operator()(int64_t item, Scratch& s) const {
+    s.lay_out(*this);
     // In the order of memory: (batch, heads, keys, dim), or (batch, keys, heads, dim), whose heads share
     // pages.
     const int64_t parts = p.kv_heads / item_heads;

@@ -76,11 +76,11 @@ class MaskSum {
     // Where it has neither [group or 1], of the item: blocks are of any size, and all rows together may be 0.
     double* totals;
 
-    // Room for every kind of sums: sequences of a batch differ in theirs, see has_rows.
+    // Room for every kind of sums: sequences of a batch differ in theirs.
     static int64_t most_sums(const MaskSum& m, int64_t chunk_rows) {
-      return m.active ? std::max<int64_t>(kLanes<P>, m.rows() * chunk_rows) : 0;
+      return m.active ? std::max<int64_t>(kLanes<P>, m.group * chunk_rows) : 0;
     }
-    static int64_t most_totals(const MaskSum& m) { return m.active ? m.rows() : 0; }
+    static int64_t most_totals(const MaskSum& m) { return m.active ? m.group : 0; }
     static int64_t bytes(const MaskSum& m, int64_t chunk_rows) {
       return Arena::bytes_for<T>(most_sums(m, chunk_rows)) + Arena::bytes_for<double>(most_totals(m));
     }
