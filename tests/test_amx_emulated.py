@@ -30,6 +30,7 @@ CHOSEN = {
     "test_paged.py": "every_option and amx",
     "test_pieces.py": "amx",
     "test_sequences.py": "amx",
+    "test_varlen_cache.py": "company and amx",
 }
 
 

@@ -1,7 +1,6 @@
 // Attention forward for very few queries, as in generating text: what counts is reading keys and values once,
 // in order, with every thread. An item is a chunk of the keys of one kv head, for all query heads that read
-// it; a second pass merges the chunks' softmax states. Chunks depend on the shape only, and so does the
-// result.
+// it; a second pass merges the chunks' softmax states. Chunks and result depend on the shape only.
 #pragma once
 
 #include "decode_rows.h"
@@ -10,8 +9,7 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 constexpr int64_t kDecodeChunk = 1024;  // keys of an item
-// Keys from one step of the softmax to the next. While that runs no key or value is on its way, hence more
-// than kKeyBlock.
+// Keys from one step of the softmax to the next: many, since meanwhile nothing is asked for.
 constexpr int64_t kDecodeBlock = 512;
 
 // Memory is fastest read in its order. Where the rows of one head are scattered, an item takes several kv
@@ -22,7 +20,8 @@ inline bool heads_inside(const AttentionParams& p) { return p.key.stride[1] < p.
 
 // Keys of a step, a multiple of `unit`; 0 where heads are as fast by themselves.
 inline int64_t head_step(const AttentionParams& p, int64_t unit) {
-  constexpr int64_t kShortRow = 512;  // bytes
+  // Where heads lie inside, the longest row in bytes and the keys of a step.
+  constexpr int64_t kShortRow = 512, kKeysInside = kFetchInto == 3 ? 16 : 64;
   // Of a step: as much again is asked for, and the level-1 cache holds both. Where lines come into the
   // level-2 cache a head by itself is faster but for steps that are shorter than a page of memory.
   constexpr int64_t kMostBytes = kFetchInto == 3 ? 32768 : 4096;
@@ -30,7 +29,7 @@ inline int64_t head_step(const AttentionParams& p, int64_t unit) {
   constexpr int64_t kFewHeads = 4;      // below, a page of all heads is not much longer than that of one,
   constexpr int64_t kLongPage = 32768;  // unless it has as many bytes
   const int64_t row = p.head_dim * size_of(p.dtype);
-  if (heads_inside(p)) return row <= kShortRow ? (unit > 16 ? unit : 16) : 0;
+  if (heads_inside(p)) return row <= kShortRow ? kKeysInside : 0;
   if (p.pages.table == nullptr || p.kv_heads == 1) return 0;
   if (p.kv_heads < kFewHeads && p.kv_heads * p.pages.size * row < kLongPage) return 0;
   int64_t step = p.pages.size;
@@ -247,7 +246,8 @@ struct DecodeTask {
     if (item_heads == 1) {
       RowWalk soon(all, &next);
       soon.skip(rows_ahead(row_bytes));
-      return product(ThinRows{p.dtype, all.keys, RowWalk(all), RowsAhead::with_pages(soon)}, 0, 0);
+      const RowsAhead ahead = RowsAhead::with_pages(soon, all.page_keys);
+      return product(ThinRows{p.dtype, all.keys, RowWalk(all), ahead}, 0, 0);
     }
     const int64_t step = head_step(p, Products::kStepKeys);
     const RowSpan of_all = all.of_heads(item_heads), next_of_all = next.of_heads(item_heads);

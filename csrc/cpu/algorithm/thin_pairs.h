@@ -135,7 +135,7 @@ struct PairColumns {
 };
 
 template <>
-struct ThinProducts<Pairs> {
+struct ThinProducts<VectorPairs> {
   using Query = uint16_t;
   struct Session {
     void take_rows(int64_t) {}

@@ -75,12 +75,19 @@ struct ThinRows {
     RowRun rows, soon;
   };
   Even take_even(int64_t most) {
-    int64_t n = rows.even() < soon.even() ? rows.even() : soon.even();
-    n = (n < most ? n : most) / 2 * 2;
+    const int64_t n = even_number(soon.even() < most ? soon.even() : most);
+    return {rows.take(n), soon.take(n)};
+  }
+  // The same without those to be asked for.
+  RowRun take_rows(int64_t most) { return rows.take(even_number(most)); }
+
+ private:
+  int64_t even_number(int64_t most) {
+    int64_t n = (rows.even() < most ? rows.even() : most) / 2 * 2;
     if (n == 0) n = 2;
     n = n < count ? n : count;
     count -= n;
-    return {rows.take(n), soon.take(n)};
+    return n;
   }
 };
 

@@ -31,13 +31,13 @@ class ThinTiles : public PairEngine {
   int rows_ = 16;
 };
 
-// Sixteen keys at most, and what is to be asked for while they are used.
+// Sixteen keys at most.
 struct KeyTile {
-  const char *rows[kTileRowsOf], *soon[kTileRowsOf];
+  const char* rows[kTileRowsOf];
   int64_t count;
-  int64_t step;  // from row to row, 0 if they are not evenly spaced or too few
+  int64_t step;  // from row to row, 0 if they are not evenly spaced or too few: then each has its address
 
-  KeyTile(RowWalk& walk, RowsAhead& ahead, int64_t n) : count(n), step(0) {
+  KeyTile(RowWalk& walk, int64_t n) : count(n), step(0) {
     if (n == kTileRowsOf && walk.even() >= n) {
       const RowRun run = walk.take(n);
       rows[0] = run.first;
@@ -45,22 +45,8 @@ struct KeyTile {
     } else {
       for (int64_t i = 0; i < n; ++i) rows[i] = walk.next();
     }
-    if (ahead.even() >= n) {
-      const RowRun run = ahead.take(n);
-      for (int64_t i = 0; i < n; ++i) soon[i] = run.first + i * run.step;
-    } else {
-      for (int64_t i = 0; i < n; ++i) soon[i] = ahead.next();
-    }
   }
 };
-
-// Asks for a part of the lines of `soon`, in the order of memory.
-SELFATTN_INLINE void fetch_part(const KeyTile& tile, int64_t row_bytes, int64_t part, int64_t parts) {
-  const int64_t first = tile.count * part / parts, end = tile.count * (part + 1) / parts;
-  for (int64_t i = first; i < end; ++i) {
-    for (int64_t byte = 0; byte < row_bytes; byte += 64) fetch_ahead(tile.soon[i] + byte);
-  }
-}
 
 // 32 elements of the keys of a tile as rows of `copy`; zeros past the row's end and the last key.
 inline void copy_keys(const KeyTile& tile, int64_t element, int64_t head_dim, uint16_t* copy) {
@@ -74,10 +60,11 @@ inline void copy_keys(const KeyTile& tile, int64_t element, int64_t head_dim, ui
   }
 }
 
-// The dot products of kTiles times sixteen keys with sixteen queries: dots[key][query].
+// The dot products of kTiles times sixteen keys with sixteen queries: dots[key][query]. `share` bytes of
+// `soon` are asked for with each product.
 template <int kTiles>
-SELFATTN_INLINE void tile_dots(const uint16_t* query, const KeyTile* keys, int64_t head_dim, bool fetches,
-                               float* dots) {
+SELFATTN_INLINE void tile_dots(const uint16_t* query, const KeyTile* keys, int64_t head_dim, LinesAhead& soon,
+                               int64_t share, float* dots) {
   alignas(64) uint16_t copy[2][kTileRowsOf * 32];
   const int64_t parts = padded_depth(head_dim) / 32;
   const bool whole = head_dim % 32 == 0;
@@ -86,7 +73,7 @@ SELFATTN_INLINE void tile_dots(const uint16_t* query, const KeyTile* keys, int64
   const auto add = [&](auto c, int64_t part) {
     constexpr int kC = decltype(c)::value, kA = 5 + kC;
     const KeyTile& tile = keys[kC];
-    if (fetches) fetch_part(tile, head_dim * 2, part, parts);
+    soon.ask(share);
     if (whole && tile.step != 0) {
       tile_load<kA>(tile.rows[0] + part * 64, tile.step);
     } else {
@@ -104,29 +91,38 @@ SELFATTN_INLINE void tile_dots(const uint16_t* query, const KeyTile* keys, int64
   if constexpr (kTiles > 1) tile_store<4>(dots + kTileWords, 64);
 }
 
-// s[query][key] = scale * dots[key][query] of up to sixteen keys and queries.
-inline void store_scores(const float* dots, int64_t queries, int64_t keys, __m512 scale, float* s,
-                         int64_t ld) {
-  const __mmask16 mask = lanes_below(keys);
-  constexpr int64_t kFew = 4;  // for which a transpose of all sixteen takes longer
-  if (queries <= kFew) {
-    const __m512i key = _mm512_mullo_epi32(
-        _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15), _mm512_set1_epi32(16));
-    for (int64_t r = 0; r < queries; ++r) {
-      const __m512 x = _mm512_i32gather_ps(key, dots + r, 4);
-      _mm512_mask_storeu_ps(s + r * ld, mask, _mm512_mul_ps(x, scale));
-    }
-    return;
+// Four columns of a tile as vectors.
+SELFATTN_INLINE void load_columns(const float* tile, __m512 (&columns)[4]) {
+  __m512 x[4];  // rows i, i + 4, i + 8 and i + 12, four numbers of each
+  SELFATTN_UNROLL
+  for (int i = 0; i < 4; ++i) {
+    const auto row = [&](int of_four) {
+      return _mm512_broadcast_f32x4(_mm_load_ps(tile + (i + 4 * of_four) * 16));
+    };
+    x[i] = _mm512_mask_mov_ps(_mm512_mask_mov_ps(row(0), 0x00f0, row(1)), 0xff00,
+                              _mm512_mask_mov_ps(row(2), 0xf000, row(3)));
   }
-  __m512 rows[16];
-  SELFATTN_UNROLL
-  for (int i = 0; i < 16; ++i) rows[i] = _mm512_load_ps(dots + i * 16);
-  transpose<float>(rows);
-  alignas(64) float by_query[16 * 16];
-  SELFATTN_UNROLL
-  for (int i = 0; i < 16; ++i) _mm512_store_ps(by_query + i * 16, rows[i]);
-  for (int64_t r = 0; r < queries; ++r) {
-    _mm512_mask_storeu_ps(s + r * ld, mask, _mm512_mul_ps(_mm512_load_ps(by_query + r * 16), scale));
+  const __m512 low = _mm512_unpacklo_ps(x[0], x[1]), high = _mm512_unpackhi_ps(x[0], x[1]);
+  const __m512 next_low = _mm512_unpacklo_ps(x[2], x[3]), next_high = _mm512_unpackhi_ps(x[2], x[3]);
+  columns[0] = _mm512_shuffle_ps(low, next_low, 0x44);
+  columns[1] = _mm512_shuffle_ps(low, next_low, 0xee);
+  columns[2] = _mm512_shuffle_ps(high, next_high, 0x44);
+  columns[3] = _mm512_shuffle_ps(high, next_high, 0xee);
+}
+
+// s[query][key] = scale * dots[key][query] of up to sixteen keys and queries.
+SELFATTN_INLINE void store_scores(const float* dots, int64_t queries, int64_t keys, __m512 scale, float* s,
+                                  int64_t ld) {
+  const __mmask16 mask = lanes_below(keys);
+  for (int64_t first = 0; first < queries; first += 4) {
+    __m512 columns[4];
+    load_columns(dots + first, columns);
+    SELFATTN_UNROLL
+    for (int i = 0; i < 4; ++i) {
+      if (first + i < queries) {
+        _mm512_mask_storeu_ps(s + (first + i) * ld, mask, _mm512_mul_ps(columns[i], scale));
+      }
+    }
   }
 }
 
@@ -138,26 +134,43 @@ class ValueTiles {
   static constexpr int64_t kMostColumns = 128;
 
   explicit ValueTiles(int64_t columns) : groups_((columns + 31) / 32), columns_(columns) {}
+  int64_t columns() const { return columns_; }
   int64_t tiles() const { return groups_ * 2; }
   const uint32_t* tile(int64_t step, int64_t index) const {
     return words_ + (step * tiles() + index) * kTileWords;
   }
 
-  // 32 keys, or those that are left and zeros, from column `at` on. `visible` as in ThinValues.
-  void load(int64_t step, int64_t at, ThinRows& values, const float* visible) {
+  // 32 keys, or those that are left and zeros, from column `at` on. `visible` as in ThinValues. With each 32
+  // columns of a pair of keys `share` bytes of `soon` are asked for.
+  void load(int64_t step, int64_t at, ThinRows& values, const float* visible, LinesAhead& soon,
+            int64_t share) {
     int64_t pair = 0;
     for (int64_t key = 0; key < kTileKeys && values.count > 0;) {
-      const ThinRows::Even some = values.take_even(kTileKeys - key);
-      for (int64_t j = 0; j < some.rows.rows; j += 2, ++pair) {
-        const char* above = some.rows.first + j * some.rows.step + at * 2;
-        const char* soon = some.soon.first + j * some.soon.step + at * 2;
-        const bool two = j + 1 < some.rows.rows;
-        const bool takes_first = visible == nullptr || visible[key + j] != 0.0f;
-        const bool takes_second = two && (visible == nullptr || visible[key + j + 1] != 0.0f);
-        load_pair(step, pair, above, takes_first, two ? above + some.rows.step : above, takes_second, soon,
-                  soon + some.soon.step);
+      const RowRun some = values.take_rows(kTileKeys - key);
+      const int64_t count = some.rows, pairs = count / 2;
+      int64_t group = 0;
+      if (visible == nullptr) {
+        const auto whole_groups = [&](auto at_once) {
+          constexpr int kGroups = decltype(at_once)::value;
+          for (; (group + kGroups) * 32 <= columns_; group += kGroups) {
+            const char* first = some.first + at * 2 + group * 64;
+            load_groups<kGroups>(row(step, group * 2, pair), {first, pairs, some.step}, soon, share);
+          }
+        };
+        whole_groups(std::integral_constant<int, 4>{});
+        whole_groups(std::integral_constant<int, 2>{});
+        whole_groups(std::integral_constant<int, 1>{});
       }
-      key += some.rows.rows;
+      for (int64_t j = group < groups_ ? 0 : pairs; j < (count + 1) / 2; ++j) {
+        const char* above = some.first + 2 * j * some.step + at * 2;
+        const int64_t index = key + 2 * j;
+        const bool two = j < pairs;
+        load_pair(row(step, 0, pair + j), j < pairs ? group : 0, above,
+                  visible == nullptr || visible[index] != 0.0f, above + (two ? some.step : 0),
+                  two && (visible == nullptr || visible[index + 1] != 0.0f));
+      }
+      pair += (count + 1) / 2;
+      key += count;
     }
     for (; pair < 16; ++pair) {
       for (int64_t i = 0; i < tiles(); ++i) _mm512_store_si512(row(step, i, pair), _mm512_setzero_si512());
@@ -171,36 +184,43 @@ class ValueTiles {
   uint32_t* row(int64_t step, int64_t index, int64_t pair) {
     return words_ + (step * tiles() + index) * kTileWords + pair * 16;
   }
-  SELFATTN_INLINE void load_pair(int64_t step, int64_t pair, const char* above, bool takes_above,
-                                 const char* below, bool takes_below, const char* soon_above,
-                                 const char* soon_below) {
-    uint32_t* to = row(step, 0, pair);
-    const auto store = [&](int64_t group, __mmask32 first, __mmask32 second) {
-      const __m512i a = _mm512_maskz_loadu_epi16(first, above + group * 64);
-      const __m512i b = _mm512_maskz_loadu_epi16(second, below + group * 64);
-      _mm512_store_si512(to + group * 2 * kTileWords, _mm512_unpacklo_epi16(a, b));
-      _mm512_store_si512(to + (group * 2 + 1) * kTileWords, _mm512_unpackhi_epi16(a, b));
-    };
-    const int64_t whole = columns_ / 32;
-    const __mmask32 all = ~__mmask32{0};
-    if (takes_above && takes_below) {
-      for (int64_t group = 0; group < whole; ++group) {
-        fetch_ahead(soon_above + group * 64);
-        fetch_ahead(soon_below + group * 64);
-        store(group, all, all);
+  static SELFATTN_INLINE void store_pairs(uint32_t* to, __m512i above, __m512i below) {
+    _mm512_store_si512(to, _mm512_unpacklo_epi16(above, below));
+    _mm512_store_si512(to + kTileWords, _mm512_unpackhi_epi16(above, below));
+  }
+
+  // 32 columns kGroups times, of so many pairs of rows.
+  template <int kGroups>
+  static void load_groups(uint32_t* to, const RowRun& pairs, LinesAhead& soon, int64_t share) {
+    const char* above = pairs.first;
+    for (int64_t i = 0; i < pairs.rows; ++i, to += 16) {
+      const char* below = above + pairs.step;
+      soon.ask(share * kGroups);
+      SELFATTN_UNROLL
+      for (int g = 0; g < kGroups; ++g) {
+        store_pairs(to + g * 2 * kTileWords, _mm512_loadu_si512(above + g * 64),
+                    _mm512_loadu_si512(below + g * 64));
       }
-    } else {
-      for (int64_t group = 0; group < whole; ++group)
-        store(group, takes_above ? all : 0, takes_below ? all : 0);
+      above = below + pairs.step;
     }
-    if (whole == groups_) return;
-    const __mmask32 tail = static_cast<__mmask32>((uint32_t{1} << columns_ % 32) - 1);
-    store(whole, takes_above ? tail : 0, takes_below ? tail : 0);
+  }
+
+  // The groups from `group` on of one pair; zeros in place of a row that takes no part.
+  void load_pair(uint32_t* to, int64_t group, const char* above, bool takes_above, const char* below,
+                 bool takes_below) const {
+    for (; group < groups_; ++group) {
+      const int64_t columns = columns_ - group * 32;
+      const __mmask32 mask =
+          columns < 32 ? static_cast<__mmask32>((uint32_t{1} << columns) - 1) : ~__mmask32{0};
+      store_pairs(to + group * 2 * kTileWords,
+                  _mm512_maskz_loadu_epi16(takes_above ? mask : 0, above + group * 64),
+                  _mm512_maskz_loadu_epi16(takes_below ? mask : 0, below + group * 64));
+    }
   }
 };
 
 template <>
-struct ThinProducts<Pairs> {
+struct ThinProducts<TilePairs> {
   using Query = uint16_t;
   using Session = ThinTiles;
   static constexpr int64_t kStepKeys = kTileKeys;
@@ -230,21 +250,23 @@ struct ThinProducts<Pairs> {
     alignas(64) float dots[2 * kTileWords];
     const __m512 scale = _mm512_set1_ps(static_cast<float>(p.scale));
     const int64_t depth = padded_depth(p.head_dim);
+    // Of sixteen keys: some with each product and some while results are stored, for each tile of queries.
+    const int64_t share = 16 * p.head_dim * 2 / ((depth / 32 + 1) * ((rows + 15) / 16));
     RowWalk walk = keys.rows;
-    RowsAhead ahead = keys.soon;
+    LinesAhead soon(keys.soon, p.head_dim * 2);
     for (int64_t key = 0; key < keys.count;) {
       const int64_t left = keys.count - key, tiles = left > 16 ? 2 : 1;
       const int64_t taken = left < tiles * 16 ? left : tiles * 16;
       const auto tile = [&](int64_t i) {
         const int64_t n = taken - i * 16;
-        return KeyTile(walk, ahead, n > 16 ? 16 : n);
+        return KeyTile(walk, n > 16 ? 16 : n);
       };
       if (tiles == 2) {
         const KeyTile of_keys[2] = {tile(0), tile(1)};
-        add_scores<2>(of_keys, p, query, rows, depth, scale, dots, s + key, ld);
+        add_scores<2>(of_keys, soon, share, p, query, rows, scale, dots, s + key, ld);
       } else {
         const KeyTile of_keys[1] = {tile(0)};
-        add_scores<1>(of_keys, p, query, rows, depth, scale, dots, s + key, ld);
+        add_scores<1>(of_keys, soon, share, p, query, rows, scale, dots, s + key, ld);
       }
       key += taken;
     }
@@ -287,12 +309,13 @@ struct ThinProducts<Pairs> {
 
  private:
   template <int kTiles>
-  static void add_scores(const KeyTile* keys, const AttentionParams& p, const Query* query, int64_t rows,
-                         int64_t depth, __m512 scale, float* dots, float* s, int64_t ld) {
+  static void add_scores(const KeyTile* keys, LinesAhead& soon, int64_t share, const AttentionParams& p,
+                         const Query* query, int64_t rows, __m512 scale, float* dots, float* s, int64_t ld) {
     for (int64_t row = 0; row < rows; row += 16) {
-      tile_dots<kTiles>(query + row * depth, keys, p.head_dim, row == 0, dots);
+      tile_dots<kTiles>(query + row * padded_depth(p.head_dim), keys, p.head_dim, soon, share, dots);
       const int64_t n = rows - row < 16 ? rows - row : 16;
       for (int i = 0; i < kTiles; ++i) {
+        soon.ask(share);
         store_scores(dots + i * kTileWords, n, keys[i].count, scale, s + row * ld + i * 16, ld);
       }
     }
@@ -303,16 +326,25 @@ struct ThinProducts<Pairs> {
   // way.
   static void add_values(const Values& a, int64_t first, int64_t rows, ThinRows values, int64_t at,
                          ValueTiles& tiles, const float* visible, float* sums, int64_t ld) {
-    tiles.load(0, at, values, visible);
+    // One half while values are interleaved, one half while they are multiplied, and all columns with the
+    // first.
+    LinesAhead soon(values.soon, a.value_dim * 2);
+    const int64_t columns = at == 0 ? a.value_dim * 32 / tiles.columns() : 0;
+    const int64_t with_load = columns * 2, with_dots = columns * 32 / ((rows + 15) / 16);
+    tiles.load(0, at, values, visible, soon, with_load);
     int64_t key = 0;
     for (int step = 0;; step = 1 - step, key += kTileKeys) {
       const bool more = values.count > 0;
-      if (more) tiles.load(1 - step, at, values, visible != nullptr ? visible + key + kTileKeys : nullptr);
+      if (more) {
+        tiles.load(1 - step, at, values, visible != nullptr ? visible + key + kTileKeys : nullptr, soon,
+                   with_load);
+      }
       for (int64_t row = 0; row < rows; row += 16) {
         const uint32_t* weights = a.weights + (first + row) * a.ld + key / 2;
         tile_load<2>(weights, a.ld * 4);
         for (int64_t i = 0; i < tiles.tiles(); i += 2) {
           float* to = sums + row * ld + i * 16;
+          soon.ask(with_dots);
           tile_load<0>(to, ld * 4);
           tile_load<5>(tiles.tile(step, i), 64);
           tile_dot<0, 2, 5>();

@@ -1,9 +1,21 @@
-// Weights of very few queries as bfloat16, for products of pairs.
+// What decoding by products of pairs has in common: see thin_pairs.h and thin_tiles.h.
 #pragma once
 
 #include "pair_operands.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
+
+// Two arithmetics, by instructions for vectors and for tiles.
+struct VectorPairs {};
+struct TilePairs {};
+template <>
+struct ScalarOf<VectorPairs> {
+  using type = float;
+};
+template <>
+struct ScalarOf<TilePairs> {
+  using type = float;
+};
 
 // A row of weights becomes words of two, in place; zeros up to a multiple of 32. Returns by what their
 // product with values must be multiplied so that its weights sum up to what they were before they were

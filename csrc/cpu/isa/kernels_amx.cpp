@@ -27,6 +27,7 @@
 
 #include "pair_multiply_amx.h"
 
+#include "../algorithm/thin_pairs.h"
 #include "../algorithm/thin_tiles.h"
 
 #include "../algorithm/pair_kernel.h"
