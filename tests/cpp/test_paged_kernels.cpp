@@ -4,6 +4,7 @@
 
 #include "attention_case.h"
 #include "check.h"
+#include "core/sequences.h"
 #include "cpu/cache_append.h"
 #include "thread_pool.h"
 
@@ -192,6 +193,59 @@ TEST(pages_change_no_bit) {
           }
         }
       }
+    }
+  }
+}
+
+// One sequence has more rows of queries and the other more pages. A thread that takes both has memory for
+// each.
+TEST(sequences_of_unlike_sizes_share_a_threads_memory) {
+  const std::vector<int64_t> query_starts = {0, 4, 5}, lengths = {64, 20000};
+  const int64_t heads = 8, dim = 16, page_size = 2, columns = lengths[1] / page_size;
+  std::vector<int32_t> table(static_cast<size_t>(2 * columns), -1);
+  int32_t pages = 0;
+  for (int64_t b = 0; b < 2; ++b) {
+    for (int64_t c = 0; c * page_size < lengths[b]; ++c) table[b * columns + c] = pages++;
+  }
+  for (const DType dtype : {DType::kFloat64, DType::kFloat32, DType::kBFloat16}) {
+    Buffer query(dtype, {1, heads, 5, dim});
+    Buffer key(dtype, {pages, 1, page_size, dim}), value(dtype, {pages, 1, page_size, dim});
+    test::Random random(5);
+    for (Buffer* buffer : {&query, &key, &value}) random.fill(*buffer);
+    AttentionParams p;
+    p.batch = 2;
+    p.heads = heads;
+    p.kv_heads = 1;
+    p.queries = 4;
+    p.keys = lengths[1];
+    p.head_dim = p.value_dim = dim;
+    p.rows_per_head = 5;
+    p.dtype = dtype;
+    p.query = query.view();
+    p.query.stride[0] = 0;
+    p.key = key.view();
+    p.value = value.view();
+    p.sequences.query_starts = query_starts.data();
+    p.sequences.query_rows = 5;
+    p.sequences.key_lengths = lengths.data();
+    p.pages = {table.data(), columns, page_size, pages};
+    for (const cpu::Kernel* kernel : test::sequence_kernels()) {
+      Buffer out = Buffer(dtype, {1, heads, 5, dim}).filled(NAN), alone = out;
+      Buffer row_max = Buffer(AttentionCase::accumulation(dtype), {1, heads, 5}).filled(NAN);
+      Buffer row_sum = row_max;
+      const auto outputs = [&](Buffer& to) {
+        ForwardOutputs f;
+        f.out = to.view();
+        f.out.stride[0] = 0;
+        f.row_max = row_max.data();
+        f.row_sum = row_sum.data();
+        return f;
+      };
+      kernel->forward(p, outputs(out), test::thread_pool(1));
+      for (int64_t b = 0; b < 2; ++b) {
+        kernel->forward(element_of(p, b), element_of(outputs(alone), p, b), test::thread_pool(1));
+      }
+      CHECK_FOR(same_bits(out, alone), std::string(kernel->isa) + " " + name_of(dtype));
     }
   }
 }
