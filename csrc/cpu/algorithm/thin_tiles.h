@@ -96,11 +96,9 @@ SELFATTN_INLINE void load_columns(const float* tile, __m512 (&columns)[4]) {
   __m512 x[4];  // rows i, i + 4, i + 8 and i + 12, four numbers of each
   SELFATTN_UNROLL
   for (int i = 0; i < 4; ++i) {
-    const auto row = [&](int of_four) {
-      return _mm512_broadcast_f32x4(_mm_load_ps(tile + (i + 4 * of_four) * 16));
-    };
-    x[i] = _mm512_mask_mov_ps(_mm512_mask_mov_ps(row(0), 0x00f0, row(1)), 0xff00,
-                              _mm512_mask_mov_ps(row(2), 0xf000, row(3)));
+    const auto row = [&](int of_four) { return _mm_load_ps(tile + (i + 4 * of_four) * 16); };
+    x[i] = _mm512_insertf32x4(_mm512_castps128_ps512(row(0)), row(1), 1);
+    x[i] = _mm512_insertf32x4(_mm512_insertf32x4(x[i], row(2), 2), row(3), 3);
   }
   const __m512 low = _mm512_unpacklo_ps(x[0], x[1]), high = _mm512_unpackhi_ps(x[0], x[1]);
   const __m512 next_low = _mm512_unpacklo_ps(x[2], x[3]), next_high = _mm512_unpackhi_ps(x[2], x[3]);
