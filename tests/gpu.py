@@ -73,6 +73,7 @@ MODULES = (
     "test_varlen_cache.py",
     "test_varlen_calls.py",
     "test_varlen_errors.py",
+    "test_varlen_masks.py",
     "test_viz.py",
 )
 
