@@ -9,17 +9,16 @@ For transformers 4.57 and newer. docs/transformers.md tells which models take it
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..functional import scaled_dot_product_attention
-from . import transformers_457
-from .positional_mask import PositionalMask
+from . import transformers_support
+from .positional_mask import LazyMask
 from .transformers_masks import attention_mask as mask_function
-from .transformers_masks import captured
+from .transformers_weights import weights_are_wanted
 
 __all__ = ["attention_forward", "mask_function", "register"]
 
@@ -49,8 +48,7 @@ def register(name: str = "selfattn_ext") -> None:
         raise ValueError(f"name {name!r} is taken by {taken.__module__}.{taken.__qualname__}")
     attention.register(name, attention_forward)
     masks.register(name, mask_function)
-    if version < (5, 0):
-        transformers_457.register(name)
+    transformers_support.register(name, version)
 
 
 def _interfaces() -> tuple[Any, Any, tuple[int, ...]]:
@@ -94,15 +92,17 @@ def attention_forward(
     """What transformers' AttentionInterface calls in place of a model's ``eager_attention_forward``.
 
     Args:
-        module: the layer; its ``is_causal`` counts where neither a mask nor the argument says anything.
+        module: the layer.
         query: (B, H, L, E).
         key: (B, Hk, S, E), as many heads as there are: H must be a multiple.
         value: (B, Hk, S, Ev).
-        attention_mask: a :class:`PositionalMask`, a bool or float mask broadcastable to (B, H, L, S), which
-            may be longer than the keys, or None.
+        attention_mask: a :class:`LazyMask`, a bool or float mask broadcastable to (B, H, L, S), which may be
+            longer than the keys, or None, which hides nothing.
         dropout: probability, 0 in evaluation.
         scaling: factor of the scores; 1 / sqrt(E) by default.
-        is_causal: whether no mask means causal. For more than one query, from the first key on.
+        is_causal: whether no mask means causal. For more than one query, from the first key on. Where it is
+            None, that is what ``module.is_causal`` says, but where :func:`mask_function` makes the masks,
+            which leaves out none that hides something.
         softcap: as in Gemma 2.
         s_aux: (H,) a logit per head that takes part in the softmax, as in GPT-OSS.
         sinks: (B, H, L, 1), the same for every query.
@@ -131,9 +131,12 @@ def attention_forward(
     visible: Tensor | None = None
     bias = position_bias
     keys = key.shape[2]
-    if isinstance(attention_mask, PositionalMask) and attention_mask.shape[3] == keys:
-        options = attention_mask.options()
-        visible = attention_mask.key_mask()
+    if isinstance(attention_mask, LazyMask):
+        if attention_mask.shape[3] == keys:
+            options = attention_mask.options()
+            visible = attention_mask.attn_mask()
+        else:
+            visible = attention_mask.dense()[..., :keys]
     elif attention_mask is not None:
         given = attention_mask[..., :keys]
         if given.dtype == torch.bool:
@@ -142,14 +145,17 @@ def attention_forward(
             bias = given if bias is None else bias + given
     else:
         if is_causal is None:
-            is_causal = getattr(module, "is_causal", True)
+            is_causal = not transformers_support.makes_masks(module) and getattr(module, "is_causal", True)
         # In this order: torch.compile makes an object of its own of a comparison that comes last.
         options["is_causal"] = query.shape[2] > 1 and bool(is_causal)
     if indices is not None:
         chosen = _chosen(indices, keys)
         visible = chosen if visible is None else visible & chosen
 
-    weights_wanted = bool(output_attentions) or _weights_are_captured(module)
+    weights_wanted = bool(output_attentions) or weights_are_wanted(module)
+    share_of = sinks
+    if s_aux is not None and weights_wanted and transformers_support.keeps_sinks_out_of_weights(module):
+        share_of, s_aux = s_aux.view(-1, 1, 1), None
     results = scaled_dot_product_attention(
         query,
         key,
@@ -161,17 +167,18 @@ def attention_forward(
         softcap=softcap or 0.0,
         sinks=s_aux,
         return_weights=weights_wanted,
-        return_lse=sinks is not None,
+        return_lse=share_of is not None,
         **options,
     )
     out, weights = results, None
     if weights_wanted:
         out, weights = results[:2]
-    if sinks is not None:
-        # The share that the other keys leave to a query's own sink.
-        share = torch.sigmoid(results[-1].unsqueeze(-1) - sinks).to(query.dtype)
+    if share_of is not None:
+        # What a sink leaves to the keys.
+        share = torch.sigmoid(results[-1].unsqueeze(-1) - share_of).to(query.dtype)
         out = (out if weights_wanted else results[0]) * share
-        weights = None if weights is None else weights * share
+        if weights is not None and sinks is not None:
+            weights = weights * share
     if head_mask is not None:
         factor = _head_factor(head_mask, query.shape[1])
         out = out * factor
@@ -209,24 +216,3 @@ def _legacy_scale(module: Any, value: Tensor) -> float | None:
         return None
     scale: float = value.shape[-1] ** -0.5 if module.scale_attn_weights else 1.0
     return scale / (module.layer_idx + 1) if module.scale_attn_by_inverse_layer_idx else scale
-
-
-def _weights_are_captured(module: torch.nn.Module) -> bool:
-    """Whether transformers collects the weights of layers, which not every model passes on to them."""
-    if torch.compiler.is_compiling():
-        return False
-    collector = _collector()
-    if collector is not None:
-        return any("attentions" in name for name in collector.get() or ())
-    # 4.57 puts a function that knows what it collects before the forward of the layer.
-    return "attentions" in str(captured(vars(module).get("forward")).get("key"))
-
-
-@functools.cache
-def _collector() -> Any:
-    """Where transformers 5 keeps what it collects, None in 4.57."""
-    try:
-        from transformers.utils.output_capturing import _active_collector
-    except ImportError:
-        return None
-    return _active_collector

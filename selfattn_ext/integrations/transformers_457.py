@@ -1,101 +1,39 @@
 """Models of transformers 4.57 that do not ask AttentionInterface for an implementation: BERT's kind and T5.
 
-BERT and others take their attention from a table of classes, "eager" and "sdpa", in the module of the model.
-The table gets an entry of our name: the "sdpa" class, run within :func:`selfattn_ext.as_sdpa`. T5 computes
-its attention inline; its forward is written here once more, for models of our name.
-
-Nothing is imported for this: a model is made ready when one of its kind is built.
+BERT and others take their attention from a table of classes in the module of the model:
+see transformers_support.py. T5 computes its attention inline; its forward is written here once more, for
+models of our name.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
+from collections.abc import Container
 from types import ModuleType
 from typing import Any
 
 from torch import Tensor
 
-from .sdpa_mode import as_sdpa
-
-__all__ = ["register"]
+__all__ = ["WITH_TABLES", "replace_forward"]
 
 # The "sdpa" classes of these take the mask that their models make for names they do not know. DistilBERT's,
 # for one, does not.
-_WITH_TABLES = {
+WITH_TABLES = {
     "albert", "beit", "bert", "camembert", "jetmoe", "nemotron", "olmoe", "phimoe", "qwen2_moe", "roberta",
     "stablelm", "xlm_roberta", "xlm_roberta_xl",
 }  # fmt: skip
 _LIKE_T5 = {"t5", "mt5"}
 
-_names: set[str] = set()
 
-
-def register(name: str) -> None:
-    """Has these models take the name too, which AttentionInterface knows already. Again is no harm."""
-    from transformers import PreTrainedModel
-
-    if not _names:
-        PreTrainedModel.get_correct_attn_implementation = _preparing(
-            PreTrainedModel.get_correct_attn_implementation
-        )
-    _names.add(name)
-
-
-def _preparing(get_correct_attn_implementation: Any) -> Any:
-    """What every model calls before it builds its layers, and what makes its module ready for a name."""
-
-    @functools.wraps(get_correct_attn_implementation)
-    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
-        chosen = get_correct_attn_implementation(self, *args, **kwargs)
-        if chosen in _names:
-            for base in type(self).__mro__:
-                package, _, model = base.__module__.rpartition(".")[0].rpartition(".")
-                if package == "transformers.models" and model in _WITH_TABLES:
-                    _add_to_tables(sys.modules[base.__module__], chosen)
-                elif package == "transformers.models" and model in _LIKE_T5:
-                    _replace_forward(sys.modules[base.__module__])
-        return chosen
-
-    return wrapped
-
-
-def _add_to_tables(module: ModuleType, name: str) -> None:
-    """An entry of the name in each table of classes that has one for "sdpa"."""
-    for table in list(vars(module).values()):
-        if isinstance(table, dict) and {"eager", "sdpa"} <= table.keys():
-            table.setdefault(name, _within_as_sdpa(table["sdpa"]))
-
-
-@functools.cache
-def _within_as_sdpa(sdpa_class: Any) -> Any:
-    """The class with our kernels in the place of torch's."""
-
-    class Attention(sdpa_class):  # type: ignore[misc]
-        def forward(self, *args: Any, **kwargs: Any) -> Any:
-            with as_sdpa():
-                return super().forward(*args, **kwargs)
-
-        def __reduce_ex__(self, protocol: Any) -> Any:
-            # A class that is made here cannot be found by its name.
-            return _empty, (sdpa_class,), self.__dict__
-
-    Attention.__name__ = Attention.__qualname__ = sdpa_class.__name__
-    return Attention
-
-
-def _empty(sdpa_class: Any) -> Any:
-    """For pickle and deepcopy, which fill it."""
-    made = _within_as_sdpa(sdpa_class)
-    return made.__new__(made)
-
-
-def _replace_forward(module: ModuleType) -> None:
-    """Has the module's T5Attention remember its config, and take our forward where that has our name."""
+def replace_forward(model: str, module: ModuleType, names: Container[str]) -> bool:
+    """Has the T5Attention of a module take our forward for these names; False if it has none."""
+    if model not in _LIKE_T5:
+        return False
     for kind in [value for name, value in vars(module).items() if name.endswith("T5Attention")]:
         if not hasattr(kind.forward, "of_transformers"):
             kind.__init__ = _remembering(kind.__init__)
-            kind.forward = _choosing(kind.forward)
+            kind.forward = _choosing(kind.forward, names)
+    return True
 
 
 def _remembering(init: Any) -> Any:
@@ -107,12 +45,12 @@ def _remembering(init: Any) -> Any:
     return wrapped
 
 
-def _choosing(forward: Any) -> Any:
+def _choosing(forward: Any, names: Container[str]) -> Any:
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A layer that was built before has no config.
         config = getattr(self, "config", None)
-        ours = config is not None and config._attn_implementation in _names
+        ours = config is not None and config._attn_implementation in names
         return (_t5_forward if ours else forward)(self, *args, **kwargs)
 
     wrapped.of_transformers = forward  # type: ignore[attr-defined]

@@ -3,7 +3,17 @@
 transformers describes who sees whom by a function of (batch, head, query, key) and asks the attention
 implementation for a mask of it. Those functions that say "causal", "sliding window" or "everybody" are
 recognised here and become a :class:`PositionalMask`, with the padding as a row of visible keys per batch
-entry: no (L, S) tensor. Any other function gets the bool mask that transformers makes for "sdpa".
+entry: no (L, S) tensor. Any other function becomes a :class:`VisibleMask` of the elements.
+
+Note [What a model may do with its mask]
+    Many models slice their masks, join them with others, or compute a part of their attention by themselves
+    and add the mask to scores. All of them can do so with the masks of "eager", which are added; so both
+    classes turn into these where a model computes with them. Where a graph is traced a mask must be a plain
+    tensor. Models that transformers itself runs on bool masks, by "sdpa" or flex_attention, get those, of
+    which the kernels skip what is hidden; all other models get the mask of "eager".
+
+    A mask is left out only for one query that sees all keys. So "no mask" hides nothing, whatever the layer
+    says about being causal, and None can not make a model lose what its mask would have hidden.
 
 Note [The position of the queries]
     Query 0 stands at some position among the keys: 0 in training, the number of cached tokens in generation,
@@ -23,39 +33,64 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..capture import is_capturing
-from .positional_mask import PositionalMask
+from .positional_mask import PositionalMask, VisibleMask
 
-__all__ = ["attention_mask", "captured"]
+__all__ = ["attention_mask", "captured", "note_bool_masks"]
 
 Window = tuple[int, int]
+
+
+# Whether the models of a class of configurations take bool masks.
+_takes_bool: dict[type, bool] = {}
+
+
+def note_bool_masks(config: Any, taken: bool) -> None:
+    """Remembers whether a model of this configuration takes bool masks: all that share its class must."""
+    _takes_bool[type(config)] = taken and _takes_bool.get(type(config), True)
 
 
 def attention_mask(**arguments: Any) -> Tensor | None:
     """What transformers' AttentionMaskInterface calls, with the arguments of ``masking_utils.sdpa_mask``.
 
     Returns:
-        None for a query that sees every key, a :class:`PositionalMask`, or a bool mask (B, 1, L, S).
+        None for a query that sees every key, a mask that is computed when needed, or, where a graph is or may
+        be traced, a plain mask (B, 1, L, S): Note [What a model may do with its mask].
     """
     from transformers import masking_utils
 
-    window = None if _is_tracing(arguments) else _window(arguments["mask_function"], masking_utils)
+    if _is_tracing(arguments):
+        return _plain_mask(arguments, masking_utils)
+    queries, keys = _query_length(arguments), arguments["kv_length"]
+    causal_skip = arguments.get("allow_is_causal_skip", True)
+    may_skip = causal_skip or arguments.get("allow_is_bidirectional_skip", False)
+    window = _window(arguments["mask_function"], masking_utils)
     offset = None if window is None else _query_offset(arguments)
-    if window is None or offset is None:
-        return masking_utils.sdpa_mask(**arguments)
-
-    batch, keys = arguments["batch_size"], arguments["kv_length"]
-    queries = _query_length(arguments)
-    shown = _visible_keys(arguments, queries, offset, hides_later=window[1] == 0)
-    if queries == 1 and shown is None and _hides_nothing(window, offset, keys):
-        # More than one query without a mask would be taken for causal.
-        return None
-    if queries == 1 and not arguments.get("allow_is_causal_skip", True):
+    shown: Tensor | None = None
+    if window is not None and offset is not None:
+        shown = _visible_keys(arguments, queries, offset, hides_later=window[1] == 0)
+        if queries == 1 and may_skip and shown is None and _hides_nothing(window, offset, keys):
+            return None
+    if queries == 1 and not causal_skip:
         # A decoding step that may be compiled, into which an offset must not be frozen.
-        return masking_utils.sdpa_mask(**arguments)
+        return _plain_mask(arguments, masking_utils)
+    dtype = arguments.get("dtype", torch.float32)
+    if window is None or offset is None:
+        visible = masking_utils.sdpa_mask(**{**arguments, **_NO_SKIP})
+        return VisibleMask(visible, dtype)
     device = arguments.get("device")
     if device is None:
         device = arguments["cache_position"].device
-    return PositionalMask((batch, queries, keys), window, offset, shown, device)
+    return PositionalMask((arguments["batch_size"], queries, keys), window, offset, shown, device, dtype)
+
+
+_NO_SKIP = {"allow_is_causal_skip": False, "allow_is_bidirectional_skip": False}
+
+
+def _plain_mask(arguments: dict[str, Any], masking_utils: Any) -> Tensor | None:
+    """A mask of transformers' own, in the form that the model takes."""
+    if _takes_bool.get(type(arguments.get("config")), False):
+        return masking_utils.sdpa_mask(**{**arguments, "allow_is_causal_skip": False})
+    return masking_utils.eager_mask(**arguments)
 
 
 def _window(function: Callable[..., Any], masking_utils: Any) -> Window | None:

@@ -16,7 +16,7 @@ from transformers import masking_utils
 from transformers_models import DECODERS, VERSION, Trio, built, padding, tokens
 
 from selfattn_ext.integrations import transformers as integration
-from selfattn_ext.integrations.positional_mask import PositionalMask
+from selfattn_ext.integrations.positional_mask import PositionalMask, VisibleMask
 
 BATCH = 2
 
@@ -88,8 +88,9 @@ def test_elements_are_those_of_transformers(function: str, place: str, side: str
     else:
         assert isinstance(mask, PositionalMask)
         assert mask.shape == expected.shape
-        assert mask.dtype == torch.bool
         assert torch.equal(mask.dense(), expected)
+        assert mask.dtype == torch.float32
+        assert torch.equal(mask + 0.0, masking_utils.eager_mask(**arguments))
         if side in ("none", "all") and function in ("causal", "window", "one sequence"):
             assert mask.visible_keys is None
 
@@ -107,8 +108,9 @@ def test_what_is_no_rule_is_a_tensor() -> None:
     ):
         arguments = mask_arguments(9, 0, 9, 0, mask_function=function, allow_is_causal_skip=False)
         mask = integration.mask_function(**arguments)
-        assert type(mask) is Tensor
-        assert torch.equal(mask, masking_utils.sdpa_mask(**arguments))
+        assert isinstance(mask, VisibleMask)
+        assert torch.equal(mask.dense(), masking_utils.sdpa_mask(**arguments))
+        assert torch.equal(mask[..., :5], masking_utils.eager_mask(**arguments)[..., :5])
 
 
 def test_a_step_that_may_be_compiled_gets_a_tensor() -> None:
@@ -118,16 +120,16 @@ def test_a_step_that_may_be_compiled_gets_a_tensor() -> None:
 
 def test_a_mask_computes_as_its_elements() -> None:
     mask = integration.mask_function(**mask_arguments(4, 5, 9, 0, attention_mask=padded(9, "left")))
-    dense = mask.dense().clone()
+    dense = mask.additive().clone()
     assert type(dense) is Tensor
     for function in (
         lambda m: m[..., :7],
-        lambda m: ~m,
-        lambda m: torch.where(m, 0.0, -1.0),
-        lambda m: m.to(torch.float32),
+        lambda m: torch.ones(BATCH, 3, 4, 9) + m,
+        lambda m: torch.where(m < 0, 0.0, -1.0),
+        lambda m: m.to(torch.float64),
         lambda m: torch.cat([m, m], -1),
         lambda m: m.expand(BATCH, 3, 4, 9),
-        lambda m: torch.zeros(4, 9).masked_fill(m[0, 0], 1.0),
+        lambda m: torch.zeros(4, 9).masked_fill(m[0, 0] == 0, 1.0),
         lambda m: pickle.loads(pickle.dumps(m)),
         lambda m: m.clone(),
     ):
@@ -136,7 +138,7 @@ def test_a_mask_computes_as_its_elements() -> None:
     assert copy.deepcopy(mask) is mask
     assert "PositionalMask((2, 1, 4, 9)" in repr(mask)
     with pytest.raises(RuntimeError, match="cannot write to a PositionalMask"):
-        mask &= dense
+        mask += dense
 
 
 MODELS = ["llama gqa", "mistral", "gemma2", "gemma3", "gpt-oss"]

@@ -67,7 +67,7 @@ def test_dropout_leaves_the_mean(dropping: nn.Module) -> None:
     query, key = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8)
     value = torch.ones(1, 2, 5, 8)
     out, weights = integration.attention_forward(
-        layer, query, key, value, None, dropout=0.5, output_attentions=True
+        layer, query, key, value, None, dropout=0.5, is_causal=True, output_attentions=True
     )
     kept = weights > 0
     assert 0.2 < float(kept.float().mean() / torch.ones(5, 5).tril().mean()) < 0.8

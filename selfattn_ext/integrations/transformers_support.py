@@ -1,0 +1,164 @@
+"""Which models of transformers take an implementation of our name: they run on it, or are refused.
+
+Most models ask transformers' AttentionInterface for their attention function. Some take a class of layers
+from a table, "eager" and "sdpa", in the module of the model: such a table gets an entry of our name, the
+"sdpa" class run within :func:`selfattn_ext.as_sdpa`. Others compute attention by themselves and would accept
+any name without a word; these raise ValueError, unless they are made of several models, of which others may
+take the name.
+
+Nothing is imported for this: a model is judged and made ready when one of its kind is built.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import inspect
+import sys
+import warnings
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+from torch.utils import _pytree
+
+from . import transformers_457
+from .positional_mask import LazyMask
+from .sdpa_mode import as_sdpa
+from .transformers_masks import note_bool_masks
+from .transformers_weights import watch
+
+__all__ = ["keeps_sinks_out_of_weights", "makes_masks", "register"]
+
+# Packages whose tables have an "sdpa" class that takes the masks that their models make for our name.
+_WITH_TABLES = {"data2vec", "deepseek_ocr2", "falcon", "sam", "sam_hq", "unlimited_ocr"}
+
+_names: set[str] = set()
+_version: tuple[int, ...] = ()
+
+
+def register(name: str, version: tuple[int, ...]) -> None:
+    """Has models take the name, which AttentionInterface knows already, or refuse it. Again is no harm."""
+    global _version
+    from transformers import PreTrainedModel
+
+    if not _names:
+        _version = version
+        PreTrainedModel.get_correct_attn_implementation = _judging(
+            PreTrainedModel.get_correct_attn_implementation
+        )
+    _names.add(name)
+
+
+def makes_masks(module: nn.Module) -> bool:
+    """Whether the masks of a layer are made by this package: then None hides nothing."""
+    return getattr(getattr(module, "config", None), "_attn_implementation", None) in _names
+
+
+def keeps_sinks_out_of_weights(module: nn.Module) -> bool:
+    """Whether the weights that the model returns are those without its sinks."""
+    return getattr(getattr(module, "config", None), "model_type", None) in ("granite_swa", "granitemoe_swa")
+
+
+def _judging(get_correct_attn_implementation: Any) -> Any:
+    """What every model calls before it builds its layers, and again when its implementation is changed."""
+
+    @functools.wraps(get_correct_attn_implementation)
+    def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
+        chosen = get_correct_attn_implementation(self, *args, **kwargs)
+        if chosen in _names:
+            kind = type(self)
+            prepared = [_prepared(base, chosen) for base in kind.__mro__]
+            if not any(prepared) and _computes_by_itself(kind):
+                _refuse(kind, chosen, self.config)
+            bools = kind._supports_sdpa or getattr(kind, "_supports_flex_attn", False)
+            # A class from a table may still do without torch's function, and add its mask.
+            note_bool_masks(self.config, bools and not any(prepared))
+            watch(self)
+        return chosen
+
+    return wrapped
+
+
+def _refuse(kind: type, name: str, config: Any) -> None:
+    """Raises, or warns for a model of which other parts may take the name."""
+    alone = f"{kind.__name__} computes attention by itself and does not ask for an implementation"
+    if _has_models_inside(config) and not _tables(sys.modules[kind.__module__]):
+        warnings.warn(f"{alone}: {name!r} serves the models that it is made of alone", stacklevel=2)
+        return
+    raise ValueError(
+        f'{alone}, so that it cannot run on {name!r}: use attn_implementation="eager"; where it is a part '
+        f'of a model, as of its vision_config, {{"": "{name}", "vision_config": "eager"}}'
+    )
+
+
+def _has_models_inside(config: Any) -> bool:
+    """Whether some part of a configuration is that of a model."""
+    from transformers import MODEL_MAPPING
+
+    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
+    return any(type(part) in MODEL_MAPPING for part in parts)
+
+
+def _prepared(kind: type, name: str) -> bool:
+    """Makes ready what of a class needs it; False if it needs nothing, or cannot be."""
+    package, _, model = kind.__module__.rpartition(".")[0].rpartition(".")
+    if package != "transformers.models":
+        return False
+    module = sys.modules[kind.__module__]
+    if _version < (5, 0) and transformers_457.replace_forward(model, module, _names):
+        return True
+    tables = _tables(module)
+    if model in (_WITH_TABLES if _version >= (5, 0) else transformers_457.WITH_TABLES):
+        for table in tables:
+            if "sdpa" in table:
+                table.setdefault(name, _within_as_sdpa(table["sdpa"]))
+    return bool(tables) and all(name in table for table in tables)
+
+
+def _tables(module: ModuleType) -> list[dict[str, Any]]:
+    """The tables of classes of layers in the module of a model."""
+    found = [value for value in vars(module).values() if isinstance(value, dict)]
+    return [table for table in found if inspect.isclass(table.get("eager"))]
+
+
+def _computes_by_itself(kind: Any) -> bool:
+    """Whether the layers in the module of a model would not ask for our function."""
+    module = sys.modules.get(kind.__module__)
+    try:
+        inspect.getsource(module)  # type: ignore[arg-type]
+    except (OSError, TypeError):
+        return False  # of a notebook, for one: nobody can tell
+    assert module is not None
+    return bool(_tables(module)) or not kind._can_set_attn_implementation()
+
+
+@functools.cache
+def _within_as_sdpa(sdpa_class: Any) -> Any:
+    """The class with our kernels in the place of torch's."""
+
+    class Attention(sdpa_class):  # type: ignore[misc]
+        def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
+            super().__init__(config, *args, **kwargs)
+            if hasattr(self, "config"):
+                # Falcon's class serves "eager" as well and looks which one it is.
+                self.config = copy.copy(config)
+                self.config._attn_implementation_internal = "sdpa"
+
+        def forward(self, *args: Any, **kwargs: Any) -> Any:
+            args, kwargs = _pytree.tree_map_only(LazyMask, LazyMask.additive, (args, kwargs))
+            with as_sdpa():
+                return super().forward(*args, **kwargs)
+
+        def __reduce_ex__(self, protocol: Any) -> Any:
+            # A class that is made here cannot be found by its name.
+            return _empty, (sdpa_class,), self.__dict__
+
+    Attention.__name__ = Attention.__qualname__ = sdpa_class.__name__
+    return Attention
+
+
+def _empty(sdpa_class: Any) -> Any:
+    """For pickle and deepcopy, which fill it."""
+    made = _within_as_sdpa(sdpa_class)
+    return made.__new__(made)

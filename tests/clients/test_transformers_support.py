@@ -1,0 +1,260 @@
+"""Models of transformers that compute attention in ways of their own: right on our kernels, or refused."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import types
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from tolerances import assert_accurate
+from torch import Tensor, nn
+from transformers import masking_utils
+from transformers_models import DECODERS, NAME, TOKENS, VERSION, built, kernel_calls, padding, tokens
+
+from selfattn_ext.integrations import transformers as integration
+
+_SIZES: dict[str, Any] = {"vocab_size": TOKENS, "hidden_size": 32, "num_attention_heads": 4}
+_TEXT = {**_SIZES, "num_hidden_layers": 2, "intermediate_size": 48}
+
+#: The name of a configuration whose model asks nobody for its attention, and what it takes.
+OWN: dict[str, dict[str, Any]] = {
+    "Bloom": {**_SIZES, "n_layer": 2, "n_head": 4},
+    "Mpt": {"vocab_size": TOKENS, "d_model": 32, "n_layers": 2, "n_heads": 4},
+    "CodeGen": {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    "XGLM": {"vocab_size": TOKENS, "d_model": 32, "num_layers": 2, "attention_heads": 4, "ffn_dim": 48},
+    "RoFormer": _TEXT,
+    "RemBert": _TEXT,
+    "MegatronBert": _TEXT,
+    "MPNet": _TEXT,
+    "Nystromformer": _TEXT,
+    # Tables of classes without one for "sdpa".
+    "GPTJ": {"vocab_size": TOKENS, "n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4},
+    "GPTNeo": {
+        "vocab_size": TOKENS,
+        "hidden_size": 32,
+        "num_layers": 2,
+        "num_heads": 4,
+        "attention_types": [[["global", "local"], 1]],
+    },
+    "Git": {**_TEXT, "vision_config": {"hidden_size": 32, "num_hidden_layers": 1, "num_attention_heads": 4}},
+}
+
+
+def config_of(name: str, sizes: dict[str, Any]) -> Any:
+    return getattr(transformers, f"{name}Config")(**sizes)
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_model_that_asks_nobody_is_refused(name: str) -> None:
+    config = config_of(name, OWN[name])
+    kind = getattr(transformers, f"{name}Model")
+    with pytest.raises(
+        ValueError, match=rf"Git|{kind.__name__} computes attention by itself .* 'selfattn_ext'"
+    ):
+        kind._from_config(config, attn_implementation=NAME)
+    kind._from_config(config, attn_implementation="eager")
+
+
+def test_a_model_made_of_others_serves_those(recwarn: pytest.WarningsRecorder) -> None:
+    text = {**_SIZES, "num_hidden_layers": 1, "intermediate_size": 48, "model_type": "bert"}
+    config = transformers.GroundingDinoConfig(
+        text_config=text,
+        backbone_config=transformers.SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=2),
+        d_model=32,
+        encoder_layers=1,
+        decoder_layers=1,
+        encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        num_feature_levels=2,
+    )
+    if VERSION < (5, 0):
+        pytest.importorskip("timm")
+    model = transformers.GroundingDinoModel._from_config(config, attn_implementation=NAME)
+    found = [str(warning.message) for warning in recwarn]
+    assert any("GroundingDinoModel computes attention by itself" in message for message in found)
+    assert model.text_backbone.config._attn_implementation == NAME
+
+
+def test_a_model_of_a_notebook_is_taken() -> None:
+    """Nobody can read the source of its attention."""
+    module = types.ModuleType("cells_of_a_notebook")
+    sys.modules[module.__name__] = module
+    kind = types.new_class("OfANotebook", (transformers.LlamaPreTrainedModel,))
+    kind.__module__ = module.__name__
+    kind.__init__ = lambda self, config: transformers.LlamaPreTrainedModel.__init__(self, config)
+    model = kind._from_config(DECODERS["llama gqa"](), attn_implementation=NAME)
+    assert model.config._attn_implementation == NAME
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="4.57 has no such table for Falcon's masks")
+@pytest.mark.parametrize("side", ["none", "left", "right"])
+@pytest.mark.parametrize("alibi", [False, True])
+def test_classes_from_a_table(alibi: bool, side: str) -> None:
+    config = transformers.FalconConfig(**_SIZES, num_hidden_layers=2, alibi=alibi)
+    model = built(config)
+    # With ALiBi transformers' "eager" adds the slopes twice, once to the scores and once by the mask.
+    other = "sdpa" if alibi else "eager"
+    peer = type(model)._from_config(copy.deepcopy(config), attn_implementation=other).eval()
+    peer.load_state_dict(model.state_dict())
+    exact = copy.deepcopy(peer).double()
+    ids = tokens()
+    mask = padding(ids, side)
+
+    def run(model: nn.Module, **more: Any) -> Tensor:
+        with torch.no_grad():
+            return model(ids, attention_mask=mask, **more).logits[mask.bool()]
+
+    for ours in (model, pickle.loads(pickle.dumps(model)), copy.deepcopy(model)):
+        with kernel_calls() as calls:
+            logits = run(ours, use_cache=False)
+        assert len(calls) == 2
+        assert_accurate("logits", logits, run(exact), run(peer), float(logits.abs().max()), torch.float32)
+    if not alibi:
+        # The class computes weights by the formula, and adds the mask to scores there.
+        size = float(logits.abs().max())
+        gathered = run(model, output_attentions=True)
+        assert_accurate("with weights", gathered, run(exact), run(peer), size, torch.float32)
+
+
+# Masks that models compute with.
+
+
+class Adding(nn.Module):
+    """A layer of a model that computes its own attention, as eager functions do."""
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
+        scores = query @ key.mT
+        if mask is not None:
+            scores = scores + mask[..., : key.size(2)]
+        return scores.softmax(-1) @ value
+
+
+def mask_arguments(queries: int, offset: int, keys: int, **more: Any) -> dict[str, Any]:
+    where: dict[str, Any] = {"q_length": queries, "q_offset": offset, "device": torch.device("cpu")}
+    if VERSION < (5, 0):
+        where = {"cache_position": torch.arange(queries) + offset}
+    defaults = {"mask_function": masking_utils.causal_mask_function, "attention_mask": None}
+    return {"batch_size": 2, "kv_length": keys, "kv_offset": 0, **where, **defaults, **more}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("function", ["causal", "window", "chunks"])
+@pytest.mark.parametrize("queries", [1, 5])
+def test_a_layer_of_its_own_adds_the_mask(queries: int, function: str, dtype: torch.dtype) -> None:
+    shown = torch.ones(2, 9, dtype=torch.bool)
+    shown[0, :2] = False
+    rules = {
+        "causal": masking_utils.causal_mask_function,
+        "window": masking_utils.sliding_window_causal_mask_function(3),
+        "chunks": masking_utils.chunked_causal_mask_function(4, torch.zeros(2, dtype=torch.long)),
+    }
+    arguments = mask_arguments(
+        queries, 9 - queries, 9, attention_mask=shown, mask_function=rules[function], dtype=dtype
+    )
+    mask, eager = integration.mask_function(**arguments), masking_utils.eager_mask(**arguments)
+    assert mask is not None
+    assert mask.dtype == dtype
+    query, key, value = (torch.randn(2, 4, length, 8).to(dtype) for length in (queries, 9, 9))
+    layer = Adding()
+    assert torch.equal(layer(query, key, value, mask), layer(query, key, value, eager))
+
+
+@pytest.mark.parametrize("takes_bool", [True, False])
+def test_a_mask_that_must_be_there_is_there(takes_bool: bool) -> None:
+    """For one query that sees all keys a mask is left out only where the model allows it."""
+    config = DECODERS["llama gqa" if takes_bool else "gpt2"]()
+    if takes_bool:
+        built(config)
+    else:
+        config = type("Unknown", (), {})()
+    for causal, bidirectional in ((True, False), (False, True), (False, False)):
+        for function in ("causal_mask_function", "bidirectional_mask_function"):
+            rule = getattr(masking_utils, function, None)
+            if rule is None:
+                continue  # 4.57 knows none for both sides
+            mask = integration.mask_function(
+                **mask_arguments(1, 8, 9, mask_function=rule, config=config),
+                allow_is_causal_skip=causal,
+                allow_is_bidirectional_skip=bidirectional,
+            )
+            assert (mask is None) == (causal or bidirectional)
+            if mask is not None:
+                assert type(mask) is Tensor
+                assert mask.shape == (2, 1, 1, 9)
+                assert mask.dtype == (torch.bool if takes_bool else torch.float32)
+
+
+# No mask hides nothing.
+
+
+def test_no_mask_hides_nothing_in_a_layer_that_says_causal() -> None:
+    model = built(DECODERS["llama gqa"]())
+    layer = model.model.layers[0].self_attn
+    assert layer.is_causal
+    query, key, value = torch.randn(1, 4, 5, 8), torch.randn(1, 2, 5, 8), torch.randn(1, 2, 5, 8)
+
+    def weights(module: nn.Module, **more: Any) -> Tensor:
+        found = integration.attention_forward(
+            module, query, key, value, None, output_attentions=True, **more
+        )[1]
+        assert found is not None
+        return found
+
+    assert bool((weights(layer) > 0).all())
+    assert torch.equal(weights(layer, is_causal=True) > 0, torch.ones(1, 4, 5, 5).tril() > 0)
+    # Where others make the masks they may leave out a causal one.
+    other = nn.Module()
+    other.is_causal = True
+    assert torch.equal(weights(other) > 0, torch.ones(1, 4, 5, 5).tril() > 0)
+
+
+# Weights.
+
+
+@pytest.mark.skipif(VERSION < (5, 0), reason="4.57 has no such models")
+@pytest.mark.parametrize("name", ["GraniteSWA", "GraniteMoeSWA"])
+def test_weights_without_the_sinks(name: str) -> None:
+    more = {"num_local_experts": 2, "num_experts_per_tok": 1} if "Moe" in name else {}
+    config = config_of(name, {**_TEXT, "num_key_value_heads": 2, "sliding_window": 4, **more})
+    model = built(config)
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if parameter_name.endswith("sinks"):
+                parameter.fill_(1.5)
+    ids = tokens()
+    with torch.no_grad():
+        ours = model(ids, output_attentions=True, use_cache=False)
+        alone = model(ids, use_cache=False)
+        model.set_attn_implementation("eager")
+        theirs = model(ids, output_attentions=True, use_cache=False)
+    for layer, expected in zip(ours.attentions, theirs.attentions, strict=True):
+        torch.testing.assert_close(layer, expected)
+    torch.testing.assert_close(ours.logits, theirs.logits)
+    torch.testing.assert_close(alone.logits, theirs.logits)
+
+
+def test_weights_that_a_model_gathers_by_itself() -> None:
+    vision = {"hidden_size": 32, "patch_embed_hidden_size": 32, "d_ff": 48, "d_kv": 8}
+    vision |= {"num_hidden_layers": 2, "num_attention_heads": 4, "seq_len": 16}
+    config = transformers.Pix2StructVisionConfig(**vision)
+    model = transformers.Pix2StructVisionModel._from_config(config, attn_implementation=NAME).eval()
+    patches = torch.randn(2, 9, 2 + 32)
+    patches[..., :2] = torch.arange(9)[:, None] + 1
+    with torch.no_grad():
+        found = model(flattened_patches=patches, output_attentions=True).attentions
+        assert [layer.shape for layer in found] == [(2, 4, 9, 9)] * 2
+        torch.testing.assert_close(found[0].sum(-1), torch.ones(2, 4, 9))
+        with kernel_calls() as calls:
+            assert model(flattened_patches=patches).attentions is None
+        assert not any("weights" in call for call in calls)
+        # A call that fails leaves nothing behind.
+        with pytest.raises(RuntimeError):
+            model(flattened_patches=patches[..., :5], output_attentions=True)
+        with kernel_calls() as calls:
+            model(flattened_patches=patches)
+        assert not any("weights" in call for call in calls)
