@@ -33,7 +33,11 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "gemma3n_text": _GEMMA_3N,
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "window_size": 5},
     "gptj": {"rotary_dim": 8},
-    "granite4_vision": {"deepstack_layer_map": [(0, 0)], "spatial_target_layers": [0, 1], "downsample_rate": "1/2"},
+    "granite4_vision": {
+        "deepstack_layer_map": [(0, 0)],
+        "spatial_target_layers": [0, 1],
+        "downsample_rate": "1/2",
+    },
     "granitemoehybrid": _HYBRID,
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lightglue": {"depth_confidence": -1.0, "width_confidence": -1.0, "filter_threshold": 0.0},

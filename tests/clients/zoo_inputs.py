@@ -57,7 +57,7 @@ _MOST_WAYS = 24
 
 
 def candidates(model: nn.Module) -> Iterator[Inputs]:
-    """Sets of inputs, the simplest first: the first one that the model on eager attention takes is its own."""
+    """Sets of inputs, the simplest first: the first one that eager attention takes is the model's own."""
     accepted = parameters(model)
     main = getattr(model, "main_input_name", "input_ids")
     needed = set(main if isinstance(main, list) else [main])
@@ -73,7 +73,9 @@ def candidates(model: nn.Module) -> Iterator[Inputs]:
         ways = [_ways(name, model.config) for name in names]
         if not all(ways):
             continue
-        choices = sorted(itertools.product(*(range(len(one)) for one in ways)), key=lambda choice: sum(choice))
+        choices = sorted(
+            itertools.product(*(range(len(one)) for one in ways)), key=lambda choice: sum(choice)
+        )
         for choice in choices[:_MOST_WAYS]:
             yield {name: one[way]() for name, one, way in zip(names, ways, choice, strict=True)}
 
@@ -102,7 +104,9 @@ def random(*shape: int, seed: int = 3) -> Tensor:
 
 
 def ids(length: int = LENGTH, seed: int = 2, most: int = VOCABULARY - 40) -> Tensor:
-    return torch.randint(min(5, most - 1), most, (BATCH, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        min(5, most - 1), most, (BATCH, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def _ways(name: str, config: Any) -> Ways:
@@ -150,7 +154,9 @@ def _image(name: str, config: Any) -> Ways:
 def _patches(config: Any) -> Tensor:
     patch = whole(find(config, "patch_size", default=16))
     channels = find(config, "num_channels", "in_channels", "in_chans", default=3)
-    return random(BATCH * 16, channels * patch * patch * whole(find(config, "temporal_patch_size", default=1)))
+    return random(
+        BATCH * 16, channels * patch * patch * whole(find(config, "temporal_patch_size", default=1))
+    )
 
 
 def _hidden(name: str, config: Any) -> Ways:
@@ -184,7 +190,10 @@ def _audio(name: str, config: Any) -> Ways:
 
 def _series(name: str, config: Any) -> Ways:
     lags = max(find(config, "lags_sequence", default=[0]))
-    past, future = whole(find(config, "context_length", default=64)), find(config, "prediction_length", default=8)
+    past, future = (
+        whole(find(config, "context_length", default=64)),
+        find(config, "prediction_length", default=8),
+    )
     length = future if name.startswith("future") else past + lags
     if name.endswith("time_features"):
         return [lambda: random(BATCH, length, max(find(config, "num_time_features", default=1), 1))]
@@ -225,7 +234,10 @@ _KNOWN: list[tuple[tuple[str, ...], Callable[[str, Any], Ways]]] = [
     (("pixel_mask",), _exactly(lambda config: torch.ones(BATCH, 64, 64, dtype=torch.long))),
     (("bbox",), _boxes),
     (("input_points",), _exactly(lambda config: random(BATCH, 1, 2, 2).abs() * 20)),
-    (("visual_feats",), _exactly(lambda config: random(BATCH, 5, find(config, "visual_feat_dim", default=64)))),
+    (
+        ("visual_feats",),
+        _exactly(lambda config: random(BATCH, 5, find(config, "visual_feat_dim", default=64))),
+    ),
     (("visual_pos",), _exactly(lambda config: random(BATCH, 5, find(config, "visual_pos_dim", default=4)))),
     (("flattened_patches",), _exactly(_flattened)),
     (("latents",), _exactly(lambda config: random(BATCH, find(config, "hidden_size"), 8))),
@@ -241,7 +253,9 @@ _KNOWN: list[tuple[tuple[str, ...], Callable[[str, Any], Ways]]] = [
         ("input_features_mask", "audio_mel_mask"),
         lambda name, config: [
             lambda: torch.ones(BATCH, 64, dtype=torch.bool),
-            lambda: torch.ones(BATCH, 2 * whole(find(config, "max_source_positions", default=64)), dtype=torch.bool),
+            lambda: torch.ones(
+                BATCH, 2 * whole(find(config, "max_source_positions", default=64)), dtype=torch.bool
+            ),
         ],
     ),
 ]
@@ -250,7 +264,7 @@ _KNOWN: list[tuple[tuple[str, ...], Callable[[str, Any], Ways]]] = [
 def padded(inputs: Inputs, accepted: dict[str, Any]) -> Iterator[tuple[str, Inputs, Inputs | None]]:
     """Paddings of the first row: which, the inputs with it, and those with other tokens where it is.
 
-    The last is for padding that leaves queries without any key to see, whose rows may come out differently.
+    The last tells which rows are those of padding: queries without any key to see may come out differently.
     """
     text = inputs.get("input_ids")
     if text is not None and text.dim() == 2 and text.shape[0] == BATCH and "attention_mask" in accepted:
@@ -261,22 +275,27 @@ def padded(inputs: Inputs, accepted: dict[str, Any]) -> Iterator[tuple[str, Inpu
                 ("decoder_input_ids", "decoder_attention_mask", HIDDEN - 1),
             ):
                 tokens = inputs.get(name)
-                if tokens is None or mask_name not in accepted or tokens.shape[0] != BATCH or tokens.dim() != 2:
+                if (
+                    tokens is None
+                    or mask_name not in accepted
+                    or tokens.shape[0] != BATCH
+                    or tokens.dim() != 2
+                ):
                     continue
                 hidden = slice(0, count) if side == "left" else slice(-count, None)
                 given[mask_name] = other[mask_name] = torch.ones_like(tokens)
                 given[mask_name][0, hidden] = 0
                 other[name] = tokens.clone()
                 other[name][0, hidden] = other[name][0, hidden].flip(-1) + 1
-            yield f"{side} padding", given, other if side == "left" else None
+            yield f"{side} padding", given, other
     for name in ("input_features", "input_values"):
         sound = inputs.get(name)
         if sound is None or sound.dim() not in (2, 3):
             continue
         for mask_name in ("input_features_mask", "attention_mask", "padding_mask"):
-            if mask_name not in accepted:
+            if mask_name not in accepted or (mask_name == "attention_mask" and "input_ids" in inputs):
                 continue
-            for length in dict.fromkeys(sound.shape[1:]):
+            for length in (one for one in dict.fromkeys(sound.shape[1:]) if one > 1):
                 mask = torch.ones(BATCH, length, dtype=torch.long)
                 mask[0, length * 2 // 3 :] = 0
                 yield f"{mask_name} of {length}", {**inputs, mask_name: mask}, None

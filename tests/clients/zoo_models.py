@@ -1,13 +1,15 @@
 """A small model of every architecture that the installed transformers knows, from its configuration alone.
 
 No architecture is described here. Its default configuration is made, every number in it is cut down by what
-its name says (a width, a number of layers, of heads, of tokens), sub-configurations likewise, and the class is
-called again with what came out. :data:`EXCEPTIONS` has what names cannot tell.
+its name says (a width, a number of layers, of heads, of tokens), sub-configurations likewise, and the class
+is called again with what came out. :data:`EXCEPTIONS` has what names cannot tell.
 """
 
 from __future__ import annotations
 
+import copy
 import dataclasses
+import importlib
 import inspect
 import math
 import re
@@ -28,6 +30,7 @@ LAYERS = 2
 VOCABULARY = 256
 POSITIONS = 128
 EXPERTS = 4
+MOST_PARAMETERS = 150e6
 
 #: The kinds of models in the order of preference: what generates has most to be judged.
 KINDS = (
@@ -58,7 +61,34 @@ def kinds(config_class: Any) -> list[Any]:
         for one in model if isinstance(model, (tuple, list)) else (model,):
             if one is not None and one not in found:
                 found.append(one)
-    return found
+    return found or _parts(config_class)
+
+
+def _parts(config_class: Any) -> list[Any]:
+    """The classes of a part of other models, which no mapping has: those that take its configuration."""
+    try:
+        module = importlib.import_module(config_class.__module__.replace(".configuration_", ".modeling_"))
+    except ImportError:
+        return []
+    found = [
+        one
+        for name, one in vars(module).items()
+        if isinstance(one, type) and issubclass(one, transformers.PreTrainedModel)
+        if vars(one).get("config_class", vars(one).get("config")) is config_class
+        or _annotated(one) is config_class
+        if not name.endswith("PreTrainedModel")
+    ]
+    return found[::-1]
+
+
+def _annotated(model_class: Any) -> Any:
+    """The configuration that the class says it has, in transformers 5 by an annotation."""
+    said = vars(model_class).get("__annotations__", {}).get("config")
+    return (
+        getattr(importlib.import_module(model_class.__module__), said, None)
+        if isinstance(said, str)
+        else said
+    )
 
 
 def architectures() -> list[str]:
@@ -80,11 +110,17 @@ _RULES: list[tuple[str, Any]] = [
     (r".*(head_dim|d_kv|kv_channels|head_size|dim_head|d_head)", HEAD_DIM),
     (r".*lora_rank", HEAD_DIM),
     (r".*(vocab_size|vocabulary_size|codebook_size|num_embeddings)", VOCABULARY),
-    (r".*(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|context_length)", POSITIONS),
+    (
+        r".*(max_position_embeddings|n_positions|n_ctx|max_seq_len|max_sequence_length|context_length)",
+        POSITIONS,
+    ),
     (r".*(sliding_window|attention_window|attention_chunk_size)", 5),
     (r"index_topk|indexer_topk", 4),
     (r".*(max_source_positions|max_target_positions|max_text_positions)", POSITIONS),
-    (r".*(expert_per_tok|experts_per_tok|experts_per_token|moe_k|num_selected_experts|moe_topk|top_k_experts)", 2),
+    (
+        r".*(expert_per_tok|experts_per_tok|experts_per_token|moe_k|num_selected_experts|moe_topk|top_k_experts)",
+        2,
+    ),
     (r".*(n_group|topk_group|num_expert_group)", 1),
     (r".*(n_shared_experts|num_shared_experts)", 1),
     (r".*(num_experts|n_routed_experts|num_local_experts|moe_num_experts)", EXPERTS),
@@ -128,16 +164,18 @@ def shrunk(config: Any, tokens: dict[int, int] | None = None, wide: bool = False
     """
     tokens = {} if tokens is None else tokens
     values: dict[str, Any] = {}
-    given = {name: value for name, value in _fields(config)}
-    staged = any(isinstance(given.get(name), (list, tuple)) for name in ("depths", "num_heads", "hidden_sizes"))
+    given = dict(_fields(config))
+    staged = any(
+        isinstance(given.get(name), (list, tuple)) for name in ("depths", "num_heads", "hidden_sizes")
+    )
     chosen = _chosen_layers(given)
     for name, value in given.items():
         values[name] = _small(name, value, given, tokens, chosen, wide or staged)
-    if "mrope_section" in getattr(config, "ignore_keys_at_rope_validation", None) or ():
-        if values.get("rope_parameters"):
-            values["rope_parameters"] = _with_sections(values["rope_parameters"])
+    has_sections = "mrope_section" in (getattr(config, "ignore_keys_at_rope_validation", None) or ())
+    if has_sections and values.get("rope_parameters"):
+        values["rope_parameters"] = _with_sections(values["rope_parameters"])
     if staged and isinstance(given.get("window_size"), int):
-        values["window_size"] = 4
+        values["window_size"] = 2
     if isinstance(getattr(config, "_out_indices", None), list) and staged:
         values["out_indices"] = list(config._out_indices)
     values.update(EXCEPTIONS.get(getattr(config, "model_type", ""), {}))
@@ -147,7 +185,9 @@ def shrunk(config: Any, tokens: dict[int, int] | None = None, wide: bool = False
 def _fields(config: Any) -> Iterator[tuple[str, Any]]:
     base = transformers.PretrainedConfig
     if dataclasses.is_dataclass(config):
-        common = {field.name for field in dataclasses.fields(base)} if dataclasses.is_dataclass(base) else set()
+        common = (
+            {field.name for field in dataclasses.fields(base)} if dataclasses.is_dataclass(base) else set()
+        )
         names = [field.name for field in dataclasses.fields(config) if field.init]
     else:
         common = set(inspect.signature(base.__init__).parameters)
@@ -160,7 +200,9 @@ def _fields(config: Any) -> Iterator[tuple[str, Any]]:
 
 def _chosen_layers(given: dict[str, Any]) -> list[int] | None:
     """Which layers stay: one of each kind, two at least."""
-    count = next((v for n in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(v := given.get(n), int)), 0)
+    count = next(
+        (v for n in ("num_hidden_layers", "n_layer", "num_layers") if isinstance(v := given.get(n), int)), 0
+    )
     lists = [v for v in given.values() if isinstance(v, (list, tuple)) and len(v) == count]
     if not lists or count < 2:
         return None
@@ -202,16 +244,11 @@ def _small(
         return value
     if not isinstance(value, int) or value <= 1:
         return value
-    for pattern, small in _PATTERNS:
-        if pattern.fullmatch(name):
-            break
-    else:
-        return value
+    if chosen is not None and name in ("num_hidden_layers", "n_layer", "num_layers"):
+        return len(chosen)
+    small = next((small for pattern, small in _PATTERNS if pattern.fullmatch(name)), _SAME)
     if small is _SAME:
         return value
-    if small == LAYERS and pattern.pattern.startswith(".*(layers") and chosen is not None:
-        if name in ("num_hidden_layers", "n_layer", "num_layers"):
-            return len(chosen)
     if small == "kv":
         heads = next((given[n] for n in ("num_attention_heads", "num_heads", "n_head") if n in given), None)
         if wide:
@@ -276,3 +313,10 @@ def built(config: Any, kind: Any, implementation: str) -> nn.Module:
     torch.manual_seed(0)
     model = kind._from_config(config, attn_implementation=implementation)
     return randomized(model.float())
+
+
+def refuse_large(kind: Any, config: Any) -> None:
+    with torch.device("meta"):
+        size = sum(one.numel() for one in kind._from_config(copy.deepcopy(config)).parameters())
+    if size > MOST_PARAMETERS:
+        raise NotBuilt(f"{size / 1e6:.0f} million parameters")
