@@ -10,15 +10,26 @@ _SHARED = {
     "num_kv_shared_layers": 2,
     "layer_types": ["sliding_attention", "full_attention"] * 2,
 }
-_GEMMA_3N = {**_SHARED, "intermediate_size": [96] * 4, "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0]}
+_GEMMA_3N = {
+    **_SHARED,
+    "vocab_size_per_layer_input": 256,
+    "hidden_size_per_layer_input": 16,
+    "intermediate_size": [96] * 4,
+    "activation_sparsity_pattern": [0.95, 0.95, 0.0, 0.0],
+}
 _KEYPOINTS = {"keypoint_threshold": 0.0, "max_keypoints": 12}
 _CODEBOOK = {"<image>": 200, **{f"IMGIMG{letter}Z": 201 + index for index, letter in enumerate("ABCD")}}
 
 #: model type -> what its small configuration has beside what the rules make, wherever it stands.
 EXCEPTIONS: dict[str, dict[str, Any]] = {
-    "bamba": _HYBRID,
+    "bamba": {**_HYBRID, "attn_layer_indices": [1]},
     "blip-2": {"image_token_index": 250},
     "bit": {"num_groups": 4},
+    "cohere_compass_text": {
+        "rope_parameters": {
+            "full_attention": {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [4, 2, 2]}
+        }
+    },
     "chameleon": {"vocabulary_map": _CODEBOOK},
     "codegen": {"rotary_dim": 8},
     "dbrx": {"attn_config": {"kv_n_heads": 2, "rope_theta": 10000.0, "clip_qkv": 8.0}},
@@ -39,6 +50,9 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
         "downsample_rate": "1/2",
     },
     "granitemoehybrid": _HYBRID,
+    "jamba": {"attn_layer_offset": 1, "attn_layer_period": 2, "mamba_dt_rank": 16},
+    "led": {"attention_window": 4},
+    "longformer": {"attention_window": 4},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "lightglue": {"depth_confidence": -1.0, "width_confidence": -1.0, "filter_threshold": 0.0},
     "mamba2": {"num_heads": 8, "head_dim": 16, "state_size": 16, "n_groups": 1},
@@ -57,6 +71,7 @@ EXCEPTIONS: dict[str, dict[str, Any]] = {
     "reformer": {"is_decoder": True, "axial_pos_embds": False},
     "superpoint": _KEYPOINTS,
     "t5gemma2_encoder": {"dropout_rate": 0.0},
+    "xmod": {"languages": ["en_XX"], "default_language": "en_XX"},
     "zamba": {
         "num_hidden_layers": 3,
         "layers_block_type": ["linear_attention", "hybrid", "hybrid"],

@@ -196,7 +196,7 @@ def _series(name: str, config: Any) -> Ways:
     )
     length = future if name.startswith("future") else past + lags
     if name.endswith("time_features"):
-        return [lambda: random(BATCH, length, max(find(config, "num_time_features", default=1), 1))]
+        return [lambda: random(BATCH, length, find(config, "num_time_features", default=0))]
     if name == "past_observed_mask":
         return [lambda: torch.ones(BATCH, length)]
     channels = find(config, "num_input_channels", default=1)
