@@ -217,6 +217,29 @@ def test_softcap_of_any_magnitude(softcap: float, dtype: torch.dtype, queries: i
 
 
 @pytest.mark.parametrize("queries", [3, 35])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1e-60, 1e-39, 1e-30, 1e20, 1e30, -1e30])
+def test_scale_of_any_magnitude(scale: float, dtype: torch.dtype, queries: int, kernel: str) -> None:
+    tensors = [tensor[:, :, :37] for tensor in inputs(dtype, queries)]
+    cotangent = torch.randn(2, 2, queries, 24)
+
+    def results(run: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        out = run(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(dtype))]
+
+    def ours(*leaves: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*leaves, scale=scale, enable_gqa=True)
+
+    def formula(*leaves: Tensor) -> Tensor:
+        return reference.attention(*leaves, scale=scale).out
+
+    outcomes = results(formula, torch.float64), results(formula, dtype), results(ours, dtype)
+    for name, exact, peer, result in zip(NAMES, *outcomes, strict=True):
+        assert_accurate(name, result, exact, peer)
+
+
+@pytest.mark.parametrize("queries", [3, 35])
 @pytest.mark.parametrize("sink", [-56.0, -70.0, -85.0])
 def test_gradient_of_a_sink_of_tiny_weight(sink: float, queries: int, kernel: str) -> None:
     """A weight of 1e-24 to 1e-38 has a gradient of that order, which float32 can hold."""

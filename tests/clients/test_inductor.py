@@ -71,10 +71,10 @@ def test_attention_has_the_bits_of_eager(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("queries", [1, 3])
 def test_a_step_of_a_decoder_has_the_bits_of_eager(queries: int) -> None:
-    def step(keys: torch.Tensor, values: torch.Tensor, *rows: torch.Tensor) -> torch.Tensor:
+    def step(keys: torch.Tensor, values: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
         query, key, value = map(heads_apart, rows)
         return selfattn_ext.attention_with_kvcache(
-            query, keys, values, key, value, cache_seqlens=lengths, is_causal=True
+            query, keys, values, key, value, cache_seqlens=lengths, is_causal=True, return_lse=True
         )
 
     lengths = torch.tensor([70, 90])
@@ -83,7 +83,7 @@ def test_a_step_of_a_decoder_has_the_bits_of_eager(queries: int) -> None:
     outcomes = []
     for function in (step, torch.compile(step, fullgraph=True)):
         own = [cache.clone() for cache in caches]
-        outcomes.append([function(*own, *rows), *own])
+        outcomes.append([*function(*own, *rows), *own])
     assert all(map(torch.equal, *outcomes))
 
 
