@@ -100,9 +100,17 @@ def number(name: str, value: Any) -> float:
     return result
 
 
-def scale(value: Any) -> float:
-    """The factor of the scores. A learned one belongs into the query: ``query * factor``, ``scale=1.0``."""
-    return number("scale", value)
+def scale(value: Any, dtype: torch.dtype = torch.float64) -> float:
+    """The factor of the scores of inputs of ``dtype``, all of which but float64 are computed in float32.
+
+    A learned one belongs into the query: ``query * factor``, ``scale=1.0``.
+    """
+    result = number("scale", value)
+    if dtype != torch.float64 and abs(result) > torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"scale must be finite in float32, in which {dtype} inputs are computed, got {result}"
+        )
+    return result
 
 
 def softcap(value: Any) -> float:
@@ -356,7 +364,7 @@ def options(
         probability("dropout_p", dropout_p)
     flag("is_causal", is_causal)
     if scale_ is not None:
-        scale(scale_)
+        scale(scale_, query.dtype)
     window(window_size)
     if softcap_ is not None:
         softcap(softcap_)
@@ -380,7 +388,7 @@ def softmax(scores: Any, mask: Any = None, *, scale_: Any = 1.0, query_offset: A
     if scores.dim() < 2:
         raise ValueError(f"scores must have at least 2 dimensions, (..., L, S), got {tuple(scores.shape)}")
     fits("the weights", scores.shape)
-    scale(scale_)
+    scale(scale_, scores.dtype)
     integer("query_offset", query_offset)
     if mask is not None:
         _mask_of("mask", mask, scores, tuple(scores.shape), "scores")

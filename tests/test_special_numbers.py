@@ -10,12 +10,13 @@ import torch
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import reference, scaled_dot_product_attention
+from selfattn_ext import reference, scaled_dot_product_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: A few queries, and more than a tile of them.
 LENGTHS = (3, 70)
 KEYS = 150
+NAMES = ("out", "grad of query", "grad of key", "grad of value")
 
 
 def inputs(dtype: torch.dtype, queries: int, head_dim: int = 40) -> list[Tensor]:
@@ -178,6 +179,95 @@ def test_float32_gradients_of_any_magnitude(small: float, kernel: str) -> None:
     for name, truth, theirs, result in zip(("query", "key", "value"), exact, peer, ours, strict=True):
         size = truth.abs().amax((0, 1, 2)) + torch.finfo(torch.float32).tiny
         assert_accurate(name, result / size, truth / size, theirs / size, dtype=torch.float32)
+
+
+#: By which dividing or multiplying leaves the numbers of float32, of float64, or of neither.
+SOFTCAPS = (5e-324, 1e-310, 1e-45, 2e-39, 1e-38, 1e37, 3e38, 1e39, 1.7e308)
+
+
+@pytest.mark.parametrize("queries", [3, 35])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+def test_softcap_of_any_magnitude(softcap: float, dtype: torch.dtype, queries: int, kernel: str) -> None:
+    """A large one changes no score, a small one bounds all by nothing; a score of 0 meets neither."""
+    tensors = [tensor[:, :, :37] for tensor in inputs(dtype, queries)]
+    tensors[0][:, :, 1] = 0.0
+    cotangent = torch.randn(2, 2, queries, 24, dtype=torch.float64)
+
+    def results(run: Callable[..., Any], dtype: torch.dtype, softcap: float) -> list[Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        out = run(*leaves, softcap=softcap)
+        return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(dtype))]
+
+    def ours(*leaves: Tensor, softcap: float) -> Tensor:
+        return scaled_dot_product_attention(*leaves, softcap=softcap, enable_gqa=True)
+
+    def formula(*leaves: Tensor, softcap: float) -> Tensor:
+        return reference.attention(*leaves, softcap=softcap).out
+
+    # What float64 can tell from no softcap, and from one of 0.
+    within = min(max(softcap, 1e-150), 1e150)
+    exact = results(formula, torch.float64, within)
+    peer = results(formula, dtype, within if dtype == torch.float64 else min(max(within, 1e-30), 1e30))
+    for name, truth, theirs, result in zip(NAMES, exact, peer, results(ours, dtype, softcap), strict=True):
+        assert_accurate(name, result, truth, theirs)
+    # The formula is what derivatives of second order go by.
+    for name, truth, theirs, result in zip(NAMES, exact, peer, results(formula, dtype, softcap), strict=True):
+        assert_accurate(f"the formula's {name}", result, truth, theirs)
+
+
+@pytest.mark.parametrize("queries", [3, 35])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1e-60, 1e-39, 1e-30, 1e20, 1e30, -1e30])
+def test_scale_of_any_magnitude(scale: float, dtype: torch.dtype, queries: int, kernel: str) -> None:
+    tensors = [tensor[:, :, :37] for tensor in inputs(dtype, queries)]
+    cotangent = torch.randn(2, 2, queries, 24)
+
+    def results(run: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        out = run(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(dtype))]
+
+    def ours(*leaves: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*leaves, scale=scale, enable_gqa=True)
+
+    def formula(*leaves: Tensor) -> Tensor:
+        return reference.attention(*leaves, scale=scale).out
+
+    outcomes = results(formula, torch.float64), results(formula, dtype), results(ours, dtype)
+    for name, exact, peer, result in zip(NAMES, *outcomes, strict=True):
+        assert_accurate(name, result, exact, peer)
+
+
+@pytest.mark.parametrize("queries", [3, 35])
+@pytest.mark.parametrize("sink", [-56.0, -70.0, -85.0])
+def test_gradient_of_a_sink_of_tiny_weight(sink: float, queries: int, kernel: str) -> None:
+    """A weight of 1e-24 to 1e-38 has a gradient of that order, which float32 can hold."""
+    tensors = [tensor[:, :, :37] for tensor in inputs(torch.float32, queries)]
+    cotangent = torch.randn(2, 2, queries, 24)
+    offsets = [torch.arange(3, dtype=torch.int32) * rows for rows in (queries, 37)]
+
+    def packed(*leaves: Tensor, sinks: Tensor) -> Tensor:
+        rows = [leaf.transpose(1, 2).flatten(0, 1) for leaf in leaves]
+        out = varlen_attention(*rows, *offsets, queries, 37, sinks=sinks, enable_gqa=True)
+        return out.unflatten(0, (2, queries)).transpose(1, 2)
+
+    def dense(*leaves: Tensor, sinks: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*leaves, sinks=sinks, enable_gqa=True)
+
+    def formula(*leaves: Tensor, sinks: Tensor) -> Tensor:
+        return reference.attention(*leaves, sinks=sinks).out
+
+    def gradient(run: Callable[..., Any], dtype: torch.dtype) -> Tensor:
+        sinks = torch.full((2,), sink, dtype=dtype, requires_grad=True)
+        out = run(*(tensor.to(dtype) for tensor in tensors), sinks=sinks)
+        return torch.autograd.grad(out, sinks, cotangent.to(dtype))[0]
+
+    exact, peer = gradient(formula, torch.float64), gradient(formula, torch.float32)
+    size = exact.abs().max()
+    for run in (dense, packed):
+        result = gradient(run, torch.float32)
+        assert_accurate(run.__name__, result / size, exact / size, peer / size, dtype=torch.float32)
 
 
 @pytest.mark.parametrize("rise", [2.0, 7.0, 11.0, 30.0])

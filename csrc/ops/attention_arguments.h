@@ -75,7 +75,7 @@ const void* row_statistics(TensorHandle& handle, Input& input, const AttentionPa
 std::pair<const void*, const void*> pair_of_row_statistics(TensorHandle& handle, Input& input,
                                                            const AttentionParams& params);
 
-double finite_scale(double scale);
+double finite_scale(double scale, DType dtype);
 int64_t checked_query_offset(int64_t query_offset);
 
 // float64, float32, bfloat16, float16 or bool, else a refusal.
