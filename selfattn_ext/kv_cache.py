@@ -260,7 +260,7 @@ class KVCache:
         is_causal: bool = True,
         scale: float | None = None,
         window_size: Sequence[int] = general.EVERYTHING,
-        softcap: float = 0.0,
+        softcap: float = general.OFF,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         return_weights: bool = False,
@@ -285,6 +285,7 @@ class KVCache:
                 as it was.
         """
         try:
+            checks.flags(is_causal=is_causal, return_weights=return_weights, return_lse=return_lse)
             keys, values = self._caches(layer)
             (q, k, v), options = self._operands(query, key, value)
             options["seqlens_k"], options["query_offsets"] = self._seqlens, self.cache_seqlens

@@ -107,7 +107,7 @@ def attention_with_kvcache(
     *,
     layout: str | None = None,
     window_size: Sequence[int] = general.EVERYTHING,
-    softcap: float = 0.0,
+    softcap: float = general.OFF,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     query_offset: int | Tensor | None = None,
@@ -174,6 +174,9 @@ def attention_with_kvcache(
         )  # fmt: skip
     transposed = False
     try:
+        checks.flags(
+            is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights, return_lse=return_lse
+        )
         q, keys, values, k, v = query, key_cache, value_cache, key, value
         if layout is None:
             transposed = kvcache_checks.is_transposed(query, key_cache, key)
@@ -187,8 +190,8 @@ def attention_with_kvcache(
                 k, v = k.transpose(1, 2), v.transpose(1, 2)
         options: Options = {}
         after = _lengths_after(q, keys, k, cache_seqlens, block_table, options)
-        if q.is_cuda and options and not _is_compiling():
-            kvcache_checks.values(keys, k, options)
+        if q.is_cuda and not _is_compiling():
+            kvcache_checks.values(keys, k, options, query_offset)
         general.add_rules(options, window_size, softcap)
         if is_causal:
             options["is_causal"] = True
@@ -311,8 +314,9 @@ def attend(
             options["alibi_slopes"] = shapes.head_numbers(alibi_slopes, form, dtype)
         if sinks is not None:
             options["sinks"] = shapes.head_numbers(sinks, form, dtype)
-    if dropout_p:
-        options["dropout_seed"] = general.dropout_seed(options, dropout_p, query)
+    seed = general.dropout_seed(options, dropout_p, query)
+    if seed is not None:
+        options["dropout_seed"] = seed
     factor = default_scale(query.size(3)) if scale is None else checks.scale(scale)
     query = shapes.dense_rows(query)
     graph = _is_compiling() or _is_exporting()

@@ -78,10 +78,12 @@ def no_derivatives(tensors: Sequence[Tensor | None], advice: str = _NO_DERIVATIV
         raise ValueError(f"{advice}; here an argument has a tangent")
 
 
-def values(key_cache: Tensor, key: Tensor | None, options: dict[str, Any]) -> None:
-    """Lengths and pages of a cache on a GPU, which takes a look at them: it waits."""
+def values(key_cache: Tensor, key: Tensor | None, options: dict[str, Any], query_offset: Any = None) -> None:
+    """Positions, lengths and pages of a cache on a GPU, which takes a look at them: it waits."""
     if capture.is_capturing(key_cache) or isinstance(key_cache, FakeTensor):
         return
+    if isinstance(query_offset, Tensor) and query_offset.dim() == 1:
+        checks_sequences.position_values(query_offset)
     after, table = options.get("seqlens_k"), options.get("block_table")
     if after is None or after.dim() != 1 or (table is not None and table.dim() != 2):
         return  # the operator refuses that

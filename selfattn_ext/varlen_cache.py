@@ -52,6 +52,9 @@ def attention(
         ValueError, TypeError: as there.
     """
     try:
+        checks.flags(
+            is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights, return_lse=return_lse
+        )
         options: Options = {
             "cu_seqlens_q": checks_sequences.indices("cu_seqlens_q", cu_seqlens_q),
             "max_seqlen_q": checks.integer("max_seqlen_q", max_seqlen_q, 0),

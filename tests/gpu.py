@@ -42,6 +42,7 @@ MODULES = (
     "test_errors.py",
     "test_examples.py",
     "test_export.py",
+    "test_flags.py",
     "test_func_transforms.py",
     "test_functional.py",
     "test_gradients.py",
