@@ -226,9 +226,11 @@ def scaled_dot_product_attention(
                 # Something to broadcast or to make dense, or a mistake: the general way finds out which.
                 pass
 
-        checks.flags(
-            is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights, return_lse=return_lse
-        )
+        if not (type(is_causal) is type(enable_gqa) is type(return_weights) is type(return_lse) is bool):
+            checks.flags(
+                is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights,
+                return_lse=return_lse,
+            )  # fmt: skip
         call = arguments.prepared(
             query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options
         )

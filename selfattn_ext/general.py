@@ -43,6 +43,8 @@ def add_position(options: Options, query_offset: int | Tensor) -> None:
 
 def dropout_seed(options: Options, dropout_p: float, query: Tensor) -> Maybe:
     """Adds the probability to the options; a seed from torch's generator on that device, None for 0."""
+    if type(dropout_p) is float and dropout_p == 0.0:
+        return None
     probability = checks.probability("dropout_p", dropout_p)
     if not probability:
         return None

@@ -289,7 +289,8 @@ class KVCache:
                 as it was.
         """
         try:
-            checks.flags(is_causal=is_causal, return_weights=return_weights, return_lse=return_lse)
+            if not (type(is_causal) is type(return_weights) is type(return_lse) is bool):
+                checks.flags(is_causal=is_causal, return_weights=return_weights, return_lse=return_lse)
             keys, values = self._caches(layer)
             (q, k, v), options = self._operands(query, key, value)
             options["seqlens_k"], options["query_offsets"] = self._seqlens, self.cache_seqlens

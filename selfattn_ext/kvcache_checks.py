@@ -1,7 +1,7 @@
 """What is wrong with the arguments of :func:`selfattn_ext.attention_with_kvcache` and of KVCache.
 
-``is_transposed``, ``mask``, ``no_derivatives``, ``step_of`` and ``values`` are on the way of the calls that
-they concern; the others are called once something has refused a call (Note [Refusals] in
+``first_feature``, ``is_transposed``, ``mask``, ``no_derivatives``, ``step_of`` and ``values`` are on the way
+of the calls that they concern; the others are called once something has refused a call (Note [Refusals] in
 :mod:`selfattn_ext.functional`).
 """
 
@@ -23,6 +23,7 @@ __all__ = [
     "as_cast",
     "attend",
     "attention",
+    "first_feature",
     "is_transposed",
     "lengths",
     "mask",
@@ -63,6 +64,16 @@ def mask(value: Any, form: shapes.Canonical) -> Tensor:
     if checks.is_causal_bias(value):
         raise TypeError(_CAUSAL_BIAS)
     return shapes.mask_four_dimensional(checks.mask("attn_mask", value), form)
+
+
+def first_feature(key: Tensor, value: Tensor) -> int | None:
+    """The first of the features of key that value is a view of, None where it is no such view."""
+    if key.shape[:-1] != value.shape[:-1] or key.stride() != value.stride() or not key.stride(-1):
+        return None
+    if key.untyped_storage()._cdata != value.untyped_storage()._cdata:
+        return None
+    first, rest = divmod(int(value.storage_offset() - key.storage_offset()), key.stride(-1))
+    return first if rest == 0 <= first <= key.size(-1) - value.size(-1) else None
 
 
 def no_derivatives(tensors: Sequence[Tensor | None], advice: str = _NO_DERIVATIVES) -> None:

@@ -49,6 +49,7 @@ MODULES = (
     "test_kv_cache_helper.py",
     "test_kv_cache_random.py",
     "test_kvcache.py",
+    "test_kvcache_overlap.py",
     "test_mask_gradient.py",
     "test_mask_sums.py",
     "test_masks.py",
