@@ -124,6 +124,8 @@ def attention(
     v = _repeat_heads(value.to(dtype), query.size(-3))
     length, keys = q.size(-2), k.size(-2)
 
+    # Where there is no memory for the matrices of this formula, that is said before anything is computed.
+    q.new_empty((*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), length, keys))
     seen = visible_pairs(
         length,
         keys,

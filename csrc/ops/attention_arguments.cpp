@@ -216,6 +216,10 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
   return p;
 }
 
+Output allocate_weights(const AttentionParams& p, Device device) {
+  return allocate("weights", {p.batch, p.heads, p.queries, p.keys}, p.dtype, device);
+}
+
 const void* row_statistics(TensorHandle& handle, Input& input, const AttentionParams& params) {
   check_dtype(input, accumulation_dtype(params.dtype));
   check_shape(input, {query_batch(params), params.heads, query_rows(params)});
