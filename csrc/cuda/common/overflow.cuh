@@ -12,6 +12,10 @@
 
 namespace selfattn::cuda {
 
+// float16 never fills the range of its sums, which are float's.
+template <DType kDType>
+constexpr bool kMayOverflow = kDType != DType::kFloat16;
+
 template <class T>
 __device__ __forceinline__ bool is_finite_number(T x) {
   return x - x == T(0);

@@ -340,11 +340,14 @@ __global__ void __launch_bounds__(kThreads, 2)
     store_fragment<T>(target, plan.first_row, plan.first_row + plan.rows, plan.first_column + n * kColumns,
                       p.value_dim, out[n]);
   }
-  if (!__syncthreads_or(zero != T(0))) return;
-  const int64_t end = smaller(p.value_dim, plan.first_column + kOutputColumns);
-  for (int row = static_cast<int>(threadIdx.x) / kWarp; row < plan.rows; row += kThreads / kWarp) {
-    const HeadRow at = plan.row_numbers().of(row);
-    mend_overflow<kDType>(p, outputs, sequence.batch, plan.head + at.head, at.query, plan.first_column, end);
+  if constexpr (kMayOverflow<kDType>) {
+    if (!__syncthreads_or(zero != T(0))) return;
+    const int64_t end = smaller(p.value_dim, plan.first_column + kOutputColumns);
+    for (int row = static_cast<int>(threadIdx.x) / kWarp; row < plan.rows; row += kThreads / kWarp) {
+      const HeadRow at = plan.row_numbers().of(row);
+      mend_overflow<kDType>(p, outputs, sequence.batch, plan.head + at.head, at.query, plan.first_column,
+                            end);
+    }
   }
 }
 

@@ -132,9 +132,11 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
         store_results<C::kDType>(plan, at + column, pair.x, pair.y, both);
       }
     }
-    if (__all_sync(kWholeWarp, finite)) continue;
-    __syncwarp();
-    mend_overflow<C::kDType>(p, plan.outputs, work.batch, row.head, row.query, 0, p.value_dim);
+    if constexpr (kMayOverflow<C::kDType>) {
+      if (partial || __all_sync(kWholeWarp, finite)) continue;
+      __syncwarp();
+      mend_overflow<C::kDType>(p, plan.outputs, work.batch, row.head, row.query, 0, p.value_dim);
+    }
   }
 }
 

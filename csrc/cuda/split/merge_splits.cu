@@ -65,9 +65,11 @@ __global__ void __launch_bounds__(kMergeThreads)
     finite = finite && is_finite_number(x + y);
     store_results<kDType>(plan, at + column, x, y, column + 1 < columns);
   }
-  if (__all_sync(kWholeWarp, finite)) return;
-  __syncwarp();
-  mend_overflow<kDType>(p, plan.outputs, batch, head, query, first_column, first_column + columns);
+  if constexpr (kMayOverflow<kDType>) {
+    if (__all_sync(kWholeWarp, finite)) return;
+    __syncwarp();
+    mend_overflow<kDType>(p, plan.outputs, batch, head, query, first_column, first_column + columns);
+  }
 }
 
 }  // namespace
