@@ -1,0 +1,43 @@
+"""Every architecture that the installed transformers knows: right on our attention, or refused in a sentence.
+
+`python scripts/transformers_table.py` walks the same way and writes what came out to docs/transformers.md.
+"""
+
+from __future__ import annotations
+
+import pytest
+import zoo_judge
+import zoo_models
+
+
+@pytest.mark.parametrize("model_type", zoo_models.architectures())
+def test_right_or_refused(model_type: str) -> None:
+    verdict = zoo_judge.judged(model_type)
+    assert verdict.outcome not in ("wrong", "crash"), verdict.line()
+    if verdict.outcome == "not built":
+        pytest.skip(verdict.notes[0] if verdict.notes else "nothing to compare")
+
+
+@pytest.mark.parametrize(
+    "model_type", ["llama", "bert", "t5", "whisper", "gpt_oss", "qwen2_vl", "clip", "vit", "mamba"]
+)
+def test_the_walk_reaches(model_type: str) -> None:
+    """What must never fall out of the walk without a word."""
+    verdict = zoo_judge.judged(model_type)
+    assert verdict.outcome == ("no attention" if model_type == "mamba" else "served"), verdict.line()
+    assert verdict.generates == (model_type not in ("clip", "vit", "mamba"))
+
+
+def test_a_wrong_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Causality lost, and padding seen, are noticed by the judge."""
+    from transformers import AttentionInterface
+
+    from selfattn_ext.integrations import transformers as integration
+
+    def blind(module, query, key, value, attention_mask, **more):  # type: ignore[no-untyped-def]
+        return integration.attention_forward(module, query, key, value, None, is_causal=False, **more)
+
+    monkeypatch.setitem(AttentionInterface._global_mapping, zoo_judge.NAME, blind)
+    verdict = zoo_judge.judged("llama")
+    assert verdict.outcome == "wrong"
+    assert all("wrong" in verdict.checks[check] for check in ("forward", "left padding", "generate dynamic"))
