@@ -105,16 +105,21 @@ format: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" format .
 	"$(BIN)/clang-format" -i $(CPP_FILES)
 
+comma := ,
 # The C++ unit tests: a second compilation, without Python.
 $(STAMPS)/cpp-tools: pyproject.toml $(STAMPS)/built
 	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[cpp]'
 	@touch $@
 
+#   make cpp-test SANITIZE=thread               looks for races; SANITIZE=address,undefined for wrong accesses
+SANITIZE ?=
+CPP_BUILD := build/cmake$(if $(SANITIZE),-$(subst $(comma),-,$(SANITIZE)))
 cpp-test: $(STAMPS)/cpp-tools
-	"$(BIN)/cmake" -S . -B build/cmake -G Ninja -DPython3_EXECUTABLE="$(abspath $(BIN))/python" \
-		-DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja"
-	"$(BIN)/cmake" --build build/cmake
-	cd build/cmake && "$(abspath $(BIN))/ctest" --output-on-failure
+	"$(BIN)/cmake" -S . -B $(CPP_BUILD) -G Ninja -DPython3_EXECUTABLE="$(abspath $(BIN))/python" \
+		-DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" $(if $(SANITIZE),-DCMAKE_BUILD_TYPE=RelWithDebInfo \
+		-DCMAKE_CXX_FLAGS="-fsanitize=$(SANITIZE) -fno-sanitize-recover=all")
+	"$(BIN)/cmake" --build $(CPP_BUILD)
+	cd $(CPP_BUILD) && "$(abspath $(BIN))/ctest" --output-on-failure
 
 # What nvcc makes of the CUDA kernels, for every architecture; needs no GPU.   (ARGS="--sparse" takes less time)
 cuda-check: $(STAMPS)/built

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 
 from selfattn_ext import varlen_attention
 from selfattn_ext.demo import text
+from selfattn_ext.terminal import CommandError
 
 
 class Packed(NamedTuple):
@@ -124,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     device = torch.device(given.device)
     source = text.from_file(given.text) if given.text else repository_text()
     paragraphs = [part.strip() for part in source.content.split("\n\n") if len(part.strip()) > 1]
+    if not paragraphs:
+        raise CommandError(f"the text of {source.origin} has no paragraph of two characters or more")
     symbols = sorted(set("".join(paragraphs)))
     number = {symbol: index for index, symbol in enumerate(symbols)}
     documents = [torch.tensor([number[s] for s in part[: given.context]]) for part in paragraphs]
@@ -152,4 +156,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
 
 if __name__ == "__main__":
-    main()
+    try:
+        main()
+    except CommandError as error:
+        sys.exit(f"error: {error}")

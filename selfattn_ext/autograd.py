@@ -65,8 +65,14 @@ def attention(
         return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
     query, key, value = tensors[:3]
     keywords = keywords_of(tensors, options)
-    out, row_max, row_sum, _ = ops.attention_forward(query, key, value, scale, **keywords)
-    weights = ops.attention_weights(query, key, row_max, row_sum, scale, **keywords) if want_weights else None
+    weights = None
+    if want_weights:
+        out, row_max, row_sum, _ = ops.attention_forward(
+            query, key, value, scale, need_weights=True, **keywords
+        )
+        weights = ops.attention_weights(query, key, row_max, row_sum, scale, **keywords)
+    else:
+        out, row_max, row_sum, _ = ops.attention_forward(query, key, value, scale, **keywords)
     return out, weights, row_max + torch.log(row_sum) if want_lse else None
 
 
@@ -150,7 +156,7 @@ class _Attention(Function):
         query, key, value = inputs[:3]
         scale, options, want_weights, want_lse = inputs[7:]
         keywords = keywords_of(tensors, options)
-        statistics = calls.forward(query, key, value, scale, keywords)
+        statistics = calls.forward(query, key, value, scale, keywords, want_weights)
         out, row_max, row_sum, _ = statistics
         weights = None
         if want_weights:
@@ -207,7 +213,7 @@ class _TransformedAttention(Function):
         query, key, value = tensors[:3]
         scale, options, want_weights = inputs[7:]
         keywords = keywords_of(tensors, options)
-        out, row_max, row_sum, residual = calls.forward(query, key, value, scale, keywords)
+        out, row_max, row_sum, residual = calls.forward(query, key, value, scale, keywords, want_weights)
         results: tuple[Tensor, ...] = (out, row_max + torch.log(row_sum), row_max, row_sum)
         if residual is not None:
             results = (*results, residual)

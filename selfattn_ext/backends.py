@@ -231,6 +231,8 @@ def explain(
         alibi_slopes=alibi_slopes,
         sinks=sinks,
         query_offset=query_offset,
+        return_weights=return_weights,
+        return_lse=return_lse,
     )
     forced = forced_kernel()
     if query.device.type == "cuda":

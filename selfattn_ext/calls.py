@@ -42,9 +42,11 @@ def is_differentiated() -> bool:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, keywords: Options
+    query: Tensor, key: Tensor, value: Tensor, scale: float, keywords: Options, want_weights: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, Maybe]:
     """out, row_max, row_sum and, where the dtype has one, out_residual, for a backward to come."""
+    if want_weights:
+        keywords = {**keywords, "need_weights": True}
     if query.dtype in ops.SIXTEEN_BITS:
         return ops.attention_forward(query, key, value, scale, need_residual=True, **keywords)
     return *ops.attention_forward(query, key, value, scale, **keywords)[:3], None

@@ -26,7 +26,7 @@ _DTYPES_TEXT = "float64, float32, bfloat16 or float16"
 #: what an operator raises where there is no memory for its result.
 REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, IndexError, MemoryError)
 _MAX_OFFSET = 2**40
-_MAX_ELEMENTS = 2**62
+_MAX_ELEMENTS = 2**60
 
 
 def explained(refusal: Exception, check: Callable[..., None], *args: Any, **kwargs: Any) -> Exception:
@@ -39,6 +39,9 @@ def explained(refusal: Exception, check: Callable[..., None], *args: Any, **kwar
         check(*args, **kwargs)
     except (ValueError, TypeError) as problem:
         return problem
+    if "DefaultCPUAllocator" in str(refusal):
+        # torch's own functions, of which the formula is made, have no class of their own for that.
+        return MemoryError(f"not enough memory: {refusal}")
     return refusal
 
 
@@ -64,6 +67,8 @@ def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFF
     One that a compiler traces as a symbol is taken as it is: a question about its value would tie the graph
     to the answer. The operators check it when it has a value.
     """
+    if _is_truth_value(value):
+        raise TypeError(f"{name} must be an int, got {described(value)}")
     if _may_be_symbol(value):
         return value
     try:
@@ -71,8 +76,22 @@ def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFF
     except TypeError:
         raise TypeError(f"{name} must be an int, got {described(value)}") from None
     if not low <= result <= high:
-        raise ValueError(f"{name} must lie between {low} and {high}, got {result}")
+        raise ValueError(f"{name} must lie between {low} and {high}, got {_digits(result)}")
     return result
+
+
+def _is_truth_value(value: Any) -> bool:
+    """Whether a value is True or False, or that of NumPy, of a tensor or of a compiler: a number to Python,
+    and a mistake where a number is asked for.
+    """
+    if type(value) is int or type(value) is float:
+        return False
+    return isinstance(value, (bool, torch.SymBool)) or str(getattr(value, "dtype", "")).endswith("bool")
+
+
+def _digits(number: int) -> str:
+    """An int for a message; Python refuses to print those of thousands of digits."""
+    return str(number) if number.bit_length() <= 200 else f"an int of {number.bit_length()} bits"
 
 
 def _may_be_symbol(value: Any) -> bool:
@@ -83,26 +102,40 @@ def _may_be_symbol(value: Any) -> bool:
 
 def number(name: str, value: Any) -> float:
     """A finite float from a real number or a tensor of one element that requires no gradient."""
-    if isinstance(value, Tensor):
-        if value.numel() != 1 or value.is_complex():
-            raise TypeError(f"{name} must be a real number, got {described(value)}")
-        if value.requires_grad:
-            raise ValueError(f"{name} is a constant of differentiation, got a tensor with requires_grad=True")
-    elif isinstance(value, (str, bytes)):
-        raise TypeError(f"{name} must be a real number, got {value!r}")
-    try:
-        result = float(value)
-    except (TypeError, ValueError):
-        raise TypeError(f"{name} must be a real number, got {described(value)}") from None
+    result = value if type(value) is float else _as_float(name, value)
     # As math.isfinite says it, in words that hold for the symbol of a compiler too.
     if result - result != 0:
         raise ValueError(f"{name} must be finite, got {result}")
     return result
 
 
-def scale(value: Any) -> float:
-    """The factor of the scores. A learned one belongs into the query: ``query * factor``, ``scale=1.0``."""
-    return number("scale", value)
+def _as_float(name: str, value: Any) -> float:
+    if isinstance(value, Tensor):
+        if value.numel() != 1 or value.is_complex():
+            raise TypeError(f"{name} must be a real number, got {described(value)}")
+        if value.requires_grad:
+            raise ValueError(f"{name} is a constant of differentiation, got a tensor with requires_grad=True")
+    if isinstance(value, (str, bytes)) or _is_truth_value(value):
+        raise TypeError(f"{name} must be a real number, got {described(value)}")
+    try:
+        return float(value)
+    except (TypeError, ValueError):
+        raise TypeError(f"{name} must be a real number, got {described(value)}") from None
+    except OverflowError:
+        raise ValueError(f"{name} must be finite as a float64, got {described(value)}") from None
+
+
+def scale(value: Any, dtype: torch.dtype = torch.float64) -> float:
+    """The factor of the scores of inputs of ``dtype``, all of which but float64 are computed in float32.
+
+    A learned one belongs into the query: ``query * factor``, ``scale=1.0``.
+    """
+    result = number("scale", value)
+    if dtype != torch.float64 and abs(result) > torch.finfo(torch.float32).max:
+        raise ValueError(
+            f"scale must be finite in float32, in which {dtype} inputs are computed, got {result}"
+        )
+    return result
 
 
 def softcap(value: Any) -> float:
@@ -121,14 +154,12 @@ def probability(name: str, value: Any) -> float:
     return result
 
 
-def flag(name: str, value: Any) -> None:
-    """One value that is true or false."""
-    try:
-        bool(value)
-    except (RuntimeError, ValueError):
-        raise TypeError(
-            f"{name} must be a bool, the same for the whole call, got {described(value)}"
-        ) from None
+def flags(**values: Any) -> None:
+    """True or False each, as torch's functions have it: "False" is true, and None may be a mistake."""
+    for name, value in values.items():
+        # By its type: a compiler's symbol for a bool has it too, and is nobody's identical object.
+        if type(value) is not bool and not isinstance(value, torch.SymBool):
+            raise TypeError(f"{name} must be a bool, the same for the whole call, got {described(value)}")
 
 
 def window(value: Any) -> tuple[int, int]:
@@ -177,6 +208,8 @@ def described(value: Any) -> str:
         if value.is_nested:  # the older layout has no shape
             return "a nested tensor"
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"int {_digits(value)}"
     hint = (
         "; torch.from_numpy makes a tensor of it"
         if type(value).__module__ == "numpy" and hasattr(value, "shape")
@@ -284,6 +317,17 @@ def _head_numbers(name: str, value: Any, tensor: Tensor, full: Sequence[int]) ->
     broadcasts(name, value.shape, full, "one number per head")
 
 
+def _form(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> shapes.Canonical:
+    """The three in the operators' form, to look at."""
+    try:
+        return shapes.canonical(query.detach(), key.detach(), value.detach(), enable_gqa, dense=False)
+    except RuntimeError:
+        raise ValueError(
+            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} broadcast to "
+            "more elements than memory can address"
+        ) from None
+
+
 def _result_lead(form: shapes.Canonical) -> tuple[int, ...]:
     """The dimensions of the scores before L and S, as the user counts them."""
     if form.rank == 2:
@@ -300,13 +344,15 @@ def attention(
     dropout_p: Any = 0.0,
     is_causal: Any = False,
     scale_: Any = None,
-    enable_gqa: bool = False,
+    enable_gqa: Any = False,
     *,
     window_size: Any = (-1, -1),
     softcap_: Any = 0.0,
     alibi_slopes: Any = None,
     sinks: Any = None,
     query_offset: Any = 0,
+    return_weights: Any = False,
+    return_lse: Any = False,
 ) -> None:
     """Every argument of :func:`selfattn_ext.scaled_dot_product_attention`."""
     floats({"query": query, "key": key, "value": value})
@@ -325,11 +371,14 @@ def attention(
             "key and value must have the same length (second dimension from the end), but key is "
             f"{tuple(key.shape)} and value {tuple(value.shape)}"
         )
-    form = shapes.canonical(query.detach(), key.detach(), value.detach(), enable_gqa, dense=False)
+    flags(enable_gqa=enable_gqa, return_weights=return_weights, return_lse=return_lse)
+    form = _form(query, key, value, enable_gqa)
     lead = _result_lead(form)
     scores = (*lead, query.size(-2), key.size(-2))
     fits("the output", (*scores[:-1], value.size(-1)))
     fits("the scores", scores[-2:])
+    if return_weights:
+        fits("the weights", scores)
 
     integer("query_offset", query_offset)
     options(
@@ -352,35 +401,36 @@ def options(
     heads: Sequence[int],
 ) -> None:
     """The options that every attention has, for scores of that shape and numbers per head of that."""
-    if dropout_p is not None:
-        probability("dropout_p", dropout_p)
-    flag("is_causal", is_causal)
+    probability("dropout_p", dropout_p)
+    flags(is_causal=is_causal)
     if scale_ is not None:
-        scale(scale_)
+        scale(scale_, query.dtype)
     window(window_size)
-    if softcap_ is not None:
-        softcap(softcap_)
+    softcap(softcap_)
     if attn_mask is not None:
         _mask_of("attn_mask", attn_mask, query, scores, "query")
     _head_numbers("alibi_slopes", alibi_slopes, query, heads)
     _head_numbers("sinks", sinks, query, heads)
 
 
-def scores(query: Any, key: Any, scale_: Any = None, enable_gqa: bool = False) -> None:
+def scores(query: Any, key: Any, scale_: Any = None, enable_gqa: Any = False) -> None:
     """Every argument of :func:`selfattn_ext.attention_scores`."""
     floats({"query": query, "key": key})
     attention(query, key, key, None, 0.0, False, scale_, enable_gqa)
-    form = shapes.canonical(query.detach(), key.detach(), key.detach(), enable_gqa, dense=False)
+    form = _form(query, key, key, enable_gqa)
     fits("the scores", (*_result_lead(form), query.size(-2), key.size(-2)))
 
 
-def softmax(scores: Any, mask: Any = None, *, scale_: Any = 1.0, query_offset: Any = 0) -> None:
+def softmax(
+    scores: Any, mask: Any = None, *, scale_: Any = 1.0, is_causal: Any = False, query_offset: Any = 0
+) -> None:
     """Every argument of :func:`selfattn_ext.masked_softmax`."""
     floats({"scores": scores})
     if scores.dim() < 2:
         raise ValueError(f"scores must have at least 2 dimensions, (..., L, S), got {tuple(scores.shape)}")
     fits("the weights", scores.shape)
-    scale(scale_)
+    scale(scale_, scores.dtype)
+    flags(is_causal=is_causal)
     integer("query_offset", query_offset)
     if mask is not None:
         _mask_of("mask", mask, scores, tuple(scores.shape), "scores")

@@ -246,6 +246,7 @@ def varlen(
             f"key and value must have the same number of rows, but key is {tuple(key.shape)} and value "
             f"{tuple(value.shape)}"
         )
+    checks.flags(enable_gqa=enable_gqa)
     shapes.check_heads(query.shape[1], key.shape[1], value.shape[1], enable_gqa, tensors)
     # Before their values: those of another packing would break rules that say nothing of the mistake.
     counts = [starts.shape[0] for starts in (cu_seqlens_q, cu_seqlens_k) if _is_vector(starts)]

@@ -69,7 +69,7 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
-        "--text", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="train on this text file"
+        "--text", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="train on this text file (UTF-8)"
     )
     parser.add_argument(
         "--steps", type=_positive_int, default=400, help="optimizer steps of each of the three"
@@ -80,7 +80,12 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--out", type=Path, metavar="FILE", default=Path("demo_attention.png"), help="the heatmap"
     )
     parser.add_argument(
-        "--max-seconds", type=_positive_float, default=45.0, help="stop training early on a slow machine"
+        "--max-seconds",
+        type=_positive_float,
+        default=60.0,
+        help="for everything after torch is imported: the training of all three together, "
+        "the comparison, the sample and the picture. A slow machine trains fewer steps and samples less "
+        "text; one step of each, the comparison and the picture take what they take",
     )
     parser.set_defaults(run=_run_demo)
 

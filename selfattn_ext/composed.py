@@ -68,9 +68,9 @@ def _masked_softmax(scores: Tensor, scale: float, *, mask: Maybe = None, **optio
 
 _attention_operator = _composed(
     "attention_with_gradient",
-    _arguments(ops.attention_forward).replace(
-        "need_residual=False", "return_weights=False, bool return_lse=False"
-    ),
+    _arguments(ops.attention_forward)
+    .replace("need_residual", "return_weights")
+    .replace("need_weights", "return_lse"),
     "Tensor[]",
     _attention,
 )

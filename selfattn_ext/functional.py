@@ -21,6 +21,7 @@ from .reference import default_scale
 __all__ = ["attention_weights", "scaled_dot_product_attention"]
 
 _EVERYTHING = general.EVERYTHING
+_OFF = general.OFF
 
 # Looked up once: an attribute chain costs as much as the call at its end.
 _is_grad_enabled = torch.is_grad_enabled
@@ -96,7 +97,7 @@ def scaled_dot_product_attention(
     enable_gqa: bool = False,
     *,
     window_size: Sequence[int] = _EVERYTHING,
-    softcap: float = 0.0,
+    softcap: float = _OFF,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     query_offset: int = arguments.ORIGIN,
@@ -182,17 +183,20 @@ def scaled_dot_product_attention(
         options: dict[str, Any] = {}
         if query_offset is not arguments.ORIGIN:
             options["query_offset"] = checks.integer("query_offset", query_offset)
-        if window_size is not _EVERYTHING or softcap or backends.forcing:
+        if window_size is not _EVERYTHING or softcap is not _OFF or backends.forcing:
             general.add_rules(options, window_size, softcap)
 
         if (
             attn_mask is None
             and alibi_slopes is None
             and sinks is None
-            and not dropout_p
-            and not return_weights
-            and not return_lse
+            and dropout_p == 0.0
+            and dropout_p is not False
+            and return_weights is False
+            and return_lse is False
             and not compiling
+            and (is_causal is False or is_causal is True)
+            and (enable_gqa is False or enable_gqa is True)
             and not _is_exporting()
             and query.dim() == 4
             and not _is_any_autocast_enabled()
@@ -219,10 +223,14 @@ def scaled_dot_product_attention(
                     return ops.direct_forward(query, key, value, given, **options)[0]
                 return ops.plain_attention(query, key, value, given, is_causal, enable_gqa)
             except (ValueError, RuntimeError):
-                # Something to broadcast or to make dense, a flag that is no bool, or a mistake: the general
-                # way finds out which.
+                # Something to broadcast or to make dense, or a mistake: the general way finds out which.
                 pass
 
+        if not (type(is_causal) is type(enable_gqa) is type(return_weights) is type(return_lse) is bool):
+            checks.flags(
+                is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights,
+                return_lse=return_lse,
+            )  # fmt: skip
         call = arguments.prepared(
             query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options
         )
@@ -231,7 +239,7 @@ def scaled_dot_product_attention(
         raise checks.explained(
             refusal, checks.attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             window_size=window_size, softcap_=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            query_offset=query_offset,
+            query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
         ) from None  # fmt: skip
     return general.results(out, weights, lse)
 
@@ -276,7 +284,7 @@ def attention_weights(
     enable_gqa: bool = False,
     *,
     window_size: Sequence[int] = _EVERYTHING,
-    softcap: float = 0.0,
+    softcap: float = _OFF,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     query_offset: int = arguments.ORIGIN,

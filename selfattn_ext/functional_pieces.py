@@ -40,6 +40,7 @@ def attention_scores(
     if _is_overridden(query, key) and (relevant := overrides.asked(query, key)):
         return overrides.call(attention_scores, relevant, query, key, scale, enable_gqa)
     try:
+        checks.flags(enable_gqa=enable_gqa)
         q, k = arguments.autocast(query, key)
         form = shapes.canonical(q, k, k, enable_gqa)
         factor = default_scale(form.query.size(3)) if scale is None else checks.scale(scale)
@@ -95,6 +96,7 @@ def masked_softmax(
         lead = tuple(scores.shape[:-3]) or (1,)
         flat = shapes.four_dimensional(scores, lead)
         options: dict[str, Any] = {}
+        checks.flags(is_causal=is_causal)
         if is_causal:
             options["is_causal"] = True
         if query_offset is not arguments.ORIGIN:
@@ -113,6 +115,7 @@ def masked_softmax(
         weights = compute(flat, bias, checks.scale(scale), options)
     except checks.REFUSALS as refusal:
         raise checks.explained(
-            refusal, checks.softmax, scores, mask, scale_=scale, query_offset=query_offset
-        ) from None
+            refusal, checks.softmax, scores, mask, scale_=scale, is_causal=is_causal,
+            query_offset=query_offset,
+        ) from None  # fmt: skip
     return shapes.restored(weights, form)

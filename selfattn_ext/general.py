@@ -15,18 +15,20 @@ from torch import Tensor
 from . import arguments, autograd, backends, checks, checks_sequences, composed, shapes
 from .arguments import Maybe, Options, Prepared
 
-__all__ = ["EVERYTHING", "add_position", "add_rules", "attention", "dropout_seed", "results"]
+__all__ = ["EVERYTHING", "OFF", "add_position", "add_rules", "attention", "dropout_seed", "results"]
 
 #: The default window_size, to be compared by identity, which is the cheapest question.
 EVERYTHING = (-1, -1)
+#: The same for softcap.
+OFF = 0.0
 
 
 def add_rules(options: Options, window_size: Sequence[int], softcap: float) -> None:
     """Adds the window, the softcap and the kernel asked for to the options."""
     if window_size is not EVERYTHING:
         arguments.add_window(options, window_size)
-    if softcap:
-        options["softcap"] = checks.softcap(softcap)
+    if softcap is not OFF and (bound := checks.softcap(softcap)):
+        options["softcap"] = bound
     if backends.forcing and (kernel := backends.forced_kernel()):
         options["kernel_name"] = kernel
 
@@ -41,9 +43,12 @@ def add_position(options: Options, query_offset: int | Tensor) -> None:
 
 def dropout_seed(options: Options, dropout_p: float, query: Tensor) -> Maybe:
     """Adds the probability to the options; a seed from torch's generator on that device, None for 0."""
-    if not dropout_p:
+    if type(dropout_p) is float and dropout_p == 0.0:
         return None
-    options["dropout_p"] = checks.probability("dropout_p", dropout_p)
+    probability = checks.probability("dropout_p", dropout_p)
+    if not probability:
+        return None
+    options["dropout_p"] = probability
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
 
 

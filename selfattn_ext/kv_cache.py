@@ -138,8 +138,10 @@ class KVCache:
         return sequence
 
     def free(self, sequence: int) -> None:
-        """Ends a sequence: its pages go back to the pool, its number to allocate()."""
-        (sequence,) = self._numbers([sequence])
+        """Ends a sequence, and a step that it takes part in: its pages go back to the pool, its number to
+        allocate().
+        """
+        (sequence,) = self._numbers([sequence], "sequence")
         self._resize(sequence, 0)
         self._used[sequence] = False
 
@@ -151,7 +153,8 @@ class KVCache:
         self._begin(everything, [0] * len(everything))
 
     def truncate(self, length: int, sequences: Iterable[int] | None = None) -> None:
-        """Forgets all tokens from that position on, as after guesses of a draft model that were wrong.
+        """Forgets all tokens from that position on, as after guesses of a draft model that were wrong. A step
+        that loses tokens by it is over.
 
         Args:
             length: sequences that are not longer stay as they are.
@@ -162,7 +165,8 @@ class KVCache:
             self._resize(sequence, min(length, self._lengths[sequence]))
 
     def extend(self, counts: int | Sequence[int] = 1, sequences: Iterable[int] | None = None) -> None:
-        """Begins a step: makes room for new tokens. All layers then append or attend.
+        """Begins a step: makes room for new tokens. All layers then append or attend, until the next step, or
+        until one of its sequences is freed or cut off, which ends it.
 
         The tokens count from now on; truncate() takes back a step that is given up.
 
@@ -260,7 +264,7 @@ class KVCache:
         is_causal: bool = True,
         scale: float | None = None,
         window_size: Sequence[int] = general.EVERYTHING,
-        softcap: float = 0.0,
+        softcap: float = general.OFF,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         return_weights: bool = False,
@@ -285,6 +289,8 @@ class KVCache:
                 as it was.
         """
         try:
+            if not (type(is_causal) is type(return_weights) is type(return_lse) is bool):
+                checks.flags(is_causal=is_causal, return_weights=return_weights, return_lse=return_lse)
             keys, values = self._caches(layer)
             (q, k, v), options = self._operands(query, key, value)
             options["seqlens_k"], options["query_offsets"] = self._seqlens, self.cache_seqlens
@@ -333,6 +339,8 @@ class KVCache:
 
     def _operands(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Options]:
         """Tokens of the step in the operators' form, and what packed ones need."""
+        if self._ended:
+            raise ValueError(self._ended)
         batch, rows = self._step.batch, self._step.uniform
         views = tensors
         options: Options = {}
@@ -347,21 +355,27 @@ class KVCache:
                 raise ValueError("not the tokens of the step")
         return views, options
 
-    def _numbers(self, sequences: Iterable[int] | None) -> list[int]:
+    def _numbers(self, sequences: Iterable[int] | None, name: str = "sequences") -> list[int]:
         count = len(self._used)
         if sequences is None:
             return list(range(count))
         if not isinstance(sequences, Iterable):
             raise TypeError(f"sequences must be numbers of sequences, got {checks.described(sequences)}")
-        numbers = [checks.integer("sequences", sequence) for sequence in sequences]
+        numbers = [checks.integer(name, sequence) for sequence in sequences]
         for number in numbers:
             if not 0 <= number < count:
-                raise ValueError(f"the cache holds sequences 0 to {count - 1}, got {number}")
+                raise ValueError(f"{name}: the cache holds sequences 0 to {count - 1}, got {number}")
         if len(set(numbers)) < len(numbers):
-            raise ValueError(f"a sequence takes part in a step once, got {numbers}")
+            raise ValueError(f"{name} must name each sequence once, got {numbers}")
         return numbers
 
     def _resize(self, sequence: int, length: int) -> None:
+        if length < self._lengths[sequence] and sequence in self._chosen:
+            # Its pages may be another's by the time that a layer writes.
+            self._ended = (
+                f"the step is over, as its sequence {sequence} has been freed or cut off since: extend() "
+                "begins the next"
+            )
         self._lengths[sequence] = length
         if self._pool is not None:
             self._pool.resize(sequence, length)
@@ -370,6 +384,7 @@ class KVCache:
         """Brings what layers look at up to date, in place where shapes are those of the step before."""
         counts = [0] * len(chosen) if counts is None else counts
         self._step = step = kvcache_checks.step_of(counts)
+        self._chosen, self._ended = frozenset(chosen), ""
         lengths = torch.tensor([before, counts], dtype=torch.int64, device="cpu")
         starts = torch.zeros(len(chosen) + 1, dtype=torch.int64, device="cpu")
         torch.cumsum(lengths[1], 0, out=starts[1:])

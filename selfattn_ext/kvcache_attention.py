@@ -107,7 +107,7 @@ def attention_with_kvcache(
     *,
     layout: str | None = None,
     window_size: Sequence[int] = general.EVERYTHING,
-    softcap: float = 0.0,
+    softcap: float = general.OFF,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     query_offset: int | Tensor | None = None,
@@ -125,10 +125,11 @@ def attention_with_kvcache(
         key_cache: (B, Hk, capacity, E), same dtype; with a block_table pages (N, Hk, page_size, E). Written
             in place: any strides, but the last is 1, no two elements share memory (as in expanded tensors),
             and it is no negative view.
-        value_cache: the same with Ev. It may be a view of the first features of key_cache, if value is that
-            of key.
+        value_cache: the same with Ev. It has no element of key_cache in its memory, unless all of it are
+            some features of key_cache, and value is the same view of key.
         key, value: (B, Hk, L_new, E) and (B, Hk, L_new, Ev), what to write behind the cache_seqlens keys of
-            each sequence; or neither. These and query are no views of the rows that are written.
+            each sequence; or neither. These and other tensors may be views of the caches: they count as they
+            were before the call.
         cache_seqlens: how many keys each sequence has before the new ones: an int, or int32 or int64 (B,).
             Needed with key. None: the whole cache. It is not updated: the caller adds L_new.
         block_table: int32 or int64 (B, pages of a sequence): key j of sequence b is row j % page_size of the
@@ -174,6 +175,11 @@ def attention_with_kvcache(
         )  # fmt: skip
     transposed = False
     try:
+        if not (type(is_causal) is type(enable_gqa) is type(return_weights) is type(return_lse) is bool):
+            checks.flags(
+                is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights,
+                return_lse=return_lse,
+            )  # fmt: skip
         q, keys, values, k, v = query, key_cache, value_cache, key, value
         if layout is None:
             transposed = kvcache_checks.is_transposed(query, key_cache, key)
@@ -187,8 +193,8 @@ def attention_with_kvcache(
                 k, v = k.transpose(1, 2), v.transpose(1, 2)
         options: Options = {}
         after = _lengths_after(q, keys, k, cache_seqlens, block_table, options)
-        if q.is_cuda and options and not _is_compiling():
-            kvcache_checks.values(keys, k, options)
+        if q.is_cuda and not _is_compiling():
+            kvcache_checks.values(keys, k, options, query_offset)
         general.add_rules(options, window_size, softcap)
         if is_causal:
             options["is_causal"] = True
@@ -292,8 +298,6 @@ def attend(
     if _is_any_autocast_enabled():
         # Casting would be lost on a cache; so the rest takes its dtype.
         (query,) = arguments.autocast(query, dtype=key_cache.dtype)
-        if key is not None and value is not None:
-            key, value = arguments.autocast(key, value, dtype=key_cache.dtype)
     tensors = (query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
     if _is_grad_enabled():
         for tensor in tensors:
@@ -311,20 +315,23 @@ def attend(
             options["alibi_slopes"] = shapes.head_numbers(alibi_slopes, form, dtype)
         if sinks is not None:
             options["sinks"] = shapes.head_numbers(sinks, form, dtype)
-    if dropout_p:
-        options["dropout_seed"] = general.dropout_seed(options, dropout_p, query)
+    if type(dropout_p) is not float or dropout_p:
+        seed = general.dropout_seed(options, dropout_p, query)
+        if seed is not None:
+            options["dropout_seed"] = seed
     factor = default_scale(query.size(3)) if scale is None else checks.scale(scale)
     query = shapes.dense_rows(query)
     graph = _is_compiling() or _is_exporting()
+    given = {**options, "need_weights": True} if want_weights else options
     if key is None or value is None:
         if key is not value:
             raise ValueError("key without value")
         forward = ops.attention_forward if graph else ops.direct_forward
-        out, row_max, row_sum, _ = forward(query, key_cache, value_cache, factor, **options)
+        out, row_max, row_sum, _ = forward(query, key_cache, value_cache, factor, **given)
     else:
-        key, value = shapes.dense_rows(key), shapes.dense_rows(value)
+        key, value = _written(key, value, key_cache.dtype)
         step = ops.attention_with_cache if graph else ops.direct_with_cache
-        out, row_max, row_sum = step(query, key_cache, value_cache, key, value, factor, **options)
+        out, row_max, row_sum = step(query, key_cache, value_cache, key, value, factor, **given)
         if not graph:
             # Autograd then knows that whatever saved the cache before has changed.
             _increment_version((key_cache, value_cache))
@@ -332,6 +339,21 @@ def attend(
     if want_weights:
         weights = ops.attention_weights(query, key_cache, row_max, row_sum, factor, **options)
     return out, weights, row_max + torch.log(row_sum) if want_lse else None
+
+
+def _written(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values as the operators write them: under autocast in the dtype of the cache, with dense rows.
+
+    Values that are features of the keys stay that, as the operators ask where the caches are such, too.
+    """
+    if _is_any_autocast_enabled():
+        k, v = map(shapes.dense_rows, arguments.autocast(key, value, dtype=dtype))
+    else:
+        k, v = shapes.dense_rows(key), shapes.dense_rows(value)
+    if (k is key and v is value) or _is_compiling():
+        return k, v
+    first = kvcache_checks.first_feature(key, value)
+    return (k, v) if first is None else (k, k[..., first : first + v.size(-1)])
 
 
 def append(
@@ -345,9 +367,7 @@ def append(
 ) -> None:
     """Writes keys and values behind those of sequences that long, and no more; in the operators' form."""
     kvcache_checks.no_derivatives((key_cache, value_cache, key, value))
-    if _is_any_autocast_enabled():
-        key, value = arguments.autocast(key, value, dtype=key_cache.dtype)
-    key, value = shapes.dense_rows(key), shapes.dense_rows(value)
+    key, value = _written(key, value, key_cache.dtype)
     ops.append_to_cache(
         key_cache, value_cache, key, value, lengths, cu_seqlens=cu_seqlens, block_table=block_table
     )

@@ -1,7 +1,7 @@
 """What is wrong with the arguments of :func:`selfattn_ext.attention_with_kvcache` and of KVCache.
 
-``is_transposed``, ``mask``, ``no_derivatives``, ``step_of`` and ``values`` are on the way of the calls that
-they concern; the others are called once something has refused a call (Note [Refusals] in
+``first_feature``, ``is_transposed``, ``mask``, ``no_derivatives``, ``step_of`` and ``values`` are on the way
+of the calls that they concern; the others are called once something has refused a call (Note [Refusals] in
 :mod:`selfattn_ext.functional`).
 """
 
@@ -23,6 +23,7 @@ __all__ = [
     "as_cast",
     "attend",
     "attention",
+    "first_feature",
     "is_transposed",
     "lengths",
     "mask",
@@ -65,6 +66,16 @@ def mask(value: Any, form: shapes.Canonical) -> Tensor:
     return shapes.mask_four_dimensional(checks.mask("attn_mask", value), form)
 
 
+def first_feature(key: Tensor, value: Tensor) -> int | None:
+    """The first of the features of key that value is a view of, None where it is no such view."""
+    if key.shape[:-1] != value.shape[:-1] or key.stride() != value.stride() or not key.stride(-1):
+        return None
+    if key.untyped_storage()._cdata != value.untyped_storage()._cdata:
+        return None
+    first, rest = divmod(int(value.storage_offset() - key.storage_offset()), key.stride(-1))
+    return first if rest == 0 <= first <= key.size(-1) - value.size(-1) else None
+
+
 def no_derivatives(tensors: Sequence[Tensor | None], advice: str = _NO_DERIVATIVES) -> None:
     """Refuses what would lose derivatives: gradients, transforms of torch.func, tangents."""
     if torch._C._are_functorch_transforms_active():
@@ -78,10 +89,12 @@ def no_derivatives(tensors: Sequence[Tensor | None], advice: str = _NO_DERIVATIV
         raise ValueError(f"{advice}; here an argument has a tangent")
 
 
-def values(key_cache: Tensor, key: Tensor | None, options: dict[str, Any]) -> None:
-    """Lengths and pages of a cache on a GPU, which takes a look at them: it waits."""
+def values(key_cache: Tensor, key: Tensor | None, options: dict[str, Any], query_offset: Any = None) -> None:
+    """Positions, lengths and pages of a cache on a GPU, which takes a look at them: it waits."""
     if capture.is_capturing(key_cache) or isinstance(key_cache, FakeTensor):
         return
+    if isinstance(query_offset, Tensor) and query_offset.dim() == 1:
+        checks_sequences.position_values(query_offset)
     after, table = options.get("seqlens_k"), options.get("block_table")
     if after is None or after.dim() != 1 or (table is not None and table.dim() != 2):
         return  # the operator refuses that

@@ -56,6 +56,16 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+def usable_softcap(softcap: float, dtype: torch.dtype) -> float:
+    """The softcap as arithmetic in ``dtype`` can divide by it and multiply with it.
+
+    Near the largest number and beyond it is off (0), as it changes no score that leaves the softmax a choice;
+    below the smallest normal number it is that number, as either bounds scores by nothing.
+    """
+    limits = torch.finfo(dtype)
+    return 0.0 if softcap == 0.0 or softcap > limits.max / 16 else max(softcap, limits.tiny)
+
+
 def default_scale(head_dim: int) -> float:
     """``1 / sqrt(E)``; 1 for E = 0, where every score is an empty sum and any factor leaves it 0."""
     return head_dim**-0.5 if head_dim else 1.0
@@ -114,6 +124,8 @@ def attention(
     v = _repeat_heads(value.to(dtype), query.size(-3))
     length, keys = q.size(-2), k.size(-2)
 
+    # Where there is no memory for the matrices of this formula, that is said before anything is computed.
+    q.new_empty((*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), length, keys))
     seen = visible_pairs(
         length,
         keys,
@@ -130,7 +142,7 @@ def attention(
     scores = (_product(q, k.mT) if apart is None else _dot_visible(q, k, apart)) * (
         default_scale(q.size(-1)) if scale is None else scale
     )
-    if softcap:
+    if softcap := usable_softcap(softcap, dtype):
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes.to(dtype), length, keys, query_offset)

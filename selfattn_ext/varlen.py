@@ -94,7 +94,7 @@ def varlen_attention(
     enable_gqa: bool = False,
     *,
     window_size: Sequence[int] = general.EVERYTHING,
-    softcap: float = 0.0,
+    softcap: float = general.OFF,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     query_offset: int | Tensor = arguments.ORIGIN,
@@ -190,6 +190,9 @@ def varlen_attention(
             block_table, return_weights, return_lse,
         )  # fmt: skip
     try:
+        checks.flags(
+            is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights, return_lse=return_lse
+        )
         if cu_seqlens_k is None:
             raise TypeError("packed keys without offsets")
         options: dict[str, Any] = {

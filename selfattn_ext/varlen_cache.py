@@ -52,6 +52,9 @@ def attention(
         ValueError, TypeError: as there.
     """
     try:
+        checks.flags(
+            is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights, return_lse=return_lse
+        )
         options: Options = {
             "cu_seqlens_q": checks_sequences.indices("cu_seqlens_q", cu_seqlens_q),
             "max_seqlen_q": checks.integer("max_seqlen_q", max_seqlen_q, 0),
@@ -61,6 +64,7 @@ def attention(
         if block_table is not None:
             keys, values = key.transpose(1, 2), value.transpose(1, 2)
             options["block_table"] = kvcache_attention.page_numbers(block_table)
+            _within_longest(seqused_k, cu_seqlens_k, max_seqlen_k)
         else:
             keys, values = (
                 shapes.dense_rows(shapes.of_packed(key)),
@@ -97,6 +101,22 @@ def _lengths(cu_seqlens_k: Any, seqused_k: Maybe) -> Tensor:
     if seqused_k is not None:
         return checks_sequences.indices("seqused_k", seqused_k)
     return checks_sequences.indices("cu_seqlens_k", cu_seqlens_k).diff()
+
+
+def _within_longest(seqused_k: Maybe, cu_seqlens_k: Maybe, max_seqlen_k: Any) -> None:
+    """The operators, who find the keys of a sequence by its pages, have no use for the longest length."""
+    longest = checks.integer("max_seqlen_k", max_seqlen_k, 0)
+    lengths: Sequence[int] | None = None
+    if seqused_k is not None:
+        lengths = checks_sequences.values("seqused_k", seqused_k)
+    elif cu_seqlens_k is not None:
+        starts = checks_sequences.values("cu_seqlens_k", cu_seqlens_k)
+        lengths = starts and [after - before for before, after in itertools.pairwise(starts)]
+    if lengths and max(lengths) > longest:
+        raise ValueError(
+            f"max_seqlen_k must be at least the length of the longest sequence, {max(lengths)} of number "
+            f"{lengths.index(max(lengths))}, got {longest}"
+        )
 
 
 def _within_slots(seqused_k: Tensor, cu_seqlens_k: Tensor) -> None:

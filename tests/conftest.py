@@ -39,6 +39,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         items[:] = [item for item in items if item not in apart]
 
 
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    """For whoever waits: which tests come first, and that silence is no sign of trouble."""
+    if not config.getoption("numprocesses", None) or config.args != config.getini("testpaths"):
+        return []
+    return [
+        "order: the longest tests start first, so that no process is left alone with one at the end. With "
+        "two processes no dot may appear for a minute or more; all tests take about six minutes then."
+    ]
+
+
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", f"cpu_only(reason): left out with {gpu.DEVICE_VARIABLE}=cuda")
     if gpu.DEVICE != "cpu" and (reason := gpu.missing()) is not None:

@@ -42,12 +42,14 @@ MODULES = (
     "test_errors.py",
     "test_examples.py",
     "test_export.py",
+    "test_flags.py",
     "test_func_transforms.py",
     "test_functional.py",
     "test_gradients.py",
     "test_kv_cache_helper.py",
     "test_kv_cache_random.py",
     "test_kvcache.py",
+    "test_kvcache_overlap.py",
     "test_mask_gradient.py",
     "test_mask_sums.py",
     "test_masks.py",
@@ -101,6 +103,7 @@ ELSEWHERE = {
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_troubleshooting": "is about the documents",
     "test_types": "is about type checkers",
+    "test_wide": "is about the order of sums on the CPU",
     "test_wild": "on a GPU nobody looks at the numbers: the emulator's tests show that kernels limit them",
 }
 

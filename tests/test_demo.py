@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import re
 import sys
+import time
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gpu
 import pytest
@@ -101,7 +105,52 @@ def test_demo_stops_early_on_a_slow_machine(tmp_path: Path, capsys: pytest.Captu
         out=tmp_path / "drawn.png",
     )
     assert demo.run(options) == 0
-    assert "stopped after 1 of 50 steps" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "stopped after 1 of 50 steps" in printed
+    assert "sample (cut short by --max-seconds)" in printed
+
+
+class SlowMachine:
+    """A clock that only work moves: a step of one twin takes a second, the rest in proportion, as measured
+    on two processors with the demo's model.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.now = 1000.0
+
+        def slow(owner: Any, name: str, seconds: Callable[..., float]) -> None:
+            work = getattr(owner, name)
+
+            def takes_long(*arguments: Any, **keywords: Any) -> Any:
+                self.now += seconds(*arguments)
+                return work(*arguments, **keywords)
+
+            monkeypatch.setattr(owner, name, takes_long)
+
+        slow(demo, "line_up", lambda *arguments: 75.0)
+        slow(CharTransformer, "loss", lambda *arguments: 1.0 if torch.is_grad_enabled() else 4.0)
+        slow(CharTransformer, "forward", lambda model, tokens, cache=None: 0.05 if cache else 0.0)
+        slow(demo.viz, "plot_layers", lambda *arguments: 60.0)
+        for name in ("monotonic", "perf_counter"):
+            monkeypatch.setattr(time, name, lambda: self.now)
+
+
+def test_demo_as_a_whole_keeps_to_its_seconds(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(demo, "SAMPLE_LENGTH", 400)
+    machine = SlowMachine(monkeypatch)
+    start = machine.now
+    options = demo.Options(
+        text=_book(tmp_path),
+        max_seconds=250.0,
+        size=SMALL,
+        device=gpu.DEVICE,
+        out=tmp_path / "drawn.png",
+    )
+    assert demo.run(options) == 0
+    assert 210.0 < machine.now - start <= 251.0
+    assert "to be through within" in capsys.readouterr().out
 
 
 def _book(folder: Path) -> Path:
@@ -113,7 +162,7 @@ def _book(folder: Path) -> Path:
 def test_the_twins_learn_and_their_losses_agree() -> None:
     found = corpus()
     twins = race.line_up(demo.ATTENTIONS, len(found.symbols), SMALL, DEVICE)
-    assert race.train(twins, found, 60, 8, 0, DEVICE, max_seconds=60) == 60
+    assert race.train(twins, found, 60, 8, 0, DEVICE, race.Budget(600)) == 60
     ours = twins[0]
     assert len(ours.losses) == len(ours.seconds) == 60
     # Chance is the logarithm of 15 symbols, 2.7.
@@ -137,7 +186,13 @@ def test_the_race_takes_turns_on_the_same_batches() -> None:
     found = corpus()
     twins = race.line_up(demo.ATTENTIONS, len(found.symbols), SMALL, DEVICE)
     race.train(
-        [Recorder(twin.name, twin.model, twin.optimizer) for twin in twins], found, 3, 2, 0, DEVICE, 60
+        [Recorder(twin.name, twin.model, twin.optimizer) for twin in twins],
+        found,
+        3,
+        2,
+        0,
+        DEVICE,
+        race.Budget(600),
     )
     names = [name for name, _ in demo.ATTENTIONS]
     assert [name for name, _, _ in turns] == names * 3
@@ -211,6 +266,49 @@ def test_text_of_any_encoding_is_read(tmp_path: Path) -> None:
     path = tmp_path / "latin.txt"
     path.write_bytes("Größe\n".encode("latin-1") * 50)
     assert "Gr\N{REPLACEMENT CHARACTER}" in text.from_file(path).content
+
+
+@pytest.mark.parametrize("encoding", ["utf-8-sig", "utf-16"])
+def test_a_byte_order_mark_is_no_part_of_the_text(encoding: str, tmp_path: Path) -> None:
+    path = tmp_path / "marked.txt"
+    path.write_text("Größe\r\n", encoding=encoding, newline="")
+    assert text.from_file(path).content == "Größe\n"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"\x7fELF\2\1\1\0" + b"text " * 200,
+        bytes(range(1, 256)) * 4,
+        b"\1\2abc" * 200,
+        SENTENCES.encode("utf-16-le"),
+        "съешь ещё этих мягких булок ".encode("cp1251") * 40,
+    ],
+    ids=["program", "bytes", "control characters", "UTF-16 without a mark", "cp1251"],
+)
+def test_what_is_no_text_is_refused(content: bytes, tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    path.write_bytes(content)
+    with pytest.raises(CommandError, match=r"file is not a text file in UTF-8"):
+        text.from_file(path)
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("missing", "No such file"), ("", "Is a directory")], ids=["missing", "folder"]
+)
+def test_a_file_that_cannot_be_read_is_an_error_of_the_command(
+    name: str, message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(CommandError, match=f"cannot read the text file .*: {message}"):
+        text.from_file(tmp_path / name)
+
+
+def test_characters_that_the_font_lacks_give_no_warnings(tmp_path: Path) -> None:
+    found = corpus("".join(map(chr, range(0x4E00, 0x4E20))) * 20)
+    model = CharTransformer(len(found.symbols), SMALL, extension_attention)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        demo._draw_attention(model, found.prompt(4), found, tmp_path / "drawn.png")
 
 
 def test_corpus_encodes_what_it_knows_and_folds_the_rest() -> None:

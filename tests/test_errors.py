@@ -14,10 +14,13 @@ from torch.nn.attention.bias import causal_upper_left
 from selfattn_ext import (
     attention_scores,
     attention_weights,
+    attention_with_kvcache,
     backends,
     masked_softmax,
     ops,
+    reference,
     scaled_dot_product_attention,
+    varlen_attention,
 )
 
 QUERY, KEY, VALUE = (torch.randn(2, 4, length, 8) for length in (5, 6, 6))
@@ -86,6 +89,7 @@ BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
     "dropout text": ({"dropout_p": "0.1"}, TypeError, ["dropout_p", "'0.1'"]),
     "scale NaN": ({"scale": float("nan")}, ValueError, ["scale", "finite", "nan"]),
     "scale inf": ({"scale": float("inf")}, ValueError, ["scale", "finite", "inf"]),
+    "scale beyond float32": ({"scale": -1e39}, ValueError, ["scale", "finite in float32", "-1e+39"]),
     "scale text": ({"scale": "1"}, TypeError, ["scale", "real number"]),
     "scale complex": ({"scale": 1j}, TypeError, ["scale", "real number", "1j"]),
     "scale tensor": ({"scale": torch.ones(2)}, TypeError, ["scale", "(2,)"]),
@@ -183,6 +187,7 @@ def test_bad_argument(name: str, requires_grad: bool) -> None:
         ({"key": KEY[:, :2]}, ValueError, ["enable_gqa"]),
         ({"key": KEY[0, 0, 0]}, ValueError, ["key", "2 dimensions"]),
         ({"scale": float("nan")}, ValueError, ["scale", "nan"]),
+        ({"scale": 1e39}, ValueError, ["scale", "finite in float32", "1e+39"]),
         ({"key": on_meta(KEY)}, ValueError, ["key", "meta"]),
     ],
     ids=lambda value: None,
@@ -206,6 +211,7 @@ def test_bad_argument_of_scores_and_weights(arguments: dict, exception: type, wo
         ({"mask": torch.ones(5, 8, dtype=torch.int32)}, TypeError, ["mask", "bool", "int32"]),
         ({"mask": "causal"}, TypeError, ["mask", "str"]),
         ({"scale": float("nan")}, ValueError, ["scale", "nan"]),
+        ({"scale": 1e39}, ValueError, ["scale", "finite in float32", "1e+39"]),
         ({"query_offset": 0.5}, TypeError, ["query_offset", "0.5"]),
         ({"mask": causal_upper_left(5, 8)}, TypeError, ["CausalBias", "is_causal"]),
     ],
@@ -276,6 +282,67 @@ def test_allocation_failure() -> None:
     with pytest.raises(error, match=words + "scores"):
         attention_scores(long, row.expand(1, 1, 64, 8))
     assert scaled_dot_product_attention(QUERY, KEY, VALUE).isfinite().all()
+
+
+LONG = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**23, 1)
+ROWS, ENDS = LONG[0, 0].unsqueeze(1), torch.tensor([0, 2**23])
+#: Calls whose weights take 2**48 bytes, which no process has, and whose forward would take hours.
+NO_MEMORY: dict[str, Callable[..., Any]] = {
+    "attention": lambda: scaled_dot_product_attention(LONG, LONG, LONG, return_weights=True),
+    "bfloat16": lambda: scaled_dot_product_attention(
+        *[LONG.bfloat16().expand(4, -1, -1, -1)] * 3, return_weights=True
+    ),
+    "training": lambda: scaled_dot_product_attention(
+        LONG.detach().requires_grad_(), LONG, LONG, return_weights=True
+    ),
+    "torch.func": lambda: torch.func.vjp(attention_weights, LONG, LONG),
+    "forward mode": lambda: torch.func.jvp(attention_weights, (LONG, LONG), (LONG, LONG)),
+    "weights": lambda: attention_weights(LONG, LONG, is_causal=True),
+    "rule": lambda: attention_weights(LONG[0], LONG[0], window_size=(3, 3), dropout_p=0.5),
+    "scores": lambda: attention_scores(LONG, LONG),
+    "softmax": lambda: masked_softmax(LONG.expand(-1, -1, -1, 2**23)),
+    "varlen": lambda: varlen_attention(ROWS, ROWS, ROWS, ENDS, ENDS, 2**23, 2**23, return_weights=True),
+    "varlen on caches": lambda: varlen_attention(
+        ROWS, ROWS, ROWS, ENDS, ENDS, 2**23, 2**23, seqused_k=ENDS[1:], return_weights=True
+    ),
+    "cache": lambda: attention_with_kvcache(LONG, LONG, LONG, return_weights=True),
+    "formula": lambda: reference.attention(LONG, LONG, LONG),
+    "graph": lambda: torch.compile(attention_weights, backend="eager", fullgraph=True)(LONG, LONG),
+}
+
+
+@pytest.mark.parametrize("name", NO_MEMORY)
+def test_weights_without_memory_are_refused_before_anything_is_computed(name: str) -> None:
+    error: Any = torch.OutOfMemoryError if gpu.DEVICE != "cpu" else MemoryError
+    with pytest.raises((error, RuntimeError) if name == "formula" else error, match="memory"):
+        NO_MEMORY[name]()
+
+
+def test_a_step_without_memory_for_its_weights_leaves_the_cache_alone() -> None:
+    caches = torch.zeros(2, 1, 1, 2**23, 1)
+    query, token = LONG[:, :, : 2**22], torch.ones(1, 1, 1, 1)
+    with pytest.raises((MemoryError, torch.OutOfMemoryError), match="memory"):
+        attention_with_kvcache(
+            query.expand(-1, 8, -1, -1), *caches, token, token, cache_seqlens=0, layout="bhld",
+            return_weights=True,
+        )  # fmt: skip
+    assert not caches.any()
+
+
+def test_sizes_of_weights_whose_product_overflows() -> None:
+    row = torch.zeros(1, 1, 1, 1)
+    long = row.expand(1, 1, 2**31, 1)
+    for call in (
+        lambda: scaled_dot_product_attention(long, long, long, return_weights=True),
+        lambda: torch.func.jvp(attention_weights, (long, long), (long, long)),
+        lambda: masked_softmax(row.expand(1, 1, 2**31, 2**31)),
+        lambda: attention_scores(long, long),
+        # Batch and heads.
+        lambda: scaled_dot_product_attention(row.expand(2**40, 1, 1, 1), *[row.expand(1, 2**40, 1, 1)] * 2),
+        lambda: attention_scores(row.expand(2**40, 1, 1, 1), row.expand(1, 2**40, 1, 1)),
+    ):
+        with pytest.raises(ValueError, match="than memory can address"):
+            call()
 
 
 def test_allocation_failure_of_a_copy() -> None:

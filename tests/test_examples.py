@@ -8,6 +8,8 @@ from pathlib import Path
 import gpu
 import pytest
 
+from selfattn_ext.terminal import CommandError
+
 EXAMPLES = Path(__file__).parents[1] / "examples"
 SENTENCES = "the cat sat on the mat. the dog sat on the log. " * 40
 
@@ -48,6 +50,17 @@ def test_train_packed(
     printed = capsys.readouterr().out
     for part in (str(book), "7 paragraphs of 22 to", "step    60", "documents", "% padding"):
         assert part in printed, part
+
+
+@pytest.mark.parametrize("script", ["train_gpt.py", "train_packed.py"])
+@pytest.mark.parametrize(
+    ("content", "reason"), [(b"\x7fELF\0\0", "is not a text file"), (b"", r"has (0 characters|no paragraph)")]
+)
+def test_training_refuses_what_is_no_text(script: str, content: bytes, reason: str, tmp_path: Path) -> None:
+    book = tmp_path / "book.txt"
+    book.write_bytes(content)
+    with pytest.raises(CommandError, match=reason):
+        runpy.run_path(str(EXAMPLES / script))["main"](["--text", str(book), "--no-compile"])
 
 
 def test_generate(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:

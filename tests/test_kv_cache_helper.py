@@ -194,6 +194,53 @@ def test_a_step_begins_with_extend() -> None:
             cache.append(0, torch.randn(shape), torch.randn(shape))
 
 
+ENDS: dict[str, tuple[Any, str]] = {
+    "free": (lambda cache: cache.free(1), "its sequence 1 has been freed or cut off"),
+    "cut off": (lambda cache: cache.truncate(4, [0]), "its sequence 0 has been freed or cut off"),
+    "reset": (KVCache.reset, "no tokens"),
+    "taken again": (lambda cache: (cache.free(1), cache.allocate()), "its sequence 1 has been freed"),
+    "another step": (lambda cache: (cache.free(1), cache.extend(9, [2])), "the step has"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+@pytest.mark.parametrize("name", ENDS)
+def test_a_step_ends_with_its_sequences(name: str, form: dict[str, Any]) -> None:
+    """What layers would write then is in pages of nobody, or of another sequence."""
+    end, text = ENDS[name]
+    cache, (key, value) = cache_of(**form), torch.randn(2, 10, KV_HEADS, DIM)
+    cache.extend(5, [0, 1])
+    query = torch.randn(10, HEADS, DIM)
+    expected = cache.attend(0, query, key, value)
+    assert torch.equal(cache.attend(0, query, key, value), expected)  # once more is the same once more
+    end(cache)
+    kept = [tensor.fill_(7).clone() for tensor in (*cache.keys, *cache.values)]
+    for layer in range(LAYERS):
+        with pytest.raises(ValueError, match=text):
+            cache.attend(layer, query, key, value)
+        with pytest.raises(ValueError, match=text):
+            cache.append(layer, key, value)
+    assert all(map(torch.equal, (*cache.keys, *cache.values), kept))
+    cache.free(2)
+    cache.truncate(0)
+    cache.extend(5, [0, 1])
+    assert torch.equal(cache.attend(1, query, key, value), expected)
+
+
+@pytest.mark.parametrize("form", FORMS, ids=str)
+def test_what_does_not_end_a_step(form: dict[str, Any]) -> None:
+    cache, (key, value) = cache_of(**form), torch.randn(2, 10, KV_HEADS, DIM)
+    query = torch.randn(10, HEADS, DIM)
+    cache.extend(3, [2])
+    cache.extend(5, [0, 1])
+    expected = cache.attend(0, query, key, value)
+    cache.free(2)
+    cache.truncate(5)
+    with pytest.raises(ValueError, match="full"):
+        cache.extend(9)
+    assert torch.equal(cache.attend(1, query, key, value), expected)
+
+
 @pytest.mark.parametrize("form", FORMS, ids=str)
 @pytest.mark.parametrize(
     ("changes", "error", "text"),
@@ -257,8 +304,9 @@ def test_refusals_of_a_step(
         (ValueError, "page_size must lie between 1", lambda: cache_of(page_size=0)),
         (ValueError, "pages needs a page_size", lambda: cache_of(pages=3)),
         (ValueError, "layout must be", lambda: cache_of(layout="lbhd")),
-        (ValueError, "holds sequences 0 to 2, got 3", lambda: cache_of().free(3)),
-        (ValueError, "once, got", lambda: cache_of().extend(1, [1, 1])),
+        (ValueError, "^sequence: the cache holds sequences 0 to 2, got 3", lambda: cache_of().free(3)),
+        (ValueError, "^sequences: the cache holds .* got -1", lambda: cache_of().extend(1, [-1])),
+        (ValueError, "^sequences must .* once, got", lambda: cache_of().extend(1, [1, 1])),
         (ValueError, "an int or 3 numbers, got 2", lambda: cache_of().extend([1, 1])),
         (ValueError, "counts must lie between 0", lambda: cache_of().extend(-1)),
         (TypeError, "counts must be an int, got float 1.0", lambda: cache_of().extend(1.0)),

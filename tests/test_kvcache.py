@@ -13,7 +13,7 @@ from kvcache_cases import Step, check
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from selfattn_ext import attention_with_kvcache, scaled_dot_product_attention
+from selfattn_ext import attention_with_kvcache, kvcache_checks, scaled_dot_product_attention
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -255,6 +255,16 @@ def test_refusals_leave_the_cache_alone(
         attention_with_kvcache(**given)
     for name, tensor in kept.items():
         assert torch.equal(given[name].view(torch.int32), tensor.view(torch.int32)), name
+
+
+def test_what_a_gpu_would_not_refuse() -> None:
+    """The look at positions that is taken for it, and by the operator on the CPU."""
+    far = torch.tensor([0, 0, 2**41])
+    with pytest.raises(ValueError, match=r"query_offset must lie between .* got 2199"):
+        kvcache_checks.values(torch.zeros(3, 2, 20, 8), None, {}, far)
+    for given in (far, 2**41, torch.tensor(2**41)):
+        with pytest.raises(ValueError, match=r"query_offset must lie between .* got 2199"):
+            attention_with_kvcache(**STEP.inputs(), query_offset=given)
 
 
 #: Strides of a cache (3, 2, 20, 8): what overlaps by its rows, its heads, its sequences, and only across two

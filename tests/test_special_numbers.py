@@ -10,12 +10,18 @@ import torch
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import reference, scaled_dot_product_attention
+from selfattn_ext import (
+    attention_with_kvcache,
+    reference,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: A few queries, and more than a tile of them.
 LENGTHS = (3, 70)
 KEYS = 150
+NAMES = ("out", "grad of query", "grad of key", "grad of value")
 
 
 def inputs(dtype: torch.dtype, queries: int, head_dim: int = 40) -> list[Tensor]:
@@ -180,6 +186,95 @@ def test_float32_gradients_of_any_magnitude(small: float, kernel: str) -> None:
         assert_accurate(name, result / size, truth / size, theirs / size, dtype=torch.float32)
 
 
+#: By which dividing or multiplying leaves the numbers of float32, of float64, or of neither.
+SOFTCAPS = (5e-324, 1e-310, 1e-45, 2e-39, 1e-38, 1e37, 3e38, 1e39, 1.7e308)
+
+
+@pytest.mark.parametrize("queries", [3, 35])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+@pytest.mark.parametrize("softcap", SOFTCAPS)
+def test_softcap_of_any_magnitude(softcap: float, dtype: torch.dtype, queries: int, kernel: str) -> None:
+    """A large one changes no score, a small one bounds all by nothing; a score of 0 meets neither."""
+    tensors = [tensor[:, :, :37] for tensor in inputs(dtype, queries)]
+    tensors[0][:, :, 1] = 0.0
+    cotangent = torch.randn(2, 2, queries, 24, dtype=torch.float64)
+
+    def results(run: Callable[..., Any], dtype: torch.dtype, softcap: float) -> list[Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        out = run(*leaves, softcap=softcap)
+        return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(dtype))]
+
+    def ours(*leaves: Tensor, softcap: float) -> Tensor:
+        return scaled_dot_product_attention(*leaves, softcap=softcap, enable_gqa=True)
+
+    def formula(*leaves: Tensor, softcap: float) -> Tensor:
+        return reference.attention(*leaves, softcap=softcap).out
+
+    # What float64 can tell from no softcap, and from one of 0.
+    within = min(max(softcap, 1e-150), 1e150)
+    exact = results(formula, torch.float64, within)
+    peer = results(formula, dtype, within if dtype == torch.float64 else min(max(within, 1e-30), 1e30))
+    for name, truth, theirs, result in zip(NAMES, exact, peer, results(ours, dtype, softcap), strict=True):
+        assert_accurate(name, result, truth, theirs)
+    # The formula is what derivatives of second order go by.
+    for name, truth, theirs, result in zip(NAMES, exact, peer, results(formula, dtype, softcap), strict=True):
+        assert_accurate(f"the formula's {name}", result, truth, theirs)
+
+
+@pytest.mark.parametrize("queries", [3, 35])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("scale", [1e-60, 1e-39, 1e-30, 1e20, 1e30, -1e30])
+def test_scale_of_any_magnitude(scale: float, dtype: torch.dtype, queries: int, kernel: str) -> None:
+    tensors = [tensor[:, :, :37] for tensor in inputs(dtype, queries)]
+    cotangent = torch.randn(2, 2, queries, 24)
+
+    def results(run: Callable[..., Any], dtype: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in tensors]
+        out = run(*leaves)
+        return [out.detach(), *torch.autograd.grad(out, leaves, cotangent.to(dtype))]
+
+    def ours(*leaves: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*leaves, scale=scale, enable_gqa=True)
+
+    def formula(*leaves: Tensor) -> Tensor:
+        return reference.attention(*leaves, scale=scale).out
+
+    outcomes = results(formula, torch.float64), results(formula, dtype), results(ours, dtype)
+    for name, exact, peer, result in zip(NAMES, *outcomes, strict=True):
+        assert_accurate(name, result, exact, peer)
+
+
+@pytest.mark.parametrize("queries", [3, 35])
+@pytest.mark.parametrize("sink", [-56.0, -70.0, -85.0])
+def test_gradient_of_a_sink_of_tiny_weight(sink: float, queries: int, kernel: str) -> None:
+    """A weight of 1e-24 to 1e-38 has a gradient of that order, which float32 can hold."""
+    tensors = [tensor[:, :, :37] for tensor in inputs(torch.float32, queries)]
+    cotangent = torch.randn(2, 2, queries, 24)
+    offsets = [torch.arange(3, dtype=torch.int32) * rows for rows in (queries, 37)]
+
+    def packed(*leaves: Tensor, sinks: Tensor) -> Tensor:
+        rows = [leaf.transpose(1, 2).flatten(0, 1) for leaf in leaves]
+        out = varlen_attention(*rows, *offsets, queries, 37, sinks=sinks, enable_gqa=True)
+        return out.unflatten(0, (2, queries)).transpose(1, 2)
+
+    def dense(*leaves: Tensor, sinks: Tensor) -> Tensor:
+        return scaled_dot_product_attention(*leaves, sinks=sinks, enable_gqa=True)
+
+    def formula(*leaves: Tensor, sinks: Tensor) -> Tensor:
+        return reference.attention(*leaves, sinks=sinks).out
+
+    def gradient(run: Callable[..., Any], dtype: torch.dtype) -> Tensor:
+        sinks = torch.full((2,), sink, dtype=dtype, requires_grad=True)
+        out = run(*(tensor.to(dtype) for tensor in tensors), sinks=sinks)
+        return torch.autograd.grad(out, sinks, cotangent.to(dtype))[0]
+
+    exact, peer = gradient(formula, torch.float64), gradient(formula, torch.float32)
+    size = exact.abs().max()
+    for run in (dense, packed):
+        result = gradient(run, torch.float32)
+        assert_accurate(run.__name__, result / size, exact / size, peer / size, dtype=torch.float32)
+
+
 @pytest.mark.parametrize("rise", [2.0, 7.0, 11.0, 30.0])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_that_rise(dtype: torch.dtype, rise: float, kernel: str) -> None:
@@ -234,3 +329,104 @@ def test_every_nan_is_one(kernel: str) -> None:
     out = scaled_dot_product_attention(query, key, value, mask)
     assert out[0, 0, 7].isnan().all()
     assert out.isnan().sum() == 32
+
+
+def large_values(dtype: torch.dtype, keys: int) -> tuple[Tensor, Tensor]:
+    """Values with columns near the largest number, all of a sign and of both, beside ordinary ones; and the
+    same with the former divided by what they have in common.
+    """
+    small = torch.randn(2, 1, keys, 24).to(dtype)
+    small[..., 0], small[..., 1], small[..., 17] = 1.0, -1.0, 1.0
+    small[..., 1::2, 17] = -1.0
+    large = small.clone()
+    large[..., LARGE] *= torch.finfo(dtype).max / 2
+    return large, small
+
+
+LARGE = [0, 1, 17]
+ORDINARY = [column for column in range(24) if column not in LARGE]
+
+
+@pytest.mark.parametrize("keys", [5, 1100])
+@pytest.mark.parametrize("queries", LENGTHS)
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
+def test_means_of_large_values(dtype: torch.dtype, queries: int, keys: int, kernel: str) -> None:
+    """The formula divides weights by their sum before they meet the values: it has a mean of these where
+    their sum overflows.
+    """
+    query, key = (torch.randn(2, heads, rows, 40).to(dtype) for heads, rows in ((2, queries), (1, keys)))
+    large, small = large_values(dtype, keys)
+    seen, numbers = torch.rand(2, 1, queries, keys) < 0.7, torch.rand(2)
+
+    def options_for(dtype: torch.dtype) -> list[dict[str, Any]]:
+        heads = numbers.to(torch.float64 if dtype == torch.float64 else torch.float32)
+        return [
+            {},
+            {"is_causal": True, "query_offset": keys - queries, "sinks": heads},
+            {"attn_mask": seen, "softcap": 2.0},
+            {"window_size": (40, 3), "alibi_slopes": heads, "query_offset": 3},
+            {"dropout_p": 0.2},
+        ]
+
+    for options, in_double in zip(options_for(dtype), options_for(torch.float64), strict=True):
+        out, *others = forward([query, key, large], **options)
+        out_of_small, *others_of_small = forward([query, key, small], **options)
+        assert same_bits(out[..., ORDINARY], out_of_small[..., ORDINARY]), f"beside large numbers, {options}"
+        assert all(map(same_bits, others, others_of_small))
+        exact = forward([part.double() for part in (query, key, small)], **in_double)[0]
+        means = out[..., LARGE].double() / (torch.finfo(dtype).max / 2)
+        assert_accurate(f"{options}", means, exact[..., LARGE], dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_large_values_of_sequences(dtype: torch.dtype, kernel: str) -> None:
+    """Packed, and in the pages of a cache: the bits of each sequence alone."""
+    queries, keys, page = (2, 30), (300, 7), 16
+    points = [[torch.randn(1, 2, count, 40).to(dtype) for count in counts] for counts in (queries, keys)]
+    values = [large_values(dtype, count)[0][:1].expand(-1, 2, -1, -1).contiguous() for count in keys]
+    alone = [
+        scaled_dot_product_attention(*(part[i] for part in points), values[i]) for i in range(len(queries))
+    ]
+    assert all(bool(out.isfinite().all()) for out in alone)
+    starts = [torch.tensor([0, *counts]).cumsum(0).int() for counts in (queries, keys)]
+    rows = [torch.cat(parts, 2)[0].transpose(0, 1) for parts in (*points, values)]
+    packed = varlen_attention(*rows, *starts, max(queries), max(keys))
+    assert same_bits(packed, torch.cat(alone, 2)[0].transpose(0, 1))
+
+    pages = [
+        torch.nn.functional.pad(row[: keys[0]], (0, 0, 0, 0, 0, -keys[0] % page)).unflatten(0, (-1, page))
+        for row in rows[1:]
+    ]
+    order = torch.randperm(len(pages[0]))
+    shuffled = [torch.empty_like(part).index_copy_(0, order, part) for part in pages]
+    table, length = order.int()[None], torch.tensor([keys[0]], dtype=torch.int32)
+    out = attention_with_kvcache(
+        points[0][0].transpose(1, 2), *shuffled, cache_seqlens=length, block_table=table
+    )
+    assert same_bits(out, alone[0].transpose(1, 2))
+
+
+@pytest.mark.parametrize("queries", LENGTHS)
+@pytest.mark.parametrize("what", ["value", "gradient"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_gradients_of_large_numbers(dtype: torch.dtype, what: str, queries: int, kernel: str) -> None:
+    """They are finite where those of the formula in the same dtype are, and as accurate."""
+    query, key = (torch.randn(2, 1, rows, 40).to(dtype) for rows in (queries, KEYS))
+    value = large_values(dtype, KEYS)[0]
+    incoming = torch.randn(2, 1, queries, 24).to(dtype) / 64
+    if what == "gradient":
+        value, incoming = torch.randn(2, 1, KEYS, 24).to(dtype) / 64, large_values(dtype, queries)[0]
+
+    def gradients(run: Callable[..., Any], wide: torch.dtype) -> list[Tensor]:
+        leaves = [tensor.to(wide).requires_grad_() for tensor in (query, key, value)]
+        return list(torch.autograd.grad(run(*leaves), leaves, incoming.to(wide)))
+
+    def formula(*leaves: Tensor) -> Tensor:
+        return reference.attention(*leaves).out
+
+    peer, ours = gradients(formula, dtype), gradients(scaled_dot_product_attention, dtype)
+    exact = gradients(formula, torch.float64) if dtype != torch.float64 else peer
+    for name, truth, theirs, result in zip(("query", "key", "value"), exact, peer, ours, strict=True):
+        assert theirs.isfinite().all()
+        size = truth.abs().max() + torch.finfo(dtype).tiny
+        assert_accurate(name, result / size, truth / size, theirs / size, dtype=dtype)

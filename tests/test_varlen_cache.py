@@ -237,6 +237,13 @@ REFUSED: list[tuple[str, dict[str, Any], type[Exception], str]] = [
     ("7", {"block_table": None}, ValueError, "key must have 3 dimensions"),
     ("7", {"cu_seqlens_q": index(0, 1, 12, 12, 15, 99)}, ValueError, "cu_seqlens_q must end within query"),
     ("7", {"max_seqlen_q": 10}, ValueError, "max_seqlen_q must be at least .* 11"),
+    ("7", {"max_seqlen_k": 19}, ValueError, "max_seqlen_k must be at least .* 20 of number 3, got 19"),
+    ("7", {"max_seqlen_k": -1}, ValueError, "max_seqlen_k must lie between 0"),
+    (
+        "7", {"seqused_k": None, "cu_seqlens_k": starts(KEYS, torch.int32), "max_seqlen_k": 0},
+        ValueError, "max_seqlen_k must be at least .* 20 of number 3, got 0",
+    ),
+    ("slots", {"max_seqlen_k": 23}, ValueError, "max_seqlen_k must be at least .* 24"),
     ("7", {"key": torch.randn(9, KV_HEADS, HEAD_DIM)}, ValueError, r"key \(pages, page_size, Hk, E\)"),
     ("7", {"key": torch.randn(23, 7, KV_HEADS, 9)}, ValueError, "same last dimension"),
     ("7", {"value": torch.randn(23, 6, KV_HEADS, 5)}, ValueError, "agree in pages, page_size and heads"),

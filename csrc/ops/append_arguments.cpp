@@ -5,26 +5,11 @@
 #include <vector>
 
 #include "engine.h"
+#include "shared_memory.h"
 
 namespace selfattn::ops {
 
 namespace {
-
-// Whether elements of a tensor may be the same memory. In what slicing and transposing make they are not: a
-// stride passes over all that the smaller ones reach. Strides of as_strided that are interleaved without
-// meeting would take a search, and count as if they met.
-bool may_overlap(const Input& input) {
-  for (int64_t d = 0; d < input.rank; ++d) {
-    int64_t reached = 0;
-    for (int64_t other = 0; other < input.rank; ++other) {
-      if (other != d && input.size[other] > 1 && input.stride[other] <= input.stride[d]) {
-        reached += (input.size[other] - 1) * input.stride[other];
-      }
-    }
-    if (input.size[d] > 1 && reached >= input.stride[d]) return true;
-  }
-  return false;
-}
 
 // An input that is written to. Asked for its data as such, so that a tensor that shares memory until then
 // (copy on write) gets memory of its own first.
@@ -35,22 +20,35 @@ Input inspect_cache(const char* name, const TensorHandle& handle, const Input& f
   const Input input = inspect(name, handle, first);
   check_rank(input, 4);
   check_last_stride(input);
-  if (may_overlap(input)) {
+  if (overlaps_itself(input)) {
     refuse(name, " is written to, but parts of it are the same memory, as in expanded tensors; clone() it");
   }
   return input;
 }
 
-Input inspect_rows(const char* name, const TensorHandle& handle, const Input& first, DType dtype) {
-  const Input input = inspect(name, handle, first);
+void check_rows(const Input& input, DType dtype) {
   check_rank(input, 4);
   check_dtype(input, dtype);
   check_last_stride(input);
-  return input;
 }
 
-Input inspect_numbers(const char* name, const TensorHandle& handle, const Input& first, int32_t dtype_code) {
-  const Input input = inspect(name, handle, first);
+// Values that are columns of the keys are so in the caches, too, and are written there once more as they are.
+void check_caches_apart(const WrittenCaches& caches, const Input& key, const Input& value) {
+  if (!may_share(caches.key, caches.value)) return;
+  int64_t cached = 0, given = 0;
+  if (is_columns_of(caches.value, caches.key, &cached) && is_columns_of(value, key, &given) &&
+      cached == given) {
+    return;
+  }
+  refuse(
+      "key_cache and value_cache are the same memory in part, and both are written to: give each its own, "
+      "or, where value is features of key, the same features of key_cache and key as views of these");
+}
+
+Input inspect_numbers(const char* name, TensorHandle& handle, const WrittenCaches& caches,
+                      int32_t dtype_code) {
+  Input input = inspect(name, handle, caches.key);
+  caches.keep_apart(handle, input);
   if (input.dtype_code != dtype_code) {
     refuse(name, " must be ", dtype_text(dtype_code), ", but it is ", dtype_text(input.dtype_code));
   }
@@ -118,17 +116,33 @@ void check_values(const CacheAppend& a) {
 
 }  // namespace
 
-CacheAppend cache_append(const AppendTensors& tensors, bool lengths_after) {
-  const Input key = inspect("key", tensors.key);
-  const Input key_cache = inspect_cache("key_cache", tensors.key_cache, key);
-  const Input value_cache = inspect_cache("value_cache", tensors.value_cache, key);
-  const Input seqlens = inspect_numbers("seqlens", tensors.seqlens, key, dtype_codes().int64);
+void WrittenCaches::keep_apart(TensorHandle& handle, Input& input) const {
+  if (may_share(key, input) || may_share(value, input)) make_copy(handle, input);
+}
 
-  CacheAppend a;
+void WrittenCaches::keep_apart(const char* name, TensorHandle& handle) const {
+  if (!handle) return;
+  Input input = inspect(name, handle);
+  keep_apart(handle, input);
+}
+
+Append::Append(const AppendTensors& tensors, bool lengths_after) {
+  const Input first = inspect("key", tensors.key);
+  device = first.device;
+  // They may get memory of their own by that, and so would views of them.
+  const Input& key_cache = caches.key = inspect_cache("key_cache", tensors.key_cache, first);
+  const Input& value_cache = caches.value = inspect_cache("value_cache", tensors.value_cache, first);
+  Input key = inspect("key", tensors.key), value = inspect("value", tensors.value, first);
+
+  CacheAppend& a = rows;
   a.dtype = float_dtype(key_cache);
   check_dtype(value_cache, a.dtype);
-  inspect_rows("key", tensors.key, key, a.dtype);
-  const Input value = inspect_rows("value", tensors.value, key, a.dtype);
+  check_rows(key, a.dtype);
+  check_rows(value, a.dtype);
+  check_caches_apart(caches, key, value);
+  caches.keep_apart(tensors.key, key);
+  caches.keep_apart(tensors.value, value);
+  const Input seqlens = inspect_numbers("seqlens", tensors.seqlens, caches, dtype_codes().int64);
 
   check_rank(seqlens, 1);
   if (!is_contiguous(seqlens)) refuse("seqlens must be contiguous");
@@ -142,7 +156,7 @@ CacheAppend cache_append(const AppendTensors& tensors, bool lengths_after) {
   a.capacity = key_cache.size[2];
   check_shape(value_cache, {key_cache.size[0], a.kv_heads, a.capacity, a.value_dim});
   if (tensors.block_table) {
-    const Input table = inspect_numbers("block_table", tensors.block_table, key, dtype_codes().int32);
+    const Input table = inspect_numbers("block_table", tensors.block_table, caches, dtype_codes().int32);
     check_rank(table, 2);
     check_last_stride(table);
     if (table.size[0] != a.batch) {
@@ -164,7 +178,7 @@ CacheAppend cache_append(const AppendTensors& tensors, bool lengths_after) {
   }
   int64_t key_batch = a.batch;
   if (tensors.cu_seqlens) {
-    const Input starts = inspect_numbers("cu_seqlens", tensors.cu_seqlens, key, dtype_codes().int64);
+    const Input starts = inspect_numbers("cu_seqlens", tensors.cu_seqlens, caches, dtype_codes().int64);
     check_shape(starts, {a.batch + 1});
     if (!is_contiguous(starts)) refuse("cu_seqlens must be contiguous");
     a.row_starts = static_cast<const int64_t*>(starts.data);
@@ -176,12 +190,11 @@ CacheAppend cache_append(const AppendTensors& tensors, bool lengths_after) {
   a.value = plain_view(value, a.dtype);
   a.key_cache = plain_view(key_cache, a.dtype);
   a.value_cache = plain_view(value_cache, a.dtype);
-  if (key.device.type == aoti_torch_device_type_cpu()) check_values(a);
-  return a;
+  if (device.type == aoti_torch_device_type_cpu()) check_values(a);
 }
 
-void run_append(const CacheAppend& append, Device device) {
-  if (append.batch * append.kv_heads * append.rows > 0) engine_of(device).append(append, device);
+void Append::run() const {
+  if (rows.batch * rows.kv_heads * rows.rows > 0) engine_of(device).append(rows, device);
 }
 
 }  // namespace selfattn::ops

@@ -10,17 +10,33 @@ namespace selfattn::ops {
 struct AppendTensors {
   const TensorHandle& key_cache;
   const TensorHandle& value_cache;
-  const TensorHandle& key;
-  const TensorHandle& value;
-  const TensorHandle& seqlens;      // (B,) int64: lengths before the new rows, or with them
-  const TensorHandle& cu_seqlens;   // nullable; (B+1,) int64: key and value are packed
-  const TensorHandle& block_table;  // nullable; (B, pages) int32: the caches are pages
+  TensorHandle& key;
+  TensorHandle& value;
+  TensorHandle& seqlens;      // (B,) int64: lengths before the new rows, or with them
+  TensorHandle& cu_seqlens;   // nullable; (B+1,) int64: key and value are packed
+  TensorHandle& block_table;  // nullable; (B, pages) int32: the caches are pages
 };
 
-// Everything about an append that can be refused is refused here, and nothing is written yet. On CUDA nobody
-// looks at the values of lengths and tables, and the kernel leaves out whatever would fall outside.
-CacheAppend cache_append(const AppendTensors& tensors, bool lengths_after);
+// What an append writes to.
+struct WrittenCaches {
+  Input key, value;
 
-void run_append(const CacheAppend& append, Device device);
+  // Replaces what is read while or after they are written by a copy, where it may be their memory, so that it
+  // is what the caller gave. A query in the row that is written is an example.
+  void keep_apart(TensorHandle& handle, Input& input) const;
+  void keep_apart(const char* name, TensorHandle& handle) const;  // nullable
+};
+
+// Everything about an append that can be refused is refused by the constructor, and nothing is written yet.
+// On CUDA nobody looks at the values of lengths and tables, and the kernel leaves out whatever would fall
+// outside.
+struct Append {
+  Device device;
+  WrittenCaches caches;
+  CacheAppend rows;
+
+  Append(const AppendTensors& tensors, bool lengths_after);
+  void run() const;
+};
 
 }  // namespace selfattn::ops

@@ -8,14 +8,14 @@ void append_to_cache(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   const TensorHandle key_cache = stack.tensor();
   const TensorHandle value_cache = stack.tensor();
-  const TensorHandle key = stack.tensor();
-  const TensorHandle value = stack.tensor();
-  const TensorHandle seqlens = stack.tensor();
-  const TensorHandle cu_seqlens = stack.optional_tensor();
-  const TensorHandle block_table = stack.optional_tensor();
+  TensorHandle key = stack.tensor();
+  TensorHandle value = stack.tensor();
+  TensorHandle seqlens = stack.tensor();
+  TensorHandle cu_seqlens = stack.optional_tensor();
+  TensorHandle block_table = stack.optional_tensor();
 
   const AppendTensors tensors = {key_cache, value_cache, key, value, seqlens, cu_seqlens, block_table};
-  run_append(cache_append(tensors, false), inspect("key", key).device);
+  Append(tensors, false).run();
 }
 
 STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {

@@ -1,7 +1,9 @@
 #include "attention_arguments.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstring>
+#include <limits>
 
 namespace selfattn::ops {
 
@@ -69,6 +71,28 @@ void check_index_range(const AttentionParams& p) {
   }
 }
 
+struct Limits {
+  double smallest, largest;  // of the normal numbers
+};
+
+Limits limits_of(DType dtype) {
+  using Double = std::numeric_limits<double>;
+  using Float = std::numeric_limits<float>;
+  return accumulation_dtype(dtype) == DType::kFloat64 ? Limits{Double::min(), Double::max()}
+                                                      : Limits{Float::min(), Float::max()};
+}
+
+// A softcap that kernels can divide by and multiply with. One near the largest number or beyond it is off:
+// only scores so large that their softmax is 1 and zeros could tell. One below the smallest normal number is
+// that number: either bounds scores by nothing.
+double usable_softcap(double softcap, DType dtype) {
+  if (!(softcap >= 0.0 && std::isfinite(softcap))) {
+    refuse("softcap must be 0 (off) or a positive finite number, but it is ", softcap);
+  }
+  const Limits limits = limits_of(dtype);
+  return softcap == 0.0 || softcap > limits.largest / 16 ? 0.0 : std::max(softcap, limits.smallest);
+}
+
 }  // namespace
 
 Options::Options(Stack& stack)
@@ -95,8 +119,12 @@ Options::Options(Stack& stack)
   if (mask_shapes) own_masks = ops::own_masks(*mask_shapes);
 }
 
-double finite_scale(double scale) {
+double finite_scale(double scale, DType dtype) {
   if (!std::isfinite(scale)) refuse("scale must be a finite number, but it is ", scale);
+  if (std::abs(scale) > limits_of(dtype).largest) {
+    refuse("scale must be finite in float32, in which ", name_of(dtype), " inputs are computed, but it is ",
+           scale);
+  }
   return scale;
 }
 
@@ -179,16 +207,17 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
   p.alibi_slopes = head_scalars("alibi_slopes", options.alibi_slopes, p, query);
   p.sinks = head_scalars("sinks", options.sinks, p, query);
   p.dropout = dropout(options.dropout_p, options.dropout_seed, query);
-  p.scale = finite_scale(scale);
-  if (!(options.softcap >= 0.0 && std::isfinite(options.softcap))) {
-    refuse("softcap must be 0 (off) or a positive finite number, but it is ", options.softcap);
-  }
-  p.softcap = options.softcap;
+  p.scale = finite_scale(scale, p.dtype);
+  p.softcap = usable_softcap(options.softcap, p.dtype);
   p.window_left = checked_window("window_left", options.window_left);
   p.window_right = checked_window("window_right", options.window_right);
   if (options.is_causal) p.window_right = 0;
   p.query_offset = checked_query_offset(options.query_offset);
   return p;
+}
+
+Output allocate_weights(const AttentionParams& p, Device device) {
+  return allocate("weights", {p.batch, p.heads, p.queries, p.keys}, p.dtype, device);
 }
 
 const void* row_statistics(TensorHandle& handle, Input& input, const AttentionParams& params) {

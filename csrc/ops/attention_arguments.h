@@ -68,6 +68,9 @@ int64_t query_rows(const AttentionParams& params);
 // Whether packed tensors have, or may have, rows behind the last sequence. Those of results are 0.
 bool leaves_rows_out(const AttentionParams& params, Device device);
 
+// The result of attention_weights, uninitialised.
+Output allocate_weights(const AttentionParams& params, Device device);
+
 // (batch, heads, queries) statistics in the accumulation type; a copy is made where they are not contiguous.
 const void* row_statistics(TensorHandle& handle, Input& input, const AttentionParams& params);
 
@@ -75,7 +78,7 @@ const void* row_statistics(TensorHandle& handle, Input& input, const AttentionPa
 std::pair<const void*, const void*> pair_of_row_statistics(TensorHandle& handle, Input& input,
                                                            const AttentionParams& params);
 
-double finite_scale(double scale);
+double finite_scale(double scale, DType dtype);
 int64_t checked_query_offset(int64_t query_offset);
 
 // float64, float32, bfloat16, float16 or bool, else a refusal.

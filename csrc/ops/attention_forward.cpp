@@ -29,6 +29,14 @@ Output ForwardCall::allocate_statistic(const char* name) const {
   return rows;
 }
 
+void ForwardCall::require_weights() const {
+  const AttentionParams& p = params;
+  // Small ones are not worth the time: it is their forward that takes none.
+  constexpr int64_t kFew = int64_t{1} << 18;
+  if (p.keys == 0 || p.batch * p.heads * p.queries <= kFew / p.keys) return;
+  allocate_weights(p, query.device);
+}
+
 void run_forward(const ForwardCall& call, const Name& kernel, const Output& out, void* row_max, void* row_sum,
                  void* residual) {
   const Device device = call.query.device;
@@ -43,6 +51,7 @@ void attention_forward(StableIValue* values, uint64_t, uint64_t) {
   const TensorHandle value = stack.tensor();
   const double scale = stack.number();
   const bool need_residual = stack.flag();
+  const bool need_weights = stack.flag();
   const Options options(stack);
 
   const ForwardCall call(query, key, value, scale, options);
@@ -50,6 +59,7 @@ void attention_forward(StableIValue* values, uint64_t, uint64_t) {
   Output out = call.allocate_out("out");
   Output row_max = call.allocate_statistic("row_max");
   Output row_sum = call.allocate_statistic("row_sum");
+  if (need_weights) call.require_weights();
   const bool has_residual = need_residual && call.rounds();
   Output residual =
       has_residual ? call.allocate_out("out_residual") : allocate_nothing(p.dtype, call.query.device);

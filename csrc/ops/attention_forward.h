@@ -15,6 +15,8 @@ struct ForwardCall {
 
   // Uninitialised, laid out as query.
   Output allocate_out(const char* name) const;
+  // Refuses what attention_weights of the same call could not allocate.
+  void require_weights() const;
   // Uninitialised, (batch, heads, queries) as they are laid out.
   Output allocate_statistic(const char* name) const;
   // How many numbers a row statistic has.

@@ -17,7 +17,7 @@ ScoresParams scores_params(const Input& query, const Input& key, double scale) {
   p.head_dim = query.size[3];
   p.kv_heads = key.size[1];
   p.keys = key.size[2];
-  p.scale = finite_scale(scale);
+  p.scale = finite_scale(scale, p.dtype);
   p.query = plain_view(query, p.dtype);
   p.key = plain_view(key, p.dtype);
   return p;

@@ -23,7 +23,7 @@ void attention_weights(StableIValue* values, uint64_t, uint64_t) {
   outputs.row_max = row_statistics(row_max_handle, row_max, p);
   outputs.row_sum = row_statistics(row_sum_handle, row_sum, p);
 
-  Output weights = allocate("weights", {p.batch, p.heads, p.queries, p.keys}, p.dtype, query.device);
+  Output weights = allocate_weights(p, query.device);
   if (options.has_lengths()) weights.fill_zero();
   outputs.weights = weights.view(p.dtype);
   engine_of(query.device).weights(options.kernel.text, p, outputs, query.device);

@@ -75,10 +75,12 @@ Input inspect(const char* name, const TensorHandle& handle) {
     last += (size[d] - 1) * stride[d];
   }
   const auto item = static_cast<int64_t>(aoti_torch_dtype_element_size(input.dtype_code));
-  if (!empty && (last + 1) * item > storage_bytes) {
+  if (empty) return input;
+  if ((last + 1) * item > storage_bytes) {
     refuse(name, " of shape ", shape_text(size, input.rank), " reaches beyond its storage of ", storage_bytes,
            " bytes");
   }
+  input.bytes = (last + 1 - offset) * item;
   return input;
 }
 
@@ -194,13 +196,26 @@ bool is_contiguous(const Input& input) {
   return true;
 }
 
+namespace {
+
+AllocationFailure no_memory_for(const char* kind, const Input& input) {
+  size_t bytes = aoti_torch_dtype_element_size(input.dtype_code);
+  bool overflow = false;
+  for (int64_t d = 0; d < input.rank; ++d) {
+    overflow = __builtin_mul_overflow(bytes, static_cast<size_t>(input.size[d]), &bytes) || overflow;
+  }
+  if (overflow) {
+    refuse(input.name, " of shape ", shape_text(input.size, input.rank),
+           " has more elements than memory can address");
+  }
+  return AllocationFailure(std::string("not enough memory for ") + kind + " of " + input.name + " (" +
+                           std::to_string(bytes) + " bytes)");
+}
+
+}  // namespace
+
 void make_contiguous(TensorHandle& handle, Input& input) {
-  const auto failure = [&input] {
-    size_t bytes = aoti_torch_dtype_element_size(input.dtype_code);
-    for (int64_t d = 0; d < input.rank; ++d) bytes *= static_cast<size_t>(input.size[d]);
-    return AllocationFailure(std::string("not enough memory for a contiguous copy of ") + input.name + " (" +
-                             std::to_string(bytes) + " bytes)");
-  };
+  const auto failure = [&input] { return no_memory_for("a contiguous copy", input); };
   const torch::stable::Tensor given(handle.release());
   AtenTensorHandle copy = nullptr;
   try {
@@ -210,6 +225,13 @@ void make_contiguous(TensorHandle& handle, Input& input) {
     // Its text is the name of the function that failed; Python asks the framework for the reason.
     throw failure();
   }
+  handle = TensorHandle(copy);
+  input = inspect(input.name, handle);
+}
+
+void make_copy(TensorHandle& handle, Input& input) {
+  AtenTensorHandle copy = nullptr;
+  if (aoti_torch_clone(handle.get(), &copy) != TORCH_SUCCESS) throw no_memory_for("a copy", input);
   handle = TensorHandle(copy);
   input = inspect(input.name, handle);
 }

@@ -58,6 +58,7 @@ struct Input {
   const int64_t* stride = nullptr;
   int32_t dtype_code = 0;
   const void* data = nullptr;
+  int64_t bytes = 0;  // from its first element to the end of its last, 0 without elements
 };
 
 Input inspect(const char* name, const TensorHandle& handle);
@@ -85,6 +86,8 @@ bool has_unit_last_stride(const Input& input);
 bool is_contiguous(const Input& input);
 // Replaces the tensor by a contiguous copy and looks at it again.
 void make_contiguous(TensorHandle& handle, Input& input);
+// The same by a copy of its layout, as far as that is dense.
+void make_copy(TensorHandle& handle, Input& input);
 
 inline DType accumulation_dtype(DType dtype) {
   return dtype == DType::kFloat64 ? DType::kFloat64 : DType::kFloat32;

@@ -24,11 +24,13 @@
   "Tensor? block_table=None, SymInt[]? mask_shapes=None, "                                   \
   "str kernel_name=\"\", str float32_precision=\"highest\""
 
+// need_weights: attention_weights will be called, so that the lack of memory for its result is an error now,
+// before anything is computed or written.
 STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
   library.def(
       "attention_forward(Tensor query, Tensor key, Tensor value, float scale, *, "
-      "bool need_residual=False, "  //
-      SELFATTN_OPTIONS ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual)");
+      "bool need_residual=False, bool need_weights=False, " SELFATTN_OPTIONS
+      ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual)");
   // For people: a line per CUDA kernel, best first, on why it does not take this call, empty where it does.
   library.def("attention_refusals(Tensor query, Tensor key, Tensor value, float scale, *, "  //
               SELFATTN_OPTIONS ") -> str");
@@ -63,7 +65,7 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
   // cu_seqlens_q packs key and value too.
   library.def(
       "attention_with_cache(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, "
-      "Tensor value, float scale, *, "  //
+      "Tensor value, float scale, *, bool need_weights=False, "  //
       SELFATTN_OPTIONS ") -> (Tensor out, Tensor row_max, Tensor row_sum)");
   library.def("attention_scores(Tensor query, Tensor key, float scale, *, str kernel_name=\"\") -> Tensor");
   library.def(

@@ -15,7 +15,7 @@ SoftmaxParams softmax_params(const Input& scores, double scale) {
   p.heads = scores.size[1];
   p.queries = scores.size[2];
   p.keys = scores.size[3];
-  p.scale = finite_scale(scale);
+  p.scale = finite_scale(scale, p.dtype);
   p.scores = plain_view(scores, p.dtype);
   return p;
 }

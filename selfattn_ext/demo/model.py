@@ -165,8 +165,10 @@ class CharTransformer(nn.Module):
         generator: torch.Generator,
         temperature: float = 0.8,
         cached: bool = True,
+        may_go_on: Callable[[], bool] = lambda: True,
     ) -> Tensor:
-        """The prompt (length,) and ``count`` symbols drawn one by one: (length + count,).
+        """The prompt (length,) and ``count`` symbols drawn one by one: (length + count,), fewer where
+        ``may_go_on``, asked before each, says no.
 
         Each symbol is drawn given a window of those before it. When the window would be longer than the
         context, the later half of it becomes the new one. ``cached`` keeps the keys and values of a window,
@@ -187,6 +189,8 @@ class CharTransformer(nn.Module):
         tokens = prompt
         window = new = prompt[-size.context :]
         for _ in range(count):
+            if not may_go_on():
+                break
             if len(window) > size.context:
                 window = new = window[-max(1, size.context // 2) :]
                 if cache is not None:

@@ -24,6 +24,21 @@ WARM_UP_FRACTION = 0.1
 HELD_OUT_SEQUENCES = 64
 
 
+class Budget:
+    """How many seconds the whole command may take, counted from now."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self._start = time.monotonic()
+
+    def spent(self) -> float:
+        return time.monotonic() - self._start
+
+    def left(self, kept: float = 0.0) -> float:
+        """What is left besides the seconds kept for something else; negative when too little."""
+        return self.seconds - kept - self.spent()
+
+
 @dataclass
 class Contender:
     """One copy of the model, its optimizer, and what was seen of it."""
@@ -89,23 +104,24 @@ def train(
     batch_size: int,
     seed: int,
     device: torch.device,
-    max_seconds: float,
+    budget: Budget,
+    kept: float = 0.0,
 ) -> int:
     """Run ``steps`` steps of every contender, A B C A B C, so that all see the machine in the same state.
 
-    Returns the number of steps done: fewer than asked where the machine is so slow that ``max_seconds`` ran
-    out.
+    Returns the number of steps done, at least 1: fewer than asked where the machine is so slow that the
+    budget, less the seconds kept for what comes after, would not last for another one.
     """
     generator = torch.Generator().manual_seed(seed)
-    deadline = time.monotonic() + max_seconds
     with Progress("training", steps) as progress:
         for step in range(steps):
+            before = budget.spent()
             tokens, targets = (part.to(device) for part in corpus.batch(batch_size, generator))
             for contender in contenders:
                 contender.step(tokens, targets, _learning_rate(step, steps))
             speed = tokens.numel() / contenders[0].step_seconds()
             progress.update(step + 1, f"loss {contenders[0].losses[-1]:.3f}  {speed:,.0f} tokens/s")
-            if time.monotonic() > deadline:
+            if budget.left(kept) < budget.spent() - before:
                 return step + 1
     return steps
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import codecs
 import inspect
 from collections import Counter
 from dataclasses import dataclass
@@ -25,15 +26,24 @@ class Text:
 
 
 def from_file(path: Path) -> Text:
-    """The text of a UTF-8 file; bytes that are not UTF-8 become replacement characters.
+    """The text of a file in UTF-8, or in UTF-16 where it starts with that encoding's mark.
+
+    A few bytes that are no UTF-8, such as the umlauts of a file in Latin-1, become replacement characters.
 
     Raises:
-        CommandError: the file cannot be read.
+        CommandError: the file cannot be read, or is no text in these encodings.
     """
     try:
-        return Text(path.read_text(encoding="utf-8", errors="replace"), str(path))
+        found = path.read_bytes()
     except OSError as error:
         raise CommandError(f"cannot read the text file {path}: {error.strerror or error}") from error
+    marked = found.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
+    content = found.decode("utf-16" if marked else "utf-8-sig", errors="replace")
+    content = content.replace("\r\n", "\n").replace("\r", "\n")
+    control = sum(symbol < " " and not symbol.isspace() for symbol in content)
+    if "\0" in content or 2 * content.count(UNKNOWN) > len(content) or 10 * control > len(content):
+        raise CommandError(f"{path} is not a text file in UTF-8, or in UTF-16 with a byte order mark")
+    return Text(content, str(path))
 
 
 def from_python() -> Text:

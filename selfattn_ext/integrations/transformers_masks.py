@@ -12,8 +12,8 @@ Note [What a model may do with its mask]
     tensor. Models that transformers itself runs on bool masks, by "sdpa" or flex_attention, get those, of
     which the kernels skip what is hidden; all other models get the mask of "eager".
 
-    A mask is left out only for one query that sees all keys. So "no mask" hides nothing, whatever the layer
-    says about being causal, and None can not make a model lose what its mask would have hidden.
+    A mask is left out where "eager" does, and then only for one query that sees all keys. So "no mask" hides
+    nothing, whatever the layer says about being causal, and a model that appends to its mask has one.
 
 Note [The position of the queries]
     Query 0 stands at some position among the keys: 0 in training, the number of cached tokens in generation,
@@ -53,24 +53,25 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     """What transformers' AttentionMaskInterface calls, with the arguments of ``masking_utils.sdpa_mask``.
 
     Returns:
-        None for a query that sees every key, a mask that is computed when needed, or, where a graph is or may
-        be traced, a plain mask (B, 1, L, S): Note [What a model may do with its mask].
+        None for a query that sees every key, if that is allowed, a mask that is computed when needed, or,
+        where a graph is or may be traced, a plain mask (B, 1, L, S): Note [What a model may do with its
+        mask].
     """
     from transformers import masking_utils
 
     if _is_tracing(arguments):
         return _plain_mask(arguments, masking_utils)
     queries, keys = _query_length(arguments), arguments["kv_length"]
-    causal_skip = arguments.get("allow_is_causal_skip", True)
-    may_skip = causal_skip or arguments.get("allow_is_bidirectional_skip", False)
     window = _window(arguments["mask_function"], masking_utils)
     offset = None if window is None else _query_offset(arguments)
     shown: Tensor | None = None
     if window is not None and offset is not None:
         shown = _visible_keys(arguments, queries, offset, hides_later=window[1] == 0)
-        if queries == 1 and may_skip and shown is None and _hides_nothing(window, offset, keys):
-            return None
-    if queries == 1 and not causal_skip:
+        if queries == 1 and shown is None and _hides_nothing(window, offset, keys):
+            if arguments.get("allow_is_bidirectional_skip", False):
+                return None
+            window = (-1, -1)
+    if queries == 1 and not arguments.get("allow_is_causal_skip", True):
         # A decoding step that may be compiled, into which an offset must not be frozen.
         return _plain_mask(arguments, masking_utils)
     dtype = arguments.get("dtype", torch.float32)

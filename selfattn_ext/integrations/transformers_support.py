@@ -3,8 +3,8 @@
 Most models ask transformers' AttentionInterface for their attention function. Some take a class of layers
 from a table, "eager" and "sdpa", in the module of the model: such a table gets an entry of our name, the
 "sdpa" class run within :func:`selfattn_ext.as_sdpa`. Others compute attention by themselves and would accept
-any name without a word; these raise ValueError, unless they are made of several models, of which others may
-take the name.
+any name without a word; these raise ValueError, as most of them do for "sdpa". The others, which call torch's
+function or have models inside that ask, get a warning.
 
 Nothing is imported for this: a model is judged and made ready when one of its kind is built.
 """
@@ -26,7 +26,7 @@ from . import transformers_457
 from .positional_mask import LazyMask
 from .sdpa_mode import as_sdpa
 from .transformers_masks import note_bool_masks
-from .transformers_weights import watch
+from .transformers_weights import watch, weights_are_wanted
 
 __all__ = ["keeps_sinks_out_of_weights", "makes_masks", "register"]
 
@@ -70,7 +70,7 @@ def _judging(get_correct_attn_implementation: Any) -> Any:
             kind = type(self)
             prepared = [_prepared(base, chosen) for base in kind.__mro__]
             if not any(prepared) and _computes_by_itself(kind):
-                _refuse(kind, chosen, self.config)
+                _refuse(kind, chosen)
             bools = kind._supports_sdpa or getattr(kind, "_supports_flex_attn", False)
             # A class from a table may still do without torch's function, and add its mask.
             note_bool_masks(self.config, bools and not any(prepared))
@@ -80,24 +80,16 @@ def _judging(get_correct_attn_implementation: Any) -> Any:
     return wrapped
 
 
-def _refuse(kind: type, name: str, config: Any) -> None:
-    """Raises, or warns for a model of which other parts may take the name."""
+def _refuse(kind: Any, name: str) -> None:
+    """Raises, or warns for a model that transformers lets pass for "sdpa" nevertheless."""
     alone = f"{kind.__name__} computes attention by itself and does not ask for an implementation"
-    if _has_models_inside(config) and not _tables(sys.modules[kind.__module__]):
-        warnings.warn(f"{alone}: {name!r} serves the models that it is made of alone", stacklevel=2)
+    if kind._supports_sdpa and not _tables(sys.modules[kind.__module__]):
+        warnings.warn(f"{alone}: of {name!r} only models that it is made of make use", stacklevel=2)
         return
     raise ValueError(
-        f'{alone}, so that it cannot run on {name!r}: use attn_implementation="eager"; where it is a part '
-        f'of a model, as of its vision_config, {{"": "{name}", "vision_config": "eager"}}'
+        f'{alone}, so that it cannot run on {name!r}: use attn_implementation="eager"; where only a part of '
+        f'a model is meant, {{"": "{name}", "vision_config": "eager"}} or the like'
     )
-
-
-def _has_models_inside(config: Any) -> bool:
-    """Whether some part of a configuration is that of a model."""
-    from transformers import MODEL_MAPPING
-
-    parts = [getattr(config, name, None) for name in getattr(config, "sub_configs", ())]
-    return any(type(part) in MODEL_MAPPING for part in parts)
 
 
 def _prepared(kind: type, name: str) -> bool:
@@ -112,7 +104,7 @@ def _prepared(kind: type, name: str) -> bool:
     if model in (_WITH_TABLES if _version >= (5, 0) else transformers_457.WITH_TABLES):
         for table in tables:
             if "sdpa" in table:
-                table.setdefault(name, _within_as_sdpa(table["sdpa"]))
+                table.setdefault(name, _within_as_sdpa(table["sdpa"], table["eager"]))
     return bool(tables) and all(name in table for table in tables)
 
 
@@ -134,8 +126,8 @@ def _computes_by_itself(kind: Any) -> bool:
 
 
 @functools.cache
-def _within_as_sdpa(sdpa_class: Any) -> Any:
-    """The class with our kernels in the place of torch's."""
+def _within_as_sdpa(sdpa_class: Any, eager_class: Any) -> Any:
+    """The class with our kernels in the place of torch's; the eager class where weights are asked for."""
 
     class Attention(sdpa_class):  # type: ignore[misc]
         def __init__(self, config: Any, *args: Any, **kwargs: Any) -> None:
@@ -147,18 +139,20 @@ def _within_as_sdpa(sdpa_class: Any) -> Any:
 
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             args, kwargs = _pytree.tree_map_only(LazyMask, LazyMask.additive, (args, kwargs))
+            if isinstance(self, eager_class) and weights_are_wanted(self):
+                return eager_class.forward(self, *args, **kwargs)
             with as_sdpa():
                 return super().forward(*args, **kwargs)
 
         def __reduce_ex__(self, protocol: Any) -> Any:
             # A class that is made here cannot be found by its name.
-            return _empty, (sdpa_class,), self.__dict__
+            return _empty, (sdpa_class, eager_class), self.__dict__
 
     Attention.__name__ = Attention.__qualname__ = sdpa_class.__name__
     return Attention
 
 
-def _empty(sdpa_class: Any) -> Any:
+def _empty(*classes: Any) -> Any:
     """For pickle and deepcopy, which fill it."""
-    made = _within_as_sdpa(sdpa_class)
+    made = _within_as_sdpa(*classes)
     return made.__new__(made)

@@ -2,7 +2,7 @@
 
 There are three ways: the argument ``output_attentions``, which reaches the attention function in some models;
 transformers' collectors, which take what layers return; and models that gather the weights of their layers
-in a loop of their own. The last are watched: a hook sees ``output_attentions`` as the model is called.
+in a loop of their own. For the last models are watched: a hook sees ``output_attentions`` as one is called.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ _calls = _Calls()
 
 
 def watch(model: nn.Module) -> None:
-    """Has the layers of a model that gathers weights by itself know of it. Again is no harm."""
-    # Of those that have this attribute transformers collects what is asked for.
-    if not getattr(model, "_can_record_outputs", None) and _enter not in model._forward_pre_hooks.values():
+    """Has the layers of a model know what it is asked for. Again is no harm."""
+    if _enter not in model._forward_pre_hooks.values():
         model.register_forward_pre_hook(_enter, with_kwargs=True)
         model.register_forward_hook(_leave, always_call=True)
 

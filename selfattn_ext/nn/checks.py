@@ -8,7 +8,7 @@ from torch import Tensor
 
 def check_positive(**sizes: int) -> None:
     for name, size in sizes.items():
-        if not isinstance(size, int) or size <= 0:
+        if not isinstance(size, int) or isinstance(size, bool) or size <= 0:
             raise ValueError(f"{name} must be a positive integer, got {size!r}")
 
 

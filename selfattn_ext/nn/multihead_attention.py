@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import Parameter
 
+from .. import checks
 from ..functional import scaled_dot_product_attention
 from .checks import check_input, check_positive
 from .rotary import rotary_embedding
@@ -71,6 +72,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         rotary_interleaved: bool = False,
         window_size: tuple[int, int] = (-1, -1),
     ) -> None:
+        checks.flags(rotary=rotary, rotary_interleaved=rotary_interleaved)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_positive(embed_dim=embed_dim, num_heads=num_heads, num_kv_heads=num_kv_heads)
         if embed_dim % num_heads:
@@ -107,7 +109,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         self.rotary = rotary
         self.rotary_base = rotary_base
         self.rotary_interleaved = rotary_interleaved
-        self.window_size = (window_size[0], window_size[1])
+        self.window_size = checks.window(window_size)
         if num_kv_heads != num_heads:
             self._shrink_keys_and_values(device, dtype)
         if num_kv_heads != num_heads or rotary or self.window_size != (-1, -1):
@@ -179,6 +181,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             return self._forward_nested(
                 query, key_padding_mask, need_weights, attn_mask, average_attn_weights
             )
+        checks.flags(is_causal=is_causal)
         is_batched = self._check_inputs(query, key, value)
         q, k, v = self._project(query, key, value)
         length, source = q.shape[2], k.shape[2]
@@ -210,7 +213,7 @@ class MultiheadAttention(nn.MultiheadAttention):
             is_causal=is_causal,
             enable_gqa=self.num_kv_heads != self.num_heads,
             window_size=self.window_size,
-            return_weights=need_weights,
+            return_weights=bool(need_weights),
         )
         out, weights = result if need_weights else (result, None)
         swapped = is_batched and not self.batch_first

@@ -47,6 +47,7 @@ def rotary_embedding(
         ValueError: D is odd, base is not positive, or positions do not broadcast.
     """
     _check_features(x)
+    checks.flags(interleaved=interleaved)
     if x.shape[-1] % 2:
         raise ValueError(f"x must be (..., L, D) with even D, got {tuple(x.shape)}")
     if positions is None:
@@ -131,6 +132,7 @@ def apply_rotary(
         TypeError, ValueError: naming the argument, what was given and what is allowed.
     """
     _check_features(x)
+    checks.flags(interleaved=interleaved)
     if layout not in ("bhld", "blhd"):
         raise ValueError(f'layout must be "bhld" or "blhd", got {layout!r}')
     if x.dim() not in (3, 4):

@@ -1,14 +1,15 @@
-"""DistributedDataParallel: two processes that halve a batch get the gradients of one that has all of it."""
+"""Two processes that halve a batch compute what one does that has all of it: with DistributedDataParallel,
+where each has all parameters, and with fully_shard (FSDP2), where each has half of every parameter.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
-# Forked before anything is computed, which spares the children the imports.
-SCRIPT = """
-import sys
+MODEL = """
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
@@ -33,7 +34,9 @@ def gradients(model, x):
     model.zero_grad()
     model(x).square().mean().backward()
     return [parameter.grad.clone() for parameter in model.parameters()]
+"""
 
+DATA_PARALLEL = """
 def run(rank, file, how):
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
@@ -48,13 +51,60 @@ def run(rank, file, how):
         # The same float64 sums in another order: some thousand roundings of 2^-53.
         torch.testing.assert_close(results, expected, rtol=1e-12, atol=1e-15)
     dist.destroy_process_group()
+"""
 
-mp.start_processes(run, (sys.argv[1], sys.argv[2]), nprocs=2, start_method="fork")
-print("the same gradients")
+SHARDED = """
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+def losses(model, x):
+    optimizer, found = torch.optim.SGD(model.parameters(), lr=0.1), []
+    for _ in range(3):
+        found.append(model(x).square().mean())
+        optimizer.zero_grad()
+        found[-1].backward()
+        optimizer.step()
+    return torch.stack(found).detach()
+
+def run(rank, file, how):
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method="file://" + file, rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model, alone, x = Model().double(), Model().double(), torch.randn(4, 9, 16, dtype=torch.float64)
+    alone.load_state_dict(model.state_dict())
+    mesh = torch.distributed.init_device_mesh("cpu", (2,))
+    dtypes = (torch.bfloat16, torch.float32) if how == "bfloat16" else ()
+    for part in (model.first, model.second, model):
+        fully_shard(part, mesh=mesh, mp_policy=MixedPrecisionPolicy(*dtypes))
+    # The second layer's weights of all heads in one matrix, half of its rows here.
+    assert model.second.in_proj_weight.to_local().shape[0] * 2 == alone.second.in_proj_weight.shape[0]
+    mean = losses(model, x[2 * rank : 2 * rank + 2])
+    dist.all_reduce(mean)
+    tolerance = {"rtol": 0.02, "atol": 0.0} if how == "bfloat16" else {"rtol": 1e-10, "atol": 0.0}
+    torch.testing.assert_close(mean.double() / 2, losses(alone, x), **tolerance)
+    if how != "bfloat16":
+        for sharded, whole in zip(model.parameters(), alone.parameters(), strict=True):
+            torch.testing.assert_close(sharded.grad.full_tensor(), whole.grad, rtol=1e-9, atol=1e-13)
+            torch.testing.assert_close(sharded.full_tensor(), whole, rtol=1e-9, atol=1e-13)
+    dist.destroy_process_group()
+"""
+
+# Forked before anything is computed, which spares the children the imports.
+START = """
+mp.start_processes(run, (FILE, HOW), nprocs=2, start_method="fork")
+print("the same")
 """
 
 
-@pytest.mark.parametrize("how", ["eager", "compiled"])
-def test_gradients_of_two_processes(how: str, run_python: Callable[..., str], tmp_path: object) -> None:
-    script = SCRIPT.replace("sys.argv[1], sys.argv[2]", f"{str(tmp_path) + '/rendezvous'!r}, {how!r}")
-    assert run_python(script) == "the same gradients\n"
+@pytest.mark.parametrize(
+    ("script", "how"),
+    [
+        (DATA_PARALLEL, "eager"),
+        (DATA_PARALLEL, "compiled"),
+        (SHARDED, "eager"),
+        (SHARDED, "bfloat16"),
+    ],
+    ids=["data parallel", "data parallel, compiled", "sharded", "sharded, bfloat16"],
+)
+def test_two_processes(script: str, how: str, run_python: Callable[..., str], tmp_path: Path) -> None:
+    given = f"FILE, HOW = {str(tmp_path / 'rendezvous')!r}, {how!r}\n"
+    assert run_python(given + MODEL + script + START) == "the same\n"

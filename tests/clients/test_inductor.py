@@ -47,6 +47,46 @@ def test_every_option_for_shapes_that_change() -> None:
         torch.testing.assert_close(*outcomes)
 
 
+def heads_apart(x: torch.Tensor) -> torch.Tensor:
+    """(B, L, H·D) as a model has it, to (B, H, L, D) without a copy."""
+    return x.unflatten(-1, (4, 16)).transpose(1, 2)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_attention_has_the_bits_of_eager(dtype: torch.dtype) -> None:
+    """Compiled code differs from eager by what surrounds attention: see docs/compile-and-export.md."""
+
+    def train(*rows: torch.Tensor) -> torch.Tensor:
+        query, key, value = map(heads_apart, rows)
+        return scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2).flatten(2)
+
+    rows = [torch.randn(2, 19, 64).to(dtype).requires_grad_() for _ in range(3)]
+    cotangent = torch.randn(2, 19, 64).to(dtype)
+    outcomes = []
+    for function in (train, torch.compile(train, fullgraph=True)):
+        out = function(*rows)
+        outcomes.append([out, *torch.autograd.grad(out, rows, cotangent)])
+    assert all(map(torch.equal, *outcomes))
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_a_step_of_a_decoder_has_the_bits_of_eager(queries: int) -> None:
+    def step(keys: torch.Tensor, values: torch.Tensor, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        query, key, value = map(heads_apart, rows)
+        return selfattn_ext.attention_with_kvcache(
+            query, keys, values, key, value, cache_seqlens=lengths, is_causal=True, return_lse=True
+        )
+
+    lengths = torch.tensor([70, 90])
+    caches = [torch.randn(2, 4, 100, 16).to(torch.bfloat16) for _ in range(2)]
+    rows = [torch.randn(2, queries, 64).to(torch.bfloat16) for _ in range(3)]
+    outcomes = []
+    for function in (step, torch.compile(step, fullgraph=True)):
+        own = [cache.clone() for cache in caches]
+        outcomes.append([*function(*own, *rows), *own])
+    assert all(map(torch.equal, *outcomes))
+
+
 def test_a_small_gpt_trains(capsys: pytest.CaptureFixture[str]) -> None:
     main: Any = runpy.run_path(str(EXAMPLE))["main"]
     small = ["--layers", "1", "--heads", "2", "--width", "32", "--context", "32", "--steps", "60"]

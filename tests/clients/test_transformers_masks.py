@@ -82,17 +82,15 @@ def test_elements_are_those_of_transformers(function: str, place: str, side: str
     )
     mask = integration.mask_function(**arguments)
     expected = masking_utils.sdpa_mask(**arguments, allow_is_causal_skip=False)
-    if mask is None:
-        assert queries == 1
-        assert expected.all()
-    else:
-        assert isinstance(mask, PositionalMask)
-        assert mask.shape == expected.shape
-        assert torch.equal(mask.dense(), expected)
-        assert mask.dtype == torch.float32
-        assert torch.equal(mask + 0.0, masking_utils.eager_mask(**arguments))
-        if side in ("none", "all") and function in ("causal", "window", "one sequence"):
-            assert mask.visible_keys is None
+    assert isinstance(mask, PositionalMask)
+    assert mask.shape == expected.shape
+    assert torch.equal(mask.dense(), expected)
+    assert mask.dtype == torch.float32
+    assert torch.equal(mask + 0.0, masking_utils.eager_mask(**arguments))
+    if side in ("none", "all") and function in ("causal", "window", "one sequence"):
+        assert mask.visible_keys is None
+    if queries == 1 and expected.all() and side in ("none", "all"):
+        assert mask.options() == {}
 
 
 def test_what_is_no_rule_is_a_tensor() -> None:

@@ -60,11 +60,13 @@ def test_a_model_that_asks_nobody_is_refused(name: str) -> None:
     kind._from_config(config, attn_implementation="eager")
 
 
-def test_a_model_made_of_others_serves_those(recwarn: pytest.WarningsRecorder) -> None:
+def grounding_dino() -> Any:
     text = {**_SIZES, "num_hidden_layers": 1, "intermediate_size": 48, "model_type": "bert"}
-    config = transformers.GroundingDinoConfig(
+    return transformers.GroundingDinoConfig(
         text_config=text,
         backbone_config=transformers.SwinConfig(embed_dim=8, depths=[1, 1], num_heads=[1, 2], window_size=2),
+        use_timm_backbone=False,
+        backbone=None,
         d_model=32,
         encoder_layers=1,
         decoder_layers=1,
@@ -72,12 +74,30 @@ def test_a_model_made_of_others_serves_those(recwarn: pytest.WarningsRecorder) -
         decoder_attention_heads=4,
         num_feature_levels=2,
     )
-    if VERSION < (5, 0):
-        pytest.importorskip("timm")
-    model = transformers.GroundingDinoModel._from_config(config, attn_implementation=NAME)
-    found = [str(warning.message) for warning in recwarn]
-    assert any("GroundingDinoModel computes attention by itself" in message for message in found)
+
+
+def test_parts_of_a_model_take_the_name() -> None:
+    kind = transformers.GroundingDinoModel
+    with pytest.raises(
+        ValueError, match=r'GroundingDinoModel computes .* \{"": "selfattn_ext", "vision_config"'
+    ):
+        kind._from_config(grounding_dino(), attn_implementation=NAME)
+    model = kind._from_config(grounding_dino(), attn_implementation={"": "eager", "text_config": NAME})
     assert model.text_backbone.config._attn_implementation == NAME
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_model_that_is_let_pass_warns() -> None:
+    class Letting(transformers.BloomModel):
+        pass
+
+    Letting.__module__ = transformers.BloomModel.__module__
+    config = transformers.BloomConfig(**OWN["Bloom"])
+    with pytest.raises(ValueError, match="Letting computes attention by itself"):
+        Letting._from_config(config, attn_implementation=NAME)
+    Letting._supports_sdpa = True
+    with pytest.warns(UserWarning, match="of 'selfattn_ext' only models that it is made of make use"):
+        Letting._from_config(config, attn_implementation=NAME)
 
 
 def test_a_model_of_a_notebook_is_taken() -> None:
@@ -182,10 +202,13 @@ def test_a_mask_that_must_be_there_is_there(takes_bool: bool) -> None:
                 allow_is_causal_skip=causal,
                 allow_is_bidirectional_skip=bidirectional,
             )
-            assert (mask is None) == (causal or bidirectional)
+            assert (mask is None) == bidirectional
             if mask is not None:
-                assert type(mask) is Tensor
                 assert mask.shape == (2, 1, 1, 9)
+                assert bool(mask.all()) == takes_bool if mask.dtype == torch.bool else bool((mask == 0).all())
+            if not causal and not bidirectional:
+                # A step that may be compiled.
+                assert type(mask) is Tensor
                 assert mask.dtype == (torch.bool if takes_bool else torch.float32)
 
 

@@ -75,7 +75,6 @@ class BackwardTask {
     RowOperand<P> key_rows, value_rows;
     ColumnOperand<P> key_columns;
     T *grad_key, *grad_value;        // [chunk][padded]
-    T* sink_weights;                 // [kLanes]
     T* slope_rows[kPanelStrips<P>];  // [kLanes] the strip's share of grad_slopes_rows
     QuerySums<P> query_sums;
     typename MaskSum<P>::Scratch mask;
@@ -95,8 +94,7 @@ class BackwardTask {
              RowOperand<P>::bytes(p, t.chunk_rows(), p.value_dim) +
              ColumnOperand<P>::shared_bytes(p, t.chunk_rows(), p.head_dim) +
              Arena::bytes_for<T>(t.chunk_rows() * e) + Arena::bytes_for<T>(t.chunk_rows() * ev) +
-             Arena::bytes_for<T>(kLanes<P>) + QuerySums<P>::bytes(p) +
-             MaskSum<P>::Scratch::bytes(t.mask_sum, t.chunk_rows());
+             QuerySums<P>::bytes(p) + MaskSum<P>::Scratch::bytes(t.mask_sum, t.chunk_rows());
     }
     explicit Scratch(const BackwardTask& t)
         : arena(bytes(t)),
@@ -116,7 +114,6 @@ class BackwardTask {
       key_columns.allocate_shared(p, t.chunk_rows(), p.head_dim, arena);
       grad_key = arena.take<T>(t.chunk_rows() * head_stride);
       grad_value = arena.take<T>(t.chunk_rows() * value_stride);
-      sink_weights = arena.take<T>(kLanes<P>);
       query_sums.allocate(p, arena);
       mask.allocate(t.mask_sum, t.chunk_rows(), arena);
     }
@@ -213,7 +210,7 @@ class BackwardTask {
     for (int64_t i = 0, query = panel.first; i < panel.strips; query += panel.counts[i++]) {
       if (!panel.contributes[i] && !first_chunk) continue;
       s.strips[i].begin_gradient(p, a, batch, head, query, panel.counts[i]);
-      if (first_chunk) sink_gradients(s.strips[i], s.sink_weights);
+      if (first_chunk) sink_gradients(s.strips[i]);
       memset(s.slope_rows[i], 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
       for (int64_t e = 0; e < p.head_dim; ++e) {
         memset(s.grad_query_t[i] + e * kLanes<P>, 0,
@@ -337,16 +334,13 @@ class BackwardTask {
   }
 
   // d(sink) of a row is -P(sink) * delta.
-  void sink_gradients(const GradientStrip<P>& strip, T* weight) const {
+  // exp of the library, as that of vectors takes small weights for 0.
+  void sink_gradients(const GradientStrip<P>& strip) const {
     if (a.grad_sinks_rows == nullptr) return;
     const T sink = head_scalar<T>(p.sinks, strip.batch, strip.head);
-    for (int64_t lane = 0; lane < strip.vecs * Simd<T>::kWidth; lane += Simd<T>::kWidth) {
-      using S = Simd<T>;
-      S::store(weight + lane, exp_nonpositive<T>(S::sub(S::set(sink), S::load(strip.row_max + lane))));
-    }
     T* rows = static_cast<T*>(a.grad_sinks_rows) + strip.row(p);
     for (int64_t lane = 0; lane < strip.count; ++lane) {
-      const T probability = weight[lane] * strip.inverse_sum[lane];
+      const T probability = std::exp(sink - strip.row_max[lane]) * strip.inverse_sum[lane];
       rows[lane] = probability == T(0) ? T(0) : -probability * strip.delta[lane];
     }
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "decode_rows.h"
+#include "overflow.h"
 #include "thin_products.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -349,15 +350,21 @@ struct DecodeMerge {
       static_cast<T*>(outputs.row_sum)[row] = sum;
       const auto scale = S::set(sum == T(0) ? T(0) : T(1) / sum);
       const int64_t at = outputs.out.offset(batch, head, query);
+      auto zero = S::set(T(0));  // NaN as soon as a result is not finite
       for (int64_t e = 0; e < p.value_dim; e += S::kWidth) {
         auto total = S::set(T(0));
         for (int64_t c = 0; c < chunks.chunks; ++c) {
           const T* rows = chunks.out + (chunks.state(batch, head, c) + query) * chunks.out_stride;
           total = S::fma(S::set(scratch.factor[c]), S::load(rows + e), total);
         }
+        const auto result = S::mul(total, scale);
+        zero = S::fma(result, S::set(T(0)), zero);
         store_with_residual<T>(outputs.out.data, outputs.out_residual, p.dtype, at + e, p.value_dim - e,
-                               S::mul(total, scale));
+                               result);
       }
+      T lanes[S::kWidth];
+      S::store(lanes, zero);
+      if (!all_finite(lanes, 0, 1, S::kWidth)) mend_overflow<T>(p, outputs, batch, head, query, 1);
     }
   }
 };

@@ -21,16 +21,21 @@ struct Delta {
     using S = Simd<P>;
     out.load(out_rows);
     const bool rest = residual_rows.data != nullptr;
+    const int64_t step = terms_of_piece(out_rows.columns);
     if (rest) residual.load(residual_rows);
     for (int64_t lane = 0; lane < vecs * S::kWidth; lane += S::kWidth) {
-      auto sum = S::set(P(0));
-      for (int64_t e = 0; e < out_rows.columns; ++e) {
-        const int64_t at = e * kLanes<P> + lane;
-        auto x = S::load(out.data + at);
-        if (rest) x = S::add(x, S::load(residual.data + at));
-        sum = S::fma(x, S::load(grad_out.data + at), sum);
+      auto total = S::set(P(0));
+      for (int64_t first = 0; first < out_rows.columns; first += step) {
+        auto sum = S::set(P(0));
+        for (int64_t e = first; e < out_rows.columns && e < first + step; ++e) {
+          const int64_t at = e * kLanes<P> + lane;
+          auto x = S::load(out.data + at);
+          if (rest) x = S::add(x, S::load(residual.data + at));
+          sum = S::fma(x, S::load(grad_out.data + at), sum);
+        }
+        total = S::add(total, sum);
       }
-      S::store(delta + lane, sum);
+      S::store(delta + lane, total);
     }
   }
 };

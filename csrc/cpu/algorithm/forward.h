@@ -3,6 +3,7 @@
 
 #include "decode.h"
 #include "forward_strip.h"
+#include "overflow.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -68,16 +69,22 @@ struct ForwardTask {
       first += count;
     }
     run(strips, scratch, false);
+    bool finite = !scratch.block.large_values;
     if constexpr (kPlain<P>) {
-      bool finite = true;
       for (int64_t i = 0; i < strips; ++i) finite = finite && scratch.strips[i].finite(p);
       if (!finite) run(strips, scratch, true);
     }
-    for (int64_t i = 0; i < strips; ++i) finish(scratch.strips[i], scratch.block.scale);
+    for (int64_t i = 0; i < strips; ++i) {
+      const ForwardStrip<P>& strip = scratch.strips[i];
+      finish(strip, scratch.block.scale);
+      if (finite || strip.finite(p)) continue;
+      mend_overflow<T>(p, outputs, strip.batch, strip.head, strip.first, strip.count);
+    }
   }
 
   void run(int64_t strips, Scratch& scratch, bool leave_hidden_out) const {
     KeyRange range{p.keys, 0};
+    scratch.block.large_values = false;
     for (int64_t i = 0; i < strips; ++i) {
       scratch.strips[i].reset(p);
       if (scratch.strips[i].keys.begin < range.begin) range.begin = scratch.strips[i].keys.begin;

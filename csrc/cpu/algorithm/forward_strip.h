@@ -246,6 +246,7 @@ struct ForwardScratch {
   WeightOperand<P> weights;
   T *visible, *scale;
   char *paged_keys, *paged_values;  // see key_source; operands may use them where they lie
+  bool large_values;                // whether an operand has seen any; see overflow.h
 
   static int64_t bytes(const AttentionParams& p) {
     return BlockScratch<P>::bytes(false) + RowOperand<P>::bytes(p, kLoadedKeys<P>, p.head_dim) +
@@ -298,6 +299,7 @@ void forward_keys(const AttentionParams& p, ForwardStrip<P>* strips, int64_t cou
     scratch.keys.load(key_source(p, p.key, batch, kv_head, first, loaded, p.head_dim, scratch.paged_keys));
     scratch.values.load(
         key_source(p, p.value, batch, kv_head, first, loaded, p.value_dim, scratch.paged_values));
+    scratch.large_values |= scratch.values.large();
     for (int64_t i = 0; i < count; ++i) {
       ForwardStrip<P>& strip = strips[i];
       for (int64_t key = first; key < first + loaded; key += kKeyBlock) {

@@ -97,6 +97,9 @@ struct ColumnOperand : RowOperand<P> {
   void load_shared(const RowSource&, const RowOperand<P>& same) { this->rows = same.rows; }
   // Whether products must be told what is visible although the caller saw nothing wrong with the data.
   bool special(int64_t, int64_t) const { return false; }
+  // Whether sums of the rows may overflow although nobody would see that by looking at them, see overflow.h:
+  // plain arithmetic looks at every result.
+  bool large() const { return false; }
 };
 
 template <class P>

@@ -20,13 +20,14 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 // Decided by dtype, precision and shape of one batch element alone, so that all passes of a call decide alike
 // and nothing depends on the batch. With more pieces than the engine has an advantage for, float is faster; a
-// factor of the scores that is not positive cannot wait until after their maximum. The gradient of ALiBi
-// slopes is a sum of dS times distances in which nearly all cancels, if only the weights in O and in dS are
-// the same numbers: rounding them for O alone would leave far distances standing.
+// factor of the scores that is not positive cannot wait until after their maximum, and one is divided by,
+// too, so its inverse must be a float. The gradient of ALiBi slopes is a sum of dS times distances in which
+// nearly all cancels, if only the weights in O and in dS are the same numbers: rounding them for O alone
+// would leave far distances standing.
 inline bool multiplies_pairs(const AttentionParams& p) {
   if (p.alibi_slopes.data != nullptr && Pairs::pieces(p) == 1) return false;
   return p.dtype != DType::kFloat64 && Pairs::pieces(p) <= PairEngine::kMostPieces &&
-         p.head_dim >= kLeastHeadDim && p.scale > 0.0;
+         p.head_dim >= kLeastHeadDim && p.scale > 1e-30 && p.scale < 1e30;
 }
 
 // The fewest queries of a call that strips of pairs take, where pairs multiply its numbers at all. Keys and

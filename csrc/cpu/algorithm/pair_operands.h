@@ -212,6 +212,7 @@ struct ColumnOperand<Pairs> {
   int64_t piece_stride, block_stride, row_stride, pair_stride;
   int pieces;
   SpecialRows specials;
+  bool any_large;
 
   static int64_t size(int64_t columns) { return kKeyBlock / 2 * padded_rows(columns); }
   static int64_t blocks(int64_t count) { return (count + kKeyBlock - 1) / kKeyBlock; }
@@ -229,7 +230,9 @@ struct ColumnOperand<Pairs> {
     specials.allocate(count, columns, arena);
   }
   void load(const RowSource& s) {
-    specials.mark(s, pieces, pack(s, nullptr));
+    const Magnitudes seen = pack(s, nullptr);
+    specials.mark(s, pieces, seen);
+    any_large = seen.any_from(kLargeExponent);
     if (specials.any) pack(s, specials.marks);
   }
   Magnitudes pack(const RowSource& s, const bool* special) const {
@@ -256,6 +259,7 @@ struct ColumnOperand<Pairs> {
   }
   void load_shared(const RowSource& s, const RowOperand<Pairs>&) { load(s); }
   bool special(int64_t from, int64_t rows) const { return specials.any_of(from, rows); }
+  bool large() const { return any_large; }
 };
 
 template <>

@@ -102,6 +102,9 @@ SELFATTN_INLINE void store_weight_pair(uint32_t* to, int64_t piece_stride, __m51
   store_pieces<kPieces, kPieces == 2 ? 1 : kPieces>(to, piece_stride, above, below);
 }
 
+// Values below this have finite sums, whatever the keys are and however far a maximum may lag behind.
+constexpr int kLargeExponent = 64;
+
 // Bits of a power of two as a float.
 constexpr int power_of_two(int exponent) { return (127 + exponent) << 23; }
 
@@ -170,11 +173,14 @@ struct Magnitudes {
         _mm512_max_epu32(magnitude_bits(first_of_pairs(bits)), magnitude_bits(_mm512_castsi512_ps(bits)));
     largest = _mm512_max_epu32(largest, most);
   }
+  // Whether some are 2^exponent or more.
+  bool any_from(int exponent) const {
+    return _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(power_of_two(exponent))) != 0;
+  }
   // Every row is ordinary; false if some may not be.
   bool are_ordinary(int pieces, bool is_gradient) const {
-    const int most = power_of_two(pieces == 1 ? 127 : 60);
     const int enough = power_of_two(is_gradient ? -60 : -40);
-    return _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(most)) == 0 &&
+    return !any_from(pieces == 1 ? 127 : 60) &&
            (pieces == 1 || _mm512_cmplt_epu32_mask(least, _mm512_set1_epi32(enough - 1)) == 0);
   }
 };

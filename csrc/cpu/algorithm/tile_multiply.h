@@ -4,10 +4,11 @@
 //
 // A is read one scalar at a time and broadcast, so it needs no packing and no alignment: it is a key or value
 // row in the user's tensor, or a row of weights. B and C are scratch with vectors of lanes. With
-// `Transposed`, A(row, k) is a[k * lda + row], otherwise a[row * lda + k]. Partial sums of one call stay in
-// registers and meet C once, at the end, so that rounding errors of long sums grow with the number of blocks
-// and not with the number of terms.
+// `Transposed`, A(row, k) is a[k * lda + row], otherwise a[row * lda + k]. Sums stay in registers and meet C
+// once, at the end; long ones do so piece by piece (sum_pieces.h).
 #pragma once
+
+#include "sum_pieces.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -115,9 +116,8 @@ int next_tile_vecs(int64_t vecs) {
   return vecs == kMost + 1 && kMost > 2 ? kMost - 1 : kMost;
 }
 
-// The whole product: `rows` rows and `vecs` vectors of lanes.
 template <class T, bool kTransposed>
-void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
+void multiply_piece(const Product<T>& p, int64_t rows, int64_t vecs) {
   for (int64_t vec = 0; vec < vecs;) {
     const int take = next_tile_vecs<T>(vecs - vec);
     const int64_t lane = vec * Simd<T>::kWidth;
@@ -130,6 +130,22 @@ void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
     }
     vec += take;
   }
+}
+
+// The whole product: `rows` rows and `vecs` vectors of lanes.
+template <class T, bool kTransposed>
+void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
+  const int64_t step = terms_of_piece(p.depth);
+  Product<T> piece = p;
+  int64_t done = 0;
+  do {
+    piece.depth = p.depth - done < step ? p.depth - done : step;
+    multiply_piece<T, kTransposed>(piece, rows, vecs);
+    done += step;
+    piece.a += step * (kTransposed ? p.lda : 1);
+    piece.b += step * p.ldb;
+    piece.update = Update::kAdd;
+  } while (done < p.depth);
 }
 
 // The slow product for data that holds Inf or NaN: a term whose key is hidden from its query is left out,

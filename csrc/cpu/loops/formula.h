@@ -7,8 +7,9 @@
 //   P_ij = exp(s_ij − max_i) / sum_i   over the keys that i sees, and the sink
 //   W_ij = P_ij · keep_ij              dropout
 //
-// T is the accumulation type. Everything here is computed anew for each (i, j): no tile, no reuse, nothing to
-// get wrong. A key that the query may not see is never read.
+// T is the accumulation type of the other kernels; sums are in float64 for all dtypes, since each of them is
+// one long chain here. Everything is computed anew for each (i, j): no tile, no reuse, nothing to get wrong.
+// A key that the query may not see is never read.
 #pragma once
 
 #include <cmath>
@@ -66,11 +67,11 @@ class Formula {
 
   // s before the softcap.
   T scaled_dot(int64_t b, int64_t h, int64_t i, int64_t j) const {
-    T dot = 0;
+    double dot = 0;
     for (int64_t e = 0; e < p.head_dim; ++e) {
-      dot += load<T>(p.query, b, h, i, e) * load_key<T>(p, p.key, b, p.kv_head(h), j, e);
+      dot += load<double>(p.query, b, h, i, e) * load_key<double>(p, p.key, b, p.kv_head(h), j, e);
     }
-    return static_cast<T>(p.scale) * dot;
+    return static_cast<T>(p.scale * dot);
   }
 
   T softcap(T s) const {

@@ -46,10 +46,11 @@ struct Gradient {
     const T weight = formula.exponential(score, row_max(b, h, i)) / row_sum(b, h, i);
     const T keep = formula.keep(b, h, i, j);
 
-    T grad_weight = a.grad_weights.data != nullptr ? load<T>(a.grad_weights, b, h, i, j) : T(0);
+    double sum = a.grad_weights.data != nullptr ? load<double>(a.grad_weights, b, h, i, j) : 0.0;
     for (int64_t e = 0; e < p.value_dim; ++e) {
-      grad_weight += load<T>(a.grad_out, b, h, i, e) * load<T>(p.value, b, p.kv_head(h), j, e);
+      sum += load<double>(a.grad_out, b, h, i, e) * load<double>(p.value, b, p.kv_head(h), j, e);
     }
+    const T grad_weight = static_cast<T>(sum);
 
     ScoreGradient<T> gradient;
     gradient.kept_weight = weight * keep;
@@ -79,12 +80,13 @@ struct DeltaTask {
     const auto [b, h, i] = RowIndex(item, formula.p.heads, formula.p.queries);
     const int64_t row = formula.p.row(b, h, i);
 
-    T delta = a.grad_row != nullptr ? static_cast<const T*>(a.grad_row)[row] : T(0);
+    double sum = a.grad_row != nullptr ? static_cast<const T*>(a.grad_row)[row] : T(0);
     for (int64_t e = 0; e < formula.p.value_dim; ++e) {
-      T out = load<T>(a.out, b, h, i, e);
-      if (a.out_residual.data != nullptr) out += load<T>(a.out_residual, b, h, i, e);
-      delta += load<T>(a.grad_out, b, h, i, e) * out;
+      double out = load<double>(a.out, b, h, i, e);
+      if (a.out_residual.data != nullptr) out += load<double>(a.out_residual, b, h, i, e);
+      sum += load<double>(a.grad_out, b, h, i, e) * out;
     }
+    const T delta = static_cast<T>(sum);
     gradient.delta[item] = delta;
 
     if (a.grad_sinks_rows != nullptr) {
@@ -100,7 +102,7 @@ struct QueryTask {
   Gradient<T> gradient;
 
   struct Scratch {
-    std::vector<T> grad_query;
+    std::vector<double> grad_query;
     explicit Scratch(const QueryTask& task)
         : grad_query(static_cast<size_t>(task.gradient.formula.p.head_dim)) {}
   };
@@ -109,21 +111,21 @@ struct QueryTask {
     const AttentionParams& p = gradient.formula.p;
     const auto [b, h, i] = RowIndex(item, p.heads, p.queries);
 
-    T grad_slope = 0;
-    std::fill(scratch.grad_query.begin(), scratch.grad_query.end(), T(0));
+    double grad_slope = 0;
+    std::fill(scratch.grad_query.begin(), scratch.grad_query.end(), 0.0);
     for (int64_t j = 0; j < p.keys; ++j) {
       if (!gradient.sees(b, h, i, j)) continue;
       const ScoreGradient<T> g = gradient.at(b, h, i, j);
-      grad_slope += g.score * gradient.formula.distance_bias(i, j);
+      grad_slope += static_cast<double>(g.score) * gradient.formula.distance_bias(i, j);
       for (int64_t e = 0; e < p.head_dim; ++e) {
-        scratch.grad_query[e] += g.dot * load<T>(p.key, b, p.kv_head(h), j, e);
+        scratch.grad_query[e] += static_cast<double>(g.dot) * load<double>(p.key, b, p.kv_head(h), j, e);
       }
     }
 
     for (int64_t e = 0; e < p.head_dim; ++e)
-      store<T>(gradient.a.grad_query, b, h, i, e, scratch.grad_query[e]);
+      store<T>(gradient.a.grad_query, b, h, i, e, static_cast<T>(scratch.grad_query[e]));
     if (gradient.a.grad_slopes_rows != nullptr)
-      static_cast<T*>(gradient.a.grad_slopes_rows)[p.row(b, h, i)] = grad_slope;
+      static_cast<T*>(gradient.a.grad_slopes_rows)[p.row(b, h, i)] = static_cast<T>(grad_slope);
   }
 };
 
@@ -133,8 +135,8 @@ struct KeyTask {
   Gradient<T> gradient;
 
   struct Scratch {
-    std::vector<T> grad_key;
-    std::vector<T> grad_value;
+    std::vector<double> grad_key;
+    std::vector<double> grad_value;
     explicit Scratch(const KeyTask& task)
         : grad_key(static_cast<size_t>(task.gradient.formula.p.head_dim)),
           grad_value(static_cast<size_t>(task.gradient.formula.p.value_dim)) {}
@@ -146,21 +148,25 @@ struct KeyTask {
     const auto [b, kv_head, j] = RowIndex(item, p.kv_heads, p.keys);
     const int64_t group = p.heads / p.kv_heads;
 
-    std::fill(scratch.grad_key.begin(), scratch.grad_key.end(), T(0));
-    std::fill(scratch.grad_value.begin(), scratch.grad_value.end(), T(0));
+    std::fill(scratch.grad_key.begin(), scratch.grad_key.end(), 0.0);
+    std::fill(scratch.grad_value.begin(), scratch.grad_value.end(), 0.0);
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
       for (int64_t i = 0; i < p.queries; ++i) {
         if (!gradient.sees(b, h, i, j)) continue;
         const ScoreGradient<T> g = gradient.at(b, h, i, j);
-        for (int64_t e = 0; e < p.head_dim; ++e) scratch.grad_key[e] += g.dot * load<T>(p.query, b, h, i, e);
+        for (int64_t e = 0; e < p.head_dim; ++e) {
+          scratch.grad_key[e] += static_cast<double>(g.dot) * load<double>(p.query, b, h, i, e);
+        }
         for (int64_t e = 0; e < p.value_dim; ++e) {
-          scratch.grad_value[e] += g.kept_weight * load<T>(a.grad_out, b, h, i, e);
+          scratch.grad_value[e] += static_cast<double>(g.kept_weight) * load<double>(a.grad_out, b, h, i, e);
         }
       }
     }
 
-    for (int64_t e = 0; e < p.head_dim; ++e) store<T>(a.grad_key, b, kv_head, j, e, scratch.grad_key[e]);
-    for (int64_t e = 0; e < p.value_dim; ++e) store<T>(a.grad_value, b, kv_head, j, e, scratch.grad_value[e]);
+    for (int64_t e = 0; e < p.head_dim; ++e)
+      store<T>(a.grad_key, b, kv_head, j, e, static_cast<T>(scratch.grad_key[e]));
+    for (int64_t e = 0; e < p.value_dim; ++e)
+      store<T>(a.grad_value, b, kv_head, j, e, static_cast<T>(scratch.grad_value[e]));
   }
 };
 

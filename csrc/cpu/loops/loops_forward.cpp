@@ -1,4 +1,4 @@
-// The forward, one query row at a time: scores, maximum, sum, weighted values.
+// The forward, one query row at a time: scores, maximum, sum, weights, weighted values.
 #include <algorithm>
 #include <vector>
 
@@ -15,8 +15,8 @@ struct ForwardTask {
   const ForwardOutputs& outputs;
 
   struct Scratch {
-    std::vector<T> scores;  // of one row
-    std::vector<T> out;     // of one row
+    std::vector<T> scores;    // of one row
+    std::vector<double> out;  // of one row
     explicit Scratch(const ForwardTask& task)
         : scores(static_cast<size_t>(task.formula.p.keys)),
           out(static_cast<size_t>(task.formula.p.value_dim)) {}
@@ -34,20 +34,25 @@ struct ForwardTask {
       row_max = std::max(row_max, scratch.scores[j]);
     }
 
-    T row_sum = formula.exponential(formula.sink(b, h), row_max);
-    std::fill(scratch.out.begin(), scratch.out.end(), T(0));
+    double sum = formula.exponential(formula.sink(b, h), row_max);
     for (int64_t j = 0; j < p.keys; ++j) {
-      if (!formula.sees(b, h, i, j)) continue;
-      const T weight = formula.exponential(scratch.scores[j], row_max);
-      row_sum += weight;
-      const T kept = weight * formula.keep(b, h, i, j);
+      if (formula.sees(b, h, i, j)) sum += formula.exponential(scratch.scores[j], row_max);
+    }
+    const T row_sum = static_cast<T>(sum);
+
+    // Divided by the sum before they meet the values: a mean of large numbers is finite, their sum may not
+    // be.
+    std::fill(scratch.out.begin(), scratch.out.end(), 0.0);
+    for (int64_t j = 0; j < p.keys; ++j) {
+      if (row_sum == 0 || !formula.sees(b, h, i, j)) continue;
+      const T weight = formula.exponential(scratch.scores[j], row_max) / row_sum * formula.keep(b, h, i, j);
       for (int64_t e = 0; e < p.value_dim; ++e) {
-        scratch.out[e] += kept * load_key<T>(p, p.value, b, p.kv_head(h), j, e);
+        scratch.out[e] += static_cast<double>(weight) * load_key<double>(p, p.value, b, p.kv_head(h), j, e);
       }
     }
 
     for (int64_t e = 0; e < p.value_dim; ++e) {
-      const T out = row_sum == 0 ? T(0) : scratch.out[e] / row_sum;
+      const T out = static_cast<T>(scratch.out[e]);
       store<T>(outputs.out, b, h, i, e, out);
       if (outputs.out_residual != nullptr) {
         View residual = outputs.out;

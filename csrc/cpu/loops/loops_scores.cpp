@@ -19,17 +19,16 @@ struct ScoresTask {
     const auto [b, h, i] = RowIndex(item, p.heads, p.queries);
     const int64_t kv_head = h / (p.heads / p.kv_heads);
     for (int64_t j = 0; j < p.keys; ++j) {
-      T dot = 0;
+      double dot = 0;
       for (int64_t e = 0; e < p.head_dim; ++e)
-        dot += load<T>(p.query, b, h, i, e) * load<T>(p.key, b, kv_head, j, e);
-      store<T>(p.scores, b, h, i, j, static_cast<T>(p.scale) * dot);
+        dot += load<double>(p.query, b, h, i, e) * load<double>(p.key, b, kv_head, j, e);
+      store<T>(p.scores, b, h, i, j, static_cast<T>(p.scale * dot));
     }
   }
 };
 
-template <class T>
 struct RowScratch {
-  std::vector<T> sum;
+  std::vector<double> sum;
   template <class Task>
   explicit RowScratch(const Task& task) : sum(static_cast<size_t>(task.p.head_dim)) {}
 };
@@ -38,18 +37,18 @@ template <class T>
 struct GradQueryTask {
   const ScoresParams& p;
 
-  using Scratch = RowScratch<T>;
+  using Scratch = RowScratch;
 
   void operator()(int64_t item, Scratch& scratch) const {
     const auto [b, h, i] = RowIndex(item, p.heads, p.queries);
     const int64_t kv_head = h / (p.heads / p.kv_heads);
-    std::fill(scratch.sum.begin(), scratch.sum.end(), T(0));
+    std::fill(scratch.sum.begin(), scratch.sum.end(), 0.0);
     for (int64_t j = 0; j < p.keys; ++j) {
-      const T grad = load<T>(p.scores, b, h, i, j);
-      for (int64_t e = 0; e < p.head_dim; ++e) scratch.sum[e] += grad * load<T>(p.key, b, kv_head, j, e);
+      const double grad = load<double>(p.scores, b, h, i, j);
+      for (int64_t e = 0; e < p.head_dim; ++e) scratch.sum[e] += grad * load<double>(p.key, b, kv_head, j, e);
     }
     for (int64_t e = 0; e < p.head_dim; ++e) {
-      store<T>(p.grad_query, b, h, i, e, static_cast<T>(p.scale) * scratch.sum[e]);
+      store<T>(p.grad_query, b, h, i, e, static_cast<T>(p.scale * scratch.sum[e]));
     }
   }
 };
@@ -58,20 +57,20 @@ template <class T>
 struct GradKeyTask {
   const ScoresParams& p;
 
-  using Scratch = RowScratch<T>;
+  using Scratch = RowScratch;
 
   void operator()(int64_t item, Scratch& scratch) const {
     const auto [b, kv_head, j] = RowIndex(item, p.kv_heads, p.keys);
     const int64_t group = p.heads / p.kv_heads;
-    std::fill(scratch.sum.begin(), scratch.sum.end(), T(0));
+    std::fill(scratch.sum.begin(), scratch.sum.end(), 0.0);
     for (int64_t h = kv_head * group; h < (kv_head + 1) * group; ++h) {
       for (int64_t i = 0; i < p.queries; ++i) {
-        const T grad = load<T>(p.scores, b, h, i, j);
-        for (int64_t e = 0; e < p.head_dim; ++e) scratch.sum[e] += grad * load<T>(p.query, b, h, i, e);
+        const double grad = load<double>(p.scores, b, h, i, j);
+        for (int64_t e = 0; e < p.head_dim; ++e) scratch.sum[e] += grad * load<double>(p.query, b, h, i, e);
       }
     }
     for (int64_t e = 0; e < p.head_dim; ++e) {
-      store<T>(p.grad_key, b, kv_head, j, e, static_cast<T>(p.scale) * scratch.sum[e]);
+      store<T>(p.grad_key, b, kv_head, j, e, static_cast<T>(p.scale * scratch.sum[e]));
     }
   }
 };

@@ -7,6 +7,7 @@
 
 #include "../../core/visible_range.h"
 #include "../common/grid.cuh"
+#include "../common/overflow.cuh"
 #include "../common/row_state.cuh"
 #include "../split/merge_splits.h"
 #include "folded_rows.cuh"
@@ -221,7 +222,7 @@ __device__ __forceinline__ void weigh(Fragment<T>& s, RowState<T> (&state)[kRows
 // kFolded: of thin sequences, and of no others.
 template <DType kDType, bool kFolded>
 __global__ void __launch_bounds__(kThreads, 2)
-    forward_kernel(const AttentionParams p, const ForwardOutputs outputs,
+    forward_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardOutputs outputs,
                    const SplitLaunch<typename Element<kDType>::Accumulation> thin,
                    const int64_t first_block) {
   using T = typename Element<kDType>::Accumulation;
@@ -324,16 +325,29 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   const auto target = plan.target(outputs);
+  T zero = T(0);  // NaN as soon as a result is not finite
 #pragma unroll
   for (int n = 0; n < kOutputPanels; ++n) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
       const T inverse = state[r].inverse_sum();
 #pragma unroll
-      for (int c = 0; c < kColumnsPerThread; ++c) out[n][r][c] = normalised(out[n][r][c], inverse);
+      for (int c = 0; c < kColumnsPerThread; ++c) {
+        out[n][r][c] = normalised(out[n][r][c], inverse);
+        zero = multiply_add(out[n][r][c], T(0), zero);
+      }
     }
     store_fragment<T>(target, plan.first_row, plan.first_row + plan.rows, plan.first_column + n * kColumns,
                       p.value_dim, out[n]);
+  }
+  if constexpr (kMayOverflow<kDType>) {
+    if (!__syncthreads_or(zero != T(0))) return;
+    const int64_t end = smaller(p.value_dim, plan.first_column + kOutputColumns);
+    for (int row = static_cast<int>(threadIdx.x) / kWarp; row < plan.rows; row += kThreads / kWarp) {
+      const HeadRow at = plan.row_numbers().of(row);
+      mend_overflow<kDType>(p, outputs, sequence.batch, plan.head + at.head, at.query, plan.first_column,
+                            end);
+    }
   }
 }
 

@@ -1,6 +1,7 @@
 // From accumulators to results: warps that divided the keys are merged, rows are normalised and written.
 #pragma once
 
+#include "../common/overflow.cuh"
 #include "../split/row_results.cuh"
 #include "shared_layout.cuh"
 #include "softmax.cuh"
@@ -118,6 +119,7 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
     const int64_t at =
         partial ? (plan.thin.state(p.heads, work.batch, row.head, row.query) + work.split) * p.value_dim
                 : work.offset(plan.outputs.out, row);
+    bool finite = true;
 #pragma unroll 1
     for (int column = lane.lane * 2; column < p.value_dim; column += 64) {
       const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));
@@ -126,8 +128,14 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
         plan.thin.out[at + column] = pair.x;
         if (both) plan.thin.out[at + column + 1] = pair.y;
       } else {
+        finite = finite && is_finite_number(pair.x + pair.y);
         store_results<C::kDType>(plan, at + column, pair.x, pair.y, both);
       }
+    }
+    if constexpr (kMayOverflow<C::kDType>) {
+      if (partial || __all_sync(kWholeWarp, finite)) continue;
+      __syncwarp();
+      mend_overflow<C::kDType>(p, plan.outputs, work.batch, row.head, row.query, 0, p.value_dim);
     }
   }
 }

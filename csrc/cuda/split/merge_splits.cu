@@ -1,6 +1,7 @@
 #include "merge_splits.h"
 
 #include "../common/grid.cuh"
+#include "../common/overflow.cuh"
 #include "../common/sequence.cuh"
 #include "row_results.cuh"
 
@@ -18,7 +19,7 @@ int64_t column_parts(const AttentionParams& p) {
 
 template <DType kDType, class T>
 __global__ void __launch_bounds__(kMergeThreads)
-    merge_kernel(const MergePlan<T> plan, const int64_t parts, const int64_t warps) {
+    merge_kernel(const __grid_constant__ MergePlan<T> plan, const int64_t parts, const int64_t warps) {
   const AttentionParams& p = plan.params;
   const SplitLaunch<T>& thin = plan.thin;
   const int64_t warp = block_of_grid() * kMergeRows + threadIdx.x / kWarp;
@@ -55,12 +56,19 @@ __global__ void __launch_bounds__(kMergeThreads)
                               rounding, lane == 0 && first_column == 0);
   const View& out = plan.outputs.out;
   const int64_t at = out.offset(sequence.query_batch, head, sequence.first_query + query) + first_column;
+  bool finite = true;
 #pragma unroll
   for (int n = 0; n < kPairs; ++n) {
     const int column = (n * kWarp + lane) * 2;
     if (column >= columns) continue;
-    store_results<kDType>(plan, at + column, normalised(sum[n][0], factor), normalised(sum[n][1], factor),
-                          column + 1 < columns);
+    const T x = normalised(sum[n][0], factor), y = normalised(sum[n][1], factor);
+    finite = finite && is_finite_number(x + y);
+    store_results<kDType>(plan, at + column, x, y, column + 1 < columns);
+  }
+  if constexpr (kMayOverflow<kDType>) {
+    if (__all_sync(kWholeWarp, finite)) return;
+    __syncwarp();
+    mend_overflow<kDType>(p, plan.outputs, batch, head, query, first_column, first_column + columns);
   }
 }
 

@@ -1,0 +1,23 @@
+"""The C++ tests of what divides work among threads, under ThreadSanitizer, which reports races."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+pytestmark = pytest.mark.sanitizers
+
+
+@pytest.mark.parametrize("name", ["test_parallel", "test_joint_task"])
+def test_threads(name: str, tmp_path: Path) -> None:
+    program = tmp_path / name
+    source = ROOT / "tests" / "cpp" / f"{name}.cpp"
+    flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{ROOT / 'csrc'}"]
+    subprocess.run([os.environ.get("CXX", "c++"), *flags, str(source), "-o", str(program)], check=True)
+    # A race makes the exit code 66, whatever the program itself finds.
+    done = subprocess.run([program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
