@@ -8,6 +8,9 @@ from __future__ import annotations
 import pytest
 import zoo_judge
 import zoo_models
+from transformers import AttentionInterface
+
+from selfattn_ext.integrations import transformers as integration
 
 
 @pytest.mark.parametrize("model_type", zoo_models.architectures())
@@ -30,13 +33,12 @@ def test_the_walk_reaches(model_type: str) -> None:
 
 def test_a_wrong_model_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Causality lost, and padding seen, are noticed by the judge."""
-    from transformers import AttentionInterface
-
-    from selfattn_ext.integrations import transformers as integration
+    seeing = integration.attention_forward
 
     def blind(module, query, key, value, attention_mask, **more):  # type: ignore[no-untyped-def]
-        return integration.attention_forward(module, query, key, value, None, is_causal=False, **more)
+        return seeing(module, query, key, value, None, is_causal=False, **more)
 
+    monkeypatch.setattr(integration, "attention_forward", blind)
     monkeypatch.setitem(AttentionInterface._global_mapping, zoo_judge.NAME, blind)
     verdict = zoo_judge.judged("llama")
     assert verdict.outcome == "wrong"
