@@ -66,7 +66,7 @@ class Counter(TorchDispatchMode):
         if func.namespace == "selfattn":
             self.ours += 1
         elif (
-            func.__name__.startswith("_softmax.") and _is_attention(args[0])
+            func.__name__.startswith(("_softmax.", "_safe_softmax.")) and _is_attention(args[0])
         ) or "scaled_dot_product" in func.__name__:
             self.softmaxes += 1
         return func(*args, **(kwargs or {}))
