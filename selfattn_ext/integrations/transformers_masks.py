@@ -12,8 +12,8 @@ Note [What a model may do with its mask]
     tensor. Models that transformers itself runs on bool masks, by "sdpa" or flex_attention, get those, of
     which the kernels skip what is hidden; all other models get the mask of "eager".
 
-    A mask is left out where "eager" does, and then only for one query that sees all keys. So "no mask" hides
-    nothing, whatever the layer says about being causal, and a model that appends to its mask has one.
+    A mask is left out where "eager" leaves it out. So "no mask" hides nothing, whatever the layer says about
+    being causal; a model that appends to its mask has one, and one that counts on none has none.
 
 Note [The position of the queries]
     Query 0 stands at some position among the keys: 0 in training, the number of cached tokens in generation,
@@ -53,7 +53,7 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     """What transformers' AttentionMaskInterface calls, with the arguments of ``masking_utils.sdpa_mask``.
 
     Returns:
-        None for a query that sees every key, if that is allowed, a mask that is computed when needed, or,
+        None for queries that see every key, if that is allowed, a mask that is computed when needed, or,
         where a graph is or may be traced, a plain mask (B, 1, L, S): Note [What a model may do with its
         mask].
     """
@@ -68,9 +68,9 @@ def attention_mask(**arguments: Any) -> Tensor | None:
     if window is not None and offset is not None:
         shown = _visible_keys(arguments, queries, offset, hides_later=window[1] == 0)
         if queries == 1 and shown is None and _hides_nothing(window, offset, keys):
-            if arguments.get("allow_is_bidirectional_skip", False):
-                return None
             window = (-1, -1)
+        if window == (-1, -1) and shown is None and arguments.get("allow_is_bidirectional_skip", False):
+            return None
     if queries == 1 and not arguments.get("allow_is_causal_skip", True):
         # A decoding step that may be compiled, into which an offset must not be frozen.
         return _plain_mask(arguments, masking_utils)

@@ -89,6 +89,9 @@ def test_elements_are_those_of_transformers(function: str, place: str, side: str
     assert torch.equal(mask + 0.0, masking_utils.eager_mask(**arguments))
     if side in ("none", "all") and function in ("causal", "window", "one sequence"):
         assert mask.visible_keys is None
+    skipping = integration.mask_function(**{**arguments, "allow_is_bidirectional_skip": True})
+    assert (skipping is None) == (mask.options() == {} and mask.visible_keys is None)
+    assert skipping is not None or bool(expected.all())
     if queries == 1 and expected.all() and side in ("none", "all"):
         assert mask.options() == {}
 
