@@ -85,11 +85,6 @@ def test_bfloat16(trio: Trio) -> None:
     lower.check(run, least_calls=LAYERS)
 
 
-# Of these, 4.57 does not tell the attention function that weights are asked for.
-SILENT = ("gpt2", "gpt2 layer scale", "opt", "gpt-neox") if VERSION < (5, 0) else ()
-
-
-@pytest.mark.parametrize("trio", [name for name in DECODERS if name not in SILENT], indirect=True)
 def test_attention_weights(trio: Trio) -> None:
     ids = tokens()
 

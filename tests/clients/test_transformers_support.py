@@ -261,6 +261,7 @@ def test_weights_without_the_sinks(name: str) -> None:
     torch.testing.assert_close(alone.logits, theirs.logits)
 
 
+@pytest.mark.skipif(VERSION < (5, 0), reason="4.57's Pix2Struct is refused")
 def test_weights_that_a_model_gathers_by_itself() -> None:
     vision = {"hidden_size": 32, "patch_embed_hidden_size": 32, "d_ff": 48, "d_kv": 8}
     vision |= {"num_hidden_layers": 2, "num_attention_heads": 4, "seq_len": 16}

@@ -160,8 +160,14 @@ class Trio:
         with kernel_calls() as calls:
             exact, peer = run(self.exact), run(self.peer)
         assert not calls, "the judges used our kernels"
+        sizes = {name: float(numbers.abs().max()) for name, numbers in exact.items()}
+        largest = max((size for name, size in sizes.items() if name.startswith("grad of")), default=1.0)
         for name, result in ours.items():
-            size = float(exact[name].abs().max())
+            size = sizes[name]
+            if name.startswith("grad of") and size <= 1e-12 * largest:
+                # 0 but for float64's rounding, as that of a bias of keys: eager's error in it is one draw of
+                # noise, and its terms are as large as those of other gradients.
+                size = largest
             assert_accurate(name, result, exact[name], peer[name], max(size, 1.0), self.dtype)
         return ours
 
