@@ -47,7 +47,10 @@ CHOSEN = [
     ),
     ("test_masks.py test_gradients.py", "not never_expanded"),
     # Every broadcast of a mask is among the cases, in sizes that take less time.
-    ("test_special_numbers.py test_double_backward.py test_mask_gradient.py", "not broadcast and not groups"),
+    (
+        "test_special_numbers.py test_double_backward.py test_mask_gradient.py",
+        "not broadcast and not groups and not scale_of",
+    ),
     # A number for each row, one for each column, and one for all.
     ("test_mask_sums.py", "float32 and (2x4x70x1- or 1x1x1x1030- or 1x1x1x1-)"),
 ]

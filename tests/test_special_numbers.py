@@ -221,6 +221,9 @@ def test_softcap_of_any_magnitude(softcap: float, dtype: torch.dtype, queries: i
         assert_accurate(f"the formula's {name}", result, truth, theirs)
 
 
+# Where one key has all the attention dS is 0. On a GPU dP and delta are not summed in the same order, and
+# what rounding leaves of their difference is multiplied by the scale.
+@pytest.mark.cpu_only("a scale of 1e20 times what rounding leaves of dS")
 @pytest.mark.parametrize("queries", [3, 35])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("scale", [1e-60, 1e-39, 1e-30, 1e20, 1e30, -1e30])
@@ -270,9 +273,12 @@ def test_gradient_of_a_sink_of_tiny_weight(sink: float, queries: int, kernel: st
 
     exact, peer = gradient(formula, torch.float64), gradient(formula, torch.float32)
     size = exact.abs().max()
+    # The weight is exp of a difference of the sink's size, which float32 rounds by up to 2^-24 of it; rows of
+    # either sign add up.
+    terms = abs(sink) / 8
     for run in (dense, packed):
         result = gradient(run, torch.float32)
-        assert_accurate(run.__name__, result / size, exact / size, peer / size, dtype=torch.float32)
+        assert_accurate(run.__name__, result / size, exact / size, peer / size, terms, torch.float32)
 
 
 @pytest.mark.parametrize("rise", [2.0, 7.0, 11.0, 30.0])
