@@ -63,7 +63,7 @@ def usable_softcap(softcap: float, dtype: torch.dtype) -> float:
     below the smallest normal number it is that number, as either bounds scores by nothing.
     """
     limits = torch.finfo(dtype)
-    return 0.0 if softcap == 0.0 or softcap > limits.max / 16 else max(softcap, limits.tiny)
+    return 0.0 if softcap == 0.0 or softcap > limits.max / 1e8 else max(softcap, limits.tiny)
 
 
 def default_scale(head_dim: int) -> float:

@@ -83,14 +83,15 @@ Limits limits_of(DType dtype) {
 }
 
 // A softcap that kernels can divide by and multiply with. One near the largest number or beyond it is off:
-// only scores so large that their softmax is 1 and zeros could tell. One below the smallest normal number is
-// that number: either bounds scores by nothing.
+// only scores so large that their softmax is 1 and zeros could tell, and a quotient by it may be too small
+// for the tanh of a GPU. One below the smallest normal number is that number: either bounds scores by
+// nothing.
 double usable_softcap(double softcap, DType dtype) {
   if (!(softcap >= 0.0 && std::isfinite(softcap))) {
     refuse("softcap must be 0 (off) or a positive finite number, but it is ", softcap);
   }
   const Limits limits = limits_of(dtype);
-  return softcap == 0.0 || softcap > limits.largest / 16 ? 0.0 : std::max(softcap, limits.smallest);
+  return softcap == 0.0 || softcap > limits.largest / 1e8 ? 0.0 : std::max(softcap, limits.smallest);
 }
 
 }  // namespace
