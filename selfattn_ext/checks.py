@@ -209,7 +209,8 @@ def described(value: Any) -> str:
             return "a nested tensor"
         return f"a tensor of shape {tuple(value.shape)} and {value.dtype}"
     if isinstance(value, int) and not isinstance(value, bool):
-        return f"int {_digits(value)}"
+        digits = _digits(value)
+        return digits if digits.startswith("an int") else f"int {digits}"
     hint = (
         "; torch.from_numpy makes a tensor of it"
         if type(value).__module__ == "numpy" and hasattr(value, "shape")
