@@ -26,7 +26,7 @@ from selfattn_ext import bench
 from selfattn_ext.bench import report, timer
 from selfattn_ext.bench.contenders import Contender
 from selfattn_ext.bench.measure import Row, measure
-from selfattn_ext.cli import parse_threads
+from selfattn_ext.commands.cli import parse_threads
 from selfattn_ext.terminal import PICTURE_FORMATS, CommandError, check_output
 
 

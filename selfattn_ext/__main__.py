@@ -1,8 +1,8 @@
-"""``python -m selfattn_ext``: see cli.py."""
+"""``python -m selfattn_ext``: see commands/cli.py."""
 
 import sys
 
-from selfattn_ext.cli import main
+from selfattn_ext.commands.cli import main
 
 if __name__ == "__main__":
     sys.exit(main())

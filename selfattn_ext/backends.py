@@ -28,7 +28,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, checks, library, ops, precision
+from . import library, ops
+from .arguments import checks, precision
+from .arguments import prepared as arguments
 from .reference import default_scale
 
 __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]

@@ -2,7 +2,7 @@
 
 Note [Refusals]
     A dozen checks in Python cost as much as a small attention. The operators check everything themselves, so
-    the public functions call first and look for the reason in :mod:`selfattn_ext.checks`, in terms of the
+    the public functions call first and look for the reason in :mod:`selfattn_ext.arguments.checks`, in terms of the
     user's own arguments, once something has refused. What the operators cannot see is checked beforehand.
 """
 
@@ -15,8 +15,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import arguments, autograd, backends, checks, general, nested, ops, overrides, precision
+from . import attend as general
+from . import backends, ops
+from .arguments import checks, overrides, precision
+from .arguments import prepared as arguments
+from .autograd import attention as autograd
 from .reference import default_scale
+from .varlen import nested
 
 __all__ = ["attention_weights", "scaled_dot_product_attention"]
 

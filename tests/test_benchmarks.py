@@ -19,7 +19,7 @@ from selfattn_ext.bench.accuracy import truth
 from selfattn_ext.bench.cases import Case, inputs
 from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results, runner
 from selfattn_ext.bench.measure import Outcome, Row, measure
-from selfattn_ext.cli import main
+from selfattn_ext.commands.cli import main
 from selfattn_ext.terminal import CommandError
 
 MOMENT = timer.Effort(seconds=0.0, min_rounds=3)

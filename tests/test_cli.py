@@ -13,8 +13,10 @@ import numpy as np
 import pytest
 import torch
 
-from selfattn_ext import backends, heatmap, info, library, selfcheck, sources
-from selfattn_ext.cli import main
+from selfattn_ext import backends, info, library, sources
+from selfattn_ext.commands import check as selfcheck
+from selfattn_ext.commands import heatmap
+from selfattn_ext.commands.cli import main
 from selfattn_ext.terminal import CommandError, Progress, check_output, table
 
 PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"

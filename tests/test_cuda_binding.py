@@ -15,7 +15,9 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import selfattn_ext
-from selfattn_ext import backends, calls, checks, library, ops
+from selfattn_ext import backends, library, ops
+from selfattn_ext.arguments import checks
+from selfattn_ext.autograd import operator_calls as calls
 
 BUILD = library.extension().build_info()
 needs_kernels = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")

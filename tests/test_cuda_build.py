@@ -12,7 +12,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from selfattn_ext import checks, cuda_build, info, library, toolchain
+from selfattn_ext import cuda_build, info, library, toolchain
+from selfattn_ext.arguments import checks
 
 TORCH = "2.14.1+cu130"
 

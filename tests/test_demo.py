@@ -16,7 +16,7 @@ import torch
 from tolerances import TOLERANCES
 
 from selfattn_ext import demo
-from selfattn_ext.cli import main
+from selfattn_ext.commands.cli import main
 from selfattn_ext.demo import race, text
 from selfattn_ext.demo.model import (
     CharTransformer,

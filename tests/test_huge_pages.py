@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from selfattn_ext import KVCache, huge_pages
+from selfattn_ext import KVCache
+from selfattn_ext.kv_cache import huge_pages
 
 SMAPS = Path("/proc/self/smaps")
 

@@ -13,7 +13,8 @@ from kvcache_cases import Step, check
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from selfattn_ext import attention_with_kvcache, kvcache_checks, scaled_dot_product_attention
+from selfattn_ext import attention_with_kvcache, scaled_dot_product_attention
+from selfattn_ext.kv_cache import checks as kvcache_checks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -13,12 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention.varlen import AuxRequest, varlen_attn
 
-from selfattn_ext import (
-    MultiheadAttention,
-    attention_with_kvcache,
-    reference,
-    scaled_dot_product_attention,
-)
+from selfattn_ext import MultiheadAttention, attention_with_kvcache, reference, scaled_dot_product_attention
 
 BATCH, HEADS, WIDTH = 2, 4, 8
 #: Queries and keys: fewer, as many, more.

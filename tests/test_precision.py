@@ -12,7 +12,8 @@ from torch._subclasses import FakeTensorMode
 from torch.func import grad, vmap
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from selfattn_ext import attention_weights, backends, functional, ops, precision, scaled_dot_product_attention
+from selfattn_ext import attention_weights, backends, functional, ops, scaled_dot_product_attention
+from selfattn_ext.arguments import precision
 
 SETTINGS = ("highest", "high", "medium")
 

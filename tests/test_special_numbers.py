@@ -10,12 +10,7 @@ import torch
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import (
-    attention_with_kvcache,
-    reference,
-    scaled_dot_product_attention,
-    varlen_attention,
-)
+from selfattn_ext import attention_with_kvcache, reference, scaled_dot_product_attention, varlen_attention
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 #: A few queries, and more than a tile of them.

@@ -14,7 +14,8 @@ import pytest
 import torch
 from documents import ROOT, text_of
 
-from selfattn_ext import backends, checks, cuda_build, jit, library, toolchain
+from selfattn_ext import backends, cuda_build, jit, library, toolchain
+from selfattn_ext.arguments import checks
 
 QUOTES = re.findall(r"^> (.+)$", text_of("docs/troubleshooting.md"), re.M)
 NVCC = cuda_build.Nvcc("nvcc", "/opt/cuda-12.8", (12, 8), ("7.5", "8.0", "9.0"))

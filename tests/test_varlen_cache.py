@@ -14,7 +14,8 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 from varlen_cases import index, starts
 
-from selfattn_ext import KVCache, attention_with_kvcache, reference, varlen_attention, varlen_cache
+from selfattn_ext import KVCache, attention_with_kvcache, reference, varlen_attention
+from selfattn_ext.varlen import cached_keys as varlen_cache
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

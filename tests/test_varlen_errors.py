@@ -11,7 +11,8 @@ from torch.func import grad
 from torch.nn.attention.bias import causal_upper_left
 from varlen_cases import ARGUMENTS, HEADS, KEY, OFFSETS, QUERY, VALUE, index
 
-from selfattn_ext import checks_sequences, ops, varlen_attention
+from selfattn_ext import ops, varlen_attention
+from selfattn_ext.arguments import sequence_checks as checks_sequences
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

@@ -11,9 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from selfattn_ext import attention_with_kvcache, huge_pages
+from selfattn_ext import attention_with_kvcache
 from selfattn_ext.bench.cases import Case, Inputs
 from selfattn_ext.bench.contenders import OURS, TORCH, Call, Contender
+from selfattn_ext.kv_cache import huge_pages
 
 Layout = Literal["bhld", "blhd"]
 

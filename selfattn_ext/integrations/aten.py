@@ -19,9 +19,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import arguments, backends, ops
+from .. import backends, ops
+from ..arguments import prepared as arguments
+from ..arguments.shapes import dense_rows
 from ..reference import default_scale
-from ..shapes import dense_rows
 
 __all__ = ["backward", "forward", "in_order", "in_order_of", "mask_of"]
 

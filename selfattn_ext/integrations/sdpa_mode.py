@@ -32,7 +32,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from .. import backends, functional, precision
+from .. import backends, functional
+from ..arguments import precision
 from . import aten_multihead
 
 __all__ = ["as_sdpa"]

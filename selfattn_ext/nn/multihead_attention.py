@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import Parameter
 
-from .. import checks
+from ..arguments import checks
 from ..functional import scaled_dot_product_attention
 from .checks import check_input, check_positive
 from .rotary import rotary_embedding

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from .. import checks
+from ..arguments import checks
 from ..reference import accumulation_dtype
 
 __all__ = ["RotaryFactors", "apply_rotary", "rotary_embedding", "rotary_factors"]

@@ -37,7 +37,8 @@ from cases import (
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import arguments, library, ops, reference
+from selfattn_ext import library, ops, reference
+from selfattn_ext.arguments import prepared as arguments
 
 from . import sequence_cases
 
@@ -169,7 +170,7 @@ def judge_attention(case: Case, devices: list[Device]) -> None:
     # gradients() wants to know whose.
     asked = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
     judge = AttentionJudge(case, asked, cotangents)
-    # Note [Gradient of weights and lse] in selfattn_ext/autograd.py.
+    # Note [Gradient of weights and lse] in selfattn_ext/autograd/attention.py.
     of_weights = (judge.exact["weights"].detach() * cotangents["weights"].double()).sum(-1)
     row_gradients = {
         "grad_row": (of_weights - cotangents["lse"].double()).to(accumulation),

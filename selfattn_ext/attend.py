@@ -1,7 +1,7 @@
 """The way of a call that the attention functions share, from their options to their results.
 
 Dense, packed and nested calls go through :func:`attention`, with gradients; calls on a cache have a way of
-their own in :mod:`selfattn_ext.kvcache_attention` and take the rest from here.
+their own in :mod:`selfattn_ext.kv_cache.attention` and take the rest from here.
 """
 
 from __future__ import annotations
@@ -12,8 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, autograd, backends, checks, checks_sequences, composed, shapes
-from .arguments import Maybe, Options, Prepared
+from . import backends
+from .arguments import checks, shapes
+from .arguments import prepared as arguments
+from .arguments import sequence_checks as checks_sequences
+from .arguments.prepared import Maybe, Options, Prepared
+from .autograd import attention as autograd
+from .autograd import graph_operators as composed
 
 __all__ = ["EVERYTHING", "OFF", "add_position", "add_rules", "attention", "dropout_seed", "results"]
 
@@ -57,7 +62,7 @@ def attention(
 ) -> tuple[Tensor, Maybe, Maybe]:
     """Differentiable attention, eager, compiled and transformed: (out, weights if wanted, lse if wanted).
 
-    ``call`` and ``options`` are those of :func:`selfattn_ext.arguments.prepared`.
+    ``call`` and ``options`` are those of :func:`selfattn_ext.arguments.prepared.prepared`.
     """
     form, mask, slopes, sink_logits, factor = call
     seed = dropout_seed(options, dropout_p, form.query)

@@ -11,7 +11,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import arguments, checks, checks_sequences, general, overrides, shapes, varlen_cache
+from .. import attend as general
+from ..arguments import checks, overrides, shapes
+from ..arguments import prepared as arguments
+from ..arguments import sequence_checks as checks_sequences
+from . import cached_keys as varlen_cache
 
 __all__ = ["varlen_attention"]
 

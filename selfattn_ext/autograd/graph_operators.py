@@ -19,8 +19,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import autograd, autograd_pieces, ops
-from .arguments import Maybe, Options, Tensors, keywords_of
+from .. import ops
+from ..arguments.prepared import Maybe, Options, Tensors, keywords_of
+from . import attention as autograd
+from . import scores_and_softmax as autograd_pieces
 
 __all__ = ["attention", "attention_scores", "masked_softmax", "wanted"]
 
@@ -92,7 +94,7 @@ def wanted() -> bool:
 def attention(
     tensors: Tensors, scale: float, options: Options, want_weights: bool, want_lse: bool
 ) -> tuple[Tensor, Maybe, Maybe]:
-    """:func:`selfattn_ext.autograd.attention` as one operator."""
+    """:func:`selfattn_ext.autograd.attention.attention` as one operator."""
     keywords = keywords_of(tensors, options)
     results = _attention_operator(
         *tensors[:3], scale, return_weights=want_weights, return_lse=want_lse, **keywords
@@ -101,11 +103,11 @@ def attention(
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
-    """:func:`selfattn_ext.autograd_pieces.attention_scores` as one operator."""
+    """:func:`selfattn_ext.autograd.scores_and_softmax.attention_scores` as one operator."""
     return _attention_scores_operator(query, key, scale, kernel_name=kernel)
 
 
 def masked_softmax(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:
-    """:func:`selfattn_ext.autograd_pieces.masked_softmax` as one operator."""
+    """:func:`selfattn_ext.autograd.scores_and_softmax.masked_softmax` as one operator."""
     keywords = options if mask is None else {**options, "mask": mask}
     return _masked_softmax_operator(scores, scale, **keywords)

@@ -10,7 +10,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import arguments, autograd_pieces, backends, checks, composed, overrides, shapes
+from . import backends
+from .arguments import checks, overrides, shapes
+from .arguments import prepared as arguments
+from .autograd import graph_operators as composed
+from .autograd import scores_and_softmax as autograd_pieces
 from .reference import default_scale
 
 __all__ = ["attention_scores", "masked_softmax"]

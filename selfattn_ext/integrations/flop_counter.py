@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
-from . import checks_sequences, ops
+from .. import ops
+from ..arguments import sequence_checks as checks_sequences
 
 __all__: list[str] = []
 

@@ -130,7 +130,7 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run_check(parsed: argparse.Namespace) -> int:
-    from selfattn_ext import selfcheck
+    from selfattn_ext.commands import check as selfcheck
 
     return selfcheck.run(parsed.seed)
 
@@ -196,7 +196,7 @@ def _add_heatmap(commands: argparse._SubParsersAction[argparse.ArgumentParser]) 
 
 
 def _run_heatmap(parsed: argparse.Namespace) -> int:
-    from selfattn_ext import heatmap
+    from selfattn_ext.commands import heatmap
 
     return heatmap.run(
         heatmap.Options(

@@ -36,9 +36,11 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import calls, checks, ops
-from .arguments import Maybe, Options, Tensors, formula, is_packed, keywords_of
-from .reference import default_scale
+from .. import ops
+from ..arguments import checks
+from ..arguments.prepared import Maybe, Options, Tensors, formula, is_packed, keywords_of
+from ..reference import default_scale
+from . import operator_calls as calls
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold, unfold_gradient
 
 __all__ = ["attention", "plain_attention"]

@@ -12,9 +12,13 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
-from . import arguments, checks, general, kvcache_checks, ops, overrides, shapes
-from .arguments import Maybe, Options
-from .reference import accumulation_dtype, default_scale
+from .. import attend as general
+from .. import ops
+from ..arguments import checks, overrides, shapes
+from ..arguments import prepared as arguments
+from ..arguments.prepared import Maybe, Options
+from ..reference import accumulation_dtype, default_scale
+from . import checks as kvcache_checks
 
 __all__ = ["append", "attend", "attention_with_kvcache", "page_numbers"]
 

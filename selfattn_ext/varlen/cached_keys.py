@@ -12,8 +12,12 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from . import checks, checks_sequences, general, kvcache_attention, kvcache_checks, shapes
-from .arguments import Maybe, Options
+from .. import attend as general
+from ..arguments import checks, shapes
+from ..arguments import sequence_checks as checks_sequences
+from ..arguments.prepared import Maybe, Options
+from ..kv_cache import attention as kvcache_attention
+from ..kv_cache import checks as kvcache_checks
 
 __all__ = ["attention"]
 
@@ -166,7 +170,7 @@ def _check(
     **options: Any,
 ) -> None:
     """Every argument of :func:`selfattn_ext.varlen_attention` with seqused_k or block_table; ``options`` are
-    those that :func:`selfattn_ext.checks_sequences.varlen` knows.
+    those that :func:`selfattn_ext.arguments.sequence_checks.varlen` knows.
     """
     query = kvcache_checks.as_cast({"query": query}, key)["query"]
     checks.floats({"query": query, "key": key, "value": value})

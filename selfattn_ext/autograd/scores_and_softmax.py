@@ -1,6 +1,6 @@
 """Gradients of the two halves of attention, the scores and their softmax, of any order and under torch.func.
 
-As in :mod:`selfattn_ext.autograd`, each gradient is a function of its own whose forward is an operator, so
+As in :mod:`selfattn_ext.autograd.attention`, each gradient is a function of its own whose forward is an operator, so
 that it can be differentiated again, and each function has a cheaper form for eager mode.
 """
 
@@ -12,17 +12,19 @@ import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from . import calls, checks, ops, reference
-from .arguments import Maybe, Options
-from .reference import accumulation_dtype
-from .shapes import dense_rows
+from .. import ops, reference
+from ..arguments import checks
+from ..arguments.prepared import Maybe, Options
+from ..arguments.shapes import dense_rows
+from ..reference import accumulation_dtype
+from . import operator_calls as calls
 from .vmap import fold, fold_optional, slice_batch, unfold
 
 __all__ = ["attention_scores", "masked_softmax"]
 
 
 def _eager_form(function: Any) -> Any:
-    """The same function with its context in forward; Note [Two forms of one function] in autograd.py."""
+    """The same function with its context in forward; Note [Two forms of one function] in attention.py."""
 
     class Eager(Function):
         @staticmethod

@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a call over sequences: as :mod:`selfattn_ext.checks`, with offsets.
+"""What is wrong with the arguments of a call over sequences: as :mod:`selfattn_ext.arguments.checks`, with offsets.
 
 Note [Values of offsets]
     On the CPU the operators check the values of index tensors whenever they run. On CUDA nothing but a copy
@@ -18,7 +18,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from . import capture, checks, shapes
+from .. import capture
+from . import checks, shapes
 
 __all__ = [
     "indices",

@@ -15,7 +15,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from . import arguments, capture, checks, checks_sequences, shapes
+from .. import capture
+from ..arguments import checks, shapes
+from ..arguments import prepared as arguments
+from ..arguments import sequence_checks as checks_sequences
 
 __all__ = [
     "Step",

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import checks, ops
-from .arguments import Maybe, Options, Tensors, keywords_of
-from .shapes import dense_rows
+from .. import ops
+from ..arguments import checks
+from ..arguments.prepared import Maybe, Options, Tensors, keywords_of
+from ..arguments.shapes import dense_rows
 
 __all__ = ["Cotangents", "Saved", "backward", "dense", "forward", "is_differentiated"]
 
@@ -60,7 +61,7 @@ def backward(
     options: Options,
     need_mask_grad: bool,
 ) -> tuple[Tensor, ...]:
-    """The six gradients of the operator; see Note [Gradient of weights and lse] in autograd.py."""
+    """The six gradients of the operator; see Note [Gradient of weights and lse] in attention.py."""
     grad_out, grad_weights, grad_lse = cotangents
     query, key, value = tensors[:3]
     out, row_max, row_sum, residual, weights = saved

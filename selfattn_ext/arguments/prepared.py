@@ -9,7 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, precision, reference, shapes
+from .. import reference
+from . import checks, precision, shapes
 
 __all__ = [
     "ORIGIN",

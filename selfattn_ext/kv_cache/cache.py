@@ -15,8 +15,12 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from . import checks, general, huge_pages, kvcache_attention, kvcache_checks
-from .arguments import Options
+from .. import attend as general
+from ..arguments import checks
+from ..arguments.prepared import Options
+from . import attention as kvcache_attention
+from . import checks as kvcache_checks
+from . import huge_pages
 from .page_pool import PagePool
 
 __all__ = ["KVCache"]

@@ -2,7 +2,7 @@
 
 A jagged tensor is a packed one with its offsets: (B, H, j, E) holds (H, rows, E), (B, j, E) holds (rows, E).
 What is done here is to take it apart and to put the result together; the attention is that of
-:mod:`selfattn_ext.varlen`.
+:mod:`selfattn_ext.varlen.attention`.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from . import checks
-from .varlen import varlen_attention
+from ..arguments import checks
+from .attention import varlen_attention
 
 __all__ = ["attention", "without_columns"]
 

@@ -1,0 +1,1 @@
+"""Caches of keys and values: attention to them, and memory for the layers of a decoder."""

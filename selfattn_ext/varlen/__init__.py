@@ -1,0 +1,1 @@
+"""Attention to packed sequences of unlike lengths."""
