@@ -1,7 +1,7 @@
 # From a fresh clone, on a machine with python3 (3.10 or newer), a C++17 compiler and make:
 #
 #   make build          compile what has changed, and install in place            2 minutes the first time
-#   make demo           train a small transformer on these kernels and on torch's  about a minute
+#   make demo           train a small transformer on these kernels and on torch's   about a minute
 #   make quick          what to run before each commit                            under 90 seconds
 #   make test           the Python tests                                          8 minutes on two cores
 #   make lint           ruff, clang-format, mypy, shellcheck; make format corrects what they can correct
@@ -13,11 +13,10 @@
 #
 # ARGS hands arguments on: make test ARGS="-k causal -x", make demo ARGS="--text book.txt".
 # The commands make .venv and install torch there. An activated environment with torch 2.11 or newer is used instead.
-# TORCH chooses the torch of .venv, and may hold any options of pip: make test TORCH="torch==2.14.1"
-# PYTHON3 chooses the Python that .venv is made with: make build PYTHON3=python3.12
-#
 # All checks together are .ci/run, 38 minutes on two cores. CONTRIBUTING.md says how to add a kernel, an option or
 # a test.
+# PYTHON3 chooses the Python that .venv is made with: make build PYTHON3=python3.12
+# TORCH chooses the torch of .venv, and may hold any options of pip: make test TORCH="torch==2.14.1"
 
 TORCH ?= torch==2.13.0
 PYTHON3 ?= python3

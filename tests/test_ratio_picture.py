@@ -59,5 +59,13 @@ def test_every_ratio_stands_in_a_table_of_the_page(row: dict[str, Any], measured
     assert measured["machine"] in DATA["machines"]
 
 
+def test_the_figures_of_the_readme_stand_in_a_table_of_the_page() -> None:
+    rows = [line.split(" | ") for line in text_of(DATA["source"]).splitlines() if line.startswith("|")]
+    figures = re.findall(r"([\d.]+) / ([\d.]+) \| ([\d.]+) \|", text_of("README.md"))
+    assert len(figures) == 12  # six rows on two machines
+    for torch_ms, our_ms, ratio in figures:
+        assert any({torch_ms, our_ms, ratio} <= {*row} for row in rows), (torch_ms, our_ms, ratio)
+
+
 def _is_number(cell: str) -> bool:
     return re.fullmatch(r"\d+\.\d+", cell) is not None
