@@ -1,4 +1,4 @@
-// One block per piece of work, however many there are: a grid's first dimension ends at 2^31 - 1 blocks, and
+// One block per item of work, however many there are: a grid's first dimension ends at 2^31 - 1 blocks, and
 // the others at 65,535.
 #pragma once
 

@@ -7,9 +7,9 @@ namespace selfattn::cuda::sm80 {
 
 // Three forwards for each type and dim:
 enum class Path {
-  kPlain,    // see is_plain(); 16-bit types. The one that has to be fast.
-  kOptions,  // everything, by flags at run time
-  kThin,     // the same for few queries: the warps of a block share its rows and divide the keys
+  kPlain,     // see is_plain(); 16-bit types. The one that has to be fast.
+  kOptions,   // everything, by flags at run time
+  kFewQuery,  // the same for few queries: the warps of a block share its rows and divide the keys
 };
 
 template <DType kDTypeOf, int kDimOf, Path kPathOf>
@@ -18,25 +18,25 @@ struct Config {
   static constexpr int kDim = kDimOf;  // head dim and value dim, padded
   static constexpr Path kPath = kPathOf;
   static constexpr bool kPlain = kPath == Path::kPlain;
-  static constexpr bool kThin = kPath == Path::kThin;
+  static constexpr bool kFewQuery = kPath == Path::kFewQuery;
   static constexpr bool kFloat32 = kDType == DType::kFloat32;
   static constexpr int kPieces = kFloat32 ? 3 : 1;  // at most, see pieces.cuh
 
   static constexpr int row_warps() {
     if (kFloat32 && kDim >= 192) return 2;
-    if (kThin) return 1;
+    if (kFewQuery) return 1;
     if (kPlain) return kDim == 192 ? 8 : 4;
     return !kFloat32 && kDim > 64 && kDim <= 192 ? 8 : 4;
   }
   static constexpr int column_warps() {
     if (kFloat32 && kDim >= 192) return kDim == 192 ? 2 : 1;
-    return kThin ? 4 : 1;
+    return kFewQuery ? 4 : 1;
   }
   // Strips of 16 rows that a warp owns. Two halve the reads of shared memory, where registers allow.
   static constexpr int strips() { return kPlain && kDim <= 128 ? 2 : 1; }
   static constexpr int tile_keys() {
-    if (kFloat32) return kDim == 256 ? 16 : kDim == 192 ? 32 : kDim == 128 && !kThin ? 32 : 64;
-    return kThin && kDim <= 64 ? 128 : 64;
+    if (kFloat32) return kDim == 256 ? 16 : kDim == 192 ? 32 : kDim == 128 && !kFewQuery ? 32 : 64;
+    return kFewQuery && kDim <= 64 ? 128 : 64;
   }
 
   // Whether the numbers of rows lie in shared memory while products are computed, as registers have no room.

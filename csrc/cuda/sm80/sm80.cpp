@@ -26,7 +26,8 @@ const char* refuses(const AttentionParams& p, int capability) {
   if (p.sequences.query_rows > kMost || p.sequences.key_rows > kMost) {
     return "it counts the rows of packed tensors up to 2^30";
   }
-  if (may_be_thin(p) && p.kv_heads > 0 && p.heads / p.kv_heads * std::min(p.queries, kThinQueries) > kMost) {
+  if (may_have_few_queries(p) && p.kv_heads > 0 &&
+      p.heads / p.kv_heads * std::min(p.queries, kFewQueries) > kMost) {
     return "it counts the queries of all heads of a kv head up to 2^30 where they are few";
   }
   return nullptr;

@@ -10,8 +10,8 @@ constexpr int64_t kAlignment = 16;  // bytes, of an asynchronous copy
 
 void count_blocks(Plan& plan, const TileShape& tile) {
   const AttentionParams& p = plan.params;
-  const int64_t units = plan.thin.batches * (tile.folded ? p.kv_heads : p.heads);
-  plan.blocks = units * plan.row_tiles * plan.thin.splits * plan.key_tiles;
+  const int64_t units = plan.split_launch.batches * (tile.folded ? p.kv_heads : p.heads);
+  plan.blocks = units * plan.row_tiles * plan.split_launch.splits * plan.key_tiles;
 }
 
 }  // namespace
@@ -53,9 +53,9 @@ Plan plan_scores(const AttentionParams& p, const TileShape& tile) {
   Plan plan;
   plan_call(p, plan);
   const int64_t group = p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
-  const int64_t queries = tile.folded ? std::min(p.queries, kThinQueries) * group : p.queries;
+  const int64_t queries = tile.folded ? std::min(p.queries, kFewQueries) * group : p.queries;
   plan.row_tiles = divide_up(queries, tile.rows);
-  plan.thin.batches = p.batch;
+  plan.split_launch.batches = p.batch;
   return plan;
 }
 
@@ -67,13 +67,13 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const
   plan.outputs = outputs;
   if (p.sequences.query_starts != nullptr) plan.outputs.out.stride[0] = 0;
   plan.out_pairs = writable_by_pairs(p, plan.outputs);
-  if (tile.folded) plan.thin = first_split_launch<float>(p, workspace, /*rounds=*/true);
+  if (tile.folded) plan.split_launch = first_split_launch<float>(p, workspace, /*rounds=*/true);
   count_blocks(plan, tile);
   return plan;
 }
 
 bool next_launch(Plan& plan, const TileShape& tile) {
-  if (!next_split_launch(plan.params, plan.thin)) return false;
+  if (!next_split_launch(plan.params, plan.split_launch)) return false;
   count_blocks(plan, tile);
   return true;
 }

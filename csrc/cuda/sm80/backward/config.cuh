@@ -19,7 +19,7 @@ enum class Side {
 // multiplied for the gradient of the weights (`second`: dO and values). Of each pair the block owns one and
 // the other passes.
 //
-// Paths are the forward's, but that there is no thin one.
+// Paths are the forward's, but that there is none for few queries.
 //
 // kCareful: NaN and Inf are looked for, and kept from whom they are hidden. float32 always looks; 16-bit
 // types compute a tile again with small fragments, which leave room for the code, if its results are not

@@ -142,7 +142,7 @@ class Gradients {
   __device__ __forceinline__ bool meet(bool special) {
     if constexpr (C::kFloat32) {
       const int row = lane().thread % C::kRows;
-      const bool own = shared_.own1_flags()[row] || shared_.own2_flags()[row];
+      const bool own = shared_.own_first_flags()[row] || shared_.own_second_flags()[row];
       return __syncthreads_or(special || own) != 0;
     }
     __syncthreads();

@@ -12,8 +12,8 @@ __device__ __forceinline__ void multiply_first(const Plan& plan, const SharedMem
                                                Scores<C>& s) {
   using Layout = SharedLayout<C>;
   const Lane<C> lane;
-  multiply_rows<C>(Operand{shared.own1(), Layout::kOwnPlane, lane.first_row},
-                   Operand{shared.pass1(), Layout::kPassPlane, lane.first_column}, lane.lane,
+  multiply_rows<C>(Operand{shared.own_first(), Layout::kOwnPlane, lane.first_row},
+                   Operand{shared.passing_first(), Layout::kPassingPlane, lane.first_column}, lane.lane,
                    static_cast<int>(plan.params.head_dim), plan.pieces, s.at);
 }
 
@@ -23,8 +23,8 @@ __device__ __forceinline__ void multiply_second(const Plan& plan, const SharedMe
                                                 Scores<C>& dp) {
   using Layout = SharedLayout<C>;
   const Lane<C> lane;
-  multiply_rows<C>(Operand{shared.own2(), Layout::kOwnPlane, lane.first_row},
-                   Operand{shared.pass2(), Layout::kPassPlane, lane.first_column}, lane.lane,
+  multiply_rows<C>(Operand{shared.own_second(), Layout::kOwnPlane, lane.first_row},
+                   Operand{shared.passing_second(), Layout::kPassingPlane, lane.first_column}, lane.lane,
                    static_cast<int>(plan.params.value_dim), plan.pieces, dp.at);
 }
 
@@ -33,8 +33,8 @@ template <class C>
 __device__ __forceinline__ void accumulate_first(const Plan& plan, const SharedMemory<C>& shared,
                                                  const Scores<C>& ds, Output<C>& output) {
   const Lane<C> lane;
-  accumulate<C>(ds.at, Operand{shared.pass1(), SharedLayout<C>::kPassPlane, lane.first_column}, lane.lane,
-                static_cast<int>(plan.params.head_dim), plan.pieces, output.at);
+  accumulate<C>(ds.at, Operand{shared.passing_first(), SharedLayout<C>::kPassingPlane, lane.first_column},
+                lane.lane, static_cast<int>(plan.params.head_dim), plan.pieces, output.at);
 }
 
 // output += weights dO.
@@ -42,7 +42,8 @@ template <class C>
 __device__ __forceinline__ void accumulate_second(const Plan& plan, const SharedMemory<C>& shared,
                                                   const Scores<C>& weights, Output<C>& output) {
   const Lane<C> lane;
-  accumulate<C>(weights.at, Operand{shared.pass2(), SharedLayout<C>::kPassPlane, lane.first_column},
+  accumulate<C>(weights.at,
+                Operand{shared.passing_second(), SharedLayout<C>::kPassingPlane, lane.first_column},
                 lane.lane, static_cast<int>(plan.params.value_dim), plan.pieces, output.at);
 }
 

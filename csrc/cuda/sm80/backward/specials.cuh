@@ -48,12 +48,12 @@ __device__ __forceinline__ void replace_special_products(const Plan& plan, const
     for (int half = 0; half < 2; ++half) {
       const int row = lane.row(0, half);
       const int query = at.query(0, half, n / 2, n % 2).query, key = at.key(0, half, n / 2, n % 2);
-      if (shared.own1_flags()[row] || shared.pass1_flags()[column]) {
+      if (shared.own_first_flags()[row] || shared.passing_first_flags()[column]) {
         const float* x = floats_at(p.query, work.offset_of_query(p.query, passing.head, query));
         const float* y = floats_at(p.key, work.offset_of_key(p.key, work.kv_head, key));
         set_element<C>(s, half, n, dot_product(x, y, static_cast<int>(p.head_dim)));
       }
-      if (shared.own2_flags()[row] || shared.pass2_flags()[column]) {
+      if (shared.own_second_flags()[row] || shared.passing_second_flags()[column]) {
         const View& grad_out = plan.arguments.grad_out;
         const float* x = floats_at(grad_out, work.offset_of_query(grad_out, passing.head, query));
         const float* y = floats_at(p.value, work.offset_of_key(p.value, work.kv_head, key));
@@ -88,8 +88,10 @@ __device__ __forceinline__ bool clear_non_finite_rows(unsigned char* tile, unsig
 template <class C>
 __device__ __forceinline__ bool clear_non_finite(const SharedMemory<C>& shared) {
   bool any = false;
-  if constexpr (C::kSumsFirst) any |= clear_non_finite_rows<C>(shared.pass1(), shared.pass1_flags());
-  if constexpr (C::kSumsSecond) any |= clear_non_finite_rows<C>(shared.pass2(), shared.pass2_flags());
+  if constexpr (C::kSumsFirst)
+    any |= clear_non_finite_rows<C>(shared.passing_first(), shared.passing_first_flags());
+  if constexpr (C::kSumsSecond)
+    any |= clear_non_finite_rows<C>(shared.passing_second(), shared.passing_second_flags());
   return any;
 }
 
@@ -154,11 +156,11 @@ __device__ __forceinline__ void add_special_terms(const Plan& plan, const Work<C
   const AttentionParams& p = plan.params;
   const Place<C> at{plan, work, lane, passing};
   if constexpr (C::kSumsFirst) {
-    add_left_out(at, shared, shared.pass1_flags(), C::kOwnsQueries ? p.key : p.query,
+    add_left_out(at, shared, shared.passing_first_flags(), C::kOwnsQueries ? p.key : p.query,
                  C::kOwnsQueries ? work.kv_head : passing.head, static_cast<int>(p.head_dim), ds, first);
   }
   if constexpr (C::kSumsSecond) {
-    add_left_out(at, shared, shared.pass2_flags(), plan.arguments.grad_out, passing.head,
+    add_left_out(at, shared, shared.passing_second_flags(), plan.arguments.grad_out, passing.head,
                  static_cast<int>(p.value_dim), weights, second);
   }
 }
