@@ -2,9 +2,9 @@
 // the others at 65,535.
 #pragma once
 
-#include "../cuda_kernel_table.h"
 #include "device.cuh"
 #include "divide_up.h"
+#include "launch.h"
 
 namespace selfattn::cuda {
 

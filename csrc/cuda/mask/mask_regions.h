@@ -14,7 +14,8 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../cuda_kernel_table.h"
+#include "../../core/attention_params.h"
+#include "../common/launch.h"
 
 namespace selfattn::cuda {
 

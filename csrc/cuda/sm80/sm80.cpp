@@ -33,39 +33,40 @@ const char* refuses(const AttentionParams& p, int capability) {
   return nullptr;
 }
 
-// The padded dims that there are kernels for.
-template <DType kDType>
-auto forward_for(int64_t dim) {
-  return dim <= 32    ? &run_forward<kDType, 32>
-         : dim <= 64  ? &run_forward<kDType, 64>
-         : dim <= 96  ? &run_forward<kDType, 96>
-         : dim <= 128 ? &run_forward<kDType, 128>
-         : dim <= 192 ? &run_forward<kDType, 192>
-                      : &run_forward<kDType, 256>;
-}
-template <DType kDType>
-auto weights_for(int64_t dim) {
-  return dim <= 32    ? &run_weights<kDType, 32>
-         : dim <= 64  ? &run_weights<kDType, 64>
-         : dim <= 96  ? &run_weights<kDType, 96>
-         : dim <= 128 ? &run_weights<kDType, 128>
-         : dim <= 192 ? &run_weights<kDType, 192>
-                      : &run_weights<kDType, 256>;
+// What there is for an element type and a padded dim.
+struct Instance {
+  void (*forward)(const AttentionParams&, const ForwardOutputs&, CUstream_st*, void* workspace);
+  void (*weights)(const AttentionParams&, const WeightsOutputs&, CUstream_st*);
+};
+
+template <DType kDType, int kDim>
+constexpr Instance instance() {
+  return {&run_forward<kDType, kDim>, &run_weights<kDType, kDim>};
 }
 
-void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& launch) {
-  const int64_t dim = std::max(p.head_dim, p.value_dim);
-  const auto run = p.dtype == DType::kBFloat16  ? forward_for<DType::kBFloat16>(dim)
-                   : p.dtype == DType::kFloat16 ? forward_for<DType::kFloat16>(dim)
-                                                : forward_for<DType::kFloat32>(dim);
-  run(p, outputs, launch.stream, launch.workspace);
+template <DType kDType>
+Instance instance_for(int64_t dim) {
+  return dim <= 32    ? instance<kDType, 32>()
+         : dim <= 64  ? instance<kDType, 64>()
+         : dim <= 96  ? instance<kDType, 96>()
+         : dim <= 128 ? instance<kDType, 128>()
+         : dim <= 192 ? instance<kDType, 192>()
+                      : instance<kDType, 256>();
 }
 
-void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& launch) {
-  const auto run = p.dtype == DType::kBFloat16  ? weights_for<DType::kBFloat16>(p.head_dim)
-                   : p.dtype == DType::kFloat16 ? weights_for<DType::kFloat16>(p.head_dim)
-                                                : weights_for<DType::kFloat32>(p.head_dim);
-  run(p, outputs, launch.stream);
+Instance instance_for(DType dtype, int64_t dim) {
+  return dtype == DType::kBFloat16  ? instance_for<DType::kBFloat16>(dim)
+         : dtype == DType::kFloat16 ? instance_for<DType::kFloat16>(dim)
+                                    : instance_for<DType::kFloat32>(dim);
+}
+
+void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
+  const Instance instance = instance_for(p.dtype, std::max(p.head_dim, p.value_dim));
+  instance.forward(p, outputs, where.stream, where.workspace);
+}
+
+void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
+  instance_for(p.dtype, p.head_dim).weights(p, outputs, where.stream);
 }
 
 // Where simt computes the gradients: tiles of wide float32 numbers do not fit into shared memory, twice as
@@ -77,27 +78,28 @@ size_t backward_workspace(const AttentionParams& p, const BackwardArguments& arg
   return backward::workspace_bytes(p, arguments);
 }
 
-void run_backward(const AttentionParams& p, const BackwardArguments& arguments, const Launch& launch) {
-  if (hands_over(p)) return kSimt.backward(p, arguments, launch);
-  backward::run(p, arguments, launch);
+void run_backward(const AttentionParams& p, const BackwardArguments& arguments, const Launch& where) {
+  if (hands_over(p)) return kSimt.backward(p, arguments, where);
+  backward::run(p, arguments, where);
+}
+
+// Scores and softmax are simt's.
+constexpr Kernel entry() {
+  Kernel kernel;
+  kernel.name = "sm80";
+  kernel.description = "tensor cores by mma.sync, tiles copied asynchronously";
+  kernel.refuses = &refuses;
+  kernel.forward_workspace = &forward_workspace;
+  kernel.forward = &forward;
+  kernel.weights = &weights;
+  kernel.backward_workspace = &backward_workspace;
+  kernel.backward = &run_backward;
+  return kernel;
 }
 
 }  // namespace
 }  // namespace sm80
 
-const Kernel kSm80 = {
-    "sm80",
-    "tensor cores by mma.sync, tiles copied asynchronously",
-    &sm80::refuses,
-    &sm80::forward_workspace,
-    &sm80::forward,
-    &sm80::weights,
-    &sm80::backward_workspace,
-    &sm80::run_backward,
-    /*scores=*/nullptr,
-    /*scores_backward=*/nullptr,
-    /*masked_softmax=*/nullptr,
-    /*masked_softmax_backward=*/nullptr,
-};
+constexpr Kernel kSm80 = sm80::entry();
 
 }  // namespace selfattn::cuda

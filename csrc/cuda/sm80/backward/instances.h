@@ -1,7 +1,7 @@
 // What the .cu files of this folder compile.
 #pragma once
 
-#include "../../cuda_kernel_table.h"
+#include "../../common/launch.h"
 #include "../../mask/mask_regions.h"
 #include "plan.h"
 
