@@ -55,11 +55,7 @@ BOUNDS = [
     ("sm80/backward/mask_gradient.cuh", "passing.first >= range.end", "false"),
     ("sm80/backward/mask_gradient.cuh", "lane().first_row >= rows", "false"),
     ("sm80/backward/statistics.cuh", "query < sequence.queries", "true"),
-    (
-        "sm80/backward/statistics.cuh",
-        "query >= divide_up(sequence.queries, kQueryPadding) * kQueryPadding",
-        "false",
-    ),
+    ("sm80/backward/statistics.cuh", "query >= round_up(sequence.queries, kQueryPadding)", "false"),
     ("rows/row_gradients.cuh", "query_of_sequence >= sequence.queries", "false"),
 ]
 

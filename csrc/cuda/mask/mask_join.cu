@@ -1,3 +1,5 @@
+#include <algorithm>
+
 #include "../common/device.cuh"
 #include "../common/divide_up.h"
 #include "mask_regions.h"
@@ -34,9 +36,10 @@ void join_mask_splits(const AttentionParams& p, const BackwardArguments& a, cons
                       const Launch& where) {
   if (regions.splits == 1 || regions.blocks() == 0) return;
   constexpr int64_t kMostBlocks = 1 << 16;
-  const int64_t blocks = divide_up(regions.regions * regions.rows() * regions.columns(), kThreads);
-  launch(&join_mask_kernel, dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
-         dim3(kThreads), 0, where.stream, regions, a.grad_mask, p.queries, p.keys);
+  const int64_t blocks =
+      std::min(divide_up(regions.regions * regions.rows() * regions.columns(), kThreads), kMostBlocks);
+  launch(&join_mask_kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, where.stream, regions,
+         a.grad_mask, p.queries, p.keys);
 }
 
 }  // namespace selfattn::cuda

@@ -8,6 +8,8 @@ namespace selfattn::cuda {
 
 namespace {
 
+constexpr int64_t kAlignment = 256;  // of parts of a workspace
+
 // Items of a split. Blocks enough to fill a large device, counted without the batch where the mask has one:
 // an element must not depend on the batch it is computed in. For the same reason the splits' sums may not
 // take more memory than a few elements per batch then, which rules tiles out.
@@ -45,7 +47,7 @@ MaskRegions mask_regions(const AttentionParams& params, const BackwardArguments&
 size_t mask_partial_bytes(const MaskRegions& p) {
   if (p.splits == 1) return 0;
   const int64_t bytes = p.regions * p.splits * p.rows() * p.columns() * static_cast<int64_t>(sizeof(double));
-  return static_cast<size_t>(divide_up(bytes, 256) * 256);
+  return static_cast<size_t>(round_up(bytes, kAlignment));
 }
 
 }  // namespace selfattn::cuda

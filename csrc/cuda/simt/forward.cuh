@@ -108,8 +108,8 @@ struct ForwardPlan {
     splits = cuts.count;
     if (split >= splits) rows = 0;
     const int64_t begin = split * cuts.keys, end = begin + cuts.keys;
-    if (visible.begin < begin) visible.begin = begin;
-    if (visible.end > end) visible.end = end;
+    visible.begin = max(visible.begin, begin);
+    visible.end = min(visible.end, end);
   }
 
   __device__ __forceinline__ Rows row_numbers() const {
@@ -251,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (p.sinks.data != nullptr && !partial) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
-      const int row = fragment_row<T>(r) < plan.rows ? fragment_row<T>(r) : plan.rows - 1;
+      const int row = min(fragment_row<T>(r), plan.rows - 1);
       const int64_t head = plan.head + plan.row_numbers().of(row).head;
       state[r] = RowState<T>::of_sink(head_scalar<T>(p.sinks, sequence.batch, head));
       if (thread_column() != 0) state[r].sum = T(0);

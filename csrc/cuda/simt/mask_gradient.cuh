@@ -19,7 +19,7 @@ __device__ __forceinline__ GradientPlan<kDType, Side::kMask> plan_of_mask(const 
             regions.kept[2] ? Span::only(at.row_tile * Plan::kQueries) : Span{0, p.queries},
             regions.kept[3] ? Span::only(at.column_tile * Plan::kKeys) : Span{0, p.keys});
   plan.skip(p, a, block % regions.splits * regions.split_items);
-  if (plan.left > regions.split_items) plan.left = regions.split_items;
+  plan.left = min(plan.left, regions.split_items);
   while (!plan.done() && !plan.in_window(p)) plan.step(p, a);
   return plan;
 }

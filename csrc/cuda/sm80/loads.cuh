@@ -4,6 +4,7 @@
 // lines and a row's flag has one group of writers. Whatever lies beyond the tensor or its dim becomes zero.
 #pragma once
 
+#include "../common/divide_up.h"
 #include "../common/element.cuh"
 #include "fragments.cuh"
 #include "pieces.cuh"
@@ -17,7 +18,7 @@ template <class C, int kRowCount, int kChunks>
 struct TileShare {
   static constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // of a row
   static constexpr int kStep = C::kThreads / kLanes;       // rows at a time
-  static constexpr int kPasses = (kRowCount + kStep - 1) / kStep;
+  static constexpr int kPasses = divide_up(kRowCount, kStep);
   static constexpr int kPerLane = kChunks / kLanes;
   static_assert(kChunks % kLanes == 0 && kStep % 8 == 0, "the swizzle of a thread's chunks never changes");
 

@@ -1,6 +1,8 @@
 // The weights themselves, from the forward's row statistics: a block for every tile of rows and of keys.
 #pragma once
 
+#include <algorithm>
+
 #include "../common/grid.cuh"
 #include "epilogue.cuh"
 #include "tile_scores.cuh"
@@ -10,8 +12,7 @@ namespace selfattn::cuda::sm80 {
 // On their way out the weights take the place of the tiles, which for small dims is not enough.
 template <class C>
 constexpr int weights_shared_bytes() {
-  constexpr int kWeights = SharedLayout<C>::kTiles + C::kRows * C::kKeys * 4;
-  return kWeights > SharedLayout<C>::kBytes ? kWeights : SharedLayout<C>::kBytes;
+  return std::max(SharedLayout<C>::kTiles + C::kRows * C::kKeys * 4, SharedLayout<C>::kBytes);
 }
 
 template <class C>

@@ -70,13 +70,13 @@ struct Work {
     const int last = (C::kFewQuery ? queries : first_row + rows) - 1;
     const KeyRange range = visible_keys(positions, first, last);
     const int64_t from = static_cast<int64_t>(split) * cuts.keys, to = from + cuts.keys;
-    begin = static_cast<int>(range.begin > from ? range.begin : from);
-    end = static_cast<int>(range.end < to ? range.end : to);
+    begin = static_cast<int>(max(range.begin, from));
+    end = static_cast<int>(min(range.end, to));
 
     // Windows move with the query: the first ends earliest, the last begins latest.
     const int64_t first_end = visible_keys(positions, first, first).end;
     whole_begin = static_cast<int>(visible_keys(positions, last, last).begin);
-    whole_end = static_cast<int>(first_end < end ? first_end : end);
+    whole_end = static_cast<int>(min(first_end, int64_t{end}));
     constexpr int64_t kFar = int64_t{1} << 62;
     seen_begin = p.window_left >= 0 ? query_offset - p.window_left : -kFar;
     seen_end = p.window_right >= 0 ? query_offset + p.window_right + 1 : kFar;

@@ -29,8 +29,7 @@ class MaskGradient {
   __device__ __forceinline__ void run(int64_t block) {
     const MaskRegions::Tile corner = regions_.region(block / regions_.splits);
     const int64_t from = block % regions_.splits * regions_.split_items;
-    const int64_t to =
-        from + regions_.split_items < regions_.items ? from + regions_.split_items : regions_.items;
+    const int64_t to = min(from + regions_.split_items, regions_.items);
     const LineTotals totals(regions_, shared_.totals());
     clear(sum_.at);
     int tiles = 0;  // in it

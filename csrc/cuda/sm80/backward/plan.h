@@ -32,7 +32,7 @@ struct Statistics {
 
 // Padded queries of a head, see above.
 inline int64_t padded_queries(const AttentionParams& p) {
-  if (p.sequences.query_starts == nullptr) return divide_up(p.queries, kQueryPadding) * kQueryPadding;
+  if (p.sequences.query_starts == nullptr) return round_up(p.queries, kQueryPadding);
   return (p.sequences.query_rows / kQueryPadding + p.batch) * kQueryPadding;
 }
 

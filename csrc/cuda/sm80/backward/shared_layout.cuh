@@ -1,6 +1,8 @@
 // Shared memory of a block of the backward.
 #pragma once
 
+#include <algorithm>
+
 #include "../shared_layout.cuh"
 #include "work.cuh"
 
@@ -24,12 +26,12 @@ struct SharedLayout {
   // place.
   static constexpr int kTilesEnd = kPassingSecond + C::kPieces * kPassingPlane;
   static constexpr int kResultsEnd = kTiles + C::kRows * C::kDim * 4;
-  static constexpr int kStatistics = kTilesEnd > kResultsEnd ? kTilesEnd : kResultsEnd;
+  static constexpr int kStatistics = std::max(kTilesEnd, kResultsEnd);
   // A byte per row of a tile: whether it holds numbers that need attention.
   static constexpr int kFlags = kStatistics + 3 * C::kQueries * 4;
   // Of a mask's gradient: see ../../mask/line_totals.cuh.
   static constexpr int kTotals = kFlags + 2 * C::kRows + 2 * C::kColumns;
-  static constexpr int kLines = C::kRows > C::kColumns ? C::kRows : C::kColumns;
+  static constexpr int kLines = std::max(C::kRows, C::kColumns);
   static constexpr int kBytes = kTotals + (C::kSide == Side::kMask ? kLines * 8 : 0);
   static_assert(kTotals % 8 == 0, "totals are float64");
 
