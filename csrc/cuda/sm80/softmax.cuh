@@ -61,7 +61,7 @@ struct Softmax {
   // that, and a row hidden softly by the least finite number must not overflow.
   static __device__ __forceinline__ float weight(float score, float shift, float scale_log2) {
     if constexpr (C::kPlain) return ptx::exp2_approx(fmaf(score, scale_log2, -shift));
-    return ptx::exp2_approx((score - shift) * 1.4426950408889634f);
+    return quick_exp(score - shift);
   }
 
   // Scores become weights; sums and output so far are brought down to the new maximum.
@@ -95,11 +95,7 @@ struct Softmax {
         }
         sum[strip][half] = total;
         if constexpr (!C::kFloat32) rounded[strip][half] *= rescale;
-#pragma unroll
-        for (int tile = 0; tile < C::kDimTiles; ++tile) {
-          output.at[strip][tile][2 * half] *= rescale;
-          output.at[strip][tile][2 * half + 1] *= rescale;
-        }
+        scale_row(output.at, strip, half, rescale);
       }
       park(shared, strip);
     }
@@ -140,11 +136,7 @@ struct Softmax {
           const float correction = 1.0f / weight(most, rounded_product(most, scale_log2), scale_log2);
           sum[strip][half] *= correction;
           rounded[strip][half] *= correction;
-#pragma unroll
-          for (int tile = 0; tile < C::kDimTiles; ++tile) {
-            output.at[strip][tile][2 * half] *= correction;
-            output.at[strip][tile][2 * half + 1] *= correction;
-          }
+          scale_row(output.at, strip, half, correction);
           max[strip][half] = rounded_product(max[strip][half], scale);
         }
       }

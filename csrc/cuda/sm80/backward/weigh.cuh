@@ -148,7 +148,7 @@ __device__ __forceinline__ void weigh_options(const Place<C>& at, const SharedMe
   for_each_element(s.at, [&](int strip, int half, int tile, int i, float& score) {
     const float shift = pick(at.of_queries(shared.shift(), strip, half, tile), i);
     const float inverse_sum = pick(at.of_queries(shared.inverse_sum(), strip, half, tile), i);
-    score = ptx::exp2_approx((score - shift) * 1.4426950408889634f) * inverse_sum;
+    score = quick_exp(score - shift) * inverse_sum;
   });
   if constexpr (C::kNeedsSecondDots) {
     for_each_pair(s, dp, [](int, int, int, int, float& weight, float& gradient) { gradient *= weight; });
