@@ -292,8 +292,8 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int n = 0; n < kOutputPanels; ++n) {
       const int64_t column = plan.first_column + n * kColumns;
       if (column >= p.value_dim) continue;
-      add_weighted<kDType>(shared.weights, shared.columns, plan.values, key, plan.visible.end, column,
-                           p.value_dim, has_rows, out[n]);
+      add_weighted<kDType>(shared.weights, shared.columns, RowRange{plan.values, key, plan.visible.end},
+                           column, p.value_dim, has_rows, out[n]);
     }
   }
 

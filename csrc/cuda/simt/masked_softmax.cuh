@@ -114,7 +114,8 @@ __device__ __forceinline__ void for_each_key_of_lane(int64_t keys, int lane, con
   for (int64_t first = lane; first < keys; first += kKeysAtOnce) {
 #pragma unroll
     for (int i = 0; i < kKeysPerLane; ++i) {
-      if (first + i * kWarp < keys) body(i, first + i * kWarp);
+      const int64_t key = first + i * kWarp;
+      if (key < keys) body(i, key);
     }
   }
 }

@@ -162,11 +162,10 @@ struct Softmax {
 
 // The survivors' factor is that of the whole output, so that 16-bit weights keep their range.
 template <class C, class Zero>
-__device__ __forceinline__ void for_each_dropped(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                                 int first_key, const Zero& zero) {
+__device__ __forceinline__ void for_each_dropped(const Place<C>& at, const Zero& zero) {
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
-    const StripDropout<Place<C>> dropout({plan, work, lane, first_key}, strip);
+    const StripDropout<Place<C>> dropout(at, strip);
 #pragma unroll
     for (int tile = 0; tile < C::kColumnTiles; ++tile) {
       const uint32_t kept = dropout.kept(tile);
@@ -179,16 +178,13 @@ __device__ __forceinline__ void for_each_dropped(const Plan& plan, const Work<C>
 }
 
 template <class C>
-__device__ __forceinline__ void drop_weights(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                             int first_key, Scores<C>& weights) {
-  for_each_dropped<C>(plan, work, lane, first_key, [&](int strip, int half, int tile, int i) {
-    weights.at[strip][tile][2 * half + i] = 0.0f;
-  });
+__device__ __forceinline__ void drop_weights(const Place<C>& at, Scores<C>& weights) {
+  for_each_dropped<C>(
+      at, [&](int strip, int half, int tile, int i) { weights.at[strip][tile][2 * half + i] = 0.0f; });
 }
 template <class C>
-__device__ __forceinline__ void drop_weights(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                             int first_key, PackedWeights<C>& weights) {
-  for_each_dropped<C>(plan, work, lane, first_key, [&](int strip, int half, int tile, int i) {
+__device__ __forceinline__ void drop_weights(const Place<C>& at, PackedWeights<C>& weights) {
+  for_each_dropped<C>(at, [&](int strip, int half, int tile, int i) {
     weights.pair(strip, half, tile) &= i == 0 ? 0xffff0000u : 0x0000ffffu;
   });
 }

@@ -91,10 +91,10 @@ class MaskGradient {
     multiply_first(plan_, shared_, s);
     multiply_second(plan_, shared_, ds);
     if constexpr (C::kFloat32) {
-      if (special) replace_special_products<C>(plan_, work_, lane(), shared_, passing, s, ds);
+      if (special) replace_special_products(Place<C>{plan_, work_, lane(), passing}, shared_, s, ds);
     }
     Slopes<C> none;
-    weigh<C>(plan_, work_, lane(), shared_, passing, mask_, none, /*careful=*/true, s, ds);
+    weigh(Place<C>{plan_, work_, lane(), passing}, shared_, mask_, none, /*careful=*/true, s, ds);
     for_each_pair(sum_, ds, [](int, int, int, int, float& sum, float& gradient) { sum += gradient; });
     return true;
   }
