@@ -2,12 +2,18 @@
 // CUDA headers.
 #pragma once
 
+#include <string>
+
 #include "kernel.h"
 
 namespace selfattn::cuda {
 
 // Every kernel compiled into this library, best first.
 const Kernel* const* all_kernels(int* count);
+
+// Why the kernel does not take a call on devices of compute capability major*10 + minor, a phrase for people;
+// empty where it does.
+std::string refusal_of(const Kernel& kernel, const AttentionParams& params, int capability);
 
 // The kernel that an attention call takes. `name` is "" (automatic) or a kernel's name. Throws
 // std::invalid_argument with a sentence for people when the name is unknown, or when the kernel asked for

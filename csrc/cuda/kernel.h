@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "../core/attention_params.h"
+#include "../core/options.h"
 #include "common/launch.h"
 
 namespace selfattn::cuda {
@@ -14,6 +15,9 @@ namespace selfattn::cuda {
 struct Kernel {
   const char* name = nullptr;         // "sm80", "simt"
   const char* description = nullptr;  // one line for people
+
+  // Those that forward, weights and backward apply: Note [Declared options] in core/options.h.
+  OptionSet options;
 
   // nullptr where the kernel takes such calls on devices of compute capability major*10 + minor, otherwise a
   // phrase for people that says why not.

@@ -15,6 +15,10 @@ const Kernel kLoops = {
     &loops::scores_backward,
     &loops::masked_softmax,
     &loops::masked_softmax_backward,
+    /*hands_on_to=*/nullptr,
+    /*options=*/
+    {Option::kMask, Option::kAlibiSlopes, Option::kSinks, Option::kDropout, Option::kWindow,
+     Option::kQueryOffset, Option::kSoftcap, Option::kPages},
 };
 
 }  // namespace selfattn::cpu
