@@ -48,7 +48,8 @@ class ScoreTile {
     return columns <= columns_ && window_begin_ <= -last_row && window_end_ >= columns - 1;
   }
 
-  // Whether a score in the window is nothing but scale · q·k.
+  // Whether a score in the window is nothing but scale · q·k. Asked for each tile, so by fields: those of the
+  // options that simt declares (simt.cpp) which score_in_window applies.
   __device__ __forceinline__ bool is_plain() const {
     return p.mask.data == nullptr && p.softcap == 0.0 && slope_ == T(0);
   }

@@ -61,8 +61,8 @@ Plan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, 
 bool next_launch(Plan& plan, const TileShape& tile);
 Plan plan_weights(const AttentionParams& params, const WeightsOutputs& outputs, const TileShape& tile);
 
-// Whether no option asks for more than a positive scale, window and sinks, and all rows can be read 16 bytes
-// at a time.
+// Whether the plain kernels apply all options of a call, whose scale must be positive and whose rows readable
+// 16 bytes at a time.
 bool is_plain(const AttentionParams& params);
 
 size_t forward_workspace(const AttentionParams& params);

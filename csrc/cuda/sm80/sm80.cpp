@@ -14,6 +14,10 @@ namespace {
 
 constexpr int kLeastCapability = 80;
 
+// Where simt computes the gradients: tiles of wide float32 numbers do not fit into shared memory, twice as
+// pieces.
+bool hands_over(const AttentionParams& p) { return !backward::takes(p); }
+
 const char* refuses(const AttentionParams& p, int capability) {
   if (capability < kLeastCapability) return "it needs compute capability 8.0 or later";
   if (p.dtype == DType::kFloat64) return "tensor cores do not multiply float64";
@@ -29,6 +33,9 @@ const char* refuses(const AttentionParams& p, int capability) {
   if (may_have_few_queries(p) && p.kv_heads > 0 &&
       p.heads / p.kv_heads * std::min(p.queries, kFewQueries) > kMost) {
     return "it counts the queries of all heads of a kv head up to 2^30 where they are few";
+  }
+  if (hands_over(p) && !options_of(p).within(kSimt.options)) {
+    return "it hands the gradients over to \"simt\", which does not apply all options of the call";
   }
   return nullptr;
 }
@@ -68,10 +75,6 @@ void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Laun
 void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
   instance_for(p.dtype, p.head_dim).weights(p, outputs, where.stream);
 }
-
-// Where simt computes the gradients: tiles of wide float32 numbers do not fit into shared memory, twice as
-// pieces.
-bool hands_over(const AttentionParams& p) { return !backward::takes(p); }
 
 size_t backward_workspace(const AttentionParams& p, const BackwardArguments& arguments) {
   if (hands_over(p)) return kSimt.backward_workspace(p, arguments);

@@ -2,11 +2,21 @@
 
 #include <algorithm>
 
+#include "../../core/options.h"
+
 namespace selfattn::cuda::sm80 {
 
 namespace {
 
 constexpr int64_t kAlignment = 16;  // bytes, of an asynchronous copy
+
+// Those that the plain kernels apply, forward and backward: Note [Declared options] in core/options.h.
+constexpr OptionSet kPlainOptions = {Option::kSinks,         Option::kWindow,     Option::kQueryOffset,
+                                     Option::kPackedQueries, Option::kPackedKeys, Option::kKeyLengths,
+                                     Option::kQueryOffsets,  Option::kPages};
+// Of plain kernels: neither the scale's product with log2(e) nor its inverse vanishes or overflows in
+// float32.
+constexpr double kLeastScale = 1e-30, kMostScale = 1e30;
 
 void count_blocks(Plan& plan, const TileShape& tile) {
   const AttentionParams& p = plan.params;
@@ -39,9 +49,9 @@ int pieces_of(const AttentionParams& p) {
 }
 
 bool is_plain(const AttentionParams& p) {
-  return p.mask.data == nullptr && p.alibi_slopes.data == nullptr && p.softcap == 0.0 && !p.dropout.enabled &&
-         p.scale > 1e-30 && p.scale < 1e30 && readable_by_vectors(p.query, p.head_dim) &&
-         readable_by_vectors(p.key, p.head_dim) && readable_by_vectors(p.value, p.value_dim);
+  return options_of(p).within(kPlainOptions) && p.scale > kLeastScale && p.scale < kMostScale &&
+         readable_by_vectors(p.query, p.head_dim) && readable_by_vectors(p.key, p.head_dim) &&
+         readable_by_vectors(p.value, p.value_dim);
 }
 
 size_t forward_workspace(const AttentionParams& p) { return split_workspace<float>(p, /*rounds=*/true); }
