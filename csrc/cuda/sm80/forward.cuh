@@ -74,15 +74,15 @@ class Forward : TileScores<C> {
     const int value_dim = static_cast<int>(p_.value_dim);
     const bool drops = !C::kPlain && p_.dropout.enabled;
     if constexpr (C::kFloat32) {
-      if (drops) drop_weights(Place<C>{plan_, work_, this->lane(), first_key}, scores_);
+      if (drops) drop_weights(Place<C>{{plan_, work_, this->lane()}, first_key}, scores_);
       if (special) {
-        add_special_values(Place<C>{plan_, work_, this->lane(), first_key}, shared_, scores_, output_);
+        add_special_values(Place<C>{{plan_, work_, this->lane()}, first_key}, shared_, scores_, output_);
       }
       accumulate<C>(scores_.at, values, this->lane().lane, value_dim, plan_.pieces, output_.at);
     } else {
       PackedWeights<C> packed(scores_);
       softmax_.add_rounded(shared_, packed);
-      if (drops) drop_weights(Place<C>{plan_, work_, this->lane(), first_key}, packed);
+      if (drops) drop_weights(Place<C>{{plan_, work_, this->lane()}, first_key}, packed);
       accumulate_blocks<C, C::kColumnTiles / 2>([&](int n) -> const LeftBlock<C>& { return packed.block[n]; },
                                                 values, this->lane().lane, value_dim, plan_.pieces,
                                                 output_.at);

@@ -35,7 +35,7 @@ class Weights : TileScores<C> {
       ptx::copy_async_commit();
       this->compute_scores(first_key, this->wait_for_keys());
       weigh();
-      if (p_.dropout.enabled) drop_weights(Place<C>{plan_, work_, this->lane(), first_key}, scores_);
+      if (p_.dropout.enabled) drop_weights(Place<C>{{plan_, work_, this->lane()}, first_key}, scores_);
     } else {
       clear(scores_.at);
     }

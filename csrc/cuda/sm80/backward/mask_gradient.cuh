@@ -68,7 +68,7 @@ class MaskGradient {
     __syncthreads();
     if (p_.mask.data != nullptr) {
       const Lane<C> lane_of_mask;
-      if (!__syncthreads_or(mask_.load(Place<C>{plan_, work_, lane_of_mask, passing}))) return false;
+      if (!__syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane_of_mask}, passing}))) return false;
     }
 
     // Neighbouring items often share the queries or the keys.
@@ -91,10 +91,10 @@ class MaskGradient {
     multiply_first(plan_, shared_, s);
     multiply_second(plan_, shared_, ds);
     if constexpr (C::kFloat32) {
-      if (special) replace_special_products(Place<C>{plan_, work_, lane(), passing}, shared_, s, ds);
+      if (special) replace_special_products(Place<C>{{plan_, work_, lane()}, passing}, shared_, s, ds);
     }
     Slopes<C> none;
-    weigh(Place<C>{plan_, work_, lane(), passing}, shared_, mask_, none, /*careful=*/true, s, ds);
+    weigh(Place<C>{{plan_, work_, lane()}, passing}, shared_, mask_, none, /*careful=*/true, s, ds);
     for_each_pair(sum_, ds, [](int, int, int, int, float& sum, float& gradient) { sum += gradient; });
     return true;
   }

@@ -35,7 +35,7 @@ struct SharedLayout {
   static constexpr int kBytes = kTotals + (C::kSide == Side::kMask ? kLines * 8 : 0);
   static_assert(kTotals % 8 == 0, "totals are float64");
 
-  static_assert(kBytes <= 99 * 1024, "consumer devices have no more than 99 KB for a block");
+  static_assert(kBytes <= kMostSharedBytes, "consumer devices have no more for a block");
 };
 
 template <class C>
