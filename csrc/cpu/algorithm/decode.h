@@ -3,9 +3,9 @@
 // it; a second pass merges the chunks' softmax states. Chunks and result depend on the shape only.
 #pragma once
 
+#include "../products/few_query_products.h"
 #include "decode_rows.h"
 #include "overflow.h"
-#include "thin_products.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -65,7 +65,7 @@ struct DecodeItem {
 template <class P>
 struct DecodeTask {
   using T = Scalar<P>;
-  using Products = ThinProducts<P>;
+  using Products = FewQueryProducts<P>;
   const AttentionParams& p;
   int64_t group, chunks;
   int64_t item_heads, item_chunks;
@@ -248,7 +248,7 @@ struct DecodeTask {
       RowWalk soon(all, &next);
       soon.skip(rows_ahead(row_bytes));
       const RowsAhead ahead = RowsAhead::with_pages(soon, all.page_keys);
-      return product(ThinRows{p.dtype, all.keys, RowWalk(all), ahead}, 0, 0);
+      return product(FewQueryRows{p.dtype, all.keys, RowWalk(all), ahead}, 0, 0);
     }
     const int64_t step = head_step(p, Products::kStepKeys);
     const RowSpan of_all = all.of_heads(item_heads), next_of_all = next.of_heads(item_heads);
@@ -259,8 +259,9 @@ struct DecodeTask {
       const int64_t count = all.keys - first < step ? all.keys - first : step;
       for (int64_t i = 0; i < item_heads; ++i) {
         const RowWalk of_head = rows.of_head(i);
-        product(ThinRows{p.dtype, count, of_head, RowsAhead(heads_inside(p) ? soon_of_all : soon.of_head(i))},
-                i, first);
+        product(
+            FewQueryRows{p.dtype, count, of_head, RowsAhead(heads_inside(p) ? soon_of_all : soon.of_head(i))},
+            i, first);
         soon_of_all.skip(count);
       }
       rows.skip(count);
@@ -271,7 +272,7 @@ struct DecodeTask {
   void add_scores(const RowSpan& keys, const RowSpan& then, Scratch& s) const {
     const int64_t of_head = rows_per_kv_head();
     for_each_step(keys, then, p.head_dim * size_of(p.dtype),
-                  [&](const ThinRows& rows, int64_t head, int64_t first) {
+                  [&](const FewQueryRows& rows, int64_t head, int64_t first) {
                     Products::scores(p, s.query + head * queries_size, of_head, rows,
                                      s.scores + head * of_head * kDecodeBlock + first, kDecodeBlock);
                   });
@@ -282,14 +283,14 @@ struct DecodeTask {
     const int64_t of_head = rows_per_kv_head();
     const int64_t of_sums = sums_per_kv_head();
     memset(s.sums, 0, static_cast<size_t>(sums_rows() * sums_stride) * sizeof(T));
-    for_each_step(
-        values, then, p.value_dim * size_of(p.dtype), [&](const ThinRows& rows, int64_t head, int64_t first) {
-          const int64_t at = head * of_head * kDecodeBlock;
-          const auto a =
-              Products::weigh(s.scores + at, visible != nullptr ? visible + at : nullptr, kDecodeBlock,
-                              p.value_dim, s.sums + head * of_sums * sums_stride, sums_stride);
-          Products::values(a.from(first), of_head, rows);
-        });
+    for_each_step(values, then, p.value_dim * size_of(p.dtype),
+                  [&](const FewQueryRows& rows, int64_t head, int64_t first) {
+                    const int64_t at = head * of_head * kDecodeBlock;
+                    const auto a = Products::weigh(s.scores + at, visible != nullptr ? visible + at : nullptr,
+                                                   kDecodeBlock, p.value_dim,
+                                                   s.sums + head * of_sums * sums_stride, sums_stride);
+                    Products::values(a.from(first), of_head, rows);
+                  });
     for (int64_t r = 0; r < rows(); ++r) {
       const auto rescale = S::set(s.rescale[r]), factor = S::set(s.factor[r]);
       const T* sums = s.sums + (r / of_head * of_sums + r % of_head) * sums_stride;
@@ -383,7 +384,7 @@ void decode(const AttentionParams& p, const ForwardOutputs& outputs, const Threa
 // as one list, so that a long sequence keeps every thread busy and a short one costs no wait.
 template <class P>
 void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  const auto calls = element_calls(p, outputs, 1, kThinQueries);
+  const auto calls = element_calls(p, outputs, 1, kFewQueries);
   int64_t bytes = 0, chunks = 0;
   for (const auto& call : calls) {
     bytes += DecodeTask<P>::state_bytes(call.params);

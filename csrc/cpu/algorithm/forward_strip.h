@@ -2,7 +2,7 @@
 // Gimelshein 2018) on tiles (Dao et al. 2022), transposed as query_strip.h says.
 #pragma once
 
-#include "key_rows.h"
+#include "../products/key_rows.h"
 #include "score_block.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {

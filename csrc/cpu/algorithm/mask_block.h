@@ -2,8 +2,8 @@
 // windows.
 #pragma once
 
+#include "../products/rows.h"
 #include "query_strip.h"
-#include "rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -2,8 +2,8 @@
 // lie along the lanes here: there is nothing to multiply, so nothing to transpose for.
 #pragma once
 
-#include "elementary.h"
-#include "rows.h"
+#include "../products/elementary.h"
+#include "../products/rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -3,8 +3,8 @@
 // large.
 #pragma once
 
+#include "../products/key_rows.h"
 #include "gradient_strip.h"
-#include "key_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -20,7 +20,7 @@
 #include "../../core/sequences.h"
 #include "../../core/visible_range.h"
 #include "../joint_task.h"
-#include "../kernel_table.h"
+#include "../kernel.h"
 #include "../parallel.h"
 
 // Inlining is forced, not hoped for: a helper left out of line would pass vectors through memory, and an

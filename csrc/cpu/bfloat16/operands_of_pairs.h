@@ -1,5 +1,5 @@
 // Arithmetic in bfloat16 pieces: the operands of operands.h for P = Pairs, over an engine that multiplies
-// pairs (csrc/cpu/isa/pair_multiply_*.h). Sums are float.
+// pairs (engine_*.h). Sums are float.
 //
 // Some numbers have no pieces: NaN and Inf, and magnitudes whose pieces or products would overflow or vanish.
 // Rows that hold one are special. A score of a special query or key is computed in float as if nothing else

@@ -1,8 +1,8 @@
 // What products for very few queries have in common, as in generating text one token at a time. Lanes that
 // run over queries would be empty, so here they run over the head dim: a score is a dot product
-// (thin_scores.h), an output row is a sum of scaled value rows (thin_values.h). Keys and values are read
-// where they lie, in their own type, and converted in registers; what is loaded serves up to eight rows of
-// queries, those of all heads that read it.
+// (few_query_scores.h), an output row is a sum of scaled value rows (few_query_values.h). Keys and values are
+// read where they lie, in their own type, and converted in registers; what is loaded serves up to eight rows
+// of queries, those of all heads that read it.
 //
 // Every sum has one order, that of a single row: it depends on the head dim alone, not on how many rows or
 // keys share a tile, where the keys lie or in which type they are stored. A row's result is then the same in
@@ -14,11 +14,11 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // Up to here a dot product per query beats a vector of mostly empty lanes.
-constexpr int64_t kThinQueries = 4;
+constexpr int64_t kFewQueries = 4;
 
 // Accumulators of a tile: what the registers hold beside its operands. At least a vector's width of them.
 template <class T>
-constexpr int kThinTile = Simd<T>::kTileRows == 8 ? 16 : 8;
+constexpr int kFewQueryTile = Simd<T>::kTileRows == 8 ? 16 : 8;
 
 // What is the same for all elements that become vectors of T when they are loaded.
 template <class T>
@@ -64,7 +64,7 @@ inline int64_t rows_ahead(int64_t row_bytes) {
 }
 
 // Rows that meet a product, and those to be asked for meanwhile, one for each.
-struct ThinRows {
+struct FewQueryRows {
   DType dtype;
   int64_t count;
   RowWalk rows;

@@ -1,8 +1,8 @@
 // The products of operands.h for P = Pairs: the engine's product of the pieces, then what special rows add.
 #pragma once
 
-#include "delta.h"
-#include "pair_weights.h"
+#include "../algorithm/delta.h"
+#include "weights_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -1,7 +1,7 @@
 // Blocks of weights and of dS in bfloat16 pieces: WeightOperand (operands.h) for P = Pairs.
 #pragma once
 
-#include "pair_operands.h"
+#include "operands_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -8,8 +8,8 @@
 // over, the first in the low half.
 #pragma once
 
-#include "arena.h"
-#include "operands.h"
+#include "../products/arena.h"
+#include "../products/operands.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

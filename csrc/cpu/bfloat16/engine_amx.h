@@ -3,7 +3,7 @@
 // twice.
 #pragma once
 
-#include "../algorithm/pair_product.h"
+#include "engine.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
