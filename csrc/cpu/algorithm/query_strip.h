@@ -31,7 +31,7 @@ struct QueryStrip {
     head = head_index;
     first = first_query;
     count = queries;
-    vecs = (queries + Simd<T>::kWidth - 1) / Simd<T>::kWidth;
+    vecs = divide_up(queries, Simd<T>::kWidth);
     keys = visible_keys(p, first, first + count - 1);
     few_queries = kPlain<P> && p.queries <= kFewQueries;
     const RowSource rows = source(p, p.query, p.head_dim);
@@ -62,9 +62,9 @@ template <class P>
 int64_t strip_queries(int64_t first, int64_t queries) {
   using T = Scalar<P>;
   const int64_t rest = queries - first;
-  const int64_t vecs = (rest + Simd<T>::kWidth - 1) / Simd<T>::kWidth;
+  const int64_t vecs = divide_up(rest, Simd<T>::kWidth);
   const int64_t take = next_tile_vecs<T>(vecs) * Simd<T>::kWidth;
-  return take < rest ? take : rest;
+  return smaller(take, rest);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -21,7 +21,7 @@ constexpr int64_t kTileRowsOf = 16, kTileKeys = 32, kTileWords = 256;
 class FewQueryTiles : public PairEngine {
  public:
   void take_rows(int64_t rows) {
-    const int count = static_cast<int>(rows < 16 ? rows : 16);
+    const int count = static_cast<int>(smaller(rows, 16));
     if (count == rows_) return;
     rows_ = count;
     configure(3, count);
@@ -131,7 +131,7 @@ class ValueTiles {
  public:
   static constexpr int64_t kMostColumns = 128;
 
-  explicit ValueTiles(int64_t columns) : groups_((columns + 31) / 32), columns_(columns) {}
+  explicit ValueTiles(int64_t columns) : groups_(divide_up(columns, 32)), columns_(columns) {}
   int64_t columns() const { return columns_; }
   int64_t tiles() const { return groups_ * 2; }
   const uint32_t* tile(int64_t step, int64_t index) const {
@@ -249,12 +249,12 @@ struct FewQueryProducts<TilePairs> {
     const __m512 scale = _mm512_set1_ps(static_cast<float>(p.scale));
     const int64_t depth = padded_depth(p.head_dim);
     // Of sixteen keys: some with each product and some while results are stored, for each tile of queries.
-    const int64_t share = 16 * p.head_dim * 2 / ((depth / 32 + 1) * ((rows + 15) / 16));
+    const int64_t share = 16 * p.head_dim * 2 / ((depth / 32 + 1) * divide_up(rows, 16));
     RowWalk walk = keys.rows;
     LinesAhead soon(keys.soon, p.head_dim * 2);
     for (int64_t key = 0; key < keys.count;) {
       const int64_t left = keys.count - key, tiles = left > 16 ? 2 : 1;
-      const int64_t taken = left < tiles * 16 ? left : tiles * 16;
+      const int64_t taken = smaller(left, tiles * 16);
       const auto tile = [&](int64_t i) {
         const int64_t n = taken - i * 16;
         return KeyTile(walk, n > 16 ? 16 : n);
@@ -280,7 +280,7 @@ struct FewQueryProducts<TilePairs> {
   static void values(const Values& a, int64_t rows, const FewQueryRows& values) {
     for (int64_t at = 0; at < a.value_dim; at += ValueTiles::kMostColumns) {
       const int64_t left = a.value_dim - at;
-      ValueTiles tiles(left < ValueTiles::kMostColumns ? left : ValueTiles::kMostColumns);
+      ValueTiles tiles(smaller(left, ValueTiles::kMostColumns));
       if (a.visible == nullptr) {
         add_values(a, 0, rows, values, at, tiles, nullptr, a.sums + at, a.ld_sums);
         continue;
@@ -311,7 +311,7 @@ struct FewQueryProducts<TilePairs> {
                          const Query* query, int64_t rows, __m512 scale, float* dots, float* s, int64_t ld) {
     for (int64_t row = 0; row < rows; row += 16) {
       tile_dots<kTiles>(query + row * padded_depth(p.head_dim), keys, p.head_dim, soon, share, dots);
-      const int64_t n = rows - row < 16 ? rows - row : 16;
+      const int64_t n = smaller(rows - row, 16);
       for (int i = 0; i < kTiles; ++i) {
         soon.ask(share);
         store_scores(dots + i * kTileWords, n, keys[i].count, scale, s + row * ld + i * 16, ld);
@@ -328,7 +328,7 @@ struct FewQueryProducts<TilePairs> {
     // first.
     LinesAhead soon(values.soon, a.value_dim * 2);
     const int64_t columns = at == 0 ? a.value_dim * 32 / tiles.columns() : 0;
-    const int64_t with_load = columns * 2, with_dots = columns * 32 / ((rows + 15) / 16);
+    const int64_t with_load = columns * 2, with_dots = columns * 32 / divide_up(rows, 16);
     tiles.load(0, at, values, visible, soon, with_load);
     int64_t key = 0;
     for (int step = 0;; step = 1 - step, key += kTileKeys) {

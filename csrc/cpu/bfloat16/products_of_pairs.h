@@ -113,7 +113,7 @@ struct Delta<Pairs> {
            float* delta) {
     rows.load(source);
     for (int64_t first = 0; first < source.rows; first += 16) {
-      const int64_t count = source.rows - first < 16 ? source.rows - first : 16;
+      const int64_t count = smaller(source.rows - first, 16);
       multiply_lanes<Pairs>(rows, first, count, grad_out, source.columns, vecs, product);
       for (int64_t i = 0; i < count; ++i) delta[first + i] += product[i * kLanes<Pairs> + first + i];
     }

@@ -16,6 +16,7 @@
 
 #include "../../core/attention_params.h"
 #include "../../core/dtype.h"
+#include "../../core/integers.h"
 #include "../../core/philox.h"
 #include "../../core/sequences.h"
 #include "../../core/visible_range.h"

@@ -75,7 +75,7 @@ struct FewQueryRows {
     RowRun rows, soon;
   };
   Even take_even(int64_t most) {
-    const int64_t n = even_number(soon.even() < most ? soon.even() : most);
+    const int64_t n = even_number(smaller(soon.even(), most));
     return {rows.take(n), soon.take(n)};
   }
   // The same without those to be asked for.
@@ -83,9 +83,9 @@ struct FewQueryRows {
 
  private:
   int64_t even_number(int64_t most) {
-    int64_t n = (rows.even() < most ? rows.even() : most) / 2 * 2;
+    int64_t n = smaller(rows.even(), most) / 2 * 2;
     if (n == 0) n = 2;
-    n = n < count ? n : count;
+    n = smaller(n, count);
     count -= n;
     return n;
   }

@@ -79,7 +79,7 @@ SELFATTN_INLINE void few_query_dots(const typename Stored::Query* query, int64_t
 
 template <class Stored>
 int64_t padded_query(int64_t head_dim) {
-  return (head_dim + Stored::kElements - 1) / Stored::kElements * Stored::kElements;
+  return round_up(head_dim, Stored::kElements);
 }
 
 // kRows rows of scores; see few_query_scores.
@@ -100,7 +100,7 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
   RowWalk walk = keys.rows;
   RowsAhead walk_ahead = keys.soon;
   for (int64_t key = 0; key < count; key += kKeys) {
-    const int64_t n = count - key < kKeys ? count - key : kKeys;
+    const int64_t n = smaller(count - key, kKeys);
     // The sums of a key's rows become one before the next key's are begun: of all of them together some would
     // not stay in registers.
     typename S::Vec of_keys[kGroups * kKeys];

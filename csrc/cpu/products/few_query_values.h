@@ -84,7 +84,7 @@ struct FewQueryColumns {
 
   explicit FewQueryColumns(int64_t value_dim) : tail(value_dim) {}
 
-  static constexpr int vecs_of(int rows) { return kFewQueryTile<T> / rows < 8 ? kFewQueryTile<T> / rows : 8; }
+  static constexpr int vecs_of(int rows) { return smaller(kFewQueryTile<T> / rows, 8); }
   static constexpr int64_t columns_of(int rows) { return vecs_of(rows) * Simd<T>::kWidth; }
 
   template <int kRows, int kVecs>
@@ -118,7 +118,7 @@ void few_query_value_steps(const Columns& columns, Values a, int64_t rows, FewQu
   while (values.count > 0) {
     const FewQueryRows::Even some = values.take_even(once ? values.count : kValueStep);
     for (int64_t row = 0; row < rows;) {
-      const int64_t left = rows - row < most ? rows - row : most;
+      const int64_t left = smaller(rows - row, most);
       if (left >= 8) {
         columns.template add<8>(a, row, some);
         row += 8;

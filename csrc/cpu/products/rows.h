@@ -11,7 +11,7 @@ constexpr DType dtype_of() {
 
 template <class T>
 int64_t round_up_to_vector(int64_t n) {
-  return (n + Simd<T>::kWidth - 1) / Simd<T>::kWidth * Simd<T>::kWidth;
+  return round_up(n, Simd<T>::kWidth);
 }
 
 inline const void* element(const void* data, DType dtype, int64_t index) {
@@ -33,7 +33,7 @@ SELFATTN_INLINE typename Simd<T>::Vec load_row(const void* data, DType dtype, in
     }
   }
   T buffer[S::kWidth] = {};
-  const int64_t count = n < S::kWidth ? n : S::kWidth;
+  const int64_t count = smaller(n, S::kWidth);
   for (int64_t i = 0; i < count; ++i) buffer[i] = load_element<T>(data, dtype, i);
   return S::load(buffer);
 }
@@ -50,7 +50,7 @@ SELFATTN_INLINE void store_row(void* data, DType dtype, int64_t n, typename Simd
   }
   T buffer[S::kWidth];
   S::store(buffer, v);
-  const int64_t count = n < S::kWidth ? n : S::kWidth;
+  const int64_t count = smaller(n, S::kWidth);
   for (int64_t i = 0; i < count; ++i) store_element<T>(data, dtype, i, buffer[i]);
 }
 
@@ -102,7 +102,7 @@ void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t r
   const auto scale = S::set(factor);
   for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
     for (int64_t column = 0; column < columns; column += S::kWidth) {
-      const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
+      const int64_t n = smaller(columns - column, S::kWidth);
       typename S::Vec tile[S::kWidth];
       // Whole tiles stay in registers all the way.
       if (n == S::kWidth && lane + S::kWidth <= rows && dtype == dtype_of<T>()) {
@@ -134,9 +134,9 @@ void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, 
   using S = Simd<T>;
   for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
     const auto scale = S::load(lane_scale + lane);
-    const int64_t lanes = rows - lane < S::kWidth ? rows - lane : S::kWidth;
+    const int64_t lanes = smaller(rows - lane, S::kWidth);
     for (int64_t column = 0; column < columns; column += S::kWidth) {
-      const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
+      const int64_t n = smaller(columns - column, S::kWidth);
       typename S::Vec tile[S::kWidth];
       // Whole tiles stay in registers all the way.
       if (n == S::kWidth && lanes == S::kWidth && dtype == dtype_of<T>() && residual == nullptr) {

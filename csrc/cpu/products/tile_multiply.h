@@ -139,7 +139,7 @@ void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
   Product<T> piece = p;
   int64_t done = 0;
   do {
-    piece.depth = p.depth - done < step ? p.depth - done : step;
+    piece.depth = smaller(p.depth - done, step);
     multiply_piece<T, kTransposed>(piece, rows, vecs);
     done += step;
     piece.a += step * (kTransposed ? p.lda : 1);
