@@ -108,7 +108,11 @@ struct RowTail {
   }
   SELFATTN_INLINE bool any() const { return whole < n; }
   SELFATTN_INLINE typename S::Vec load(const typename Stored::Element* row) const {
-    return n < S::kWidth ? load_row<T>(row, Stored::kDType, n) : Stored::load(row + at);
+    if (n >= S::kWidth) return Stored::load(row + at);
+    // Not load_row's: a call would take the accumulators out of their registers.
+    T buffer[S::kWidth] = {};
+    for (int64_t i = 0; i < n; ++i) buffer[i] = load_element<T>(row, Stored::kDType, i);
+    return S::load(buffer);
   }
   // The sum after the tail's product, which is chosen afterwards: a zero in place of a repeated element would
   // make NaN of an infinite factor.

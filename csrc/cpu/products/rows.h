@@ -21,6 +21,17 @@ inline void* element(void* data, DType dtype, int64_t index) {
   return static_cast<char*>(data) + index * size_of(dtype);
 }
 
+// What load_row and store_row do with less than a vector, or with a type that no instruction converts. Out of
+// line: they stand in every loop over rows, and this takes ten times the code of the rest.
+template <class T>
+__attribute__((noinline)) void load_elements(const void* data, DType dtype, int64_t n, T* buffer) {
+  for (int64_t i = 0; i < n; ++i) buffer[i] = load_element<T>(data, dtype, i);
+}
+template <class T>
+__attribute__((noinline)) void store_elements(void* data, DType dtype, int64_t n, const T* buffer) {
+  for (int64_t i = 0; i < n; ++i) store_element<T>(data, dtype, i, buffer[i]);
+}
+
 // One vector of n <= kWidth neighbouring elements; zeros fill the rest and nothing beyond them is read.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec load_row(const void* data, DType dtype, int64_t n) {
@@ -33,8 +44,7 @@ SELFATTN_INLINE typename Simd<T>::Vec load_row(const void* data, DType dtype, in
     }
   }
   T buffer[S::kWidth] = {};
-  const int64_t count = smaller(n, S::kWidth);
-  for (int64_t i = 0; i < count; ++i) buffer[i] = load_element<T>(data, dtype, i);
+  load_elements<T>(data, dtype, smaller(n, S::kWidth), buffer);
   return S::load(buffer);
 }
 
@@ -50,8 +60,7 @@ SELFATTN_INLINE void store_row(void* data, DType dtype, int64_t n, typename Simd
   }
   T buffer[S::kWidth];
   S::store(buffer, v);
-  const int64_t count = smaller(n, S::kWidth);
-  for (int64_t i = 0; i < count; ++i) store_element<T>(data, dtype, i, buffer[i]);
+  store_elements<T>(data, dtype, smaller(n, S::kWidth), buffer);
 }
 
 // n elements of a result at `index`, and at the same place of the residual, where there is one, what the
