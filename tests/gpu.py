@@ -33,6 +33,7 @@ MODULES = (
     "test_aten_cuda.py",
     "test_autocast.py",
     "test_compile.py",
+    "test_declared_options.py",
     "test_decode.py",
     "test_demo.py",
     "test_determinism.py",

@@ -4,6 +4,7 @@
 #include <cstddef>
 
 #include "../core/attention_params.h"
+#include "../core/options.h"
 #include "parallel.h"
 
 namespace selfattn::cpu {
@@ -26,9 +27,9 @@ struct Kernel {
   // For people: the kernel that attention calls like this one are handed on to, nullptr where they are not.
   // Null itself for kernels that never do that.
   const Kernel* (*hands_on_to)(const AttentionParams&) = nullptr;
-  // Whether forward, weights and backward take batches whose elements differ in length or place
-  // (core/sequences.h). Others are handed one element at a time.
-  bool takes_sequences = false;
+  // Those that forward, weights and backward apply: Note [Declared options] in core/options.h. A kernel that
+  // lacks some of kSequenceOptions is handed one element of a batch at a time.
+  OptionSet options;
   // What is taken in this one's place where its instruction set is forced: it computes whatever it can, not
   // only what it is the fastest for. Nullptr where there is no difference.
   const Kernel* when_forced = nullptr;

@@ -5,6 +5,7 @@
 #include <stdexcept>
 #include <string>
 
+#include "../core/option_names.h"
 #include "simt/simt.h"
 #include "sm80/sm80.h"
 
@@ -41,18 +42,24 @@ const Kernel* const* all_kernels(int* count) {
   return kKernels;
 }
 
+std::string refusal_of(const Kernel& kernel, const AttentionParams& params, int capability) {
+  if (const char* reason = kernel.refuses(params, capability)) return reason;
+  const OptionSet missing = options_of(params).without(kernel.options);
+  return missing.empty() ? "" : "it does not apply " + names_of(missing);
+}
+
 const Kernel& choose_kernel(const char* name, const AttentionParams& params, int capability) {
   if (*name != '\0') {
     const Kernel* kernel = kernel_named(name);
-    const char* reason = kernel->refuses(params, capability);
-    if (reason == nullptr) return *kernel;
+    const std::string reason = refusal_of(*kernel, params, capability);
+    if (reason.empty()) return *kernel;
     throw std::invalid_argument("kernel " + quoted(name) + " cannot run this call on a device of compute " +
                                 "capability " + capability_text(capability) + ": " + reason);
   }
   std::string reasons;
   for (const Kernel* kernel : kKernels) {
-    const char* reason = kernel->refuses(params, capability);
-    if (reason == nullptr) return *kernel;
+    const std::string reason = refusal_of(*kernel, params, capability);
+    if (reason.empty()) return *kernel;
     reasons += (reasons.empty() ? "" : "; ") + quoted(kernel->name) + ": " + reason;
   }
   throw std::invalid_argument("no CUDA kernel can run this call on a device of compute capability " +

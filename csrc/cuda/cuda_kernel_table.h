@@ -3,8 +3,10 @@
 #pragma once
 
 #include <cstddef>
+#include <string>
 
 #include "../core/attention_params.h"
+#include "../core/options.h"
 
 struct CUstream_st;  // what a cudaStream_t points to
 
@@ -23,6 +25,9 @@ struct Launch {
 struct Kernel {
   const char* name;         // "sm80", "simt"
   const char* description;  // one line for people
+
+  // Those that forward, weights and backward apply: Note [Declared options] in core/options.h.
+  OptionSet options;
 
   // nullptr where the kernel takes such calls on devices of compute capability major*10 + minor, otherwise a
   // phrase for people that says why not.
@@ -47,6 +52,10 @@ struct Kernel {
 
 // Every kernel compiled into this library, best first.
 const Kernel* const* all_kernels(int* count);
+
+// Why the kernel does not take a call on devices of compute capability major*10 + minor, a phrase for people;
+// empty where it does.
+std::string refusal_of(const Kernel& kernel, const AttentionParams& params, int capability);
 
 // The kernel that an attention call takes. `name` is "" (automatic) or a kernel's name. Throws
 // std::invalid_argument with a sentence for people when the name is unknown, or when the kernel asked for

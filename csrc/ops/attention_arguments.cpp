@@ -96,30 +96,6 @@ double usable_softcap(double softcap, DType dtype) {
 
 }  // namespace
 
-Options::Options(Stack& stack)
-    : attn_mask(stack.optional_tensor()),
-      alibi_slopes(stack.optional_tensor()),
-      sinks(stack.optional_tensor()),
-      dropout_seed(stack.optional_tensor()),
-      dropout_p(stack.number()),
-      is_causal(stack.flag()),
-      window_left(stack.integer()),
-      window_right(stack.integer()),
-      query_offset(stack.integer()),
-      softcap(stack.number()),
-      cu_seqlens_q(stack.optional_tensor()),
-      cu_seqlens_k(stack.optional_tensor()),
-      max_seqlen_q(stack.integer()),
-      max_seqlen_k(stack.integer()),
-      seqlens_k(stack.optional_tensor()),
-      query_offsets(stack.optional_tensor()),
-      block_table(stack.optional_tensor()),
-      mask_shapes(stack.optional_integers()),
-      kernel(stack.name()),
-      float32_precision(stack.name()) {
-  if (mask_shapes) own_masks = ops::own_masks(*mask_shapes);
-}
-
 double finite_scale(double scale, DType dtype) {
   if (!std::isfinite(scale)) refuse("scale must be a finite number, but it is ", scale);
   if (std::abs(scale) > limits_of(dtype).largest) {

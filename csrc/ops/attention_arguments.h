@@ -2,49 +2,15 @@
 // and turned into AttentionParams.
 #pragma once
 
-#include <optional>
 #include <utility>
 #include <vector>
 
-#include "../cpu/kernel_table.h"
+#include "../core/attention_params.h"
+#include "attention_options.h"
 #include "checks.h"
 #include "outputs.h"
 
 namespace selfattn::ops {
-
-// The keyword arguments of SELFATTN_OPTIONS in library.cpp, in that order.
-struct Options {
-  TensorHandle attn_mask;
-  TensorHandle alibi_slopes;
-  TensorHandle sinks;
-  TensorHandle dropout_seed;
-  double dropout_p = 0.0;
-  bool is_causal = false;
-  int64_t window_left = -1;
-  int64_t window_right = -1;
-  int64_t query_offset = 0;
-  double softcap = 0.0;
-  TensorHandle cu_seqlens_q;
-  TensorHandle cu_seqlens_k;
-  int64_t max_seqlen_q = 0;
-  int64_t max_seqlen_k = 0;
-  TensorHandle seqlens_k;
-  TensorHandle query_offsets;
-  TensorHandle block_table;
-  std::optional<std::vector<int64_t>> mask_shapes;
-  Name kernel;
-  Name float32_precision = {"highest"};
-
-  std::vector<OwnMask> own_masks;  // those of mask_shapes, for whoever describes the call to a kernel
-
-  explicit Options(Stack& stack);
-  // Whether batch elements have lengths or places of their own.
-  bool has_lengths() const {
-    return cu_seqlens_q || cu_seqlens_k || seqlens_k || query_offsets || block_table;
-  }
-  // Everything at its default.
-  explicit Options(bool is_causal) : is_causal(is_causal) {}
-};
 
 // In sequence_arguments.cpp: lengths, offsets and pages, and the batch and lengths that follow from them.
 void add_sequences(AttentionParams& params, const Input& query, const Input& key, const Options& options);

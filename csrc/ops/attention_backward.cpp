@@ -122,7 +122,7 @@ Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, co
     a.grad_slopes_rows = slopes_rows.data;
     a.grad_sinks_rows = sinks_rows.data;
   }
-  engine_of(query.device).backward(options.kernel.text, p, a, query.device);
+  engine_of(query.device).backward(options.kernel_name.text, p, a, query.device);
   grads.slopes = head_gradient("grad_slopes", options.alibi_slopes, slopes_rows, p);
   grads.sinks = head_gradient("grad_sinks", options.sinks, sinks_rows, p);
   return grads;

@@ -63,7 +63,8 @@ void attention_forward(StableIValue* values, uint64_t, uint64_t) {
   const bool has_residual = need_residual && call.rounds();
   Output residual =
       has_residual ? call.allocate_out("out_residual") : allocate_nothing(p.dtype, call.query.device);
-  run_forward(call, options.kernel, out, row_max.data, row_sum.data, has_residual ? residual.data : nullptr);
+  run_forward(call, options.kernel_name, out, row_max.data, row_sum.data,
+              has_residual ? residual.data : nullptr);
   stack.put(out.handle, row_max.handle, row_sum.handle, residual.handle);
 }
 

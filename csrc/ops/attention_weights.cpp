@@ -26,7 +26,7 @@ void attention_weights(StableIValue* values, uint64_t, uint64_t) {
   Output weights = allocate_weights(p, query.device);
   if (options.has_lengths()) weights.fill_zero();
   outputs.weights = weights.view(p.dtype);
-  engine_of(query.device).weights(options.kernel.text, p, outputs, query.device);
+  engine_of(query.device).weights(options.kernel_name.text, p, outputs, query.device);
   stack.put(weights.handle);
 }
 

@@ -35,7 +35,7 @@ void attention_with_cache(StableIValue* values, uint64_t, uint64_t) {
   Output row_sum = call.allocate_statistic("row_sum");
   if (need_weights) call.require_weights();
   append.run();
-  run_forward(call, options.kernel, out, row_max.data, row_sum.data, nullptr);
+  run_forward(call, options.kernel_name, out, row_max.data, row_sum.data, nullptr);
   stack.put(out.handle, row_max.handle, row_sum.handle);
 }
 

@@ -1,5 +1,6 @@
 #include "engine.h"
 
+#include "../core/option_names.h"
 #include "../core/sequences.h"
 #include "../cpu/cache_append.h"
 #include "../cpu/kernel_table.h"
@@ -10,16 +11,24 @@ namespace selfattn::ops {
 
 namespace {
 
+// Note [Declared options] in core/options.h.
+void require_declared(const cpu::Kernel& kernel, OptionSet used) {
+  if (used.within(kernel.options)) return;
+  refuse("kernel \"", kernel.name, "\" (", kernel.isa, ") does not apply ",
+         names_of(used.without(kernel.options)).c_str());
+}
+
 // Calls function(params, arguments) for the whole call, or for one element after the other.
 template <class Arguments, class Function>
 void for_each_call(const cpu::Kernel& kernel, const AttentionParams& p, const Arguments& arguments,
                    const Function& function) {
   if (p.batch * p.heads * p.queries == 0) return;
-  if (kernel.takes_sequences || !(p.sequences.any() || p.pages.table != nullptr)) {
-    return function(p, arguments);
-  }
+  const OptionSet used = options_of(p);
+  require_declared(kernel, used.without(kSequenceOptions));
+  if (used.within(kernel.options)) return function(p, arguments);
   for (int64_t b = 0; b < p.batch; ++b) {
     const AttentionParams element = element_of(p, b);
+    require_declared(kernel, options_of(element));
     if (element.queries > 0) function(element, element_of(arguments, p, b));
   }
 }

@@ -2,6 +2,8 @@
 // stream, run it. The operators know no more about devices than this.
 #pragma once
 
+#include <string>
+
 #include "../core/cache_append.h"
 #include "../cuda/cuda_kernel_table.h"
 #include "checks.h"
@@ -36,6 +38,7 @@ struct CudaPart {
   const char* compiler;       // "nvcc 13.0.88"
   const char* architectures;  // "7.5, 8.0": compute capabilities with machine code
   const cuda::Kernel* const* (*all_kernels)(int* count);
+  std::string (*refusal_of)(const cuda::Kernel&, const AttentionParams&, int capability);
 };
 
 // nullptr in a build without CUDA.

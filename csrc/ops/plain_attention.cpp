@@ -64,7 +64,8 @@ void plain_attention(StableIValue* values, uint64_t, uint64_t) {
   Output out = call.allocate_out("out");
   const int64_t bytes = call.rows() * size_of(accumulation_dtype(call.params.dtype));
   const Scratch statistics("the row statistics", 2 * bytes, call.query.device);
-  run_forward(call, arguments.options.kernel, out, statistics.data(), statistics.data() + bytes, nullptr);
+  run_forward(call, arguments.options.kernel_name, out, statistics.data(), statistics.data() + bytes,
+              nullptr);
   stack.put(out.handle);
 }
 
@@ -83,7 +84,8 @@ void plain_attention_forward(StableIValue* values, uint64_t, uint64_t) {
     residual.handle = nothing();
   }
   char* row_max = static_cast<char*>(statistics.data);
-  run_forward(call, arguments.options.kernel, out, row_max, row_max + statistics.bytes / 2, residual.data);
+  run_forward(call, arguments.options.kernel_name, out, row_max, row_max + statistics.bytes / 2,
+              residual.data);
   stack.put(out.handle, statistics.handle, residual.handle);
 }
 

@@ -68,6 +68,16 @@ py::dict cpu_features() {
   return features;
 }
 
+// Their names in the operators' schema.
+py::tuple options_in(selfattn::OptionSet options) {
+  py::list names;
+  for (int n = 0; n < static_cast<int>(selfattn::Option::kCount); ++n) {
+    const auto option = static_cast<selfattn::Option>(n);
+    if (options.has(option)) names.append(selfattn::name_of(option));
+  }
+  return py::tuple(names);
+}
+
 py::dict describe(const Kernel& kernel, int priority) {
   const char* reason = selfattn::cpu::unavailable_reason(kernel);
   py::dict row;
@@ -78,6 +88,7 @@ py::dict describe(const Kernel& kernel, int priority) {
   row["priority"] = priority;
   row["automatic"] = kernel.automatic;
   row["available"] = reason == nullptr;
+  row["options"] = options_in(kernel.options);
   row["reason"] = reason == nullptr ? py::object(py::none()) : py::str(reason);
   return row;
 }
@@ -115,11 +126,11 @@ py::list cuda_kernel_table(int capability) {
   for (int i = 0; i < count; ++i) {
     const selfattn::cuda::Kernel& kernel = *kernels[i];
     py::list dtypes;
-    const char* reason = nullptr;
+    std::string reason;
     for (const selfattn::DType dtype : {selfattn::DType::kFloat64, selfattn::DType::kFloat32,
                                         selfattn::DType::kBFloat16, selfattn::DType::kFloat16}) {
-      reason = kernel.refuses(ordinary_attention(dtype), capability);
-      if (reason == nullptr) dtypes.append(selfattn::name_of(dtype));
+      reason = cuda->refusal_of(kernel, ordinary_attention(dtype), capability);
+      if (reason.empty()) dtypes.append(selfattn::name_of(dtype));
     }
     const bool available = py::len(dtypes) > 0;
     py::dict row;
@@ -130,6 +141,7 @@ py::list cuda_kernel_table(int capability) {
     row["priority"] = i;
     row["automatic"] = true;
     row["available"] = available;
+    row["options"] = options_in(kernel.options);
     row["reason"] = available ? py::object(py::none()) : py::str(reason);
     table.append(row);
   }
@@ -193,7 +205,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              "The architecture (str), and which instruction sets this machine has (bool each).");
   module.def("kernel_table", &kernel_table,
              "Every compiled CPU kernel, best first, as dicts: name, isa, description, dtypes, priority, "
-             "automatic, available, reason (why not available, or None).");
+             "automatic, available, options, reason (why not available, or None).");
   module.def("cuda_kernel_table", &cuda_kernel_table, py::arg("capability"),
              "The same for the CUDA kernels on devices of compute capability major * 10 + minor; empty in a "
              "build without CUDA.");

@@ -31,7 +31,7 @@ inline std::vector<const cpu::Kernel*> available_kernels() {
 inline std::vector<const cpu::Kernel*> sequence_kernels() {
   std::vector<const cpu::Kernel*> list;
   for (const cpu::Kernel* kernel : available_kernels()) {
-    if (kernel->takes_sequences) list.push_back(kernel);
+    if (kSequenceOptions.within(kernel->options)) list.push_back(kernel);
   }
   return list;
 }

@@ -66,7 +66,7 @@ struct Emulated {
   static const cuda::Kernel& kernel_for(const AttentionParams& p) {
     const int capability = emulator::options().capability;
     const cuda::Kernel& kernel = by_name(kName);
-    return kernel.refuses(p, capability) == nullptr ? kernel : cuda::choose_kernel("", p, capability);
+    return cuda::refusal_of(kernel, p, capability).empty() ? kernel : cuda::choose_kernel("", p, capability);
   }
 
   static void forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool&) {
@@ -101,7 +101,7 @@ struct Emulated {
     add_up_rows(p, p.sinks, arguments.grad_sinks_rows);
   }
 
-  static constexpr Kernel row(const char* description) {
+  static Kernel row(const char* description) {
     return {kName,
             "emulated",
             description,
@@ -115,7 +115,7 @@ struct Emulated {
             &run<&cuda::Kernel::masked_softmax>,
             &run<&cuda::Kernel::masked_softmax_backward>,
             nullptr,
-            true};
+            by_name(kName).options};
   }
 };
 

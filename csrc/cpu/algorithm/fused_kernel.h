@@ -36,6 +36,13 @@ inline void fused_masked_softmax_backward(const SoftmaxParams& p, const ThreadPo
                              : masked_softmax_backward<float>(p, pool);
 }
 
+// Those of every pass over Simd<T>: forward and decoding, weights, backward.
+constexpr OptionSet kFusedOptions = {Option::kMask,        Option::kOwnMasks,   Option::kAlibiSlopes,
+                                     Option::kSinks,       Option::kDropout,    Option::kWindow,
+                                     Option::kQueryOffset, Option::kSoftcap,    Option::kPackedQueries,
+                                     Option::kPackedKeys,  Option::kKeyLengths, Option::kQueryOffsets,
+                                     Option::kPages};
+
 constexpr Kernel fused_kernel(const char* isa, const char* description) {
   Kernel kernel{};
   kernel.name = "fused";
@@ -50,7 +57,7 @@ constexpr Kernel fused_kernel(const char* isa, const char* description) {
   kernel.scores_backward = fused_scores_backward;
   kernel.masked_softmax = fused_masked_softmax;
   kernel.masked_softmax_backward = fused_masked_softmax_backward;
-  kernel.takes_sequences = true;
+  kernel.options = kFusedOptions;
   return kernel;
 }
 

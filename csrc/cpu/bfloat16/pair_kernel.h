@@ -147,6 +147,13 @@ const Kernel* pair_hands_on_to(const AttentionParams& p) {
   return p.queries >= Calls::fewest_queries(p) || decodes ? nullptr : &kFusedAvx512;
 }
 
+// Those of the passes over pairs, and of the kernel that other calls are handed on to.
+constexpr OptionSet kPairOptions = {Option::kMask,        Option::kOwnMasks,   Option::kAlibiSlopes,
+                                    Option::kSinks,       Option::kDropout,    Option::kWindow,
+                                    Option::kQueryOffset, Option::kSoftcap,    Option::kPackedQueries,
+                                    Option::kPackedKeys,  Option::kKeyLengths, Option::kQueryOffsets,
+                                    Option::kPages};
+
 template <class Calls>
 constexpr Kernel pair_kernel(const char* isa, const char* description, const Kernel* when_forced = nullptr) {
   Kernel kernel{};
@@ -163,7 +170,7 @@ constexpr Kernel pair_kernel(const char* isa, const char* description, const Ker
   kernel.masked_softmax = pair_masked_softmax;
   kernel.masked_softmax_backward = pair_masked_softmax_backward;
   kernel.hands_on_to = pair_hands_on_to<Calls>;
-  kernel.takes_sequences = true;
+  kernel.options = kPairOptions;
   kernel.when_forced = when_forced;
   return kernel;
 }

@@ -83,6 +83,9 @@ void masked_softmax_backward_of_dtype(const SoftmaxParams& p, const Launch& wher
 const Kernel kSimt = {
     "simt",
     "plain multiply-adds in full precision, for every call",
+    {Option::kMask, Option::kOwnMasks, Option::kAlibiSlopes, Option::kSinks, Option::kDropout,
+     Option::kWindow, Option::kQueryOffset, Option::kSoftcap, Option::kPackedQueries, Option::kPackedKeys,
+     Option::kKeyLengths, Option::kQueryOffsets, Option::kPages},
     &simt::refuses,
     &simt::forward_workspace,
     &simt::forward_of_dtype,

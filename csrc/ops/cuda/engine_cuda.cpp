@@ -56,7 +56,7 @@ Function choose_function(Function cuda::Kernel::* field, const char* name, const
   const cuda::Kernel* kernel = find_kernel(name);
   // Throws for an unknown name.
   if (kernel == nullptr) kernel = &cuda::choose_kernel(name, like, capability);
-  const bool takes = kernel->*field != nullptr && kernel->refuses(like, capability) == nullptr;
+  const bool takes = kernel->*field != nullptr && cuda::refusal_of(*kernel, like, capability).empty();
   return takes ? kernel->*field : find_kernel("simt")->*field;
 }
 
@@ -168,8 +168,7 @@ void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
   const cuda::Kernel* const* kernels = cuda::all_kernels(&count);
   std::string lines;
   for (int n = 0; n < count; ++n) {
-    const char* reason = kernels[n]->refuses(call.params, turn.capability());
-    lines += std::string(n > 0 ? "\n" : "") + (reason != nullptr ? reason : "");
+    lines += (n > 0 ? "\n" : "") + cuda::refusal_of(*kernels[n], call.params, turn.capability());
   }
   stack.put_text(lines);
 }
@@ -178,7 +177,8 @@ const CudaPart kPart = {{&forward, &weights, &scores, &masked_softmax, &backward
                          &scores_backward, &masked_softmax_backward, &append},
                         cuda_compiler(),
                         cuda_architectures(),
-                        &cuda::all_kernels};
+                        &cuda::all_kernels,
+                        &cuda::refusal_of};
 const AnnounceCudaPart kAnnounced(kPart);
 
 }  // namespace

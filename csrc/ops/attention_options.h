@@ -1,0 +1,86 @@
+// The options that the attention operators share: their names, types and defaults, once.
+//
+// Options::each is the list. The schema's text, the reading of arguments off the dispatcher's stack and their
+// defaults all come from it, so that they cannot disagree. What a kernel applies is another matter: see
+// csrc/core/options.h.
+#pragma once
+
+#include <optional>
+#include <string>
+#include <vector>
+
+#include "../core/attention_params.h"
+#include "boxing.h"
+
+namespace selfattn::ops {
+
+// query is (B,H,L,E), key (B,Hk,S,E), value (B,Hk,S,Ev). Indices are int64 but those of block_table, int32.
+struct Options {
+  TensorHandle attn_mask;     // (B|1,H|1,L|1,S|1), whatever is packed; or see mask_shapes
+  TensorHandle alibi_slopes;  // (B|1,H), as sinks
+  TensorHandle sinks;
+  TensorHandle dropout_seed;
+  double dropout_p = 0.0;
+  bool is_causal = false;
+  int64_t window_left = -1;
+  int64_t window_right = -1;
+  int64_t query_offset = 0;
+  double softcap = 0.0;
+  // (B+1,): query and what is shaped as it are packed, (1,H,rows,E), and so are row statistics, (1,H,rows).
+  // max_seqlen_q then stands for L. The other two are the same for key and value.
+  TensorHandle cu_seqlens_q;
+  TensorHandle cu_seqlens_k;
+  int64_t max_seqlen_q = 0;
+  int64_t max_seqlen_k = 0;
+  TensorHandle seqlens_k;      // (B,): how many keys exist
+  TensorHandle query_offsets;  // (B,): instead of query_offset
+  TensorHandle block_table;    // (B,pages): key and value are pages, (N,Hk,page_size,E)
+  // (3*B): attn_mask holds a mask for each packed sequence, one behind the other. These are heads, queries
+  // and keys of each, those of the sequence or 1.
+  std::optional<std::vector<int64_t>> mask_shapes;
+  Name kernel_name;
+  Name float32_precision = {"highest"};
+
+  std::vector<OwnMask> own_masks;  // those of mask_shapes, for whoever describes the call to a kernel
+
+  Options() = default;
+  explicit Options(bool is_causal) : is_causal(is_causal) {}
+  // Takes all of them off the stack.
+  explicit Options(Stack& stack);
+
+  // Calls visit(name, field) for each of them, in the order of the schema.
+  template <class Self, class Visit>
+  static void each(Self& options, const Visit& visit) {
+    visit("attn_mask", options.attn_mask);
+    visit("alibi_slopes", options.alibi_slopes);
+    visit("sinks", options.sinks);
+    visit("dropout_seed", options.dropout_seed);
+    visit("dropout_p", options.dropout_p);
+    visit("is_causal", options.is_causal);
+    visit("window_left", options.window_left);
+    visit("window_right", options.window_right);
+    visit("query_offset", options.query_offset);
+    visit("softcap", options.softcap);
+    visit("cu_seqlens_q", options.cu_seqlens_q);
+    visit("cu_seqlens_k", options.cu_seqlens_k);
+    visit("max_seqlen_q", options.max_seqlen_q);
+    visit("max_seqlen_k", options.max_seqlen_k);
+    visit("seqlens_k", options.seqlens_k);
+    visit("query_offsets", options.query_offsets);
+    visit("block_table", options.block_table);
+    visit("mask_shapes", options.mask_shapes);
+    visit("kernel_name", options.kernel_name);
+    visit("float32_precision", options.float32_precision);
+  }
+
+  // "Tensor? attn_mask=None, ...". Positions are SymInt, so that a compiled graph holds for every one of
+  // them: a decoder's offset grows with each token.
+  static std::string schema();
+
+  // Whether batch elements have lengths or places of their own.
+  bool has_lengths() const {
+    return cu_seqlens_q || cu_seqlens_k || seqlens_k || query_offsets || block_table;
+  }
+};
+
+}  // namespace selfattn::ops
