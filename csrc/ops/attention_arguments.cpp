@@ -17,7 +17,7 @@ constexpr int64_t kMaxWindow = int64_t{1} << 42;
 
 int64_t checked_window(const char* name, int64_t window) {
   if (window < -1) refuse(name, " must be -1 (unbounded), 0 or positive, but it is ", window);
-  return window < kMaxWindow ? window : kMaxWindow;
+  return std::min(window, kMaxWindow);
 }
 
 HeadScalars head_scalars(const char* name, const TensorHandle& handle, const AttentionParams& params,
