@@ -1,4 +1,4 @@
-"""Prints the polynomials of csrc/cpu/algorithm/elementary.h.
+"""Prints the polynomials of csrc/cpu/products/elementary.h.
 
 They are q in e^r = 1 + r * q(r) on |r| <= ln(2) / 2, and for weights that are rounded afterwards in
 2^f = 1 + f * q(f) on 0 <= f < 1. q interpolates, in 50 digits. Needs

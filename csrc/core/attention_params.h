@@ -193,4 +193,34 @@ struct SoftmaxParams {
   View result;  // contiguous: weights, or the gradient of the scores
 };
 
+// The attention that has these scores, or these weights: as much of it as is told.
+inline AttentionParams attention_of(const ScoresParams& s) {
+  AttentionParams p;
+  p.batch = s.batch;
+  p.heads = s.heads;
+  p.kv_heads = s.kv_heads;
+  p.queries = s.queries;
+  p.keys = s.keys;
+  p.head_dim = s.head_dim;
+  p.dtype = s.dtype;
+  p.scale = s.scale;
+  p.query = s.query;
+  p.key = s.key;
+  return p;
+}
+inline AttentionParams attention_of(const SoftmaxParams& s) {
+  AttentionParams p;
+  p.batch = s.batch;
+  p.heads = s.heads;
+  p.kv_heads = s.heads;
+  p.queries = s.queries;
+  p.keys = s.keys;
+  p.dtype = s.dtype;
+  p.scale = s.scale;
+  p.window_right = s.window_right;
+  p.query_offset = s.query_offset;
+  p.mask = s.mask;
+  return p;
+}
+
 }  // namespace selfattn

@@ -6,12 +6,9 @@
 #pragma once
 
 #include "attention_params.h"
+#include "integers.h"
 
 namespace selfattn {
-
-inline SELFATTN_HOST_DEVICE int64_t limited(int64_t n, int64_t least, int64_t most) {
-  return n < least ? least : (n > most ? most : n);
-}
 
 // A piece of a packed tensor. Whatever the numbers are, it lies within the tensor and is no longer than
 // `longest`.

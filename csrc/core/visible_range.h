@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "attention_params.h"
+#include "integers.h"
 
 namespace selfattn {
 
@@ -13,9 +14,7 @@ struct KeyRange {
   int64_t end;
 };
 
-inline SELFATTN_HOST_DEVICE int64_t clamp_key(int64_t key, int64_t keys) {
-  return key < 0 ? 0 : (key > keys ? keys : key);
-}
+inline SELFATTN_HOST_DEVICE int64_t clamp_key(int64_t key, int64_t keys) { return limited(key, 0, keys); }
 
 // What the rule depends on: of a call, or of one element of its batch.
 struct Positions {

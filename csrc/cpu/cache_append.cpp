@@ -75,7 +75,7 @@ struct Task {
 void append_to_cache(const CacheAppend& append, const ThreadPool& pool) {
   int64_t most = 0;
   for (int64_t b = 0; b < append.batch; ++b) most = std::max(most, append.rows_of(b));
-  const int64_t blocks = (most + kRowsOfAnItem - 1) / kRowsOfAnItem;
+  const int64_t blocks = divide_up(most, kRowsOfAnItem);
   for_each_item(pool, append.batch * append.kv_heads * blocks, Task{append, blocks});
 }
 

@@ -17,50 +17,20 @@ constexpr int64_t kAnyQueries = INT64_MAX;
 template <class Results>
 struct ElementCall {
   AttentionParams params;
-  Results results;  // ForwardOutputs, WeightsOutputs or BackwardArguments
+  Results results;
 };
 
 // The numbers of the elements with least .. most queries. Those with the most work come first, for the
 // threads to end together: what they begin last is short.
-inline std::vector<int64_t> elements_by_work(const AttentionParams& p, int64_t least, int64_t most) {
-  struct Element {
-    int64_t number, work;
-  };
-  least = std::max(least, p.sequences.least_queries);
-  most = std::min(most, p.sequences.most_queries);
-  std::vector<Element> elements;
-  elements.reserve(static_cast<size_t>(p.batch));
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const int64_t queries = queries_of(p, b).count;
-    if (queries >= least && queries <= most) elements.push_back({b, queries * keys_of(p, b).count});
-  }
-  const auto more_work = [](const Element& a, const Element& b) {
-    return a.work != b.work ? a.work > b.work : a.number < b.number;
-  };
-  std::sort(elements.begin(), elements.end(), more_work);
-  std::vector<int64_t> numbers;
-  numbers.reserve(elements.size());
-  for (const Element& element : elements) numbers.push_back(element.number);
-  return numbers;
-}
+std::vector<int64_t> elements_by_work(const AttentionParams& p, int64_t least, int64_t most);
 
+// The calls of those. Results are ForwardOutputs, WeightsOutputs or BackwardArguments.
 template <class Results>
 std::vector<ElementCall<Results>> element_calls(const AttentionParams& p, const Results& results,
-                                                int64_t least, int64_t most) {
-  std::vector<ElementCall<Results>> calls;
-  const std::vector<int64_t> elements = elements_by_work(p, least, most);
-  calls.reserve(elements.size());
-  for (const int64_t b : elements) calls.push_back({element_of(p, b), element_of(results, p, b)});
-  return calls;
-}
+                                                int64_t least, int64_t most);
 
-template <class Results>
-void most_queries_first(std::vector<ElementCall<Results>>& calls) {
-  std::stable_sort(calls.begin(), calls.end(),
-                   [](const ElementCall<Results>& a, const ElementCall<Results>& b) {
-                     return a.params.queries > b.params.queries;
-                   });
-}
+// Reorders calls; of the same number of queries they stay in their order.
+void most_queries_first(std::vector<ElementCall<BackwardArguments>>& calls);
 
 // Tasks for for_each_item, joined. Within a task items keep their order, so that one may still wait for a
 // lower one. Scratch is that of the task that needs the most bytes, and must do for the others: either no

@@ -5,6 +5,8 @@
 #include <cstdint>
 #include <exception>
 
+#include "../core/integers.h"
+
 namespace selfattn::cpu {
 
 // The framework's thread pool behind a plain function, so that nothing here depends on the framework.
@@ -52,7 +54,7 @@ void for_each_item(const ThreadPool& pool, int64_t items, const Task& task) {
   Shared shared;
   shared.task = &task;
   shared.items = items;
-  const int workers = static_cast<int>(items < pool.threads ? items : pool.threads);
+  const int workers = static_cast<int>(smaller(items, pool.threads));
   if (workers <= 1) {
     shared.work();
   } else {

@@ -17,7 +17,7 @@ constexpr int64_t kMaxWindow = int64_t{1} << 42;
 
 int64_t checked_window(const char* name, int64_t window) {
   if (window < -1) refuse(name, " must be -1 (unbounded), 0 or positive, but it is ", window);
-  return window < kMaxWindow ? window : kMaxWindow;
+  return std::min(window, kMaxWindow);
 }
 
 HeadScalars head_scalars(const char* name, const TensorHandle& handle, const AttentionParams& params,
@@ -147,16 +147,8 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
                                  const Options& options) {
   check_query_and_key(query, key, !options.has_lengths());
   AttentionParams p;
-  p.dtype = float_dtype(query);
+  add_query_and_key(p, query, key);
   p.float32_precision = float32_precision(options.float32_precision);
-  p.batch = query.size[0];
-  p.heads = query.size[1];
-  p.queries = query.size[2];
-  p.head_dim = query.size[3];
-  p.kv_heads = key.size[1];
-  p.keys = key.size[2];
-  p.query = plain_view(query, p.dtype);
-  p.key = plain_view(key, p.dtype);
   if (value != nullptr) {
     check_rank(*value, 4);
     check_dtype(*value, p.dtype);

@@ -71,7 +71,7 @@ TEST(elements_with_the_most_work_come_first) {
 
 TEST(elements_with_the_most_queries_come_first_for_a_mask_that_they_share) {
   const Packed packed({{3, 90}, {7, 1}, {0, 9}, {7, 30}, {30, 2}});
-  auto calls = cpu::element_calls(packed.p, ForwardOutputs{}, 0, cpu::kAnyQueries);
+  auto calls = cpu::element_calls(packed.p, BackwardArguments{}, 0, cpu::kAnyQueries);
   cpu::most_queries_first(calls);
   std::vector<std::pair<int64_t, int64_t>> lengths;
   for (const auto& call : calls) lengths.emplace_back(call.params.queries, call.params.keys);

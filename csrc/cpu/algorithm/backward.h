@@ -18,16 +18,16 @@ template <class P>
 int64_t chunk_keys(const AttentionParams& p) {
   using T = Scalar<P>;
   constexpr int64_t kBytes = 256 * 1024;
+  constexpr int64_t kMostKeys = 512;  // of narrow heads: longer chunks would leave threads without one
   const int64_t row = (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim)) * sizeof(T);
-  int64_t keys = row > 0 ? kBytes / row : kBytes;
-  keys = keys / kKeyBlock * kKeyBlock;
-  return keys < kKeyBlock ? kKeyBlock : (keys > 512 ? 512 : keys);
+  const int64_t keys = row > 0 ? kBytes / row : kBytes;
+  return limited(keys / kKeyBlock * kKeyBlock, kKeyBlock, kMostKeys);
 }
 
 template <class P>
 int64_t chunk_count(const AttentionParams& p) {
   const int64_t chunk = chunk_keys<P>(p);
-  return p.keys == 0 ? 1 : (p.keys + chunk - 1) / chunk;
+  return p.keys == 0 ? 1 : divide_up(p.keys, chunk);
 }
 
 // dQ of 16-bit tensors is summed in float across chunks. A whole number of cache lines.
@@ -124,7 +124,7 @@ class BackwardTask {
     const int64_t index = item / heads_kv, head_index = item % heads_kv;
     const int64_t batch = head_index / p.kv_heads, kv_head = head_index % p.kv_heads;
     const int64_t begin = index * chunk, rest = p.keys - begin;
-    const int64_t keys = rest < chunk ? rest : chunk;
+    const int64_t keys = smaller(rest, chunk);
     const RowSource key_source = row_source(p.key, p.dtype, batch, kv_head, begin, keys, p.head_dim);
     s.key_rows.load(key_source);
     s.key_columns.load_shared(key_source, s.key_rows);
@@ -196,7 +196,7 @@ class BackwardTask {
     return 1;
   }
 
-  int64_t chunk_rows() const { return p.keys < chunk ? (p.keys + 15) / 16 * 16 : chunk; }
+  int64_t chunk_rows() const { return p.keys < chunk ? round_up(p.keys, 16) : chunk; }
 
   // Plain arithmetic must look for data whose products with a weight of 0 are NaN; pairs have seen it
   // already.
@@ -237,7 +237,7 @@ class BackwardTask {
                        !well_behaved(s.grad_out_rows, panel.count, p.value_dim);
     const bool alone = leave_hidden_out || s.query_rows.special() || s.grad_out_rows.special();
     for (int64_t from = 0; from < keys; from += kKeyBlock) {
-      const int64_t rows = keys - from < kKeyBlock ? keys - from : kKeyBlock;
+      const int64_t rows = smaller(keys - from, kKeyBlock);
       int64_t run = 0, ready = 0;  // queries run .. ready - 1 of the panel wait to be added
       const auto add_run = [&] {
         if (ready > run) add_rows(s, run, ready - run, from, rows, nullptr);
@@ -281,9 +281,9 @@ class BackwardTask {
   int64_t add_strip(Scratch& s, int64_t i, int64_t at, int64_t begin, int64_t keys, int64_t from,
                     int64_t rows, int64_t step, bool alone) const {
     GradientStrip<P>& strip = s.strips[i];
-    const int64_t stop = strip.keys.end < begin + keys ? strip.keys.end - begin : keys;
+    const int64_t stop = smaller(strip.keys.end - begin, keys);
     if (from >= stop || begin + from + kKeyBlock <= strip.keys.begin) return 0;
-    const int64_t count = stop - from < rows ? stop - from : rows;
+    const int64_t count = smaller(stop - from, rows);
     mask_sum.prefetch(s.mask, strip, from, count);
     const bool mark = alone || s.key_columns.special(from, count);
     const PackedPlace place{at, rows};

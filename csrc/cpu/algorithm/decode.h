@@ -3,9 +3,9 @@
 // it; a second pass merges the chunks' softmax states. Chunks and result depend on the shape only.
 #pragma once
 
+#include "../products/few_query_products.h"
 #include "decode_rows.h"
 #include "overflow.h"
-#include "thin_products.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -34,7 +34,7 @@ inline int64_t head_step(const AttentionParams& p, int64_t unit) {
   if (p.pages.table == nullptr || p.kv_heads == 1) return 0;
   if (p.kv_heads < kFewHeads && p.kv_heads * p.pages.size * row < kLongPage) return 0;
   int64_t step = p.pages.size;
-  if (step < kLeastKeys) step *= (kLeastKeys + step - 1) / step;
+  if (step < kLeastKeys) step *= divide_up(kLeastKeys, step);
   while (step % unit != 0 && step <= kDecodeBlock) step += p.pages.size;
   return step <= kDecodeBlock && step * row <= kMostBytes ? step : 0;
 }
@@ -65,7 +65,7 @@ struct DecodeItem {
 template <class P>
 struct DecodeTask {
   using T = Scalar<P>;
-  using Products = ThinProducts<P>;
+  using Products = FewQueryProducts<P>;
   const AttentionParams& p;
   int64_t group, chunks;
   int64_t item_heads, item_chunks;
@@ -75,7 +75,7 @@ struct DecodeTask {
   int64_t sums_stride;               // of whole vectors, also of pairs
 
   static int64_t chunks_of(const AttentionParams& p) {
-    return p.keys > 0 ? (p.keys + kDecodeChunk - 1) / kDecodeChunk : 1;
+    return p.keys > 0 ? divide_up(p.keys, kDecodeChunk) : 1;
   }
   static int64_t states_of(const AttentionParams& p) { return p.batch * p.heads * chunks_of(p) * p.queries; }
   static int64_t state_bytes(const AttentionParams& p) {
@@ -90,18 +90,18 @@ struct DecodeTask {
         group(p.heads / p.kv_heads),
         chunks(chunks_of(p)),
         item_heads(item.heads),
-        item_chunks(item.chunks < chunks ? item.chunks : chunks),
+        item_chunks(smaller(item.chunks, chunks)),
         row_max(states.take<T>(states_of(p))),
         row_sum(states.take<T>(states_of(p))),
         out(states.take<T>(states_of(p) * round_up_to_vector<T>(p.value_dim))),
         queries_size(Products::queries_size(p)),
         out_stride(round_up_to_vector<T>(p.value_dim)),
-        sums_stride((p.value_dim + 31) / 32 * 32) {}
+        sums_stride(round_up(p.value_dim, 32)) {}
 
   int64_t state(int64_t batch, int64_t head, int64_t chunk) const {
     return ((batch * p.heads + head) * chunks + chunk) * p.queries;
   }
-  int64_t runs() const { return (chunks + item_chunks - 1) / item_chunks; }  // of chunks
+  int64_t runs() const { return divide_up(chunks, item_chunks); }  // of chunks
   int64_t items() const { return p.batch * (p.kv_heads / item_heads) * runs(); }
 
   // Rows are the queries of all heads that read the item's kv heads, head after head.
@@ -156,7 +156,7 @@ struct DecodeTask {
       Products::load_queries(p, batch, (kv_head + i) * group, s.query + i * queries_size);
     }
     const int64_t first = run_of_chunks * item_chunks;
-    const int64_t end = first + item_chunks < chunks ? first + item_chunks : chunks;
+    const int64_t end = smaller(first + item_chunks, chunks);
     s.session.take_rows(rows_per_kv_head());
     const Keys keys(p, batch, kv_head, visible_of(first * kDecodeChunk, end * kDecodeChunk), s);
     for (int64_t chunk = first; chunk < end; ++chunk) {
@@ -191,7 +191,7 @@ struct DecodeTask {
   KeyRange visible_of(int64_t first, int64_t end) const {
     KeyRange range = visible_keys(p, 0, p.queries - 1);
     range.begin = range.begin / 4 * 4;  // the keys of one Philox call
-    return {range.begin > first ? range.begin : first, range.end < end ? range.end : end};
+    return {larger(range.begin, first), smaller(range.end, end)};
   }
 
   DecodeRow row(const Keys& keys, int64_t index) const {
@@ -210,7 +210,7 @@ struct DecodeTask {
     const KeyRange range = visible_of(chunk * kDecodeChunk, (chunk + 1) * kDecodeChunk);
     for (int64_t key = range.begin; key < range.end; key += kDecodeBlock) {
       const int64_t left = range.end - key;
-      add_block(keys, key, left < kDecodeBlock ? left : kDecodeBlock, s, leave_hidden_out);
+      add_block(keys, key, smaller(left, kDecodeBlock), s, leave_hidden_out);
     }
   }
 
@@ -236,7 +236,7 @@ struct DecodeTask {
       if (p.dropout.enabled) drop_row<T>(p.dropout, at, key, keys, scores);
       s.factor[r] = Products::round_weights(keys, scores);
     }
-    add_values(values, all.keys.span(then, left < kDecodeBlock ? left : kDecodeBlock), s,
+    add_values(values, all.keys.span(then, smaller(left, kDecodeBlock)), s,
                leave_hidden_out ? s.visible : nullptr);
   }
 
@@ -248,7 +248,7 @@ struct DecodeTask {
       RowWalk soon(all, &next);
       soon.skip(rows_ahead(row_bytes));
       const RowsAhead ahead = RowsAhead::with_pages(soon, all.page_keys);
-      return product(ThinRows{p.dtype, all.keys, RowWalk(all), ahead}, 0, 0);
+      return product(FewQueryRows{p.dtype, all.keys, RowWalk(all), ahead}, 0, 0);
     }
     const int64_t step = head_step(p, Products::kStepKeys);
     const RowSpan of_all = all.of_heads(item_heads), next_of_all = next.of_heads(item_heads);
@@ -256,11 +256,12 @@ struct DecodeTask {
     soon.skip(step);
     soon_of_all.skip(step * item_heads);
     for (int64_t first = 0; first < all.keys; first += step) {
-      const int64_t count = all.keys - first < step ? all.keys - first : step;
+      const int64_t count = smaller(all.keys - first, step);
       for (int64_t i = 0; i < item_heads; ++i) {
         const RowWalk of_head = rows.of_head(i);
-        product(ThinRows{p.dtype, count, of_head, RowsAhead(heads_inside(p) ? soon_of_all : soon.of_head(i))},
-                i, first);
+        product(
+            FewQueryRows{p.dtype, count, of_head, RowsAhead(heads_inside(p) ? soon_of_all : soon.of_head(i))},
+            i, first);
         soon_of_all.skip(count);
       }
       rows.skip(count);
@@ -271,7 +272,7 @@ struct DecodeTask {
   void add_scores(const RowSpan& keys, const RowSpan& then, Scratch& s) const {
     const int64_t of_head = rows_per_kv_head();
     for_each_step(keys, then, p.head_dim * size_of(p.dtype),
-                  [&](const ThinRows& rows, int64_t head, int64_t first) {
+                  [&](const FewQueryRows& rows, int64_t head, int64_t first) {
                     Products::scores(p, s.query + head * queries_size, of_head, rows,
                                      s.scores + head * of_head * kDecodeBlock + first, kDecodeBlock);
                   });
@@ -282,14 +283,14 @@ struct DecodeTask {
     const int64_t of_head = rows_per_kv_head();
     const int64_t of_sums = sums_per_kv_head();
     memset(s.sums, 0, static_cast<size_t>(sums_rows() * sums_stride) * sizeof(T));
-    for_each_step(
-        values, then, p.value_dim * size_of(p.dtype), [&](const ThinRows& rows, int64_t head, int64_t first) {
-          const int64_t at = head * of_head * kDecodeBlock;
-          const auto a =
-              Products::weigh(s.scores + at, visible != nullptr ? visible + at : nullptr, kDecodeBlock,
-                              p.value_dim, s.sums + head * of_sums * sums_stride, sums_stride);
-          Products::values(a.from(first), of_head, rows);
-        });
+    for_each_step(values, then, p.value_dim * size_of(p.dtype),
+                  [&](const FewQueryRows& rows, int64_t head, int64_t first) {
+                    const int64_t at = head * of_head * kDecodeBlock;
+                    const auto a = Products::weigh(s.scores + at, visible != nullptr ? visible + at : nullptr,
+                                                   kDecodeBlock, p.value_dim,
+                                                   s.sums + head * of_sums * sums_stride, sums_stride);
+                    Products::values(a.from(first), of_head, rows);
+                  });
     for (int64_t r = 0; r < rows(); ++r) {
       const auto rescale = S::set(s.rescale[r]), factor = S::set(s.factor[r]);
       const T* sums = s.sums + (r / of_head * of_sums + r % of_head) * sums_stride;
@@ -383,7 +384,7 @@ void decode(const AttentionParams& p, const ForwardOutputs& outputs, const Threa
 // as one list, so that a long sequence keeps every thread busy and a short one costs no wait.
 template <class P>
 void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  const auto calls = element_calls(p, outputs, 1, kThinQueries);
+  const auto calls = element_calls(p, outputs, 1, kFewQueries);
   int64_t bytes = 0, chunks = 0;
   for (const auto& call : calls) {
     bytes += DecodeTask<P>::state_bytes(call.params);

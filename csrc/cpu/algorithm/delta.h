@@ -1,7 +1,7 @@
 // delta = rowsum(dO * O), what the softmax's gradient subtracts from dP.
 #pragma once
 
-#include "operands.h"
+#include "../products/operands.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -18,26 +18,23 @@ struct ForwardTask {
 
   // All strips that the call has.
   static int64_t strips(const AttentionParams& p) {
-    return p.batch * p.heads * ((p.queries + kLanes<P> - 1) / kLanes<P>);
+    return p.batch * p.heads * divide_up(p.queries, kLanes<P>);
   }
 
   ForwardTask(const AttentionParams& params, const ForwardOutputs& out, int64_t all_strips, int threads)
       : p(params), outputs(out) {
-    const int64_t in_head = (p.queries + kLanes<P> - 1) / kLanes<P>;
-    strips_per_item = strips_for(all_strips, threads);
-    if (strips_per_item > in_head) strips_per_item = in_head;
+    const int64_t in_head = divide_up(p.queries, kLanes<P>);
+    strips_per_item = smaller(strips_for(all_strips, threads), in_head);
     const int64_t queries = strips_per_item * kLanes<P>;
-    items_per_head = (p.queries + queries - 1) / queries;
+    items_per_head = divide_up(p.queries, queries);
   }
 
   // Strips of one item share the key and value blocks that they pull through the cache, and their conversion
   // where the tensors do not hold T. As many as leave the threads enough items and fit the level-2 cache;
   // which strips share an item changes nothing in their results.
   int64_t strips_for(int64_t strips, int threads) const {
-    int64_t most = kStripCache<P> / ForwardStrip<P>::bytes(p);
-    if (most > kMostStrips<P>) most = kMostStrips<P>;
-    if (most > strips / (4 * threads)) most = strips / (4 * threads);
-    return most < 2 ? 2 : most;
+    const int64_t cached = smaller(kStripCache<P> / ForwardStrip<P>::bytes(p), kMostStrips<P>);
+    return larger(smaller(cached, strips / (4 * threads)), 2);
   }
 
   int64_t items() const { return p.batch * p.heads * items_per_head; }
@@ -60,8 +57,7 @@ struct ForwardTask {
     const int64_t last = items() - 1 - item;
     const int64_t head_index = last % (p.batch * p.heads), group = last / (p.batch * p.heads);
     const int64_t begin = group * strips_per_item * kLanes<P>;
-    int64_t end = begin + strips_per_item * kLanes<P>;
-    if (end > p.queries) end = p.queries;
+    const int64_t end = smaller(begin + strips_per_item * kLanes<P>, p.queries);
     int64_t strips = 0;
     for (int64_t first = begin; first < end; ++strips) {
       const int64_t count = strip_queries<P>(first, end);
@@ -87,8 +83,8 @@ struct ForwardTask {
     scratch.block.large_values = false;
     for (int64_t i = 0; i < strips; ++i) {
       scratch.strips[i].reset(p);
-      if (scratch.strips[i].keys.begin < range.begin) range.begin = scratch.strips[i].keys.begin;
-      if (scratch.strips[i].keys.end > range.end) range.end = scratch.strips[i].keys.end;
+      range.begin = smaller(range.begin, scratch.strips[i].keys.begin);
+      range.end = larger(range.end, scratch.strips[i].keys.end);
     }
     forward_keys<P>(p, scratch.strips, strips, range.begin, range.end, scratch.block, leave_hidden_out);
   }
@@ -111,7 +107,7 @@ struct ForwardTask {
 template <class P>
 void forward_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   if constexpr (kPlain<P>) decode_sequences<P>(p, outputs, pool);
-  const auto calls = element_calls(p, outputs, kThinQueries + 1, kAnyQueries);
+  const auto calls = element_calls(p, outputs, kFewQueries + 1, kAnyQueries);
   int64_t strips = 0;
   for (const auto& call : calls) strips += ForwardTask<P>::strips(call.params);
   const auto joint = joint_task<ForwardTask<P>>(calls, strips, pool.threads);
@@ -122,7 +118,7 @@ template <class P>
 void attention_forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   if (p.sequences.any()) return forward_sequences<P>(p, outputs, pool);
   if constexpr (kPlain<P>) {
-    if (p.queries <= kThinQueries) return decode<P>(p, outputs, pool);
+    if (p.queries <= kFewQueries) return decode<P>(p, outputs, pool);
   }
   const ForwardTask<P> task(p, outputs, ForwardTask<P>::strips(p), pool.threads);
   for_each_item(pool, task.items(), task);

@@ -2,7 +2,7 @@
 // Gimelshein 2018) on tiles (Dao et al. 2022), transposed as query_strip.h says.
 #pragma once
 
-#include "key_rows.h"
+#include "../products/key_rows.h"
 #include "score_block.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -295,7 +295,7 @@ void forward_keys(const AttentionParams& p, ForwardStrip<P>* strips, int64_t cou
   if (count == 0) return;
   const int64_t batch = strips[0].batch, kv_head = p.kv_head(strips[0].head);
   for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += kLoadedKeys<P>) {
-    const int64_t loaded = end - first < kLoadedKeys<P> ? end - first : kLoadedKeys<P>;
+    const int64_t loaded = smaller(end - first, kLoadedKeys<P>);
     scratch.keys.load(key_source(p, p.key, batch, kv_head, first, loaded, p.head_dim, scratch.paged_keys));
     scratch.values.load(
         key_source(p, p.value, batch, kv_head, first, loaded, p.value_dim, scratch.paged_values));
@@ -303,9 +303,9 @@ void forward_keys(const AttentionParams& p, ForwardStrip<P>* strips, int64_t cou
     for (int64_t i = 0; i < count; ++i) {
       ForwardStrip<P>& strip = strips[i];
       for (int64_t key = first; key < first + loaded; key += kKeyBlock) {
-        const int64_t stop = strip.keys.end < first + loaded ? strip.keys.end : first + loaded;
+        const int64_t stop = smaller(strip.keys.end, first + loaded);
         if (key >= stop) break;
-        const int64_t keys = stop - key < kKeyBlock ? stop - key : kKeyBlock;
+        const int64_t keys = smaller(stop - key, kKeyBlock);
         if (strip.keys.begin >= key + kKeyBlock) continue;
         forward_block<P>(p, strip, key, keys, key - first, scratch, leave_hidden_out);
       }

@@ -44,20 +44,21 @@ constexpr OptionSet kFusedOptions = {Option::kMask,        Option::kOwnMasks,   
                                      Option::kPages};
 
 constexpr Kernel fused_kernel(const char* isa, const char* description) {
-  return {"fused",
-          isa,
-          description,
-          true,
-          fused_forward,
-          fused_weights,
-          fused_backward_workspace,
-          fused_backward,
-          fused_scores,
-          fused_scores_backward,
-          fused_masked_softmax,
-          fused_masked_softmax_backward,
-          nullptr,
-          kFusedOptions};
+  Kernel kernel{};
+  kernel.name = "fused";
+  kernel.isa = isa;
+  kernel.description = description;
+  kernel.automatic = true;
+  kernel.forward = fused_forward;
+  kernel.weights = fused_weights;
+  kernel.backward_workspace = fused_backward_workspace;
+  kernel.backward = fused_backward;
+  kernel.scores = fused_scores;
+  kernel.scores_backward = fused_scores_backward;
+  kernel.masked_softmax = fused_masked_softmax;
+  kernel.masked_softmax_backward = fused_masked_softmax_backward;
+  kernel.options = kFusedOptions;
+  return kernel;
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

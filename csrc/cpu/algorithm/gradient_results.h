@@ -1,9 +1,9 @@
 // From the backward's sums to the gradients: scaled, and rounded once.
 #pragma once
 
-#include "arena.h"
-#include "operands.h"
-#include "rows.h"
+#include "../products/arena.h"
+#include "../products/operands.h"
+#include "../products/rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

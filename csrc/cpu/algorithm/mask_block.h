@@ -2,8 +2,8 @@
 // windows.
 #pragma once
 
+#include "../products/rows.h"
 #include "query_strip.h"
-#include "rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -36,7 +36,7 @@ void load_bool_transposed(Scalar<P>* mask, const uint8_t* source, int64_t row_st
   using S = Simd<T>;
   for (int64_t lane = 0; lane < strip.count; lane += S::kWidth) {
     for (int64_t j = 0; j < keys; j += S::kWidth) {
-      const int64_t n = keys - j < S::kWidth ? keys - j : S::kWidth;
+      const int64_t n = smaller(keys - j, S::kWidth);
       typename S::Vec tile[S::kWidth];
       for (int i = 0; i < S::kWidth; ++i) {
         uint8_t bytes[S::kWidth];

@@ -29,8 +29,8 @@ struct MaskGradientTask {
         elements(calls),
         batches(kept(0) ? p.batch : 1),
         heads(kept(1) ? p.heads : 1),
-        strips(kept(2) ? (p.queries + kLanes<P> - 1) / kLanes<P> : 1),
-        ranges(kept(3) ? (p.keys + kMaskGradientKeys - 1) / kMaskGradientKeys : 1) {}
+        strips(kept(2) ? divide_up(p.queries, kLanes<P>) : 1),
+        ranges(kept(3) ? divide_up(p.keys, kMaskGradientKeys) : 1) {}
   bool kept(int dimension) const { return a.grad_mask.stride[dimension] != 0; }
   int64_t items() const { return batches * heads * strips * ranges; }
 
@@ -65,7 +65,7 @@ struct MaskGradientTask {
   static Span span(bool is_kept, int64_t piece, int64_t piece_size, int64_t size) {
     if (!is_kept) return {0, size};
     const int64_t end = (piece + 1) * piece_size;
-    return {piece * piece_size, end < size ? end : size};
+    return {piece * piece_size, smaller(end, size)};
   }
 
   void operator()(int64_t item, Scratch& s) const {
@@ -91,11 +91,11 @@ struct MaskGradientTask {
   // What falls on the piece of one element of the batch, which may be shorter than others.
   static void add_batch(Scratch& s, const AttentionParams& p, const BackwardArguments& a, int64_t batch,
                         Span heads, Span queries, Span keys) {
-    if (queries.end > p.queries) queries.end = p.queries;
-    if (keys.end > p.keys) keys.end = p.keys;
+    queries.end = smaller(queries.end, p.queries);
+    keys.end = smaller(keys.end, p.keys);
     for (int64_t head = heads.first; head < heads.end; ++head) {
       for (int64_t first = queries.first; first < queries.end; first += kLanes<P>) {
-        const int64_t count = queries.end - first < kLanes<P> ? queries.end - first : kLanes<P>;
+        const int64_t count = smaller(queries.end - first, kLanes<P>);
         add_strip(s, p, a, batch, head, first, count, keys);
       }
     }
@@ -107,7 +107,7 @@ struct MaskGradientTask {
     const bool every_key = a.grad_mask.stride[3] != 0;
     s.strip.begin_gradient(p, a, batch, head, first, count);
     for (int64_t key = keys.first; key < keys.end; key += kKeyBlock) {
-      const int64_t block = keys.end - key < kKeyBlock ? keys.end - key : kKeyBlock;
+      const int64_t block = smaller(keys.end - key, kKeyBlock);
       if (key >= s.strip.keys.end || key + block <= s.strip.keys.begin) continue;
       const int64_t kv_head = p.kv_head(head);
       s.keys.load(row_source(p.key, p.dtype, batch, kv_head, key, block, p.head_dim));

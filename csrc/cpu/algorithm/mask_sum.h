@@ -46,7 +46,7 @@ class MaskSum {
         g(arguments.grad_mask),
         active(takes(arguments)),
         group(params.heads / params.kv_heads),
-        blocks((chunk + kKeyBlock - 1) / kKeyBlock),
+        blocks(divide_up(chunk, kKeyBlock)),
         // The one query or key of a sequence is summed as if there were others, as it is in a packed batch.
         // Not where sequences share the mask: there all of them must agree on what they wait for.
         has_rows(g.stride[2] != 0 || (chain == nullptr && params.queries == 1)),
@@ -157,7 +157,7 @@ class MaskSum {
     // A vector per key, turned, is a vector of keys per lane.
     T* sums = s.sums + row_of(s, strip.head) * s.keys + from;
     for (int64_t column = 0; column < keys; column += S::kWidth) {
-      const int64_t n = keys - column < S::kWidth ? keys - column : S::kWidth;
+      const int64_t n = smaller(keys - column, S::kWidth);
       typename S::Vec tile[S::kWidth];
       for (int i = 0; i < S::kWidth; ++i) {
         tile[i] = S::set(T(0));
@@ -239,9 +239,9 @@ class MaskSum {
   // to(row lane, column) += grad[column][lane]
   void add_transposed(T* to, int64_t rows, int64_t columns, const T* grad) const {
     for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
-      const int64_t lanes = rows - lane < S::kWidth ? rows - lane : S::kWidth;
+      const int64_t lanes = smaller(rows - lane, S::kWidth);
       for (int64_t column = 0; column < columns; column += S::kWidth) {
-        const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
+        const int64_t n = smaller(columns - column, S::kWidth);
         typename S::Vec tile[S::kWidth];
         T* corner = to + lane * g.stride[2] + column;
         if (n == S::kWidth && lanes == S::kWidth) {

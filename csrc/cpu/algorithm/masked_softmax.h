@@ -2,8 +2,8 @@
 // lie along the lanes here: there is nothing to multiply, so nothing to transpose for.
 #pragma once
 
-#include "elementary.h"
-#include "rows.h"
+#include "../products/elementary.h"
+#include "../products/rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -17,7 +17,7 @@ struct SoftmaxTask {
 
   SoftmaxTask(const SoftmaxParams& params, bool is_backward)
       : p(params), backward(is_backward), rows(params.batch * params.heads * params.queries) {}
-  int64_t items() const { return (rows + kRowsPerItem - 1) / kRowsPerItem; }
+  int64_t items() const { return divide_up(rows, kRowsPerItem); }
 
   struct Scratch {
     Arena arena;
@@ -28,7 +28,7 @@ struct SoftmaxTask {
   };
 
   void operator()(int64_t item, Scratch& s) const {
-    const int64_t end = (item + 1) * kRowsPerItem < rows ? (item + 1) * kRowsPerItem : rows;
+    const int64_t end = smaller((item + 1) * kRowsPerItem, rows);
     for (int64_t row = item * kRowsPerItem; row < end; ++row) {
       const int64_t query = row % p.queries, head = row / p.queries % p.heads,
                     batch = row / p.queries / p.heads;

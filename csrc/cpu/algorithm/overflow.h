@@ -26,7 +26,7 @@ void sum_normalised(const AttentionParams& p, const ForwardOutputs& outputs, For
   const int64_t kv_head = p.kv_head(strip.head);
   T* const weights = scratch.weights.block;
   for (int64_t key = strip.keys.begin / kKeyBlock * kKeyBlock; key < strip.keys.end; key += kKeyBlock) {
-    const int64_t keys = strip.keys.end - key < kKeyBlock ? strip.keys.end - key : kKeyBlock;
+    const int64_t keys = smaller(strip.keys.end - key, kKeyBlock);
     T factor;
     scratch.keys.load(key_source(p, p.key, strip.batch, kv_head, key, keys, p.head_dim, scratch.paged_keys));
     scratch.values.load(

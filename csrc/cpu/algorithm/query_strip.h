@@ -4,9 +4,9 @@
 // values are used as they lie in memory.
 #pragma once
 
-#include "elementary.h"
-#include "operands.h"
-#include "thin_rows.h"
+#include "../products/elementary.h"
+#include "../products/few_query_rows.h"
+#include "../products/operands.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -18,8 +18,8 @@ struct QueryStrip {
   int64_t batch, head, first, count;
   int64_t vecs;          // vectors in use
   KeyRange keys;         // all keys that some query of the strip may see by position
-  bool thin;             // see thin_product.h
-  LaneOperand<P> query;  // of a thin strip [count][padded head_dim] scale * Q
+  bool few_queries;      // so few that lanes run over the head dim, see products/few_query_rows.h
+  LaneOperand<P> query;  // of few queries [count][padded head_dim] scale * Q
   T rest_of_scale;       // what of the scale is not part of query
 
   static int64_t bytes(const AttentionParams& p) { return LaneOperand<P>::bytes(p, p.head_dim); }
@@ -31,13 +31,13 @@ struct QueryStrip {
     head = head_index;
     first = first_query;
     count = queries;
-    vecs = (queries + Simd<T>::kWidth - 1) / Simd<T>::kWidth;
+    vecs = divide_up(queries, Simd<T>::kWidth);
     keys = visible_keys(p, first, first + count - 1);
-    thin = kPlain<P> && p.queries <= kThinQueries;
+    few_queries = kPlain<P> && p.queries <= kFewQueries;
     const RowSource rows = source(p, p.query, p.head_dim);
     rest_of_scale = T(1);
     if constexpr (kPlain<P>) {
-      if (thin) {
+      if (few_queries) {
         load_rows<T>(query.data, rows.data, rows.dtype, rows.stride, count, p.head_dim,
                      static_cast<T>(p.scale));
       } else {
@@ -62,9 +62,9 @@ template <class P>
 int64_t strip_queries(int64_t first, int64_t queries) {
   using T = Scalar<P>;
   const int64_t rest = queries - first;
-  const int64_t vecs = (rest + Simd<T>::kWidth - 1) / Simd<T>::kWidth;
+  const int64_t vecs = divide_up(rest, Simd<T>::kWidth);
   const int64_t take = next_tile_vecs<T>(vecs) * Simd<T>::kWidth;
-  return take < rest ? take : rest;
+  return smaller(take, rest);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,12 +1,12 @@
 // A block of final scores.
 #pragma once
 
+#include "../products/elementary.h"
+#include "../products/few_query_scores.h"
+#include "../products/tile_multiply.h"
 #include "dropout.h"
-#include "elementary.h"
 #include "mask_block.h"
 #include "query_strip.h"
-#include "thin_scores.h"
-#include "tile_multiply.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -22,9 +22,9 @@ template <class P>
 void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, int64_t count, int64_t head_dim,
                Scalar<P>* s) {
   if constexpr (kPlain<P>) {
-    if (strip.thin) {
-      return thin_score_block<P>(strip.query.data, strip.count, keys.rows.data + from * keys.rows.stride,
-                                 keys.rows.stride, count, head_dim, s, kLanes<P>);
+    if (strip.few_queries) {
+      return few_query_score_block<P>(strip.query.data, strip.count, keys.rows.data + from * keys.rows.stride,
+                                      keys.rows.stride, count, head_dim, s, kLanes<P>);
     }
   }
   multiply_lanes<P>(keys, from, count, strip.query, head_dim, strip.vecs, s);

@@ -11,19 +11,8 @@ struct ScoresTask {
   const View& scores;
   int64_t strips_per_head;
 
-  explicit ScoresTask(const ScoresParams& s) : scores(s.scores) {
-    p.batch = s.batch;
-    p.heads = s.heads;
-    p.kv_heads = s.kv_heads;
-    p.queries = s.queries;
-    p.keys = s.keys;
-    p.head_dim = s.head_dim;
-    p.dtype = s.dtype;
-    p.scale = s.scale;
-    p.query = s.query;
-    p.key = s.key;
-    strips_per_head = (p.queries + kLanes<T> - 1) / kLanes<T>;
-  }
+  explicit ScoresTask(const ScoresParams& s)
+      : p(attention_of(s)), scores(s.scores), strips_per_head(divide_up(s.queries, kLanes<T>)) {}
   int64_t items() const { return p.batch * p.heads * strips_per_head; }
 
   struct Scratch {
@@ -47,10 +36,10 @@ struct ScoresTask {
     const int64_t head_index = item / strips_per_head;
     const int64_t batch = head_index / p.heads, head = head_index % p.heads;
     const int64_t first = item % strips_per_head * kLanes<T>;
-    const int64_t count = p.queries - first < kLanes<T> ? p.queries - first : kLanes<T>;
+    const int64_t count = smaller(p.queries - first, kLanes<T>);
     s.strip.begin(p, batch, head, first, count);
     for (int64_t key = 0; key < p.keys; key += kKeyBlock) {
-      const int64_t block = p.keys - key < kKeyBlock ? p.keys - key : kKeyBlock;
+      const int64_t block = smaller(p.keys - key, kKeyBlock);
       s.keys.load(row_source(p.key, p.dtype, batch, p.kv_head(head), key, block, p.head_dim));
       dot_block<T>(s.strip, s.keys, 0, block, p.head_dim, s.scores);
       void* to = element(scores.data, p.dtype, scores.offset(batch, head, first) + key);
@@ -73,7 +62,7 @@ struct ScoresGradientTask {
         heads(kKeyGradient ? params.kv_heads : params.heads),
         rows(kKeyGradient ? params.keys : params.queries),
         depth(kKeyGradient ? params.queries : params.keys),
-        blocks_per_head((rows + kKeyBlock - 1) / kKeyBlock) {}
+        blocks_per_head(divide_up(rows, kKeyBlock)) {}
   int64_t items() const { return p.batch * heads * blocks_per_head; }
 
   struct Scratch {
@@ -95,7 +84,7 @@ struct ScoresGradientTask {
     const int64_t head_index = item / blocks_per_head;
     const int64_t batch = head_index / heads, own_head = head_index % heads;
     const int64_t first = item % blocks_per_head * kKeyBlock;
-    const int64_t count = rows - first < kKeyBlock ? rows - first : kKeyBlock;
+    const int64_t count = smaller(rows - first, kKeyBlock);
     const int64_t group = p.heads / p.kv_heads;
     memset(s.result, 0, static_cast<size_t>(kKeyBlock * s.stride) * sizeof(T));
     for (int64_t i = 0; i < (kKeyGradient ? group : 1); ++i) {
@@ -103,7 +92,7 @@ struct ScoresGradientTask {
       const View& other_view = kKeyGradient ? p.query : p.key;
       const int64_t other_head = kKeyGradient ? head : head / group;
       for (int64_t at = 0; at < depth; at += kKeyBlock) {
-        const int64_t n = depth - at < kKeyBlock ? depth - at : kKeyBlock;
+        const int64_t n = smaller(depth - at, kKeyBlock);
         const Rows<T> other =
             rows_as<T>(row_source(other_view, p.dtype, batch, other_head, at, n, p.head_dim), true, s.other);
         const int64_t query = kKeyGradient ? at : first, key = kKeyGradient ? first : at;

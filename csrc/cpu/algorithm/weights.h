@@ -3,8 +3,8 @@
 // large.
 #pragma once
 
+#include "../products/key_rows.h"
 #include "gradient_strip.h"
-#include "key_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -17,7 +17,7 @@ struct WeightsTask {
   int64_t strips_per_head;
 
   WeightsTask(const AttentionParams& params, const WeightsOutputs& out)
-      : p(params), outputs(out), strips_per_head((params.queries + kLanes<P> - 1) / kLanes<P>) {}
+      : p(params), outputs(out), strips_per_head(divide_up(params.queries, kLanes<P>)) {}
   int64_t items() const { return p.batch * p.heads * strips_per_head; }
 
   struct Scratch {
@@ -51,7 +51,7 @@ struct WeightsTask {
     const int64_t head_index = item / strips_per_head;
     const int64_t batch = head_index / p.heads, head = head_index % p.heads;
     const int64_t first = item % strips_per_head * kLanes<P>;
-    const int64_t count = p.queries - first < kLanes<P> ? p.queries - first : kLanes<P>;
+    const int64_t count = smaller(p.queries - first, kLanes<P>);
     s.strip.begin(p, batch, head, first, count);
     const int64_t row = p.row(batch, head, first);
     const T* maxima = static_cast<const T*>(outputs.row_max) + row;
@@ -62,7 +62,7 @@ struct WeightsTask {
       s.inverse_sum[lane] = lane >= count || sums[lane] == T(0) ? T(0) : T(1) / sums[lane];
     }
     for (int64_t key = 0; key < p.keys; key += kKeyBlock) {
-      const int64_t block = p.keys - key < kKeyBlock ? p.keys - key : kKeyBlock;
+      const int64_t block = smaller(p.keys - key, kKeyBlock);
       T factor = T(1);
       bool visible = key < s.strip.keys.end && key + block > s.strip.keys.begin;
       if (visible) {

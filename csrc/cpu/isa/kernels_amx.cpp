@@ -25,12 +25,12 @@
 
 #include "simd_avx512.h"
 
-#include "pair_multiply_amx.h"
+#include "../bfloat16/engine_amx.h"
 
-#include "../algorithm/thin_pairs.h"
-#include "../algorithm/thin_tiles.h"
+#include "../bfloat16/decode_by_tiles.h"
+#include "../bfloat16/decode_by_vectors.h"
 
-#include "../algorithm/pair_kernel.h"
+#include "../bfloat16/pair_kernel.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

@@ -20,11 +20,11 @@
 
 #include "simd_avx512.h"
 
-#include "pair_multiply_avx512_bf16.h"
+#include "../bfloat16/engine_avx512.h"
 
-#include "../algorithm/thin_pairs.h"
+#include "../bfloat16/decode_by_vectors.h"
 
-#include "../algorithm/pair_kernel.h"
+#include "../bfloat16/pair_kernel.h"
 
 #if defined(__clang__)
 #pragma clang attribute pop

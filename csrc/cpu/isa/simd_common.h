@@ -16,11 +16,12 @@
 
 #include "../../core/attention_params.h"
 #include "../../core/dtype.h"
+#include "../../core/integers.h"
 #include "../../core/philox.h"
 #include "../../core/sequences.h"
 #include "../../core/visible_range.h"
 #include "../joint_task.h"
-#include "../kernel_table.h"
+#include "../kernel.h"
 #include "../parallel.h"
 
 // Inlining is forced, not hoped for: a helper left out of line would pass vectors through memory, and an

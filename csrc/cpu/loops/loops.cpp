@@ -2,23 +2,29 @@
 
 namespace selfattn::cpu {
 
-const Kernel kLoops = {
-    "loops",
-    "scalar",
-    "plain loops over queries, keys and dimensions, as the formula reads",
-    /*automatic=*/false,
-    &loops::forward,
-    &loops::weights,
-    &loops::backward_workspace,
-    &loops::backward,
-    &loops::scores,
-    &loops::scores_backward,
-    &loops::masked_softmax,
-    &loops::masked_softmax_backward,
-    /*hands_on_to=*/nullptr,
-    /*options=*/
-    {Option::kMask, Option::kAlibiSlopes, Option::kSinks, Option::kDropout, Option::kWindow,
-     Option::kQueryOffset, Option::kSoftcap, Option::kPages},
-};
+namespace {
+
+constexpr Kernel loops_kernel() {
+  Kernel kernel{};
+  kernel.name = "loops";
+  kernel.isa = "scalar";
+  kernel.description = "plain loops over queries, keys and dimensions, as the formula reads";
+  kernel.automatic = false;
+  kernel.forward = &loops::forward;
+  kernel.weights = &loops::weights;
+  kernel.backward_workspace = &loops::backward_workspace;
+  kernel.backward = &loops::backward;
+  kernel.scores = &loops::scores;
+  kernel.scores_backward = &loops::scores_backward;
+  kernel.masked_softmax = &loops::masked_softmax;
+  kernel.masked_softmax_backward = &loops::masked_softmax_backward;
+  kernel.options = {Option::kMask,   Option::kAlibiSlopes, Option::kSinks,   Option::kDropout,
+                    Option::kWindow, Option::kQueryOffset, Option::kSoftcap, Option::kPages};
+  return kernel;
+}
+
+}  // namespace
+
+const Kernel kLoops = loops_kernel();
 
 }  // namespace selfattn::cpu

@@ -2,7 +2,7 @@
 // what faster kernels are checked against and measured by; it is never chosen by itself.
 #pragma once
 
-#include "../kernel_table.h"
+#include "../kernel.h"
 
 namespace selfattn::cpu {
 

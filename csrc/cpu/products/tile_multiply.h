@@ -5,10 +5,10 @@
 // A is read one scalar at a time and broadcast, so it needs no packing and no alignment: it is a key or value
 // row in the user's tensor, or a row of weights. B and C are scratch with vectors of lanes. With
 // `Transposed`, A(row, k) is a[k * lda + row], otherwise a[row * lda + k]. Sums stay in registers and meet C
-// once, at the end; long ones do so piece by piece (sum_pieces.h).
+// once, at the end; long ones do so piece by piece (long_sums.h).
 #pragma once
 
-#include "sum_pieces.h"
+#include "long_sums.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -139,7 +139,7 @@ void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
   Product<T> piece = p;
   int64_t done = 0;
   do {
-    piece.depth = p.depth - done < step ? p.depth - done : step;
+    piece.depth = smaller(p.depth - done, step);
     multiply_piece<T, kTransposed>(piece, rows, vecs);
     done += step;
     piece.a += step * (kTransposed ? p.lda : 1);

@@ -1,15 +1,14 @@
 // Blocks of weights and of dS in bfloat16 pieces: WeightOperand (operands.h) for P = Pairs.
 #pragma once
 
-#include "pair_operands.h"
+#include "operands_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // The block in float, and its pieces as B (pairs of keys) and as A (pairs of queries).
 template <>
 struct WeightOperand<Pairs> {
-  static constexpr int64_t kDepthOfRows =
-      (kPanelStrips<Pairs> * kLanes<Pairs> + kDepthStep - 1) / kDepthStep * kDepthStep;
+  static constexpr int64_t kDepthOfRows = round_up(kPanelStrips<Pairs> * kLanes<Pairs>, kDepthStep);
   static constexpr int64_t kLanePieces = kKeyBlock / 2 * kLanes<Pairs>;
   static constexpr int64_t kRowPieces = kKeyBlock * kDepthOfRows / 2;  // at most
 
@@ -32,7 +31,7 @@ struct WeightOperand<Pairs> {
     block = arena.take<float>(kKeyBlock * kLanes<Pairs>);
     lanes = arena.take<uint32_t>(pieces * kLanePieces);
     rows = arena.take<uint32_t>(pieces * kRowPieces);
-    depth_of_rows = pieces == 1 ? kDepthOfRows : (kLanes<Pairs> + kDepthStep - 1) / kDepthStep * kDepthStep;
+    depth_of_rows = pieces == 1 ? kDepthOfRows : round_up(kLanes<Pairs>, kDepthStep);
     row_pieces = kKeyBlock * depth_of_rows / 2;
   }
   // Whether weights are rounded to a single piece.
@@ -82,8 +81,7 @@ struct WeightOperand<Pairs> {
   }
   // After stores of packed rows up to a multiple of four, or two.
   void pad_lanes(int64_t keys, int64_t vecs, int64_t multiple = 4) {
-    for (int64_t pair = (keys + multiple - 1) / multiple * (multiple / 2); pair < product_pairs(keys);
-         ++pair) {
+    for (int64_t pair = divide_up(keys, multiple) * (multiple / 2); pair < product_pairs(keys); ++pair) {
       for (int64_t v = 0; v < vecs; ++v) {
         store_lane_pair(pair, v * 16, _mm512_setzero_ps(), _mm512_setzero_ps());
       }

@@ -3,7 +3,7 @@
 // twice.
 #pragma once
 
-#include "../algorithm/pair_product.h"
+#include "engine.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -130,7 +130,7 @@ class PairEngine {
     if (p.update == Update::kStore || in_tiles) return store<kRows, kVecs>(c, p.ldc);
     alignas(64) float sums[32 * 32];
     store<kRows, kVecs>(sums, 32);
-    const int64_t end = rows - row < kRows * 16 ? rows - row : kRows * 16;
+    const int64_t end = smaller(rows - row, kRows * 16);
     for (int v = 0; v < kVecs; ++v) {
       const __m512 scale = p.update == Update::kScaleAdd ? _mm512_loadu_ps(p.lane_scale + lane + v * 16)
                                                          : _mm512_set1_ps(1.0f);

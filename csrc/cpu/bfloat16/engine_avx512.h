@@ -3,7 +3,7 @@
 // work.
 #pragma once
 
-#include "../algorithm/pair_product.h"
+#include "engine.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

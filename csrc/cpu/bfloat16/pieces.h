@@ -8,8 +8,8 @@
 // over, the first in the low half.
 #pragma once
 
-#include "arena.h"
-#include "operands.h"
+#include "../products/arena.h"
+#include "../products/operands.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -18,12 +18,12 @@ constexpr int64_t kLeastHeadDim = 16;  // below, padding to whole steps costs mo
 
 // Operands are padded by zeros to whole steps of tiles; engines without tiles stop at the last pair.
 constexpr int64_t kDepthStep = 32;
-inline int64_t padded_depth(int64_t depth) { return (depth + kDepthStep - 1) / kDepthStep * kDepthStep; }
+inline int64_t padded_depth(int64_t depth) { return round_up(depth, kDepthStep); }
 inline int64_t padded_pairs(int64_t depth) { return padded_depth(depth) / 2; }
 inline int64_t product_pairs(int64_t depth) {
   return PairEngine::kTiles ? padded_pairs(depth) : (depth + 1) / 2;
 }
-inline int64_t padded_rows(int64_t rows) { return (rows + 15) / 16 * 16; }
+inline int64_t padded_rows(int64_t rows) { return round_up(rows, 16); }
 
 // 32 numbers as two vectors of float.
 struct Numbers {

@@ -1,9 +1,9 @@
-// The products of thin_scores.h and thin_values.h for bfloat16 by VDPBF16PS: twice the work per instruction,
-// and nothing to convert. For processors where memory is faster than float's multiply-adds.
+// The products of few_query_scores.h and few_query_values.h for bfloat16 by VDPBF16PS: twice the work per
+// instruction, and nothing to convert. For processors where memory is faster than float's multiply-adds.
 #pragma once
 
-#include "thin_products.h"
-#include "thin_weights.h"
+#include "../products/few_query_products.h"
+#include "decode_weights.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -55,11 +55,11 @@ SELFATTN_INLINE __m512i load_values(const char* row, __mmask32 mask, bool takes_
   return _mm512_maskz_loadu_epi16(takes_part ? mask : 0, row);
 }
 
-using PairValues = ThinValues<float, uint32_t>;
+using PairValues = FewQueryValues<float, uint32_t>;
 
 // kWide times 32 columns from `at` on of kRows rows. The weights of two keys are one word, see round_weights.
 template <int kRows, int kWide, bool kTail>
-SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const ThinRows::Even& values,
+SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const FewQueryRows::Even& values,
                                      int64_t at) {
   const __mmask32 mask = kTail ? elements_below(a.value_dim - at) : ~__mmask32{0};
   float* sums_at = a.sums + row * a.ld_sums + at;
@@ -111,13 +111,13 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Thi
   }
 }
 
-// All columns of some rows; see thin_value_steps.
+// All columns of some rows; see few_query_value_steps.
 struct PairColumns {
   static constexpr int wide_of(int rows) { return rows >= 8 ? 1 : rows == 4 ? 2 : 4; }
   static constexpr int64_t columns_of(int rows) { return wide_of(rows) * 32; }
 
   template <int kRows, int kWide>
-  SELFATTN_INLINE int64_t tiles(const PairValues& a, int64_t row, const ThinRows::Even& values,
+  SELFATTN_INLINE int64_t tiles(const PairValues& a, int64_t row, const FewQueryRows::Even& values,
                                 int64_t at) const {
     for (; at + kWide * 32 <= a.value_dim; at += kWide * 32) {
       pair_value_tile<kRows, kWide, false>(a, row, values, at);
@@ -125,7 +125,7 @@ struct PairColumns {
     return at;
   }
   template <int kRows>
-  void add(const PairValues& a, int64_t row, const ThinRows::Even& values) const {
+  void add(const PairValues& a, int64_t row, const FewQueryRows::Even& values) const {
     constexpr int kWide = wide_of(kRows);
     int64_t at = tiles<kRows, kWide>(a, row, values, 0);
     if constexpr (kWide > 2) at = tiles<kRows, 2>(a, row, values, at);
@@ -135,7 +135,7 @@ struct PairColumns {
 };
 
 template <>
-struct ThinProducts<VectorPairs> {
+struct FewQueryProducts<VectorPairs> {
   using Query = uint16_t;
   struct Session {
     void take_rows(int64_t) {}
@@ -158,9 +158,9 @@ struct ThinProducts<VectorPairs> {
     }
   }
 
-  static void scores(const AttentionParams& p, const Query* query, int64_t rows, const ThinRows& keys,
+  static void scores(const AttentionParams& p, const Query* query, int64_t rows, const FewQueryRows& keys,
                      float* s, int64_t ld) {
-    thin_scores_as<float, StoredPairs>(query, rows, keys, p.head_dim, s, ld, 1);
+    few_query_scores_as<float, StoredPairs>(query, rows, keys, p.head_dim, s, ld, 1);
     const __m512 scale = _mm512_set1_ps(static_cast<float>(p.scale));
     for (int64_t r = 0; r < rows; ++r) {
       for (int64_t j = 0; j < keys.count; j += 16) {
@@ -178,8 +178,8 @@ struct ThinProducts<VectorPairs> {
                       int64_t ld_sums) {
     return {reinterpret_cast<const uint32_t*>(weights), visible, ld, value_dim, sums, ld_sums};
   }
-  static void values(const Values& a, int64_t rows, const ThinRows& values) {
-    thin_value_steps(PairColumns(), a, rows, values);
+  static void values(const Values& a, int64_t rows, const FewQueryRows& values) {
+    few_query_value_steps(PairColumns(), a, rows, values);
   }
   static SELFATTN_INLINE __m512 load_sums(const float* sums, int64_t column) {
     return _mm512_loadu_ps(sums + column);

@@ -1,5 +1,5 @@
 // Arithmetic in bfloat16 pieces: the operands of operands.h for P = Pairs, over an engine that multiplies
-// pairs (csrc/cpu/isa/pair_multiply_*.h). Sums are float.
+// pairs (engine_*.h). Sums are float.
 //
 // Some numbers have no pieces: NaN and Inf, and magnitudes whose pieces or products would overflow or vanish.
 // Rows that hold one are special. A score of a special query or key is computed in float as if nothing else
@@ -215,7 +215,7 @@ struct ColumnOperand<Pairs> {
   bool any_large;
 
   static int64_t size(int64_t columns) { return kKeyBlock / 2 * padded_rows(columns); }
-  static int64_t blocks(int64_t count) { return (count + kKeyBlock - 1) / kKeyBlock; }
+  static int64_t blocks(int64_t count) { return divide_up(count, kKeyBlock); }
   static int64_t bytes(const AttentionParams& p, int64_t count, int64_t columns) {
     return Arena::bytes_for<uint32_t>(blocks(count) * Pairs::pieces(p) * size(columns)) +
            SpecialRows::bytes(count, columns);
@@ -238,7 +238,7 @@ struct ColumnOperand<Pairs> {
   Magnitudes pack(const RowSource& s, const bool* special) const {
     Magnitudes seen = Magnitudes::none();
     for (int64_t row = 0; row < s.rows; row += kKeyBlock) {
-      const RowSource rows = s.from(row, s.rows - row < kKeyBlock ? s.rows - row : kKeyBlock);
+      const RowSource rows = s.from(row, smaller(s.rows - row, kKeyBlock));
       const bool* marks = special != nullptr ? special + row : nullptr;
       uint32_t* to = data + row / kKeyBlock * block_stride;
       with_pieces(pieces, [&](auto count) {

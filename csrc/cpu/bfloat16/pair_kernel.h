@@ -1,16 +1,16 @@
 // The entry points of an instruction set that multiplies pairs, for the calls that gain by it; all others go
 // to the kernel for plain AVX-512. Included last in a kernels_*.cpp, after what decodes by pairs there:
-// thin_pairs.h or thin_tiles.h.
+// decode_by_vectors.h or decode_by_tiles.h.
 #pragma once
 
-#include "pair_products.h"
+#include "products_of_pairs.h"
 
-#include "pair_gradients.h"
+#include "gradients_of_pairs.h"
 
-#include "backward.h"
-#include "decode.h"
-#include "forward.h"
-#include "weights.h"
+#include "../algorithm/backward.h"
+#include "../algorithm/decode.h"
+#include "../algorithm/forward.h"
+#include "../algorithm/weights.h"
 
 namespace selfattn::cpu {
 extern const Kernel kFusedAvx512;
@@ -34,13 +34,13 @@ inline bool multiplies_pairs(const AttentionParams& p) {
 // values must be taken apart, and only queries share what that costs; keys and dims matter little.
 struct GainingCalls {
   static int64_t fewest_queries(const AttentionParams& p) {
-    constexpr int64_t kByPieces[] = {kThinQueries + 1, 17, 129};  // measured: docs/performance.md
+    constexpr int64_t kByPieces[] = {kFewQueries + 1, 17, 129};  // measured: docs/performance.md
     return multiplies_pairs(p) ? kByPieces[Pairs::pieces(p) - 1] : kAnyQueries;
   }
 };
 struct AllCalls {
   static int64_t fewest_queries(const AttentionParams& p) {
-    return multiplies_pairs(p) ? kThinQueries + 1 : kAnyQueries;
+    return multiplies_pairs(p) ? kFewQueries + 1 : kAnyQueries;
   }
 };
 
@@ -74,7 +74,7 @@ void decode_pairs(const AttentionParams& p, const ForwardOutputs& o, const Threa
     if (p.queries <= few) return decode_all<VectorPairs>(p, o, pool);
     if (few == 0 || !p.sequences.any()) return decode_all<TilePairs>(p, o, pool);
     decode_all<VectorPairs>(elements_with(p, 0, few), o, pool);
-    decode_all<TilePairs>(elements_with(p, few + 1, kThinQueries), o, pool);
+    decode_all<TilePairs>(elements_with(p, few + 1, kFewQueries), o, pool);
   } else {
     decode_all<VectorPairs>(p, o, pool);
   }
@@ -96,14 +96,14 @@ template <class Calls>
 void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
   const int64_t fewest = Calls::fewest_queries(p);
   if (!p.sequences.any()) {
-    if (p.queries <= kThinQueries) return pair_decode(p, o, pool);
+    if (p.queries <= kFewQueries) return pair_decode(p, o, pool);
     return p.queries < fewest ? kFusedAvx512.forward(p, o, pool) : attention_forward<Pairs>(p, o, pool);
   }
   if (p.queries >= fewest) attention_forward<Pairs>(elements_with(p, fewest, kAnyQueries), o, pool);
-  if (p.queries > kThinQueries && fewest > kThinQueries + 1) {
-    kFusedAvx512.forward(elements_with(p, kThinQueries + 1, fewest - 1), o, pool);
+  if (p.queries > kFewQueries && fewest > kFewQueries + 1) {
+    kFusedAvx512.forward(elements_with(p, kFewQueries + 1, fewest - 1), o, pool);
   }
-  pair_decode(elements_with(p, 0, kThinQueries), o, pool);
+  pair_decode(elements_with(p, 0, kFewQueries), o, pool);
 }
 template <class Calls>
 void pair_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
@@ -143,7 +143,7 @@ inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPoo
 
 template <class Calls>
 const Kernel* pair_hands_on_to(const AttentionParams& p) {
-  const bool decodes = p.queries <= kThinQueries && (PairEngine::kDecodesPlain || decodes_pairs(p));
+  const bool decodes = p.queries <= kFewQueries && (PairEngine::kDecodesPlain || decodes_pairs(p));
   return p.queries >= Calls::fewest_queries(p) || decodes ? nullptr : &kFusedAvx512;
 }
 
@@ -156,21 +156,23 @@ constexpr OptionSet kPairOptions = {Option::kMask,        Option::kOwnMasks,   O
 
 template <class Calls>
 constexpr Kernel pair_kernel(const char* isa, const char* description, const Kernel* when_forced = nullptr) {
-  return {"fused",
-          isa,
-          description,
-          true,
-          pair_forward<Calls>,
-          pair_weights<Calls>,
-          pair_backward_workspace<Calls>,
-          pair_backward<Calls>,
-          pair_scores,
-          pair_scores_backward,
-          pair_masked_softmax,
-          pair_masked_softmax_backward,
-          pair_hands_on_to<Calls>,
-          kPairOptions,
-          when_forced};
+  Kernel kernel{};
+  kernel.name = "fused";
+  kernel.isa = isa;
+  kernel.description = description;
+  kernel.automatic = true;
+  kernel.forward = pair_forward<Calls>;
+  kernel.weights = pair_weights<Calls>;
+  kernel.backward_workspace = pair_backward_workspace<Calls>;
+  kernel.backward = pair_backward<Calls>;
+  kernel.scores = pair_scores;
+  kernel.scores_backward = pair_scores_backward;
+  kernel.masked_softmax = pair_masked_softmax;
+  kernel.masked_softmax_backward = pair_masked_softmax_backward;
+  kernel.hands_on_to = pair_hands_on_to<Calls>;
+  kernel.options = kPairOptions;
+  kernel.when_forced = when_forced;
+  return kernel;
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,7 +1,7 @@
-// What decoding by products of pairs has in common: see thin_pairs.h and thin_tiles.h.
+// What decoding by products of pairs has in common: see decode_by_vectors.h and decode_by_tiles.h.
 #pragma once
 
-#include "pair_operands.h"
+#include "operands_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -1,5 +1,5 @@
-// Packing rows of a tensor as pieces (pieces.h), in the layouts that the operands of pair_operands.h have.
-// What passes by is looked at on the way.
+// Packing rows of a tensor as pieces (pieces.h), in the layouts that the operands of operands_of_pairs.h
+// have. What passes by is looked at on the way.
 #pragma once
 
 #include "pieces.h"

@@ -19,7 +19,7 @@ inline RowRun key_run(const AttentionParams& p, const View& view, int64_t batch,
                       int64_t most) {
   const int64_t rest = p.pages.table != nullptr ? p.pages.size - key % p.pages.size : most;
   const void* first = element(view.data, p.dtype, offset_of_key(view, p.pages, batch, kv_head, key));
-  return {static_cast<const char*>(first), most < rest ? most : rest, view.stride[2] * size_of(p.dtype)};
+  return {static_cast<const char*>(first), smaller(most, rest), view.stride[2] * size_of(p.dtype)};
 }
 
 // Room for the rows of a block, in bytes.

@@ -1,8 +1,8 @@
 // What products for very few queries have in common, as in generating text one token at a time. Lanes that
 // run over queries would be empty, so here they run over the head dim: a score is a dot product
-// (thin_scores.h), an output row is a sum of scaled value rows (thin_values.h). Keys and values are read
-// where they lie, in their own type, and converted in registers; what is loaded serves up to eight rows of
-// queries, those of all heads that read it.
+// (few_query_scores.h), an output row is a sum of scaled value rows (few_query_values.h). Keys and values are
+// read where they lie, in their own type, and converted in registers; what is loaded serves up to eight rows
+// of queries, those of all heads that read it.
 //
 // Every sum has one order, that of a single row: it depends on the head dim alone, not on how many rows or
 // keys share a tile, where the keys lie or in which type they are stored. A row's result is then the same in
@@ -14,11 +14,11 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // Up to here a dot product per query beats a vector of mostly empty lanes.
-constexpr int64_t kThinQueries = 4;
+constexpr int64_t kFewQueries = 4;
 
 // Accumulators of a tile: what the registers hold beside its operands. At least a vector's width of them.
 template <class T>
-constexpr int kThinTile = Simd<T>::kTileRows == 8 ? 16 : 8;
+constexpr int kFewQueryTile = Simd<T>::kTileRows == 8 ? 16 : 8;
 
 // What is the same for all elements that become vectors of T when they are loaded.
 template <class T>
@@ -64,7 +64,7 @@ inline int64_t rows_ahead(int64_t row_bytes) {
 }
 
 // Rows that meet a product, and those to be asked for meanwhile, one for each.
-struct ThinRows {
+struct FewQueryRows {
   DType dtype;
   int64_t count;
   RowWalk rows;
@@ -75,7 +75,7 @@ struct ThinRows {
     RowRun rows, soon;
   };
   Even take_even(int64_t most) {
-    const int64_t n = even_number(soon.even() < most ? soon.even() : most);
+    const int64_t n = even_number(smaller(soon.even(), most));
     return {rows.take(n), soon.take(n)};
   }
   // The same without those to be asked for.
@@ -83,9 +83,9 @@ struct ThinRows {
 
  private:
   int64_t even_number(int64_t most) {
-    int64_t n = (rows.even() < most ? rows.even() : most) / 2 * 2;
+    int64_t n = smaller(rows.even(), most) / 2 * 2;
     if (n == 0) n = 2;
-    n = n < count ? n : count;
+    n = smaller(n, count);
     count -= n;
     return n;
   }
@@ -108,7 +108,11 @@ struct RowTail {
   }
   SELFATTN_INLINE bool any() const { return whole < n; }
   SELFATTN_INLINE typename S::Vec load(const typename Stored::Element* row) const {
-    return n < S::kWidth ? load_row<T>(row, Stored::kDType, n) : Stored::load(row + at);
+    if (n >= S::kWidth) return Stored::load(row + at);
+    // Not load_row's: a call would take the accumulators out of their registers.
+    T buffer[S::kWidth] = {};
+    for (int64_t i = 0; i < n; ++i) buffer[i] = load_element<T>(row, Stored::kDType, i);
+    return S::load(buffer);
   }
   // The sum after the tail's product, which is chosen afterwards: a zero in place of a repeated element would
   // make NaN of an infinite factor.

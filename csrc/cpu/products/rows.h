@@ -11,7 +11,7 @@ constexpr DType dtype_of() {
 
 template <class T>
 int64_t round_up_to_vector(int64_t n) {
-  return (n + Simd<T>::kWidth - 1) / Simd<T>::kWidth * Simd<T>::kWidth;
+  return round_up(n, Simd<T>::kWidth);
 }
 
 inline const void* element(const void* data, DType dtype, int64_t index) {
@@ -19,6 +19,17 @@ inline const void* element(const void* data, DType dtype, int64_t index) {
 }
 inline void* element(void* data, DType dtype, int64_t index) {
   return static_cast<char*>(data) + index * size_of(dtype);
+}
+
+// What load_row and store_row do with less than a vector, or with a type that no instruction converts. Out of
+// line: they stand in every loop over rows, and this takes ten times the code of the rest.
+template <class T>
+__attribute__((noinline)) void load_elements(const void* data, DType dtype, int64_t n, T* buffer) {
+  for (int64_t i = 0; i < n; ++i) buffer[i] = load_element<T>(data, dtype, i);
+}
+template <class T>
+__attribute__((noinline)) void store_elements(void* data, DType dtype, int64_t n, const T* buffer) {
+  for (int64_t i = 0; i < n; ++i) store_element<T>(data, dtype, i, buffer[i]);
 }
 
 // One vector of n <= kWidth neighbouring elements; zeros fill the rest and nothing beyond them is read.
@@ -33,8 +44,7 @@ SELFATTN_INLINE typename Simd<T>::Vec load_row(const void* data, DType dtype, in
     }
   }
   T buffer[S::kWidth] = {};
-  const int64_t count = n < S::kWidth ? n : S::kWidth;
-  for (int64_t i = 0; i < count; ++i) buffer[i] = load_element<T>(data, dtype, i);
+  load_elements<T>(data, dtype, smaller(n, S::kWidth), buffer);
   return S::load(buffer);
 }
 
@@ -50,8 +60,7 @@ SELFATTN_INLINE void store_row(void* data, DType dtype, int64_t n, typename Simd
   }
   T buffer[S::kWidth];
   S::store(buffer, v);
-  const int64_t count = n < S::kWidth ? n : S::kWidth;
-  for (int64_t i = 0; i < count; ++i) store_element<T>(data, dtype, i, buffer[i]);
+  store_elements<T>(data, dtype, smaller(n, S::kWidth), buffer);
 }
 
 // n elements of a result at `index`, and at the same place of the residual, where there is one, what the
@@ -102,7 +111,7 @@ void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t r
   const auto scale = S::set(factor);
   for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
     for (int64_t column = 0; column < columns; column += S::kWidth) {
-      const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
+      const int64_t n = smaller(columns - column, S::kWidth);
       typename S::Vec tile[S::kWidth];
       // Whole tiles stay in registers all the way.
       if (n == S::kWidth && lane + S::kWidth <= rows && dtype == dtype_of<T>()) {
@@ -134,9 +143,9 @@ void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, 
   using S = Simd<T>;
   for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
     const auto scale = S::load(lane_scale + lane);
-    const int64_t lanes = rows - lane < S::kWidth ? rows - lane : S::kWidth;
+    const int64_t lanes = smaller(rows - lane, S::kWidth);
     for (int64_t column = 0; column < columns; column += S::kWidth) {
-      const int64_t n = columns - column < S::kWidth ? columns - column : S::kWidth;
+      const int64_t n = smaller(columns - column, S::kWidth);
       typename S::Vec tile[S::kWidth];
       // Whole tiles stay in registers all the way.
       if (n == S::kWidth && lanes == S::kWidth && dtype == dtype_of<T>() && residual == nullptr) {

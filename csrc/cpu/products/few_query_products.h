@@ -1,13 +1,14 @@
-// What decoding needs of an arithmetic P, for those that compute in P itself; for Pairs see thin_pairs.h.
+// What decoding needs of an arithmetic P, for those that compute in P itself; for Pairs see
+// decode_by_vectors.h.
 #pragma once
 
-#include "thin_scores.h"
-#include "thin_values.h"
+#include "few_query_scores.h"
+#include "few_query_values.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
 template <class P>
-struct ThinProducts {
+struct FewQueryProducts {
   using Query = P;
   struct Session {  // of a thread that multiplies
     void take_rows(int64_t) {}
@@ -30,18 +31,18 @@ struct ThinProducts {
       to += p.queries * round_up_to_vector<P>(p.head_dim);
     }
   }
-  static void scores(const AttentionParams& p, const Query* query, int64_t rows, const ThinRows& keys, P* s,
-                     int64_t ld) {
-    thin_scores<P>(query, rows, keys, p.head_dim, s, ld, 1);
+  static void scores(const AttentionParams& p, const Query* query, int64_t rows, const FewQueryRows& keys,
+                     P* s, int64_t ld) {
+    few_query_scores<P>(query, rows, keys, p.head_dim, s, ld, 1);
   }
   static P round_weights(int64_t, P*) { return P(1); }
-  using Values = ThinValues<P>;
+  using Values = FewQueryValues<P>;
   static Values weigh(const P* weights, const P* visible, int64_t ld, int64_t value_dim, P* sums,
                       int64_t ld_sums) {
     return {weights, visible, ld, value_dim, sums, ld_sums};
   }
-  static void values(const Values& a, int64_t rows, const ThinRows& values) {
-    thin_values<P>(a, rows, values);
+  static void values(const Values& a, int64_t rows, const FewQueryRows& values) {
+    few_query_values<P>(a, rows, values);
   }
   // A vector of a row's sums, from a column on.
   static SELFATTN_INLINE typename Simd<P>::Vec load_sums(const P* sums, int64_t column) {

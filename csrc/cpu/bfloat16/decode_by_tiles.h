@@ -1,5 +1,5 @@
-// The products of thin_scores.h and thin_values.h for bfloat16 by tiles, where sixteen queries cost what one
-// does.
+// The products of few_query_scores.h and few_query_values.h for bfloat16 by tiles, where sixteen queries cost
+// what one does.
 //
 //     S = K · Qᵀ        keys are the rows of a tile, where they lie; queries its lanes
 //     O += P · V        queries are the rows, columns of values the lanes; two keys make a pair
@@ -9,8 +9,8 @@
 // multiple of 32 keys of its block.
 #pragma once
 
-#include "thin_products.h"
-#include "thin_weights.h"
+#include "../products/few_query_products.h"
+#include "decode_weights.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -18,10 +18,10 @@ constexpr int64_t kTileRowsOf = 16, kTileKeys = 32, kTileWords = 256;
 
 // Tiles 0 and 1 are sums of values and 2 their weights, with as many rows as there are queries, sixteen at
 // most; all others are whole.
-class ThinTiles : public PairEngine {
+class FewQueryTiles : public PairEngine {
  public:
   void take_rows(int64_t rows) {
-    const int count = static_cast<int>(rows < 16 ? rows : 16);
+    const int count = static_cast<int>(smaller(rows, 16));
     if (count == rows_) return;
     rows_ = count;
     configure(3, count);
@@ -126,21 +126,21 @@ SELFATTN_INLINE void store_scores(const float* dots, int64_t queries, int64_t ke
 
 // Pairs of neighbouring keys in tiles: of 32 columns, the first tile holds those below 4 of every 8, the
 // second the others. That is the order in which they are interleaved within 128 bits, by one instruction; see
-// ThinProducts::load_sums.
+// FewQueryProducts::load_sums.
 class ValueTiles {
  public:
   static constexpr int64_t kMostColumns = 128;
 
-  explicit ValueTiles(int64_t columns) : groups_((columns + 31) / 32), columns_(columns) {}
+  explicit ValueTiles(int64_t columns) : groups_(divide_up(columns, 32)), columns_(columns) {}
   int64_t columns() const { return columns_; }
   int64_t tiles() const { return groups_ * 2; }
   const uint32_t* tile(int64_t step, int64_t index) const {
     return words_ + (step * tiles() + index) * kTileWords;
   }
 
-  // 32 keys, or those that are left and zeros, from column `at` on. `visible` as in ThinValues. With each 32
-  // columns of a pair of keys `share` bytes of `soon` are asked for.
-  void load(int64_t step, int64_t at, ThinRows& values, const float* visible, LinesAhead& soon,
+  // 32 keys, or those that are left and zeros, from column `at` on. `visible` as in FewQueryValues. With each
+  // 32 columns of a pair of keys `share` bytes of `soon` are asked for.
+  void load(int64_t step, int64_t at, FewQueryRows& values, const float* visible, LinesAhead& soon,
             int64_t share) {
     int64_t pair = 0;
     for (int64_t key = 0; key < kTileKeys && values.count > 0;) {
@@ -218,9 +218,9 @@ class ValueTiles {
 };
 
 template <>
-struct ThinProducts<TilePairs> {
+struct FewQueryProducts<TilePairs> {
   using Query = uint16_t;
-  using Session = ThinTiles;
+  using Session = FewQueryTiles;
   static constexpr int64_t kStepKeys = kTileKeys;
   static constexpr int64_t kSpareRows = kTileRowsOf - 1;  // a tile takes as many rows of weights
 
@@ -243,18 +243,18 @@ struct ThinProducts<TilePairs> {
     }
   }
 
-  static void scores(const AttentionParams& p, const Query* query, int64_t rows, const ThinRows& keys,
+  static void scores(const AttentionParams& p, const Query* query, int64_t rows, const FewQueryRows& keys,
                      float* s, int64_t ld) {
     alignas(64) float dots[2 * kTileWords];
     const __m512 scale = _mm512_set1_ps(static_cast<float>(p.scale));
     const int64_t depth = padded_depth(p.head_dim);
     // Of sixteen keys: some with each product and some while results are stored, for each tile of queries.
-    const int64_t share = 16 * p.head_dim * 2 / ((depth / 32 + 1) * ((rows + 15) / 16));
+    const int64_t share = 16 * p.head_dim * 2 / ((depth / 32 + 1) * divide_up(rows, 16));
     RowWalk walk = keys.rows;
     LinesAhead soon(keys.soon, p.head_dim * 2);
     for (int64_t key = 0; key < keys.count;) {
       const int64_t left = keys.count - key, tiles = left > 16 ? 2 : 1;
-      const int64_t taken = left < tiles * 16 ? left : tiles * 16;
+      const int64_t taken = smaller(left, tiles * 16);
       const auto tile = [&](int64_t i) {
         const int64_t n = taken - i * 16;
         return KeyTile(walk, n > 16 ? 16 : n);
@@ -272,15 +272,15 @@ struct ThinProducts<TilePairs> {
 
   static float round_weights(int64_t keys, float* weights) { return round_to_pairs(keys, weights); }
 
-  using Values = ThinValues<float, uint32_t>;
+  using Values = FewQueryValues<float, uint32_t>;
   static Values weigh(const float* weights, const float* visible, int64_t ld, int64_t value_dim, float* sums,
                       int64_t ld_sums) {
     return {reinterpret_cast<const uint32_t*>(weights), visible, ld, value_dim, sums, ld_sums};
   }
-  static void values(const Values& a, int64_t rows, const ThinRows& values) {
+  static void values(const Values& a, int64_t rows, const FewQueryRows& values) {
     for (int64_t at = 0; at < a.value_dim; at += ValueTiles::kMostColumns) {
       const int64_t left = a.value_dim - at;
-      ValueTiles tiles(left < ValueTiles::kMostColumns ? left : ValueTiles::kMostColumns);
+      ValueTiles tiles(smaller(left, ValueTiles::kMostColumns));
       if (a.visible == nullptr) {
         add_values(a, 0, rows, values, at, tiles, nullptr, a.sums + at, a.ld_sums);
         continue;
@@ -311,7 +311,7 @@ struct ThinProducts<TilePairs> {
                          const Query* query, int64_t rows, __m512 scale, float* dots, float* s, int64_t ld) {
     for (int64_t row = 0; row < rows; row += 16) {
       tile_dots<kTiles>(query + row * padded_depth(p.head_dim), keys, p.head_dim, soon, share, dots);
-      const int64_t n = rows - row < 16 ? rows - row : 16;
+      const int64_t n = smaller(rows - row, 16);
       for (int i = 0; i < kTiles; ++i) {
         soon.ask(share);
         store_scores(dots + i * kTileWords, n, keys[i].count, scale, s + row * ld + i * 16, ld);
@@ -322,13 +322,13 @@ struct ThinProducts<TilePairs> {
   // sums[row] += those of the weights from row `first` on, of the columns of `tiles`. While a step is
   // multiplied the next one's words are on their way to the cache: tiles are not loaded from stores under
   // way.
-  static void add_values(const Values& a, int64_t first, int64_t rows, ThinRows values, int64_t at,
+  static void add_values(const Values& a, int64_t first, int64_t rows, FewQueryRows values, int64_t at,
                          ValueTiles& tiles, const float* visible, float* sums, int64_t ld) {
     // One half while values are interleaved, one half while they are multiplied, and all columns with the
     // first.
     LinesAhead soon(values.soon, a.value_dim * 2);
     const int64_t columns = at == 0 ? a.value_dim * 32 / tiles.columns() : 0;
-    const int64_t with_load = columns * 2, with_dots = columns * 32 / ((rows + 15) / 16);
+    const int64_t with_load = columns * 2, with_dots = columns * 32 / divide_up(rows, 16);
     tiles.load(0, at, values, visible, soon, with_load);
     int64_t key = 0;
     for (int step = 0;; step = 1 - step, key += kTileKeys) {

@@ -1,8 +1,8 @@
 // The products of operands.h for P = Pairs: the engine's product of the pieces, then what special rows add.
 #pragma once
 
-#include "delta.h"
-#include "pair_weights.h"
+#include "../algorithm/delta.h"
+#include "weights_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -113,7 +113,7 @@ struct Delta<Pairs> {
            float* delta) {
     rows.load(source);
     for (int64_t first = 0; first < source.rows; first += 16) {
-      const int64_t count = source.rows - first < 16 ? source.rows - first : 16;
+      const int64_t count = smaller(source.rows - first, 16);
       multiply_lanes<Pairs>(rows, first, count, grad_out, source.columns, vecs, product);
       for (int64_t i = 0; i < count; ++i) delta[first + i] += product[i * kLanes<Pairs> + first + i];
     }

@@ -21,7 +21,7 @@ class Arena {
 
   template <class T>
   static int64_t bytes_for(int64_t count) {
-    return (count * static_cast<int64_t>(sizeof(T)) + 63) / 64 * 64;
+    return round_up(count * static_cast<int64_t>(sizeof(T)), 64);
   }
 
  private:

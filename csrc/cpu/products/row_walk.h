@@ -86,7 +86,7 @@ class RowRuns {
     const int64_t in_page = span_->page_keys - first_;
     // With several heads rows go on evenly spaced beyond a key if there are no others between them.
     const bool gaps = span_->heads > 1 && span_->key_step != span_->heads * span_->head_step;
-    const int64_t taken = gaps ? 1 : (in_page < keys_ ? in_page : keys_);
+    const int64_t taken = gaps ? 1 : smaller(in_page, keys_);
     keys_ -= taken;
     first_ += taken;
     if (first_ == span_->page_keys) {

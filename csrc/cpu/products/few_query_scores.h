@@ -1,7 +1,7 @@
-// Dot products of very few queries with keys; see thin_rows.h.
+// Dot products of very few queries with keys; see few_query_rows.h.
 #pragma once
 
-#include "thin_rows.h"
+#include "few_query_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -23,11 +23,11 @@ SELFATTN_INLINE void sum_lanes(typename Simd<T>::Vec* sums) {
   }
 }
 
-// One vector's multiply-adds of thin_dots.
+// One vector's multiply-adds of few_query_dots.
 template <class T, class Stored, int kRows, int kKeys>
-SELFATTN_INLINE void thin_dots_step(const typename Stored::Query* query, int64_t padded,
-                                    const typename Stored::Element* const* keys, int64_t e,
-                                    typename Simd<T>::Vec (*sums)[kKeys]) {
+SELFATTN_INLINE void few_query_dots_step(const typename Stored::Query* query, int64_t padded,
+                                         const typename Stored::Element* const* keys, int64_t e,
+                                         typename Simd<T>::Vec (*sums)[kKeys]) {
   decltype(Stored::load(nullptr)) k[kKeys];
   SELFATTN_UNROLL
   for (int j = 0; j < kKeys; ++j) k[j] = Stored::load(keys[j] + e);
@@ -42,10 +42,10 @@ SELFATTN_INLINE void thin_dots_step(const typename Stored::Query* query, int64_t
 // The dot products of kRows rows of `query` with kKeys rows of `keys`, still to be summed over the lanes.
 // Lines of `soon` are asked for meanwhile.
 template <class T, class Stored, int kRows, int kKeys>
-SELFATTN_INLINE void thin_dots(const typename Stored::Query* query, int64_t padded,
-                               const typename Stored::Element* const* keys,
-                               const typename Stored::Element* const* soon, const RowTail<T, Stored>& tail,
-                               typename Simd<T>::Vec (*sums)[kKeys]) {
+SELFATTN_INLINE void few_query_dots(const typename Stored::Query* query, int64_t padded,
+                                    const typename Stored::Element* const* keys,
+                                    const typename Stored::Element* const* soon,
+                                    const RowTail<T, Stored>& tail, typename Simd<T>::Vec (*sums)[kKeys]) {
   SELFATTN_UNROLL
   for (int r = 0; r < kRows; ++r) {
     SELFATTN_UNROLL
@@ -59,11 +59,11 @@ SELFATTN_INLINE void thin_dots(const typename Stored::Query* query, int64_t padd
     for (int j = 0; j < kKeys; ++j) fetch_ahead(soon[j] + e);
     SELFATTN_UNROLL
     for (int v = 0; v < kVecsOfLine<Stored>; ++v) {
-      thin_dots_step<T, Stored, kRows, kKeys>(query, padded, keys, e + v * kVec, sums);
+      few_query_dots_step<T, Stored, kRows, kKeys>(query, padded, keys, e + v * kVec, sums);
     }
   }
   for (; e < tail.whole; e += kVec) {
-    thin_dots_step<T, Stored, kRows, kKeys>(query, padded, keys, e, sums);
+    few_query_dots_step<T, Stored, kRows, kKeys>(query, padded, keys, e, sums);
   }
   if (!tail.any()) return;
   SELFATTN_UNROLL
@@ -79,16 +79,16 @@ SELFATTN_INLINE void thin_dots(const typename Stored::Query* query, int64_t padd
 
 template <class Stored>
 int64_t padded_query(int64_t head_dim) {
-  return (head_dim + Stored::kElements - 1) / Stored::kElements * Stored::kElements;
+  return round_up(head_dim, Stored::kElements);
 }
 
-// kRows rows of scores; see thin_scores.
+// kRows rows of scores; see few_query_scores.
 template <class T, int kRows, class Stored>
-void thin_score_rows(const typename Stored::Query* query, const ThinRows& keys, int64_t head_dim, T* s,
-                     int64_t row_step, int64_t key_step) {
+void few_query_score_rows(const typename Stored::Query* query, const FewQueryRows& keys, int64_t head_dim,
+                          T* s, int64_t row_step, int64_t key_step) {
   using S = Simd<T>;
   using Element = typename Stored::Element;
-  constexpr int kTile = kThinTile<T>, kKeys = kTile / kRows;
+  constexpr int kTile = kFewQueryTile<T>, kKeys = kTile / kRows;
   // Memory is fastest read in its order, one key after the other. Only where eight rows meet elements that
   // must be converted do the products take as long: there two keys share what is loaded of the rows.
   constexpr int kAtOnce =
@@ -100,11 +100,11 @@ void thin_score_rows(const typename Stored::Query* query, const ThinRows& keys, 
   RowWalk walk = keys.rows;
   RowsAhead walk_ahead = keys.soon;
   for (int64_t key = 0; key < count; key += kKeys) {
-    const int64_t n = count - key < kKeys ? count - key : kKeys;
+    const int64_t n = smaller(count - key, kKeys);
     // The sums of a key's rows become one before the next key's are begun: of all of them together some would
-    // not stay in registers.
+    // not stay in registers. Nor is this loop unrolled: up to sixteen copies of a key's products took
+    // a quarter of the time of compiling, and what it saves is a store.
     typename S::Vec of_keys[kGroups * kKeys];
-    SELFATTN_UNROLL
     for (int first = 0; first < kKeys; first += kAtOnce) {
       const Element *rows[kAtOnce], *soon[kAtOnce];
       SELFATTN_UNROLL
@@ -113,7 +113,7 @@ void thin_score_rows(const typename Stored::Query* query, const ThinRows& keys, 
         soon[j] = reinterpret_cast<const Element*>(walk_ahead.next());
       }
       typename S::Vec sums[kRows][kAtOnce];
-      thin_dots<T, Stored, kRows, kAtOnce>(query, padded, rows, soon, tail, sums);
+      few_query_dots<T, Stored, kRows, kAtOnce>(query, padded, rows, soon, tail, sums);
       SELFATTN_UNROLL
       for (int g = 0; g < kGroups; ++g) {
         SELFATTN_UNROLL
@@ -142,24 +142,28 @@ void thin_score_rows(const typename Stored::Query* query, const ThinRows& keys, 
 }
 
 template <class T, class Stored>
-void thin_scores_as(const typename Stored::Query* query, int64_t rows, const ThinRows& keys, int64_t head_dim,
-                    T* s, int64_t row_step, int64_t key_step) {
+void few_query_scores_as(const typename Stored::Query* query, int64_t rows, const FewQueryRows& keys,
+                         int64_t head_dim, T* s, int64_t row_step, int64_t key_step) {
   const int64_t padded = padded_query<Stored>(head_dim);
   int64_t r = 0;
   while (r + 8 <= rows) {
-    thin_score_rows<T, 8, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step, key_step);
+    few_query_score_rows<T, 8, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step,
+                                       key_step);
     r += 8;
   }
   if (r + 4 <= rows) {
-    thin_score_rows<T, 4, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step, key_step);
+    few_query_score_rows<T, 4, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step,
+                                       key_step);
     r += 4;
   }
   if (r + 2 <= rows) {
-    thin_score_rows<T, 2, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step, key_step);
+    few_query_score_rows<T, 2, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step,
+                                       key_step);
     r += 2;
   }
   if (r + 1 <= rows) {
-    thin_score_rows<T, 1, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step, key_step);
+    few_query_score_rows<T, 1, Stored>(query + r * padded, keys, head_dim, s + r * row_step, row_step,
+                                       key_step);
     r += 1;
   }
 }
@@ -167,24 +171,24 @@ void thin_scores_as(const typename Stored::Query* query, int64_t rows, const Thi
 // s[row * row_step + key * key_step] = <query row, key> for rows of `query`, [rows][padded head_dim] with
 // zeros in the padding, and at least one key.
 template <class T>
-void thin_scores(const T* query, int64_t rows, const ThinRows& keys, int64_t head_dim, T* s, int64_t row_step,
-                 int64_t key_step) {
+void few_query_scores(const T* query, int64_t rows, const FewQueryRows& keys, int64_t head_dim, T* s,
+                      int64_t row_step, int64_t key_step) {
   if constexpr (sizeof(T) == 4) {
     if (keys.dtype == DType::kBFloat16) {
-      return thin_scores_as<T, StoredBFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+      return few_query_scores_as<T, StoredBFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);
     }
     if (keys.dtype == DType::kFloat16) {
-      return thin_scores_as<T, StoredFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+      return few_query_scores_as<T, StoredFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);
     }
   }
-  thin_scores_as<T, StoredPlain<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+  few_query_scores_as<T, StoredPlain<T>>(query, rows, keys, head_dim, s, row_step, key_step);
 }
 
 // The same as a block of a strip: s[key][query], and 0 in the other lanes of the vectors, which every later
 // step passes over as well.
 template <class T>
-void thin_score_block(const T* query, int64_t queries, const T* keys, int64_t key_stride, int64_t count,
-                      int64_t head_dim, T* s, int64_t ld) {
+void few_query_score_block(const T* query, int64_t queries, const T* keys, int64_t key_stride, int64_t count,
+                           int64_t head_dim, T* s, int64_t ld) {
   for (int64_t j = 0; j < count; ++j) {
     for (int64_t lane = queries; lane < round_up_to_vector<T>(queries); ++lane) s[j * ld + lane] = T(0);
   }
@@ -193,8 +197,8 @@ void thin_score_block(const T* query, int64_t queries, const T* keys, int64_t ke
   const RowSpan span{&page, INT64_MAX, 0, count, row_bytes, 0};
   RowSpan soon = span;
   soon.first = rows_ahead(row_bytes);
-  thin_scores<T>(query, queries, {dtype_of<T>(), count, RowWalk(span), RowsAhead(RowWalk(soon))}, head_dim, s,
-                 1, ld);
+  few_query_scores<T>(query, queries, {dtype_of<T>(), count, RowWalk(span), RowsAhead(RowWalk(soon))},
+                      head_dim, s, 1, ld);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -2,8 +2,8 @@
 // nothing comes in between.
 #pragma once
 
-#include "gradient_strip.h"
-#include "pair_weights.h"
+#include "../algorithm/gradient_strip.h"
+#include "weights_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -1,7 +1,7 @@
-// Sums of value rows by the weights of very few queries; see thin_rows.h.
+// Sums of value rows by the weights of very few queries; see few_query_rows.h.
 #pragma once
 
-#include "thin_rows.h"
+#include "few_query_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -11,7 +11,7 @@ constexpr int64_t kValueStep = 32;
 // What a product with values needs besides them. Laid out as the scores, `visible` is 0 where a key is to be
 // left out; see multiply_visible. A weight may stand for two keys.
 template <class T, class Weight = T>
-struct ThinValues {
+struct FewQueryValues {
   static constexpr int64_t kKeys = std::is_same<Weight, T>::value ? 1 : 2;
 
   const Weight* weights;  // [rows][ld], keys along a row
@@ -21,7 +21,7 @@ struct ThinValues {
   T* sums;          // [rows][ld_sums]
   int64_t ld_sums;  // at least value_dim in whole vectors
 
-  ThinValues from(int64_t key) const {
+  FewQueryValues from(int64_t key) const {
     return {
         weights + key / kKeys, visible != nullptr ? visible + key : nullptr, ld, value_dim, sums, ld_sums};
   }
@@ -29,8 +29,9 @@ struct ThinValues {
 
 // kVecs vectors of columns from `at` on, or with kTail the fresh lanes of `tail`, of kRows rows.
 template <class T, class Stored, int kRows, int kVecs, bool kTail>
-SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row, const ThinRows::Even& values,
-                                     int64_t at, const RowTail<T, Stored>& tail) {
+SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t row,
+                                          const FewQueryRows::Even& values, int64_t at,
+                                          const RowTail<T, Stored>& tail) {
   using S = Simd<T>;
   using Element = typename Stored::Element;
   T* sums_at = a.sums + row * a.ld_sums + at;
@@ -76,32 +77,32 @@ SELFATTN_INLINE void thin_value_tile(const ThinValues<T>& a, int64_t row, const 
   }
 }
 
-// All columns of some rows; see thin_value_steps.
+// All columns of some rows; see few_query_value_steps.
 template <class T, class Stored>
-struct ThinColumns {
+struct FewQueryColumns {
   RowTail<T, Stored> tail;
 
-  explicit ThinColumns(int64_t value_dim) : tail(value_dim) {}
+  explicit FewQueryColumns(int64_t value_dim) : tail(value_dim) {}
 
-  static constexpr int vecs_of(int rows) { return kThinTile<T> / rows < 8 ? kThinTile<T> / rows : 8; }
+  static constexpr int vecs_of(int rows) { return smaller(kFewQueryTile<T> / rows, 8); }
   static constexpr int64_t columns_of(int rows) { return vecs_of(rows) * Simd<T>::kWidth; }
 
   template <int kRows, int kVecs>
-  SELFATTN_INLINE int64_t tiles(const ThinValues<T>& a, int64_t row, const ThinRows::Even& values,
+  SELFATTN_INLINE int64_t tiles(const FewQueryValues<T>& a, int64_t row, const FewQueryRows::Even& values,
                                 int64_t at) const {
     for (; at + kVecs * Simd<T>::kWidth <= tail.whole; at += kVecs * Simd<T>::kWidth) {
-      thin_value_tile<T, Stored, kRows, kVecs, false>(a, row, values, at, tail);
+      few_query_value_tile<T, Stored, kRows, kVecs, false>(a, row, values, at, tail);
     }
     return at;
   }
   template <int kRows>
-  void add(const ThinValues<T>& a, int64_t row, const ThinRows::Even& values) const {
+  void add(const FewQueryValues<T>& a, int64_t row, const FewQueryRows::Even& values) const {
     constexpr int kVecs = vecs_of(kRows);
     int64_t at = tiles<kRows, kVecs>(a, row, values, 0);
     if constexpr (kVecs > 4) at = tiles<kRows, 4>(a, row, values, at);
     if constexpr (kVecs > 2) at = tiles<kRows, 2>(a, row, values, at);
     if constexpr (kVecs > 1) at = tiles<kRows, 1>(a, row, values, at);
-    if (tail.any()) thin_value_tile<T, Stored, kRows, 1, true>(a, row, values, tail.at, tail);
+    if (tail.any()) few_query_value_tile<T, Stored, kRows, 1, true>(a, row, values, tail.at, tail);
   }
 };
 
@@ -109,15 +110,15 @@ struct ThinColumns {
 // since memory is read fastest in its order, but of two at least. Later groups find the values of a step in
 // the level-1 cache.
 template <class Columns, class Values>
-void thin_value_steps(const Columns& columns, Values a, int64_t rows, ThinRows values) {
+void few_query_value_steps(const Columns& columns, Values a, int64_t rows, FewQueryRows values) {
   int64_t most = 8;
   while (most > 2 && Columns::columns_of(static_cast<int>(most)) < a.value_dim) most /= 2;
   if (a.visible != nullptr) most = 1;  // keys are left out for one row at a time
   const bool once = rows <= most && a.value_dim <= Columns::columns_of(static_cast<int>(most));
   while (values.count > 0) {
-    const ThinRows::Even some = values.take_even(once ? values.count : kValueStep);
+    const FewQueryRows::Even some = values.take_even(once ? values.count : kValueStep);
     for (int64_t row = 0; row < rows;) {
-      const int64_t left = rows - row < most ? rows - row : most;
+      const int64_t left = smaller(rows - row, most);
       if (left >= 8) {
         columns.template add<8>(a, row, some);
         row += 8;
@@ -138,16 +139,16 @@ void thin_value_steps(const Columns& columns, Values a, int64_t rows, ThinRows v
 
 // sums[row] += sum over keys of weights[row][key] * value[key], for at least one key.
 template <class T>
-void thin_values(const ThinValues<T>& a, int64_t rows, const ThinRows& values) {
+void few_query_values(const FewQueryValues<T>& a, int64_t rows, const FewQueryRows& values) {
   if constexpr (sizeof(T) == 4) {
     if (values.dtype == DType::kBFloat16) {
-      return thin_value_steps(ThinColumns<T, StoredBFloat16<T>>(a.value_dim), a, rows, values);
+      return few_query_value_steps(FewQueryColumns<T, StoredBFloat16<T>>(a.value_dim), a, rows, values);
     }
     if (values.dtype == DType::kFloat16) {
-      return thin_value_steps(ThinColumns<T, StoredFloat16<T>>(a.value_dim), a, rows, values);
+      return few_query_value_steps(FewQueryColumns<T, StoredFloat16<T>>(a.value_dim), a, rows, values);
     }
   }
-  thin_value_steps(ThinColumns<T, StoredPlain<T>>(a.value_dim), a, rows, values);
+  few_query_value_steps(FewQueryColumns<T, StoredPlain<T>>(a.value_dim), a, rows, values);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -3,7 +3,7 @@
 // be left out: they are below the rounding of what is kept.
 #pragma once
 
-#include "tile_multiply.h"
+#include "../products/tile_multiply.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

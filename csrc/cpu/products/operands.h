@@ -1,7 +1,7 @@
 // What the products of a pass are made from. A pass is written over P, its arithmetic: float and double are
 // computed with as they are (this file); Pairs computes float results from bfloat16 pieces
-// (pair_operands.h). Five kinds of operand, named after what becomes of a tensor's rows in C = A * B, where
-// the columns of C are lanes:
+// (bfloat16/operands_of_pairs.h). Five kinds of operand, named after what becomes of a tensor's rows in C = A
+// * B, where the columns of C are lanes:
 //
 //     LaneOperand    B, one row per lane          Q and dO in S^T = K Q^T and dP^T = V dO^T
 //     RowOperand     A, one row per row of C      K and V there
@@ -22,7 +22,7 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 constexpr int64_t kKeyBlock = 64;  // keys per block of scores; a multiple of 4, the keys of one Philox call
 
-// Whether products are computed in P itself. Then the scale is part of Q^T, and strips may be thin.
+// Whether products are computed in P itself. Then the scale is part of Q^T, and strips may be of few queries.
 template <class P>
 constexpr bool kPlain = true;
 

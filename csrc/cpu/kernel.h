@@ -1,0 +1,38 @@
+// What a CPU kernel is: its entry points, and what the choice among kernels needs to know of it.
+#pragma once
+
+#include <cstddef>
+
+#include "../core/attention_params.h"
+#include "../core/options.h"
+#include "parallel.h"
+
+namespace selfattn::cpu {
+
+struct Kernel {
+  const char* name;         // "fused", "loops"
+  const char* isa;          // "avx512", "avx2", "scalar"
+  const char* description;  // one line for people
+  bool automatic;           // false: only when asked for by name
+
+  void (*forward)(const AttentionParams&, const ForwardOutputs&, const ThreadPool&);
+  void (*weights)(const AttentionParams&, const WeightsOutputs&, const ThreadPool&);
+  size_t (*backward_workspace)(const AttentionParams&);
+  void (*backward)(const AttentionParams&, const BackwardArguments&, const ThreadPool&);
+  void (*scores)(const ScoresParams&, const ThreadPool&);
+  void (*scores_backward)(const ScoresParams&, const ThreadPool&);
+  void (*masked_softmax)(const SoftmaxParams&, const ThreadPool&);
+  void (*masked_softmax_backward)(const SoftmaxParams&, const ThreadPool&);
+
+  // For people: the kernel that attention calls like this one are handed on to, nullptr where they are not.
+  // Null itself for kernels that never do that.
+  const Kernel* (*hands_on_to)(const AttentionParams&) = nullptr;
+  // Those that forward, weights and backward apply: Note [Declared options] in core/options.h. A kernel that
+  // lacks some of kSequenceOptions is handed one element of a batch at a time.
+  OptionSet options;
+  // What is taken in this one's place where its instruction set is forced: it computes whatever it can, not
+  // only what it is the fastest for. Nullptr where there is no difference.
+  const Kernel* when_forced = nullptr;
+};
+
+}  // namespace selfattn::cpu
