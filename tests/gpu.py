@@ -101,6 +101,7 @@ ELSEWHERE = {
     "test_on_cuda": "runs the others",
     "test_peak": "measures the CPU",
     "test_processes": "forks, which a process that uses CUDA cannot",
+    "test_ratio": "is about the documents",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_troubleshooting": "is about the documents",
