@@ -86,6 +86,7 @@ ELSEWHERE = {
     "test_backends": "forces instruction sets of a CPU",
     "test_benchmark": "times calls on the CPU",
     "test_cases": "is about the judges",
+    "test_check_references": "is about the sources",
     "test_cli": "is about arguments; what a command computes is in test_demo.py, or uses the GPU by itself",
     "test_cpp": "is about threads of the CPU",
     "test_cuda": "is about the GPU anyway",
