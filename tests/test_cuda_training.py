@@ -89,7 +89,7 @@ def test_a_graph_of_forward_and_backward_has_the_bits_of_the_calls(
 
 
 class Model(nn.Module):
-    """A layer of attention and a head, as in the README."""
+    """A layer of attention and a head, as in docs/training.md."""
 
     def __init__(self, dropout: float = 0.0) -> None:
         super().__init__()
