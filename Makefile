@@ -4,7 +4,7 @@
 #   make demo           train a small transformer on these kernels and on torch's   about a minute
 #   make quick          what to run before each commit                            under 90 seconds
 #   make test           the Python tests                                          8 minutes on two cores
-#   make lint           ruff, clang-format, mypy, shellcheck, files that comments name; make format corrects what it can
+#   make lint           ruff, clang-format, mypy, shellcheck, names of files in comments; make format corrects
 #   make cpp-test       the C++ unit tests; with a sanitizer: SANITIZE=thread or SANITIZE=address,undefined
 #   make cuda-check     compile the CUDA kernels for every architecture; needs nvcc, but no GPU
 #   make wheel          a manylinux wheel; make sdist writes a source archive, make clean removes what was built
