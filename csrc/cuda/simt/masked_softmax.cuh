@@ -93,16 +93,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 template <DType kDType>
 void masked_softmax(const SoftmaxParams& s, const Launch& where) {
-  AttentionParams p;
-  p.batch = s.batch;
-  p.heads = s.heads;
-  p.queries = s.queries;
-  p.keys = s.keys;
-  p.dtype = s.dtype;
-  p.scale = s.scale;
-  p.mask = s.mask;
-  p.window_right = s.window_right;
-  p.query_offset = s.query_offset;
+  const AttentionParams p = attention_of(s);
   const int64_t blocks = divide_up(p.batch * p.heads * p.queries, kSoftmaxRows);
   launch_blocks(&masked_softmax_kernel<kDType>, blocks, kThreads, 0, where, p, s.scores, s.result);
 }

@@ -4,7 +4,7 @@
 // lines and a row's flag has one group of writers. Whatever lies beyond the tensor or its dim becomes zero.
 #pragma once
 
-#include "../common/divide_up.h"
+#include "../../core/integers.h"
 #include "../common/element.cuh"
 #include "fragments.cuh"
 #include "pieces.cuh"
@@ -18,7 +18,7 @@ template <class C, int kRowCount, int kChunks>
 struct TileShare {
   static constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // of a row
   static constexpr int kStep = C::kThreads / kLanes;       // rows at a time
-  static constexpr int kPasses = divide_up(kRowCount, kStep);
+  static constexpr int kPasses = static_cast<int>(divide_up(kRowCount, kStep));
   static constexpr int kPerLane = kChunks / kLanes;
   static_assert(kChunks % kLanes == 0 && kStep % 8 == 0, "the swizzle of a thread's chunks never changes");
 
