@@ -141,8 +141,8 @@ __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const At
   const int count = work.keys - rows.first_key;
   const auto* head = static_cast<const Storage*>(rows.view.data) + rows.view.offset(0, work.kv_head, 0);
   if (C::kPlain || rows.vectors) {
-    constexpr int kAtOnce = 32 / Share::kLanes;  // rows of a warp
-    static_assert(Share::kPasses * kAtOnce <= 32 && C::kKeys % Share::kStep == 0,
+    constexpr int kAtOnce = kWarp / Share::kLanes;  // rows of a warp
+    static_assert(Share::kPasses * kAtOnce <= kWarp && C::kKeys % Share::kStep == 0,
                   "a row for each lane, and no pass goes beyond the tile");
     const int lane = static_cast<int>(threadIdx.x) & 31;
     const int row_of_lane = share.row - lane / Share::kLanes + lane % kAtOnce + lane / kAtOnce * Share::kStep;
