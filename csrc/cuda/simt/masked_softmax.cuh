@@ -15,6 +15,12 @@ constexpr int kSoftmaxRows = kThreads / kWarp;  // of a block
 constexpr int kKeysPerLane = 4;                 // at a time
 constexpr int kKeysAtOnce = kWarp * kKeysPerLane;
 
+template <class Params>
+__device__ __forceinline__ HeadTile row_of_warp(const Params& p, int64_t first_block) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  return HeadTile((first_block + blockIdx.x) * kSoftmaxRows + warp, p.heads, p.queries, 1);
+}
+
 template <class Storage>
 __device__ __forceinline__ Storage* row_of(const View& view, const HeadTile& at) {
   return static_cast<Storage*>(view.data) + view.offset(at.batch, at.head, at.first_row);
@@ -56,8 +62,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   using T = typename Element<kDType>::Accumulation;
   using Storage = typename Element<kDType>::Storage;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const HeadTile at((first_block + blockIdx.x) * kSoftmaxRows + static_cast<int>(threadIdx.x) / kWarp,
-                    p.heads, p.queries, 1);
+  const HeadTile at = row_of_warp(p, first_block);
   if (at.batch >= p.batch) return;
 
   const Storage* const from = row_of<Storage>(scores, at);
@@ -119,8 +124,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   using T = typename Element<kDType>::Accumulation;
   using Storage = typename Element<kDType>::Storage;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const HeadTile at((first_block + blockIdx.x) * kSoftmaxRows + static_cast<int>(threadIdx.x) / kWarp,
-                    p.heads, p.queries, 1);
+  const HeadTile at = row_of_warp(p, first_block);
   if (at.batch >= p.batch) return;
 
   const Storage* const weights = row_of<Storage>(p.scores, at);
