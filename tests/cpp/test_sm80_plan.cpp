@@ -9,7 +9,7 @@ using namespace selfattn::cuda::sm80;
 
 namespace {
 
-constexpr TileShape kThinTile = {16, 64, true};
+constexpr TileShape kFewQueryTile = {16, 64, true};
 
 AttentionParams packed_call(const int64_t* starts, int64_t batch, int64_t queries, int64_t keys) {
   AttentionParams p;
@@ -41,7 +41,7 @@ TEST(the_grid_has_room_for_the_splits_of_every_shorter_sequence) {
   const int64_t start = 0;  // never read by the host
   for (const int64_t longest : {1, 256, 300, 16384, 16385, 40000}) {
     const AttentionParams p = packed_call(&start, 3, 5, longest);
-    const Plan plan = plan_forward(p, {}, kThinTile, nullptr);
+    const Plan plan = plan_forward(p, {}, kFewQueryTile, nullptr);
     for (int keys = 0; keys <= longest; ++keys)
       CHECK(splits_of<int64_t>(keys).count <= plan.split_launch.splits);
   }
@@ -54,7 +54,7 @@ TEST(launches_take_every_element_once_and_stay_in_the_workspace) {
     const size_t bytes = forward_workspace(p);
     CHECK(bytes > 0 && bytes <= size_t{256} << 20);
     auto* workspace = reinterpret_cast<char*>(uintptr_t{1} << 40);
-    Plan plan = plan_forward(p, {}, kThinTile, workspace);
+    Plan plan = plan_forward(p, {}, kFewQueryTile, workspace);
     int64_t taken = 0;
     do {
       CHECK(plan.split_launch.first_batch == taken && plan.split_launch.batches > 0);
@@ -64,7 +64,7 @@ TEST(launches_take_every_element_once_and_stay_in_the_workspace) {
           plan.split_launch.batches * p.heads * plan.split_launch.queries * plan.split_launch.splits;
       CHECK(reinterpret_cast<char*>(plan.split_launch.out + states * p.value_dim) <= workspace + bytes);
       taken += plan.split_launch.batches;
-    } while (next_launch(plan, kThinTile));
+    } while (next_launch(plan, kFewQueryTile));
     CHECK(taken == p.batch);
   }
 }

@@ -102,20 +102,21 @@ struct Emulated {
   }
 
   static Kernel row(const char* description) {
-    return {kName,
-            "emulated",
-            description,
-            false,
-            &forward,
-            &weights,
-            &backward_workspace,
-            &backward,
-            &run<&cuda::Kernel::scores>,
-            &run<&cuda::Kernel::scores_backward>,
-            &run<&cuda::Kernel::masked_softmax>,
-            &run<&cuda::Kernel::masked_softmax_backward>,
-            nullptr,
-            by_name(kName).options};
+    Kernel kernel{};
+    kernel.name = kName;
+    kernel.isa = "emulated";
+    kernel.description = description;
+    kernel.automatic = false;
+    kernel.forward = &forward;
+    kernel.weights = &weights;
+    kernel.backward_workspace = &backward_workspace;
+    kernel.backward = &backward;
+    kernel.scores = &run<&cuda::Kernel::scores>;
+    kernel.scores_backward = &run<&cuda::Kernel::scores_backward>;
+    kernel.masked_softmax = &run<&cuda::Kernel::masked_softmax>;
+    kernel.masked_softmax_backward = &run<&cuda::Kernel::masked_softmax_backward>;
+    kernel.options = by_name(kName).options;
+    return kernel;
   }
 };
 

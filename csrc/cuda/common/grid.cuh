@@ -4,8 +4,8 @@
 
 #include <algorithm>
 
+#include "../../core/integers.h"
 #include "device.cuh"
-#include "divide_up.h"
 #include "launch.h"
 
 namespace selfattn::cuda {

@@ -1,7 +1,7 @@
 #include <algorithm>
 
+#include "../../core/integers.h"
 #include "../common/device.cuh"
-#include "../common/divide_up.h"
 #include "mask_regions.h"
 
 namespace selfattn::cuda {

@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "../common/divide_up.h"
+#include "../../core/integers.h"
 
 namespace selfattn::cuda {
 

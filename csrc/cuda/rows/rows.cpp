@@ -1,20 +1,20 @@
 // The way from a dtype to its kernels, and where the numbers of the rows lie in the memory that they get.
 #include "rows.h"
 
+#include "../../core/sequences.h"
 #include "../common/call_for_dtype.h"
-#include "../common/divide_up.h"
 #include "rows_of_dtype.h"
 
 namespace selfattn::cuda::rows {
 
 namespace {
 
-constexpr size_t kAlignment = 256;
+constexpr int64_t kAlignment = 256;
 
 size_t bytes_of_array(const AttentionParams& p) {
-  const size_t size = p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
+  const int64_t size = size_of(statistics_dtype(p.dtype));
   const int64_t rows = p.row(p.sequences.query_starts != nullptr ? 1 : p.batch, 0, 0);
-  return round_up(static_cast<size_t>(rows) * size, kAlignment);
+  return static_cast<size_t>(round_up(rows * size, kAlignment));
 }
 
 }  // namespace

@@ -15,6 +15,12 @@ constexpr int kSoftmaxRows = kThreads / kWarp;  // of a block
 constexpr int kKeysPerLane = 4;                 // at a time
 constexpr int kKeysAtOnce = kWarp * kKeysPerLane;
 
+template <class Params>
+__device__ __forceinline__ HeadTile row_of_warp(const Params& p, int64_t first_block) {
+  const int warp = static_cast<int>(threadIdx.x) / kWarp;
+  return HeadTile((first_block + blockIdx.x) * kSoftmaxRows + warp, p.heads, p.queries, 1);
+}
+
 template <class Storage>
 __device__ __forceinline__ Storage* row_of(const View& view, const HeadTile& at) {
   return static_cast<Storage*>(view.data) + view.offset(at.batch, at.head, at.first_row);
@@ -56,8 +62,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   using T = typename Element<kDType>::Accumulation;
   using Storage = typename Element<kDType>::Storage;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const HeadTile at((first_block + blockIdx.x) * kSoftmaxRows + static_cast<int>(threadIdx.x) / kWarp,
-                    p.heads, p.queries, 1);
+  const HeadTile at = row_of_warp(p, first_block);
   if (at.batch >= p.batch) return;
 
   const Storage* const from = row_of<Storage>(scores, at);
@@ -93,16 +98,7 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 template <DType kDType>
 void masked_softmax(const SoftmaxParams& s, const Launch& where) {
-  AttentionParams p;
-  p.batch = s.batch;
-  p.heads = s.heads;
-  p.queries = s.queries;
-  p.keys = s.keys;
-  p.dtype = s.dtype;
-  p.scale = s.scale;
-  p.mask = s.mask;
-  p.window_right = s.window_right;
-  p.query_offset = s.query_offset;
+  const AttentionParams p = attention_of(s);
   const int64_t blocks = divide_up(p.batch * p.heads * p.queries, kSoftmaxRows);
   launch_blocks(&masked_softmax_kernel<kDType>, blocks, kThreads, 0, where, p, s.scores, s.result);
 }
@@ -128,8 +124,7 @@ __global__ void __launch_bounds__(kThreads, 4)
   using T = typename Element<kDType>::Accumulation;
   using Storage = typename Element<kDType>::Storage;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const HeadTile at((first_block + blockIdx.x) * kSoftmaxRows + static_cast<int>(threadIdx.x) / kWarp,
-                    p.heads, p.queries, 1);
+  const HeadTile at = row_of_warp(p, first_block);
   if (at.batch >= p.batch) return;
 
   const Storage* const weights = row_of<Storage>(p.scores, at);

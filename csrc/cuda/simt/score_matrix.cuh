@@ -97,18 +97,7 @@ void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Laun
 
 template <DType kDType>
 void scores(const ScoresParams& s, const Launch& where) {
-  AttentionParams p;
-  p.batch = s.batch;
-  p.heads = s.heads;
-  p.kv_heads = s.kv_heads;
-  p.queries = s.queries;
-  p.keys = s.keys;
-  p.head_dim = s.head_dim;
-  p.dtype = s.dtype;
-  p.scale = s.scale;
-  p.query = s.query;
-  p.key = s.key;
-  launch_score_matrix<kDType>(p, {}, s.scores, where);
+  launch_score_matrix<kDType>(attention_of(s), {}, s.scores, where);
 }
 
 }  // namespace selfattn::cuda::simt

@@ -27,14 +27,14 @@ __device__ __forceinline__ void merge_key_warps(const SharedMemory<C>& shared, c
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           at[0] = softmax.max[strip][half];
-          at[32] = softmax.sum[strip][half];
-          at[64] = softmax.rounded[strip][half];
-          at += 96;
+          at[kWarp] = softmax.sum[strip][half];
+          at[2 * kWarp] = softmax.rounded[strip][half];
+          at += 3 * kWarp;
         }
 #pragma unroll
         for (int tile = 0; tile < C::kDimTiles; ++tile) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i, at += 32) *at = output.at[strip][tile][i];
+          for (int i = 0; i < 4; ++i, at += kWarp) *at = output.at[strip][tile][i];
         }
       }
     }
@@ -47,17 +47,17 @@ __device__ __forceinline__ void merge_key_warps(const SharedMemory<C>& shared, c
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
           RowState<float> state{softmax.max[strip][half], softmax.sum[strip][half]};
-          state.merge(RowState<float>{at[0], at[32]}, &factor[half], &other_factor[half]);
+          state.merge(RowState<float>{at[0], at[kWarp]}, &factor[half], &other_factor[half]);
           softmax.max[strip][half] = state.max;
           softmax.sum[strip][half] = state.sum;
           float& rounding = softmax.rounded[strip][half];
-          rounding = rounding * factor[half] + at[64] * other_factor[half];
-          at += 96;
+          rounding = rounding * factor[half] + at[2 * kWarp] * other_factor[half];
+          at += 3 * kWarp;
         }
 #pragma unroll
         for (int tile = 0; tile < C::kDimTiles; ++tile) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i, at += 32) {
+          for (int i = 0; i < 4; ++i, at += kWarp) {
             float& sum = output.at[strip][tile][i];
             sum = sum * factor[i / 2] + *at * other_factor[i / 2];
           }
@@ -122,7 +122,7 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
             : work.offset(plan.outputs.out, row);
     bool finite = true;
 #pragma unroll 1
-    for (int column = lane.lane * 2; column < p.value_dim; column += 64) {
+    for (int column = lane.lane * 2; column < p.value_dim; column += 2 * kWarp) {
       const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));
       const bool both = column + 1 < p.value_dim;
       if (partial) {

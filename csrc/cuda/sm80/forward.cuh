@@ -36,7 +36,7 @@ class Forward : TileScores<C> {
     softmax_.finish(shared_, plan_.scale, plan_.scale_log2, output_);
     if constexpr (C::kColumnWarps > 1) merge_key_warps(shared_, this->lane(), softmax_, output_);
     __syncthreads();
-    if (this->lane().thread >= 32 * C::kRowWarps) return;
+    if (this->lane().thread >= kWarp * C::kRowWarps) return;
     if constexpr (!C::kFloat32) {
       if (careful) add_non_finite_values(plan_, work_, this->lane(), output_);
     }

@@ -4,7 +4,7 @@
 // lines and a row's flag has one group of writers. Whatever lies beyond the tensor or its dim becomes zero.
 #pragma once
 
-#include "../common/divide_up.h"
+#include "../../core/integers.h"
 #include "../common/element.cuh"
 #include "fragments.cuh"
 #include "pieces.cuh"
@@ -18,7 +18,7 @@ template <class C, int kRowCount, int kChunks>
 struct TileShare {
   static constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // of a row
   static constexpr int kStep = C::kThreads / kLanes;       // rows at a time
-  static constexpr int kPasses = divide_up(kRowCount, kStep);
+  static constexpr int kPasses = static_cast<int>(divide_up(kRowCount, kStep));
   static constexpr int kPerLane = kChunks / kLanes;
   static_assert(kChunks % kLanes == 0 && kStep % 8 == 0, "the swizzle of a thread's chunks never changes");
 
@@ -141,8 +141,8 @@ __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const At
   const int count = work.keys - rows.first_key;
   const auto* head = static_cast<const Storage*>(rows.view.data) + rows.view.offset(0, work.kv_head, 0);
   if (C::kPlain || rows.vectors) {
-    constexpr int kAtOnce = 32 / Share::kLanes;  // rows of a warp
-    static_assert(Share::kPasses * kAtOnce <= 32 && C::kKeys % Share::kStep == 0,
+    constexpr int kAtOnce = kWarp / Share::kLanes;  // rows of a warp
+    static_assert(Share::kPasses * kAtOnce <= kWarp && C::kKeys % Share::kStep == 0,
                   "a row for each lane, and no pass goes beyond the tile");
     const int lane = static_cast<int>(threadIdx.x) & 31;
     const int row_of_lane = share.row - lane / Share::kLanes + lane % kAtOnce + lane / kAtOnce * Share::kStep;

@@ -49,7 +49,7 @@ __device__ __forceinline__ void add_non_finite_values(const Plan& plan, const Wo
     const uint16_t* values = key_row<uint16_t>(p, p.value, work, key);
     bool found = false;
 #pragma unroll 1
-    for (int column = lane.lane; column < p.value_dim; column += 32) {
+    for (int column = lane.lane; column < p.value_dim; column += kWarp) {
       found |= is_non_finite<C::kDType>(values[column]);
     }
     if (!__any_sync(kWholeWarp, found)) continue;

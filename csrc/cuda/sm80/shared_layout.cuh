@@ -49,7 +49,7 @@ struct SharedLayout {
 
   // At the end: states and outputs of half the warps that divided the keys.
   static constexpr int kStateFloats = C::kStrips * 2;
-  static constexpr int kExchangeFloats = (3 * kStateFloats + C::kStrips * C::kDimTiles * 4) * 32;
+  static constexpr int kExchangeFloats = (3 * kStateFloats + C::kStrips * C::kDimTiles * 4) * kWarp;
   static_assert(C::kRowWarps * (C::kColumnWarps / 2) * kExchangeFloats * 4 <= kFlags - kTiles,
                 "the exchange between warps takes the place of the tiles");
   static_assert(C::kRows * C::kDim * 4 <= kFlags - kTiles, "so do the results on their way out");

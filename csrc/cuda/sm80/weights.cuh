@@ -82,11 +82,11 @@ class Weights : TileScores<C> {
     }
     __syncthreads();
     const int keys = min(work_.keys - first_key, C::kKeys);
-    for (int r = this->lane().thread / 32; r < work_.rows; r += C::kThreads / 32) {
+    for (int r = this->lane().thread / kWarp; r < work_.rows; r += C::kThreads / kWarp) {
       const View& weights = plan_.weights_outputs.weights;
       const RowOf row = work_.row(r);
       const int64_t at = weights.offset(work_.batch, row.head, row.query) + first_key;
-      for (int column = this->lane().lane * 2; column < keys; column += 64) {
+      for (int column = this->lane().lane * 2; column < keys; column += 2 * kWarp) {
         const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kKeys>(r, column));
         store_pair<C::kDType>(weights.data, at + column, pair.x, pair.y, column + 1 < keys, plan_.out_pairs);
       }

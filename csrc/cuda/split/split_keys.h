@@ -7,7 +7,7 @@
 #include <cstdint>
 
 #include "../../core/attention_params.h"
-#include "../common/divide_up.h"
+#include "../../core/integers.h"
 
 namespace selfattn::cuda {
 
@@ -35,8 +35,9 @@ constexpr unsigned kMostSplits = 64;       // so that merging them is not felt
 template <class Index>
 SELFATTN_HOST_DEVICE inline Splits<Index> splits_of(Index keys) {
   if (keys <= static_cast<Index>(kLeastSplitKeys)) return {1, kLeastSplitKeys};
-  const Index of_split = round_up(divide_up(keys, kMostSplits), kLeastSplitKeys);
-  return {static_cast<int>(divide_up(keys, of_split)), of_split};
+  const Index least = (keys + (kMostSplits - 1)) / kMostSplits;
+  const Index of_split = (least + (kLeastSplitKeys - 1)) / kLeastSplitKeys * kLeastSplitKeys;
+  return {static_cast<int>((keys + of_split - 1) / of_split), of_split};
 }
 
 // Of the few-query sequence that is cut into most. A shorter one than the longest may have more than that

@@ -9,6 +9,7 @@
 
 #include "../../core/sequences.h"
 #include "../../cuda/cache/cuda_cache_append.h"
+#include "../../cuda/cuda_kernel_table.h"
 #include "../../cuda/rows/rows.h"
 #include "../attention_forward.h"
 #include "../engine.h"
@@ -48,8 +49,8 @@ const cuda::Kernel* find_kernel(const char* name) {
   return nullptr;
 }
 
-// The kernel of an operator that not every kernel has: the one asked for or chosen if it has it, else "simt".
-// `like` describes an attention on the same tensors.
+// The function of an operator that not every kernel has: of the kernel asked for or chosen if it has it, else
+// of "simt". `like` is the attention that the operator is a part of.
 template <class Function>
 Function choose_function(Function cuda::Kernel::* field, const char* name, const AttentionParams& like,
                          int capability) {
@@ -97,55 +98,29 @@ void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool sh
   cuda::rows::sum_of_rows(p, rows, sums, shared_by_batch, turn.launch);
 }
 
-// Runs that function of the kernel table that takes scores of query and key or gives their gradients.
-void run_scores(void (*cuda::Kernel::*function)(const ScoresParams&, const cuda::Launch&), const char* name,
-                const ScoresParams& p, Device device) {
+// Runs a function of the kernel table that not every kernel has.
+template <class Params>
+void run(void (*cuda::Kernel::*function)(const Params&, const cuda::Launch&), const char* name,
+         const Params& p, Device device) {
   const Turn turn(device);
-  AttentionParams like;
-  like.batch = p.batch;
-  like.heads = p.heads;
-  like.kv_heads = p.kv_heads;
-  like.queries = p.queries;
-  like.keys = p.keys;
-  like.head_dim = p.head_dim;
-  like.dtype = p.dtype;
-  like.scale = p.scale;
-  like.query = p.query;
-  like.key = p.key;
-  const auto run = choose_function(function, name, like, turn.capability());
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run(p, turn.launch);
+  const auto chosen = choose_function(function, name, attention_of(p), turn.capability());
+  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) chosen(p, turn.launch);
 }
 
 void scores(const char* name, const ScoresParams& p, Device device) {
-  run_scores(&cuda::Kernel::scores, name, p, device);
+  run(&cuda::Kernel::scores, name, p, device);
 }
 
 void scores_backward(const char* name, const ScoresParams& p, Device device) {
-  run_scores(&cuda::Kernel::scores_backward, name, p, device);
-}
-
-// The same for the softmax.
-void run_softmax(void (*cuda::Kernel::*function)(const SoftmaxParams&, const cuda::Launch&), const char* name,
-                 const SoftmaxParams& p, Device device) {
-  const Turn turn(device);
-  AttentionParams like;
-  like.batch = p.batch;
-  like.heads = p.heads;
-  like.kv_heads = p.heads;
-  like.queries = p.queries;
-  like.keys = p.keys;
-  like.dtype = p.dtype;
-  like.mask = p.mask;
-  const auto run = choose_function(function, name, like, turn.capability());
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run(p, turn.launch);
+  run(&cuda::Kernel::scores_backward, name, p, device);
 }
 
 void masked_softmax(const char* name, const SoftmaxParams& p, Device device) {
-  run_softmax(&cuda::Kernel::masked_softmax, name, p, device);
+  run(&cuda::Kernel::masked_softmax, name, p, device);
 }
 
 void masked_softmax_backward(const char* name, const SoftmaxParams& p, Device device) {
-  run_softmax(&cuda::Kernel::masked_softmax_backward, name, p, device);
+  run(&cuda::Kernel::masked_softmax_backward, name, p, device);
 }
 
 void append(const CacheAppend& rows, Device device) {

@@ -15,7 +15,7 @@ __device__ __forceinline__ void add_column_warps(const SharedMemory<C>& shared,
                                                  float (&numbers)[kRowCount][kColumnCount]) {
   if constexpr (C::kColumnWarps > 1) {
     static_assert(C::kColumnWarps == 2, "one addition");
-    constexpr int kLanes = 32 * C::kRowWarps;
+    constexpr int kLanes = kWarp * C::kRowWarps;
     const int thread = Lane<C>().thread;
     float* at = shared.exchange() + thread % kLanes;
     __syncthreads();  // whatever was there has been read
@@ -53,7 +53,7 @@ __device__ __forceinline__ void write_rows(const Work<C>& work, const SharedMemo
   const Lane<C> lane;
   static_assert(C::kColumnWarps == 1 || C::kStrips == 1, "the accumulators of one strip are one array");
   add_column_warps(shared, output.at[0]);
-  if (lane.thread >= 32 * C::kRowWarps) return;
+  if (lane.thread >= kWarp * C::kRowWarps) return;
   float* rows = shared.exchange();
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
@@ -73,7 +73,7 @@ __device__ __forceinline__ void write_rows(const Work<C>& work, const SharedMemo
     const int64_t at = C::kOwnsQueries ? work.offset_of_query(target.view, target.head, work.first_row + r)
                                        : work.offset_of_key(target.view, target.head, work.first_row + r);
 #pragma unroll 1
-    for (int column = lane.lane * 2; column < target.columns; column += 64) {
+    for (int column = lane.lane * 2; column < target.columns; column += 2 * kWarp) {
       const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));
       store_pair<C::kDType>(target.view.data, at + column, pair.x, pair.y, column + 1 < target.columns,
                             target.pairs);

@@ -6,7 +6,7 @@
 #include <cstdint>
 
 #include "../../../core/attention_params.h"
-#include "../../common/divide_up.h"
+#include "../../../core/integers.h"
 
 struct CUstream_st;
 
