@@ -1,14 +1,22 @@
-# Everything from a fresh clone, on a machine with python3 (3.10 or newer), a C++17 compiler and make:
+# From a fresh clone, on a machine with python3 (3.10 or newer), a C++17 compiler and make:
 #
-#   make demo    train a small transformer through the kernels        (ARGS="--text book.txt" hands on arguments)
-#   make test    the Python tests                                     (ARGS="-k causal -x" likewise)
-#   make build   only compile and install, in place
+#   make build          compile what has changed, and install in place            2 minutes the first time
+#   make demo           train a small transformer on these kernels and on torch's   about a minute
+#   make quick          what to run before each commit                            under 90 seconds
+#   make test           the Python tests                                          8 minutes on two cores
+#   make lint           ruff, clang-format, mypy, shellcheck; make format corrects what they can correct
+#   make cpp-test       the C++ unit tests; with a sanitizer: SANITIZE=thread or SANITIZE=address,undefined
+#   make cuda-check     compile the CUDA kernels for every architecture; needs nvcc, but no GPU
+#   make wheel          a manylinux wheel; make sdist writes a source archive, make clean removes what was built
+#   make test-clients   the tests with transformers, timm, diffusers and the benchmarks' peers, which are installed
+#                       first, beside the installed torch; CLIENTS="transformers==4.57.*" asks for other versions
 #
-#   make test-clients    the tests with transformers, timm, diffusers and the benchmarks' peers, which are installed
-#                        first, beside the torch that is there; CLIENTS="transformers==4.57.*" asks for other versions
-#
-# They create .venv and install torch there; an activated environment that has torch 2.11 or newer is used instead.
-# TORCH chooses the torch of .venv and may hold any options of pip: make test TORCH="torch==2.14.1"
+# ARGS hands arguments on: make test ARGS="-k causal -x", make demo ARGS="--text book.txt".
+# The commands make .venv and install torch there. An activated environment with torch 2.11 or newer is used instead.
+# All checks together are .ci/run, 38 minutes on two cores. CONTRIBUTING.md says how to add a kernel, an option or
+# a test.
+# PYTHON3 chooses the Python that .venv is made with: make build PYTHON3=python3.12
+# TORCH chooses the torch of .venv, and may hold any options of pip: make test TORCH="torch==2.14.1"
 
 TORCH ?= torch==2.13.0
 PYTHON3 ?= python3

@@ -28,7 +28,7 @@ class Measured:
 
     @property
     def value(self) -> float | None:
-        """What is held against bar and goal; None where it could not be measured."""
+        """What is held against target and goal; None where it could not be measured."""
         if self.line.judged == "of read":
             return self.row.share_of_reading(OURS.name)
         ratio = self.row.ratio(self.line.peer)
@@ -38,10 +38,12 @@ class Measured:
 
     @property
     def verdict(self) -> str:
-        """ "goal", "bar", "MISS", or "-"."""
+        """ "goal", "target", "MISS", or "-"."""
         if self.value is None:
             return "-"
-        return "goal" if self.value >= self.line.goal else "bar" if self.value >= self.line.bar else "MISS"
+        if self.value >= self.line.goal:
+            return "goal"
+        return "target" if self.value >= self.line.target else "MISS"
 
 
 @dataclass(frozen=True)
@@ -104,15 +106,15 @@ def _same(before: Sequence[Measured], line: Line, threads: int) -> Row | None:
 
 
 def text(results: Results) -> str:
-    """The tables, what their columns are, and how many lines reach bar and goal."""
+    """The tables, what their columns are, and how many lines reach target and goal."""
     tables: dict[tuple[str, ...], list[Measured]] = {}
     for measured in results.measured:
         tables.setdefault(tuple(report.peer_names([measured.row])), []).append(measured)
     parts = [
         *(_table(peers, found) for peers, found in tables.items()),
         report.legend([measured.row for measured in results.measured]),
-        "bar, goal, value: torch / ours; over padding: our own call on padded tensors / ours; percentages:\n"
-        "of the bandwidth of reading; pages: the speed with pages as a share of the speed in one piece.",
+        "target, goal, value: torch / ours; over padding: our own call on padded tensors / ours;\n"
+        "percentages: of the bandwidth of reading; pages: the speed with pages as a share of that in slots.",
         _peaks(results.peaks),
         _memory(results.memory),
         "\n".join([*report.refusals([found.row for found in results.measured]), _count(results.measured)]),
@@ -123,7 +125,7 @@ def text(results: Results) -> str:
 def _table(peers: Sequence[str], found: Sequence[Measured]) -> str:
     """The lines that were compared with the same peers."""
     reads = report.any_reads([measured.row for measured in found])
-    header = ["class", "threads", "(B, H, T, D)", "options", "pass", "bar", "goal", "value", "reached"]
+    header = ["class", "threads", "(B, H, T, D)", "options", "pass", "target", "goal", "value", "reached"]
     headings = report.headings(peers, reads)
     cells = []
     for index, measured in enumerate(found):
@@ -136,7 +138,7 @@ def _table(peers: Sequence[str], found: Sequence[Measured]) -> str:
                 str(measured.row.case.shape),
                 measured.row.case.options(),
                 report.short_direction(measured.row),
-                _limit(measured.line, measured.line.bar),
+                _limit(measured.line, measured.line.target),
                 _limit(measured.line, measured.line.goal),
                 "-" if measured.value is None else _limit(measured.line, round(measured.value, 2)),
                 measured.verdict,
@@ -154,7 +156,7 @@ def data(results: Results, command: str) -> dict[str, Any]:
         "lines": [
             {
                 "class": measured.line.name,
-                "bar": measured.line.bar,
+                "target": measured.line.target,
                 "goal": measured.line.goal,
                 "judged": measured.line.judged,
                 "peer": measured.line.peer,
@@ -214,15 +216,16 @@ def _memory(found: Sequence[Memory]) -> str:
 def _count(measured: Sequence[Measured]) -> str:
     verdicts = [found.verdict for found in measured]
     lines = [
-        f"{verdicts.count('goal')} of {len(verdicts)} rows reach their goal, {verdicts.count('bar')} their "
-        f"bar, {verdicts.count('MISS')} miss it, {verdicts.count('-')} could not be measured"
+        f"{verdicts.count('goal')} of {len(verdicts)} rows reach their goal, "
+        f"{verdicts.count('target')} their target, {verdicts.count('MISS')} miss it, "
+        f"{verdicts.count('-')} could not be measured"
     ]
     lines += [
         f"  misses: {found.line.name}: {note(found.row.case)}, threads {found.row.threads}: "
-        f"{_limit(found.line, round(found.value or 0.0, 2))} of {_limit(found.line, found.line.bar)}"
+        f"{_limit(found.line, round(found.value or 0.0, 2))} of {_limit(found.line, found.line.target)}"
         for found in measured
         if found.verdict == "MISS"
     ]
     if "amx" not in backends.cpu_isas():
-        lines.append("No AMX here, for which the bars of lines without a named instruction set are set.")
+        lines.append("No AMX here, for which the targets of lines without a named instruction set are set.")
     return "\n".join(lines)

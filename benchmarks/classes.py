@@ -1,9 +1,9 @@
-"""The classes of work that this project holds itself to: one table, every line with a bar and a goal.
+"""The classes of work that this project holds itself to: one table, every line with a target and a goal.
 
-A bar is what a release has to reach, a goal what the kernels are built for; both are the project's own. Most
-are ratios, time of torch's scaled_dot_product_attention over ours, some of our own call on padded tensors;
-those of decoding are shares of the memory's bandwidth, those of pages shares of the speed without them. They
-are set for a processor with AMX, except where a line names another instruction set.
+A target is what a release has to reach, a goal what the kernels are built for; both are the project's own.
+Most are ratios, time of torch's scaled_dot_product_attention over ours, some of our own call on padded
+tensors; those of decoding are shares of the memory's bandwidth, those of pages shares of the speed without
+them. They are set for a processor with AMX, except where a line names another instruction set.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Line:
 
     name: str
     case: Case
-    bar: float
+    target: float
     goal: float
     judged: Judged = "ratio"
     peer: str = TORCH.name

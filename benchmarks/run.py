@@ -1,13 +1,13 @@
 """The full benchmark: more cases and more peers than ``python -m selfattn_ext bench``, and a picture.
 
-    python benchmarks/run.py --classes                       the cases that have a bar and a goal
+    python benchmarks/run.py --classes                       the cases that have a target and a goal
     python benchmarks/run.py --classes --only varlen         some of them
     python benchmarks/run.py                                 every table, against torch
     python benchmarks/run.py --tables lengths --png t.png    ratios over the sequence length, drawn
     python benchmarks/run.py --tables tiny --peers torch,formula,loops --threads 1
 
-Run it on an otherwise idle machine. tables.py holds the cases, classes.py those with bars and goals, peers/
-the peers; timing, errors and printing are those of the package, selfattn_ext/bench/.
+Run it on an otherwise idle machine. tables.py holds the cases, classes.py those with targets and goals,
+peers/ the peers; timing, errors and printing are those of the package, selfattn_ext/bench/.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     )
     chosen = parser.add_mutually_exclusive_group()
     chosen.add_argument(
-        "--classes", action="store_true", help="the classes that have a bar and a goal, instead of tables"
+        "--classes", action="store_true", help="the classes that have a target and a goal, instead of tables"
     )
     chosen.add_argument(
         "--tables",

@@ -1,16 +1,16 @@
-"""A small decoder generates from a batch of prompts of different lengths, with a cache of keys and values.
+"""A small decoder generates text for prompts of different lengths, with a cache of keys and values.
 
     python examples/generate.py
     python examples/generate.py --page-size 16 --pages 24 "Once upon a time" "The"
     python examples/generate.py --compare
 
-What a decoder needs around attention, in a page: rotary positions, grouped heads, and a KVCache. The prompts
-go through it packed, one behind the other, without padding; then each step takes one token of every sequence.
-A sequence that ends gives its place in the cache, and its pages, to the next prompt that waits. The weights
-are random and the tokens are bytes, so that it needs no network and says nothing sensible. --compare
-generates once more without a cache, each prompt alone and everything computed anew for each token, and says
-whether the tokens are the same. In 16 bits they need not be: a step of one token rounds otherwise than a pass
-over all of them, and random weights make many tokens nearly as likely as the first.
+It shows what a decoder needs besides attention: rotary positions, grouped heads, and a KVCache. The prompts
+are packed, one behind the other, without padding. Then each step computes one token of every sequence. When a
+sequence ends, its place in the cache and its pages are given to the next prompt. The weights are random and
+the tokens are bytes, so that it needs no network, and its text has no meaning. --compare generates once more
+without a cache, each prompt alone, with everything computed again for each token, and says whether the tokens
+are the same. In 16 bits they may differ: a step of one token rounds differently from a pass over all of them,
+and random weights make many tokens nearly as likely as the first.
 """
 
 from __future__ import annotations

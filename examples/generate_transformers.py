@@ -4,8 +4,8 @@
     python examples/generate_transformers.py
     python examples/generate_transformers.py --model google/gemma-2-2b-it --dtype bfloat16
 
-Without --model it is a small Gemma 2 with random weights, whose tokens are bytes: it needs no network and
-says nothing sensible. Its softcap, sliding window and grouped heads, and the padding of the shorter prompt,
+Without --model it is a small Gemma 2 with random weights, whose tokens are bytes: it needs no network, and
+its text has no meaning. Its softcap, sliding window and grouped heads, and the padding of the shorter prompt,
 are what the kernels compute without a mask of (L, S) elements. --compare generates with transformers' own
 attention as well, and says whether the tokens are the same.
 """

@@ -1,4 +1,4 @@
-"""benchmarks/run.py: its tables, and the classes with their bars and goals."""
+"""benchmarks/run.py: its tables, and the classes with their targets and goals."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ def test_the_tables_hold_cases_without_repetition(full_run: object) -> None:
         assert len(set(found)) == len(found), name
 
 
-def test_the_classes_are_held_against_bars_and_goals(
+def test_the_classes_are_held_against_targets_and_goals(
     full_run: Callable[[list[str]], int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     picture, results_file = tmp_path / "ratios.png", tmp_path / "results.json"
@@ -123,13 +123,13 @@ def test_the_classes_are_held_against_bars_and_goals(
     assert full_run(arguments) == 0
     assert picture.read_bytes().startswith(b"\x89PNG\r\n\x1a\n")
     printed = capsys.readouterr().out
-    assert "1 of 8 rows reach their goal, 4 their bar, 2 miss it, 1 could not be measured" in printed
+    assert "1 of 8 rows reach their goal, 4 their target, 2 miss it, 1 could not be measured" in printed
     assert "misses: elsewhere" in printed
     assert "cannot run the instruction set abacus" in printed
     data = json.loads(results_file.read_text(encoding="utf-8"))
     lines = {line["class"]: line for line in data["lines"]}
     assert [line["reached"] for line in lines.values()] == [
-        *("bar", "goal", "MISS", "bar", "bar", "bar", "MISS", "-"),
+        *("target", "goal", "MISS", "target", "target", "target", "MISS", "-"),
     ]
     assert lines["plain"]["value"] == lines["plain"]["ratios"]["torch"]["median"]
     assert lines["decode"]["value"] == lines["decode"]["contenders"]["selfattn_ext"]["of_read"] > 0
@@ -151,7 +151,7 @@ def test_the_classes_are_held_against_bars_and_goals(
 def test_some_classes(full_run: Callable[[list[str]], int], capsys: pytest.CaptureFixture[str]) -> None:
     assert full_run(["--classes", "--quick", "--threads", "1", "--only", "packed"]) == 0
     printed = capsys.readouterr().out
-    assert "0 of 2 rows reach their goal, 2 their bar" in printed
+    assert "0 of 2 rows reach their goal, 2 their target" in printed
     assert "extra memory" not in printed
 
 
@@ -169,10 +169,10 @@ def classes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         sys.modules.pop(name, None)
 
 
-def test_every_class_has_a_bar_below_its_goal_and_a_quick_line(classes: Any) -> None:
+def test_every_class_has_a_target_below_its_goal_and_a_quick_line(classes: Any) -> None:
     lines = classes.lines()
     assert len({(line.name, line.case) for line in lines}) == len(lines)
-    assert all(0 < line.bar < line.goal for line in lines)
+    assert all(0 < line.target < line.goal for line in lines)
     assert {line.name for line in lines} == {line.name for line in classes.lines(quick=True)}
     assert all(line.case.isa == "avx2" for line in lines if line.environment)
 

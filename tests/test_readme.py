@@ -11,11 +11,13 @@ from documents import DOCUMENTS, ROOT, Block, blocks, text_of
 
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 
+INDEX = "docs/README.md"
 BLOCKS = [block for document in DOCUMENTS for block in blocks(document)]
 
 
 def test_every_block_is_found() -> None:
-    assert len(blocks("README.md")) >= 8
+    assert len(blocks("README.md")) >= 2
+    assert len(BLOCKS) >= 40
     for document in DOCUMENTS:
         assert len(blocks(document)) == len(re.findall(r"^```python", text_of(document), re.M)), document
 
@@ -55,9 +57,31 @@ def test_links(document: str) -> None:
             assert anchor in headings(str(target.relative_to(ROOT))), f"{document} links to {path}#{anchor}"
 
 
-def test_the_readme_links_to_every_document() -> None:
-    linked = {path for path, _ in _LINK.findall(text_of("README.md"))}
-    assert sorted({*DOCUMENTS} - {"README.md"} - linked) == []
+def linked_from(document: str) -> set[str]:
+    """The files that a document links to, as paths relative to ROOT."""
+    folder = (ROOT / document).parent
+    paths = {(folder / path).resolve() for path, _ in _LINK.findall(text_of(document)) if path}
+    return {str(path.relative_to(ROOT)) for path in paths}
+
+
+def test_the_index_links_to_every_document() -> None:
+    """The README links to the index, and that to everything."""
+    assert INDEX in linked_from("README.md")
+    assert sorted({*DOCUMENTS} - {INDEX} - linked_from(INDEX)) == []
+
+
+def test_the_readme_is_short() -> None:
+    assert len(text_of("README.md").splitlines()) <= 180
+
+
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
+def test_lines_are_wrapped(document: str) -> None:
+    """At 118 columns, but for tables, code, quoted messages and what cannot be broken."""
+    text = re.sub(
+        r"^```.*?^```$|^<!--.*?-->$|^<details>.*?^</details>$", "", text_of(document), flags=re.M | re.S
+    )
+    long = [line for line in text.splitlines() if len(line) > 118]
+    assert [line for line in long if not re.match(r"[|>]|    |\s*\S+$", line)] == []
 
 
 def shown_in_the_map() -> set[str]:

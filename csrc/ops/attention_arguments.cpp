@@ -147,16 +147,8 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
                                  const Options& options) {
   check_query_and_key(query, key, !options.has_lengths());
   AttentionParams p;
-  p.dtype = float_dtype(query);
+  add_query_and_key(p, query, key);
   p.float32_precision = float32_precision(options.float32_precision);
-  p.batch = query.size[0];
-  p.heads = query.size[1];
-  p.queries = query.size[2];
-  p.head_dim = query.size[3];
-  p.kv_heads = key.size[1];
-  p.keys = key.size[2];
-  p.query = plain_view(query, p.dtype);
-  p.key = plain_view(key, p.dtype);
   if (value != nullptr) {
     check_rank(*value, 4);
     check_dtype(*value, p.dtype);

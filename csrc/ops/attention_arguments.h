@@ -27,6 +27,20 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
 // which may differ in the batch where lengths are given.
 void check_query_and_key(const Input& query, const Input& key, bool same_batch = true);
 
+// What AttentionParams and ScoresParams both say about query and key, which have been checked.
+template <class Params>
+void add_query_and_key(Params& p, const Input& query, const Input& key) {
+  p.dtype = float_dtype(query);
+  p.batch = query.size[0];
+  p.heads = query.size[1];
+  p.queries = query.size[2];
+  p.head_dim = query.size[3];
+  p.kv_heads = key.size[1];
+  p.keys = key.size[2];
+  p.query = plain_view(query, p.dtype);
+  p.key = plain_view(key, p.dtype);
+}
+
 // The shape of row statistics and the rows of tensors shaped as query or key: (batch, heads, queries) of the
 // call, or one batch of all rows where they are packed.
 int64_t query_batch(const AttentionParams& params);

@@ -10,16 +10,8 @@ namespace {
 ScoresParams scores_params(const Input& query, const Input& key, double scale) {
   check_query_and_key(query, key);
   ScoresParams p;
-  p.dtype = float_dtype(query);
-  p.batch = query.size[0];
-  p.heads = query.size[1];
-  p.queries = query.size[2];
-  p.head_dim = query.size[3];
-  p.kv_heads = key.size[1];
-  p.keys = key.size[2];
+  add_query_and_key(p, query, key);
   p.scale = finite_scale(scale, p.dtype);
-  p.query = plain_view(query, p.dtype);
-  p.key = plain_view(key, p.dtype);
   return p;
 }
 

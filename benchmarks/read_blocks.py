@@ -1,9 +1,9 @@
-"""How fast memory can be read in scattered pieces, such as the pages of a KV cache.
+"""How fast memory can be read in scattered blocks, such as the pages of a KV cache.
 
 A page of 16 tokens of one head of 128 dims in bfloat16 has 4096 bytes. The loop reads and adds; what lies 8
-KB ahead in the order of the pieces is asked for, as the kernels do. Prints a table in Markdown: GB/s, the
+KB ahead in the order of the blocks is asked for, as the kernels do. Prints a table in Markdown: GB/s, the
 median over rounds in which every size has its turn, and the median share of the round's reading in order.
-Run: python benchmarks/read_pieces.py --threads 2
+Run: python benchmarks/read_blocks.py --threads 2
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     memory = library.extension().MemoryReader(peak.READ_BYTES)
     rounds = [{size: memory.seconds(size) for size in [0, *SIZES]} for _ in range(options.rounds)]
-    print("| bytes of a piece | GB/s | of reading in order |\n|---|---|---|")
+    print("| bytes of a block | GB/s | of reading in order |\n|---|---|---|")
     for size in [0, *SIZES]:
         speed = median(peak.READ_BYTES / taken[size] / 1e9 for taken in rounds)
         share = median(taken[0] / taken[size] for taken in rounds)

@@ -1,0 +1,139 @@
+"""The picture at the top of the README: measured ratios as bars, on a light and on a dark ground.
+
+    python benchmarks/ratio_picture.py
+
+reads docs/pictures/ratios.json and writes ratios-light.svg and ratios-dark.svg beside it. Each ratio in that
+file names the table row of docs/performance.md that it was taken from. Nothing here measures, and no library
+draws, so that the same file always gives the same bytes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from xml.sax.saxutils import escape
+
+RATIOS = Path(__file__).parents[1] / "docs" / "pictures" / "ratios.json"
+
+
+@dataclass(frozen=True)
+class Colours:
+    """Of one of the two pictures."""
+
+    text: str
+    faint: str
+    line: str
+    bars: tuple[str, ...]  # one for each machine
+
+
+COLOURS = {
+    "light": Colours("#1f2328", "#59636e", "#d1d9e0", ("#0969da", "#bc4c00")),
+    "dark": Colours("#f0f6fc", "#9198a1", "#3d444d", ("#4493f8", "#f0883e")),
+}
+
+WIDTH = 880
+MARGIN = 4
+LEFT, RIGHT = 310, WIDTH - 60  # of the bars; labels stand left of them, figures right
+LEGEND = 56
+TOP = 132  # of the first row
+BAR, GAP, SPACE = 13, 2, 12  # height of a bar, between the bars of a row, between rows
+FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("ratios", type=Path, nargs="?", default=RATIOS, help="the measured ratios, as JSON")
+    file = parser.parse_args(arguments).ratios
+    data = json.loads(file.read_text(encoding="utf-8"))
+    for name in COLOURS:
+        picture = file.with_name(f"{file.stem}-{name}.svg")
+        picture.write_text(drawn(data, COLOURS[name]), encoding="utf-8")
+        print(picture)
+    return 0
+
+
+def drawn(data: dict[str, Any], colours: Colours) -> str:
+    """The picture as the text of an SVG file."""
+    row_height = len(data["machines"]) * (BAR + GAP) - GAP + SPACE
+    height = TOP + len(data["rows"]) * row_height + 10
+    font = f'font-family="{FONT}" fill="{colours.text}" font-size="14"'
+    elements = [
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+        f'viewBox="0 0 {WIDTH} {height}" role="img" {font}>',
+        f"<title>{escape(data['title'])}</title>",
+        _text(MARGIN, 20, data["title"], 'font-size="18" font-weight="600"'),
+        _text(MARGIN, 42, data["subtitle"], f'fill="{colours.faint}" font-size="13"'),
+        *_legend(data["machines"], colours),
+        *_grid(data, height - 10, colours),
+    ]
+    for index, row in enumerate(data["rows"]):
+        elements += _row(row, TOP + index * row_height, list(data["machines"]), data, colours)
+    return "\n".join([*elements, "</svg>", ""])
+
+
+def _ratios(data: dict[str, Any]) -> list[float]:
+    return [measured["ratio"] for row in data["rows"] for measured in row["measured"]]
+
+
+def _powers(data: dict[str, Any]) -> range:
+    """The powers of two that the picture shows; 1 is always among them."""
+    ratios = _ratios(data)
+    return range(min(0, math.floor(math.log2(min(ratios)))), math.ceil(math.log2(max(ratios))) + 1)
+
+
+def _place(ratio: float, powers: range) -> float:
+    return LEFT + (RIGHT - LEFT) * (math.log2(ratio) - powers[0]) / (powers[-1] - powers[0])
+
+
+def _text(x: float, y: float, text: str, attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{escape(text)}</text>'
+
+
+def _legend(machines: dict[str, Any], colours: Colours) -> Iterator[str]:
+    for index, (machine, colour) in enumerate(zip(machines.values(), colours.bars, strict=True)):
+        y = LEGEND + index * 20
+        yield f'<rect x="{MARGIN}" y="{y}" width="12" height="12" rx="2" fill="{colour}"/>'
+        label = f"{machine['name']}; {machine['date']}; torch {machine['torch']}"
+        yield _text(MARGIN + 18, y + 11, label, 'font-size="13"')
+
+
+def _grid(data: dict[str, Any], bottom: float, colours: Colours) -> Iterator[str]:
+    powers = _powers(data)
+    for power in powers:
+        x = _place(2.0**power, powers)
+        width = 2 if power == 0 else 1
+        colour = colours.faint if power == 0 else colours.line
+        yield f'<path d="M{x:.1f} {TOP - 8}V{bottom}" stroke="{colour}" stroke-width="{width}"/>'
+        yield _text(
+            x, TOP - 14, f"{2.0**power:g}", f'text-anchor="middle" fill="{colours.faint}" font-size="12"'
+        )
+
+
+def _row(
+    row: dict[str, Any], top: float, machines: list[str], data: dict[str, Any], colours: Colours
+) -> Iterator[str]:
+    powers = _powers(data)
+    middle = top + (len(machines) * (BAR + GAP) - GAP) / 2
+    yield _text(MARGIN, middle - 1, row["label"])
+    yield _text(MARGIN, middle + 13, row["shape"], f'fill="{colours.faint}" font-size="11"')
+    for measured in row["measured"]:
+        index = machines.index(measured["machine"])
+        y = top + index * (BAR + GAP)
+        ends = sorted((_place(1.0, powers), _place(measured["ratio"], powers)))
+        yield (
+            f'<rect x="{ends[0]:.1f}" y="{y}" width="{max(ends[1] - ends[0], 2):.1f}" height="{BAR}" rx="2" '
+            f'fill="{colours.bars[index]}"/>'
+        )
+        ratio = measured["ratio"]
+        yield _text(ends[1] + 6, y + BAR - 2, f"{ratio:.1f}" if ratio >= 10 else str(ratio), 'font-size="12"')
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
