@@ -18,14 +18,15 @@ extern const Kernel kFusedAvx512;
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
+// Far within what floats are, and so are the inverses.
+constexpr double kLeastScale = 1e-30, kMostScale = 1e30;
+
 // Decided by dtype, precision and shape of one batch element alone, so that all passes of a call decide alike
 // and nothing depends on the batch. With more pieces than the engine has an advantage for, float is faster; a
 // factor of the scores that is not positive cannot wait until after their maximum, and one is divided by,
 // too, so its inverse must be a float. The gradient of ALiBi slopes is a sum of dS times distances in which
 // nearly all cancels, if only the weights in O and in dS are the same numbers: rounding them for O alone
 // would leave far distances standing.
-constexpr double kLeastScale = 1e-30, kMostScale = 1e30;  // far within what floats and their inverses are
-
 inline bool multiplies_pairs(const AttentionParams& p) {
   if (p.alibi_slopes.data != nullptr && Pairs::pieces(p) == 1) return false;
   return p.dtype != DType::kFloat64 && Pairs::pieces(p) <= PairEngine::kMostPieces &&
