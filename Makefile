@@ -107,6 +107,7 @@ lint: $(STAMPS)/lint-tools
 	"$(BIN)/clang-format" --dry-run -Werror $(CPP_FILES)
 	"$(BIN)/mypy"
 	"$(BIN)/shellcheck" .ci/run scripts/*.sh
+	"$(BIN)/python" scripts/check_references.py
 
 format: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" check --fix .

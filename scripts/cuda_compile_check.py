@@ -3,7 +3,7 @@
     python scripts/cuda_compile_check.py                     every source, every architecture
     python scripts/cuda_compile_check.py --archs 90a --jobs 1
     python scripts/cuda_compile_check.py --sparse            two architectures per source, in turns
-    python scripts/cuda_compile_check.py csrc/cuda/sm80/merge.cu --json report.json
+    python scripts/cuda_compile_check.py csrc/cuda/split/merge_splits.cu --json report.json
 
 It needs nvcc and, to read the machine code, nvdisasm (pip install nvidia-cuda-nvdisasm), but no GPU and no
 torch. Warnings are errors. No kernel may spill registers, use local or static shared memory, or exceed its

@@ -42,7 +42,8 @@ TEST(the_grid_has_room_for_the_splits_of_every_shorter_sequence) {
   for (const int64_t longest : {1, 256, 300, 16384, 16385, 40000}) {
     const AttentionParams p = packed_call(&start, 3, 5, longest);
     const Plan plan = plan_forward(p, {}, kThinTile, nullptr);
-    for (int keys = 0; keys <= longest; ++keys) CHECK(splits_of<int64_t>(keys).count <= plan.thin.splits);
+    for (int keys = 0; keys <= longest; ++keys)
+      CHECK(splits_of<int64_t>(keys).count <= plan.split_launch.splits);
   }
 }
 
@@ -56,11 +57,13 @@ TEST(launches_take_every_element_once_and_stay_in_the_workspace) {
     Plan plan = plan_forward(p, {}, kThinTile, workspace);
     int64_t taken = 0;
     do {
-      CHECK(plan.thin.first_batch == taken && plan.thin.batches > 0);
-      CHECK(plan.blocks == plan.thin.batches * p.kv_heads * plan.row_tiles * plan.thin.splits);
-      const int64_t states = plan.thin.batches * p.heads * plan.thin.queries * plan.thin.splits;
-      CHECK(reinterpret_cast<char*>(plan.thin.out + states * p.value_dim) <= workspace + bytes);
-      taken += plan.thin.batches;
+      CHECK(plan.split_launch.first_batch == taken && plan.split_launch.batches > 0);
+      CHECK(plan.blocks ==
+            plan.split_launch.batches * p.kv_heads * plan.row_tiles * plan.split_launch.splits);
+      const int64_t states =
+          plan.split_launch.batches * p.heads * plan.split_launch.queries * plan.split_launch.splits;
+      CHECK(reinterpret_cast<char*>(plan.split_launch.out + states * p.value_dim) <= workspace + bytes);
+      taken += plan.split_launch.batches;
     } while (next_launch(plan, kThinTile));
     CHECK(taken == p.batch);
   }

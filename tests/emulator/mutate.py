@@ -39,7 +39,7 @@ STATEMENT = re.compile(rf"(?<!\w)(?:\w+::)*(?:{_CALLS})\s*\([^;]*?\)\s*;")
 BOUNDS = [
     ("sm80/backward/work.cuh", "(C::kOwnsQueries ? queries : keys) - first_row", "C::kRows"),
     ("sm80/backward/work.cuh", "(C::kOwnsQueries ? keys : queries) - passing.first", "C::kColumns"),
-    ("sm80/backward/place.cuh", "min(row_of_tile, work.rows - 1)", "row_of_tile"),
+    ("sm80/backward/place.cuh", "min(row_of_tile, this->work.rows - 1)", "row_of_tile"),
     ("sm80/backward/place.cuh", "min(end, work.end - at.passing.first)", "end"),
     ("sm80/backward/place.cuh", "row_of_tile >= work.rows", "false"),
     ("sm80/backward/place.cuh", "at.work.rows < C::kRows", "false"),
@@ -55,11 +55,7 @@ BOUNDS = [
     ("sm80/backward/mask_gradient.cuh", "passing.first >= range.end", "false"),
     ("sm80/backward/mask_gradient.cuh", "lane().first_row >= rows", "false"),
     ("sm80/backward/statistics.cuh", "query < sequence.queries", "true"),
-    (
-        "sm80/backward/statistics.cuh",
-        "query >= divide_up(sequence.queries, kQueryPadding) * kQueryPadding",
-        "false",
-    ),
+    ("sm80/backward/statistics.cuh", "query >= round_up(sequence.queries, kQueryPadding)", "false"),
     ("rows/row_gradients.cuh", "query_of_sequence >= sequence.queries", "false"),
 ]
 

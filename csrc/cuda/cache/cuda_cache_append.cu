@@ -23,8 +23,8 @@ __device__ __forceinline__ NewRow new_row(const CacheAppend& a, int64_t row) {
     const int64_t middle = batch + (end - batch) / 2;
     (a.row_starts[middle] <= row ? batch : end) = middle;
   }
-  const PackedRows rows = packed_rows(a.row_starts, batch, a.rows, a.rows);
-  return {batch, row - rows.first, rows.count};
+  const auto sequence = packed_rows(a.row_starts, batch, a.rows, a.rows);
+  return {batch, row - sequence.first, sequence.count};
 }
 
 template <class Unit>

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../core/cache_append.h"
-#include "../cuda_kernel_table.h"
+#include "../common/launch.h"
 
 namespace selfattn::cuda {
 

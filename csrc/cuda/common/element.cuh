@@ -6,40 +6,34 @@
 
 namespace selfattn::cuda {
 
+// Numbers that are computed in the type that they are stored in.
+template <class T>
+struct WideElement {
+  using Storage = T;
+  using Accumulation = T;
+  static __device__ __forceinline__ T widen(T x) { return x; }
+  static __device__ __forceinline__ T narrow(T x) { return x; }
+};
+
+// Numbers of 16 bits, computed in float.
+template <float (*kWiden)(uint16_t), uint16_t (*kNarrow)(float)>
+struct HalfElement {
+  using Storage = uint16_t;
+  using Accumulation = float;
+  static __device__ __forceinline__ float widen(uint16_t x) { return kWiden(x); }
+  static __device__ __forceinline__ uint16_t narrow(float x) { return kNarrow(x); }
+};
+
 template <DType kDType>
 struct Element;
-
 template <>
-struct Element<DType::kFloat64> {
-  using Storage = double;
-  using Accumulation = double;
-  static __device__ __forceinline__ double widen(double x) { return x; }
-  static __device__ __forceinline__ double narrow(double x) { return x; }
-};
-
+struct Element<DType::kFloat64> : WideElement<double> {};
 template <>
-struct Element<DType::kFloat32> {
-  using Storage = float;
-  using Accumulation = float;
-  static __device__ __forceinline__ float widen(float x) { return x; }
-  static __device__ __forceinline__ float narrow(float x) { return x; }
-};
-
+struct Element<DType::kFloat32> : WideElement<float> {};
 template <>
-struct Element<DType::kBFloat16> {
-  using Storage = uint16_t;
-  using Accumulation = float;
-  static __device__ __forceinline__ float widen(uint16_t x) { return float_from_bfloat16(x); }
-  static __device__ __forceinline__ uint16_t narrow(float x) { return bfloat16_from_float(x); }
-};
-
+struct Element<DType::kBFloat16> : HalfElement<&float_from_bfloat16, &bfloat16_from_float> {};
 template <>
-struct Element<DType::kFloat16> {
-  using Storage = uint16_t;
-  using Accumulation = float;
-  static __device__ __forceinline__ float widen(uint16_t x) { return float_from_float16(x); }
-  static __device__ __forceinline__ uint16_t narrow(float x) { return float16_from_float(x); }
-};
+struct Element<DType::kFloat16> : HalfElement<&float_from_float16, &float16_from_float> {};
 
 // One number per head, such as a slope or a sink.
 template <class T>

@@ -1,10 +1,12 @@
-// One block per piece of work, however many there are: a grid's first dimension ends at 2^31 - 1 blocks, and
+// One block per item of work, however many there are: a grid's first dimension ends at 2^31 - 1 blocks, and
 // the others at 65,535.
 #pragma once
 
-#include "../cuda_kernel_table.h"
+#include <algorithm>
+
 #include "device.cuh"
 #include "divide_up.h"
+#include "launch.h"
 
 namespace selfattn::cuda {
 
@@ -15,7 +17,7 @@ template <class... Parameters, class... Arguments>
 void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
                    const Launch& where, const Arguments&... arguments) {
   for (int64_t first = 0; first < blocks; first += kLargestGrid) {
-    const int64_t count = blocks - first < kLargestGrid ? blocks - first : kLargestGrid;
+    const int64_t count = std::min(blocks - first, kLargestGrid);
     launch(kernel, dim3(static_cast<unsigned>(count)), dim3(static_cast<unsigned>(threads)), shared_bytes,
            where.stream, arguments..., first);
   }
@@ -25,7 +27,7 @@ void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, int threads, s
 // are: the last row of the grid may have more.
 inline dim3 grid_of(int64_t blocks) {
   constexpr int64_t kMostX = int64_t{1} << 30;
-  const int64_t y = (blocks + kMostX - 1) / kMostX;
+  const int64_t y = divide_up(blocks, kMostX);
   return dim3(static_cast<unsigned>(y > 1 ? kMostX : blocks), static_cast<unsigned>(y));
 }
 

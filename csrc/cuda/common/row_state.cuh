@@ -1,4 +1,4 @@
-// The softmax of a row whose scores come piece by piece: the largest so far, and the sum of exp(score - max).
+// The softmax of a row whose scores come part by part: the largest so far, and the sum of exp(score - max).
 // A row that has seen nothing is (-inf, 0).
 #pragma once
 

@@ -44,11 +44,12 @@ class ScoreTile {
 
   // Whether all these rows see all these columns by position: then window_shows need not be asked.
   __device__ __forceinline__ bool window_covers(int rows, int columns) const {
-    const int last_row = (rows < rows_ ? rows : rows_) - 1;
+    const int last_row = min(rows, rows_) - 1;
     return columns <= columns_ && window_begin_ <= -last_row && window_end_ >= columns - 1;
   }
 
-  // Whether a score in the window is nothing but scale · q·k.
+  // Whether a score in the window is nothing but scale · q·k. Asked for each tile, so by fields: those of the
+  // options that simt declares (simt.cpp) which score_in_window applies.
   __device__ __forceinline__ bool is_plain() const {
     return p.mask.data == nullptr && p.softcap == 0.0 && slope_ == T(0);
   }
@@ -104,9 +105,7 @@ class ScoreTile {
   // Beyond any tile, and far enough from the ends of int for sums of two.
   static constexpr int kFar = 1 << 29;
 
-  static __device__ __forceinline__ int clamp(int64_t n) {
-    return static_cast<int>(n < -kFar ? -kFar : (n > kFar ? kFar : n));
-  }
+  static __device__ __forceinline__ int clamp(int64_t n) { return static_cast<int>(limited(n, -kFar, kFar)); }
 
   // The mask as a number to add: of a boolean mask 0 or -inf.
   __device__ __forceinline__ T bias(int row, int column) const {

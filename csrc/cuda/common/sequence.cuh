@@ -24,7 +24,7 @@ struct Sequence {
 __device__ __forceinline__ Sequence sequence_of(const AttentionParams& p, int64_t batch) {
   Sequence s{batch, p.queries, p.keys, p.query_offset, batch, batch, 0, 0};
   if (!p.sequences.any()) return s;
-  const PackedRows queries = queries_of(p, batch), keys = keys_of(p, batch);
+  const auto queries = queries_of(p, batch), keys = keys_of(p, batch);
   s.queries = queries.count;
   s.first_query = queries.first;
   s.keys = keys.count;

@@ -6,7 +6,7 @@
 #pragma once
 
 #include "../common/device.cuh"
-#include "mask_pieces.h"
+#include "mask_regions.h"
 
 namespace selfattn::cuda {
 
@@ -18,8 +18,8 @@ class LineTotals {
   static constexpr int kTiles = 16;
 
   // `totals` lies in shared memory and has an element for each row and each column.
-  __device__ __forceinline__ LineTotals(const MaskPieces& pieces, double* totals)
-      : pieces_(pieces), totals_(totals) {
+  __device__ __forceinline__ LineTotals(const MaskRegions& regions, double* totals)
+      : regions_(regions), totals_(totals) {
     for (int line = first(); line < lines(); line += step()) totals_[line] = 0.0;
   }
 
@@ -27,7 +27,7 @@ class LineTotals {
   template <class At>
   __device__ __forceinline__ void add(const At& at) const {
     const bool columns = !has_rows();
-    const int length = columns ? pieces_.tile_rows : pieces_.tile_columns;
+    const int length = columns ? regions_.tile_rows : regions_.tile_columns;
 #pragma unroll 1
     for (int line = first(); line < lines(); line += step()) {
       double total = 0.0;
@@ -41,24 +41,24 @@ class LineTotals {
 
   // To be called by all threads before elements of a mask that is one number are asked for.
   __device__ __forceinline__ void finish() const {
-    if (pieces_.kept[2] || pieces_.kept[3]) return;
+    if (regions_.kept[2] || regions_.kept[3]) return;
     __syncthreads();
     if (threadIdx.x != 0) return;
     for (int line = 1; line < lines(); ++line) totals_[0] += totals_[line];
   }
 
-  // Element `n` of the piece, for the threads n, n + the block's threads and so on.
+  // Element `n` of the region, for the threads n, n + the block's threads and so on.
   __device__ __forceinline__ double element(int n) const { return totals_[n]; }
 
  private:
-  __device__ __forceinline__ bool has_rows() const { return pieces_.kept[2] || !pieces_.kept[3]; }
+  __device__ __forceinline__ bool has_rows() const { return regions_.kept[2] || !regions_.kept[3]; }
   __device__ __forceinline__ int lines() const {
-    return has_rows() ? pieces_.tile_rows : pieces_.tile_columns;
+    return has_rows() ? regions_.tile_rows : regions_.tile_columns;
   }
   static __device__ __forceinline__ int first() { return static_cast<int>(threadIdx.x); }
   static __device__ __forceinline__ int step() { return static_cast<int>(blockDim.x); }
 
-  const MaskPieces& pieces_;
+  const MaskRegions& regions_;
   double* const totals_;
 };
 

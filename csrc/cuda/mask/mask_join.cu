@@ -1,6 +1,8 @@
+#include <algorithm>
+
 #include "../common/device.cuh"
 #include "../common/divide_up.h"
-#include "mask_pieces.h"
+#include "mask_regions.h"
 
 namespace selfattn::cuda {
 
@@ -8,21 +10,21 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// A thread owns elements of pieces, and takes another when it is done with one.
+// A thread owns elements of regions, and takes another when it is done with one.
 __global__ void __launch_bounds__(kThreads, 4)
-    join_mask_kernel(const MaskPieces pieces, const View gradient, int64_t queries, int64_t keys) {
-  const int64_t of_piece = static_cast<int64_t>(pieces.rows()) * pieces.columns();
+    join_mask_kernel(const MaskRegions regions, const View gradient, int64_t queries, int64_t keys) {
+  const int64_t of_region = static_cast<int64_t>(regions.rows()) * regions.columns();
   const int64_t step = static_cast<int64_t>(gridDim.x) * kThreads;
-  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < pieces.pieces * of_piece;
+  for (int64_t n = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; n < regions.regions * of_region;
        n += step) {
-    const int64_t piece = n / of_piece, element = n % of_piece;
-    const MaskPieces::Tile corner = pieces.piece(piece);
-    const int64_t query = corner.row_tile * pieces.tile_rows + element / pieces.columns();
-    const int64_t key = corner.column_tile * pieces.tile_columns + element % pieces.columns();
+    const int64_t region = n / of_region, element = n % of_region;
+    const MaskRegions::Tile corner = regions.region(region);
+    const int64_t query = corner.row_tile * regions.tile_rows + element / regions.columns();
+    const int64_t key = corner.column_tile * regions.tile_columns + element % regions.columns();
     if (query >= queries || key >= keys) continue;
-    const double* partial = pieces.partial + piece * pieces.splits * of_piece + element;
+    const double* partial = regions.partial + region * regions.splits * of_region + element;
     double sum = 0.0;
-    for (int64_t split = 0; split < pieces.splits; ++split) sum += partial[split * of_piece];
+    for (int64_t split = 0; split < regions.splits; ++split) sum += partial[split * of_region];
     store_element(gradient.data, gradient.dtype,
                   gradient.offset(corner.batch, corner.head, query) + key * gradient.stride[3], sum);
   }
@@ -30,13 +32,14 @@ __global__ void __launch_bounds__(kThreads, 4)
 
 }  // namespace
 
-void join_mask_splits(const AttentionParams& p, const BackwardArguments& a, const MaskPieces& pieces,
+void join_mask_splits(const AttentionParams& p, const BackwardArguments& a, const MaskRegions& regions,
                       const Launch& where) {
-  if (pieces.splits == 1 || pieces.blocks() == 0) return;
+  if (regions.splits == 1 || regions.blocks() == 0) return;
   constexpr int64_t kMostBlocks = 1 << 16;
-  const int64_t blocks = divide_up(pieces.pieces * pieces.rows() * pieces.columns(), kThreads);
-  launch(&join_mask_kernel, dim3(static_cast<unsigned>(blocks < kMostBlocks ? blocks : kMostBlocks)),
-         dim3(kThreads), 0, where.stream, pieces, a.grad_mask, p.queries, p.keys);
+  const int64_t blocks =
+      std::min(divide_up(regions.regions * regions.rows() * regions.columns(), kThreads), kMostBlocks);
+  launch(&join_mask_kernel, dim3(static_cast<unsigned>(blocks)), dim3(kThreads), 0, where.stream, regions,
+         a.grad_mask, p.queries, p.keys);
 }
 
 }  // namespace selfattn::cuda

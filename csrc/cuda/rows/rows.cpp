@@ -2,6 +2,7 @@
 #include "rows.h"
 
 #include "../common/call_for_dtype.h"
+#include "../common/divide_up.h"
 #include "rows_of_dtype.h"
 
 namespace selfattn::cuda::rows {
@@ -13,8 +14,7 @@ constexpr size_t kAlignment = 256;
 size_t bytes_of_array(const AttentionParams& p) {
   const size_t size = p.dtype == DType::kFloat64 ? sizeof(double) : sizeof(float);
   const int64_t rows = p.row(p.sequences.query_starts != nullptr ? 1 : p.batch, 0, 0);
-  const size_t bytes = static_cast<size_t>(rows) * size;
-  return (bytes + kAlignment - 1) / kAlignment * kAlignment;
+  return round_up(static_cast<size_t>(rows) * size, kAlignment);
 }
 
 }  // namespace

@@ -2,7 +2,8 @@
 // all the others share.
 #pragma once
 
-#include "../cuda_kernel_table.h"
+#include "../../core/attention_params.h"
+#include "../common/launch.h"
 
 namespace selfattn::cuda::rows {
 

@@ -129,12 +129,14 @@ __global__ void __launch_bounds__(kThreads, 2)
       const GradientPanel<kSide> panel(p, plan.first_panel + n);
       if (!panel.exists()) continue;
       if constexpr (kRowsAreKeys<kSide>) {
-        add_weighted<kDType>(panel.of_values ? shared.weights : shared.score_grads, shared.columns,
-                             panel.of_values ? plan.grad_rows : plan.query_rows, plan.first_query,
-                             sequence.queries, panel.first_column, panel.columns, has_rows, out[n]);
+        add_weighted<kDType>(
+            panel.of_values ? shared.weights : shared.score_grads, shared.columns,
+            RowRange{panel.of_values ? plan.grad_rows : plan.query_rows, plan.first_query, sequence.queries},
+            panel.first_column, panel.columns, has_rows, out[n]);
       } else {
-        add_weighted<kDType>(shared.score_grads, shared.columns, plan.key_rows, plan.first_key, plan.keys.end,
-                             panel.first_column, panel.columns, has_rows, out[n]);
+        add_weighted<kDType>(shared.score_grads, shared.columns,
+                             RowRange{plan.key_rows, plan.first_key, plan.keys.end}, panel.first_column,
+                             panel.columns, has_rows, out[n]);
       }
     }
   }

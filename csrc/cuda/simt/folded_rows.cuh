@@ -78,8 +78,9 @@ class FoldedTile {
 
   // Every head has the same queries.
   __device__ __forceinline__ bool window_covers(int, int columns) const {
-    return first_.window_covers(static_cast<int>(kThinQueries), columns);
+    return first_.window_covers(static_cast<int>(kFewQueries), columns);
   }
+  // The other heads have slopes of their own.
   __device__ __forceinline__ bool is_plain() const {
     return first_.is_plain() && p.alibi_slopes.data == nullptr;
   }

@@ -1,6 +1,6 @@
 // The forward: online softmax over tiles of keys. A block owns kRows queries of one head and up to
 // kOutputColumns columns of the values; nothing of size queries x keys exists outside of its registers. Of
-// thin sequences it owns the queries of several heads instead, and a split of the keys.
+// few-query sequences it owns the queries of several heads instead, and a split of the keys.
 #pragma once
 
 #include <type_traits>
@@ -19,29 +19,30 @@ namespace selfattn::cuda::simt {
 // Which part of a launch a block is.
 struct BlockPlace {
   int64_t batch;
-  int64_t head;       // of thin sequences the first of its kv head
-  int64_t tile;       // of the heads of a kv head; 0 where the sequence is not thin
-  int64_t first_row;  // of the queries; 0 where the sequence is thin
+  int64_t head;       // of few-query sequences the first of its kv head
+  int64_t tile;       // of the heads of a kv head; 0 where it has many queries
+  int64_t first_row;  // of the queries; 0 where it has few
   int64_t part;       // of the values, which wide ones are shared out by
   int split;          // of the keys
 };
 
-// How work is numbered: [batches][heads][tiles of queries][parts], or of thin sequences, where blocks that
-// run together share keys and values in the cache, [batches][kv heads][splits][tiles of heads][parts]. The
-// grid is that of the longest sequence, which leaves blocks of shorter ones without rows.
+// How work is numbered: [batches][heads][tiles of queries][parts], or of few-query sequences, where blocks
+// that run together share keys and values in the cache, [batches][kv heads][splits][tiles of heads][parts].
+// The grid is that of the longest sequence, which leaves blocks of shorter ones without rows.
 template <class T, bool kFolded>
 struct ForwardGrid {
   int64_t parts, tiles, splits, units;
 
-  SELFATTN_HOST_DEVICE ForwardGrid(const AttentionParams& p, const SplitLaunch<T>& thin)
+  SELFATTN_HOST_DEVICE ForwardGrid(const AttentionParams& p, const SplitLaunch<T>& split_launch)
       : parts(p.value_dim > 0 ? divide_up(p.value_dim, kOutputColumns) : 1),
-        tiles(kFolded ? divide_up(group_of(p), heads_of_tile(thin.queries)) : divide_up(p.queries, kRows<T>)),
-        splits(thin.splits),
-        units(kFolded ? thin.batches * p.kv_heads : p.batch * p.heads) {}
+        tiles(kFolded ? divide_up(group_of(p), heads_of_tile(split_launch.queries))
+                      : divide_up(p.queries, kRows<T>)),
+        splits(split_launch.splits),
+        units(kFolded ? split_launch.batches * p.kv_heads : p.batch * p.heads) {}
 
   SELFATTN_HOST_DEVICE int64_t blocks() const { return units * splits * tiles * parts; }
 
-  __device__ __forceinline__ BlockPlace place(const AttentionParams& p, const SplitLaunch<T>& thin,
+  __device__ __forceinline__ BlockPlace place(const AttentionParams& p, const SplitLaunch<T>& split_launch,
                                               int64_t block) const {
     const int64_t part = block % parts;
     block /= parts;
@@ -52,7 +53,11 @@ struct ForwardGrid {
     const int64_t tile = block % tiles;
     block /= tiles;
     const int64_t unit = block / splits;
-    return {thin.first_batch + unit / p.kv_heads, unit % p.kv_heads * group_of(p), tile, 0, part,
+    return {split_launch.first_batch + unit / p.kv_heads,
+            unit % p.kv_heads * group_of(p),
+            tile,
+            0,
+            part,
             static_cast<int>(block % splits)};
   }
 
@@ -103,8 +108,8 @@ struct ForwardPlan {
     splits = cuts.count;
     if (split >= splits) rows = 0;
     const int64_t begin = split * cuts.keys, end = begin + cuts.keys;
-    if (visible.begin < begin) visible.begin = begin;
-    if (visible.end > end) visible.end = end;
+    visible.begin = max(visible.begin, begin);
+    visible.end = min(visible.end, end);
   }
 
   __device__ __forceinline__ Rows row_numbers() const {
@@ -135,10 +140,10 @@ struct ForwardPlan {
   }
 
  private:
-  static_assert(kRows<T> >= kThinQueries, "a tile holds all queries of a thin sequence's head");
+  static_assert(kRows<T> >= kFewQueries, "a tile holds all queries of a few-query sequence's head");
 
   __device__ __forceinline__ int rows_from(const BlockPlace& at, int64_t group) const {
-    if ((sequence.queries <= kThinQueries) != kFolded) return 0;
+    if ((sequence.queries <= kFewQueries) != kFolded) return 0;
     if (!kFolded) return smaller(limited(sequence.queries - first_row, 0, kRows<T>), kRows<T>);
     const int64_t most = Grid::heads_of_tile(sequence.queries);
     return static_cast<int>(limited(group - at.tile * most, 0, most) * sequence.queries);
@@ -219,11 +224,11 @@ __device__ __forceinline__ void weigh(Fragment<T>& s, RowState<T> (&state)[kRows
   }
 }
 
-// kFolded: of thin sequences, and of no others.
+// kFolded: of few-query sequences, and of no others.
 template <DType kDType, bool kFolded>
 __global__ void __launch_bounds__(kThreads, 2)
     forward_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardOutputs outputs,
-                   const SplitLaunch<typename Element<kDType>::Accumulation> thin,
+                   const SplitLaunch<typename Element<kDType>::Accumulation> split_launch,
                    const int64_t first_block) {
   using T = typename Element<kDType>::Accumulation;
   using Plan = ForwardPlan<kDType, kFolded>;
@@ -231,7 +236,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const ForwardShared<kDType, kFolded> shared(memory);
   Plan& plan = *shared.plan;
   if (threadIdx.x == 0) {
-    plan = Plan(p, ForwardGrid<T, kFolded>(p, thin).place(p, thin, first_block + blockIdx.x));
+    plan = Plan(p, ForwardGrid<T, kFolded>(p, split_launch).place(p, split_launch, first_block + blockIdx.x));
   }
   __syncthreads();
   if (plan.rows == 0) return;
@@ -246,7 +251,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (p.sinks.data != nullptr && !partial) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
-      const int row = fragment_row<T>(r) < plan.rows ? fragment_row<T>(r) : plan.rows - 1;
+      const int row = min(fragment_row<T>(r), plan.rows - 1);
       const int64_t head = plan.head + plan.row_numbers().of(row).head;
       state[r] = RowState<T>::of_sink(head_scalar<T>(p.sinks, sequence.batch, head));
       if (thread_column() != 0) state[r].sum = T(0);
@@ -287,18 +292,19 @@ __global__ void __launch_bounds__(kThreads, 2)
     for (int n = 0; n < kOutputPanels; ++n) {
       const int64_t column = plan.first_column + n * kColumns;
       if (column >= p.value_dim) continue;
-      add_weighted<kDType>(shared.weights, shared.columns, plan.values, key, plan.visible.end, column,
-                           p.value_dim, has_rows, out[n]);
+      add_weighted<kDType>(shared.weights, shared.columns, RowRange{plan.values, key, plan.visible.end},
+                           column, p.value_dim, has_rows, out[n]);
     }
   }
 
   // Of splits everything is left as it is, for merge_splits to join.
-  const int64_t first_statistic = partial ? thin.state(p.heads, sequence.batch, plan.head, 0) + plan.split
-                                          : first_statistic_of(p, sequence, plan.head);
-  const int64_t query_step = partial ? thin.splits : 1;
-  const int64_t head_step = partial ? thin.queries * thin.splits : p.rows_per_head;
-  T* const row_max = partial ? thin.max : static_cast<T*>(outputs.row_max);
-  T* const row_sum = partial ? thin.sum : static_cast<T*>(outputs.row_sum);
+  const int64_t first_statistic = partial
+                                      ? split_launch.state(p.heads, sequence.batch, plan.head, 0) + plan.split
+                                      : first_statistic_of(p, sequence, plan.head);
+  const int64_t query_step = partial ? split_launch.splits : 1;
+  const int64_t head_step = partial ? split_launch.queries * split_launch.splits : p.rows_per_head;
+  T* const row_max = partial ? split_launch.max : static_cast<T*>(outputs.row_max);
+  T* const row_sum = partial ? split_launch.sum : static_cast<T*>(outputs.row_sum);
 #pragma unroll
   for (int r = 0; r < kRowsPerThread<T>; ++r) {
     state[r].sum = sum_of_row(state[r].sum);
@@ -313,7 +319,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   if constexpr (kFolded) {
     if (partial) {
       View sums;
-      sums.data = thin.out + first_statistic * p.value_dim;
+      sums.data = split_launch.out + first_statistic * p.value_dim;
       sums.stride[1] = head_step * p.value_dim;
       sums.stride[2] = query_step * p.value_dim;
       const FoldedTarget<kAccumulation<T>> target(sums, nullptr, 0, 0, 0, plan.row_numbers());
@@ -356,18 +362,18 @@ void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Laun
   using T = typename Element<kDType>::Accumulation;
   const size_t bytes = ForwardShared<kDType, false>::bytes(p.head_dim);
   static_assert(ForwardShared<kDType, false>::kPlanBytes == ForwardShared<kDType, true>::kPlanBytes);
-  if (may_be_thin(p)) {
-    auto thin = first_split_launch<T>(p, where.workspace, /*rounds=*/false);
+  if (may_have_few_queries(p)) {
+    auto split_launch = first_split_launch<T>(p, where.workspace, /*rounds=*/false);
     const bool pairs = writable_by_pairs(p, outputs);
     do {
-      launch_blocks(&forward_kernel<kDType, true>, ForwardGrid<T, true>(p, thin).blocks(), kThreads, bytes,
-                    where, p, outputs, thin);
-      if (thin.splits > 1) {
-        run_merge<kDType>(MergePlan<T>{p, outputs, thin, T(1), pairs}, where.stream);
+      launch_blocks(&forward_kernel<kDType, true>, ForwardGrid<T, true>(p, split_launch).blocks(), kThreads,
+                    bytes, where, p, outputs, split_launch);
+      if (split_launch.splits > 1) {
+        run_merge<kDType>(MergePlan<T>{p, outputs, split_launch, T(1), pairs}, where.stream);
       }
-    } while (next_split_launch(p, thin));
+    } while (next_split_launch(p, split_launch));
   }
-  if (is_thin(p)) return;
+  if (has_few_queries(p)) return;
   const SplitLaunch<T> none;
   launch_blocks(&forward_kernel<kDType, false>, ForwardGrid<T, false>(p, none).blocks(), kThreads, bytes,
                 where, p, outputs, none);

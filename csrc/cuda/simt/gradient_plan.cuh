@@ -5,6 +5,8 @@
 // block owns what the sums belong to, and the tiles that are summed over pass by.
 #pragma once
 
+#include <algorithm>
+
 #include "../../core/visible_range.h"
 #include "../common/grid.cuh"
 #include "../common/sequence.cuh"
@@ -129,7 +131,7 @@ struct GradientShared {
   static_assert(kRowPanel<T> <= kWeightPanel<T>, "the rows of products lie where ds will");
   static constexpr size_t kPanelsEnd =
       kPlanBytes + static_cast<size_t>(kRows<T> + kColumnPanel<T> + 2 * kWeightPanel<T>) * sizeof(T);
-  static constexpr int kLines = kRows<T> > kColumns ? kRows<T> : kColumns;
+  static constexpr int kLines = std::max(kRows<T>, kColumns);
   static constexpr size_t kBytes = kPanelsEnd + (kSide == Side::kMask ? kLines * sizeof(double) : 0);
   static_assert(kPanelsEnd % sizeof(double) == 0, "totals are aligned");
 

@@ -29,21 +29,18 @@ struct QueryNumbers {
   __device__ __forceinline__ T score_grad(T weight, T grad) const { return weight * (grad - delta) + T(0); }
 };
 
-// fragment(r, c) = left row (first_left + r) · right row (first_right + c). Rows of both lie in memory as
-// neighbouring elements.
-template <DType kDType, class T>
-__device__ __forceinline__ void multiply_rows(T* left_panel, T* right_panel, const RowSource<kDType>& left,
-                                              int64_t first_left, int64_t left_rows,
-                                              const RowSource<kDType>& right, int64_t first_right,
-                                              int64_t right_rows, int64_t dims, bool has_rows,
-                                              Fragment<T>& fragment) {
+// fragment(r, c) = row r of `left` · row c of `right`. Rows of both lie in memory as neighbouring elements.
+template <DType kDType, Side kSide, class Source, class T>
+__device__ __forceinline__ void multiply_rows(const GradientShared<kDType, kSide>& shared,
+                                              const RowRange<Source>& left, const RowRange<Source>& right,
+                                              int64_t dims, bool has_rows, Fragment<T>& fragment) {
   clear<T>(fragment);
   for (int64_t dim = 0; dim < dims; dim += kDepth<T>) {
     __syncthreads();  // everyone has finished with the panels
-    load_transposed<kDType, kRows<T>>(left_panel, left, first_left, left_rows, dim, dims);
-    load_transposed<kDType, kColumns>(right_panel, right, first_right, right_rows, dim, dims);
+    load_transposed<kDType, kRows<T>>(shared.product_rows, left.source, left.first, left.end, dim, dims);
+    load_transposed<kDType, kColumns>(shared.columns, right.source, right.first, right.end, dim, dims);
     __syncthreads();
-    if (has_rows) multiply<T>(left_panel, right_panel, smaller(dims - dim, kDepth<T>), fragment);
+    if (has_rows) multiply<T>(shared.product_rows, shared.columns, smaller(dims - dim, kDepth<T>), fragment);
   }
 }
 
@@ -90,8 +87,7 @@ __device__ __forceinline__ void weigh_plain(const ScoreTile<T>& tile, const rows
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ void weigh_options(const AttentionParams& p, const BackwardArguments& a,
                                               const ScoreTile<T>& tile, const rows::RowGradients<T>& rows,
-                                              const GradientPlan<kDType, kSide>& plan, T* weights, T* grads,
-                                              T* slopes) {
+                                              const GradientShared<kDType, kSide>& shared) {
   using Storage = typename Element<kDType>::Storage;
   constexpr bool kByKeys = kRowsAreKeys<kSide>;
   constexpr int kOwnQueries = kByKeys ? kColumnsPerThread : kRowsPerThread<T>;
@@ -99,6 +95,9 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
   // Keys that are neighbours, and of the same four.
   constexpr int kGroup = kByKeys ? 4 : kVector<T>;
   static_assert(kOwnKeys % kGroup == 0 && kGroup <= 4, "keys are weighed by groups");
+  const GradientPlan<kDType, kSide>& plan = *shared.plan;
+  T* const weights = shared.weights;
+  T* const grads = shared.score_grads;
   const int64_t first_row = first_statistic_of(p, plan.sequence, plan.head) + plan.first_query;
   const DropoutPattern<T> dropout(p.dropout, plan.sequence.batch, plan.head);
   const bool sum_slopes = kSide == Side::kQuery && a.grad_slopes_rows != nullptr;
@@ -141,7 +140,7 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
     }
     if (sum_slopes) {
       slope = sum_of_row(slope);
-      if (thread_column() == 0) slopes[query] += slope;
+      if (thread_column() == 0) shared.slopes[query] += slope;
     }
   }
 }
@@ -166,7 +165,7 @@ __device__ __forceinline__ void weigh_tile(const AttentionParams& p, const Backw
   put_fragment<T>(shared.weights, s);
   put_fragment<T>(shared.score_grads, grad);
   if (!plain) {
-    weigh_options<kDType, kSide>(p, a, tile, rows, plan, shared.weights, shared.score_grads, shared.slopes);
+    weigh_options<kDType, kSide>(p, a, tile, rows, shared);
   }
 }
 
@@ -185,20 +184,16 @@ __device__ __forceinline__ bool gradient_tile(const AttentionParams& p, const Ba
     if (!__syncthreads_or(share_is_seen<Plan::kQueries, Plan::kKeys>(tile))) return false;
   }
   Fragment<T> s, grad;
+  const RowRange queries{plan.query_rows, plan.first_query, plan.sequence.queries};
+  const RowRange grads{plan.grad_rows, plan.first_query, plan.sequence.queries};
+  const RowRange keys{plan.key_rows, plan.first_key, plan.sequence.keys};
+  const RowRange values{plan.value_rows, plan.first_key, plan.sequence.keys};
   if (kRowsAreKeys<kSide>) {
-    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.key_rows, plan.first_key,
-                          plan.sequence.keys, plan.query_rows, plan.first_query, plan.sequence.queries,
-                          p.head_dim, has_rows, s);
-    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.value_rows, plan.first_key,
-                          plan.sequence.keys, plan.grad_rows, plan.first_query, plan.sequence.queries,
-                          needs_score_grads ? p.value_dim : 0, has_rows, grad);
+    multiply_rows(shared, keys, queries, p.head_dim, has_rows, s);
+    multiply_rows(shared, values, grads, needs_score_grads ? p.value_dim : 0, has_rows, grad);
   } else {
-    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.query_rows, plan.first_query,
-                          plan.sequence.queries, plan.key_rows, plan.first_key, plan.sequence.keys,
-                          p.head_dim, has_rows, s);
-    multiply_rows<kDType>(shared.product_rows, shared.columns, plan.grad_rows, plan.first_query,
-                          plan.sequence.queries, plan.value_rows, plan.first_key, plan.sequence.keys,
-                          p.value_dim, has_rows, grad);
+    multiply_rows(shared, queries, keys, p.head_dim, has_rows, s);
+    multiply_rows(shared, grads, values, p.value_dim, has_rows, grad);
   }
   __syncthreads();  // ds takes the place of the rows
   if (has_rows) weigh_tile<kDType, kSide>(p, a, rows, shared, s, grad);

@@ -30,7 +30,7 @@ struct KeyRows : RowSource<kDType> {
 
   __device__ __forceinline__ const Storage* find(int64_t row, int64_t column) const {
     if (pages.table == nullptr) return RowSource<kDType>::find(row, column);
-    row = row < last_row ? row : last_row;
+    row = min(row, last_row);
     const PagedRow at = paged_row(pages, batch, row);
     return this->data + at.page * page_stride + at.row * this->row_stride + column;
   }

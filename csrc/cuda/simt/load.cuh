@@ -61,6 +61,15 @@ struct RowSource {
   }
 };
 
+// Of a source, the rows first .. end - 1.
+template <class Source>
+struct RowRange {
+  const Source& source;
+  int64_t first, end;
+};
+template <class Source>
+RowRange(const Source&, int64_t, int64_t) -> RowRange<Source>;
+
 __device__ __forceinline__ int smaller(int64_t n, int limit) {
   return n < limit ? static_cast<int>(n) : limit;
 }

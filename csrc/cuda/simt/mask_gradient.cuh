@@ -1,5 +1,5 @@
 // The gradient of a float mask: ds summed over whatever the mask is shared by, rounded once. What a block
-// owns, and what falls on it, is in mask/mask_pieces.h.
+// owns, and what falls on it, is in mask/mask_regions.h.
 #pragma once
 
 #include "../mask/line_totals.cuh"
@@ -10,24 +10,24 @@ namespace selfattn::cuda::simt {
 template <DType kDType>
 __device__ __forceinline__ GradientPlan<kDType, Side::kMask> plan_of_mask(const AttentionParams& p,
                                                                           const BackwardArguments& a,
-                                                                          const MaskPieces& pieces,
+                                                                          const MaskRegions& regions,
                                                                           int64_t block) {
   using Plan = GradientPlan<kDType, Side::kMask>;
-  const MaskPieces::Tile at = pieces.piece(block / pieces.splits);
-  Plan plan(p, a, pieces.kept[0] ? Span::only(at.batch) : Span{0, p.batch},
-            pieces.kept[1] ? Span::only(at.head) : Span{0, p.heads},
-            pieces.kept[2] ? Span::only(at.row_tile * Plan::kQueries) : Span{0, p.queries},
-            pieces.kept[3] ? Span::only(at.column_tile * Plan::kKeys) : Span{0, p.keys});
-  plan.skip(p, a, block % pieces.splits * pieces.split_items);
-  if (plan.left > pieces.split_items) plan.left = pieces.split_items;
+  const MaskRegions::Tile at = regions.region(block / regions.splits);
+  Plan plan(p, a, regions.kept[0] ? Span::only(at.batch) : Span{0, p.batch},
+            regions.kept[1] ? Span::only(at.head) : Span{0, p.heads},
+            regions.kept[2] ? Span::only(at.row_tile * Plan::kQueries) : Span{0, p.queries},
+            regions.kept[3] ? Span::only(at.column_tile * Plan::kKeys) : Span{0, p.keys});
+  plan.skip(p, a, block % regions.splits * regions.split_items);
+  plan.left = min(plan.left, regions.split_items);
   while (!plan.done() && !plan.in_window(p)) plan.step(p, a);
   return plan;
 }
 
-// One element of a piece in the tensor, if it is there.
+// One element of a region in the tensor, if it is there.
 template <DType kDType>
 __device__ __forceinline__ void store_mask_gradient(const AttentionParams& p, const View& grad_mask,
-                                                    const MaskPieces::Tile& at, int row, int column,
+                                                    const MaskRegions::Tile& at, int row, int column,
                                                     double sum) {
   using Plan = GradientPlan<kDType, Side::kMask>;
   const int64_t query = at.row_tile * Plan::kQueries + row, key = at.column_tile * Plan::kKeys + column;
@@ -44,16 +44,16 @@ template <DType kDType>
 __global__ void __launch_bounds__(kThreads, kMaskBlocks<kDType>)
     mask_gradient_kernel(const AttentionParams p, const BackwardArguments a,
                          const rows::RowGradients<typename Element<kDType>::Accumulation> rows,
-                         const MaskPieces pieces, const int64_t first_block) {
+                         const MaskRegions regions, const int64_t first_block) {
   using T = typename Element<kDType>::Accumulation;
   SELFATTN_DYNAMIC_SHARED(memory);
   const GradientShared<kDType, Side::kMask> shared(memory);
   GradientPlan<kDType, Side::kMask>& plan = *shared.plan;
   const int64_t block = first_block + blockIdx.x;
-  if (threadIdx.x == 0) plan = plan_of_mask<kDType>(p, a, pieces, block);
+  if (threadIdx.x == 0) plan = plan_of_mask<kDType>(p, a, regions, block);
   __syncthreads();
 
-  const LineTotals totals(pieces, shared.totals);
+  const LineTotals totals(regions, shared.totals);
   const auto element_of_sums = [&](int row, int column) {
     return shared.weights[panel_index<T, kRows<T>>(column, row)];
   };
@@ -73,7 +73,7 @@ __global__ void __launch_bounds__(kThreads, kMaskBlocks<kDType>)
       ++tiles;
     }
     move_on(plan, p, a);
-    if (!pieces.is_tile() && (tiles == LineTotals::kTiles || plan.done())) {
+    if (!regions.is_tile() && (tiles == LineTotals::kTiles || plan.done())) {
       put_fragment<T>(shared.weights, sums);
       clear<T>(sums);
       tiles = 0;
@@ -82,20 +82,20 @@ __global__ void __launch_bounds__(kThreads, kMaskBlocks<kDType>)
     }
   }
 
-  if (pieces.is_tile()) {
+  if (regions.is_tile()) {
     put_fragment<T>(shared.weights, sums);
     __syncthreads();
   }
   totals.finish();
-  const MaskPieces::Tile at = pieces.piece(block / pieces.splits);
-  const int elements = pieces.rows() * pieces.columns();
+  const MaskRegions::Tile at = regions.region(block / regions.splits);
+  const int elements = regions.rows() * regions.columns();
 #pragma unroll 1
   for (int element = static_cast<int>(threadIdx.x); element < elements; element += kThreads) {
-    const int row = element / pieces.columns(), column = element % pieces.columns();
+    const int row = element / regions.columns(), column = element % regions.columns();
     const double sum =
-        pieces.is_tile() ? static_cast<double>(element_of_sums(row, column)) : totals.element(element);
-    if (pieces.splits > 1) {
-      pieces.partial[block * elements + element] = sum;
+        regions.is_tile() ? static_cast<double>(element_of_sums(row, column)) : totals.element(element);
+    if (regions.splits > 1) {
+      regions.partial[block * elements + element] = sum;
     } else {
       store_mask_gradient<kDType>(p, a.grad_mask, at, row, column, sum);
     }
@@ -103,29 +103,29 @@ __global__ void __launch_bounds__(kThreads, kMaskBlocks<kDType>)
 }
 
 template <DType kDType>
-MaskPieces pieces_of_mask(const AttentionParams& p, const BackwardArguments& a) {
+MaskRegions regions_of_mask(const AttentionParams& p, const BackwardArguments& a) {
   using Plan = GradientPlan<kDType, Side::kMask>;
-  return mask_pieces(p, a, Plan::kQueries, Plan::kKeys);
+  return mask_regions(p, a, Plan::kQueries, Plan::kKeys);
 }
 
 template <DType kDType>
 size_t mask_workspace(const AttentionParams& p, const BackwardArguments& a) {
-  return mask_partial_bytes(pieces_of_mask<kDType>(p, a));
+  return mask_partial_bytes(regions_of_mask<kDType>(p, a));
 }
 
 // `where.workspace` begins with the row gradients; then there is room for what splits leave.
 template <DType kDType>
 void mask_gradient(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
   using T = typename Element<kDType>::Accumulation;
-  MaskPieces pieces = pieces_of_mask<kDType>(p, a);
-  if (pieces.splits > 1) {
-    pieces.partial =
+  MaskRegions regions = regions_of_mask<kDType>(p, a);
+  if (regions.splits > 1) {
+    regions.partial =
         reinterpret_cast<double*>(static_cast<char*>(where.workspace) + rows::row_gradients_bytes(p));
   }
-  launch_blocks(&mask_gradient_kernel<kDType>, pieces.blocks(), kThreads,
+  launch_blocks(&mask_gradient_kernel<kDType>, regions.blocks(), kThreads,
                 GradientShared<kDType, Side::kMask>::kBytes, where, p, a,
-                rows::row_gradients_in<T>(where.workspace, p), pieces);
-  join_mask_splits(p, a, pieces, where);
+                rows::row_gradients_in<T>(where.workspace, p), regions);
+  join_mask_splits(p, a, regions, where);
 }
 
 }  // namespace selfattn::cuda::simt

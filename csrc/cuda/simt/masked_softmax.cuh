@@ -107,6 +107,19 @@ void masked_softmax(const SoftmaxParams& s, const Launch& where) {
   launch_blocks(&masked_softmax_kernel<kDType>, blocks, kThreads, 0, where, p, s.scores, s.result);
 }
 
+// Calls body(i, key) for the lane's keys; i counts those that it takes at once.
+template <class Body>
+__device__ __forceinline__ void for_each_key_of_lane(int64_t keys, int lane, const Body& body) {
+#pragma unroll 1
+  for (int64_t first = lane; first < keys; first += kKeysAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kKeysPerLane; ++i) {
+      const int64_t key = first + i * kWarp;
+      if (key < keys) body(i, key);
+    }
+  }
+}
+
 // dS = scale · P (dP - Σ P dP). A weight of 0 is that of a hidden key, whose gradient must not matter even
 // where it is NaN.
 template <DType kDType>
@@ -124,16 +137,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   Storage* const to = row_of<Storage>(p.result, at);
 
   T sums[kKeysPerLane] = {};
-#pragma unroll 1
-  for (int64_t first = lane; first < p.keys; first += kKeysAtOnce) {
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      const int64_t key = first + i * kWarp;
-      if (key >= p.keys) continue;
-      const T weight = Element<kDType>::widen(weights[key]), grad = Element<kDType>::widen(grads[key]);
-      if (weight != T(0)) sums[i] = multiply_add(weight, grad, sums[i]);
-    }
-  }
+  for_each_key_of_lane(p.keys, lane, [&](int i, int64_t key) {
+    const T weight = Element<kDType>::widen(weights[key]), grad = Element<kDType>::widen(grads[key]);
+    if (weight != T(0)) sums[i] = multiply_add(weight, grad, sums[i]);
+  });
   T sum = T(0);
 #pragma unroll
   for (int i = 0; i < kKeysPerLane; ++i) sum += sums[i];
@@ -141,16 +148,10 @@ __global__ void __launch_bounds__(kThreads, 4)
   for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(kWholeWarp, sum, lanes);
 
   const T scale = static_cast<T>(p.scale);
-#pragma unroll 1
-  for (int64_t first = lane; first < p.keys; first += kKeysAtOnce) {
-#pragma unroll
-    for (int i = 0; i < kKeysPerLane; ++i) {
-      const int64_t key = first + i * kWarp;
-      if (key >= p.keys) continue;
-      const T weight = Element<kDType>::widen(weights[key]), grad = Element<kDType>::widen(grads[key]);
-      to[key] = Element<kDType>::narrow(weight != T(0) ? scale * (weight * (grad - sum)) : T(0));
-    }
-  }
+  for_each_key_of_lane(p.keys, lane, [&](int, int64_t key) {
+    const T weight = Element<kDType>::widen(weights[key]), grad = Element<kDType>::widen(grads[key]);
+    to[key] = Element<kDType>::narrow(weight != T(0) ? scale * (weight * (grad - sum)) : T(0));
+  });
 }
 
 template <DType kDType>

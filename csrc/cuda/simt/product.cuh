@@ -59,23 +59,24 @@ __device__ __forceinline__ void multiply(const T* left, const T* right, int step
   }
 }
 
-// out += weights · rows: `weights` is a panel of kColumns steps, which are the rows first .. last - 1 of the
-// source, and its columns `column` and on are the columns. Products of hidden weights are left out where the
+// out += weights · rows: `weights` is a panel of kColumns steps, which are the rows, and their columns from
+// `column` on are the columns. Products of hidden weights are left out where the
 // rows hold NaN or infinities, unless kAllVisible says that there are none. All threads must call it; only
 // warps that have rows of the result multiply.
 template <DType kDType, bool kAllVisible = false, class Source, class T>
-__device__ __forceinline__ void add_weighted(const T* weights, T* columns_panel, const Source& source,
-                                             int64_t first, int64_t last, int64_t column, int64_t columns,
-                                             bool has_rows, Fragment<T>& out) {
+__device__ __forceinline__ void add_weighted(const T* weights, T* columns_panel, const RowRange<Source>& rows,
+                                             int64_t column, int64_t columns, bool has_rows,
+                                             Fragment<T>& out) {
   // Each tile is summed up by itself and then added: the errors of a long sum stay small.
   Fragment<T> part;
   clear<T>(part);
-  for (int step = 0; step < kColumns && first + step < last; step += kDepth<T>) {
+  for (int step = 0; step < kColumns && rows.first + step < rows.end; step += kDepth<T>) {
     __syncthreads();  // everyone has finished with the panel
-    const bool odd = load_rows<kDType>(columns_panel, source, first + step, last, column, columns);
+    const bool odd =
+        load_rows<kDType>(columns_panel, rows.source, rows.first + step, rows.end, column, columns);
     const bool skip_hidden = __syncthreads_or(odd);
     const T* const left = weights + panel_size<kRows<T>>(step);
-    const int steps = smaller(last - first - step, kDepth<T>);
+    const int steps = smaller(rows.end - rows.first - step, kDepth<T>);
     if (!kAllVisible && has_rows && skip_hidden) {
       multiply<T, true>(left, columns_panel, steps, part);
     } else if (has_rows) {

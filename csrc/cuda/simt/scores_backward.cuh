@@ -55,8 +55,8 @@ __global__ void __launch_bounds__(kThreads, 2)
       for (int n = 0; n < kOutputPanels; ++n) {
         const int64_t column = first_column + n * kColumns;
         if (column >= p.head_dim) continue;
-        add_weighted<kDType, true>(weights, columns, rows, first, steps, column, p.head_dim, has_rows,
-                                   out[n]);
+        add_weighted<kDType, true>(weights, columns, RowRange{rows, first, steps}, column, p.head_dim,
+                                   has_rows, out[n]);
       }
     }
   }

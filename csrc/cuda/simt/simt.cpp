@@ -77,25 +77,30 @@ void masked_softmax_backward_of_dtype(const SoftmaxParams& p, const Launch& wher
       &masked_softmax_backward<DType::kBFloat16>, &masked_softmax_backward<DType::kFloat16>, where);
 }
 
+constexpr Kernel entry() {
+  Kernel kernel;
+  kernel.name = "simt";
+  kernel.description = "plain multiply-adds in full precision, for every call";
+  kernel.options = {Option::kMask,          Option::kOwnMasks,   Option::kAlibiSlopes, Option::kSinks,
+                    Option::kDropout,       Option::kWindow,     Option::kQueryOffset, Option::kSoftcap,
+                    Option::kPackedQueries, Option::kPackedKeys, Option::kKeyLengths,  Option::kQueryOffsets,
+                    Option::kPages};
+  kernel.refuses = &refuses;
+  kernel.forward_workspace = &forward_workspace;
+  kernel.forward = &forward_of_dtype;
+  kernel.weights = &weights_of_dtype;
+  kernel.backward_workspace = &backward_workspace;
+  kernel.backward = &backward_of_dtype;
+  kernel.scores = &scores_of_dtype;
+  kernel.scores_backward = &scores_backward_of_dtype;
+  kernel.masked_softmax = &masked_softmax_of_dtype;
+  kernel.masked_softmax_backward = &masked_softmax_backward_of_dtype;
+  return kernel;
+}
+
 }  // namespace
 }  // namespace simt
 
-const Kernel kSimt = {
-    "simt",
-    "plain multiply-adds in full precision, for every call",
-    {Option::kMask, Option::kOwnMasks, Option::kAlibiSlopes, Option::kSinks, Option::kDropout,
-     Option::kWindow, Option::kQueryOffset, Option::kSoftcap, Option::kPackedQueries, Option::kPackedKeys,
-     Option::kKeyLengths, Option::kQueryOffsets, Option::kPages},
-    &simt::refuses,
-    &simt::forward_workspace,
-    &simt::forward_of_dtype,
-    &simt::weights_of_dtype,
-    &simt::backward_workspace,
-    &simt::backward_of_dtype,
-    &simt::scores_of_dtype,
-    &simt::scores_backward_of_dtype,
-    &simt::masked_softmax_of_dtype,
-    &simt::masked_softmax_backward_of_dtype,
-};
+constexpr Kernel kSimt = simt::entry();
 
 }  // namespace selfattn::cuda

@@ -2,7 +2,7 @@
 // 7.5 and newer. What no other kernel takes comes here.
 #pragma once
 
-#include "../cuda_kernel_table.h"
+#include "../kernel.h"
 
 namespace selfattn::cuda {
 

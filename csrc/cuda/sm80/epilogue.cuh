@@ -82,7 +82,7 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
                                            const SharedMemory<C>& shared, const Softmax<C>& softmax,
                                            const Output<C>& output) {
   const AttentionParams& p = plan.params;
-  const bool partial = C::kThin && work.splits > 1;
+  const bool partial = C::kFewQuery && work.splits > 1;
   float* rows = shared.exchange();
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
@@ -97,10 +97,10 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
           factor = finish_row(plan, work.batch, row.head, work.statistic(p, row), state,
                               softmax.rounded[strip][half], lane.quad == 0);
         } else if (lane.quad == 0) {
-          const int64_t at = plan.thin.state(p.heads, work.batch, row.head, row.query) + work.split;
-          plan.thin.max[at] = state.max;
-          plan.thin.sum[at] = state.sum;
-          plan.thin.rounding[at] = softmax.rounded[strip][half];
+          const int64_t at = plan.split_launch.state(p.heads, work.batch, row.head, row.query) + work.split;
+          plan.split_launch.max[at] = state.max;
+          plan.split_launch.sum[at] = state.sum;
+          plan.split_launch.rounding[at] = softmax.rounded[strip][half];
         }
       }
 #pragma unroll
@@ -117,16 +117,17 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
   for (int r = lane.first_row; r < end; ++r) {
     const RowOf row = work.row(r);
     const int64_t at =
-        partial ? (plan.thin.state(p.heads, work.batch, row.head, row.query) + work.split) * p.value_dim
-                : work.offset(plan.outputs.out, row);
+        partial
+            ? (plan.split_launch.state(p.heads, work.batch, row.head, row.query) + work.split) * p.value_dim
+            : work.offset(plan.outputs.out, row);
     bool finite = true;
 #pragma unroll 1
     for (int column = lane.lane * 2; column < p.value_dim; column += 64) {
       const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));
       const bool both = column + 1 < p.value_dim;
       if (partial) {
-        plan.thin.out[at + column] = pair.x;
-        if (both) plan.thin.out[at + column + 1] = pair.y;
+        plan.split_launch.out[at + column] = pair.x;
+        if (both) plan.split_launch.out[at + column + 1] = pair.y;
       } else {
         finite = finite && is_finite_number(pair.x + pair.y);
         store_results<C::kDType>(plan, at + column, pair.x, pair.y, both);

@@ -23,7 +23,7 @@ class Forward : TileScores<C> {
   __device__ __forceinline__ void run() {
     // The grid is that of the longest sequence. Which of the kernels takes a sequence is a matter of its own
     // length, as their bits differ.
-    if (work_.rows <= 0 || (work_.queries <= kThinQueries) != C::kThin) return;
+    if (work_.rows <= 0 || (work_.queries <= kFewQueries) != C::kFewQuery) return;
     this->start_queries();
     bool careful = false;
     for (;; careful = true) {
@@ -74,13 +74,15 @@ class Forward : TileScores<C> {
     const int value_dim = static_cast<int>(p_.value_dim);
     const bool drops = !C::kPlain && p_.dropout.enabled;
     if constexpr (C::kFloat32) {
-      if (drops) drop_weights(plan_, work_, this->lane(), first_key, scores_);
-      if (special) add_special_values(plan_, work_, this->lane(), shared_, first_key, scores_, output_);
+      if (drops) drop_weights(Place<C>{{plan_, work_, this->lane()}, first_key}, scores_);
+      if (special) {
+        add_special_values(Place<C>{{plan_, work_, this->lane()}, first_key}, shared_, scores_, output_);
+      }
       accumulate<C>(scores_.at, values, this->lane().lane, value_dim, plan_.pieces, output_.at);
     } else {
       PackedWeights<C> packed(scores_);
       softmax_.add_rounded(shared_, packed);
-      if (drops) drop_weights(plan_, work_, this->lane(), first_key, packed);
+      if (drops) drop_weights(Place<C>{{plan_, work_, this->lane()}, first_key}, packed);
       accumulate_blocks<C, C::kColumnTiles / 2>([&](int n) -> const LeftBlock<C>& { return packed.block[n]; },
                                                 values, this->lane().lane, value_dim, plan_.pieces,
                                                 output_.at);
@@ -109,8 +111,9 @@ class Forward : TileScores<C> {
   }
 
   __device__ __forceinline__ void start_values(int tile) {
-    sm80::start_keys<C, Storage>(C::kFloat32 ? shared_.staging() : shared_.values(), p_, p_.value, work_,
-                                 tile * C::kKeys, static_cast<int>(p_.value_dim), plan_.value_vectors);
+    sm80::start_keys<C, Storage>(
+        C::kFloat32 ? shared_.staging() : shared_.values(), p_, work_,
+        {p_.value, tile * C::kKeys, static_cast<int>(p_.value_dim), plan_.value_vectors});
   }
 
   // As wait_for_keys.

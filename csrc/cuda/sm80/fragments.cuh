@@ -70,6 +70,17 @@ __device__ __forceinline__ void clear(float (&elements)[kStrips][kTiles][4]) {
   }
 }
 
+// The lane's elements of one row.
+template <int kStrips, int kTiles>
+__device__ __forceinline__ void scale_row(float (&elements)[kStrips][kTiles][4], int strip, int half,
+                                          float by) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+    elements[strip][tile][2 * half] *= by;
+    elements[strip][tile][2 * half + 1] *= by;
+  }
+}
+
 template <int kStrips, int kTiles>
 __device__ __forceinline__ bool is_finite(const float (&elements)[kStrips][kTiles][4]) {
   bool finite = true;

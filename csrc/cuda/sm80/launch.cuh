@@ -11,15 +11,16 @@ namespace selfattn::cuda::sm80 {
 
 template <class C>
 void run_path(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream, void* workspace) {
-  constexpr TileShape kTile = {C::kRows, C::kKeys, C::kThin};
+  constexpr TileShape kTile = {C::kRows, C::kKeys, C::kFewQuery};
   Plan plan = plan_forward(p, outputs, kTile, workspace);
   do {
     if (plan.blocks == 0) return;
     launch(&forward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), SharedLayout<C>::kBytes, stream,
            plan);
-    if (plan.thin.splits > 1) {
+    if (plan.split_launch.splits > 1) {
       run_merge<C::kDType>(
-          MergePlan<float>{plan.params, plan.outputs, plan.thin, plan.dropout_scale, plan.out_pairs}, stream);
+          MergePlan<float>{plan.params, plan.outputs, plan.split_launch, plan.dropout_scale, plan.out_pairs},
+          stream);
     }
   } while (next_launch(plan, kTile));
 }
@@ -27,8 +28,8 @@ void run_path(const AttentionParams& p, const ForwardOutputs& outputs, cudaStrea
 template <DType kDType, int kDim>
 void run_forward(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream,
                  void* workspace) {
-  if (may_be_thin(p)) run_path<Config<kDType, kDim, Path::kThin>>(p, outputs, stream, workspace);
-  if (is_thin(p)) return;
+  if (may_have_few_queries(p)) run_path<Config<kDType, kDim, Path::kFewQuery>>(p, outputs, stream, workspace);
+  if (has_few_queries(p)) return;
   // float32 spends its time on products: what the other path would save is not felt.
   if constexpr (kDType != DType::kFloat32) {
     if (is_plain(p)) return run_path<Config<kDType, kDim, Path::kPlain>>(p, outputs, stream, workspace);
@@ -39,7 +40,7 @@ void run_forward(const AttentionParams& p, const ForwardOutputs& outputs, cudaSt
 template <DType kDType, int kDim>
 void run_weights(const AttentionParams& p, const WeightsOutputs& outputs, cudaStream_t stream) {
   using C = Config<kDType, kDim, Path::kOptions>;
-  const Plan plan = plan_weights(p, outputs, {C::kRows, C::kKeys, C::kThin});
+  const Plan plan = plan_weights(p, outputs, {C::kRows, C::kKeys, C::kFewQuery});
   if (plan.blocks == 0) return;
   launch(&weights_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), weights_shared_bytes<C>(), stream,
          plan);

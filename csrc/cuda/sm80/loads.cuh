@@ -4,6 +4,7 @@
 // lines and a row's flag has one group of writers. Whatever lies beyond the tensor or its dim becomes zero.
 #pragma once
 
+#include "../common/divide_up.h"
 #include "../common/element.cuh"
 #include "fragments.cuh"
 #include "pieces.cuh"
@@ -17,7 +18,7 @@ template <class C, int kRowCount, int kChunks>
 struct TileShare {
   static constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // of a row
   static constexpr int kStep = C::kThreads / kLanes;       // rows at a time
-  static constexpr int kPasses = (kRowCount + kStep - 1) / kStep;
+  static constexpr int kPasses = divide_up(kRowCount, kStep);
   static constexpr int kPerLane = kChunks / kLanes;
   static_assert(kChunks % kLanes == 0 && kStep % 8 == 0, "the swizzle of a thread's chunks never changes");
 
@@ -122,49 +123,56 @@ __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage*
   }
 }
 
-// The same of keys or values in pages, from `first_key` on, which exists. Each lane looks up where one row of
+// Keys or values, from one of them on, which exists.
+struct KeyRows {
+  const View& view;
+  int first_key;
+  int dim;
+  bool vectors;  // can be read 16 bytes at a time
+};
+
+// The same of keys or values in pages. Each lane looks up where one row of
 // its warp's lies, and they tell each other: a division and a look at the table for each row. Collective.
 template <class C, class Storage>
 __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const AttentionParams& p,
-                                                 const View& view, const Work<C>& work, int first_key,
-                                                 int dim, bool vectors) {
+                                                 const Work<C>& work, const KeyRows& rows) {
   using Share = TileShare<C, C::kKeys, C::kDim* static_cast<int>(sizeof(Storage)) / 16>;
   const Share share;
-  const int count = work.keys - first_key;
-  const auto* head = static_cast<const Storage*>(view.data) + view.offset(0, work.kv_head, 0);
-  if (C::kPlain || vectors) {
+  const int count = work.keys - rows.first_key;
+  const auto* head = static_cast<const Storage*>(rows.view.data) + rows.view.offset(0, work.kv_head, 0);
+  if (C::kPlain || rows.vectors) {
     constexpr int kAtOnce = 32 / Share::kLanes;  // rows of a warp
     static_assert(Share::kPasses * kAtOnce <= 32 && C::kKeys % Share::kStep == 0,
                   "a row for each lane, and no pass goes beyond the tile");
     const int lane = static_cast<int>(threadIdx.x) & 31;
     const int row_of_lane = share.row - lane / Share::kLanes + lane % kAtOnce + lane / kAtOnce * Share::kStep;
-    const int key = min(first_key + row_of_lane, work.keys - 1);
+    const int key = min(rows.first_key + row_of_lane, work.keys - 1);
     const PagedRow at = paged_row(p.pages, work.batch, static_cast<uint32_t>(key));
-    const int64_t offset = at.page * view.stride[0] + at.row * view.stride[2];
+    const int64_t offset = at.page * rows.view.stride[0] + at.row * rows.view.stride[2];
 #pragma unroll
     for (int pass = 0; pass < Share::kPasses; ++pass) {
       const int r = share.row + pass * Share::kStep;
       const int64_t of_row = __shfl_sync(kWholeWarp, offset, pass * kAtOnce + lane / Share::kLanes);
-      start_row<C>(shared, share, r, head + of_row, r < count, dim);
+      start_row<C>(shared, share, r, head + of_row, r < count, rows.dim);
     }
   } else {
 #pragma unroll 1
     for (int r = share.row; r < C::kKeys; r += Share::kStep) {
-      const int key = min(first_key + r, work.keys - 1);
-      copy_row<C>(shared, share, r, key_row<Storage>(p, view, work, key), r < count, dim);
+      const int key = min(rows.first_key + r, work.keys - 1);
+      copy_row<C>(shared, share, r, key_row<Storage>(p, rows.view, work, key), r < count, rows.dim);
     }
   }
 }
 
 // Starts to bring a tile of keys or values of the block's head.
 template <class C, class Storage>
-__device__ __forceinline__ void start_keys(unsigned char* shared, const AttentionParams& p, const View& view,
-                                           const Work<C>& work, int first_key, int dim, bool vectors) {
+__device__ __forceinline__ void start_keys(unsigned char* shared, const AttentionParams& p,
+                                           const Work<C>& work, const KeyRows& rows) {
   if (p.pages.table != nullptr) {
-    start_paged_rows<C, Storage>(shared, p, view, work, first_key, dim, vectors);
+    start_paged_rows<C, Storage>(shared, p, work, rows);
   } else {
-    start_rows<C, C::kKeys>(shared, key_row<Storage>(p, view, work, first_key), view.stride[2],
-                            work.keys - first_key, dim, vectors);
+    start_rows<C, C::kKeys>(shared, key_row<Storage>(p, rows.view, work, rows.first_key), rows.view.stride[2],
+                            work.keys - rows.first_key, rows.dim, rows.vectors);
   }
 }
 

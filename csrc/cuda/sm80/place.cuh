@@ -8,31 +8,38 @@
 
 namespace selfattn::cuda::sm80 {
 
-// Of the forward: rows are queries, columns keys.
-template <class C>
-struct Place {
-  static constexpr bool kColumnsAreKeys = true;
+// What both have in common.
+template <class C, class AnyPlan, class AnyWork>
+struct PlaceOfWork {
   static constexpr bool kFloat32 = C::kFloat32;
 
-  const Plan& plan;
-  const Work<C>& work;
+  const AnyPlan& plan;
+  const AnyWork& work;
   const Lane<C>& lane;
-  int first_key;
 
   __device__ __forceinline__ const AttentionParams& params() const { return plan.params; }
   __device__ __forceinline__ int batch() const { return work.batch; }
   __device__ __forceinline__ int queries() const { return work.queries; }
   __device__ __forceinline__ int keys() const { return work.keys; }
   __device__ __forceinline__ int64_t query_offset() const { return work.query_offset; }
-  __device__ __forceinline__ RowOf row(int row_of_tile) const { return work.row(row_of_tile); }
-  __device__ __forceinline__ int first_key_of_warp() const { return first_key + lane.first_column; }
+};
+
+// Of the forward: rows are queries, columns keys.
+template <class C>
+struct Place : PlaceOfWork<C, Plan, Work<C>> {
+  static constexpr bool kColumnsAreKeys = true;
+
+  int first_key;
+
+  __device__ __forceinline__ RowOf row(int row_of_tile) const { return this->work.row(row_of_tile); }
+  __device__ __forceinline__ int first_key_of_warp() const { return first_key + this->lane.first_column; }
 
   // Of an element: its query (a row here), and its key.
   __device__ __forceinline__ RowOf query(int strip, int half, int /*tile*/, int /*i*/) const {
-    return row(lane.row(strip, half));
+    return row(this->lane.row(strip, half));
   }
   __device__ __forceinline__ int key(int /*strip*/, int /*half*/, int tile, int i) const {
-    return first_key + lane.column(tile) + i;
+    return first_key + this->lane.column(tile) + i;
   }
 };
 

@@ -12,9 +12,9 @@
 
 namespace selfattn::cuda::sm80 {
 
-// A unit is what shares keys and values: one query head, or of thin sequences all query heads of a kv head,
-// their queries one after another ("folded"). Its rows are cut into tiles; of thin sequences its keys into
-// splits.
+// A unit is what shares keys and values: one query head, or of few-query sequences all query heads of a kv
+// head, their queries one after another ("folded"). Its rows are cut into tiles; of few-query sequences its
+// keys into splits.
 //
 // The host knows the longest sequence. What follows from the length of each is worked out by its blocks.
 struct Plan {
@@ -22,8 +22,8 @@ struct Plan {
   ForwardOutputs outputs;          // of the forward
   WeightsOutputs weights_outputs;  // of the weights
 
-  // Elements of the batch that this launch takes, and the splits of thin sequences.
-  SplitLaunch<float> thin;
+  // Elements of the batch that this launch takes, and the splits of few-query sequences.
+  SplitLaunch<float> split_launch;
 
   // Of the longest sequence.
   int64_t row_tiles = 0;
@@ -51,7 +51,7 @@ constexpr double kLog2E = 1.4426950408889634;
 struct TileShape {
   int64_t rows;
   int64_t keys;
-  bool folded;  // all query heads of a kv head are one unit, as of thin sequences
+  bool folded;  // all query heads of a kv head are one unit, as of few-query sequences
 };
 
 // Of a launch for the first elements of the batch.
@@ -61,8 +61,8 @@ Plan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, 
 bool next_launch(Plan& plan, const TileShape& tile);
 Plan plan_weights(const AttentionParams& params, const WeightsOutputs& outputs, const TileShape& tile);
 
-// Whether no option asks for more than a positive scale, window and sinks, and all rows can be read 16 bytes
-// at a time.
+// Whether the plain kernels apply all options of a call, whose scale must be positive and whose rows readable
+// 16 bytes at a time.
 bool is_plain(const AttentionParams& params);
 
 size_t forward_workspace(const AttentionParams& params);

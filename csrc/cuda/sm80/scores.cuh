@@ -27,9 +27,14 @@ __device__ __forceinline__ void hide_by_position(const Work<C>& work, const Lane
   }
 }
 
+// exp to a few units in the last place.
+__device__ __forceinline__ float quick_exp(float x) {
+  return ptx::exp2_approx(x * static_cast<float>(kLog2E));
+}
+
 // tanh to a few units of 2^-24, absolutely: plenty for scores of 16-bit numbers.
 __device__ __forceinline__ float quick_tanh(float x) {
-  return 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approx(x * 2.8853900817779268f));
+  return 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approx(x * static_cast<float>(2 * kLog2E)));
 }
 
 // Between the positions of a query and a key: what ALiBi multiplies its slope with.

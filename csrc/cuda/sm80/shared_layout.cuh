@@ -5,6 +5,8 @@
 
 namespace selfattn::cuda::sm80 {
 
+constexpr int kMostSharedBytes = 99 * 1024;  // that consumer devices have for a block
+
 // Rows of kDim 16-bit elements in chunks of 16 bytes. ldmatrix reads the same chunk of eight rows at once,
 // which must lie in eight different groups of four banks: the chunk's place in its row is exchanged by the
 // row's number. Rows of 64 or 192 bytes already alternate between the halves of the banks.
@@ -51,7 +53,7 @@ struct SharedLayout {
   static_assert(C::kRowWarps * (C::kColumnWarps / 2) * kExchangeFloats * 4 <= kFlags - kTiles,
                 "the exchange between warps takes the place of the tiles");
   static_assert(C::kRows * C::kDim * 4 <= kFlags - kTiles, "so do the results on their way out");
-  static_assert(kBytes <= 99 * 1024, "consumer devices have no more than 99 KB for a block");
+  static_assert(kBytes <= kMostSharedBytes, "consumer devices have no more for a block");
 };
 
 template <class C>

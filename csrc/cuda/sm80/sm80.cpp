@@ -14,6 +14,10 @@ namespace {
 
 constexpr int kLeastCapability = 80;
 
+// Where simt computes the gradients: tiles of wide float32 numbers do not fit into shared memory, twice as
+// pieces.
+bool hands_over(const AttentionParams& p) { return !backward::takes(p); }
+
 const char* refuses(const AttentionParams& p, int capability) {
   if (capability < kLeastCapability) return "it needs compute capability 8.0 or later";
   if (p.dtype == DType::kFloat64) return "tensor cores do not multiply float64";
@@ -26,80 +30,83 @@ const char* refuses(const AttentionParams& p, int capability) {
   if (p.sequences.query_rows > kMost || p.sequences.key_rows > kMost) {
     return "it counts the rows of packed tensors up to 2^30";
   }
-  if (may_be_thin(p) && p.kv_heads > 0 && p.heads / p.kv_heads * std::min(p.queries, kThinQueries) > kMost) {
+  if (may_have_few_queries(p) && p.kv_heads > 0 &&
+      p.heads / p.kv_heads * std::min(p.queries, kFewQueries) > kMost) {
     return "it counts the queries of all heads of a kv head up to 2^30 where they are few";
+  }
+  if (hands_over(p) && !options_of(p).within(kSimt.options)) {
+    return "it hands the gradients over to \"simt\", which does not apply all options of the call";
   }
   return nullptr;
 }
 
-// The padded dims that there are kernels for.
+// What there is for an element type and a padded dim.
+struct Instance {
+  void (*forward)(const AttentionParams&, const ForwardOutputs&, CUstream_st*, void* workspace);
+  void (*weights)(const AttentionParams&, const WeightsOutputs&, CUstream_st*);
+};
+
+template <DType kDType, int kDim>
+constexpr Instance instance() {
+  return {&run_forward<kDType, kDim>, &run_weights<kDType, kDim>};
+}
+
 template <DType kDType>
-auto forward_for(int64_t dim) {
-  return dim <= 32    ? &run_forward<kDType, 32>
-         : dim <= 64  ? &run_forward<kDType, 64>
-         : dim <= 96  ? &run_forward<kDType, 96>
-         : dim <= 128 ? &run_forward<kDType, 128>
-         : dim <= 192 ? &run_forward<kDType, 192>
-                      : &run_forward<kDType, 256>;
-}
-template <DType kDType>
-auto weights_for(int64_t dim) {
-  return dim <= 32    ? &run_weights<kDType, 32>
-         : dim <= 64  ? &run_weights<kDType, 64>
-         : dim <= 96  ? &run_weights<kDType, 96>
-         : dim <= 128 ? &run_weights<kDType, 128>
-         : dim <= 192 ? &run_weights<kDType, 192>
-                      : &run_weights<kDType, 256>;
+Instance instance_for(int64_t dim) {
+  return dim <= 32    ? instance<kDType, 32>()
+         : dim <= 64  ? instance<kDType, 64>()
+         : dim <= 96  ? instance<kDType, 96>()
+         : dim <= 128 ? instance<kDType, 128>()
+         : dim <= 192 ? instance<kDType, 192>()
+                      : instance<kDType, 256>();
 }
 
-void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& launch) {
-  const int64_t dim = std::max(p.head_dim, p.value_dim);
-  const auto run = p.dtype == DType::kBFloat16  ? forward_for<DType::kBFloat16>(dim)
-                   : p.dtype == DType::kFloat16 ? forward_for<DType::kFloat16>(dim)
-                                                : forward_for<DType::kFloat32>(dim);
-  run(p, outputs, launch.stream, launch.workspace);
+Instance instance_for(DType dtype, int64_t dim) {
+  return dtype == DType::kBFloat16  ? instance_for<DType::kBFloat16>(dim)
+         : dtype == DType::kFloat16 ? instance_for<DType::kFloat16>(dim)
+                                    : instance_for<DType::kFloat32>(dim);
 }
 
-void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& launch) {
-  const auto run = p.dtype == DType::kBFloat16  ? weights_for<DType::kBFloat16>(p.head_dim)
-                   : p.dtype == DType::kFloat16 ? weights_for<DType::kFloat16>(p.head_dim)
-                                                : weights_for<DType::kFloat32>(p.head_dim);
-  run(p, outputs, launch.stream);
+void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
+  const Instance instance = instance_for(p.dtype, std::max(p.head_dim, p.value_dim));
+  instance.forward(p, outputs, where.stream, where.workspace);
 }
 
-// Where simt computes the gradients: tiles of wide float32 numbers do not fit into shared memory, twice as
-// pieces.
-bool hands_over(const AttentionParams& p) { return !backward::takes(p); }
+void weights(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
+  instance_for(p.dtype, p.head_dim).weights(p, outputs, where.stream);
+}
 
 size_t backward_workspace(const AttentionParams& p, const BackwardArguments& arguments) {
   if (hands_over(p)) return kSimt.backward_workspace(p, arguments);
   return backward::workspace_bytes(p, arguments);
 }
 
-void run_backward(const AttentionParams& p, const BackwardArguments& arguments, const Launch& launch) {
-  if (hands_over(p)) return kSimt.backward(p, arguments, launch);
-  backward::run(p, arguments, launch);
+void run_backward(const AttentionParams& p, const BackwardArguments& arguments, const Launch& where) {
+  if (hands_over(p)) return kSimt.backward(p, arguments, where);
+  backward::run(p, arguments, where);
+}
+
+// Scores and softmax are simt's.
+constexpr Kernel entry() {
+  Kernel kernel;
+  kernel.name = "sm80";
+  kernel.description = "tensor cores by mma.sync, tiles copied asynchronously";
+  kernel.options = {Option::kMask,          Option::kOwnMasks,   Option::kAlibiSlopes, Option::kSinks,
+                    Option::kDropout,       Option::kWindow,     Option::kQueryOffset, Option::kSoftcap,
+                    Option::kPackedQueries, Option::kPackedKeys, Option::kKeyLengths,  Option::kQueryOffsets,
+                    Option::kPages};
+  kernel.refuses = &refuses;
+  kernel.forward_workspace = &forward_workspace;
+  kernel.forward = &forward;
+  kernel.weights = &weights;
+  kernel.backward_workspace = &backward_workspace;
+  kernel.backward = &run_backward;
+  return kernel;
 }
 
 }  // namespace
 }  // namespace sm80
 
-const Kernel kSm80 = {
-    "sm80",
-    "tensor cores by mma.sync, tiles copied asynchronously",
-    {Option::kMask, Option::kOwnMasks, Option::kAlibiSlopes, Option::kSinks, Option::kDropout,
-     Option::kWindow, Option::kQueryOffset, Option::kSoftcap, Option::kPackedQueries, Option::kPackedKeys,
-     Option::kKeyLengths, Option::kQueryOffsets, Option::kPages},
-    &sm80::refuses,
-    &sm80::forward_workspace,
-    &sm80::forward,
-    &sm80::weights,
-    &sm80::backward_workspace,
-    &sm80::run_backward,
-    /*scores=*/nullptr,
-    /*scores_backward=*/nullptr,
-    /*masked_softmax=*/nullptr,
-    /*masked_softmax_backward=*/nullptr,
-};
+constexpr Kernel kSm80 = sm80::entry();
 
 }  // namespace selfattn::cuda

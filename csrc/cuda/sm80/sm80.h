@@ -1,7 +1,7 @@
 // "sm80": attention on tensor cores by mma.sync, for compute capability 8.0 and later.
 #pragma once
 
-#include "../cuda_kernel_table.h"
+#include "../kernel.h"
 
 namespace selfattn::cuda {
 

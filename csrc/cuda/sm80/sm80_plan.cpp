@@ -2,16 +2,26 @@
 
 #include <algorithm>
 
+#include "../../core/options.h"
+
 namespace selfattn::cuda::sm80 {
 
 namespace {
 
 constexpr int64_t kAlignment = 16;  // bytes, of an asynchronous copy
 
+// Those that the plain kernels apply, forward and backward: Note [Declared options] in core/options.h.
+constexpr OptionSet kPlainOptions = {Option::kSinks,         Option::kWindow,     Option::kQueryOffset,
+                                     Option::kPackedQueries, Option::kPackedKeys, Option::kKeyLengths,
+                                     Option::kQueryOffsets,  Option::kPages};
+// Of plain kernels: neither the scale's product with log2(e) nor its inverse vanishes or overflows in
+// float32.
+constexpr double kLeastScale = 1e-30, kMostScale = 1e30;
+
 void count_blocks(Plan& plan, const TileShape& tile) {
   const AttentionParams& p = plan.params;
-  const int64_t units = plan.thin.batches * (tile.folded ? p.kv_heads : p.heads);
-  plan.blocks = units * plan.row_tiles * plan.thin.splits * plan.key_tiles;
+  const int64_t units = plan.split_launch.batches * (tile.folded ? p.kv_heads : p.heads);
+  plan.blocks = units * plan.row_tiles * plan.split_launch.splits * plan.key_tiles;
 }
 
 }  // namespace
@@ -39,9 +49,9 @@ int pieces_of(const AttentionParams& p) {
 }
 
 bool is_plain(const AttentionParams& p) {
-  return p.mask.data == nullptr && p.alibi_slopes.data == nullptr && p.softcap == 0.0 && !p.dropout.enabled &&
-         p.scale > 1e-30 && p.scale < 1e30 && readable_by_vectors(p.query, p.head_dim) &&
-         readable_by_vectors(p.key, p.head_dim) && readable_by_vectors(p.value, p.value_dim);
+  return options_of(p).within(kPlainOptions) && p.scale > kLeastScale && p.scale < kMostScale &&
+         readable_by_vectors(p.query, p.head_dim) && readable_by_vectors(p.key, p.head_dim) &&
+         readable_by_vectors(p.value, p.value_dim);
 }
 
 size_t forward_workspace(const AttentionParams& p) { return split_workspace<float>(p, /*rounds=*/true); }
@@ -53,9 +63,9 @@ Plan plan_scores(const AttentionParams& p, const TileShape& tile) {
   Plan plan;
   plan_call(p, plan);
   const int64_t group = p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
-  const int64_t queries = tile.folded ? std::min(p.queries, kThinQueries) * group : p.queries;
+  const int64_t queries = tile.folded ? std::min(p.queries, kFewQueries) * group : p.queries;
   plan.row_tiles = divide_up(queries, tile.rows);
-  plan.thin.batches = p.batch;
+  plan.split_launch.batches = p.batch;
   return plan;
 }
 
@@ -67,13 +77,13 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const
   plan.outputs = outputs;
   if (p.sequences.query_starts != nullptr) plan.outputs.out.stride[0] = 0;
   plan.out_pairs = writable_by_pairs(p, plan.outputs);
-  if (tile.folded) plan.thin = first_split_launch<float>(p, workspace, /*rounds=*/true);
+  if (tile.folded) plan.split_launch = first_split_launch<float>(p, workspace, /*rounds=*/true);
   count_blocks(plan, tile);
   return plan;
 }
 
 bool next_launch(Plan& plan, const TileShape& tile) {
-  if (!next_split_launch(plan.params, plan.thin)) return false;
+  if (!next_split_launch(plan.params, plan.split_launch)) return false;
   count_blocks(plan, tile);
   return true;
 }

@@ -61,7 +61,7 @@ struct Softmax {
   // that, and a row hidden softly by the least finite number must not overflow.
   static __device__ __forceinline__ float weight(float score, float shift, float scale_log2) {
     if constexpr (C::kPlain) return ptx::exp2_approx(fmaf(score, scale_log2, -shift));
-    return ptx::exp2_approx((score - shift) * 1.4426950408889634f);
+    return quick_exp(score - shift);
   }
 
   // Scores become weights; sums and output so far are brought down to the new maximum.
@@ -95,11 +95,7 @@ struct Softmax {
         }
         sum[strip][half] = total;
         if constexpr (!C::kFloat32) rounded[strip][half] *= rescale;
-#pragma unroll
-        for (int tile = 0; tile < C::kDimTiles; ++tile) {
-          output.at[strip][tile][2 * half] *= rescale;
-          output.at[strip][tile][2 * half + 1] *= rescale;
-        }
+        scale_row(output.at, strip, half, rescale);
       }
       park(shared, strip);
     }
@@ -140,11 +136,7 @@ struct Softmax {
           const float correction = 1.0f / weight(most, rounded_product(most, scale_log2), scale_log2);
           sum[strip][half] *= correction;
           rounded[strip][half] *= correction;
-#pragma unroll
-          for (int tile = 0; tile < C::kDimTiles; ++tile) {
-            output.at[strip][tile][2 * half] *= correction;
-            output.at[strip][tile][2 * half + 1] *= correction;
-          }
+          scale_row(output.at, strip, half, correction);
           max[strip][half] = rounded_product(max[strip][half], scale);
         }
       }
@@ -170,11 +162,10 @@ struct Softmax {
 
 // The survivors' factor is that of the whole output, so that 16-bit weights keep their range.
 template <class C, class Zero>
-__device__ __forceinline__ void for_each_dropped(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                                 int first_key, const Zero& zero) {
+__device__ __forceinline__ void for_each_dropped(const Place<C>& at, const Zero& zero) {
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
-    const StripDropout<Place<C>> dropout({plan, work, lane, first_key}, strip);
+    const StripDropout<Place<C>> dropout(at, strip);
 #pragma unroll
     for (int tile = 0; tile < C::kColumnTiles; ++tile) {
       const uint32_t kept = dropout.kept(tile);
@@ -187,16 +178,13 @@ __device__ __forceinline__ void for_each_dropped(const Plan& plan, const Work<C>
 }
 
 template <class C>
-__device__ __forceinline__ void drop_weights(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                             int first_key, Scores<C>& weights) {
-  for_each_dropped<C>(plan, work, lane, first_key, [&](int strip, int half, int tile, int i) {
-    weights.at[strip][tile][2 * half + i] = 0.0f;
-  });
+__device__ __forceinline__ void drop_weights(const Place<C>& at, Scores<C>& weights) {
+  for_each_dropped<C>(
+      at, [&](int strip, int half, int tile, int i) { weights.at[strip][tile][2 * half + i] = 0.0f; });
 }
 template <class C>
-__device__ __forceinline__ void drop_weights(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                             int first_key, PackedWeights<C>& weights) {
-  for_each_dropped<C>(plan, work, lane, first_key, [&](int strip, int half, int tile, int i) {
+__device__ __forceinline__ void drop_weights(const Place<C>& at, PackedWeights<C>& weights) {
+  for_each_dropped<C>(at, [&](int strip, int half, int tile, int i) {
     weights.pair(strip, half, tile) &= i == 0 ? 0xffff0000u : 0x0000ffffu;
   });
 }

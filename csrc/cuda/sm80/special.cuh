@@ -28,20 +28,20 @@ __device__ __forceinline__ float dot_product(const float* x, const float* y, Cou
 // Tiles are taken in a loop that is not unrolled, to keep rare code small; registers have no index at run
 // time, hence the selection.
 template <class C>
-__device__ __forceinline__ void replace_special_scores(const Plan& plan, const Work<C>& work,
-                                                       const Lane<C>& lane, const SharedMemory<C>& shared,
-                                                       int first_key, Scores<C>& scores) {
-  const AttentionParams& p = plan.params;
+__device__ __forceinline__ void replace_special_scores(const Place<C>& at, const SharedMemory<C>& shared,
+                                                       Scores<C>& scores) {
+  const AttentionParams& p = at.params();
+  const Work<C>& work = at.work;
 #pragma unroll 1
   for (int n = 0; n < C::kColumnTiles * 2; ++n) {
-    const int column = lane.column(n / 2) + n % 2;
-    if (first_key + column >= work.keys) continue;
-    const float* key = key_row<float>(p, p.key, work, first_key + column);
+    const int column = at.lane.column(n / 2) + n % 2;
+    if (at.first_key + column >= work.keys) continue;
+    const float* key = key_row<float>(p, p.key, work, at.first_key + column);
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int row_of_tile = lane.row(strip, half);
+        const int row_of_tile = at.lane.row(strip, half);
         if (!shared.key_flags()[column] && !shared.query_flags()[row_of_tile]) continue;
         const RowOf row = work.row(row_of_tile);
         const float* query = static_cast<const float*>(p.query.data) + work.offset(p.query, row);
@@ -60,28 +60,28 @@ __device__ __forceinline__ void replace_special_scores(const Plan& plan, const W
 
 // Adds the terms of the special values of one tile.
 template <class C>
-__device__ __forceinline__ void add_special_values(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                                   const SharedMemory<C>& shared, int first_key,
+__device__ __forceinline__ void add_special_values(const Place<C>& at, const SharedMemory<C>& shared,
                                                    const Scores<C>& weights, Output<C>& output) {
-  const AttentionParams& p = plan.params;
+  const AttentionParams& p = at.params();
+  const Work<C>& work = at.work;
 #pragma unroll 1
   for (int n = 0; n < C::kWarpColumns; ++n) {
-    const int column = lane.first_column + n;
+    const int column = at.lane.first_column + n;
     if (!shared.value_flags()[column]) continue;
-    const int key = first_key + column;
+    const int key = at.first_key + column;
     const float* values = key_row<float>(p, p.value, work, key);
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const float weight = element_of_row(weights.at, lane.lane, strip, half, n);
-        const RowOf row = work.row(lane.row(strip, half));
+        const float weight = element_of_row(weights.at, at.lane.lane, strip, half, n);
+        const RowOf row = work.row(at.lane.row(strip, half));
         if (!sees<!C::kPlain>(p, work, row, key)) continue;
 #pragma unroll
         for (int tile = 0; tile < C::kDimTiles; ++tile) {
 #pragma unroll
           for (int i = 0; i < 2; ++i) {
-            const int column_of_value = lane.dim(tile) + i;
+            const int column_of_value = at.lane.dim(tile) + i;
             if (column_of_value >= p.value_dim) continue;
             if (!has_no_pieces(values[column_of_value])) continue;
             float& sum = output.at[strip][tile][2 * half + i];

@@ -28,8 +28,8 @@ class TileScores {
   }
 
   __device__ __forceinline__ void start_keys(int tile) {
-    sm80::start_keys<C, Storage>(C::kFloat32 ? shared_.staging() : shared_.keys(), p_, p_.key, work_,
-                                 tile * C::kKeys, static_cast<int>(p_.head_dim), plan_.key_vectors);
+    sm80::start_keys<C, Storage>(C::kFloat32 ? shared_.staging() : shared_.keys(), p_, work_,
+                                 {p_.key, tile * C::kKeys, static_cast<int>(p_.head_dim), plan_.key_vectors});
   }
 
   // When this returns, the tile is there for every warp, and every warp is done with what came before: 16-bit
@@ -48,7 +48,7 @@ class TileScores {
   // Reads the mask of a tile. Returns whether it shows anything to some row of the block.
   __device__ __forceinline__ bool load_mask(int tile) {
     const Lane<C> lane_of_mask;
-    return __syncthreads_or(mask_.load(Place<C>{plan_, work_, lane_of_mask, tile * C::kKeys})) != 0;
+    return __syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane_of_mask}, tile * C::kKeys})) != 0;
   }
 
   __device__ __forceinline__ void compute_scores(int first_key, bool special) {
@@ -57,11 +57,11 @@ class TileScores {
                      Operand{shared_.keys(), Layout::kTilePlane, lane().first_column}, lane().lane,
                      static_cast<int>(p_.head_dim), plan_.pieces, scores_.at);
     if constexpr (C::kFloat32) {
-      if (special) replace_special_scores(plan_, work_, lane(), shared_, first_key, scores_);
+      if (special) replace_special_scores(Place<C>{{plan_, work_, lane()}, first_key}, shared_, scores_);
     }
     if constexpr (!C::kPlain) {
       const Lane<C> lane_of_scores;
-      const Place<C> place{plan_, work_, lane_of_scores, first_key};
+      const Place<C> place{{plan_, work_, lane_of_scores}, first_key};
       apply_options(place, plan_.scale, plan_.mask_pairs, scores_.at, [](int, int, int, int, float) {});
       if (p_.mask.data != nullptr) hide_by_mask(lane_of_scores, mask_, scores_);
     }

@@ -14,7 +14,7 @@ struct Columns {
 
 template <class C>
 __device__ __forceinline__ Columns visible_columns(const Work<C>& work, int query, int first_key) {
-  const int64_t end = query + work.seen_end < work.end ? query + work.seen_end : work.end;
+  const int64_t end = min(query + work.seen_end, int64_t{work.end});
   return {static_cast<int>(clamp_key(query + work.seen_begin - first_key, C::kKeys)),
           static_cast<int>(clamp_key(end - first_key, C::kKeys))};
 }

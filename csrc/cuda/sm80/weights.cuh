@@ -1,6 +1,8 @@
 // The weights themselves, from the forward's row statistics: a block for every tile of rows and of keys.
 #pragma once
 
+#include <algorithm>
+
 #include "../common/grid.cuh"
 #include "epilogue.cuh"
 #include "tile_scores.cuh"
@@ -10,8 +12,7 @@ namespace selfattn::cuda::sm80 {
 // On their way out the weights take the place of the tiles, which for small dims is not enough.
 template <class C>
 constexpr int weights_shared_bytes() {
-  constexpr int kWeights = SharedLayout<C>::kTiles + C::kRows * C::kKeys * 4;
-  return kWeights > SharedLayout<C>::kBytes ? kWeights : SharedLayout<C>::kBytes;
+  return std::max(SharedLayout<C>::kTiles + C::kRows * C::kKeys * 4, SharedLayout<C>::kBytes);
 }
 
 template <class C>
@@ -34,7 +35,7 @@ class Weights : TileScores<C> {
       ptx::copy_async_commit();
       this->compute_scores(first_key, this->wait_for_keys());
       weigh();
-      if (p_.dropout.enabled) drop_weights(plan_, work_, this->lane(), first_key, scores_);
+      if (p_.dropout.enabled) drop_weights(Place<C>{{plan_, work_, this->lane()}, first_key}, scores_);
     } else {
       clear(scores_.at);
     }

@@ -36,13 +36,13 @@ struct Work {
     const AttentionParams& p = plan.params;
     const int tile = static_cast<int>(plan.row_tiles - 1 - block % plan.row_tiles);
     block /= plan.row_tiles;
-    split = static_cast<int>(block % plan.thin.splits);
-    const int64_t unit = block / plan.thin.splits;
-    const int64_t units_of_batch = C::kThin ? p.kv_heads : p.heads;
-    batch = static_cast<int>(plan.thin.first_batch + unit / units_of_batch);
+    split = static_cast<int>(block % plan.split_launch.splits);
+    const int64_t unit = block / plan.split_launch.splits;
+    const int64_t units_of_batch = C::kFewQuery ? p.kv_heads : p.heads;
+    batch = static_cast<int>(plan.split_launch.first_batch + unit / units_of_batch);
     first_head = static_cast<int>(unit % units_of_batch);
     const int group = static_cast<int>(p.heads / p.kv_heads);
-    if (C::kThin) {
+    if (C::kFewQuery) {
       kv_head = first_head;
       first_head *= group;
     } else {
@@ -59,24 +59,24 @@ struct Work {
     first_statistic = first_statistic_of(p, sequence, first_head);
 
     first_row = tile * C::kRows;
-    rows = min(queries * (C::kThin ? group : 1) - first_row, C::kRows);
-    const Splits<uint32_t> cuts =
-        C::kThin ? splits_of(static_cast<uint32_t>(keys)) : Splits<uint32_t>{1, static_cast<uint32_t>(keys)};
+    rows = min(queries * (C::kFewQuery ? group : 1) - first_row, C::kRows);
+    const Splits<uint32_t> cuts = C::kFewQuery ? splits_of(static_cast<uint32_t>(keys))
+                                               : Splits<uint32_t>{1, static_cast<uint32_t>(keys)};
     splits = cuts.count;
     if (split >= splits) rows = 0;
 
-    // Rows of thin sequences may be any queries of their heads.
-    const int first = C::kThin ? 0 : first_row;
-    const int last = (C::kThin ? queries : first_row + rows) - 1;
+    // Rows of few-query sequences may be any queries of their heads.
+    const int first = C::kFewQuery ? 0 : first_row;
+    const int last = (C::kFewQuery ? queries : first_row + rows) - 1;
     const KeyRange range = visible_keys(positions, first, last);
     const int64_t from = static_cast<int64_t>(split) * cuts.keys, to = from + cuts.keys;
-    begin = static_cast<int>(range.begin > from ? range.begin : from);
-    end = static_cast<int>(range.end < to ? range.end : to);
+    begin = static_cast<int>(max(range.begin, from));
+    end = static_cast<int>(min(range.end, to));
 
     // Windows move with the query: the first ends earliest, the last begins latest.
     const int64_t first_end = visible_keys(positions, first, first).end;
     whole_begin = static_cast<int>(visible_keys(positions, last, last).begin);
-    whole_end = static_cast<int>(first_end < end ? first_end : end);
+    whole_end = static_cast<int>(min(first_end, int64_t{end}));
     constexpr int64_t kFar = int64_t{1} << 62;
     seen_begin = p.window_left >= 0 ? query_offset - p.window_left : -kFar;
     seen_end = p.window_right >= 0 ? query_offset + p.window_right + 1 : kFar;
@@ -85,7 +85,7 @@ struct Work {
   // Rows beyond the last are taken for the last, so that whatever is read for them exists.
   __device__ __forceinline__ RowOf row(int row_of_tile) const {
     const int r = first_row + min(row_of_tile, rows - 1);
-    if (!C::kThin) return {first_head, r};
+    if (!C::kFewQuery) return {first_head, r};
     return {first_head + r / queries, r % queries};
   }
 

@@ -21,19 +21,19 @@ template <DType kDType, class T>
 __global__ void __launch_bounds__(kMergeThreads)
     merge_kernel(const __grid_constant__ MergePlan<T> plan, const int64_t parts, const int64_t warps) {
   const AttentionParams& p = plan.params;
-  const SplitLaunch<T>& thin = plan.thin;
+  const SplitLaunch<T>& split_launch = plan.split_launch;
   const int64_t warp = block_of_grid() * kMergeRows + threadIdx.x / kWarp;
   if (warp >= warps) return;
   const int64_t first_column = warp % parts * kMergeColumns, row = warp / parts;
-  const int64_t unit = row / thin.queries, query = row % thin.queries;
-  const int64_t batch = thin.first_batch + unit / p.heads, head = unit % p.heads;
+  const int64_t unit = row / split_launch.queries, query = row % split_launch.queries;
+  const int64_t batch = split_launch.first_batch + unit / p.heads, head = unit % p.heads;
   const Sequence sequence = sequence_of(p, batch);
   const int splits = splits_of(sequence.keys).count;
-  if (query >= sequence.queries || sequence.queries > kThinQueries || splits == 1) return;
-  const int64_t first = thin.state(p.heads, batch, head, query);
+  if (query >= sequence.queries || sequence.queries > kFewQueries || splits == 1) return;
+  const int64_t first = split_launch.state(p.heads, batch, head, query);
 
   RowState<T> state;
-  for (int split = 0; split < splits; ++split) state.max = larger(state.max, thin.max[first + split]);
+  for (int split = 0; split < splits; ++split) state.max = larger(state.max, split_launch.max[first + split]);
   // Two neighbouring columns of every 64.
   constexpr int kPairs = kMergeColumns / (2 * kWarp);
   T sum[kPairs][2] = {};
@@ -41,10 +41,10 @@ __global__ void __launch_bounds__(kMergeThreads)
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int columns = static_cast<int>(limited(p.value_dim - first_column, 0, kMergeColumns));
   for (int split = 0; split < splits; ++split) {
-    const T factor = exponential(thin.max[first + split] - state.shift());
-    state.sum += factor * thin.sum[first + split];
-    if (thin.rounding != nullptr) rounding += factor * thin.rounding[first + split];
-    const T* partial = thin.out + (first + split) * p.value_dim + first_column;
+    const T factor = exponential(split_launch.max[first + split] - state.shift());
+    state.sum += factor * split_launch.sum[first + split];
+    if (split_launch.rounding != nullptr) rounding += factor * split_launch.rounding[first + split];
+    const T* partial = split_launch.out + (first + split) * p.value_dim + first_column;
 #pragma unroll
     for (int n = 0; n < kPairs; ++n) {
       const int column = (n * kWarp + lane) * 2;
@@ -77,7 +77,8 @@ __global__ void __launch_bounds__(kMergeThreads)
 template <DType kDType, class T>
 void run_merge(const MergePlan<T>& plan, cudaStream_t stream) {
   const AttentionParams& p = plan.params;
-  const int64_t parts = column_parts(p), warps = plan.thin.batches * p.heads * plan.thin.queries * parts;
+  const int64_t parts = column_parts(p),
+                warps = plan.split_launch.batches * p.heads * plan.split_launch.queries * parts;
   launch(&merge_kernel<kDType, T>, grid_of(divide_up(warps, kMergeRows)), dim3(kMergeThreads), 0, stream,
          plan, parts, warps);
 }

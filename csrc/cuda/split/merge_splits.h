@@ -1,4 +1,4 @@
-// Joins the splits of thin sequences, in their order: for every kernel the same.
+// Joins the splits of few-query sequences, in their order: for every kernel the same.
 #pragma once
 
 #include "../common/row_alignment.h"
@@ -12,7 +12,7 @@ template <class T>
 struct MergePlan {
   AttentionParams params;
   ForwardOutputs outputs;
-  SplitLaunch<T> thin;
+  SplitLaunch<T> split_launch;
   T dropout_scale = T(1);  // of outputs whose weights were only dropped
   bool out_pairs = false;  // whether results can be written two elements at a time
 };

@@ -1,5 +1,5 @@
-// How the keys of sequences with few queries ("thin" ones) are cut into splits, each for a block of its own,
-// and what a launch of such blocks is told. Plain C++, for plans as for kernels.
+// How the keys of sequences with few queries ("few-query sequences") are cut into splits, each for a block of
+// its own, and what a launch of such blocks is told. Plain C++, for plans as for kernels.
 #pragma once
 
 #include <algorithm>
@@ -11,16 +11,16 @@
 
 namespace selfattn::cuda {
 
-// Sequences with at most so many queries are thin: they are bound by reading keys and values.
-constexpr int64_t kThinQueries = 16;
+// Few-query sequences have at most so many: they are bound by reading keys and values.
+constexpr int64_t kFewQueries = 16;
 
-// Whether all sequences are thin; whether some may be.
-inline bool is_thin(const AttentionParams& p) { return p.queries <= kThinQueries; }
-inline bool may_be_thin(const AttentionParams& p) {
-  return is_thin(p) || p.sequences.query_starts != nullptr;
+// Whether all sequences have few queries; whether some may.
+inline bool has_few_queries(const AttentionParams& p) { return p.queries <= kFewQueries; }
+inline bool may_have_few_queries(const AttentionParams& p) {
+  return has_few_queries(p) || p.sequences.query_starts != nullptr;
 }
 
-// How the keys of a thin sequence are cut.
+// How the keys of a few-query sequence are cut.
 template <class Index>
 struct Splits {
   int count;
@@ -35,12 +35,12 @@ constexpr unsigned kMostSplits = 64;       // so that merging them is not felt
 template <class Index>
 SELFATTN_HOST_DEVICE inline Splits<Index> splits_of(Index keys) {
   if (keys <= static_cast<Index>(kLeastSplitKeys)) return {1, kLeastSplitKeys};
-  const Index least = (keys + (kMostSplits - 1)) / kMostSplits;
-  const Index of_split = (least + (kLeastSplitKeys - 1)) / kLeastSplitKeys * kLeastSplitKeys;
-  return {static_cast<int>((keys + of_split - 1) / of_split), of_split};
+  const Index of_split = round_up(divide_up(keys, kMostSplits), kLeastSplitKeys);
+  return {static_cast<int>(divide_up(keys, of_split)), of_split};
 }
 
-// Of the thin sequence that is cut into most. A shorter one than the longest may have more than that has.
+// Of the few-query sequence that is cut into most. A shorter one than the longest may have more than that
+// has.
 inline int64_t most_splits(const AttentionParams& p) {
   if (p.sequences.key_starts == nullptr && p.sequences.key_lengths == nullptr) {
     return splits_of(p.keys).count;
@@ -49,16 +49,16 @@ inline int64_t most_splits(const AttentionParams& p) {
 }
 
 // What the splits may leave. Calls that would need more are cut into launches for some elements of the batch
-// each: packed calls in which any sequence may be thin, for all that the host knows.
+// each: packed calls in which any sequence may have few queries, for all that the host knows.
 constexpr int64_t kMostPartialBytes = int64_t{256} << 20;
 
-// A launch for thin sequences: which elements of the batch it takes, and where splits leave their states,
-// [batches][heads][queries][splits] and, for out, [value_dim] more. T is the accumulation type.
+// A launch for few-query sequences: which elements of the batch it takes, and where splits leave their
+// states, [batches][heads][queries][splits] and, for out, [value_dim] more. T is the accumulation type.
 template <class T>
 struct SplitLaunch {
   int64_t first_batch = 0;
   int64_t batches = 0;
-  int64_t queries = 0;  // of the longest thin sequence; 0 where the launch is not for thin ones
+  int64_t queries = 0;  // of the longest few-query sequence; 0 where the launch is for others
   int64_t splits = 1;   // see most_splits
 
   // Null where one split is all.
@@ -85,7 +85,7 @@ template <class T>
 SplitLaunch<T> first_split_launch(const AttentionParams& p, void* workspace, bool rounds) {
   SplitLaunch<T> launch;
   launch.batches = p.batch;
-  launch.queries = std::min(p.queries, kThinQueries);
+  launch.queries = std::min(p.queries, kFewQueries);
   launch.splits = most_splits(p);
   const int64_t of_batch = partial_numbers(p, launch, rounds);
   if (of_batch == 0) return launch;
@@ -111,7 +111,7 @@ bool next_split_launch(const AttentionParams& p, SplitLaunch<T>& launch) {
 // Of the states.
 template <class T>
 size_t split_workspace(const AttentionParams& p, bool rounds) {
-  if (!may_be_thin(p)) return 0;
+  if (!may_have_few_queries(p)) return 0;
   const SplitLaunch<T> launch = first_split_launch<T>(p, nullptr, rounds);
   return static_cast<size_t>(launch.batches * partial_numbers(p, launch, rounds)) * sizeof(T);
 }

@@ -151,7 +151,7 @@ __global__ void shared_memory_not_written(Arguments arguments) {
   arguments.out[threadIdx.x] = words[threadIdx.x];
 }
 
-// Rows of 128 bytes: the 8 rows of a matrix share their banks unless their pieces are swizzled.
+// Rows of 128 bytes: the 8 rows of a matrix share their banks unless their chunks are swizzled.
 __global__ void columns_of_rows(Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(memory);
   const int row = threadIdx.x % 8;

@@ -19,24 +19,15 @@ enum class Side {
 // multiplied for the gradient of the weights (`second`: dO and values). Of each pair the block owns one and
 // the other passes.
 //
-// Paths are the forward's, but that there is no thin one.
+// Paths are the forward's, but that there is none for few queries.
 //
 // kCareful: NaN and Inf are looked for, and kept from whom they are hidden. float32 always looks; 16-bit
 // types compute a tile again with small fragments, which leave room for the code, if its results are not
 // finite.
-template <DType kDTypeOf, int kDimOf, Side kSideOf, Path kPathOf,
-          bool kCarefulOf = kDTypeOf == DType::kFloat32>
-struct Config {
-  static constexpr DType kDType = kDTypeOf;
-  static constexpr int kDim = kDimOf;  // head dim and value dim, padded
+template <class K, Side kSideOf, bool kCarefulOf>
+struct Choice : K {
   static constexpr Side kSide = kSideOf;
-  static constexpr Path kPath = kPathOf;
-  static constexpr bool kPlain = kPath == Path::kPlain;
-  static constexpr bool kFloat32 = kDType == DType::kFloat32;
-  static constexpr int kPieces = kFloat32 ? 3 : 1;  // at most, see pieces.cuh
   static constexpr bool kCareful = kCarefulOf;
-  using Careful = Config<kDType, kDim, kSide, kPath, true>;
-
   static constexpr bool kOwnsQueries = kSide == Side::kQuery || kSide == Side::kMask;
   static constexpr bool kSumsFirst = kSide == Side::kQuery || kSide == Side::kKeyValue || kSide == Side::kKey;
   static constexpr bool kSumsSecond = kSide == Side::kKeyValue || kSide == Side::kValue;
@@ -45,40 +36,37 @@ struct Config {
 
   // Strips of 16 rows that a warp owns. Two halve the reads of shared memory, where registers allow.
   static constexpr int strips() {
-    if (!kPlain || kCareful) return 1;
-    if (kDim == 64) return 2;
-    return kDim == 128 && kSide != Side::kKeyValue ? 2 : 1;
+    if (!K::kPlain || kCareful) return 1;
+    if (K::kDim == 64) return 2;
+    return K::kDim == 128 && kSide != Side::kKeyValue ? 2 : 1;
   }
   static constexpr int row_warps() {
-    if (kFloat32) return kDim == 64 ? 4 : 2;
-    return kPlain && kDim == 128 && kSide == Side::kKeyValue ? 8 : 4;
+    if (K::kFloat32) return K::kDim == 64 ? 4 : 2;
+    return K::kPlain && K::kDim == 128 && kSide == Side::kKeyValue ? 8 : 4;
   }
-  static constexpr int column_warps() { return kFloat32 && kDim == 128 ? 2 : 1; }
+  static constexpr int column_warps() { return K::kFloat32 && K::kDim == 128 ? 2 : 1; }
   static constexpr int tile_columns() {
-    if (kFloat32) return 32;
+    if (K::kFloat32) return 32;
     if (kCareful) return 16;
-    if (kDim == 256) return 32;
-    if (kPlain) return kDim == 64 && kSide == Side::kKeyValue ? 32 : kDim == 128 && strips() == 2 ? 32 : 64;
-    return kDim == 128 && kSumsSecond ? 32 : 64;
+    if (K::kDim == 256) return 32;
+    if (!K::kPlain) return K::kDim == 128 && kSumsSecond ? 32 : 64;
+    if (K::kDim == 64 && kSide == Side::kKeyValue) return 32;
+    return K::kDim == 128 && strips() == 2 ? 32 : 64;
   }
+};
 
-  static constexpr int kStrips = strips();
-  static constexpr int kRowWarps = row_warps();
-  static constexpr int kColumnWarps = column_warps();
-  static constexpr int kThreads = 32 * kRowWarps * kColumnWarps;
-  static constexpr int kWarpRows = 16 * kStrips;
-  static constexpr int kRows = kWarpRows * kRowWarps;  // of a tile
-  static constexpr int kColumns = tile_columns();      // of a tile
-  static constexpr int kWarpColumns = kColumns / kColumnWarps;
-  static constexpr int kColumnTiles = kWarpColumns / 8;  // of eight columns: those of one product
-  static constexpr int kDimTiles = kDim / 8;
-  static constexpr int kQueries = kOwnsQueries ? kRows : kColumns;  // of a tile
-  static constexpr int kKeys = kOwnsQueries ? kColumns : kRows;
-  static_assert(kWarpColumns % 16 == 0, "an accumulation sums over 16 columns");
+template <DType kDTypeOf, int kDimOf, Side kSideOf, Path kPathOf,
+          bool kCarefulOf = kDTypeOf == DType::kFloat32>
+struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>, kSideOf, kCarefulOf>> {
+  using Careful = Config<kDTypeOf, kDimOf, kSideOf, kPathOf, true>;
+
+  // Of a tile.
+  static constexpr int kQueries = Config::kOwnsQueries ? Config::kRows : Config::kColumns;
+  static constexpr int kKeys = Config::kOwnsQueries ? Config::kColumns : Config::kRows;
 
   // Whether a step of 16 dims may lie beyond the true dim, and is worth asking: see the forward's.
   static __host__ __device__ constexpr bool asks_whether_beyond(int step) {
-    return step > 0 && (step % 4 == 0 || !kPlain);
+    return step > 0 && (step % 4 == 0 || !Config::kPlain);
   }
 };
 

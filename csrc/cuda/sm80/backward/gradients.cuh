@@ -78,7 +78,7 @@ class Gradients {
   // Reads the mask of a tile. Returns whether it shows anything to some row of the block.
   __device__ __forceinline__ bool shows(Passing passing) {
     const Lane<C> lane;
-    return __syncthreads_or(mask_.load(Place<C>{plan_, work_, lane, passing})) != 0;
+    return __syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane}, passing})) != 0;
   }
 
   // Warps without rows help to load. Where registers are scarcest they compute, too, what nobody wants, as on
@@ -142,7 +142,7 @@ class Gradients {
   __device__ __forceinline__ bool meet(bool special) {
     if constexpr (C::kFloat32) {
       const int row = lane().thread % C::kRows;
-      const bool own = shared_.own1_flags()[row] || shared_.own2_flags()[row];
+      const bool own = shared_.own_first_flags()[row] || shared_.own_second_flags()[row];
       return __syncthreads_or(special || own) != 0;
     }
     __syncthreads();
@@ -154,7 +154,7 @@ class Gradients {
   __device__ __forceinline__ void attend(Passing passing, bool special) {
     if constexpr (C::kFloat32) {
       if (special && has_rows()) {
-        replace_special_products<C>(plan_, work_, lane(), shared_, passing, s_, dp_);
+        replace_special_products(Place<C>{{plan_, work_, lane()}, passing}, shared_, s_, dp_);
       }
     } else if constexpr (C::kCareful) {
       __syncthreads();
@@ -162,10 +162,12 @@ class Gradients {
     }
     if (!has_rows()) return;
     const bool careful = C::kFloat32 ? special : C::kCareful;
-    weigh<C>(plan_, work_, lane(), shared_, passing, mask_, slopes_, careful, s_, dp_);
+    weigh(Place<C>{{plan_, work_, lane()}, passing}, shared_, mask_, slopes_, careful, s_, dp_);
     if constexpr (C::kFloat32 && C::kSumsFirst) scaled_.scale(dp_, first_);
     if constexpr (C::kCareful) {
-      if (special) add_special_terms<C>(plan_, work_, lane(), shared_, passing, s_, dp_, first_, second_);
+      if (special) {
+        add_special_terms(Place<C>{{plan_, work_, lane()}, passing}, shared_, s_, dp_, first_, second_);
+      }
     }
   }
 

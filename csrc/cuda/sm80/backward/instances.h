@@ -1,8 +1,8 @@
 // What the .cu files of this folder compile.
 #pragma once
 
-#include "../../cuda_kernel_table.h"
-#include "../../mask/mask_pieces.h"
+#include "../../common/launch.h"
+#include "../../mask/mask_regions.h"
 #include "plan.h"
 
 namespace selfattn::cuda::sm80::backward {
@@ -15,7 +15,7 @@ void run_sides(const AttentionParams& params, const BackwardArguments& arguments
 // The gradient of the mask; compiled in sm80_mask_<dtype>_<dim>.cu. How its work is divided, and the gradient
 // itself: `partial` has mask_partial_bytes().
 template <DType kDType, int kDim>
-MaskPieces pieces_of_mask(const AttentionParams& params, const BackwardArguments& arguments);
+MaskRegions regions_of_mask(const AttentionParams& params, const BackwardArguments& arguments);
 template <DType kDType, int kDim>
 void run_mask(const AttentionParams& params, const BackwardArguments& arguments, const Statistics& statistics,
               void* partial, const Launch& where);

@@ -96,9 +96,9 @@ __device__ __forceinline__ bool load_own(const Plan& plan, const Work<C>& work,
   const Matrix second =
       C::kOwnsQueries ? grad_out_matrix(plan, work, work.head, row) : value_matrix(plan, work, row);
   if (C::kOwnsQueries) start_statistics<C>(plan, work, shared, work.head, row);
-  bool special = load_tile<C, C::kRows>(first, work.rows, shared.own1(), shared.own1_flags());
+  bool special = load_tile<C, C::kRows>(first, work.rows, shared.own_first(), shared.own_first_flags());
   if constexpr (C::kNeedsSecondDots) {
-    special |= load_tile<C, C::kRows>(second, work.rows, shared.own2(), shared.own2_flags());
+    special |= load_tile<C, C::kRows>(second, work.rows, shared.own_second(), shared.own_second_flags());
   }
   return special;
 }
@@ -110,7 +110,8 @@ __device__ __forceinline__ bool load_first(const Plan& plan, const Work<C>& work
   const Matrix matrix = C::kOwnsQueries ? key_matrix(plan, work, passing.first)
                                         : query_matrix(plan, work, passing.head, passing.first);
   if (!C::kOwnsQueries) start_statistics<C>(plan, work, shared, passing.head, passing.first);
-  return load_tile<C, C::kColumns>(matrix, work.count(passing), shared.pass1(), shared.pass1_flags());
+  return load_tile<C, C::kColumns>(matrix, work.count(passing), shared.passing_first(),
+                                   shared.passing_first_flags());
 }
 
 // The other one: dO or values.
@@ -119,7 +120,8 @@ __device__ __forceinline__ bool load_second(const Plan& plan, const Work<C>& wor
                                             const SharedMemory<C>& shared, Passing passing) {
   const Matrix matrix = C::kOwnsQueries ? value_matrix(plan, work, passing.first)
                                         : grad_out_matrix(plan, work, passing.head, passing.first);
-  return load_tile<C, C::kColumns>(matrix, work.count(passing), shared.pass2(), shared.pass2_flags());
+  return load_tile<C, C::kColumns>(matrix, work.count(passing), shared.passing_second(),
+                                   shared.passing_second_flags());
 }
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -1,5 +1,5 @@
-// The gradient of a float mask: a block owns a piece of it (../../mask/mask_pieces.h), and the tiles of
-// scores that fall on the piece pass by. Their gradients are added up where they are worked out, in
+// The gradient of a float mask: a block owns a region of it (../../mask/mask_regions.h), and the tiles of
+// scores that fall on the region pass by. Their gradients are added up where they are worked out, in
 // registers, element by element; sums over queries or keys that the mask does not tell apart come once for
 // several tiles.
 #pragma once
@@ -23,23 +23,22 @@ class MaskGradient {
                 "sums take the place of the tiles");
 
  public:
-  __device__ __forceinline__ MaskGradient(const Plan& plan, const MaskPieces& pieces, unsigned char* memory)
-      : plan_(plan), p_(plan.params), pieces_(pieces), shared_{memory}, work_(shared_.work()) {}
+  __device__ __forceinline__ MaskGradient(const Plan& plan, const MaskRegions& regions, unsigned char* memory)
+      : plan_(plan), p_(plan.params), regions_(regions), shared_{memory}, work_(shared_.work()) {}
 
   __device__ __forceinline__ void run(int64_t block) {
-    const MaskPieces::Tile corner = pieces_.piece(block / pieces_.splits);
-    const int64_t from = block % pieces_.splits * pieces_.split_items;
-    const int64_t to =
-        from + pieces_.split_items < pieces_.items ? from + pieces_.split_items : pieces_.items;
-    const LineTotals totals(pieces_, shared_.totals());
+    const MaskRegions::Tile corner = regions_.region(block / regions_.splits);
+    const int64_t from = block % regions_.splits * regions_.split_items;
+    const int64_t to = min(from + regions_.split_items, regions_.items);
+    const LineTotals totals(regions_, shared_.totals());
     clear(sum_.at);
     int tiles = 0;  // in it
 #pragma unroll 1
     for (int64_t n = from; n < to; ++n) {
-      if (add(pieces_.item(corner, n))) ++tiles;
-      if (n + 1 < to && (pieces_.is_tile() || tiles < LineTotals::kTiles)) continue;
+      if (add(regions_.item(corner, n))) ++tiles;
+      if (n + 1 < to && (regions_.is_tile() || tiles < LineTotals::kTiles)) continue;
       put_sums();
-      if (pieces_.is_tile()) break;
+      if (regions_.is_tile()) break;
       totals.add([&](int row, int column) { return shared_.exchange()[row * kStride + column]; });
       clear(sum_.at);
       tiles = 0;
@@ -53,7 +52,7 @@ class MaskGradient {
   static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
 
   // Whether the item is one that somebody may see: the same ones whatever the other sequences of a batch are.
-  __device__ __forceinline__ bool add(const MaskPieces::Tile& item) {
+  __device__ __forceinline__ bool add(const MaskRegions::Tile& item) {
     const int first_row = static_cast<int>(item.row_tile) * C::kRows;
     const Sequence sequence = sequence_of(p_, item.batch);
     const int rows = min(static_cast<int>(sequence.queries) - first_row, C::kRows);
@@ -69,13 +68,13 @@ class MaskGradient {
     __syncthreads();
     if (p_.mask.data != nullptr) {
       const Lane<C> lane_of_mask;
-      if (!__syncthreads_or(mask_.load(Place<C>{plan_, work_, lane_of_mask, passing}))) return false;
+      if (!__syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane_of_mask}, passing}))) return false;
     }
 
     // Neighbouring items often share the queries or the keys.
-    const int64_t row_tile = (item.batch * p_.heads + item.head) * pieces_.count[2] + item.row_tile;
+    const int64_t row_tile = (item.batch * p_.heads + item.head) * regions_.count[2] + item.row_tile;
     const int64_t column_tile =
-        (item.batch * p_.kv_heads + work_.kv_head) * pieces_.count[3] + item.column_tile;
+        (item.batch * p_.kv_heads + work_.kv_head) * regions_.count[3] + item.column_tile;
     if (row_tile != row_tile_) own_special_ = load_own<C>(plan_, work_, shared_);
     if (column_tile != column_tile_) {
       passing_special_ = load_first<C>(plan_, work_, shared_, passing);
@@ -92,10 +91,10 @@ class MaskGradient {
     multiply_first(plan_, shared_, s);
     multiply_second(plan_, shared_, ds);
     if constexpr (C::kFloat32) {
-      if (special) replace_special_products<C>(plan_, work_, lane(), shared_, passing, s, ds);
+      if (special) replace_special_products(Place<C>{{plan_, work_, lane()}, passing}, shared_, s, ds);
     }
     Slopes<C> none;
-    weigh<C>(plan_, work_, lane(), shared_, passing, mask_, none, /*careful=*/true, s, ds);
+    weigh(Place<C>{{plan_, work_, lane()}, passing}, shared_, mask_, none, /*careful=*/true, s, ds);
     for_each_pair(sum_, ds, [](int, int, int, int, float& sum, float& gradient) { sum += gradient; });
     return true;
   }
@@ -111,18 +110,18 @@ class MaskGradient {
     __syncthreads();
   }
 
-  __device__ __forceinline__ void write(const MaskPieces::Tile& corner, const LineTotals& totals,
+  __device__ __forceinline__ void write(const MaskRegions::Tile& corner, const LineTotals& totals,
                                         int64_t block) const {
     const float* sums = shared_.exchange();
     const View& gradient = plan_.arguments.grad_mask;
-    const int columns = pieces_.columns(), count = pieces_.rows() * columns;
+    const int columns = regions_.columns(), count = regions_.rows() * columns;
 #pragma unroll 1
     for (int n = static_cast<int>(threadIdx.x); n < count; n += C::kThreads) {
       const int row = n / columns, column = n % columns;
       const double sum =
-          pieces_.is_tile() ? static_cast<double>(sums[row * kStride + column]) : totals.element(n);
-      if (pieces_.partial != nullptr) {
-        pieces_.partial[block * count + n] = sum;
+          regions_.is_tile() ? static_cast<double>(sums[row * kStride + column]) : totals.element(n);
+      if (regions_.partial != nullptr) {
+        regions_.partial[block * count + n] = sum;
         continue;
       }
       const int64_t query = corner.row_tile * C::kRows + row, key = corner.column_tile * C::kColumns + column;
@@ -134,7 +133,7 @@ class MaskGradient {
 
   const Plan& plan_;
   const AttentionParams& p_;
-  const MaskPieces& pieces_;
+  const MaskRegions& regions_;
   const SharedMemory<C> shared_;
   const Work<C>& work_;                       // lies in shared memory; of one item after another
   int64_t row_tile_ = -1, column_tile_ = -1;  // in shared memory
@@ -145,32 +144,32 @@ class MaskGradient {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
-    mask_gradient_kernel(const Plan plan, const MaskPieces pieces) {
+    mask_gradient_kernel(const Plan plan, const MaskRegions regions) {
   SELFATTN_DYNAMIC_SHARED(memory);
   const int64_t block = block_of_grid();
-  if (block < pieces.blocks()) MaskGradient<C>(plan, pieces, memory).run(block);
+  if (block < regions.blocks()) MaskGradient<C>(plan, regions, memory).run(block);
 }
 
 template <DType kDType, int kDim>
 using MaskConfig = Config<kDType, kDim, Side::kMask, Path::kOptions>;
 
 template <DType kDType, int kDim>
-MaskPieces pieces_of_mask(const AttentionParams& p, const BackwardArguments& a) {
+MaskRegions regions_of_mask(const AttentionParams& p, const BackwardArguments& a) {
   using C = MaskConfig<kDType, kDim>;
-  return mask_pieces(p, a, C::kRows, C::kColumns);
+  return mask_regions(p, a, C::kRows, C::kColumns);
 }
 
 template <DType kDType, int kDim>
 void run_mask(const AttentionParams& p, const BackwardArguments& a, const Statistics& statistics,
               void* partial, const Launch& where) {
   using C = MaskConfig<kDType, kDim>;
-  MaskPieces pieces = pieces_of_mask<kDType, kDim>(p, a);
-  if (pieces.splits > 1) pieces.partial = static_cast<double*>(partial);
-  if (pieces.blocks() == 0) return;
+  MaskRegions regions = regions_of_mask<kDType, kDim>(p, a);
+  if (regions.splits > 1) regions.partial = static_cast<double*>(partial);
+  if (regions.blocks() == 0) return;
   const Plan plan = plan_side(p, a, statistics, C::kRows, C::kOwnsQueries);
-  launch(&mask_gradient_kernel<C>, grid_of(pieces.blocks()), dim3(C::kThreads), SharedLayout<C>::kBytes,
-         where.stream, plan, pieces);
-  join_mask_splits(p, a, pieces, where);
+  launch(&mask_gradient_kernel<C>, grid_of(regions.blocks()), dim3(C::kThreads), SharedLayout<C>::kBytes,
+         where.stream, plan, regions);
+  join_mask_splits(p, a, regions, where);
 }
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -3,47 +3,42 @@
 
 #include "../dropout_bits.cuh"
 #include "../fragments.cuh"
+#include "../place.cuh"
 #include "../scores.cuh"
 #include "shared_layout.cuh"
 
 namespace selfattn::cuda::sm80::backward {
 
 template <class C>
-struct Place {
+struct Place : PlaceOfWork<C, Plan, Work<C>> {
   static constexpr bool kColumnsAreKeys = C::kOwnsQueries;
-  static constexpr bool kFloat32 = C::kFloat32;
 
-  const Plan& plan;
-  const Work<C>& work;
-  const Lane<C>& lane;
   Passing passing;
 
-  __device__ __forceinline__ const AttentionParams& params() const { return plan.params; }
-  __device__ __forceinline__ int batch() const { return work.batch; }
-  __device__ __forceinline__ int queries() const { return work.queries; }
-  __device__ __forceinline__ int keys() const { return work.keys; }
-  __device__ __forceinline__ int64_t query_offset() const { return work.query_offset; }
-
   // Rows beyond the last are taken for the last, so that whatever is read for them exists.
-  __device__ __forceinline__ int existing(int row_of_tile) const { return min(row_of_tile, work.rows - 1); }
+  __device__ __forceinline__ int existing(int row_of_tile) const {
+    return min(row_of_tile, this->work.rows - 1);
+  }
   // Where rows are queries.
   __device__ __forceinline__ RowOf row(int row_of_tile) const {
-    return {passing.head, work.first_row + existing(row_of_tile)};
+    return {passing.head, this->work.first_row + existing(row_of_tile)};
   }
-  __device__ __forceinline__ int first_key_of_warp() const { return passing.first + lane.first_column; }
+  __device__ __forceinline__ int first_key_of_warp() const { return passing.first + this->lane.first_column; }
 
   // Of an element.
   __device__ __forceinline__ RowOf query(int strip, int half, int tile, int i) const {
-    return {passing.head, work.query(passing, existing(lane.row(strip, half)), lane.column(tile) + i)};
+    return {passing.head,
+            this->work.query(passing, existing(this->lane.row(strip, half)), this->lane.column(tile) + i)};
   }
   __device__ __forceinline__ int key(int strip, int half, int tile, int i) const {
-    return work.key(passing, existing(lane.row(strip, half)), lane.column(tile) + i);
+    return this->work.key(passing, existing(this->lane.row(strip, half)), this->lane.column(tile) + i);
   }
 
   // Numbers of the queries of an element and its right neighbour, from one of the arrays in shared memory.
   __device__ __forceinline__ float2 of_queries(const float* numbers, int strip, int half, int tile) const {
-    if constexpr (!C::kOwnsQueries) return *reinterpret_cast<const float2*>(numbers + lane.column(tile));
-    const float number = numbers[lane.row(strip, half)];
+    if constexpr (!C::kOwnsQueries)
+      return *reinterpret_cast<const float2*>(numbers + this->lane.column(tile));
+    const float number = numbers[this->lane.row(strip, half)];
     return {number, number};
   }
 };

@@ -32,7 +32,7 @@ struct Statistics {
 
 // Padded queries of a head, see above.
 inline int64_t padded_queries(const AttentionParams& p) {
-  if (p.sequences.query_starts == nullptr) return divide_up(p.queries, kQueryPadding) * kQueryPadding;
+  if (p.sequences.query_starts == nullptr) return round_up(p.queries, kQueryPadding);
   return (p.sequences.query_rows / kQueryPadding + p.batch) * kQueryPadding;
 }
 
@@ -68,8 +68,7 @@ constexpr int64_t kMaxFloat32Dim = 128;  // more does not fit into shared memory
 // Whether sm80 computes the gradients of such a call: otherwise simt does.
 bool takes(const AttentionParams& params);
 
-// Whether no option asks for more than a positive scale, window and sinks, and all rows can be read 16 bytes
-// at a time.
+// The same as of the forward, where nobody wants gradients of weights or slopes.
 bool is_plain(const AttentionParams& params, const BackwardArguments& arguments);
 
 // `rows`: of a tile; `owns_queries`: see Config.

@@ -6,44 +6,52 @@
 
 namespace selfattn::cuda::sm80::backward {
 
+// products = own passing^T, of tiles in shared memory.
+template <class C>
+__device__ __forceinline__ void multiply_tiles(const unsigned char* own, const unsigned char* passing,
+                                               int64_t dim, int pieces, Scores<C>& products) {
+  using Layout = SharedLayout<C>;
+  const Lane<C> lane;
+  multiply_rows<C>(Operand{own, Layout::kOwnPlane, lane.first_row},
+                   Operand{passing, Layout::kPassingPlane, lane.first_column}, lane.lane,
+                   static_cast<int>(dim), pieces, products.at);
+}
+
 // s = queries keys^T or its transpose.
 template <class C>
 __device__ __forceinline__ void multiply_first(const Plan& plan, const SharedMemory<C>& shared,
                                                Scores<C>& s) {
-  using Layout = SharedLayout<C>;
-  const Lane<C> lane;
-  multiply_rows<C>(Operand{shared.own1(), Layout::kOwnPlane, lane.first_row},
-                   Operand{shared.pass1(), Layout::kPassPlane, lane.first_column}, lane.lane,
-                   static_cast<int>(plan.params.head_dim), plan.pieces, s.at);
+  multiply_tiles(shared.own_first(), shared.passing_first(), plan.params.head_dim, plan.pieces, s);
 }
 
 // dp = dO values^T or its transpose.
 template <class C>
 __device__ __forceinline__ void multiply_second(const Plan& plan, const SharedMemory<C>& shared,
                                                 Scores<C>& dp) {
-  using Layout = SharedLayout<C>;
+  multiply_tiles(shared.own_second(), shared.passing_second(), plan.params.value_dim, plan.pieces, dp);
+}
+
+// output += factors passing.
+template <class C>
+__device__ __forceinline__ void accumulate_tile(const Scores<C>& factors, const unsigned char* passing,
+                                                int64_t dim, int pieces, Output<C>& output) {
   const Lane<C> lane;
-  multiply_rows<C>(Operand{shared.own2(), Layout::kOwnPlane, lane.first_row},
-                   Operand{shared.pass2(), Layout::kPassPlane, lane.first_column}, lane.lane,
-                   static_cast<int>(plan.params.value_dim), plan.pieces, dp.at);
+  accumulate<C>(factors.at, Operand{passing, SharedLayout<C>::kPassingPlane, lane.first_column}, lane.lane,
+                static_cast<int>(dim), pieces, output.at);
 }
 
 // output += gradients of scores, keys or queries.
 template <class C>
 __device__ __forceinline__ void accumulate_first(const Plan& plan, const SharedMemory<C>& shared,
                                                  const Scores<C>& ds, Output<C>& output) {
-  const Lane<C> lane;
-  accumulate<C>(ds.at, Operand{shared.pass1(), SharedLayout<C>::kPassPlane, lane.first_column}, lane.lane,
-                static_cast<int>(plan.params.head_dim), plan.pieces, output.at);
+  accumulate_tile(ds, shared.passing_first(), plan.params.head_dim, plan.pieces, output);
 }
 
 // output += weights dO.
 template <class C>
 __device__ __forceinline__ void accumulate_second(const Plan& plan, const SharedMemory<C>& shared,
                                                   const Scores<C>& weights, Output<C>& output) {
-  const Lane<C> lane;
-  accumulate<C>(weights.at, Operand{shared.pass2(), SharedLayout<C>::kPassPlane, lane.first_column},
-                lane.lane, static_cast<int>(plan.params.value_dim), plan.pieces, output.at);
+  accumulate_tile(weights, shared.passing_second(), plan.params.value_dim, plan.pieces, output);
 }
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -31,12 +31,8 @@ class ScaledRows {
         const bool grows = is_up(strip, half) && most >= kSmall;
         if (grows) up_ &= ~bit(strip, half);
         const float factor = is_up(strip, half) ? kUp : 1.0f;
-        if (__any_sync(kWholeWarp, grows)) multiply(sums, strip, half, grows ? kDown : 1.0f);
-#pragma unroll
-        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
-          ds.at[strip][tile][2 * half] *= factor;
-          ds.at[strip][tile][2 * half + 1] *= factor;
-        }
+        if (__any_sync(kWholeWarp, grows)) scale_row(sums.at, strip, half, grows ? kDown : 1.0f);
+        scale_row(ds.at, strip, half, factor);
       }
     }
   }
@@ -47,7 +43,7 @@ class ScaledRows {
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        multiply(sums, strip, half, is_up(strip, half) ? kDown : 1.0f);
+        scale_row(sums.at, strip, half, is_up(strip, half) ? kDown : 1.0f);
       }
     }
   }
@@ -56,14 +52,6 @@ class ScaledRows {
   static constexpr float kUp = 1099511627776.0f;  // 2^40
   static constexpr float kDown = 1.0f / kUp;
   static constexpr float kSmall = kDown * kDown;
-
-  static __device__ __forceinline__ void multiply(Output<C>& sums, int strip, int half, float by) {
-#pragma unroll
-    for (int tile = 0; tile < C::kDimTiles; ++tile) {
-      sums.at[strip][tile][2 * half] *= by;
-      sums.at[strip][tile][2 * half + 1] *= by;
-    }
-  }
 
   static __device__ __forceinline__ uint32_t bit(int strip, int half) { return 1u << (strip * 2 + half); }
   __device__ __forceinline__ bool is_up(int strip, int half) const { return up_ & bit(strip, half); }

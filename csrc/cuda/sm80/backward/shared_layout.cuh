@@ -1,6 +1,8 @@
 // Shared memory of a block of the backward.
 #pragma once
 
+#include <algorithm>
+
 #include "../shared_layout.cuh"
 #include "work.cuh"
 
@@ -10,30 +12,30 @@ namespace selfattn::cuda::sm80::backward {
 template <class C>
 struct SharedLayout {
   static constexpr int kOwnPlane = C::kRows * C::kDim * 2;
-  static constexpr int kPassPlane = C::kColumns * C::kDim * 2;
+  static constexpr int kPassingPlane = C::kColumns * C::kDim * 2;
 
   static constexpr int kWork = 0;
   static constexpr int kTiles = 128;  // where they begin, and what takes their place at the end
   static_assert(sizeof(Work<C>) <= kTiles, "a block's plan comes before its tiles");
 
-  static constexpr int kOwn1 = kTiles;
-  static constexpr int kOwn2 = kOwn1 + C::kPieces * kOwnPlane;
-  static constexpr int kPass1 = kOwn2 + (C::kNeedsSecondDots ? C::kPieces * kOwnPlane : 0);
-  static constexpr int kPass2 = kPass1 + C::kPieces * kPassPlane;
+  static constexpr int kOwnFirst = kTiles;
+  static constexpr int kOwnSecond = kOwnFirst + C::kPieces * kOwnPlane;
+  static constexpr int kPassingFirst = kOwnSecond + (C::kNeedsSecondDots ? C::kPieces * kOwnPlane : 0);
+  static constexpr int kPassingSecond = kPassingFirst + C::kPieces * kPassingPlane;
   // At the end, sums of the warps that divided the columns and results on their way out take the tiles'
   // place.
-  static constexpr int kTilesEnd = kPass2 + C::kPieces * kPassPlane;
+  static constexpr int kTilesEnd = kPassingSecond + C::kPieces * kPassingPlane;
   static constexpr int kResultsEnd = kTiles + C::kRows * C::kDim * 4;
-  static constexpr int kStatistics = kTilesEnd > kResultsEnd ? kTilesEnd : kResultsEnd;
+  static constexpr int kStatistics = std::max(kTilesEnd, kResultsEnd);
   // A byte per row of a tile: whether it holds numbers that need attention.
   static constexpr int kFlags = kStatistics + 3 * C::kQueries * 4;
   // Of a mask's gradient: see ../../mask/line_totals.cuh.
   static constexpr int kTotals = kFlags + 2 * C::kRows + 2 * C::kColumns;
-  static constexpr int kLines = C::kRows > C::kColumns ? C::kRows : C::kColumns;
+  static constexpr int kLines = std::max(C::kRows, C::kColumns);
   static constexpr int kBytes = kTotals + (C::kSide == Side::kMask ? kLines * 8 : 0);
   static_assert(kTotals % 8 == 0, "totals are float64");
 
-  static_assert(kBytes <= 99 * 1024, "consumer devices have no more than 99 KB for a block");
+  static_assert(kBytes <= kMostSharedBytes, "consumer devices have no more for a block");
 };
 
 template <class C>
@@ -44,10 +46,10 @@ struct SharedMemory {
   __device__ __forceinline__ Work<C>& work() const {
     return *reinterpret_cast<Work<C>*>(bytes + Layout::kWork);
   }
-  __device__ __forceinline__ unsigned char* own1() const { return bytes + Layout::kOwn1; }
-  __device__ __forceinline__ unsigned char* own2() const { return bytes + Layout::kOwn2; }
-  __device__ __forceinline__ unsigned char* pass1() const { return bytes + Layout::kPass1; }
-  __device__ __forceinline__ unsigned char* pass2() const { return bytes + Layout::kPass2; }
+  __device__ __forceinline__ unsigned char* own_first() const { return bytes + Layout::kOwnFirst; }
+  __device__ __forceinline__ unsigned char* own_second() const { return bytes + Layout::kOwnSecond; }
+  __device__ __forceinline__ unsigned char* passing_first() const { return bytes + Layout::kPassingFirst; }
+  __device__ __forceinline__ unsigned char* passing_second() const { return bytes + Layout::kPassingSecond; }
   __device__ __forceinline__ float* exchange() const {
     return reinterpret_cast<float*>(bytes + Layout::kTiles);
   }
@@ -59,10 +61,14 @@ struct SharedMemory {
   __device__ __forceinline__ float* inverse_sum() const { return shift() + C::kQueries; }
   __device__ __forceinline__ float* delta() const { return shift() + 2 * C::kQueries; }
 
-  __device__ __forceinline__ unsigned char* own1_flags() const { return bytes + Layout::kFlags; }
-  __device__ __forceinline__ unsigned char* own2_flags() const { return own1_flags() + C::kRows; }
-  __device__ __forceinline__ unsigned char* pass1_flags() const { return own1_flags() + 2 * C::kRows; }
-  __device__ __forceinline__ unsigned char* pass2_flags() const { return pass1_flags() + C::kColumns; }
+  __device__ __forceinline__ unsigned char* own_first_flags() const { return bytes + Layout::kFlags; }
+  __device__ __forceinline__ unsigned char* own_second_flags() const { return own_first_flags() + C::kRows; }
+  __device__ __forceinline__ unsigned char* passing_first_flags() const {
+    return own_first_flags() + 2 * C::kRows;
+  }
+  __device__ __forceinline__ unsigned char* passing_second_flags() const {
+    return passing_first_flags() + C::kColumns;
+  }
   __device__ __forceinline__ double* totals() const {
     return reinterpret_cast<double*>(bytes + Layout::kTotals);
   }

@@ -11,13 +11,13 @@ namespace {
 // What there is for an element type and a padded dim.
 struct Instance {
   void (*sides)(const AttentionParams&, const BackwardArguments&, const Statistics&, CUstream_st*);
-  MaskPieces (*pieces)(const AttentionParams&, const BackwardArguments&);
+  MaskRegions (*regions)(const AttentionParams&, const BackwardArguments&);
   void (*mask)(const AttentionParams&, const BackwardArguments&, const Statistics&, void*, const Launch&);
 };
 
 template <DType kDType, int kDim>
 constexpr Instance instance() {
-  return {&run_sides<kDType, kDim>, &pieces_of_mask<kDType, kDim>, &run_mask<kDType, kDim>};
+  return {&run_sides<kDType, kDim>, &regions_of_mask<kDType, kDim>, &run_mask<kDType, kDim>};
 }
 
 template <DType kDType>
@@ -41,7 +41,7 @@ Instance instance_for(const AttentionParams& p) {
 size_t workspace_bytes(const AttentionParams& p, const BackwardArguments& a) {
   const size_t statistics = statistics_bytes(p);
   if (a.grad_mask.data == nullptr) return statistics;
-  return statistics + mask_partial_bytes(instance_for(p).pieces(p, a));
+  return statistics + mask_partial_bytes(instance_for(p).regions(p, a));
 }
 
 void run(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {

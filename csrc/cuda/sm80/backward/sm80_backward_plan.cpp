@@ -1,3 +1,4 @@
+#include "../../../core/options.h"
 #include "../../rows/rows.h"
 #include "../plan.h"
 #include "plan.h"
@@ -5,6 +6,13 @@
 namespace selfattn::cuda::sm80::backward {
 
 namespace {
+
+// Those that the kernels of this folder apply: Note [Declared options] in core/options.h. Keys in pages have
+// no gradient.
+constexpr OptionSet kOptions = {Option::kMask,        Option::kOwnMasks,   Option::kAlibiSlopes,
+                                Option::kSinks,       Option::kDropout,    Option::kWindow,
+                                Option::kQueryOffset, Option::kSoftcap,    Option::kPackedQueries,
+                                Option::kPackedKeys,  Option::kKeyLengths, Option::kQueryOffsets};
 
 // Of which statistics are kept.
 int64_t rows_of(const AttentionParams& p) {
@@ -20,7 +28,7 @@ bool writable_by_pairs(const View& view, int64_t columns) {
 
 bool takes(const AttentionParams& p) {
   const int64_t most = p.dtype == DType::kFloat32 ? kMaxFloat32Dim : kMaxDim;
-  return p.head_dim <= most && p.value_dim <= most;
+  return p.head_dim <= most && p.value_dim <= most && options_of(p).within(kOptions);
 }
 
 bool is_plain(const AttentionParams& p, const BackwardArguments& a) {

@@ -2,7 +2,7 @@
 
 namespace selfattn::cuda::sm80::backward {
 
-template MaskPieces pieces_of_mask<DType::kBFloat16, 128>(const AttentionParams&, const BackwardArguments&);
+template MaskRegions regions_of_mask<DType::kBFloat16, 128>(const AttentionParams&, const BackwardArguments&);
 template void run_mask<DType::kBFloat16, 128>(const AttentionParams&, const BackwardArguments&,
                                               const Statistics&, void*, const Launch&);
 

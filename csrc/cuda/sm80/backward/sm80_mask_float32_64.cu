@@ -2,7 +2,7 @@
 
 namespace selfattn::cuda::sm80::backward {
 
-template MaskPieces pieces_of_mask<DType::kFloat32, 64>(const AttentionParams&, const BackwardArguments&);
+template MaskRegions regions_of_mask<DType::kFloat32, 64>(const AttentionParams&, const BackwardArguments&);
 template void run_mask<DType::kFloat32, 64>(const AttentionParams&, const BackwardArguments&,
                                             const Statistics&, void*, const Launch&);
 

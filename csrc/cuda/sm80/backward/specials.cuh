@@ -35,27 +35,26 @@ __device__ __forceinline__ const float* floats_at(const View& view, int64_t offs
 
 // float32: s and dp of rows and columns that hold such a number.
 template <class C>
-__device__ __forceinline__ void replace_special_products(const Plan& plan, const Work<C>& work,
-                                                         const Lane<C>& lane, const SharedMemory<C>& shared,
-                                                         Passing passing, Scores<C>& s, Scores<C>& dp) {
-  const AttentionParams& p = plan.params;
-  const Place<C> at{plan, work, lane, passing};
+__device__ __forceinline__ void replace_special_products(const Place<C>& at, const SharedMemory<C>& shared,
+                                                         Scores<C>& s, Scores<C>& dp) {
+  const AttentionParams& p = at.params();
+  const Work<C>& work = at.work;
 #pragma unroll 1
   for (int n = 0; n < C::kColumnTiles * 2; ++n) {
-    const int column = lane.column(n / 2) + n % 2;
-    if (column >= work.count(passing)) continue;
+    const int column = at.lane.column(n / 2) + n % 2;
+    if (column >= work.count(at.passing)) continue;
 #pragma unroll 1
     for (int half = 0; half < 2; ++half) {
-      const int row = lane.row(0, half);
+      const int row = at.lane.row(0, half);
       const int query = at.query(0, half, n / 2, n % 2).query, key = at.key(0, half, n / 2, n % 2);
-      if (shared.own1_flags()[row] || shared.pass1_flags()[column]) {
-        const float* x = floats_at(p.query, work.offset_of_query(p.query, passing.head, query));
+      if (shared.own_first_flags()[row] || shared.passing_first_flags()[column]) {
+        const float* x = floats_at(p.query, work.offset_of_query(p.query, at.passing.head, query));
         const float* y = floats_at(p.key, work.offset_of_key(p.key, work.kv_head, key));
         set_element<C>(s, half, n, dot_product(x, y, static_cast<int>(p.head_dim)));
       }
-      if (shared.own2_flags()[row] || shared.pass2_flags()[column]) {
-        const View& grad_out = plan.arguments.grad_out;
-        const float* x = floats_at(grad_out, work.offset_of_query(grad_out, passing.head, query));
+      if (shared.own_second_flags()[row] || shared.passing_second_flags()[column]) {
+        const View& grad_out = at.plan.arguments.grad_out;
+        const float* x = floats_at(grad_out, work.offset_of_query(grad_out, at.passing.head, query));
         const float* y = floats_at(p.value, work.offset_of_key(p.value, work.kv_head, key));
         set_element<C>(dp, half, n, dot_product(x, y, static_cast<int>(p.value_dim)));
       }
@@ -88,8 +87,10 @@ __device__ __forceinline__ bool clear_non_finite_rows(unsigned char* tile, unsig
 template <class C>
 __device__ __forceinline__ bool clear_non_finite(const SharedMemory<C>& shared) {
   bool any = false;
-  if constexpr (C::kSumsFirst) any |= clear_non_finite_rows<C>(shared.pass1(), shared.pass1_flags());
-  if constexpr (C::kSumsSecond) any |= clear_non_finite_rows<C>(shared.pass2(), shared.pass2_flags());
+  if constexpr (C::kSumsFirst)
+    any |= clear_non_finite_rows<C>(shared.passing_first(), shared.passing_first_flags());
+  if constexpr (C::kSumsSecond)
+    any |= clear_non_finite_rows<C>(shared.passing_second(), shared.passing_second_flags());
   return any;
 }
 
@@ -100,22 +101,30 @@ __device__ __forceinline__ bool was_left_out(Storage x) {
   if constexpr (kDType != DType::kFloat32) return is_non_finite<kDType>(x);
 }
 
+// A tensor whose rows pass by.
+struct PassingMatrix {
+  const View& view;
+  int head;
+  int columns;                 // head dim or value dim
+  const unsigned char* flags;  // of the tile's rows: whether elements were left out
+};
+
 // Adds factors * matrix, where rows of the latter are columns of the former, for the elements left out.
 template <class C>
 __device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMemory<C>& shared,
-                                             const unsigned char* flags, const View& matrix, int head,
-                                             int dim, const Scores<C>& factors, Output<C>& output) {
+                                             const PassingMatrix& matrix, const Scores<C>& factors,
+                                             Output<C>& output) {
   using E = Element<C::kDType>;
   using Storage = typename E::Storage;
   const AttentionParams& p = at.plan.params;
 #pragma unroll 1
   for (int n = 0; n < C::kWarpColumns; ++n) {
     const int column = at.lane.first_column + n;
-    if (!flags[column]) continue;
+    if (!matrix.flags[column]) continue;
     const int passing = at.passing.first + column;
-    const auto* elements = static_cast<const Storage*>(matrix.data) +
-                           (C::kOwnsQueries ? at.work.offset_of_key(matrix, head, passing)
-                                            : at.work.offset_of_query(matrix, head, passing));
+    const auto* elements = static_cast<const Storage*>(matrix.view.data) +
+                           (C::kOwnsQueries ? at.work.offset_of_key(matrix.view, matrix.head, passing)
+                                            : at.work.offset_of_query(matrix.view, matrix.head, passing));
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
@@ -129,7 +138,7 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMem
 #pragma unroll 1
         for (int m = 0; m < C::kDimTiles * 2; ++m) {
           const int d = at.lane.dim(m / 2) + m % 2;
-          if (d >= dim || !was_left_out<C::kDType>(elements[d])) continue;
+          if (d >= matrix.columns || !was_left_out<C::kDType>(elements[d])) continue;
           const float element = E::widen(elements[d]);
 #pragma unroll
           for (int tile = 0; tile < C::kDimTiles; ++tile) {
@@ -147,19 +156,22 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMem
 
 // ds and weights as weigh() leaves them.
 template <class C>
-__device__ __forceinline__ void add_special_terms(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                                  const SharedMemory<C>& shared, Passing passing,
+__device__ __forceinline__ void add_special_terms(const Place<C>& at, const SharedMemory<C>& shared,
                                                   const Scores<C>& weights, const Scores<C>& ds,
                                                   Output<C>& first, Output<C>& second) {
-  const AttentionParams& p = plan.params;
-  const Place<C> at{plan, work, lane, passing};
+  const AttentionParams& p = at.params();
+  const int head = at.passing.head;
   if constexpr (C::kSumsFirst) {
-    add_left_out(at, shared, shared.pass1_flags(), C::kOwnsQueries ? p.key : p.query,
-                 C::kOwnsQueries ? work.kv_head : passing.head, static_cast<int>(p.head_dim), ds, first);
+    add_left_out(at, shared,
+                 PassingMatrix{C::kOwnsQueries ? p.key : p.query, C::kOwnsQueries ? at.work.kv_head : head,
+                               static_cast<int>(p.head_dim), shared.passing_first_flags()},
+                 ds, first);
   }
   if constexpr (C::kSumsSecond) {
-    add_left_out(at, shared, shared.pass2_flags(), plan.arguments.grad_out, passing.head,
-                 static_cast<int>(p.value_dim), weights, second);
+    add_left_out(at, shared,
+                 PassingMatrix{at.plan.arguments.grad_out, head, static_cast<int>(p.value_dim),
+                               shared.passing_second_flags()},
+                 weights, second);
   }
 }
 

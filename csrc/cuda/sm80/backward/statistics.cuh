@@ -25,7 +25,7 @@ __global__ void __launch_bounds__(kStatisticsThreads, 1)
   const int64_t head = head_index % p.heads, batch = head_index / p.heads;
   if (batch >= p.batch) return;
   const Sequence sequence = sequence_of(p, batch);
-  if (query >= divide_up(sequence.queries, kQueryPadding) * kQueryPadding) return;
+  if (query >= round_up(sequence.queries, kQueryPadding)) return;
   const int64_t at = first_statistic_of(p, sequence, head) + query;
   const int64_t n = to.first(p, batch, sequence.first_query) + head * to.queries + query;
   const bool exists = query < sequence.queries;

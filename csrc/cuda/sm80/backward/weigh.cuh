@@ -148,7 +148,7 @@ __device__ __forceinline__ void weigh_options(const Place<C>& at, const SharedMe
   for_each_element(s.at, [&](int strip, int half, int tile, int i, float& score) {
     const float shift = pick(at.of_queries(shared.shift(), strip, half, tile), i);
     const float inverse_sum = pick(at.of_queries(shared.inverse_sum(), strip, half, tile), i);
-    score = ptx::exp2_approx((score - shift) * 1.4426950408889634f) * inverse_sum;
+    score = quick_exp(score - shift) * inverse_sum;
   });
   if constexpr (C::kNeedsSecondDots) {
     for_each_pair(s, dp, [](int, int, int, int, float& weight, float& gradient) { gradient *= weight; });
@@ -206,10 +206,9 @@ __device__ __forceinline__ void hide(const Place<C>& at, const SharedMemory<C>& 
 // products but for the factor plan.scale (the result's too), on the side of masks those of the scores. Sides
 // that do not need dp leave it undefined. careful: NaN or Inf is about.
 template <class C>
-__device__ __forceinline__ void weigh(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                      const SharedMemory<C>& shared, Passing passing, const MaskBits<C>& mask,
-                                      Slopes<C>& slopes, bool careful, Scores<C>& s, Scores<C>& dp) {
-  const Place<C> at{plan, work, lane, passing};
+__device__ __forceinline__ void weigh(const Place<C>& at, const SharedMemory<C>& shared,
+                                      const MaskBits<C>& mask, Slopes<C>& slopes, bool careful, Scores<C>& s,
+                                      Scores<C>& dp) {
   if constexpr (C::kPlain) {
     weigh_plain(at, shared, s, dp);
     hide(at, shared, mask, careful, s, dp);
@@ -218,8 +217,8 @@ __device__ __forceinline__ void weigh(const Plan& plan, const Work<C>& work, con
     weigh_options(at, shared, s, dp, cap_slope);
     hide(at, shared, mask, careful, s, dp);
     if constexpr (C::kSide == Side::kQuery) {
-      if (plan.arguments.grad_slopes_rows != nullptr) slopes.add(at, dp);
-      if (plan.params.softcap != 0.0) {
+      if (at.plan.arguments.grad_slopes_rows != nullptr) slopes.add(at, dp);
+      if (at.plan.params.softcap != 0.0) {
         for_each_pair(cap_slope, dp,
                       [](int, int, int, int, float& slope, float& gradient) { gradient *= slope; });
       }

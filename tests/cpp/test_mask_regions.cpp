@@ -1,5 +1,5 @@
 // How the gradient of a float mask is divided among blocks. Plain C++.
-#include "cuda/mask/mask_pieces.cpp"
+#include "cuda/mask/mask_regions.cpp"
 
 #include "check.h"
 
@@ -15,7 +15,7 @@ struct Mask {
 };
 
 // Of 3 batch elements and 4 heads.
-MaskPieces pieces_of(const Mask& mask, int64_t longest, bool has_sequences) {
+MaskRegions regions_of(const Mask& mask, int64_t longest, bool has_sequences) {
   const int64_t start = 0;  // never read by the host
   AttentionParams p;
   p.batch = 3;
@@ -25,7 +25,7 @@ MaskPieces pieces_of(const Mask& mask, int64_t longest, bool has_sequences) {
   BackwardArguments a;
   const bool kept[4] = {mask.batch, mask.head, mask.query, mask.key};
   for (int d = 0; d < 4; ++d) a.grad_mask.stride[d] = kept[d] ? 1 : 0;
-  return mask_pieces(p, a, kTile, kTile);
+  return mask_regions(p, a, kTile, kTile);
 }
 
 constexpr Mask kMasks[] = {{true, false, false, false}, {true, true, false, true},
@@ -34,12 +34,12 @@ constexpr Mask kMasks[] = {{true, false, false, false}, {true, true, false, true
 
 }  // namespace
 
-TEST(every_item_of_a_piece_is_in_one_split) {
+TEST(every_item_of_a_region_is_in_one_split) {
   for (const Mask& mask : kMasks) {
     for (const int64_t longest : {1, 64, 65, 1000, 5000}) {
       for (const bool has_sequences : {false, true}) {
-        const MaskPieces p = pieces_of(mask, longest, has_sequences);
-        CHECK(p.pieces * p.items == p.count[0] * p.count[1] * p.count[2] * p.count[3]);
+        const MaskRegions p = regions_of(mask, longest, has_sequences);
+        CHECK(p.regions * p.items == p.count[0] * p.count[1] * p.count[2] * p.count[3]);
         CHECK(p.splits * p.split_items >= p.items && (p.splits - 1) * p.split_items < p.items);
       }
     }
@@ -49,13 +49,13 @@ TEST(every_item_of_a_piece_is_in_one_split) {
 // A sequence has the same items in the same splits then, whatever the longest is: a head's, or all of them.
 TEST(the_mask_of_a_sequence_is_split_by_heads_or_not_at_all) {
   for (const int64_t longest : {1, 64, 65, 1000, 5000}) {
-    const MaskPieces of_heads = pieces_of({true, false, false, false}, longest, true);
+    const MaskRegions of_heads = regions_of({true, false, false, false}, longest, true);
     CHECK(of_heads.splits == 4);
-    const MaskPieces::Tile corner = of_heads.piece(1);
+    const MaskRegions::Tile corner = of_heads.region(1);
     for (int64_t n = 0; n < of_heads.items; ++n) {
       CHECK(of_heads.item(corner, n).head == n / of_heads.split_items);
     }
-    CHECK(pieces_of({true, true, false, false}, longest, true).splits == 1);
-    CHECK(pieces_of({true, false, true, true}, longest, true).splits == 1);
+    CHECK(regions_of({true, true, false, false}, longest, true).splits == 1);
+    CHECK(regions_of({true, false, true, true}, longest, true).splits == 1);
   }
 }
