@@ -10,29 +10,29 @@
 
 namespace selfattn {
 
-// A piece of a packed tensor. Whatever the numbers are, it lies within the tensor and is no longer than
+// Rows of a packed tensor. Whatever the numbers are, they lie within the tensor and are no more than
 // `longest`.
-struct Piece {
+struct PackedRows {
   int64_t first;
   int64_t count;
 };
 
-inline SELFATTN_HOST_DEVICE Piece piece_of(const int64_t* starts, int64_t index, int64_t rows,
-                                           int64_t longest) {
+inline SELFATTN_HOST_DEVICE PackedRows packed_rows(const int64_t* starts, int64_t index, int64_t rows,
+                                                   int64_t longest) {
   const int64_t first = limited(starts[index], 0, rows);
   const int64_t end = limited(starts[index + 1], first, rows);
   return {first, limited(end - first, 0, longest)};
 }
 
-inline SELFATTN_HOST_DEVICE Piece queries_of(const AttentionParams& p, int64_t b) {
+inline SELFATTN_HOST_DEVICE PackedRows queries_of(const AttentionParams& p, int64_t b) {
   if (p.sequences.query_starts == nullptr) return {0, p.queries};
-  return piece_of(p.sequences.query_starts, b, p.sequences.query_rows, p.queries);
+  return packed_rows(p.sequences.query_starts, b, p.sequences.query_rows, p.queries);
 }
 
-inline SELFATTN_HOST_DEVICE Piece keys_of(const AttentionParams& p, int64_t b) {
-  Piece keys{0, p.keys};
+inline SELFATTN_HOST_DEVICE PackedRows keys_of(const AttentionParams& p, int64_t b) {
+  PackedRows keys{0, p.keys};
   if (p.sequences.key_starts != nullptr) {
-    keys = piece_of(p.sequences.key_starts, b, p.sequences.key_rows, p.keys);
+    keys = packed_rows(p.sequences.key_starts, b, p.sequences.key_rows, p.keys);
   }
   if (p.sequences.key_lengths != nullptr) keys.count = limited(p.sequences.key_lengths[b], 0, keys.count);
   return keys;
@@ -94,7 +94,7 @@ inline SELFATTN_HOST_DEVICE int64_t first_row_of(const AttentionParams& p, int64
 // The call of batch element b as a call of its own.
 inline SELFATTN_HOST_DEVICE AttentionParams element_of(const AttentionParams& p, int64_t b) {
   AttentionParams element = p;
-  const Piece queries = queries_of(p, b), keys = keys_of(p, b);
+  const PackedRows queries = queries_of(p, b), keys = keys_of(p, b);
   const bool packed_queries = p.sequences.query_starts != nullptr;
   const bool packed_keys = p.sequences.key_starts != nullptr;
   element.batch = 1;

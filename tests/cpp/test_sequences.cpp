@@ -18,9 +18,9 @@ TEST(pieces_lie_where_the_starts_say) {
   const int64_t starts[] = {0, 3, 3, 10};
   const int64_t lengths[] = {3, 0, 7};
   for (int64_t b = 0; b < 3; ++b) {
-    const Piece piece = piece_of(starts, b, 12, 7);
-    CHECK(piece.first == starts[b]);
-    CHECK(piece.count == lengths[b]);
+    const PackedRows rows = packed_rows(starts, b, 12, 7);
+    CHECK(rows.first == starts[b]);
+    CHECK(rows.count == lengths[b]);
   }
 }
 
@@ -29,9 +29,9 @@ TEST(no_start_leads_outside) {
   for (const int64_t first : numbers) {
     for (const int64_t end : numbers) {
       const int64_t starts[] = {first, end};
-      const Piece piece = piece_of(starts, 0, 10, 6);
-      CHECK(piece.first >= 0 && piece.count >= 0 && piece.count <= 6);
-      CHECK(piece.first + piece.count <= 10);
+      const PackedRows rows = packed_rows(starts, 0, 10, 6);
+      CHECK(rows.first >= 0 && rows.count >= 0 && rows.count <= 6);
+      CHECK(rows.first + rows.count <= 10);
     }
   }
 }
@@ -41,7 +41,7 @@ TEST(no_length_exceeds_its_keys) {
   p.keys = 5;
   for (const int64_t length : {kLeast, int64_t{-1}, int64_t{0}, int64_t{4}, int64_t{5}, kMost}) {
     p.sequences.key_lengths = &length;
-    const Piece keys = keys_of(p, 0);
+    const PackedRows keys = keys_of(p, 0);
     CHECK(keys.first == 0);
     CHECK(keys.count == (length < 0 ? 0 : (length > 5 ? 5 : length)));
   }

@@ -58,6 +58,8 @@ class BackwardTask {
         chunk(chunk_keys<P>(params)),
         chunks(chunk_count<P>(params)),
         heads_kv(params.batch * params.kv_heads),
+        takes_packed(options_of(params).within(kPackedOptions) && arguments.grad_weights.data == nullptr &&
+                     arguments.grad_slopes_rows == nullptr && !MaskSum<P>::takes(arguments)),
         mask_sum(params, arguments, chunk, chunks, sharers),
         strips_done(new std::atomic<int64_t>[static_cast<size_t>(heads_kv * chunks)]) {
     for (int64_t i = 0; i < heads_kv * chunks; ++i) strips_done[i].store(0, std::memory_order_relaxed);
@@ -120,11 +122,8 @@ class BackwardTask {
   };
 
   void operator()(int64_t item, Scratch& s) const {
-    // All heads' first chunks come before any second one: with enough heads nobody waits at all.
-    const int64_t index = item / heads_kv, head_index = item % heads_kv;
-    const int64_t batch = head_index / p.kv_heads, kv_head = head_index % p.kv_heads;
-    const int64_t begin = index * chunk, rest = p.keys - begin;
-    const int64_t keys = smaller(rest, chunk);
+    const Item at(*this, item);
+    const int64_t batch = at.batch, kv_head = at.kv_head, begin = at.begin, keys = at.keys;
     const RowSource key_source = row_source(p.key, p.dtype, batch, kv_head, begin, keys, p.head_dim);
     s.key_rows.load(key_source);
     s.key_columns.load_shared(key_source, s.key_rows);
@@ -134,7 +133,7 @@ class BackwardTask {
     memset(s.grad_key, 0, static_cast<size_t>(keys * s.head_stride) * sizeof(T));
     memset(s.grad_value, 0, static_cast<size_t>(keys * s.value_stride) * sizeof(T));
 
-    mask_sum.begin_item(s.mask, index, batch, kv_head, begin, keys);
+    mask_sum.begin_item(s.mask, at.chunk, batch, kv_head, begin, keys);
 
     // Strips outside, heads inside: heads may share a mask, and then take turns at its gradient.
     const int64_t group = p.heads / p.kv_heads;
@@ -153,29 +152,48 @@ class BackwardTask {
       }
       panel.count = first - panel.first;
       for (int64_t head = kv_head * group; head < (kv_head + 1) * group; ++head) {
-        begin_panel(s, panel, batch, head, index == 0);
-        if (panel.contribute) add_panel(s, panel, batch, head, begin, keys, done, !finite);
+        begin_panel(s, at, panel, head);
+        if (panel.contribute) add_panel(s, at, panel, head, done, !finite);
         for (int64_t i = 0, query = panel.first; i < panel.strips; query += panel.counts[i++]) {
           mask_sum.end_step(s.mask, head, query, panel.counts[i], done);
-          publish(s, i, index, head_index, batch, head, query, panel.counts[i], done, panel.contributes[i]);
-          strips_done[index * heads_kv + head_index].store(++done, std::memory_order_release);
+          publish(s, at, panel, i, head, query, done);
+          strips_done[at.number].store(++done, std::memory_order_release);
         }
       }
     }
     mask_sum.end_item(s.mask);
-    store_sums<T>(a.grad_key, p.dtype, batch, kv_head, begin, keys, p.head_dim, s.grad_key, s.head_stride,
+    store_sums<T>(a.grad_key, p.dtype, batch, kv_head, begin, keys, p.head_dim, {s.grad_key, s.head_stride},
                   static_cast<T>(p.scale));
-    store_sums<T>(a.grad_value, p.dtype, batch, kv_head, begin, keys, p.value_dim, s.grad_value,
-                  s.value_stride, T(1));
+    store_sums<T>(a.grad_value, p.dtype, batch, kv_head, begin, keys, p.value_dim,
+                  {s.grad_value, s.value_stride}, T(1));
   }
 
  private:
   const AttentionParams& p;
   const BackwardArguments& a;
   int64_t chunk, chunks, heads_kv;
+  // Whether the call asks for nothing of weights and dS but the gradients of query, key and value, and all of
+  // its options are in the scores: then they may go to the products in packed form alone.
+  bool takes_packed;
   MaskSum<P> mask_sum;
   std::unique_ptr<std::atomic<int64_t>[]>
       strips_done;  // [chunks][heads_kv] strips whose dQ the chunk has added to
+
+  // A chunk of the keys of one (batch, kv head). All heads' first chunks come before any second one: with
+  // enough heads nobody waits at all.
+  struct Item {
+    int64_t number, chunk, batch, kv_head;
+    int64_t begin, keys;  // of the chunk
+
+    Item(const BackwardTask& t, int64_t item)
+        : number(item),
+          chunk(item / t.heads_kv),
+          batch(item % t.heads_kv / t.p.kv_heads),
+          kv_head(item % t.heads_kv % t.p.kv_heads),
+          begin(chunk * t.chunk),
+          keys(smaller(t.p.keys - begin, t.chunk)) {}
+    bool is_first() const { return chunk == 0; }
+  };
 
   // Up to whole tiles, which products may be made of.
   static constexpr int64_t kPanelLanes = kPanelStrips<P> * kLanes<P>;
@@ -206,11 +224,11 @@ class BackwardTask {
     return true;
   }
 
-  void begin_panel(Scratch& s, const Panel& panel, int64_t batch, int64_t head, bool first_chunk) const {
+  void begin_panel(Scratch& s, const Item& item, const Panel& panel, int64_t head) const {
     for (int64_t i = 0, query = panel.first; i < panel.strips; query += panel.counts[i++]) {
-      if (!panel.contributes[i] && !first_chunk) continue;
-      s.strips[i].begin_gradient(p, a, batch, head, query, panel.counts[i]);
-      if (first_chunk) sink_gradients(s.strips[i]);
+      if (!panel.contributes[i] && !item.is_first()) continue;
+      s.strips[i].begin_gradient(p, a, item.batch, head, query, panel.counts[i]);
+      if (item.is_first()) sink_gradients(s.strips[i]);
       memset(s.slope_rows[i], 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
       for (int64_t e = 0; e < p.head_dim; ++e) {
         memset(s.grad_query_t[i] + e * kLanes<P>, 0,
@@ -220,10 +238,10 @@ class BackwardTask {
   }
 
   // A panel against the chunk: dQ^T of its strips in s.grad_query_t, dK and dV added to the chunk's.
-  void add_panel(Scratch& s, const Panel& panel, int64_t batch, int64_t head, int64_t begin, int64_t keys,
-                 int64_t step, bool leave_hidden_out) const {
+  void add_panel(Scratch& s, const Item& item, const Panel& panel, int64_t head, int64_t step,
+                 bool leave_hidden_out) const {
     const auto rows_of = [&](const View& view, int64_t columns) {
-      return row_source(view, p.dtype, batch, head, panel.first, panel.count, columns);
+      return row_source(view, p.dtype, item.batch, head, panel.first, panel.count, columns);
     };
     if constexpr (kPlain<P>) {
       s.query_rows.load(rows_of(p.query, p.head_dim));
@@ -236,16 +254,16 @@ class BackwardTask {
     leave_hidden_out = leave_hidden_out || !well_behaved(s.query_rows, panel.count, p.head_dim) ||
                        !well_behaved(s.grad_out_rows, panel.count, p.value_dim);
     const bool alone = leave_hidden_out || s.query_rows.special() || s.grad_out_rows.special();
-    for (int64_t from = 0; from < keys; from += kKeyBlock) {
-      const int64_t rows = smaller(keys - from, kKeyBlock);
+    for (int64_t from = 0; from < item.keys; from += kKeyBlock) {
+      const int64_t rows = smaller(item.keys - from, kKeyBlock);
       int64_t run = 0, ready = 0;  // queries run .. ready - 1 of the panel wait to be added
       const auto add_run = [&] {
         if (ready > run) add_rows(s, run, ready - run, from, rows, nullptr);
         run = ready = 0;
       };
       for (int64_t i = 0, at = 0; i < panel.strips; at += panel.counts[i++]) {
-        const int64_t count =
-            panel.contributes[i] ? add_strip(s, i, at, begin, keys, from, rows, step, alone) : 0;
+        const PackedPlace place{at, rows};
+        const int64_t count = panel.contributes[i] ? add_strip(s, item, i, from, place, step, alone) : 0;
         if (count == 0) {
           add_run();
         } else if (alone || panel.strips == 1) {
@@ -276,61 +294,58 @@ class BackwardTask {
     }
   }
 
-  // A strip, which begins with query `at` of its panel, against a block of `rows` keys: adds to dQ^T and
-  // makes ready what add_rows takes. Returns how many keys there are for it, 0 if it sees none.
-  int64_t add_strip(Scratch& s, int64_t i, int64_t at, int64_t begin, int64_t keys, int64_t from,
-                    int64_t rows, int64_t step, bool alone) const {
+  // A strip of the panel against the block of keys `from` and on of the chunk: adds to dQ^T and makes ready
+  // what add_rows takes. Returns how many keys there are for it, 0 if it sees none.
+  int64_t add_strip(Scratch& s, const Item& item, int64_t i, int64_t from, const PackedPlace& place,
+                    int64_t step, bool alone) const {
     GradientStrip<P>& strip = s.strips[i];
-    const int64_t stop = smaller(strip.keys.end - begin, keys);
-    if (from >= stop || begin + from + kKeyBlock <= strip.keys.begin) return 0;
-    const int64_t count = smaller(stop - from, rows);
+    const int64_t stop = smaller(strip.keys.end - item.begin, item.keys), key = item.begin + from;
+    if (from >= stop || key + kKeyBlock <= strip.keys.begin) return 0;
+    const int64_t count = smaller(stop - from, place.rows);
     mask_sum.prefetch(s.mask, strip, from, count);
     const bool mark = alone || s.key_columns.special(from, count);
-    const PackedPlace place{at, rows};
-    // Nothing comes between scores and products but the softmax, and products take weights in pieces alone.
-    const bool direct = packs_gradients(s) && strip.ordinary && !mark && !p.dropout.enabled &&
-                        p.softcap == 0.0 && a.grad_weights.data == nullptr && a.grad_slopes_rows == nullptr &&
-                        !MaskSum<P>::takes(a);
-    if (!grad_score_block<P>(p, a, strip, begin + from, count, s.key_rows, s.value_rows, from, s.block, mark,
-                             direct ? &place : nullptr)) {
-      return 0;
-    }
+    const bool direct = takes_packed && packs_gradients(s) && strip.ordinary && !mark;
+    const GradientBlock<P> block{key, count, from, &s.key_rows, &s.value_rows};
+    if (!grad_score_block<P>(p, a, strip, block, s.block, mark, direct ? &place : nullptr)) return 0;
     if (!direct) {
       T* grad = s.block.grad.block;
-      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, begin + from, count, grad, s.slope_rows[i]);
+      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, key, count, grad, s.slope_rows[i]);
       mask_sum.add_block(s.mask, strip, step, from, count, grad);
       if (p.softcap > 0.0) apply_softcap_gradient<P>(strip, count, s.block.block.capped, grad);
-      s.block.weights.ready_as_rows(count, at, strip.count, rows);
-      s.block.grad.ready_as_rows(count, at, strip.count, rows);
+      s.block.weights.ready_as_rows(count, place.first_query, strip.count, place.rows);
+      s.block.grad.ready_as_rows(count, place.first_query, strip.count, place.rows);
       s.block.grad.ready_as_lanes(count, strip.vecs);
     }
-    multiply_columns<P>(s.key_columns, from, count, p.head_dim, s.block.grad, strip.vecs, s.grad_query_t[i],
-                        Update::kAdd, nullptr, mark ? s.block.visible : nullptr);
+    multiply_columns<P>(s.key_columns, from, count, p.head_dim, s.block.grad, strip.vecs, {s.grad_query_t[i]},
+                        mark ? s.block.visible : nullptr);
     return count;
   }
 
-  // Waits for the chunk before, then writes (first chunk) or adds to dQ and the slope sums of the strip.
-  void publish(Scratch& s, int64_t i, int64_t index, int64_t head_index, int64_t batch, int64_t head,
-               int64_t first, int64_t count, int64_t done, bool contributes) const {
+  // Waits for the chunk before, then writes (first chunk) or adds to dQ and the slope sums of strip i of the
+  // panel, which begins with query `first`.
+  void publish(Scratch& s, const Item& item, const Panel& panel, int64_t i, int64_t head, int64_t first,
+               int64_t done) const {
+    const int64_t count = panel.counts[i];
+    const bool contributes = panel.contributes[i];
     // Also with nothing to add: a later chunk takes this one's word that all before it are done.
-    if (index > 0) {
-      const std::atomic<int64_t>& before = strips_done[(index - 1) * heads_kv + head_index];
+    if (!item.is_first()) {
+      const std::atomic<int64_t>& before = strips_done[item.number - heads_kv];
       while (before.load(std::memory_order_acquire) <= done) std::this_thread::yield();
     }
-    const bool last = index == chunks - 1;
-    if (!contributes && index > 0 && !(last && a.workspace != nullptr)) return;
+    const bool last = item.chunk == chunks - 1;
+    if (!contributes && !item.is_first() && !(last && a.workspace != nullptr)) return;
     T *grad_query_t = s.grad_query_t[i], *slope_rows = s.slope_rows[i];
     if (!contributes) {
       memset(grad_query_t, 0, static_cast<size_t>(p.head_dim * kLanes<P>) * sizeof(T));
       memset(slope_rows, 0, static_cast<size_t>(kLanes<P>) * sizeof(T));
     }
     if (a.grad_slopes_rows != nullptr) {
-      T* slopes = static_cast<T*>(a.grad_slopes_rows) + p.row(batch, head, first);
+      T* slopes = static_cast<T*>(a.grad_slopes_rows) + p.row(item.batch, head, first);
       for (int64_t lane = 0; lane < count; ++lane) {
-        slopes[lane] = index == 0 ? slope_rows[lane] : slopes[lane] + slope_rows[lane];
+        slopes[lane] = item.is_first() ? slope_rows[lane] : slopes[lane] + slope_rows[lane];
       }
     }
-    s.query_sums.publish(p, a, batch, head, first, count, index == 0, last, grad_query_t);
+    s.query_sums.publish(p, a, item.batch, head, first, count, item.is_first(), last, grad_query_t);
   }
 
   // d(sink) of a row is -P(sink) * delta.

@@ -9,6 +9,19 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
+// What decoding applies, see Note [Declared options] in core/options.h. Calls with other options are made of
+// strips, however few their queries are.
+constexpr OptionSet kDecodeOptions = {Option::kMask,        Option::kOwnMasks,   Option::kAlibiSlopes,
+                                      Option::kSinks,       Option::kDropout,    Option::kWindow,
+                                      Option::kQueryOffset, Option::kSoftcap,    Option::kPackedQueries,
+                                      Option::kPackedKeys,  Option::kKeyLengths, Option::kQueryOffsets,
+                                      Option::kPages};
+
+// The most queries with which a call, or an element of its batch, is decoded.
+inline int64_t most_decoded(const AttentionParams& p) {
+  return options_of(p).within(kDecodeOptions) ? kFewQueries : 0;
+}
+
 constexpr int64_t kDecodeChunk = 1024;  // keys of an item
 // Keys from one step of the softmax to the next: many, since meanwhile nothing is asked for.
 constexpr int64_t kDecodeBlock = 512;
@@ -26,13 +39,13 @@ inline int64_t head_step(const AttentionParams& p, int64_t unit) {
   // Of a step: as much again is asked for, and the level-1 cache holds both. Where lines come into the
   // level-2 cache a head by itself is faster but for steps that are shorter than a page of memory.
   constexpr int64_t kMostBytes = kFetchInto == 3 ? 32768 : 4096;
-  constexpr int64_t kLeastKeys = 32;    // below, a step's own cost shows
-  constexpr int64_t kFewHeads = 4;      // below, a page of all heads is not much longer than that of one,
-  constexpr int64_t kLongPage = 32768;  // unless it has as many bytes
+  constexpr int64_t kLeastKeys = 32;  // below, a step's own cost shows
+  constexpr int64_t kFewHeads = 4;    // below, a page of all heads is not much longer than that of one,
+  constexpr int64_t kLongCachePage = 32768;  // unless it has as many bytes
   const int64_t row = p.head_dim * size_of(p.dtype);
   if (heads_inside(p)) return row <= kShortRow ? kKeysInside : 0;
   if (p.pages.table == nullptr || p.kv_heads == 1) return 0;
-  if (p.kv_heads < kFewHeads && p.kv_heads * p.pages.size * row < kLongPage) return 0;
+  if (p.kv_heads < kFewHeads && p.kv_heads * p.pages.size * row < kLongCachePage) return 0;
   int64_t step = p.pages.size;
   if (step < kLeastKeys) step *= divide_up(kLeastKeys, step);
   while (step % unit != 0 && step <= kDecodeBlock) step += p.pages.size;
@@ -46,8 +59,8 @@ struct DecodeItem {
 
   // `step` is head_step; `all_chunks` are those of all sequences, of one kv head.
   static DecodeItem of(const AttentionParams& p, int64_t step, int64_t all_chunks, int threads) {
-    constexpr int64_t kMostRows = 64;  // whose scores stay in the level-2 cache
-    constexpr int64_t kMostChunks = 8;
+    constexpr int64_t kMostRows = 64;   // whose scores stay in the level-2 cache
+    constexpr int64_t kMostChunks = 8;  // of so many, the pause between two items hardly shows
     const int64_t least_items = 4 * threads, rows_per_head = p.heads / p.kv_heads * p.queries;
     DecodeItem item{step == 0 ? 1 : p.kv_heads, 1};
     while (item.heads > 1 && (p.kv_heads % item.heads != 0 || item.heads * rows_per_head > kMostRows ||
@@ -384,7 +397,7 @@ void decode(const AttentionParams& p, const ForwardOutputs& outputs, const Threa
 // as one list, so that a long sequence keeps every thread busy and a short one costs no wait.
 template <class P>
 void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  const auto calls = element_calls(p, outputs, 1, kFewQueries);
+  const auto calls = element_calls(p, outputs, 1, most_decoded(p));
   int64_t bytes = 0, chunks = 0;
   for (const auto& call : calls) {
     bytes += DecodeTask<P>::state_bytes(call.params);

@@ -21,7 +21,7 @@ struct Delta {
     using S = Simd<P>;
     out.load(out_rows);
     const bool rest = residual_rows.data != nullptr;
-    const int64_t step = terms_of_piece(out_rows.columns);
+    const int64_t step = terms_of_part(out_rows.columns);
     if (rest) residual.load(residual_rows);
     for (int64_t lane = 0; lane < vecs * S::kWidth; lane += S::kWidth) {
       auto total = S::set(P(0));

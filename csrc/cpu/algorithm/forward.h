@@ -107,7 +107,7 @@ struct ForwardTask {
 template <class P>
 void forward_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   if constexpr (kPlain<P>) decode_sequences<P>(p, outputs, pool);
-  const auto calls = element_calls(p, outputs, kFewQueries + 1, kAnyQueries);
+  const auto calls = element_calls(p, outputs, most_decoded(p) + 1, kAnyQueries);
   int64_t strips = 0;
   for (const auto& call : calls) strips += ForwardTask<P>::strips(call.params);
   const auto joint = joint_task<ForwardTask<P>>(calls, strips, pool.threads);
@@ -118,7 +118,7 @@ template <class P>
 void attention_forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   if (p.sequences.any()) return forward_sequences<P>(p, outputs, pool);
   if constexpr (kPlain<P>) {
-    if (p.queries <= kFewQueries) return decode<P>(p, outputs, pool);
+    if (p.queries <= most_decoded(p)) return decode<P>(p, outputs, pool);
   }
   const ForwardTask<P> task(p, outputs, ForwardTask<P>::strips(p), pool.threads);
   for_each_item(pool, task.items(), task);

@@ -180,7 +180,7 @@ bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
     const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPacked>(keys, column, lane, scale, shift, weights);
     const auto rescale = exp_nonpositive<T>(S::sub(old_max, shift));
     S::store(strip.row_sum + lane, S::fma(S::load(strip.row_sum + lane), rescale, sums.all));
-    if constexpr (is_short(kWeigh)) {
+    if constexpr (is_one_piece(kWeigh)) {
       S::store(strip.used_sum + lane, S::fma(S::load(strip.used_sum + lane), rescale, sums.used));
     }
     S::store(strip.row_max + lane, new_max);
@@ -283,8 +283,8 @@ void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key
   }
   const bool in_place = scratch.weights.sums_in_place();
   if (weigh_block<P>(p, strip, key, keys, factor, scratch.weights, mark)) strip.rescale_out(p);
-  multiply_columns<P>(scratch.values, from, keys, p.value_dim, scratch.weights, strip.vecs, strip.out_t,
-                      in_place ? Update::kAdd : Update::kScaleAdd, strip.rescale, visible);
+  const ColumnSums<T> out{strip.out_t, in_place ? Update::kAdd : Update::kScaleAdd, strip.rescale};
+  multiply_columns<P>(scratch.values, from, keys, p.value_dim, scratch.weights, strip.vecs, out, visible);
 }
 
 // Strips of one (batch, kv head) against keys begin .. end - 1. Keys and values are brought in once for all

@@ -10,12 +10,12 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // Rows first .. first + rows - 1 of a gradient.
 template <class T>
 void store_sums(const View& view, DType dtype, int64_t batch, int64_t head, int64_t first, int64_t rows,
-                int64_t columns, const T* sums, int64_t stride, T factor) {
+                int64_t columns, const Rows<T>& sums, T factor) {
   using S = Simd<T>;
   for (int64_t row = 0; row < rows; ++row) {
     void* to = element(view.data, dtype, view.offset(batch, head, first + row));
     for (int64_t e = 0; e < columns; e += S::kWidth) {
-      const auto sum = load_row<T>(sums + row * stride + e, dtype_of<T>(), columns - e);
+      const auto sum = load_row<T>(sums.data + row * sums.stride + e, dtype_of<T>(), columns - e);
       store_row<T>(element(to, dtype, e), dtype, columns - e, S::mul(sum, S::set(factor)));
     }
   }
@@ -67,7 +67,7 @@ struct QuerySums {
       }
     }
     if (last_chunk && through_workspace) {
-      store_sums<T>(g, p.dtype, batch, head, first, count, p.head_dim, sum, stride, T(1));
+      store_sums<T>(g, p.dtype, batch, head, first, count, p.head_dim, {sum, stride}, T(1));
     }
   }
 };

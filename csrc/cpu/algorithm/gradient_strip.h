@@ -92,13 +92,13 @@ class Normaliser {
 
  public:
   SELFATTN_INLINE Normaliser(const T* row_max, const T* inverse_sum, T factor)
-      : scale_(S::set(is_short(kWeigh) ? factor * T(1.4426950408889634074) : factor)),
+      : scale_(S::set(is_one_piece(kWeigh) ? factor * T(kLog2E) : factor)),
         shift_(S::load(row_max)),
         inverse_(S::load(inverse_sum)) {
-    if (is_short(kWeigh)) shift_ = S::mul(shift_, S::set(T(1) / factor));
+    if (is_one_piece(kWeigh)) shift_ = S::mul(shift_, S::set(T(1) / factor));
   }
   SELFATTN_INLINE Vec operator()(Vec score) const {
-    if constexpr (is_short(kWeigh)) {
+    if constexpr (is_one_piece(kWeigh)) {
       return S::mul(exp2_nonpositive<T, exp_terms(kWeigh)>(S::mul(S::sub(score, shift_), scale_)), inverse_);
     } else {
       return S::mul(weight_of<T, kWeigh>(score, scale_, shift_), inverse_);
@@ -169,6 +169,17 @@ void apply_softcap_gradient(const QueryStrip<P>& strip, int64_t keys, const Scal
   }
 }
 
+// dS of the lanes past the last query, which may see keys that no query does: nothing of theirs belongs into
+// a sum over lanes.
+template <class P>
+void clear_past_last(const QueryStrip<P>& strip, int64_t keys, Scalar<P>* grad) {
+  using T = Scalar<P>;
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t lane = strip.count; lane < strip.vecs * Simd<T>::kWidth; ++lane)
+      grad[j * kLanes<P> + lane] = T(0);
+  }
+}
+
 // dS of a vector of queries, summed over the keys of a block. In four sums: the rounding errors of a sum grow
 // with its terms, and those of a row cancel.
 template <class T>
@@ -189,29 +200,41 @@ struct PackedPlace {
   int64_t first_query, rows;
 };
 
+// What may come between scores and packed weights: options that the scores hold already. Dropout and the
+// softcap's gradient need weights and dS as numbers of their own.
+constexpr OptionSet kPackedOptions = {Option::kMask, Option::kAlibiSlopes, Option::kSinks, Option::kWindow,
+                                      Option::kQueryOffset};
+
 // Scores and dP in the scratch's blocks to packed weights and dS.
 template <class P>
 void pack_gradients(const AttentionParams& p, const GradientStrip<P>& strip, int64_t keys, Scalar<P> factor,
                     const PackedPlace& place, GradientScratch<P>& scratch);
 
-// Fills scratch.weights and scratch.grad for keys key .. key + keys - 1, which are rows `from` and on of
-// key_rows and value_rows; false when the mask hides them all. With a place, in packed form alone: that
-// is for blocks which neither dropout nor the gradient of weights has a part in, of ordinary strips.
+// Keys first .. first + count - 1, which are rows `from` and on of the operands.
+template <class P>
+struct GradientBlock {
+  int64_t first, count, from;
+  const RowOperand<P>*keys, *values;
+};
+
+// Fills scratch.weights and scratch.grad for a block; false when the mask hides all of it. With a place, in
+// packed form alone: that is for calls within kPackedOptions, of ordinary strips.
 template <class P>
 bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, GradientStrip<P>& strip,
-                      int64_t key, int64_t keys, const RowOperand<P>& key_rows,
-                      const RowOperand<P>& value_rows, int64_t from, GradientScratch<P>& scratch,
-                      bool need_visible, const PackedPlace* place = nullptr) {
+                      const GradientBlock<P>& block, GradientScratch<P>& scratch, bool need_visible,
+                      const PackedPlace* place = nullptr) {
   using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
-  const int64_t lanes = strip.vecs * S::kWidth;
+  const int64_t key = block.first, keys = block.count, lanes = strip.vecs * S::kWidth;
   T* weights = scratch.weights.block;
   T* grads = scratch.grad.block;
   T factor;
-  if (!score_block<P>(p, strip, key, keys, key_rows, from, scratch.block, weights, &factor)) return false;
+  if (!score_block<P>(p, strip, key, keys, *block.keys, block.from, scratch.block, weights, &factor)) {
+    return false;
+  }
   if (need_visible) mark_visible<P>(strip, keys, weights, scratch.visible);
-  multiply_lanes<P>(value_rows, from, keys, strip.grad_out, p.value_dim, strip.vecs, grads);
+  multiply_lanes<P>(*block.values, block.from, keys, strip.grad_out, p.value_dim, strip.vecs, grads);
   if constexpr (!kPlain<P>) {
     if (place != nullptr) {
       pack_gradients<P>(p, strip, keys, factor, *place, scratch);

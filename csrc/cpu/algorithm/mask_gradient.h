@@ -1,5 +1,5 @@
 // The gradient of a float mask in a type that sums are not kept in: dS summed over the dimensions along which
-// the mask was broadcast, and rounded once. A pass of its own that computes dS again: tasks own pieces of the
+// the mask was broadcast, and rounded once. A pass of its own that computes dS again: tasks own parts of the
 // result and gather everything that falls on them, so there are neither races nor a full-size temporary, and
 // the order of each sum is fixed. Other masks get theirs on the way: mask_sum.h.
 #pragma once
@@ -20,7 +20,7 @@ struct MaskGradientTask {
   const BackwardArguments& a;
   const Calls* elements;  // nullable; the calls of batch elements that share their mask, instead of the batch
   int64_t batches, heads, strips,
-      ranges;  // pieces of the result along each dimension; 1 where it is summed over
+      ranges;  // parts of the result along each dimension; 1 where it is summed over
 
   MaskGradientTask(const AttentionParams& params, const BackwardArguments& arguments,
                    const Calls* calls = nullptr)
@@ -58,14 +58,14 @@ struct MaskGradientTask {
     }
   };
 
-  // Indices first, first + 1, ... end - 1 of a dimension that fall on one piece of the result.
+  // Indices first, first + 1, ... end - 1 of a dimension that fall on one part of the result.
   struct Span {
     int64_t first, end;
   };
-  static Span span(bool is_kept, int64_t piece, int64_t piece_size, int64_t size) {
+  static Span span(bool is_kept, int64_t part, int64_t part_size, int64_t size) {
     if (!is_kept) return {0, size};
-    const int64_t end = (piece + 1) * piece_size;
-    return {piece * piece_size, smaller(end, size)};
+    const int64_t end = (part + 1) * part_size;
+    return {part * part_size, smaller(end, size)};
   }
 
   void operator()(int64_t item, Scratch& s) const {
@@ -88,7 +88,7 @@ struct MaskGradientTask {
     store(s, batch_span.first, head_span.first, queries, keys);
   }
 
-  // What falls on the piece of one element of the batch, which may be shorter than others.
+  // What falls on the part of one element of the batch, which may be shorter than others.
   static void add_batch(Scratch& s, const AttentionParams& p, const BackwardArguments& a, int64_t batch,
                         Span heads, Span queries, Span keys) {
     queries.end = smaller(queries.end, p.queries);
@@ -112,14 +112,10 @@ struct MaskGradientTask {
       const int64_t kv_head = p.kv_head(head);
       s.keys.load(row_source(p.key, p.dtype, batch, kv_head, key, block, p.head_dim));
       s.values.load(row_source(p.value, p.dtype, batch, kv_head, key, block, p.value_dim));
-      if (!grad_score_block<P>(p, a, s.strip, key, block, s.keys, s.values, 0, s.block, false)) continue;
+      const GradientBlock<P> keys_at_hand{key, block, 0, &s.keys, &s.values};
+      if (!grad_score_block<P>(p, a, s.strip, keys_at_hand, s.block, false)) continue;
       T* grads = s.block.grad.block;
-      // Lanes past the last query may see keys that no query does; nothing of theirs belongs into a sum over
-      // lanes.
-      for (int64_t j = 0; j < block; ++j) {
-        for (int64_t lane = count; lane < s.strip.vecs * S::kWidth; ++lane)
-          grads[j * kLanes<P> + lane] = T(0);
-      }
+      clear_past_last<P>(s.strip, block, grads);
       for (int64_t lane = 0; lane < s.strip.vecs * S::kWidth; lane += S::kWidth) {
         if (!every_key) {
           const auto sum = sum_over_keys<T>(grads + lane, block, kLanes<P>);

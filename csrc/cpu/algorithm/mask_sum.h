@@ -136,11 +136,7 @@ class MaskSum {
       publish(s, step * blocks + done);
       return;
     }
-    // Lanes past the last query may see keys that no query does; nothing of theirs belongs into a sum.
-    for (int64_t j = 0; j < keys; ++j) {
-      for (int64_t lane = strip.count; lane < strip.vecs * S::kWidth; ++lane)
-        grad[j * kLanes<P> + lane] = T(0);
-    }
+    clear_past_last<P>(strip, keys, grad);
     if (!kept(3)) {
       for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
         const auto sum = sum_over_keys<T>(grad + lane, keys, kLanes<P>);

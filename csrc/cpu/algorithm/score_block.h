@@ -99,11 +99,11 @@ void with_weighing(const AttentionParams& p, Scalar<P> factor, const Body& body)
   if constexpr (kPlain<P>) {
     body(Weighing<Weigh::kPlain>{});
   } else if (P::pieces(p) == 1) {
-    factor == 1 ? body(Weighing<Weigh::kShort>{}) : body(Weighing<Weigh::kScaledShort>{});
+    factor == 1 ? body(Weighing<Weigh::kOnePiece>{}) : body(Weighing<Weigh::kScaledOnePiece>{});
   } else if (P::pieces(p) == 2) {
-    factor == 1 ? body(Weighing<Weigh::kQuick>{}) : body(Weighing<Weigh::kScaledQuick>{});
+    factor == 1 ? body(Weighing<Weigh::kTwoPieces>{}) : body(Weighing<Weigh::kScaledTwoPieces>{});
   } else {
-    factor == 1 ? body(Weighing<Weigh::kFine>{}) : body(Weighing<Weigh::kScaledFine>{});
+    factor == 1 ? body(Weighing<Weigh::kThreePieces>{}) : body(Weighing<Weigh::kScaledThreePieces>{});
   }
 }
 

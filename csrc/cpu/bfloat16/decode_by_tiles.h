@@ -14,14 +14,17 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-constexpr int64_t kTileRowsOf = 16, kTileKeys = 32, kTileWords = 256;
+// A tile: its rows, the bfloat16 numbers of one (which one instruction sums over), and its 32-bit words.
+constexpr int64_t kRowsOfTile = 16, kDepthOfTile = 32, kTileWords = 256;
+constexpr int64_t kTileKeys = kDepthOfTile;  // that one instruction takes where sums are over keys
+constexpr int64_t kGroupColumns = 32;        // of values: a vector of bfloat16, or two tiles
 
 // Tiles 0 and 1 are sums of values and 2 their weights, with as many rows as there are queries, sixteen at
 // most; all others are whole.
 class FewQueryTiles : public PairEngine {
  public:
   void take_rows(int64_t rows) {
-    const int count = static_cast<int>(smaller(rows, 16));
+    const int count = static_cast<int>(smaller(rows, kRowsOfTile));
     if (count == rows_) return;
     rows_ = count;
     configure(3, count);
@@ -33,12 +36,12 @@ class FewQueryTiles : public PairEngine {
 
 // Sixteen keys at most.
 struct KeyTile {
-  const char* rows[kTileRowsOf];
+  const char* rows[kRowsOfTile];
   int64_t count;
   int64_t step;  // from row to row, 0 if they are not evenly spaced or too few: then each has its address
 
   KeyTile(RowWalk& walk, int64_t n) : count(n), step(0) {
-    if (n == kTileRowsOf && walk.even() >= n) {
+    if (n == kRowsOfTile && walk.even() >= n) {
       const RowRun run = walk.take(n);
       rows[0] = run.first;
       step = run.step;
@@ -50,13 +53,12 @@ struct KeyTile {
 
 // 32 elements of the keys of a tile as rows of `copy`; zeros past the row's end and the last key.
 inline void copy_keys(const KeyTile& tile, int64_t element, int64_t head_dim, uint16_t* copy) {
-  const int64_t n = head_dim - element;
-  const __mmask32 mask = n >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((uint32_t{1} << n) - 1);
-  for (int64_t i = 0; i < kTileRowsOf; ++i) {
+  const __mmask32 mask = elements_below(head_dim - element);
+  for (int64_t i = 0; i < kRowsOfTile; ++i) {
     const int64_t row = tile.step != 0 ? 0 : i;
     const char* from = tile.rows[row] + (tile.step != 0 ? i * tile.step : 0) + element * 2;
     const __m512i x = i < tile.count ? _mm512_maskz_loadu_epi16(mask, from) : _mm512_setzero_si512();
-    _mm512_store_si512(copy + i * 32, x);
+    _mm512_store_si512(copy + i * kDepthOfTile, x);
   }
 }
 
@@ -65,9 +67,9 @@ inline void copy_keys(const KeyTile& tile, int64_t element, int64_t head_dim, ui
 template <int kTiles>
 SELFATTN_INLINE void tile_dots(const uint16_t* query, const KeyTile* keys, int64_t head_dim, LinesAhead& soon,
                                int64_t share, float* dots) {
-  alignas(64) uint16_t copy[2][kTileRowsOf * 32];
-  const int64_t parts = padded_depth(head_dim) / 32;
-  const bool whole = head_dim % 32 == 0;
+  alignas(64) uint16_t copy[2][kRowsOfTile * kDepthOfTile];
+  const int64_t parts = padded_depth(head_dim) / kDepthOfTile;
+  const bool whole = head_dim % kDepthOfTile == 0;
   tile_zero<3>();
   if constexpr (kTiles > 1) tile_zero<4>();
   const auto add = [&](auto c, int64_t part) {
@@ -77,7 +79,7 @@ SELFATTN_INLINE void tile_dots(const uint16_t* query, const KeyTile* keys, int64
     if (whole && tile.step != 0) {
       tile_load<kA>(tile.rows[0] + part * 64, tile.step);
     } else {
-      copy_keys(tile, part * 32, head_dim, copy[kC]);
+      copy_keys(tile, part * kDepthOfTile, head_dim, copy[kC]);
       tile_load<kA>(copy[kC], 64);
     }
     tile_dot<3 + kC, kA, 7>();
@@ -131,7 +133,7 @@ class ValueTiles {
  public:
   static constexpr int64_t kMostColumns = 128;
 
-  explicit ValueTiles(int64_t columns) : groups_(divide_up(columns, 32)), columns_(columns) {}
+  explicit ValueTiles(int64_t columns) : groups_(divide_up(columns, kGroupColumns)), columns_(columns) {}
   int64_t columns() const { return columns_; }
   int64_t tiles() const { return groups_ * 2; }
   const uint32_t* tile(int64_t step, int64_t index) const {
@@ -150,7 +152,7 @@ class ValueTiles {
       if (visible == nullptr) {
         const auto whole_groups = [&](auto at_once) {
           constexpr int kGroups = decltype(at_once)::value;
-          for (; (group + kGroups) * 32 <= columns_; group += kGroups) {
+          for (; (group + kGroups) * kGroupColumns <= columns_; group += kGroups) {
             const char* first = some.first + at * 2 + group * 64;
             load_groups<kGroups>(row(step, group * 2, pair), {first, pairs, some.step}, soon, share);
           }
@@ -207,9 +209,7 @@ class ValueTiles {
   void load_pair(uint32_t* to, int64_t group, const char* above, bool takes_above, const char* below,
                  bool takes_below) const {
     for (; group < groups_; ++group) {
-      const int64_t columns = columns_ - group * 32;
-      const __mmask32 mask =
-          columns < 32 ? static_cast<__mmask32>((uint32_t{1} << columns) - 1) : ~__mmask32{0};
+      const __mmask32 mask = elements_below(columns_ - group * kGroupColumns);
       store_pairs(to + group * 2 * kTileWords,
                   _mm512_maskz_loadu_epi16(takes_above ? mask : 0, above + group * 64),
                   _mm512_maskz_loadu_epi16(takes_below ? mask : 0, below + group * 64));
@@ -222,9 +222,9 @@ struct FewQueryProducts<TilePairs> {
   using Query = uint16_t;
   using Session = FewQueryTiles;
   static constexpr int64_t kStepKeys = kTileKeys;
-  static constexpr int64_t kSpareRows = kTileRowsOf - 1;  // a tile takes as many rows of weights
+  static constexpr int64_t kSpareRows = kRowsOfTile - 1;  // a tile takes as many rows of weights
 
-  static int64_t sums_rows(int64_t rows) { return rows < 16 ? rows : padded_rows(rows); }
+  static int64_t sums_rows(int64_t rows) { return rows < kRowsOfTile ? rows : padded_rows(rows); }
 
   // [16 queries][32 elements][pair][query]
   static int64_t queries_size(const AttentionParams& p) {
@@ -237,7 +237,7 @@ struct FewQueryProducts<TilePairs> {
     for (int64_t head = first_head; head < first_head + p.heads / p.kv_heads; ++head) {
       for (int64_t i = 0; i < p.queries; ++i, ++lane) {
         const auto* from = static_cast<const uint16_t*>(p.query.data) + p.query.offset(batch, head, i);
-        Query* tiles = to + lane / 16 * 16 * depth + lane % 16 * 2;
+        Query* tiles = to + lane / kRowsOfTile * kRowsOfTile * depth + lane % kRowsOfTile * 2;
         for (int64_t e = 0; e < p.head_dim; ++e) tiles[e / 2 * 32 + e % 2] = from[e];
       }
     }
@@ -245,26 +245,25 @@ struct FewQueryProducts<TilePairs> {
 
   static void scores(const AttentionParams& p, const Query* query, int64_t rows, const FewQueryRows& keys,
                      float* s, int64_t ld) {
-    alignas(64) float dots[2 * kTileWords];
-    const __m512 scale = _mm512_set1_ps(static_cast<float>(p.scale));
     const int64_t depth = padded_depth(p.head_dim);
     // Of sixteen keys: some with each product and some while results are stored, for each tile of queries.
-    const int64_t share = 16 * p.head_dim * 2 / ((depth / 32 + 1) * divide_up(rows, 16));
+    const int64_t share =
+        kRowsOfTile * p.head_dim * 2 / ((depth / kDepthOfTile + 1) * divide_up(rows, kRowsOfTile));
     RowWalk walk = keys.rows;
     LinesAhead soon(keys.soon, p.head_dim * 2);
     for (int64_t key = 0; key < keys.count;) {
-      const int64_t left = keys.count - key, tiles = left > 16 ? 2 : 1;
-      const int64_t taken = smaller(left, tiles * 16);
+      const int64_t left = keys.count - key, tiles = left > kRowsOfTile ? 2 : 1;
+      const int64_t taken = smaller(left, tiles * kRowsOfTile);
       const auto tile = [&](int64_t i) {
-        const int64_t n = taken - i * 16;
-        return KeyTile(walk, n > 16 ? 16 : n);
+        const int64_t n = taken - i * kRowsOfTile;
+        return KeyTile(walk, smaller(n, kRowsOfTile));
       };
       if (tiles == 2) {
         const KeyTile of_keys[2] = {tile(0), tile(1)};
-        add_scores<2>(of_keys, soon, share, p, query, rows, scale, dots, s + key, ld);
+        add_scores<2>(p, {query, rows}, of_keys, soon, share, s + key, ld);
       } else {
         const KeyTile of_keys[1] = {tile(0)};
-        add_scores<1>(of_keys, soon, share, p, query, rows, scale, dots, s + key, ld);
+        add_scores<1>(p, {query, rows}, of_keys, soon, share, s + key, ld);
       }
       key += taken;
     }
@@ -286,7 +285,7 @@ struct FewQueryProducts<TilePairs> {
         continue;
       }
       // What is to be left out differs from row to row.
-      alignas(64) float sums[16 * ValueTiles::kMostColumns];
+      alignas(64) float sums[kRowsOfTile * ValueTiles::kMostColumns];
       const size_t bytes = static_cast<size_t>(tiles.tiles()) * 16 * sizeof(float);
       memset(sums, 0, sizeof(sums));
       for (int64_t r = 0; r < rows; ++r) {
@@ -298,20 +297,26 @@ struct FewQueryProducts<TilePairs> {
   }
   // Sixteen columns' sums in their order.
   static SELFATTN_INLINE __m512 load_sums(const float* sums, int64_t column) {
-    const float* group = sums + column / 32 * 32;
-    const int first = static_cast<int>(column % 32) / 2;
+    const float* group = sums + column / kGroupColumns * kGroupColumns;
+    const int first = static_cast<int>(column % kGroupColumns) / 2;
     const __m512i index = _mm512_add_epi32(
         _mm512_setr_epi32(0, 1, 2, 3, 16, 17, 18, 19, 4, 5, 6, 7, 20, 21, 22, 23), _mm512_set1_epi32(first));
     return _mm512_permutex2var_ps(_mm512_loadu_ps(group), index, _mm512_loadu_ps(group + 16));
   }
 
  private:
+  struct Queries {
+    const Query* data;
+    int64_t rows;
+  };
   template <int kTiles>
-  static void add_scores(const KeyTile* keys, LinesAhead& soon, int64_t share, const AttentionParams& p,
-                         const Query* query, int64_t rows, __m512 scale, float* dots, float* s, int64_t ld) {
-    for (int64_t row = 0; row < rows; row += 16) {
-      tile_dots<kTiles>(query + row * padded_depth(p.head_dim), keys, p.head_dim, soon, share, dots);
-      const int64_t n = smaller(rows - row, 16);
+  static void add_scores(const AttentionParams& p, const Queries& queries, const KeyTile* keys,
+                         LinesAhead& soon, int64_t share, float* s, int64_t ld) {
+    alignas(64) float dots[2 * kTileWords];
+    const __m512 scale = _mm512_set1_ps(static_cast<float>(p.scale));
+    for (int64_t row = 0; row < queries.rows; row += kRowsOfTile) {
+      tile_dots<kTiles>(queries.data + row * padded_depth(p.head_dim), keys, p.head_dim, soon, share, dots);
+      const int64_t n = smaller(queries.rows - row, kRowsOfTile);
       for (int i = 0; i < kTiles; ++i) {
         soon.ask(share);
         store_scores(dots + i * kTileWords, n, keys[i].count, scale, s + row * ld + i * 16, ld);
@@ -327,8 +332,8 @@ struct FewQueryProducts<TilePairs> {
     // One half while values are interleaved, one half while they are multiplied, and all columns with the
     // first.
     LinesAhead soon(values.soon, a.value_dim * 2);
-    const int64_t columns = at == 0 ? a.value_dim * 32 / tiles.columns() : 0;
-    const int64_t with_load = columns * 2, with_dots = columns * 32 / divide_up(rows, 16);
+    const int64_t columns = at == 0 ? a.value_dim * kTileKeys / tiles.columns() : 0;
+    const int64_t with_load = columns * 2, with_dots = columns * kTileKeys / divide_up(rows, kRowsOfTile);
     tiles.load(0, at, values, visible, soon, with_load);
     int64_t key = 0;
     for (int step = 0;; step = 1 - step, key += kTileKeys) {
@@ -337,7 +342,7 @@ struct FewQueryProducts<TilePairs> {
         tiles.load(1 - step, at, values, visible != nullptr ? visible + key + kTileKeys : nullptr, soon,
                    with_load);
       }
-      for (int64_t row = 0; row < rows; row += 16) {
+      for (int64_t row = 0; row < rows; row += kRowsOfTile) {
         const uint32_t* weights = a.weights + (first + row) * a.ld + key / 2;
         tile_load<2>(weights, a.ld * 4);
         for (int64_t i = 0; i < tiles.tiles(); i += 2) {

@@ -19,10 +19,6 @@ struct StoredPairs {
   }
 };
 
-SELFATTN_INLINE __mmask32 elements_below(int64_t n) {
-  return n >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((uint32_t{1} << n) - 1);
-}
-
 template <>
 struct RowTail<float, StoredPairs> {
   int64_t whole, n, at;
@@ -38,16 +34,6 @@ struct RowTail<float, StoredPairs> {
   SELFATTN_INLINE __m512 chosen(__m512 after, __m512) const { return after; }
 };
 
-// Two rows' elements of the same column side by side, of 16 columns from kFirst on.
-template <int kFirst>
-SELFATTN_INLINE __m512bh column_pairs(__m512i above, __m512i below) {
-  const __m512i order =
-      _mm512_add_epi16(_mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
-                                        38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0),
-                       _mm512_set1_epi16(kFirst));
-  return (__m512bh)_mm512_permutex2var_epi16(above, order, below);
-}
-
 // The first elements that the mask names, of a row that takes part; zeros for another.
 template <bool kWhole>
 SELFATTN_INLINE __m512i load_values(const char* row, __mmask32 mask, bool takes_part) {
@@ -61,7 +47,7 @@ using PairValues = FewQueryValues<float, uint32_t>;
 template <int kRows, int kWide, bool kTail>
 SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const FewQueryRows::Even& values,
                                      int64_t at) {
-  const __mmask32 mask = kTail ? elements_below(a.value_dim - at) : ~__mmask32{0};
+  const __mmask32 mask = elements_below(kTail ? a.value_dim - at : 32);
   float* sums_at = a.sums + row * a.ld_sums + at;
   __m512 sums[kRows][2 * kWide];
   SELFATTN_UNROLL
@@ -92,8 +78,8 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
     __m512bh x[2 * kWide];
     SELFATTN_UNROLL
     for (int v = 0; v < kWide; ++v) {
-      x[2 * v] = column_pairs<0>(above[v], below[v]);
-      x[2 * v + 1] = column_pairs<16>(above[v], below[v]);
+      x[2 * v] = (__m512bh)interleave_rows<0>(above[v], below[v]);
+      x[2 * v + 1] = (__m512bh)interleave_rows<16>(above[v], below[v]);
     }
     first += 2 * step;
     soon += 2 * soon_step;

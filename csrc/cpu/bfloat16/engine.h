@@ -9,24 +9,41 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 struct PairProduct {
   int pieces;
-  int order;          // products of pieces i and j are taken where i + j < order
-  const uint32_t* a;  // strides count pairs
-  int64_t a_row, a_pair, a_piece;
-  const uint32_t* b;
-  int64_t ldb, b_piece;
+  int order;      // products of pieces i and j are taken where i + j < order
   int64_t pairs;  // depth / 2; whole steps for an engine of tiles
+
+  // From one row, pair or piece to the next: strides count pairs.
+  const uint32_t* a;
+  int64_t a_row, a_pair = 1, a_piece;
+  const uint32_t* b;
+  int64_t b_pair, b_piece;
+
   float* c;
   int64_t ldc;
-  Update update;
-  const float* lane_scale;
+  Update update = Update::kStore;
+  const float* lane_scale = nullptr;  // for Update::kScaleAdd alone
 };
 
-// Two rows rounded to bfloat16, elements of the same column side by side, `above` in the low halves.
-SELFATTN_INLINE __m512i pair_rows(__m512 above, __m512 below) {
-  const __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(below, above);
+// The halves of a vector of bfloat16, element by element side by side.
+SELFATTN_INLINE __m512i interleave_halves(__m512i bits) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
                                          22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, bits);
+}
+
+// Two vectors of bfloat16, the same for 16 elements of each from kFirst on.
+template <int kFirst>
+SELFATTN_INLINE __m512i interleave_rows(__m512i above, __m512i below) {
+  const __m512i order =
+      _mm512_add_epi16(_mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39, 7,
+                                        38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0),
+                       _mm512_set1_epi16(kFirst));
+  return _mm512_permutex2var_epi16(above, order, below);
+}
+
+// Two rows rounded to bfloat16, elements of the same column side by side, `above` in the low halves.
+SELFATTN_INLINE __m512i pair_rows(__m512 above, __m512 below) {
+  return interleave_halves((__m512i)_mm512_cvtne2ps_pbh(below, above));
 }
 
 SELFATTN_INLINE __m512 first_of_pairs(__m512i bits) {

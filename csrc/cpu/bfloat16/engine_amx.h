@@ -145,7 +145,8 @@ class PairEngine {
   template <int kRows, int kVecs>
   SELFATTN_INLINE static void add_piece(const PairProduct& p, int64_t row, int64_t lane) {
     const uint32_t *a = p.a + row * p.a_row, *b = p.b + lane;
-    const int64_t a_bytes = p.a_row * 4, b_bytes = p.ldb * 4, a_second = 16 * p.a_row, b_step = 16 * p.ldb;
+    const int64_t a_bytes = p.a_row * 4, b_bytes = p.b_pair * 4, a_second = 16 * p.a_row,
+                  b_step = 16 * p.b_pair;
     for (int64_t pair = p.pairs; pair > 0; pair -= 16) {
       tile_load_once<4>(a, a_bytes);
       tile_load<6>(b, b_bytes);
@@ -161,14 +162,14 @@ class PairEngine {
   SELFATTN_INLINE static void add_pieces(const PairProduct& p, int64_t row, int64_t lane) {
     const Path path = path_of(p.pieces, p.order);
     for (int64_t pair = 0; pair < p.pairs; pair += 16) {
-      const uint32_t *a_pair = p.a + row * p.a_row + pair, *b_pair = p.b + pair * p.ldb + lane;
+      const uint32_t *a_pair = p.a + row * p.a_row + pair, *b_pair = p.b + pair * p.b_pair + lane;
       int in_a = -1, in_b = -1;  // the pieces that tiles hold
       for (int step = 0; step < path.steps; ++step) {
         const int i = path.a[step], j = path.b[step];
         if (j != in_b) {
           const uint32_t* b = b_pair + j * p.b_piece;
-          tile_load<6>(b, p.ldb * 4);
-          if constexpr (kVecs == 2) tile_load<7>(b + 16, p.ldb * 4);
+          tile_load<6>(b, p.b_pair * 4);
+          if constexpr (kVecs == 2) tile_load<7>(b + 16, p.b_pair * 4);
           in_b = j;
         }
         if (i != in_a) {

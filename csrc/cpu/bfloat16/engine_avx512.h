@@ -32,7 +32,7 @@ struct PairEngine {
       SELFATTN_UNROLL
       for (int v = 0; v < kVecs; ++v) sum[r][v] = _mm512_setzero_ps();
     }
-    const int64_t a_row = p.a_row, a_pair = p.a_pair, ldb = p.ldb;
+    const int64_t a_row = p.a_row, a_pair = p.a_pair, b_pair = p.b_pair;
     for (int i = 0; i < p.pieces; ++i) {
       for (int j = 0; j < p.pieces && i + j < p.order; ++j) {
         const uint32_t* a = p.a + i * p.a_piece + row * a_row;
@@ -48,7 +48,7 @@ struct PairEngine {
             for (int v = 0; v < kVecs; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], broadcast, vec[v]);
           }
           a += a_pair;
-          b += ldb;
+          b += b_pair;
         }
       }
     }

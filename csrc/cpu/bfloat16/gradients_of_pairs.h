@@ -33,8 +33,6 @@ void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float 
       {strip, factor, lane + second, two ? lanes_below(strip.count - lane - 16) : __mmask16(0)}};
   const float* scores = scratch.weights.block + lane;
   const float* grads = scratch.grad.block + lane;
-  const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
-                                         22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   for (int64_t j = 0; j < keys; j += 2) {
     const bool has_next = j + 1 < keys;
     __m512 weight[2][2], grad[2][2];  // [key][vector]
@@ -74,8 +72,8 @@ void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float 
     _mm512_storeu_si512(grad_rows, _mm512_inserti64x4(both[0], _mm512_castsi512_si256(both[1]), 1));
     if (has_next) _mm512_storeu_si512(grad_rows + row, _mm512_shuffle_i64x2(both[0], both[1], 0xee));
     uint32_t* to = scratch.grad.lanes + j / 2 * ld + lane;
-    _mm512_storeu_si512(to, _mm512_permutexvar_epi16(order, both[0]));
-    if (two) _mm512_storeu_si512(to + 16, _mm512_permutexvar_epi16(order, both[1]));
+    _mm512_storeu_si512(to, interleave_halves(both[0]));
+    if (two) _mm512_storeu_si512(to + 16, interleave_halves(both[1]));
   }
 }
 

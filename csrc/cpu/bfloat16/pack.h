@@ -19,6 +19,9 @@ void with_pieces(int pieces, const Body& body) {
   body(PieceCount<1>{});
 }
 
+// How far ahead of their use rows are asked for, where packing takes them one or two at a time.
+constexpr int64_t kRowsAhead = 16;
+
 // Rows that will be needed soon. Reading them is half of the time of packing, without.
 inline void ask_for_rows(const RowSource& s, int64_t row, int64_t rows) {
   const int64_t bytes = size_of(s.dtype);
@@ -40,10 +43,9 @@ SELFATTN_INLINE void store_numbers(uint32_t* to, int64_t piece_stride, Numbers x
 // to[piece][row][padded depth]: rows one after another, zeros up to whole steps, and `rows` padded to 16.
 template <int kPieces>
 void pack_rows(uint32_t* to, int64_t piece_stride, const RowSource& s, Magnitudes& seen) {
-  constexpr int64_t kAhead = 16;
   const int64_t pairs = padded_pairs(s.columns);
   for (int64_t row = 0; row < padded_rows(s.rows); ++row) {
-    if (row < s.rows) ask_for_rows(s, row + kAhead, 1);
+    if (row < s.rows) ask_for_rows(s, row + kRowsAhead, 1);
     for (int64_t pair = 0; pair < pairs; pair += 16) {
       Numbers x{_mm512_setzero_ps(), _mm512_setzero_ps()};
       if (row < s.rows) x = load_32(element(s.data, s.dtype, row * s.stride), s.dtype, 2 * pair, s.columns);
@@ -77,9 +79,8 @@ SELFATTN_INLINE void store_transposed_pieces(uint32_t* to, int64_t ld, int64_t p
 SELFATTN_INLINE __m512i load_32_bfloat16(const RowSource& s, int64_t row, int64_t column,
                                          const bool* special) {
   if (row >= s.rows || (special != nullptr && special[row])) return _mm512_setzero_si512();
-  const int64_t n = s.columns - column;
-  const __mmask32 mask = n >= 32 ? 0xffffffffu : (1u << n) - 1;
-  return _mm512_maskz_loadu_epi16(mask, element(s.data, DType::kBFloat16, row * s.stride + column));
+  return _mm512_maskz_loadu_epi16(elements_below(s.columns - column),
+                                  element(s.data, DType::kBFloat16, row * s.stride + column));
 }
 
 // pack_lanes of those. A power of two does not round.
@@ -146,21 +147,17 @@ SELFATTN_INLINE __m512 load_unless_special(const RowSource& s, int64_t row, int6
 template <int kPieces>
 void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, const bool* special,
                     Magnitudes& seen) {
-  constexpr int64_t kAhead = 16;
   for (int64_t pair = 0; pair < padded_pairs(s.rows); ++pair) {
-    if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + kAhead, 2);
+    if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + kRowsAhead, 2);
     if (kPieces == 1 && s.dtype == DType::kBFloat16) {
-      const __m512i low = _mm512_set_epi16(47, 15, 46, 14, 45, 13, 44, 12, 43, 11, 42, 10, 41, 9, 40, 8, 39,
-                                           7, 38, 6, 37, 5, 36, 4, 35, 3, 34, 2, 33, 1, 32, 0);
-      const __m512i high = _mm512_or_si512(low, _mm512_set1_epi16(16));
       for (int64_t column = 0; column < ld; column += 32) {
         const __m512i above = load_32_bfloat16(s, 2 * pair, column, special);
         const __m512i below = load_32_bfloat16(s, 2 * pair + 1, column, special);
         seen.add_bfloat16(above);
         seen.add_bfloat16(below);
         uint32_t* row = to + pair * ld + column;
-        _mm512_storeu_si512(row, _mm512_permutex2var_epi16(above, low, below));
-        if (column + 16 < ld) _mm512_storeu_si512(row + 16, _mm512_permutex2var_epi16(above, high, below));
+        _mm512_storeu_si512(row, interleave_rows<0>(above, below));
+        if (column + 16 < ld) _mm512_storeu_si512(row + 16, interleave_rows<16>(above, below));
       }
       continue;
     }
@@ -213,7 +210,7 @@ void pack_columns(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSourc
                   Magnitudes& seen) {
   const int64_t pairs = padded_pairs(s.rows);
   for (int64_t pair = 0; pair < pairs; pair += 16) {
-    if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + 32, 32);
+    if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + kDepthStep, kDepthStep);  // those of the next step
     if (kPieces == 1 && s.dtype == DType::kBFloat16) {
       pack_bfloat16_columns(to + pair, ld, s, 2 * pair, special, seen);
       continue;

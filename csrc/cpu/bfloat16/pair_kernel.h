@@ -18,6 +18,9 @@ extern const Kernel kFusedAvx512;
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
+// Far within what floats are, and so are the inverses.
+constexpr double kLeastScale = 1e-30, kMostScale = 1e30;
+
 // Decided by dtype, precision and shape of one batch element alone, so that all passes of a call decide alike
 // and nothing depends on the batch. With more pieces than the engine has an advantage for, float is faster; a
 // factor of the scores that is not positive cannot wait until after their maximum, and one is divided by,
@@ -27,7 +30,7 @@ namespace selfattn::cpu::SELFATTN_ISA {
 inline bool multiplies_pairs(const AttentionParams& p) {
   if (p.alibi_slopes.data != nullptr && Pairs::pieces(p) == 1) return false;
   return p.dtype != DType::kFloat64 && Pairs::pieces(p) <= PairEngine::kMostPieces &&
-         p.head_dim >= kLeastHeadDim && p.scale > 1e-30 && p.scale < 1e30;
+         p.head_dim >= kLeastHeadDim && p.scale > kLeastScale && p.scale < kMostScale;
 }
 
 // The fewest queries of a call that strips of pairs take, where pairs multiply its numbers at all. Keys and
@@ -74,7 +77,7 @@ void decode_pairs(const AttentionParams& p, const ForwardOutputs& o, const Threa
     if (p.queries <= few) return decode_all<VectorPairs>(p, o, pool);
     if (few == 0 || !p.sequences.any()) return decode_all<TilePairs>(p, o, pool);
     decode_all<VectorPairs>(elements_with(p, 0, few), o, pool);
-    decode_all<TilePairs>(elements_with(p, few + 1, kFewQueries), o, pool);
+    decode_all<TilePairs>(elements_with(p, few + 1, most_decoded(p)), o, pool);
   } else {
     decode_all<VectorPairs>(p, o, pool);
   }
@@ -94,16 +97,16 @@ void pair_decode(const AttentionParams& p, const ForwardOutputs& o, const Thread
 // `Calls` is one of the two above.
 template <class Calls>
 void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
-  const int64_t fewest = Calls::fewest_queries(p);
+  const int64_t fewest = Calls::fewest_queries(p), decoded = most_decoded(p);
   if (!p.sequences.any()) {
-    if (p.queries <= kFewQueries) return pair_decode(p, o, pool);
+    if (p.queries <= decoded) return pair_decode(p, o, pool);
     return p.queries < fewest ? kFusedAvx512.forward(p, o, pool) : attention_forward<Pairs>(p, o, pool);
   }
   if (p.queries >= fewest) attention_forward<Pairs>(elements_with(p, fewest, kAnyQueries), o, pool);
-  if (p.queries > kFewQueries && fewest > kFewQueries + 1) {
-    kFusedAvx512.forward(elements_with(p, kFewQueries + 1, fewest - 1), o, pool);
+  if (p.queries > decoded && fewest > decoded + 1) {
+    kFusedAvx512.forward(elements_with(p, decoded + 1, fewest - 1), o, pool);
   }
-  pair_decode(elements_with(p, 0, kFewQueries), o, pool);
+  pair_decode(elements_with(p, 0, decoded), o, pool);
 }
 template <class Calls>
 void pair_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
@@ -143,7 +146,7 @@ inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPoo
 
 template <class Calls>
 const Kernel* pair_hands_on_to(const AttentionParams& p) {
-  const bool decodes = p.queries <= kFewQueries && (PairEngine::kDecodesPlain || decodes_pairs(p));
+  const bool decodes = p.queries <= most_decoded(p) && (PairEngine::kDecodesPlain || decodes_pairs(p));
   return p.queries >= Calls::fewest_queries(p) || decodes ? nullptr : &kFusedAvx512;
 }
 

@@ -34,6 +34,11 @@ SELFATTN_INLINE __mmask16 lanes_below(int64_t n) {
   return n >= 16 ? static_cast<__mmask16>(0xffff) : n <= 0 ? 0 : static_cast<__mmask16>((1u << n) - 1);
 }
 
+// The same of 32 elements of bfloat16; n is not negative.
+SELFATTN_INLINE __mmask32 elements_below(int64_t n) {
+  return n >= 32 ? ~__mmask32{0} : static_cast<__mmask32>((uint32_t{1} << n) - 1);
+}
+
 // The first n of 16 neighbouring elements; nothing beyond them is read.
 SELFATTN_INLINE __m512 load_16(const void* data, DType dtype, int64_t n) {
   const __mmask16 mask = lanes_below(n);

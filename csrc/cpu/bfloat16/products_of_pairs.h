@@ -10,9 +10,19 @@ template <>
 inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
                                   LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
   constexpr int64_t ld = kLanes<Pairs>;
-  PairEngine::multiply({a.pieces, a.order, a.data + from * a.row_stride, a.row_stride, 1, a.piece_stride,
-                        b.data, ld, b.piece_stride, product_pairs(columns), c, ld, Update::kStore, nullptr},
-                       rows, vecs);
+  PairProduct product;
+  product.pieces = a.pieces;
+  product.order = a.order;
+  product.pairs = product_pairs(columns);
+  product.a = a.data + from * a.row_stride;
+  product.a_row = a.row_stride;
+  product.a_piece = a.piece_stride;
+  product.b = b.data;
+  product.b_pair = ld;
+  product.b_piece = b.piece_stride;
+  product.c = c;
+  product.ldc = ld;
+  PairEngine::multiply(product, rows, vecs);
   if (!b.special && !a.special(from, rows)) return;
   const Rows<float> plain = rows_as<float>(a.source.from(from, rows), false, a.plain_buffer);
   multiply<float, false>(
@@ -28,13 +38,24 @@ inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int6
 
 template <>
 inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys,
-                                    int64_t columns, const WeightOperand<Pairs>& w, int64_t vecs, float* c,
-                                    Update update, const float* lane_scale, const float* visible) {
+                                    int64_t columns, const WeightOperand<Pairs>& w, int64_t vecs,
+                                    const ColumnSums<float>& c, const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
-  PairEngine::multiply(
-      {a.pieces, a.pieces, a.data + from / kKeyBlock * a.block_stride, a.row_stride, a.pair_stride,
-       a.piece_stride, w.lanes, w.pieces * ld, ld, product_pairs(keys), c, ld, update, lane_scale},
-      columns, vecs);
+  PairProduct product;
+  product.pieces = product.order = a.pieces;
+  product.pairs = product_pairs(keys);
+  product.a = a.data + from / kKeyBlock * a.block_stride;
+  product.a_row = a.row_stride;
+  product.a_pair = a.pair_stride;
+  product.a_piece = a.piece_stride;
+  product.b = w.lanes;
+  product.b_pair = w.pieces * ld;
+  product.b_piece = ld;
+  product.c = c.data;
+  product.ldc = ld;
+  product.update = c.update;
+  product.lane_scale = c.lane_scale;
+  PairEngine::multiply(product, columns, vecs);
   if (w.in_float == nullptr && !a.special(from, keys)) return;
   const SpecialRows& s = a.specials;
   int64_t count = 0;
@@ -48,7 +69,7 @@ inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from,
     ++count;
   }
   multiply_visible<float, true>(
-      {count, s.values, round_up_to_vector<float>(columns), s.weights, ld, c, ld, Update::kAdd, nullptr},
+      {count, s.values, round_up_to_vector<float>(columns), s.weights, ld, c.data, ld, Update::kAdd, nullptr},
       columns, vecs, s.visible, ld);
 }
 
@@ -58,10 +79,19 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
                                     const float* visible) {
   constexpr int64_t ld = kLanes<Pairs>;
   const int64_t padded = round_up_to_vector<float>(columns);
-  PairEngine::multiply({b.pieces, b.pieces, w.row_pairs(0, first), w.depth_of_rows / 2, 1, w.row_pieces,
-                        b.data + first / 2 * b.pair_stride, b.pair_stride, b.piece_stride,
-                        product_pairs(queries), c, padded, Update::kAdd, nullptr},
-                       keys, padded / 16);
+  PairProduct product;
+  product.pieces = product.order = b.pieces;
+  product.pairs = product_pairs(queries);
+  product.a = w.row_pairs(0, first);
+  product.a_row = w.depth_of_rows / 2;
+  product.a_piece = w.row_pieces;
+  product.b = b.data + first / 2 * b.pair_stride;
+  product.b_pair = b.pair_stride;
+  product.b_piece = b.piece_stride;
+  product.c = c;
+  product.ldc = padded;
+  product.update = Update::kAdd;
+  PairEngine::multiply(product, keys, padded / 16);
   if (!b.special()) return;
   const SpecialRows& s = b.specials;
   int64_t count = 0;

@@ -38,7 +38,7 @@ struct WeightOperand<Pairs> {
   bool rounds() const { return pieces == 1; }
 
   template <Weigh kWeigh>
-  static constexpr bool kSumsInPlace = PairEngine::kTiles && is_short(kWeigh);
+  static constexpr bool kSumsInPlace = PairEngine::kTiles && is_one_piece(kWeigh);
   bool sums_in_place() const { return PairEngine::kTiles && rounds(); }
 
   // `used` sums the weights as rounded.
@@ -47,7 +47,7 @@ struct WeightOperand<Pairs> {
     SELFATTN_UNROLL
     for (int i = 0; i < 2; ++i) {
       float* to = block + (row + 2 * i) * kLanes<Pairs> + lane;
-      if constexpr (is_short(kWeigh)) {
+      if constexpr (is_one_piece(kWeigh)) {
         const __m512i bits = PairEngine::round_weights(v[2 * i], v[2 * i + 1], used[i]);
         if constexpr (kPacked) {
           _mm512_storeu_si512(lane_pieces(row / 2 + i, 1) + lane, bits);

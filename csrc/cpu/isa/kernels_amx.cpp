@@ -2,41 +2,20 @@
 // is two tiles, and sums over the queries of a strip come in whole steps.
 #if defined(__x86_64__)
 
-#include <immintrin.h>
-
-#include "simd_common.h"
-
 #define SELFATTN_ISA amx
 #define SELFATTN_TILE_VECTORS 2
 // Decoding asks for lines into the level-2 cache, which on these processors has more of them under way than
 // the level-1 cache: measured, float32 and bfloat16 of one query at 98 and 92 % of the read bandwidth instead
 // of 93 and 82 %.
 #define SELFATTN_FETCH_INTO 2
-#if defined(__clang__)
-#pragma clang attribute push(                                                               \
-    __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
-    apply_to = function)
-#else
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // see kernels_avx512.cpp
-#pragma GCC push_options
-#pragma GCC optimize("O3", "fp-contract=off")
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c,prefer-vector-width=512")
-#endif
 
+#include "begin_avx512_bf16.h"
 #include "simd_avx512.h"
-
 #include "../bfloat16/engine_amx.h"
-
 #include "../bfloat16/decode_by_tiles.h"
 #include "../bfloat16/decode_by_vectors.h"
-
 #include "../bfloat16/pair_kernel.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "end_target.h"
 
 namespace selfattn::cpu {
 extern const Kernel kFusedAmx;

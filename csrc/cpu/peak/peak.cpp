@@ -134,21 +134,21 @@ MemoryReader::MemoryReader(int64_t bytes) : count_(bytes / static_cast<int64_t>(
   std::fill_n(data_.get(), count_, 0.5f);
 }
 
-double MemoryReader::seconds(const ThreadPool& pool, int64_t piece_bytes) const {
+double MemoryReader::seconds(const ThreadPool& pool, int64_t block_bytes) const {
   const PeakLoops& loops = best_reader();
-  if (piece_bytes != 0) {
-    const int64_t floats = piece_bytes / static_cast<int64_t>(sizeof(float));
-    if (piece_bytes < 0 || floats % kPieceFloats != 0 || piece_bytes % 4 != 0 || floats > count_) {
-      throw std::invalid_argument("pieces must have a multiple of 512 bytes, at most " +
-                                  std::to_string(bytes()) + ", but they have " + std::to_string(piece_bytes));
+  if (block_bytes != 0) {
+    const int64_t floats = block_bytes / static_cast<int64_t>(sizeof(float));
+    if (block_bytes < 0 || floats % kBlockFloats != 0 || block_bytes % 4 != 0 || floats > count_) {
+      throw std::invalid_argument("blocks must have a multiple of 512 bytes, at most " +
+                                  std::to_string(bytes()) + ", but they have " + std::to_string(block_bytes));
     }
-    std::vector<const float*> pieces;
-    for (int64_t at = 0; at + floats <= count_; at += floats) pieces.push_back(data_.get() + at);
-    std::shuffle(pieces.begin(), pieces.end(), std::mt19937(0));
-    const auto count = static_cast<int64_t>(pieces.size());
+    std::vector<const float*> blocks;
+    for (int64_t at = 0; at + floats <= count_; at += floats) blocks.push_back(data_.get() + at);
+    std::shuffle(blocks.begin(), blocks.end(), std::mt19937(0));
+    const auto count = static_cast<int64_t>(blocks.size());
     return run_once(pool, [&](int worker, int workers) {
       const int64_t begin = count * worker / workers, end = count * (worker + 1) / workers;
-      return loops.sum_pieces(pieces.data() + begin, end - begin, floats);
+      return loops.sum_blocks(blocks.data() + begin, end - begin, floats);
     });
   }
   return run_once(pool, [&](int worker, int workers) {

@@ -17,11 +17,11 @@ struct PeakLoops {
   // Independent chains of multiply-adds. Returns something of every result, so that none can be left out.
   float (*multiply_add)(int64_t iterations);
   float (*sum)(const float* data, int64_t count);  // nullable
-  // Of `count` pieces of `floats` numbers each, a multiple of kPieceFloats. Nullable.
-  float (*sum_pieces)(const float* const* pieces, int64_t count, int64_t floats);
+  // Of `count` blocks of `floats` numbers each, a multiple of kBlockFloats. Nullable.
+  float (*sum_blocks)(const float* const* blocks, int64_t count, int64_t floats);
 };
 
-constexpr int64_t kPieceFloats = 128;
+constexpr int64_t kBlockFloats = 128;
 
 // GFLOP/s of multiply-adds on all threads of the pool at once, the best of the runs in `seconds`. `isa` is
 // one of "avx512", "avx2", "scalar" (float32), "avx512_bf16", "amx" (bfloat16 into float32). Throws
@@ -34,9 +34,9 @@ class MemoryReader {
   // Throws std::invalid_argument for less than four bytes.
   explicit MemoryReader(int64_t bytes);
   // The seconds in which all threads of the pool together read all of it once, each its own part: in its
-  // order, or in pieces of that many bytes in random order. Throws std::invalid_argument for pieces that are
+  // order, or in blocks of that many bytes in random order. Throws std::invalid_argument for blocks that are
   // not whole multiples of 512 bytes, or longer than the memory.
-  double seconds(const ThreadPool& pool, int64_t piece_bytes = 0) const;
+  double seconds(const ThreadPool& pool, int64_t block_bytes = 0) const;
   int64_t bytes() const { return count_ * static_cast<int64_t>(sizeof(float)); }
 
  private:

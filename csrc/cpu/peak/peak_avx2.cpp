@@ -1,29 +1,14 @@
-// The loops of peak.h for AVX2 with FMA; about target regions see isa/simd_common.h.
+// The loops of peak.h for AVX2 with FMA.
 #if defined(__x86_64__)
 
-#include <immintrin.h>
-
-#include "../isa/simd_common.h"
 #include "peak.h"
 
 #define SELFATTN_ISA avx2
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
-#else
-#pragma GCC push_options
-#pragma GCC optimize("O3")
-#pragma GCC target("avx2,fma,f16c")
-#endif
 
+#include "../isa/begin_avx2.h"
 #include "../isa/simd_avx2.h"
-
 #include "peak_loops.h"
-
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "../isa/end_target.h"
 
 namespace selfattn::cpu {
 extern const PeakLoops kPeakAvx2;

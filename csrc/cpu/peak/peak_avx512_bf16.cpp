@@ -1,21 +1,10 @@
 // The multiply-adds of peak.h for AVX512_BF16, which adds products of two pairs of bfloat16 to a float in
-// each lane; about target regions see isa/simd_common.h.
+// each lane.
 #if defined(__x86_64__)
 
-#include <immintrin.h>
-
-#include "../isa/simd_common.h"
 #include "peak.h"
 
-#if defined(__clang__)
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512vl,avx512bf16"))), \
-                             apply_to = function)
-#else
-#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"  // see kernels_avx512.cpp
-#pragma GCC push_options
-#pragma GCC optimize("O3")
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512bf16,prefer-vector-width=512")
-#endif
+#include "../isa/begin_avx512_bf16.h"
 
 namespace selfattn::cpu {
 namespace {
@@ -51,11 +40,7 @@ float multiply_add(int64_t iterations) {
 }  // namespace
 }  // namespace selfattn::cpu
 
-#if defined(__clang__)
-#pragma clang attribute pop
-#else
-#pragma GCC pop_options
-#endif
+#include "../isa/end_target.h"
 
 namespace selfattn::cpu {
 extern const PeakLoops kPeakAvx512Bf16;

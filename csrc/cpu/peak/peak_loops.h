@@ -71,23 +71,23 @@ float peak_sum(const float* data, int64_t count) {
   return total;
 }
 
-// What lies as far ahead as the kernels for few queries ask for it, in the order of the pieces.
-float peak_sum_pieces(const float* const* pieces, int64_t count, int64_t floats) {
+// What lies as far ahead as the kernels for few queries ask for it, in the order of the blocks.
+float peak_sum_blocks(const float* const* blocks, int64_t count, int64_t floats) {
   constexpr int64_t kAhead = 8192 / sizeof(float), kLine = 64 / sizeof(float);
-  constexpr int kVecs = static_cast<int>(kPieceFloats) / kPeakWidth;
-  const int64_t pieces_ahead = kAhead / floats, floats_ahead = kAhead % floats;
-  const auto piece = [&](int64_t i) { return pieces[i < count ? i : count - 1]; };
+  constexpr int kVecs = static_cast<int>(kBlockFloats) / kPeakWidth;
+  const int64_t blocks_ahead = kAhead / floats, floats_ahead = kAhead % floats;
+  const auto block = [&](int64_t i) { return blocks[i < count ? i : count - 1]; };
   PeakVec sum[2] = {Simd<float>::set(0.0f), Simd<float>::set(0.0f)};
   for (int64_t i = 0; i < count; ++i) {
-    const float* soon = piece(i + pieces_ahead) + floats_ahead;
-    const float* then = piece(i + pieces_ahead + 1) + floats_ahead - floats;
-    for (int64_t n = 0; n < floats; n += kPieceFloats) {
+    const float* soon = block(i + blocks_ahead) + floats_ahead;
+    const float* then = block(i + blocks_ahead + 1) + floats_ahead - floats;
+    for (int64_t n = 0; n < floats; n += kBlockFloats) {
       const float* ahead = n + floats_ahead < floats ? soon + n : then + n;
       SELFATTN_UNROLL
-      for (int64_t line = 0; line < kPieceFloats; line += kLine) __builtin_prefetch(ahead + line);
+      for (int64_t line = 0; line < kBlockFloats; line += kLine) __builtin_prefetch(ahead + line);
       SELFATTN_UNROLL
       for (int v = 0; v < kVecs; ++v) {
-        sum[v % 2] = Simd<float>::add(sum[v % 2], Simd<float>::load(pieces[i] + n + v * kPeakWidth));
+        sum[v % 2] = Simd<float>::add(sum[v % 2], Simd<float>::load(blocks[i] + n + v * kPeakWidth));
       }
     }
   }
@@ -99,7 +99,7 @@ float peak_sum_pieces(const float* const* pieces, int64_t count, int64_t floats)
 }
 
 constexpr PeakLoops peak_loops(const char* isa) {
-  return {isa, 2.0 * kPeakRows * kPeakChains * kPeakWidth, &peak_multiply_add, &peak_sum, &peak_sum_pieces};
+  return {isa, 2.0 * kPeakRows * kPeakChains * kPeakWidth, &peak_multiply_add, &peak_sum, &peak_sum_blocks};
 }
 
 }  // namespace

@@ -1,4 +1,4 @@
-// Scratch memory in one aligned piece, handed out front to back.
+// Scratch memory in one aligned block, handed out front to back.
 #pragma once
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -12,9 +12,9 @@ class Arena {
 
   template <class T>
   T* take(int64_t count) {
-    char* piece = memory_ + used_;
+    char* taken = memory_ + used_;
     used_ += bytes_for<T>(count);
-    return reinterpret_cast<T*>(piece);
+    return reinterpret_cast<T*>(taken);
   }
   // What was handed out is free again.
   void reset() { used_ = 0; }

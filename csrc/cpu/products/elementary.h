@@ -3,6 +3,8 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
+constexpr double kLog2E = 1.4426950408889634074;
+
 // e^r = 1 + r * q(r) on |r| <= ln(2)/2, by interpolation at Chebyshev nodes: relative error 5.1e-9 (float,
 // below a quarter of its rounding unit) and 1.2e-19 (double). benchmarks/fit_exp.py prints the coefficients.
 template <class T>
@@ -41,7 +43,7 @@ struct ExpPolynomial<double> {
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec reduced_expm1(typename Simd<T>::Vec x, typename Simd<T>::Vec* n) {
   using S = Simd<T>;
-  *n = S::round(S::mul(x, S::set(T(1.4426950408889634074))));
+  *n = S::round(S::mul(x, S::set(T(kLog2E))));
   const auto r = S::fma(*n, S::set(T(-0.69314718055994530942)), x);
   auto q = S::set(ExpPolynomial<T>::kCoefficients[ExpPolynomial<T>::kTerms - 1]);
   SELFATTN_UNROLL
@@ -99,27 +101,29 @@ SELFATTN_INLINE typename Simd<T>::Vec exp2_nonpositive(typename Simd<T>::Vec z) 
 template <class T, int kTerms>
 SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive_short(typename Simd<T>::Vec x) {
   using S = Simd<T>;
-  return exp2_nonpositive<T, kTerms>(S::mul(x, S::set(T(1.4426950408889634074))));
+  return exp2_nonpositive<T, kTerms>(S::mul(x, S::set(T(kLog2E))));
 }
 
 // How a score becomes a weight, in all passes: they must agree to the bit.
 enum class Weigh {
-  kPlain,  // exp(s - shift)
-  kFine,   // the same for weights that become three pieces of bfloat16
-  kQuick,  // for two, which round by more than the error of a shorter exp
-  kShort,  // for one. The weights could do with still less accuracy, their sum could not: the log-sum-exp is
-           // a float
+  kPlain,        // exp(s - shift)
+  kThreePieces,  // the same for weights that become so many pieces of bfloat16
+  kTwoPieces,    // which round by more than the error of a shorter exp
+  kOnePiece,  // The weight could do with still less accuracy, the sum could not: the log-sum-exp is a float
   // exp(s * scale - shift). The product is rounded by itself, as that of the maximum was, so that the largest
   // weight is exactly 1
-  kScaledFine,
-  kScaledQuick,
-  kScaledShort,
+  kScaledThreePieces,
+  kScaledTwoPieces,
+  kScaledOnePiece,
 };
-constexpr bool is_scaled(Weigh weigh) { return weigh >= Weigh::kScaledFine; }
-constexpr bool is_quick(Weigh weigh) { return weigh == Weigh::kQuick || weigh == Weigh::kScaledQuick; }
-constexpr bool is_short(Weigh weigh) { return weigh == Weigh::kShort || weigh == Weigh::kScaledShort; }
-constexpr int pieces_of(Weigh weigh) { return is_short(weigh) ? 1 : is_quick(weigh) ? 2 : 3; }
-constexpr int exp_terms(Weigh weigh) { return is_short(weigh) ? 4 : is_quick(weigh) ? 5 : 6; }
+constexpr bool is_scaled(Weigh weigh) { return weigh >= Weigh::kScaledThreePieces; }
+constexpr int pieces_of(Weigh weigh) {
+  return weigh == Weigh::kOnePiece || weigh == Weigh::kScaledOnePiece     ? 1
+         : weigh == Weigh::kTwoPieces || weigh == Weigh::kScaledTwoPieces ? 2
+                                                                          : 3;
+}
+constexpr bool is_one_piece(Weigh weigh) { return pieces_of(weigh) == 1; }
+constexpr int exp_terms(Weigh weigh) { return 3 + pieces_of(weigh); }
 
 template <class T, Weigh kWeigh>
 SELFATTN_INLINE typename Simd<T>::Vec weight_of(typename Simd<T>::Vec s, typename Simd<T>::Vec scale,

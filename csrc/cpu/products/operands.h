@@ -150,14 +150,24 @@ void multiply_lanes(const RowOperand<P>& a, int64_t from, int64_t rows, LaneOper
                      rows, vecs);
 }
 
+// Sums [column][kLanes] that a product changes; lane_scale is read for Update::kScaleAdd alone.
+template <class T>
+struct ColumnSums {
+  T* data;
+  Update update = Update::kAdd;
+  const T* lane_scale = nullptr;
+};
+
 // c[column][lane] (updated by) sum over the keys j of a(from + j, column) * w[j][lane]
 template <class P>
 void multiply_columns(const ColumnOperand<P>& a, int64_t from, int64_t keys, int64_t columns,
-                      const WeightOperand<P>& w, int64_t vecs, Scalar<P>* c, Update update,
-                      const Scalar<P>* lane_scale, const Scalar<P>* visible) {
-  const Product<P> product{
-      keys,      a.rows.data + from * a.rows.stride, a.rows.stride, w.block, kLanes<P>, c, kLanes<P>, update,
-      lane_scale};
+                      const WeightOperand<P>& w, int64_t vecs, const ColumnSums<Scalar<P>>& c,
+                      const Scalar<P>* visible) {
+  const Product<P> product{keys,          a.rows.data + from * a.rows.stride,
+                           a.rows.stride, w.block,
+                           kLanes<P>,     c.data,
+                           kLanes<P>,     c.update,
+                           c.lane_scale};
   if (visible != nullptr) {
     multiply_visible<P, true>(product, columns, vecs, visible, kLanes<P>);
   } else {

@@ -179,14 +179,14 @@ class RowsAhead {
  public:
   explicit RowsAhead(const RowWalk& rows) : rows_(rows), pages_(rows), left_(INT64_MAX) {}
   // `page_keys`: rows of a page of the cache. Where lines come into the level-2 cache only short pages were
-  // measured to gain; longer ones and caches in one piece lost up to 10 %.
+  // measured to gain; longer ones and contiguous caches lost up to 10 %.
   static RowsAhead with_pages(const RowWalk& rows, int64_t page_keys) {
-    constexpr int64_t kShortPage = 32768;  // bytes
+    constexpr int64_t kShortCachePage = 32768;  // bytes
     RowsAhead ahead(rows);
     const int64_t step = rows.step() < 0 ? -rows.step() : rows.step();
-    if (kFetchInto != 3 && (step == 0 || page_keys > kShortPage / step)) return ahead;
-    ahead.rows_of_page_ = step > 0 && step < kPageBytes ? kPageBytes / step : 1;
-    ahead.pages_.skip(kPagesAhead * ahead.rows_of_page_);
+    if (kFetchInto != 3 && (step == 0 || page_keys > kShortCachePage / step)) return ahead;
+    ahead.rows_of_page_ = step > 0 && step < kMemoryPage ? kMemoryPage / step : 1;
+    ahead.pages_.skip(kMemoryPagesAhead * ahead.rows_of_page_);
     ahead.left_ = 1;
     return ahead;
   }
@@ -207,7 +207,7 @@ class RowsAhead {
   }
 
  private:
-  static constexpr int64_t kPageBytes = 4096, kPagesAhead = 4;
+  static constexpr int64_t kMemoryPage = 4096, kMemoryPagesAhead = 4;
 
   RowWalk rows_, pages_;
   int64_t rows_of_page_ = 1, left_;  // of which nothing is to be asked for yet
@@ -222,7 +222,7 @@ class RowsAhead {
 // evenly as time passes. Many at once hold up the loads behind them, none for a while leaves memory idle.
 class LinesAhead {
  public:
-  LinesAhead(const RowsAhead& rows, int64_t row_bytes) : rows_(rows), row_bytes_(row_bytes) { next_piece(); }
+  LinesAhead(const RowsAhead& rows, int64_t row_bytes) : rows_(rows), row_bytes_(row_bytes) { next_run(); }
 
   // As many bytes as are used of other rows in the meantime; lines are whole, what is left is owed.
   SELFATTN_INLINE void ask(int64_t bytes) {
@@ -233,8 +233,8 @@ class LinesAhead {
       at += kLine;
       owed -= kLine;
       if (at < end_) continue;
-      owed_ = owed + (at - end_);  // of the last line only a part was of the piece
-      next_piece();
+      owed_ = owed + (at - end_);  // of the last line only a part was of the run
+      next_run();
       at = at_;
       owed = owed_;
     }
@@ -250,7 +250,7 @@ class LinesAhead {
   const char *at_ = nullptr, *end_ = nullptr;  // rows without gaps
   int64_t owed_ = 0;
 
-  void next_piece() {
+  void next_run() {
     if (rows_.ended()) {
       owed_ = INT64_MIN / 2;
       return;

@@ -75,7 +75,7 @@ SELFATTN_INLINE void store_with_residual(void* data, void* residual, DType dtype
   }
 }
 
-// Asks for `rows` pieces of `bytes` bytes, `stride` bytes apart, ahead of their use.
+// Asks for `rows` rows of `bytes` bytes, `stride` bytes apart, ahead of their use.
 inline void prefetch_block(const void* data, int64_t stride, int64_t rows, int64_t bytes) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t at = 0; at < bytes; at += 64) {

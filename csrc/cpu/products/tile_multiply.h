@@ -5,7 +5,7 @@
 // A is read one scalar at a time and broadcast, so it needs no packing and no alignment: it is a key or value
 // row in the user's tensor, or a row of weights. B and C are scratch with vectors of lanes. With
 // `Transposed`, A(row, k) is a[k * lda + row], otherwise a[row * lda + k]. Sums stay in registers and meet C
-// once, at the end; long ones do so piece by piece (long_sums.h).
+// once, at the end; long ones do so part by part (long_sums.h).
 #pragma once
 
 #include "long_sums.h"
@@ -117,7 +117,7 @@ int next_tile_vecs(int64_t vecs) {
 }
 
 template <class T, bool kTransposed>
-void multiply_piece(const Product<T>& p, int64_t rows, int64_t vecs) {
+void multiply_part(const Product<T>& p, int64_t rows, int64_t vecs) {
   for (int64_t vec = 0; vec < vecs;) {
     const int take = next_tile_vecs<T>(vecs - vec);
     const int64_t lane = vec * Simd<T>::kWidth;
@@ -135,16 +135,16 @@ void multiply_piece(const Product<T>& p, int64_t rows, int64_t vecs) {
 // The whole product: `rows` rows and `vecs` vectors of lanes.
 template <class T, bool kTransposed>
 void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
-  const int64_t step = terms_of_piece(p.depth);
-  Product<T> piece = p;
+  const int64_t step = terms_of_part(p.depth);
+  Product<T> part = p;
   int64_t done = 0;
   do {
-    piece.depth = smaller(p.depth - done, step);
-    multiply_piece<T, kTransposed>(piece, rows, vecs);
+    part.depth = smaller(p.depth - done, step);
+    multiply_part<T, kTransposed>(part, rows, vecs);
     done += step;
-    piece.a += step * (kTransposed ? p.lda : 1);
-    piece.b += step * p.ldb;
-    piece.update = Update::kAdd;
+    part.a += step * (kTransposed ? p.lda : 1);
+    part.b += step * p.ldb;
+    part.update = Update::kAdd;
   } while (done < p.depth);
 }
 

@@ -23,7 +23,7 @@ __device__ __forceinline__ NewRow new_row(const CacheAppend& a, int64_t row) {
     const int64_t middle = batch + (end - batch) / 2;
     (a.row_starts[middle] <= row ? batch : end) = middle;
   }
-  const auto sequence = piece_of(a.row_starts, batch, a.rows, a.rows);
+  const auto sequence = packed_rows(a.row_starts, batch, a.rows, a.rows);
   return {batch, row - sequence.first, sequence.count};
 }
 

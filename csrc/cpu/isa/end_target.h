@@ -1,0 +1,8 @@
+// Closes what begin_*.h has opened.
+#pragma once
+
+#if defined(__clang__)
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
