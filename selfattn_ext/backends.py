@@ -28,9 +28,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import library, ops
+from . import arguments, library, ops
 from .arguments import checks, precision
-from .arguments import prepared as arguments
 from .reference import default_scale
 
 __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]

@@ -2,8 +2,9 @@
 
 Note [Refusals]
     A dozen checks in Python cost as much as a small attention. The operators check everything themselves, so
-    the public functions call first and look for the reason in :mod:`selfattn_ext.arguments.checks`, in terms of the
-    user's own arguments, once something has refused. What the operators cannot see is checked beforehand.
+    the public functions call first and look for the reason in :mod:`selfattn_ext.arguments.checks`, in terms
+    of the user's own arguments, once something has refused. What the operators cannot see is checked
+    beforehand.
 """
 
 from __future__ import annotations
@@ -15,18 +16,13 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import attend as general
-from . import backends, ops
+from . import arguments, attend, backends, ops
 from .arguments import checks, overrides, precision
-from .arguments import prepared as arguments
-from .autograd import attention as autograd
+from .autograd import plain_attention
 from .reference import default_scale
 from .varlen import nested
 
 __all__ = ["attention_weights", "scaled_dot_product_attention"]
-
-_EVERYTHING = general.EVERYTHING
-_OFF = general.OFF
 
 # Looked up once: an attribute chain costs as much as the call at its end.
 _is_grad_enabled = torch.is_grad_enabled
@@ -38,6 +34,9 @@ _is_overridden = torch.overrides.has_torch_function_variadic
 _precision = precision.current
 _precision_on_cuda = precision.current_on_cuda
 _FLOAT32 = torch.float32
+_DEFAULT_WINDOW = arguments.DEFAULT_WINDOW
+_DEFAULT_SOFTCAP = arguments.DEFAULT_SOFTCAP
+_DEFAULT_QUERY_OFFSET = arguments.DEFAULT_QUERY_OFFSET
 
 
 # The overloads differ in their last lines: the flags, and what they have a call return.
@@ -101,11 +100,11 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: Sequence[int] = _EVERYTHING,
-    softcap: float = _OFF,
+    window_size: Sequence[int] = arguments.DEFAULT_WINDOW,
+    softcap: float = arguments.DEFAULT_SOFTCAP,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_offset: int = arguments.ORIGIN,
+    query_offset: int = arguments.DEFAULT_QUERY_OFFSET,
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -172,7 +171,7 @@ def scaled_dot_product_attention(
     compiling = _is_compiling()
     # Dynamo sees no overrides in jagged tensors.
     if compiling or _is_overridden(query, key, value, attn_mask, alibi_slopes, sinks):
-        if relevant := overrides.asked(query, key, value, attn_mask, alibi_slopes, sinks):
+        if relevant := overrides.overriding_arguments(query, key, value, attn_mask, alibi_slopes, sinks):
             return overrides.call(
                 scaled_dot_product_attention, relevant, query, key, value, attn_mask, dropout_p, is_causal,
                 scale, enable_gqa, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
@@ -186,10 +185,10 @@ def scaled_dot_product_attention(
             )  # fmt: skip
     try:
         options: dict[str, Any] = {}
-        if query_offset is not arguments.ORIGIN:
+        if query_offset is not _DEFAULT_QUERY_OFFSET:
             options["query_offset"] = checks.integer("query_offset", query_offset)
-        if window_size is not _EVERYTHING or softcap is not _OFF or backends.forcing:
-            general.add_rules(options, window_size, softcap)
+        if window_size is not _DEFAULT_WINDOW or softcap is not _DEFAULT_SOFTCAP or backends.forcing:
+            attend.add_rules(options, window_size, softcap)
 
         if (
             attn_mask is None
@@ -221,9 +220,7 @@ def scaled_dot_product_attention(
                     if not enable_gqa and query.size(1) != key.size(1) != 1:
                         raise ValueError("heads that do not go together")
                 if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-                    return autograd.plain_attention(
-                        query, key, value, (given, is_causal, enable_gqa, options)
-                    )
+                    return plain_attention(query, key, value, (given, is_causal, enable_gqa, options))
                 if options and given is not None:
                     return ops.direct_forward(query, key, value, given, **options)[0]
                 return ops.plain_attention(query, key, value, given, is_causal, enable_gqa)
@@ -239,14 +236,14 @@ def scaled_dot_product_attention(
         call = arguments.prepared(
             query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options
         )
-        out, weights, lse = general.attention(call, dropout_p, options, return_weights, return_lse)
+        out, weights, lse = attend.attention(call, dropout_p, options, return_weights, return_lse)
     except checks.REFUSALS as refusal:
         raise checks.explained(
             refusal, checks.attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
             window_size=window_size, softcap_=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
             query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
         ) from None  # fmt: skip
-    return general.results(out, weights, lse)
+    return attend.results(out, weights, lse)
 
 
 @overload
@@ -288,11 +285,11 @@ def attention_weights(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: Sequence[int] = _EVERYTHING,
-    softcap: float = _OFF,
+    window_size: Sequence[int] = arguments.DEFAULT_WINDOW,
+    softcap: float = arguments.DEFAULT_SOFTCAP,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_offset: int = arguments.ORIGIN,
+    query_offset: int = arguments.DEFAULT_QUERY_OFFSET,
     return_lse: bool = False,
 ) -> Any:
     """The softmax weights (..., H, L, S) of :func:`scaled_dot_product_attention`, without a value to mix.
@@ -313,7 +310,7 @@ def attention_weights(
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
     if _is_overridden(query, key, attn_mask, alibi_slopes, sinks) and (
-        relevant := overrides.asked(query, key, attn_mask, alibi_slopes, sinks)
+        relevant := overrides.overriding_arguments(query, key, attn_mask, alibi_slopes, sinks)
     ):
         return overrides.call(
             attention_weights, relevant, query, key, attn_mask, dropout_p, is_causal, scale, enable_gqa,

@@ -10,11 +10,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import backends
+from . import arguments, backends
 from .arguments import checks, overrides, shapes
-from .arguments import prepared as arguments
-from .autograd import graph_operators as composed
-from .autograd import scores_and_softmax as autograd_pieces
+from .autograd import attention_scores_with_gradient, masked_softmax_with_gradient
 from .reference import default_scale
 
 __all__ = ["attention_scores", "masked_softmax"]
@@ -41,15 +39,14 @@ def attention_scores(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
-    if _is_overridden(query, key) and (relevant := overrides.asked(query, key)):
+    if _is_overridden(query, key) and (relevant := overrides.overriding_arguments(query, key)):
         return overrides.call(attention_scores, relevant, query, key, scale, enable_gqa)
     try:
         checks.flags(enable_gqa=enable_gqa)
         q, k = arguments.autocast(query, key)
         form = shapes.canonical(q, k, k, enable_gqa)
         factor = default_scale(form.query.size(3)) if scale is None else checks.scale(scale)
-        compute = composed.attention_scores if composed.wanted() else autograd_pieces.attention_scores
-        scores = compute(form.query, form.key, factor, backends.forced_kernel())
+        scores = attention_scores_with_gradient(form.query, form.key, factor, backends.forced_kernel())
     except checks.REFUSALS as refusal:
         raise checks.explained(refusal, checks.scores, query, key, scale, enable_gqa) from None
     return shapes.restored(scores, form)
@@ -61,7 +58,7 @@ def masked_softmax(
     *,
     scale: float = 1.0,
     is_causal: bool = False,
-    query_offset: int = arguments.ORIGIN,
+    query_offset: int = arguments.DEFAULT_QUERY_OFFSET,
 ) -> Tensor:
     """Softmax over the last dimension of ``scale * scores + mask``, in one pass over memory.
 
@@ -84,7 +81,7 @@ def masked_softmax(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
-    if _is_overridden(scores, mask) and (relevant := overrides.asked(scores, mask)):
+    if _is_overridden(scores, mask) and (relevant := overrides.overriding_arguments(scores, mask)):
         return overrides.call(
             masked_softmax,
             relevant,
@@ -103,7 +100,7 @@ def masked_softmax(
         checks.flags(is_causal=is_causal)
         if is_causal:
             options["is_causal"] = True
-        if query_offset is not arguments.ORIGIN:
+        if query_offset is not arguments.DEFAULT_QUERY_OFFSET:
             options["query_offset"] = checks.integer("query_offset", query_offset)
         if kernel := backends.forced_kernel():
             options["kernel_name"] = kernel
@@ -115,8 +112,7 @@ def masked_softmax(
                     "a CausalBias is a mask of scaled_dot_product_attention; pass is_causal=True here"
                 )
             bias = shapes.mask_four_dimensional(checks.mask("mask", mask), form)
-        compute = composed.masked_softmax if composed.wanted() else autograd_pieces.masked_softmax
-        weights = compute(flat, bias, checks.scale(scale), options)
+        weights = masked_softmax_with_gradient(flat, bias, checks.scale(scale), options)
     except checks.REFUSALS as refusal:
         raise checks.explained(
             refusal, checks.softmax, scores, mask, scale_=scale, is_causal=is_causal,

@@ -17,7 +17,7 @@ from torch._subclasses import FakeTensorMode
 import selfattn_ext
 from selfattn_ext import backends, library, ops
 from selfattn_ext.arguments import checks
-from selfattn_ext.autograd import operator_calls as calls
+from selfattn_ext.autograd import operator_calls
 
 BUILD = library.extension().build_info()
 needs_kernels = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")
@@ -200,7 +200,7 @@ class TestChecks:
             ops.masked_softmax_backward(x, x, 1.0)
         rows, seed = call["row_max"], call["dropout_seed"]
         with pytest.raises(RuntimeError, match="NVIDIA driver"):
-            calls.backward(
+            operator_calls.backward(
                 (x, None, None),
                 (x, x, x, None, None, None, seed),
                 (x, rows, rows, None, None),

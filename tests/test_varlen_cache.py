@@ -15,7 +15,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from varlen_cases import index, starts
 
 from selfattn_ext import KVCache, attention_with_kvcache, reference, varlen_attention
-from selfattn_ext.varlen import cached_keys as varlen_cache
+from selfattn_ext.varlen import cached_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -297,4 +297,6 @@ def test_what_a_gpu_would_not_refuse(form: str, name: str, values: Tensor) -> No
         keys, options["block_table"] = keys.transpose(1, 2), given["block_table"]
     names = ("cu_seqlens_q", "cu_seqlens_k", "query_offset")
     with pytest.raises(ValueError, match=name if name != "seqused_k" else "cache_seqlens"):
-        varlen_cache._look(given["query"], given["key"], keys, *(given[one] for one in names), options)
+        cached_keys._check_values_on_cuda(
+            given["query"], given["key"], keys, *(given[one] for one in names), options
+        )

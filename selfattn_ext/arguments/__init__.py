@@ -1,1 +1,45 @@
 """What callers give, checked and brought into the form of the operators."""
+
+from . import checks, overrides, precision, sequence_checks, shapes
+from .prepared import (
+    DEFAULT_QUERY_OFFSET,
+    DEFAULT_SOFTCAP,
+    DEFAULT_WINDOW,
+    OptionalTensor,
+    Options,
+    Prepared,
+    Tensors,
+    add_causal_bias,
+    add_float32_precision,
+    add_own_masks,
+    add_window,
+    autocast,
+    formula,
+    is_packed,
+    keywords_of,
+    prepared,
+)
+
+__all__ = [
+    "DEFAULT_QUERY_OFFSET",
+    "DEFAULT_SOFTCAP",
+    "DEFAULT_WINDOW",
+    "OptionalTensor",
+    "Options",
+    "Prepared",
+    "Tensors",
+    "add_causal_bias",
+    "add_float32_precision",
+    "add_own_masks",
+    "add_window",
+    "autocast",
+    "checks",
+    "formula",
+    "is_packed",
+    "keywords_of",
+    "overrides",
+    "precision",
+    "prepared",
+    "sequence_checks",
+    "shapes",
+]

@@ -9,11 +9,11 @@ import torch
 
 from . import checks
 
-__all__ = ["asked", "call"]
+__all__ = ["call", "overriding_arguments"]
 
 
-def asked(*values: Any) -> tuple[Any, ...]:
-    """The arguments whose types are asked, empty where none of them and no mode overrides functions."""
+def overriding_arguments(*values: Any) -> tuple[Any, ...]:
+    """The arguments whose types are to be asked; empty where none of them and no mode overrides functions."""
     # A CausalBias and a jagged tensor override torch's attention alone and are arguments like any other here.
     relevant = tuple(
         value for value in values if not checks.is_causal_bias(value) and not checks.is_jagged(value)

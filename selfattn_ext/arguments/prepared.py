@@ -13,8 +13,10 @@ from .. import reference
 from . import checks, precision, shapes
 
 __all__ = [
-    "ORIGIN",
-    "Maybe",
+    "DEFAULT_QUERY_OFFSET",
+    "DEFAULT_SOFTCAP",
+    "DEFAULT_WINDOW",
+    "OptionalTensor",
     "Options",
     "Prepared",
     "Tensors",
@@ -30,15 +32,19 @@ __all__ = [
 ]
 
 #: The default query_offset, to be compared by identity: whether a compiler's symbol is 0 must not be asked.
-ORIGIN = 0
+DEFAULT_QUERY_OFFSET = 0
+#: The same for window_size,
+DEFAULT_WINDOW = (-1, -1)
+#: and for softcap.
+DEFAULT_SOFTCAP = 0.0
 
 #: The operators' keyword arguments that are no tensors; those at their default are left out.
 Options = dict[str, Any]
-Maybe = Tensor | None
+OptionalTensor = Tensor | None
 #: The tensors of a call in the operators' form: query, key, value, mask, slopes, sinks, dropout's seed.
-Tensors = tuple[Tensor, Tensor, Tensor, Maybe, Maybe, Maybe, Maybe]
+Tensors = tuple[Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor, OptionalTensor, OptionalTensor]
 #: query, key and value in four dimensions, mask, slopes, sinks, scale; a plain tuple costs a call the least.
-Prepared = tuple[shapes.Canonical, Maybe, Maybe, Maybe, float]
+Prepared = tuple[shapes.Canonical, OptionalTensor, OptionalTensor, OptionalTensor, float]
 
 
 def prepared(
@@ -49,8 +55,8 @@ def prepared(
     is_causal: bool,
     scale: float | None,
     enable_gqa: bool,
-    alibi_slopes: Maybe,
-    sinks: Maybe,
+    alibi_slopes: OptionalTensor,
+    sinks: OptionalTensor,
     options: Options,
     batch: int | None = None,
 ) -> Prepared:
@@ -186,7 +192,7 @@ def is_packed(options: Options) -> bool:
     return "cu_seqlens_q" in options and "cu_seqlens_k" in options
 
 
-def add_own_masks(options: Options, masks: Sequence[Tensor]) -> Maybe:
+def add_own_masks(options: Options, masks: Sequence[Tensor]) -> OptionalTensor:
     """A mask for each sequence as the operators take them: all numbers, one mask behind the other; adds the
     shapes to the options.
     """

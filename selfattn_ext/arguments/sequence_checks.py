@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a call over sequences: as :mod:`selfattn_ext.arguments.checks`, with offsets.
+"""What is wrong with the arguments of a call over packed sequences: their offsets and lengths.
 
 Note [Values of offsets]
     On the CPU the operators check the values of index tensors whenever they run. On CUDA nothing but a copy
@@ -22,8 +22,8 @@ from .. import capture
 from . import checks, shapes
 
 __all__ = [
+    "check_offsets_on_cuda",
     "indices",
-    "look",
     "mask_list",
     "offset_values",
     "per_sequence",
@@ -91,7 +91,7 @@ def _numbers(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.tolist())
 
 
-def look(
+def check_offsets_on_cuda(
     query: Tensor,
     key: Tensor,
     cu_seqlens_q: Tensor,

@@ -37,10 +37,9 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from .. import ops
-from ..arguments import checks
-from ..arguments.prepared import Maybe, Options, Tensors, formula, is_packed, keywords_of
+from ..arguments import OptionalTensor, Options, Tensors, checks, formula, is_packed, keywords_of
 from ..reference import default_scale
-from . import operator_calls as calls
+from . import operator_calls
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold, unfold_gradient
 
 __all__ = ["attention", "plain_attention"]
@@ -48,7 +47,7 @@ __all__ = ["attention", "plain_attention"]
 
 def attention(
     tensors: Tensors, scale: float, options: Options, want_weights: bool, want_lse: bool
-) -> tuple[Tensor, Maybe, Maybe]:
+) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
     """Differentiable attention on four-dimensional tensors: (out, weights if wanted, lse if wanted).
 
     ``options`` are the operators' keyword arguments that are no tensors, those at their default left out.
@@ -100,7 +99,7 @@ class _PlainAttention(Function):
         scale, is_causal, enable_gqa, options = call
         statistics: Any
         if options:
-            out, *statistics, residual = calls.forward(query, key, value, scale, options)
+            out, *statistics, residual = operator_calls.forward(query, key, value, scale, options)
         else:
             out, statistics, residual = ops.plain_attention_forward(
                 query, key, value, scale, is_causal, enable_gqa
@@ -114,12 +113,12 @@ class _PlainAttention(Function):
     def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
         query, key, value, out, residual = ctx.saved_tensors
         statistics, scale, is_causal, options = ctx.call
-        if calls.is_differentiated():
+        if operator_calls.is_differentiated():
             scale = default_scale(query.size(3)) if scale is None else scale
             if is_causal:
                 options = {**options, "is_causal": True}
             tensors: Tensors = (query, key, value, None, None, None, None)
-            saved: calls.Saved = (out, *statistics, residual, None)
+            saved: operator_calls.Saved = (out, *statistics, residual, None)
             grads = _AttentionBackward.apply(grad_out, None, None, *tensors, *saved, scale, options, False)
             return grads[0], grads[1], grads[2], None
         try:
@@ -158,7 +157,7 @@ class _Attention(Function):
         query, key, value = inputs[:3]
         scale, options, want_weights, want_lse = inputs[7:]
         keywords = keywords_of(tensors, options)
-        statistics = calls.forward(query, key, value, scale, keywords, want_weights)
+        statistics = operator_calls.forward(query, key, value, scale, keywords, want_weights)
         out, row_max, row_sum, _ = statistics
         weights = None
         if want_weights:
@@ -188,10 +187,10 @@ class _Attention(Function):
             grads[1] if want_weights else None,
             grads[-1] if want_lse else None,
         )
-        if calls.is_differentiated():
+        if operator_calls.is_differentiated():
             results = _AttentionBackward.apply(*cotangents, *given, scale, options, needs[3])
         else:
-            results = calls.backward(cotangents, tensors, saved, scale, options, needs[3])
+            results = operator_calls.backward(cotangents, tensors, saved, scale, options, needs[3])
         if not (needs[3] or needs[4] or needs[5]):
             return (*results[:3], None, None, None, None, None, None, None, None)
         return (*_only_needed(results, needs), None, None, None, None, None)
@@ -200,7 +199,7 @@ class _Attention(Function):
 _eager_attention = super(Function, _Attention).apply
 
 
-def _only_needed(results: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Maybe, ...]:
+def _only_needed(results: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[OptionalTensor, ...]:
     return tuple(result if needed else None for result, needed in zip(results, needs, strict=False))
 
 
@@ -211,11 +210,13 @@ class _TransformedAttention(Function):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        tensors = calls.dense(inputs[:7])
+        tensors = operator_calls.dense(inputs[:7])
         query, key, value = tensors[:3]
         scale, options, want_weights = inputs[7:]
         keywords = keywords_of(tensors, options)
-        out, row_max, row_sum, residual = calls.forward(query, key, value, scale, keywords, want_weights)
+        out, row_max, row_sum, residual = operator_calls.forward(
+            query, key, value, scale, keywords, want_weights
+        )
         results: tuple[Tensor, ...] = (out, row_max + torch.log(row_sum), row_max, row_sum)
         if residual is not None:
             results = (*results, residual)
@@ -272,7 +273,8 @@ class _AttentionBackward(Function):
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        return calls.backward(inputs[:3], calls.dense(inputs[3:10]), inputs[10:15], *inputs[15:])
+        tensors = operator_calls.dense(inputs[3:10])
+        return operator_calls.backward(inputs[:3], tensors, inputs[10:15], *inputs[15:])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
@@ -301,7 +303,7 @@ class _AttentionBackward(Function):
 
         pull = torch.func.vjp(gradients, *(saved[index] for index in incoming + sources))[1]
         pulled = pull(tuple(cotangents[index - 3] for index in sources))
-        results: list[Maybe] = [None] * 18
+        results: list[OptionalTensor] = [None] * 18
         for index, gradient in zip(incoming + sources, pulled, strict=True):
             results[index] = gradient
         return tuple(results)

@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import ops
-from ..arguments import checks
-from ..arguments.prepared import Maybe, Options, Tensors, keywords_of
+from ..arguments import OptionalTensor, Options, Tensors, checks, keywords_of
 from ..arguments.shapes import dense_rows
 
 __all__ = ["Cotangents", "Saved", "backward", "dense", "forward", "is_differentiated"]
@@ -18,9 +17,9 @@ _is_grad_enabled = torch.is_grad_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
 
 #: The gradients of out, weights and lse.
-Cotangents = tuple[Tensor, Maybe, Maybe]
+Cotangents = tuple[Tensor, OptionalTensor, OptionalTensor]
 #: What a forward leaves for its backward: out, row_max, row_sum, out_residual, weights.
-Saved = tuple[Tensor, Tensor, Tensor, Maybe, Maybe]
+Saved = tuple[Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor]
 
 
 def dense(tensors: Tensors) -> Tensors:
@@ -44,7 +43,7 @@ def is_differentiated() -> bool:
 
 def forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, keywords: Options, want_weights: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Maybe]:
+) -> tuple[Tensor, Tensor, Tensor, OptionalTensor]:
     """out, row_max, row_sum and, where the dtype has one, out_residual, for a backward to come."""
     if want_weights:
         keywords = {**keywords, "need_weights": True}

@@ -1,7 +1,7 @@
 """Gradients of the two halves of attention, the scores and their softmax, of any order and under torch.func.
 
-As in :mod:`selfattn_ext.autograd.attention`, each gradient is a function of its own whose forward is an operator, so
-that it can be differentiated again, and each function has a cheaper form for eager mode.
+As in :mod:`selfattn_ext.autograd.attention`, each gradient is a function of its own whose forward is an
+operator, so that it can be differentiated again, and each function has a cheaper form for eager mode.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from .. import ops, reference
-from ..arguments import checks
-from ..arguments.prepared import Maybe, Options
+from ..arguments import OptionalTensor, Options, checks
 from ..arguments.shapes import dense_rows
 from ..reference import accumulation_dtype
-from . import operator_calls as calls
+from . import operator_calls
 from .vmap import fold, fold_optional, slice_batch, unfold
 
 __all__ = ["attention_scores", "masked_softmax"]
@@ -62,7 +61,7 @@ class _Scores(Function):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        if calls.is_differentiated():
+        if operator_calls.is_differentiated():
             grads = _ScoresBackward.apply(grad, *ctx.saved_tensors, *ctx.call)
         else:
             grads = _ScoresBackward.forward(grad, *ctx.saved_tensors, *ctx.call)
@@ -114,7 +113,7 @@ class _ScoresBackward(Function):
         return tuple(unfold(result, size, batch) for result in grads), (0, 0)
 
 
-def masked_softmax(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:
+def masked_softmax(scores: Tensor, mask: OptionalTensor, scale: float, options: Options) -> Tensor:
     """Differentiable ``softmax(scale * scores + mask)`` over the last of four dimensions."""
     if forward_ad._current_level >= 0:
         return _softmax_formula(scores, mask, scale, options)
@@ -125,7 +124,7 @@ def masked_softmax(scores: Tensor, mask: Maybe, scale: float, options: Options) 
     return ops.masked_softmax(scores, scale, mask=mask, **options)
 
 
-def _softmax_formula(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:
+def _softmax_formula(scores: Tensor, mask: OptionalTensor, scale: float, options: Options) -> Tensor:
     return reference.masked_softmax(
         scores,
         mask,
@@ -137,7 +136,7 @@ def _softmax_formula(scores: Tensor, mask: Maybe, scale: float, options: Options
 
 class _MaskedSoftmax(Function):
     @staticmethod
-    def forward(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:  # type: ignore[override]
+    def forward(scores: Tensor, mask: OptionalTensor, scale: float, options: Options) -> Tensor:  # type: ignore[override]
         return ops.masked_softmax(scores, scale, mask=mask, **options)
 
     @staticmethod
@@ -152,7 +151,7 @@ class _MaskedSoftmax(Function):
         (weights,) = ctx.saved_tensors
         scale, kernel = ctx.call
         run = _MaskedSoftmaxBackward.forward
-        if calls.is_differentiated():
+        if operator_calls.is_differentiated():
             run = _MaskedSoftmaxBackward.apply
         grad_scores = run(grad, weights, scale, kernel) if ctx.needs_input_grad[0] else None
         grad_mask = None
@@ -166,7 +165,12 @@ class _MaskedSoftmax(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], scores: Tensor, mask: Maybe, scale: float, options: Options
+        info: Any,
+        in_dims: tuple[Any, ...],
+        scores: Tensor,
+        mask: OptionalTensor,
+        scale: float,
+        options: Options,
     ) -> Any:
         size, batch = info.batch_size, slice_batch(scores, in_dims[0])
         folded = fold_optional(mask, in_dims[1], size, batch)

@@ -19,8 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, ops
-from ..arguments import prepared as arguments
+from .. import arguments, backends, ops
 from ..arguments.shapes import dense_rows
 from ..reference import default_scale
 

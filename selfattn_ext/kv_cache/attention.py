@@ -12,15 +12,12 @@ from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
-from .. import attend as general
-from .. import ops
-from ..arguments import checks, overrides, shapes
-from ..arguments import prepared as arguments
-from ..arguments.prepared import Maybe, Options
+from .. import arguments, attend, ops
+from ..arguments import OptionalTensor, Options, checks, overrides, shapes
 from ..reference import accumulation_dtype, default_scale
-from . import checks as kvcache_checks
+from . import checks as cache_checks
 
-__all__ = ["append", "attend", "attention_with_kvcache", "page_numbers"]
+__all__ = ["append_to_cache", "attend_to_cache", "attention_with_kvcache", "page_numbers"]
 
 #: The options to which it matters where a query stands.
 _POSITIONAL = frozenset(("is_causal", "window_left", "window_right"))
@@ -110,8 +107,8 @@ def attention_with_kvcache(
     enable_gqa: bool = False,
     *,
     layout: str | None = None,
-    window_size: Sequence[int] = general.EVERYTHING,
-    softcap: float = general.OFF,
+    window_size: Sequence[int] = arguments.DEFAULT_WINDOW,
+    softcap: float = arguments.DEFAULT_SOFTCAP,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     query_offset: int | Tensor | None = None,
@@ -168,9 +165,8 @@ def attention_with_kvcache(
     Pages are those of Kwon et al. (2023), "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
     """
-    if _is_overridden(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks) and (
-        relevant := overrides.asked(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
-    ):
+    tensors = (query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
+    if _is_overridden(*tensors) and (relevant := overrides.overriding_arguments(*tensors)):
         return overrides.call(
             attention_with_kvcache, relevant, query, key_cache, value_cache, key, value, cache_seqlens,
             block_table, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout=layout,
@@ -186,7 +182,7 @@ def attention_with_kvcache(
             )  # fmt: skip
         q, keys, values, k, v = query, key_cache, value_cache, key, value
         if layout is None:
-            transposed = kvcache_checks.is_transposed(query, key_cache, key)
+            transposed = cache_checks.is_transposed(query, key_cache, key)
         elif layout == "blhd":
             transposed = True
         elif layout != "bhld":
@@ -198,8 +194,8 @@ def attention_with_kvcache(
         options: Options = {}
         after = _lengths_after(q, keys, k, cache_seqlens, block_table, options)
         if q.is_cuda and not _is_compiling():
-            kvcache_checks.values(keys, k, options, query_offset)
-        general.add_rules(options, window_size, softcap)
+            cache_checks.values(keys, k, options, query_offset)
+        attend.add_rules(options, window_size, softcap)
         if is_causal:
             options["is_causal"] = True
         if query_offset is None and alibi_slopes is None and q.size(2) == 1:
@@ -207,26 +203,26 @@ def attention_with_kvcache(
             options.pop("is_causal", None)
         if query_offset is not None or alibi_slopes is not None or len(options.keys() & _POSITIONAL):
             _add_offset(options, q.size(2), query_offset, after)
-        out, weights, lse = attend(
+        out, weights, lse = attend_to_cache(
             q, keys, values, k, v, options, q.size(0), attn_mask, dropout_p, scale, alibi_slopes, sinks,
             return_weights, return_lse,
         )  # fmt: skip
     except checks.REFUSALS as refusal:
         raise checks.explained(
-            refusal, kvcache_checks.attention, query, key_cache, value_cache, key, value, cache_seqlens,
+            refusal, cache_checks.attention, query, key_cache, value_cache, key, value, cache_seqlens,
             block_table, attn_mask, dropout_p, is_causal, scale, layout=layout, window_size=window_size,
             softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
             transposed=transposed,
         ) from None  # fmt: skip
-    return general.results(out.transpose(1, 2) if transposed else out, weights, lse)
+    return attend.results(out.transpose(1, 2) if transposed else out, weights, lse)
 
 
 def _lengths_after(
     query: Tensor,
     key_cache: Tensor,
-    key: Maybe,
+    key: OptionalTensor,
     cache_seqlens: int | Tensor | None,
-    block_table: Maybe,
+    block_table: OptionalTensor,
     options: Options,
 ) -> int | Tensor:
     """The lengths with the new keys; adds them and the table to the options."""
@@ -275,25 +271,25 @@ def _add_offset(
         else:
             options["query_offset"] = after - queries
     else:
-        general.add_position(options, query_offset)
+        attend.add_position(options, query_offset)
 
 
-def attend(
+def attend_to_cache(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    key: Maybe,
-    value: Maybe,
+    key: OptionalTensor,
+    value: OptionalTensor,
     options: Options,
     batch: int,
-    attn_mask: Maybe,
+    attn_mask: OptionalTensor,
     dropout_p: float,
     scale: float | None,
-    alibi_slopes: Maybe,
-    sinks: Maybe,
+    alibi_slopes: OptionalTensor,
+    sinks: OptionalTensor,
     want_weights: bool,
     want_lse: bool,
-) -> tuple[Tensor, Maybe, Maybe]:
+) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
     """The step in the operators' form: (out, weights if wanted, lse if wanted).
 
     Tensors are (B, H, L, E), or of packed queries (1, H, total, E); ``options`` have what belongs to
@@ -308,19 +304,19 @@ def attend(
             if tensor is not None and tensor.requires_grad:
                 raise ValueError("no gradients")
     if _are_transforms_active() or forward_ad._current_level >= 0:
-        kvcache_checks.no_derivatives(tensors)
+        cache_checks.no_derivatives(tensors)
     arguments.add_float32_precision(options, query)
     if attn_mask is not None or alibi_slopes is not None or sinks is not None:
         form = shapes.Canonical(query, key_cache, value_cache, (batch,), 4)
         dtype = accumulation_dtype(query.dtype)
         if attn_mask is not None:
-            options["attn_mask"] = kvcache_checks.mask(attn_mask, form)
+            options["attn_mask"] = cache_checks.mask(attn_mask, form)
         if alibi_slopes is not None:
             options["alibi_slopes"] = shapes.head_numbers(alibi_slopes, form, dtype)
         if sinks is not None:
             options["sinks"] = shapes.head_numbers(sinks, form, dtype)
     if type(dropout_p) is not float or dropout_p:
-        seed = general.dropout_seed(options, dropout_p, query)
+        seed = attend.dropout_seed(options, dropout_p, query)
         if seed is not None:
             options["dropout_seed"] = seed
     factor = default_scale(query.size(3)) if scale is None else checks.scale(scale)
@@ -356,21 +352,21 @@ def _written(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
         k, v = shapes.dense_rows(key), shapes.dense_rows(value)
     if (k is key and v is value) or _is_compiling():
         return k, v
-    first = kvcache_checks.first_feature(key, value)
+    first = cache_checks.first_feature(key, value)
     return (k, v) if first is None else (k, k[..., first : first + v.size(-1)])
 
 
-def append(
+def append_to_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     key: Tensor,
     value: Tensor,
     lengths: Tensor,
-    cu_seqlens: Maybe,
-    block_table: Maybe,
+    cu_seqlens: OptionalTensor,
+    block_table: OptionalTensor,
 ) -> None:
     """Writes keys and values behind those of sequences that long, and no more; in the operators' form."""
-    kvcache_checks.no_derivatives((key_cache, value_cache, key, value))
+    cache_checks.no_derivatives((key_cache, value_cache, key, value))
     key, value = _written(key, value, key_cache.dtype)
     ops.append_to_cache(
         key_cache, value_cache, key, value, lengths, cu_seqlens=cu_seqlens, block_table=block_table

@@ -15,12 +15,11 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .. import attend as general
-from ..arguments import checks
-from ..arguments.prepared import Options
-from . import attention as kvcache_attention
-from . import checks as kvcache_checks
+from .. import arguments, attend
+from ..arguments import Options, checks
+from . import checks as cache_checks
 from . import huge_pages
+from .attention import append_to_cache, attend_to_cache
 from .page_pool import PagePool
 
 __all__ = ["KVCache"]
@@ -267,8 +266,8 @@ class KVCache:
         dropout_p: float = 0.0,
         is_causal: bool = True,
         scale: float | None = None,
-        window_size: Sequence[int] = general.EVERYTHING,
-        softcap: float = general.OFF,
+        window_size: Sequence[int] = arguments.DEFAULT_WINDOW,
+        softcap: float = arguments.DEFAULT_SOFTCAP,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         return_weights: bool = False,
@@ -302,21 +301,21 @@ class KVCache:
                 options["block_table"] = self.block_table
             if is_causal:
                 options["is_causal"] = True
-            general.add_rules(options, window_size, softcap)
-            out, weights, lse = kvcache_attention.attend(
+            attend.add_rules(options, window_size, softcap)
+            out, weights, lse = attend_to_cache(
                 q, keys, values, k, v, options, self._step.batch, attn_mask, dropout_p, scale, alibi_slopes,
                 sinks, return_weights, return_lse,
             )  # fmt: skip
         except checks.REFUSALS as refusal:
             raise checks.explained(
-                refusal, kvcache_checks.attend, self, self._step, layer, query, key, value, attn_mask,
+                refusal, cache_checks.attend, self, self._step, layer, query, key, value, attn_mask,
                 dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks,
             ) from None  # fmt: skip
         if query.dim() == 3:
             out, lse = out[0].transpose(0, 1), None if lse is None else lse[0]
         elif self.layout == "blhd":
             out = out.transpose(1, 2)
-        return general.results(out, weights, lse)
+        return attend.results(out, weights, lse)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Writes the keys and values of the step into a layer, shaped as for :meth:`attend`, and no more.
@@ -328,10 +327,10 @@ class KVCache:
             keys, values = self._caches(layer)
             (k, v), options = self._operands(key, value)
             starts = options.get("cu_seqlens_q")
-            kvcache_attention.append(keys, values, k, v, self.cache_seqlens, starts, self.block_table)
+            append_to_cache(keys, values, k, v, self.cache_seqlens, starts, self.block_table)
         except checks.REFUSALS as refusal:
             raise checks.explained(
-                refusal, kvcache_checks.append, self, self._step, layer, key, value
+                refusal, cache_checks.append, self, self._step, layer, key, value
             ) from None
 
     def _caches(self, layer: int) -> tuple[Tensor, Tensor]:
@@ -387,7 +386,7 @@ class KVCache:
     def _begin(self, chosen: list[int], before: list[int], counts: Sequence[int] | None = None) -> None:
         """Brings what layers look at up to date, in place where shapes are those of the step before."""
         counts = [0] * len(chosen) if counts is None else counts
-        self._step = step = kvcache_checks.step_of(counts)
+        self._step = step = cache_checks.step_of(counts)
         self._chosen, self._ended = frozenset(chosen), ""
         lengths = torch.tensor([before, counts], dtype=torch.int64, device="cpu")
         starts = torch.zeros(len(chosen) + 1, dtype=torch.int64, device="cpu")

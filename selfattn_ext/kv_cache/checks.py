@@ -15,10 +15,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from .. import capture
-from ..arguments import checks, shapes
-from ..arguments import prepared as arguments
-from ..arguments import sequence_checks as checks_sequences
+from .. import arguments, capture
+from ..arguments import checks, sequence_checks, shapes
 
 __all__ = [
     "Step",
@@ -97,7 +95,7 @@ def values(key_cache: Tensor, key: Tensor | None, options: dict[str, Any], query
     if capture.is_capturing(key_cache) or isinstance(key_cache, FakeTensor):
         return
     if isinstance(query_offset, Tensor) and query_offset.dim() == 1:
-        checks_sequences.position_values(query_offset)
+        sequence_checks.position_values(query_offset)
     after, table = options.get("seqlens_k"), options.get("block_table")
     if after is None or after.dim() != 1 or (table is not None and table.dim() != 2):
         return  # the operator refuses that
@@ -239,13 +237,13 @@ def attention(
     batch, new = query.size(0), 0 if key is None else key.size(rows)
     capacity = key_cache.size(rows) * (1 if block_table is None else block_table.size(1))
     if cache_seqlens is not None:
-        checks_sequences.per_sequence("cache_seqlens", cache_seqlens, query, batch)
+        sequence_checks.per_sequence("cache_seqlens", cache_seqlens, query, batch)
     elif key is not None:
         raise ValueError("cache_seqlens must be given where key and value are: they go behind that many keys")
     if query_offset is not None:
-        checks_sequences.per_sequence("query_offset", query_offset, query, batch)
+        sequence_checks.per_sequence("query_offset", query_offset, query, batch)
         if isinstance(query_offset, Tensor) and query_offset.dim():
-            checks_sequences.position_values(query_offset)
+            sequence_checks.position_values(query_offset)
     no_derivatives((*tensors.values(), attn_mask, alibi_slopes, sinks))
     if block_table is not None and key_cache.size(rows) == 0:
         raise ValueError(f"pages must have at least one row, but key_cache is {tuple(key_cache.shape)}")

@@ -11,11 +11,9 @@ from typing import Any, Literal, overload
 import torch
 from torch import Tensor
 
-from .. import attend as general
-from ..arguments import checks, overrides, shapes
-from ..arguments import prepared as arguments
-from ..arguments import sequence_checks as checks_sequences
-from . import cached_keys as varlen_cache
+from .. import arguments, attend
+from ..arguments import checks, overrides, sequence_checks, shapes
+from . import cached_keys
 
 __all__ = ["varlen_attention"]
 
@@ -97,11 +95,11 @@ def varlen_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: Sequence[int] = general.EVERYTHING,
-    softcap: float = general.OFF,
+    window_size: Sequence[int] = arguments.DEFAULT_WINDOW,
+    softcap: float = arguments.DEFAULT_SOFTCAP,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_offset: int | Tensor = arguments.ORIGIN,
+    query_offset: int | Tensor = arguments.DEFAULT_QUERY_OFFSET,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     return_weights: bool = False,
@@ -179,7 +177,7 @@ def varlen_attention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, *masks, alibi_slopes, sinks, query_offset, seqused_k,
         block_table,
     )  # fmt: skip
-    if _is_overridden(*tensors) and (relevant := overrides.asked(*tensors)):
+    if _is_overridden(*tensors) and (relevant := overrides.overriding_arguments(*tensors)):
         return overrides.call(
             varlen_attention, relevant, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size=window_size,
@@ -188,7 +186,7 @@ def varlen_attention(
             return_lse=return_lse,
         )  # fmt: skip
     if seqused_k is not None or block_table is not None:
-        return varlen_cache.attention(
+        return cached_keys.attention(
             query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, dropout_p,
             is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks, query_offset, seqused_k,
             block_table, return_weights, return_lse,
@@ -200,21 +198,21 @@ def varlen_attention(
         if cu_seqlens_k is None:
             raise TypeError("packed keys without offsets")
         options: dict[str, Any] = {
-            "cu_seqlens_q": checks_sequences.indices("cu_seqlens_q", cu_seqlens_q),
-            "cu_seqlens_k": checks_sequences.indices("cu_seqlens_k", cu_seqlens_k),
+            "cu_seqlens_q": sequence_checks.indices("cu_seqlens_q", cu_seqlens_q),
+            "cu_seqlens_k": sequence_checks.indices("cu_seqlens_k", cu_seqlens_k),
             "max_seqlen_q": checks.integer("max_seqlen_q", max_seqlen_q, 0),
             "max_seqlen_k": checks.integer("max_seqlen_k", max_seqlen_k, 0),
         }
         if query.is_cuda:
-            checks_sequences.look(
+            sequence_checks.check_offsets_on_cuda(
                 query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, query_offset
             )
-        general.add_position(options, query_offset)
-        general.add_rules(options, window_size, softcap)
+        attend.add_position(options, query_offset)
+        attend.add_rules(options, window_size, softcap)
         mask: Any = attn_mask
         if isinstance(attn_mask, (list, tuple)):
             longest = (options["max_seqlen_q"], options["max_seqlen_k"])
-            checks_sequences.mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, longest)
+            sequence_checks.mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, longest)
             mask = arguments.add_own_masks(options, attn_mask)
         elif checks.is_causal_bias(attn_mask):
             raise TypeError("a CausalBias is for one length")
@@ -223,11 +221,11 @@ def varlen_attention(
             shapes.of_packed(query), shapes.of_packed(key), shapes.of_packed(value), mask, is_causal,
             scale, enable_gqa, alibi_slopes, sinks, options, batch=cu_seqlens_q.shape[0] - 1,
         )  # fmt: skip
-        out, weights, lse = general.attention(call, dropout_p, options, return_weights, return_lse)
+        out, weights, lse = attend.attention(call, dropout_p, options, return_weights, return_lse)
     except checks.REFUSALS as refusal:
         raise checks.explained(
-            refusal, checks_sequences.varlen, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
+            refusal, sequence_checks.varlen, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
             max_seqlen_k, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size=window_size,
             softcap_=softcap, alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
         ) from None  # fmt: skip
-    return general.results(out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0))
+    return attend.results(out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0))

@@ -12,12 +12,10 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import attend as general
-from ..arguments import checks, shapes
-from ..arguments import sequence_checks as checks_sequences
-from ..arguments.prepared import Maybe, Options
-from ..kv_cache import attention as kvcache_attention
-from ..kv_cache import checks as kvcache_checks
+from .. import attend
+from ..arguments import OptionalTensor, Options, checks, sequence_checks, shapes
+from ..kv_cache import checks as cache_checks
+from ..kv_cache.attention import attend_to_cache, page_numbers
 
 __all__ = ["attention"]
 
@@ -32,7 +30,7 @@ def attention(
     key: Tensor,
     value: Tensor,
     cu_seqlens_q: Tensor,
-    cu_seqlens_k: Maybe,
+    cu_seqlens_k: OptionalTensor,
     max_seqlen_q: int,
     max_seqlen_k: int,
     attn_mask: Any,
@@ -42,11 +40,11 @@ def attention(
     enable_gqa: bool,
     window_size: Sequence[int],
     softcap: float,
-    alibi_slopes: Maybe,
-    sinks: Maybe,
+    alibi_slopes: OptionalTensor,
+    sinks: OptionalTensor,
     query_offset: int | Tensor,
-    seqused_k: Maybe,
-    block_table: Maybe,
+    seqused_k: OptionalTensor,
+    block_table: OptionalTensor,
     return_weights: bool,
     return_lse: bool,
 ) -> Any:
@@ -60,33 +58,33 @@ def attention(
             is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights, return_lse=return_lse
         )
         options: Options = {
-            "cu_seqlens_q": checks_sequences.indices("cu_seqlens_q", cu_seqlens_q),
+            "cu_seqlens_q": sequence_checks.indices("cu_seqlens_q", cu_seqlens_q),
             "max_seqlen_q": checks.integer("max_seqlen_q", max_seqlen_q, 0),
             "seqlens_k": _lengths(cu_seqlens_k, seqused_k),
         }
         keys, values = key, value
         if block_table is not None:
             keys, values = key.transpose(1, 2), value.transpose(1, 2)
-            options["block_table"] = kvcache_attention.page_numbers(block_table)
+            options["block_table"] = page_numbers(block_table)
             _within_longest(seqused_k, cu_seqlens_k, max_seqlen_k)
         else:
             keys, values = (
                 shapes.dense_rows(shapes.of_packed(key)),
                 shapes.dense_rows(shapes.of_packed(value)),
             )
-            options["cu_seqlens_k"] = checks_sequences.indices("cu_seqlens_k", cu_seqlens_k)
+            options["cu_seqlens_k"] = sequence_checks.indices("cu_seqlens_k", cu_seqlens_k)
             options["max_seqlen_k"] = checks.integer("max_seqlen_k", max_seqlen_k, 0)
         if not enable_gqa and keys.size(1) not in (1, query.size(1)):
             raise ValueError("groups of heads that were not asked for")
         if seqused_k is not None and cu_seqlens_k is not None and block_table is None:
             _within_slots(seqused_k, cu_seqlens_k)
         if query.is_cuda and not torch.compiler.is_dynamo_compiling():
-            _look(query, key, keys, cu_seqlens_q, cu_seqlens_k, query_offset, options)
-        general.add_position(options, query_offset)
-        general.add_rules(options, window_size, softcap)
+            _check_values_on_cuda(query, key, keys, cu_seqlens_q, cu_seqlens_k, query_offset, options)
+        attend.add_position(options, query_offset)
+        attend.add_rules(options, window_size, softcap)
         if is_causal:
             options["is_causal"] = True
-        out, weights, lse = kvcache_attention.attend(
+        out, weights, lse = attend_to_cache(
             shapes.of_packed(query), keys, values, None, None, options, cu_seqlens_q.shape[0] - 1, attn_mask,
             dropout_p, scale, alibi_slopes, sinks, return_weights, return_lse,
         )  # fmt: skip
@@ -97,24 +95,24 @@ def attention(
             scale_=scale, enable_gqa=enable_gqa, window_size=window_size, softcap_=softcap,
             alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
         ) from None  # fmt: skip
-    return general.results(out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0))
+    return attend.results(out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0))
 
 
-def _lengths(cu_seqlens_k: Any, seqused_k: Maybe) -> Tensor:
+def _lengths(cu_seqlens_k: Any, seqused_k: OptionalTensor) -> Tensor:
     """How many keys each sequence has, (B,)."""
     if seqused_k is not None:
-        return checks_sequences.indices("seqused_k", seqused_k)
-    return checks_sequences.indices("cu_seqlens_k", cu_seqlens_k).diff()
+        return sequence_checks.indices("seqused_k", seqused_k)
+    return sequence_checks.indices("cu_seqlens_k", cu_seqlens_k).diff()
 
 
-def _within_longest(seqused_k: Maybe, cu_seqlens_k: Maybe, max_seqlen_k: Any) -> None:
+def _within_longest(seqused_k: OptionalTensor, cu_seqlens_k: OptionalTensor, max_seqlen_k: Any) -> None:
     """The operators, who find the keys of a sequence by its pages, have no use for the longest length."""
     longest = checks.integer("max_seqlen_k", max_seqlen_k, 0)
     lengths: Sequence[int] | None = None
     if seqused_k is not None:
-        lengths = checks_sequences.values("seqused_k", seqused_k)
+        lengths = sequence_checks.values("seqused_k", seqused_k)
     elif cu_seqlens_k is not None:
-        starts = checks_sequences.values("cu_seqlens_k", cu_seqlens_k)
+        starts = sequence_checks.values("cu_seqlens_k", cu_seqlens_k)
         lengths = starts and [after - before for before, after in itertools.pairwise(starts)]
     if lengths and max(lengths) > longest:
         raise ValueError(
@@ -125,8 +123,8 @@ def _within_longest(seqused_k: Maybe, cu_seqlens_k: Maybe, max_seqlen_k: Any) ->
 
 def _within_slots(seqused_k: Tensor, cu_seqlens_k: Tensor) -> None:
     """The operators would take as many rows as there are for a number that is too large."""
-    used = checks_sequences.values("seqused_k", seqused_k)
-    starts = checks_sequences.values("cu_seqlens_k", cu_seqlens_k)
+    used = sequence_checks.values("seqused_k", seqused_k)
+    starts = sequence_checks.values("cu_seqlens_k", cu_seqlens_k)
     if used is None or starts is None:
         return
     slots = itertools.pairwise(starts)
@@ -138,7 +136,7 @@ def _within_slots(seqused_k: Tensor, cu_seqlens_k: Tensor) -> None:
             )
 
 
-def _look(
+def _check_values_on_cuda(
     query: Tensor,
     key: Tensor,
     keys: Tensor,
@@ -148,13 +146,13 @@ def _look(
     options: Options,
 ) -> None:
     """The check of values on CUDA, where the operators have none; ``keys`` is key in their form."""
-    checks_sequences.offset_values("q", query, cu_seqlens_q, options["max_seqlen_q"])
+    sequence_checks.offset_values("q", query, cu_seqlens_q, options["max_seqlen_q"])
     if "block_table" in options:
-        kvcache_checks.values(keys, None, options)
+        cache_checks.values(keys, None, options)
     else:
-        checks_sequences.offset_values("k", key, cu_seqlens_k, options["max_seqlen_k"])
+        sequence_checks.offset_values("k", key, cu_seqlens_k, options["max_seqlen_k"])
     if isinstance(query_offset, Tensor) and query_offset.dim() == 1:
-        checks_sequences.position_values(query_offset)
+        sequence_checks.position_values(query_offset)
 
 
 def _check(
@@ -172,19 +170,19 @@ def _check(
     """Every argument of :func:`selfattn_ext.varlen_attention` with seqused_k or block_table; ``options`` are
     those that :func:`selfattn_ext.arguments.sequence_checks.varlen` knows.
     """
-    query = kvcache_checks.as_cast({"query": query}, key)["query"]
+    query = cache_checks.as_cast({"query": query}, key)["query"]
     checks.floats({"query": query, "key": key, "value": value})
     if isinstance(options["attn_mask"], (list, tuple)):
         raise TypeError("attn_mask must be one tensor where seqused_k or block_table is given, got a list")
     if block_table is None:
         offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        checks_sequences.varlen(query, key, value, *offsets, **options)
+        sequence_checks.varlen(query, key, value, *offsets, **options)
         _check_lengths("seqused_k", seqused_k, query, cu_seqlens_q.shape[0] - 1)
     else:
         _pages(query, key, value, options["enable_gqa"])
-        checks_sequences.offsets("q", cu_seqlens_q, max_seqlen_q, query, query)
+        sequence_checks.offsets("q", cu_seqlens_q, max_seqlen_q, query, query)
         batch = cu_seqlens_q.shape[0] - 1
-        kvcache_checks.page_table(block_table, query, batch)
+        cache_checks.page_table(block_table, query, batch)
         name, counts = "seqused_k", seqused_k
         if seqused_k is None:
             name, counts = "cu_seqlens_k.diff()", _lengths(cu_seqlens_k, None)
@@ -192,16 +190,16 @@ def _check(
         capacity = block_table.size(1) * key.size(1)
         # Any row of each page stands for the keys, and nowhere for what the table and the lengths say.
         offsets = (cu_seqlens_q, cu_seqlens_q.new_zeros(batch + 1), max_seqlen_q, capacity)
-        checks_sequences.varlen(query, key[:, 0], value[:, 0], *offsets, **options)
+        sequence_checks.varlen(query, key[:, 0], value[:, 0], *offsets, **options)
         if not (torch.compiler.is_dynamo_compiling() or isinstance(counts, FakeTensor)):
-            kvcache_checks.lengths(counts.cpu().long(), 0, key.transpose(1, 2), block_table.cpu(), name)
+            cache_checks.lengths(counts.cpu().long(), 0, key.transpose(1, 2), block_table.cpu(), name)
     tensors = (query, key, value, *(options[name] for name in ("attn_mask", "alibi_slopes", "sinks")))
-    kvcache_checks.no_derivatives(tensors, _NO_GRADIENTS)
+    cache_checks.no_derivatives(tensors, _NO_GRADIENTS)
 
 
 def _check_lengths(name: str, value: Any, query: Tensor, batch: int) -> None:
     """How many keys each sequence has, as a user gives it."""
-    if checks_sequences.indices(name, value).shape[0] != batch:
+    if sequence_checks.indices(name, value).shape[0] != batch:
         raise ValueError(
             f"{name} must have a length for each of the {batch} sequences, got {checks.described(value)}"
         )
