@@ -1,73 +1,70 @@
-"""The way of a call that the attention functions share, from their options to their results.
+"""The way of a call that the attention functions share: compute, explain a refusal, give what was asked for.
 
-Dense, packed and nested calls go through :func:`attention`, with gradients; calls on a cache have a way of
-their own in :mod:`selfattn_ext.kv_cache.attention` and take the rest from here.
+Dense, packed and nested calls are computed by :func:`with_gradients`; calls on a cache, which have none, in
+:mod:`selfattn_ext.kv_cache.attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import arguments, backends
-from .arguments import OptionalTensor, Options, Prepared, checks, sequence_checks, shapes
+from .arguments import (
+    REFUSALS,
+    AttentionCall,
+    AttentionOptions,
+    KVCacheCall,
+    OptionalTensor,
+    PackedCall,
+    Prepared,
+    call_checks,
+    explained,
+    shapes,
+)
 from .autograd import attention_with_gradient
 
-__all__ = ["add_position", "add_rules", "attention", "dropout_seed", "results"]
+__all__ = ["attend", "dropout_seed", "with_gradients"]
+
+Call = TypeVar("Call", AttentionCall, PackedCall, KVCacheCall)
 
 
-def add_rules(options: Options, window_size: Sequence[int], softcap: float) -> None:
-    """Adds the window, the softcap and the kernel asked for to the options."""
-    if window_size is not arguments.DEFAULT_WINDOW:
-        arguments.add_window(options, window_size)
-    if softcap is not arguments.DEFAULT_SOFTCAP and (bound := checks.softcap(softcap)):
-        options["softcap"] = bound
-    if backends.forcing and (kernel := backends.forced_kernel()):
-        options["kernel_name"] = kernel
+def attend(call: Call, compute: Callable[[Call], shapes.Results], check: Callable[[Call], None]) -> Any:
+    """What a public function returns for a call: out, or a tuple of that and of what else was asked for.
 
-
-def add_position(options: Options, query_offset: int | Tensor) -> None:
-    """Adds where query 0 stands to the options, a number for all sequences or a tensor with one for each."""
-    if isinstance(query_offset, Tensor) and query_offset.dim():
-        options["query_offsets"] = sequence_checks.indices("query_offset", query_offset)
-    elif query_offset is not arguments.DEFAULT_QUERY_OFFSET:
-        options["query_offset"] = checks.integer("query_offset", query_offset)
-
-
-def dropout_seed(options: Options, dropout_p: float, query: Tensor) -> OptionalTensor:
-    """Adds the probability to the options; a seed from torch's generator on that device, None for 0."""
-    if type(dropout_p) is float and dropout_p == 0.0:
-        return None
-    probability = checks.probability("dropout_p", dropout_p)
-    if not probability:
-        return None
-    options["dropout_p"] = probability
-    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
-
-
-def attention(
-    call: Prepared, dropout_p: float, options: Options, want_weights: bool, want_lse: bool
-) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
-    """Differentiable attention, eager, compiled and transformed: (out, weights if wanted, lse if wanted).
-
-    ``call`` and ``options`` are those of :func:`selfattn_ext.arguments.prepared.prepared`.
+    ``compute`` gives (out, weights if wanted, lse if wanted) in the user's form. Once it has refused,
+    ``check`` looks for the reason.
     """
-    form, mask, slopes, sink_logits, factor = call
-    seed = dropout_seed(options, dropout_p, form.query)
-    tensors = (form.query, form.key, form.value, mask, slopes, sink_logits, seed)
-    out, weights, lse = attention_with_gradient(tensors, factor, options, want_weights, want_lse)
-    if form.rank != 4:
-        out = shapes.restored(out, form)
-        weights = None if weights is None else shapes.restored(weights, form)
-        lse = None if lse is None else shapes.restored(lse, form)
-    return out, weights, lse
+    options = call.options
+    try:
+        if not (
+            type(options.is_causal) is type(options.enable_gqa) is bool
+            and type(options.return_weights) is type(options.return_lse) is bool
+        ):
+            call_checks.flags(options)
+        out, weights, lse = compute(call)
+    except REFUSALS as refusal:
+        raise explained(refusal, call.query, check, call) from None
+    return results(out, weights, lse)
 
 
 def results(out: Tensor, weights: OptionalTensor, lse: OptionalTensor) -> Any:
-    """What a public function returns: out, or a tuple of that and of what else was asked for."""
     if weights is None:
         return out if lse is None else (out, lse)
     return (out, weights) if lse is None else (out, weights, lse)
+
+
+def with_gradients(call: Prepared, options: AttentionOptions) -> shapes.Results:
+    """Differentiable attention, eager, compiled and transformed."""
+    tensors, scale, keywords, form = call
+    if "dropout_p" in keywords:
+        tensors = tensors._replace(seed=dropout_seed(tensors.query))
+    computed = attention_with_gradient(tensors, scale, keywords, options.return_weights, options.return_lse)
+    return computed if form.rank == 4 and not form.packed else shapes.restored(form, *computed)
+
+
+def dropout_seed(query: Tensor) -> Tensor:
+    """A seed from torch's generator on that device."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)

@@ -1,45 +1,69 @@
 """What callers give, checked and brought into the form of the operators."""
 
-from . import checks, overrides, precision, sequence_checks, shapes
-from .prepared import (
+from . import (
+    call_checks,
+    checks,
+    forced_kernel,
+    overrides,
+    precision,
+    refusals,
+    sequence_checks,
+    shapes,
+)
+from .call import (
     DEFAULT_QUERY_OFFSET,
     DEFAULT_SOFTCAP,
     DEFAULT_WINDOW,
+    AttentionCall,
+    AttentionOptions,
+    KVCacheCall,
     OptionalTensor,
-    Options,
+    PackedCall,
+)
+from .keywords import Keywords, keywords_for, position, rules
+from .prepared import (
     Prepared,
     Tensors,
-    add_causal_bias,
-    add_float32_precision,
-    add_own_masks,
-    add_window,
     autocast,
     formula,
     is_packed,
+    joined_masks,
     keywords_of,
-    prepared,
+    prepare,
+    with_options,
 )
+from .refusals import REFUSALS, explained
 
 __all__ = [
     "DEFAULT_QUERY_OFFSET",
     "DEFAULT_SOFTCAP",
     "DEFAULT_WINDOW",
+    "REFUSALS",
+    "AttentionCall",
+    "AttentionOptions",
+    "KVCacheCall",
+    "Keywords",
     "OptionalTensor",
-    "Options",
+    "PackedCall",
     "Prepared",
     "Tensors",
-    "add_causal_bias",
-    "add_float32_precision",
-    "add_own_masks",
-    "add_window",
     "autocast",
+    "call_checks",
     "checks",
+    "explained",
+    "forced_kernel",
     "formula",
     "is_packed",
+    "joined_masks",
+    "keywords_for",
     "keywords_of",
     "overrides",
+    "position",
     "precision",
-    "prepared",
+    "prepare",
+    "refusals",
+    "rules",
     "sequence_checks",
     "shapes",
+    "with_options",
 ]

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from . import checks
+from .call import AttentionCall, KVCacheCall, PackedCall
 
 __all__ = ["call", "overriding_arguments"]
 
@@ -21,6 +21,13 @@ def overriding_arguments(*values: Any) -> tuple[Any, ...]:
     return relevant if torch.overrides.has_torch_function(relevant) else ()
 
 
-def call(function: Callable[..., Any], relevant: tuple[Any, ...], *args: Any, **kwargs: Any) -> Any:
-    """What those types make of the call."""
-    return torch.overrides.handle_torch_function(function, relevant, *args, **kwargs)
+def call(function: Any, relevant: tuple[Any, ...], given: AttentionCall | PackedCall | KVCacheCall) -> Any:
+    """What those types make of the call: the function's arguments by place and by name as it has them."""
+    values = {**given._asdict(), **given.options._asdict()}
+    by_place = function.__code__.co_varnames[: function.__code__.co_argcount]
+    return torch.overrides.handle_torch_function(
+        function,
+        relevant,
+        *(values[name] for name in by_place),
+        **{name: values[name] for name in function.__kwdefaults__},
+    )

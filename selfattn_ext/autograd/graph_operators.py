@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import ops
-from ..arguments import OptionalTensor, Options, Tensors, keywords_of
+from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
 from .attention import attention
 from .scores_and_softmax import attention_scores, masked_softmax
 
@@ -58,10 +58,10 @@ def _attention(
     alibi_slopes: OptionalTensor = None,
     sinks: OptionalTensor = None,
     dropout_seed: OptionalTensor = None,
-    **options: Any,
+    **keywords: Any,
 ) -> list[Tensor]:
-    tensors = (query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
-    results = attention(tensors, scale, options, return_weights, return_lse)
+    tensors = Tensors(query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
+    results = attention(tensors, scale, keywords, return_weights, return_lse)
     return [result for result in results if result is not None]
 
 
@@ -69,8 +69,8 @@ def _attention_scores(query: Tensor, key: Tensor, scale: float, *, kernel_name: 
     return attention_scores(query, key, scale, kernel_name)
 
 
-def _masked_softmax(scores: Tensor, scale: float, *, mask: OptionalTensor = None, **options: Any) -> Tensor:
-    return masked_softmax(scores, mask, scale, options)
+def _masked_softmax(scores: Tensor, scale: float, *, mask: OptionalTensor = None, **keywords: Any) -> Tensor:
+    return masked_softmax(scores, mask, scale, keywords)
 
 
 _attention_operator = _composed(
@@ -97,14 +97,14 @@ def is_tracing_graph() -> bool:
 
 
 def attention_with_gradient(
-    tensors: Tensors, scale: float, options: Options, want_weights: bool, want_lse: bool
+    tensors: Tensors, scale: float, keywords: Keywords, want_weights: bool, want_lse: bool
 ) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
     """:func:`selfattn_ext.autograd.attention.attention`, in a graph as one operator."""
     if not is_tracing_graph():
-        return attention(tensors, scale, options, want_weights, want_lse)
-    keywords = keywords_of(tensors, options)
+        return attention(tensors, scale, keywords, want_weights, want_lse)
+    merged = keywords_of(tensors, keywords)
     results = _attention_operator(
-        *tensors[:3], scale, return_weights=want_weights, return_lse=want_lse, **keywords
+        *tensors[:3], scale, return_weights=want_weights, return_lse=want_lse, **merged
     )
     return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
 
@@ -117,10 +117,10 @@ def attention_scores_with_gradient(query: Tensor, key: Tensor, scale: float, ker
 
 
 def masked_softmax_with_gradient(
-    scores: Tensor, mask: OptionalTensor, scale: float, options: Options
+    scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords
 ) -> Tensor:
     """:func:`selfattn_ext.autograd.scores_and_softmax.masked_softmax`, in a graph as one operator."""
     if not is_tracing_graph():
-        return masked_softmax(scores, mask, scale, options)
-    keywords = options if mask is None else {**options, "mask": mask}
-    return _masked_softmax_operator(scores, scale, **keywords)
+        return masked_softmax(scores, mask, scale, keywords)
+    merged = keywords if mask is None else {**keywords, "mask": mask}
+    return _masked_softmax_operator(scores, scale, **merged)

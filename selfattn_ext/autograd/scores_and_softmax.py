@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from .. import ops, reference
-from ..arguments import OptionalTensor, Options, checks
+from ..arguments import Keywords, OptionalTensor, refusals
 from ..arguments.shapes import dense_rows
 from ..reference import accumulation_dtype
 from . import operator_calls
@@ -89,7 +89,7 @@ class _ScoresBackward(Function):
                 grad, dense_rows(query), dense_rows(key), scale, kernel_name=kernel
             )
         except MemoryError as error:
-            raise checks.out_of_memory(error, query) from None
+            raise refusals.out_of_memory(error, query) from None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -113,37 +113,37 @@ class _ScoresBackward(Function):
         return tuple(unfold(result, size, batch) for result in grads), (0, 0)
 
 
-def masked_softmax(scores: Tensor, mask: OptionalTensor, scale: float, options: Options) -> Tensor:
+def masked_softmax(scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords) -> Tensor:
     """Differentiable ``softmax(scale * scores + mask)`` over the last of four dimensions."""
     if forward_ad._current_level >= 0:
-        return _softmax_formula(scores, mask, scale, options)
+        return _softmax_formula(scores, mask, scale, keywords)
     if torch._C._are_functorch_transforms_active():
-        return _MaskedSoftmax.apply(scores, mask, scale, options)
+        return _MaskedSoftmax.apply(scores, mask, scale, keywords)
     if torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad)):
-        return _EagerMaskedSoftmax.apply(scores, mask, scale, options)
-    return ops.masked_softmax(scores, scale, mask=mask, **options)
+        return _EagerMaskedSoftmax.apply(scores, mask, scale, keywords)
+    return ops.masked_softmax(scores, scale, mask=mask, **keywords)
 
 
-def _softmax_formula(scores: Tensor, mask: OptionalTensor, scale: float, options: Options) -> Tensor:
+def _softmax_formula(scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords) -> Tensor:
     return reference.masked_softmax(
         scores,
         mask,
         scale=scale,
-        is_causal=options.get("is_causal", False),
-        query_offset=options.get("query_offset", 0),
+        is_causal=keywords.get("is_causal", False),
+        query_offset=keywords.get("query_offset", 0),
     )
 
 
 class _MaskedSoftmax(Function):
     @staticmethod
-    def forward(scores: Tensor, mask: OptionalTensor, scale: float, options: Options) -> Tensor:  # type: ignore[override]
-        return ops.masked_softmax(scores, scale, mask=mask, **options)
+    def forward(scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords) -> Tensor:  # type: ignore[override]
+        return ops.masked_softmax(scores, scale, mask=mask, **keywords)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, mask, scale, options = inputs
+        _, mask, scale, keywords = inputs
         ctx.save_for_backward(output)
-        ctx.call = (scale, options.get("kernel_name", ""))
+        ctx.call = (scale, keywords.get("kernel_name", ""))
         ctx.mask = None if mask is None else (mask.shape, mask.dtype)
 
     @staticmethod
@@ -170,11 +170,11 @@ class _MaskedSoftmax(Function):
         scores: Tensor,
         mask: OptionalTensor,
         scale: float,
-        options: Options,
+        keywords: Keywords,
     ) -> Any:
         size, batch = info.batch_size, slice_batch(scores, in_dims[0])
         folded = fold_optional(mask, in_dims[1], size, batch)
-        weights = _MaskedSoftmax.apply(fold(scores, in_dims[0], size), folded, scale, options)
+        weights = _MaskedSoftmax.apply(fold(scores, in_dims[0], size), folded, scale, keywords)
         return unfold(weights, size, batch), 0
 
 
@@ -189,7 +189,7 @@ class _MaskedSoftmaxBackward(Function):
         try:
             return ops.masked_softmax_backward(grad, weights, scale, kernel_name=kernel)
         except MemoryError as error:
-            raise checks.out_of_memory(error, weights) from None
+            raise refusals.out_of_memory(error, weights) from None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
