@@ -26,7 +26,7 @@ from .arguments import (
 )
 from .autograd import attention_with_gradient
 
-__all__ = ["attend", "dropout_seed", "with_gradients"]
+__all__ = ["attend", "dropout_seed", "results", "with_gradients"]
 
 Call = TypeVar("Call", AttentionCall, PackedCall, KVCacheCall)
 
@@ -37,13 +37,10 @@ def attend(call: Call, compute: Callable[[Call], shapes.Results], check: Callabl
     ``compute`` gives (out, weights if wanted, lse if wanted) in the user's form. Once it has refused,
     ``check`` looks for the reason.
     """
-    options = call.options
+    _, _, is_causal, _, enable_gqa, *_, want_weights, want_lse = call.options
     try:
-        if not (
-            type(options.is_causal) is type(options.enable_gqa) is bool
-            and type(options.return_weights) is type(options.return_lse) is bool
-        ):
-            call_checks.flags(options)
+        if not (type(is_causal) is type(enable_gqa) is type(want_weights) is type(want_lse) is bool):
+            call_checks.flags(call.options)
         out, weights, lse = compute(call)
     except REFUSALS as refusal:
         raise explained(refusal, call.query, check, call) from None
@@ -51,6 +48,7 @@ def attend(call: Call, compute: Callable[[Call], shapes.Results], check: Callabl
 
 
 def results(out: Tensor, weights: OptionalTensor, lse: OptionalTensor) -> Any:
+    """out, or a tuple of that and of what else there is."""
     if weights is None:
         return out if lse is None else (out, lse)
     return (out, weights) if lse is None else (out, weights, lse)

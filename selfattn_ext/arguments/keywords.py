@@ -15,8 +15,6 @@ __all__ = ["Keywords", "causal_bias", "keywords_for", "position", "rules"]
 
 # Looked up once: an attribute chain costs as much as the call at its end.
 _is_compiling = torch.compiler.is_dynamo_compiling
-_precision = precision.current
-_precision_on_cuda = precision.current_on_cuda
 _FLOAT32 = torch.float32
 
 #: The operators' keyword arguments that are no tensors of scores; those at their default are left out.
@@ -44,7 +42,7 @@ def keywords_for(options: AttentionOptions, query: Tensor) -> Keywords:
         if _is_compiling():
             asked = precision.of_graph(query.is_cuda)
         else:
-            asked = _precision_on_cuda() if query.is_cuda else _precision()
+            asked = precision.current_on_cuda() if query.is_cuda else precision.current()
         if asked != "highest":
             keywords["float32_precision"] = asked
     if forced_kernel.forcing and (kernel := forced_kernel.current()):

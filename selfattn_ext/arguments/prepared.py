@@ -50,30 +50,30 @@ def prepare(call: AttentionCall) -> Prepared:
     options = call.options
     query, key, value = autocast(call.query, call.key, call.value)
     form = shapes.canonical(query, key, value, options.enable_gqa)
-    given = keywords_for(options, form.query)
+    keywords = keywords_for(options, form.query)
     if options.query_offset is not DEFAULT_QUERY_OFFSET:
-        given["query_offset"] = checks.integer("query_offset", options.query_offset)
+        keywords["query_offset"] = checks.integer("query_offset", options.query_offset)
     if options.attn_mask is not None and checks.is_causal_bias(options.attn_mask):
-        given |= causal_bias(options.attn_mask, form, given, options.alibi_slopes is not None)
+        keywords |= causal_bias(options.attn_mask, form, keywords, options.alibi_slopes is not None)
         options = options._replace(attn_mask=None)
-    return with_options(form, options, given)
+    return with_options(form, options, keywords)
 
 
-def with_options(form: shapes.Canonical, options: AttentionOptions, given: Keywords) -> Prepared:
+def with_options(form: shapes.Canonical, options: AttentionOptions, keywords: Keywords) -> Prepared:
     """The tensors and the scale among the options in the operators' form, beside what has it already.
 
-    ``given`` has the shapes of own masks, if it is those that attn_mask holds.
+    ``keywords`` have the shapes of own masks, if it is those that attn_mask holds.
     """
     query, key, value = form[:3]
     mask, slopes, sinks, scale = options.attn_mask, options.alibi_slopes, options.sinks, options.scale
-    if mask is not None and "mask_shapes" not in given:
+    if mask is not None and "mask_shapes" not in keywords:
         mask = shapes.mask_four_dimensional(checks.mask("attn_mask", mask), form)
     if slopes is not None or sinks is not None:
         dtype = reference.accumulation_dtype(query.dtype)
         slopes = None if slopes is None else shapes.head_numbers(slopes, form, dtype)
         sinks = None if sinks is None else shapes.head_numbers(sinks, form, dtype)
     scale = reference.default_scale(query.size(3)) if scale is None else checks.scale(scale)
-    return Tensors(query, key, value, mask, slopes, sinks), scale, given, form
+    return Tensors(query, key, value, mask, slopes, sinks), scale, keywords, form
 
 
 def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
@@ -91,42 +91,44 @@ def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor
     )
 
 
-def formula(tensors: Tensors, scale: float, given: Keywords) -> reference.AttentionResult:
+def formula(tensors: Tensors, scale: float, keywords: Keywords) -> reference.AttentionResult:
     """The same attention by the formula of :mod:`selfattn_ext.reference`."""
     query, key, value, mask, slopes, sinks, seed = tensors
     options: Keywords = {
         "scale": scale,
-        "is_causal": given.get("is_causal", False),
-        "window_size": (given.get("window_left", -1), given.get("window_right", -1)),
-        "query_offset": given.get("query_offset", 0),
-        "softcap": given.get("softcap", 0.0),
+        "is_causal": keywords.get("is_causal", False),
+        "window_size": (keywords.get("window_left", -1), keywords.get("window_right", -1)),
+        "query_offset": keywords.get("query_offset", 0),
+        "softcap": keywords.get("softcap", 0.0),
         "alibi_slopes": slopes,
         "sinks": sinks,
-        "dropout_p": given.get("dropout_p", 0.0),
+        "dropout_p": keywords.get("dropout_p", 0.0),
         "dropout_seed": seed,
     }
-    if not is_packed(given):
+    if not is_packed(keywords):
         return reference.attention(query, key, value, mask, **options)
-    if "query_offsets" in given:
-        options["query_offset"] = given["query_offsets"]
-    masks = _own_masks(mask, given["mask_shapes"]) if mask is not None and "mask_shapes" in given else mask
+    if "query_offsets" in keywords:
+        options["query_offset"] = keywords["query_offsets"]
+    masks = (
+        _own_masks(mask, keywords["mask_shapes"]) if mask is not None and "mask_shapes" in keywords else mask
+    )
     out, weights, lse = reference.varlen_attention(
         query.squeeze(0).transpose(0, 1),
         key.squeeze(0).transpose(0, 1),
         value.squeeze(0).transpose(0, 1),
-        given["cu_seqlens_q"],
-        given["cu_seqlens_k"],
-        given["max_seqlen_q"],
-        given["max_seqlen_k"],
+        keywords["cu_seqlens_q"],
+        keywords["cu_seqlens_k"],
+        keywords["max_seqlen_q"],
+        keywords["max_seqlen_k"],
         masks,
         **options,
     )
     return reference.AttentionResult(out.transpose(0, 1).unsqueeze(0), weights, lse.unsqueeze(0))
 
 
-def is_packed(given: Keywords) -> bool:
+def is_packed(keywords: Keywords) -> bool:
     """Whether a call's query, key and value are sequences packed one behind the other."""
-    return "cu_seqlens_q" in given and "cu_seqlens_k" in given
+    return "cu_seqlens_q" in keywords and "cu_seqlens_k" in keywords
 
 
 def joined_masks(masks: Sequence[Tensor]) -> tuple[OptionalTensor, Keywords]:
@@ -146,12 +148,12 @@ def _own_masks(numbers: Tensor, sizes: Sequence[int]) -> list[Tensor]:
     return [part.reshape(shape) for part, shape in zip(parts, three, strict=True)]
 
 
-def keywords_of(tensors: Tensors, given: Keywords) -> Keywords:
+def keywords_of(tensors: Tensors, keywords: Keywords) -> Keywords:
     """The operators' keyword arguments: those given, and of the tensors behind value those that are there."""
     _, _, _, mask, slopes, sinks, seed = tensors
     if mask is None and slopes is None and sinks is None and seed is None:
-        return given
-    result = dict(given)
+        return keywords
+    result = dict(keywords)
     if mask is not None:
         result["attn_mask"] = mask
     if slopes is not None:

@@ -309,7 +309,9 @@ class KVCache:
         if query.dim() == 3:
             return results(*shapes.restored_packed(*step))
         out, weights, lse = step
-        return results(out.transpose(1, 2) if self.layout == "blhd" else out, weights, lse)
+        if self.layout == "blhd":
+            out = out.transpose(1, 2)
+        return out if weights is None and lse is None else results(out, weights, lse)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Writes the keys and values of the step into a layer, shaped as for :meth:`attend`, and no more.
