@@ -56,8 +56,9 @@ class _Scores(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-        ctx.call = inputs[2:]
+        query, key, *call = inputs
+        ctx.save_for_backward(query, key)
+        ctx.call = call
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
@@ -93,8 +94,8 @@ class _ScoresBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:3])
-        ctx.scale = inputs[3]
+        grad, query, key, ctx.scale, _ = inputs
+        ctx.save_for_backward(grad, query, key)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -106,10 +107,12 @@ class _ScoresBackward(Function):
         return (*torch.func.vjp(gradients, *ctx.saved_tensors)[1](cotangents), None, None)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        size, batch = info.batch_size, slice_batch(inputs[1], in_dims[1])
-        tensors = (fold(tensor, dim, size) for tensor, dim in zip(inputs[:3], in_dims, strict=False))
-        grads = _ScoresBackward.apply(*tensors, *inputs[3:])
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], grad: Tensor, query: Tensor, key: Tensor, *call: Any
+    ) -> Any:
+        size, batch = info.batch_size, slice_batch(query, in_dims[1])
+        tensors = (fold(tensor, dim, size) for tensor, dim in zip((grad, query, key), in_dims, strict=False))
+        grads = _ScoresBackward.apply(*tensors, *call)
         return tuple(unfold(result, size, batch) for result in grads), (0, 0)
 
 
@@ -193,8 +196,8 @@ class _MaskedSoftmaxBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-        ctx.scale = inputs[2]
+        grad, weights, ctx.scale, _ = inputs
+        ctx.save_for_backward(grad, weights)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
