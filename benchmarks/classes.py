@@ -14,10 +14,10 @@ from typing import Literal
 
 import torch
 
-from selfattn_ext.bench import kvcache, varlen
+from selfattn_ext.bench import kv_cache, varlen
 from selfattn_ext.bench.cases import Case
 from selfattn_ext.bench.contenders import TORCH
-from selfattn_ext.bench.kvcache import CacheCase
+from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -192,7 +192,7 @@ def _caches() -> Iterable[Line]:
     # More keys and values than any cache of a processor holds: up to 2.4 GB of them, and three times that in
     # pages. A short run takes fewer sequences of those.
     lengths = varlen.draw_lengths(32, 128, 16384)
-    layouts: tuple[kvcache.Layout, ...] = ("bhld", "blhd")
+    layouts: tuple[kv_cache.Layout, ...] = ("bhld", "blhd")
     for dtype in (FP32, BF16):
         name = "fp32 KV cache" if dtype == FP32 else "bf16 KV cache"
         case = CacheCase.of(lengths, 2, 128, dtype=dtype)
@@ -209,5 +209,5 @@ def _caches() -> Iterable[Line]:
 
 def _in_pages_too(name: str, case: CacheCase, quick: bool) -> Iterable[Line]:
     yield Line(name, case, 0.85, 0.95, "of read", quick=quick)
-    for peer in map(kvcache.pages_name, kvcache.PAGE_SIZES):
+    for peer in map(kv_cache.pages_name, kv_cache.PAGE_SIZES):
         yield Line(f"{name}, {peer}", case, 0.9, 0.98, "speed", peer, quick=quick)

@@ -9,7 +9,7 @@ from typing import Literal
 import torch
 
 from selfattn_ext.bench.cases import Case
-from selfattn_ext.bench.kvcache import CacheCase
+from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase, draw_lengths
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

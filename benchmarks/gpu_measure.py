@@ -14,7 +14,7 @@ from gpu_peak import Ceiling, Meter
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from selfattn_ext import backends
-from selfattn_ext.bench import kvcache, timer, varlen
+from selfattn_ext.bench import kv_cache, timer, varlen
 from selfattn_ext.bench.accuracy import truth
 from selfattn_ext.bench.cases import Case, Inputs, as_json, inputs
 from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results, runner
@@ -32,7 +32,7 @@ BACKENDS = {
 #: torch.nn.attention.varlen, for the kinds of cases that it computes.
 VARLEN: dict[type[Case], Contender] = {
     varlen.VarlenCase: varlen.TORCH_VARLEN,
-    kvcache.CacheCase: kvcache.TORCH_VARLEN,
+    kv_cache.CacheCase: kv_cache.TORCH_VARLEN,
 }
 PEERS = (*BACKENDS, "varlen")
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import torch
 
 from selfattn_ext.bench.cases import Case, standard
-from selfattn_ext.bench.kvcache import CacheCase
+from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase, draw_lengths
 
 HEADS = 8

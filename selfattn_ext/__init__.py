@@ -20,11 +20,10 @@ from .functional import attention_weights, scaled_dot_product_attention
 from .integrations import flop_counter as _flops  # noqa: F401
 from .integrations import torch_sdpa as _torch_sdpa
 from .integrations.sdpa_mode import as_sdpa
-from .kv_cache.attention import attention_with_kvcache
-from .kv_cache.cache import KVCache
+from .kv_cache import KVCache, attention_with_kvcache
 from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention, apply_rotary, rotary_factors
 from .scores_and_softmax import attention_scores, masked_softmax
-from .varlen.attention import varlen_attention
+from .varlen import varlen_attention
 
 _torch_sdpa.register()
 

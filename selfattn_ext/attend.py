@@ -1,83 +1,68 @@
-"""The way of a call that the attention functions share, from their options to their results.
+"""The way of a call that the attention functions share: compute, explain a refusal, give what was asked for.
 
-Dense, packed and nested calls go through :func:`attention`, with gradients; calls on a cache have a way of
-their own in :mod:`selfattn_ext.kv_cache.attention` and take the rest from here.
+Dense, packed and nested calls are computed by :func:`with_gradients`; calls on a cache, which have none, in
+:mod:`selfattn_ext.kv_cache.attention`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import backends
-from .arguments import checks, shapes
-from .arguments import prepared as arguments
-from .arguments import sequence_checks as checks_sequences
-from .arguments.prepared import Maybe, Options, Prepared
-from .autograd import attention as autograd
-from .autograd import graph_operators as composed
+from .arguments import (
+    REFUSALS,
+    AttentionCall,
+    AttentionOptions,
+    KVCacheCall,
+    OptionalTensor,
+    PackedCall,
+    Prepared,
+    call_checks,
+    explained,
+    shapes,
+)
+from .autograd import attention_with_gradient
 
-__all__ = ["EVERYTHING", "OFF", "add_position", "add_rules", "attention", "dropout_seed", "results"]
+__all__ = ["attend", "dropout_seed", "results", "with_gradients"]
 
-#: The default window_size, to be compared by identity, which is the cheapest question.
-EVERYTHING = (-1, -1)
-#: The same for softcap.
-OFF = 0.0
-
-
-def add_rules(options: Options, window_size: Sequence[int], softcap: float) -> None:
-    """Adds the window, the softcap and the kernel asked for to the options."""
-    if window_size is not EVERYTHING:
-        arguments.add_window(options, window_size)
-    if softcap is not OFF and (bound := checks.softcap(softcap)):
-        options["softcap"] = bound
-    if backends.forcing and (kernel := backends.forced_kernel()):
-        options["kernel_name"] = kernel
+Call = TypeVar("Call", AttentionCall, PackedCall, KVCacheCall)
 
 
-def add_position(options: Options, query_offset: int | Tensor) -> None:
-    """Adds where query 0 stands to the options, a number for all sequences or a tensor with one for each."""
-    if isinstance(query_offset, Tensor) and query_offset.dim():
-        options["query_offsets"] = checks_sequences.indices("query_offset", query_offset)
-    elif query_offset is not arguments.ORIGIN:
-        options["query_offset"] = checks.integer("query_offset", query_offset)
+def attend(call: Call, compute: Callable[[Call], shapes.Results], check: Callable[[Call], None]) -> Any:
+    """What a public function returns for a call: out, or a tuple of that and of what else was asked for.
 
-
-def dropout_seed(options: Options, dropout_p: float, query: Tensor) -> Maybe:
-    """Adds the probability to the options; a seed from torch's generator on that device, None for 0."""
-    if type(dropout_p) is float and dropout_p == 0.0:
-        return None
-    probability = checks.probability("dropout_p", dropout_p)
-    if not probability:
-        return None
-    options["dropout_p"] = probability
-    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)
-
-
-def attention(
-    call: Prepared, dropout_p: float, options: Options, want_weights: bool, want_lse: bool
-) -> tuple[Tensor, Maybe, Maybe]:
-    """Differentiable attention, eager, compiled and transformed: (out, weights if wanted, lse if wanted).
-
-    ``call`` and ``options`` are those of :func:`selfattn_ext.arguments.prepared.prepared`.
+    ``compute`` gives (out, weights if wanted, lse if wanted) in the user's form. Once it has refused,
+    ``check`` looks for the reason.
     """
-    form, mask, slopes, sink_logits, factor = call
-    seed = dropout_seed(options, dropout_p, form.query)
-    attend = composed.attention if composed.wanted() else autograd.attention
-    tensors = (form.query, form.key, form.value, mask, slopes, sink_logits, seed)
-    out, weights, lse = attend(tensors, factor, options, want_weights, want_lse)
-    if form.rank != 4:
-        out = shapes.restored(out, form)
-        weights = None if weights is None else shapes.restored(weights, form)
-        lse = None if lse is None else shapes.restored(lse, form)
-    return out, weights, lse
+    _, _, is_causal, _, enable_gqa, *_, want_weights, want_lse = call.options
+    try:
+        if not (type(is_causal) is type(enable_gqa) is type(want_weights) is type(want_lse) is bool):
+            call_checks.flags(call.options)
+        out, weights, lse = compute(call)
+    except REFUSALS as refusal:
+        raise explained(refusal, call.query, check, call) from None
+    return results(out, weights, lse)
 
 
-def results(out: Tensor, weights: Maybe, lse: Maybe) -> Any:
-    """What a public function returns: out, or a tuple of that and of what else was asked for."""
+def results(out: Tensor, weights: OptionalTensor, lse: OptionalTensor) -> Any:
+    """out, or a tuple of that and of what else there is."""
     if weights is None:
         return out if lse is None else (out, lse)
     return (out, weights) if lse is None else (out, weights, lse)
+
+
+def with_gradients(call: Prepared, options: AttentionOptions) -> shapes.Results:
+    """Differentiable attention, eager, compiled and transformed."""
+    tensors, scale, keywords, form = call
+    if "dropout_p" in keywords:
+        tensors = tensors._replace(seed=dropout_seed(tensors.query))
+    computed = attention_with_gradient(tensors, scale, keywords, options.return_weights, options.return_lse)
+    return computed if form.rank == 4 and not form.packed else shapes.restored(form, *computed)
+
+
+def dropout_seed(query: Tensor) -> Tensor:
+    """A seed from torch's generator on that device."""
+    return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)

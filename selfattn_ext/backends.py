@@ -17,11 +17,8 @@ forced amx hands on only what it cannot compute.
 
 from __future__ import annotations
 
-import os
-import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any
 
@@ -29,27 +26,22 @@ import torch
 from torch import Tensor
 
 from . import library, ops
-from .arguments import checks, precision
-from .arguments import prepared as arguments
+from .arguments import (
+    DEFAULT_QUERY_OFFSET,
+    DEFAULT_SOFTCAP,
+    DEFAULT_WINDOW,
+    AttentionCall,
+    AttentionOptions,
+    Prepared,
+    call_checks,
+    forced_kernel,
+    keywords_of,
+    precision,
+    prepare,
+)
 from .reference import default_scale
 
 __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]
-
-_OF_THE_PROCESS: str = os.environ.get("SELFATTN_KERNEL", "")
-_forced: ContextVar[str] = ContextVar("selfattn_ext_kernel", default=_OF_THE_PROCESS)
-
-#: How many parts of the process ask for a kernel; while there are none, calls need not look which it is.
-forcing: int = 1 if _OF_THE_PROCESS else 0
-_lock = threading.Lock()
-
-
-def forced_kernel() -> str:
-    """The kernel that calls are to take, "" for the automatic choice."""
-    return _forced.get() if forcing else ""
-
-
-# torch.compiler.assume_constant_result does this too, and imports the compiler for it, which takes a second.
-forced_kernel._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @dataclass(frozen=True)
@@ -152,17 +144,9 @@ def use(name: str) -> Iterator[None]:
     Raises:
         ValueError: no kernel has that name, or this machine cannot run it.
     """
-    global forcing
     _check_name(name)
-    token = _forced.set(name)
-    with _lock:
-        forcing += 1
-    try:
+    with forced_kernel.use(name):
         yield
-    finally:
-        with _lock:
-            forcing -= 1
-        _forced.reset(token)
 
 
 @contextmanager
@@ -203,11 +187,11 @@ def explain(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Sequence[int] = DEFAULT_WINDOW,
+    softcap: float = DEFAULT_SOFTCAP,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_offset: int = 0,
+    query_offset: int = DEFAULT_QUERY_OFFSET,
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Explanation:
@@ -219,35 +203,15 @@ def explain(
     Raises:
         ValueError, TypeError: for what the function itself would refuse, with the same message.
     """
-    checks.attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        window_size=window_size,
-        softcap_=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        query_offset=query_offset,
-        return_weights=return_weights,
-        return_lse=return_lse,
-    )
-    forced = forced_kernel()
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
+        query_offset, return_weights, return_lse,
+    )  # fmt: skip
+    call = AttentionCall(query, key, value, options)
+    call_checks.attention(call)
+    forced = forced_kernel.current()
     if query.device.type == "cuda":
-        options: arguments.Options = {"dropout_p": dropout_p} if dropout_p else {}
-        if query_offset:
-            options["query_offset"] = query_offset
-        if softcap:
-            options["softcap"] = softcap
-        arguments.add_window(options, window_size)
-        call = arguments.prepared(
-            query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options
-        )
-        return _explain_on_cuda(call, options, forced)
+        return _explain_on_cuda(prepare(call), forced)
     taken = chosen = _choose(forced)
     dtype = str(query.dtype).removeprefix("torch.")
     other = library.extension().hands_on_to(
@@ -279,11 +243,13 @@ def explain(
     )
 
 
-def _explain_on_cuda(call: arguments.Prepared, options: arguments.Options, forced: str) -> Explanation:
-    form, mask, slopes, sinks, scale = call
-    query, key, value = form[:3]
-    seed = torch.zeros(1, dtype=torch.int64, device=query.device) if "dropout_p" in options else None
-    keywords = arguments.keywords_of((query, key, value, mask, slopes, sinks, seed), options)
+def _explain_on_cuda(call: Prepared, forced: str) -> Explanation:
+    tensors, scale, options, _ = call
+    query, key, value = tensors[:3]
+    if "dropout_p" in options:
+        tensors = tensors._replace(seed=torch.zeros(1, dtype=torch.int64, device=query.device))
+    keywords = keywords_of(tensors, options)
+    keywords.pop("kernel_name", None)
     # The operator of that name asks the kernels about the very call.
     lines = ops.attention_refusals(query, key, value, scale, **keywords).split("\n")
     reasons = dict(zip((kernel.name for kernel in kernels(query.device)), lines, strict=True))

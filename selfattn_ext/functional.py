@@ -2,31 +2,48 @@
 
 Note [Refusals]
     A dozen checks in Python cost as much as a small attention. The operators check everything themselves, so
-    the public functions call first and look for the reason in :mod:`selfattn_ext.arguments.checks`, in terms of the
-    user's own arguments, once something has refused. What the operators cannot see is checked beforehand.
+    the public functions call first and look for the reason in :mod:`selfattn_ext.arguments.checks`, in terms
+    of the user's own arguments, once something has refused. What the operators cannot see is checked
+    beforehand.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, Literal, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-from . import attend as general
-from . import backends, ops
-from .arguments import checks, overrides, precision
-from .arguments import prepared as arguments
-from .autograd import attention as autograd
+from . import ops
+from .arguments import (
+    DEFAULT_QUERY_OFFSET,
+    DEFAULT_SOFTCAP,
+    DEFAULT_WINDOW,
+    REFUSALS,
+    AttentionCall,
+    AttentionOptions,
+    call_checks,
+    checks,
+    forced_kernel,
+    overrides,
+    precision,
+    prepare,
+    rules,
+    shapes,
+)
+from .attend import attend, with_gradients
+from .autograd import plain_attention
 from .reference import default_scale
 from .varlen import nested
 
-__all__ = ["attention_weights", "scaled_dot_product_attention"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-_EVERYTHING = general.EVERYTHING
-_OFF = general.OFF
+    from .arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse, Rules
+
+__all__ = ["attention_weights", "scaled_dot_product_attention"]
 
 # Looked up once: an attribute chain costs as much as the call at its end.
 _is_grad_enabled = torch.is_grad_enabled
@@ -40,54 +57,36 @@ _precision_on_cuda = precision.current_on_cuda
 _FLOAT32 = torch.float32
 
 
-# The overloads differ in their last lines: the flags, and what they have a call return.
+# The overloads differ in their flags, and in what they have a call return.
 @overload
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
-    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
-    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., query_offset: int = ...,
-    return_weights: Literal[False] = ..., return_lse: Literal[False] = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, query_offset: int = ...,
+    **options: Unpack[ForOut],
 ) -> Tensor: ...  # fmt: skip
-
-
 @overload
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
-    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
-    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., query_offset: int = ...,
-    return_weights: Literal[True], return_lse: Literal[False] = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, query_offset: int = ...,
+    **options: Unpack[ForWeights],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
-    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
-    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., query_offset: int = ...,
-    return_weights: Literal[False] = ..., return_lse: Literal[True],
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, query_offset: int = ...,
+    **options: Unpack[ForLse],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
-    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
-    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., query_offset: int = ...,
-    return_weights: Literal[True], return_lse: Literal[True],
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, query_offset: int = ...,
+    **options: Unpack[ForWeightsAndLse],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
-    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
-    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., query_offset: int = ...,
-    return_weights: bool = ..., return_lse: bool = ...,
+    is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *, query_offset: int = ...,
+    **options: Unpack[ForAny],
 ) -> Any: ...  # fmt: skip
 
 
@@ -101,11 +100,11 @@ def scaled_dot_product_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: Sequence[int] = _EVERYTHING,
-    softcap: float = _OFF,
+    window_size: Sequence[int] = DEFAULT_WINDOW,
+    softcap: float = DEFAULT_SOFTCAP,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_offset: int = arguments.ORIGIN,
+    query_offset: int = DEFAULT_QUERY_OFFSET,
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -169,113 +168,88 @@ def scaled_dot_product_attention(
     Milakov and Gimelshein (2018), "Online normalizer calculation for softmax", and Dao (2023),
     "FlashAttention-2".
     """
-    compiling = _is_compiling()
     # Dynamo sees no overrides in jagged tensors.
-    if compiling or _is_overridden(query, key, value, attn_mask, alibi_slopes, sinks):
-        if relevant := overrides.asked(query, key, value, attn_mask, alibi_slopes, sinks):
-            return overrides.call(
-                scaled_dot_product_attention, relevant, query, key, value, attn_mask, dropout_p, is_causal,
-                scale, enable_gqa, window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes,
-                sinks=sinks, query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
-            )  # fmt: skip
-        if checks.is_jagged(query) or checks.is_jagged(key) or checks.is_jagged(value):
-            return nested.attention(
-                query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-                window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-                query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
-            )  # fmt: skip
-    try:
-        options: dict[str, Any] = {}
-        if query_offset is not arguments.ORIGIN:
-            options["query_offset"] = checks.integer("query_offset", query_offset)
-        if window_size is not _EVERYTHING or softcap is not _OFF or backends.forcing:
-            general.add_rules(options, window_size, softcap)
-
-        if (
-            attn_mask is None
-            and alibi_slopes is None
-            and sinks is None
-            and dropout_p == 0.0
-            and dropout_p is not False
-            and return_weights is False
-            and return_lse is False
-            and not compiling
-            and (is_causal is False or is_causal is True)
-            and (enable_gqa is False or enable_gqa is True)
-            and not _is_exporting()
-            and query.dim() == 4
-            and not _is_any_autocast_enabled()
-            and not _are_transforms_active()
-            and forward_ad._current_level < 0
-        ):
-            try:
-                given = None if scale is None else checks.scale(scale)
+    may_override = _is_compiling() or _is_overridden(query, key, value, attn_mask, alibi_slopes, sinks)
+    if not may_override:
+        try:
+            if (
+                attn_mask is None
+                and alibi_slopes is None
+                and sinks is None
+                and dropout_p == 0.0
+                and dropout_p is not False
+                and return_weights is False
+                and return_lse is False
+                and (is_causal is False or is_causal is True)
+                and (enable_gqa is False or enable_gqa is True)
+                and not _is_exporting()
+                and query.dim() == 4
+                and not _is_any_autocast_enabled()
+                and not _are_transforms_active()
+                and forward_ad._current_level < 0
+            ):
+                keywords: dict[str, Any] = {}
+                if query_offset is not DEFAULT_QUERY_OFFSET:
+                    keywords["query_offset"] = checks.integer("query_offset", query_offset)
+                if window_size is not DEFAULT_WINDOW or softcap is not DEFAULT_SOFTCAP:
+                    keywords |= rules(window_size, softcap)
+                if forced_kernel.forcing and (kernel := forced_kernel.current()):
+                    keywords["kernel_name"] = kernel
+                factor = None if scale is None else checks.scale(scale)
                 if query.dtype is _FLOAT32:
                     asked = _precision_on_cuda() if query.is_cuda else _precision()
                     if asked != "highest":
-                        options["float32_precision"] = asked
-                if options:
-                    given = default_scale(query.size(3)) if given is None else given
+                        keywords["float32_precision"] = asked
+                if keywords:
+                    factor = default_scale(query.size(3)) if factor is None else factor
                     if is_causal:
-                        options["is_causal"] = True
+                        keywords["is_causal"] = True
                     if not enable_gqa and query.size(1) != key.size(1) != 1:
                         raise ValueError("heads that do not go together")
                 if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-                    return autograd.plain_attention(
-                        query, key, value, (given, is_causal, enable_gqa, options)
-                    )
-                if options and given is not None:
-                    return ops.direct_forward(query, key, value, given, **options)[0]
-                return ops.plain_attention(query, key, value, given, is_causal, enable_gqa)
-            except (ValueError, RuntimeError):
-                # Something to broadcast or to make dense, or a mistake: the general way finds out which.
-                pass
+                    return plain_attention(query, key, value, (factor, is_causal, enable_gqa, keywords))
+                if keywords and factor is not None:
+                    return ops.direct_forward(query, key, value, factor, **keywords)[0]
+                return ops.plain_attention(query, key, value, factor, is_causal, enable_gqa)
+        except REFUSALS:
+            # Something to broadcast or to make dense, or a mistake: the general way finds out which.
+            pass
 
-        if not (type(is_causal) is type(enable_gqa) is type(return_weights) is type(return_lse) is bool):
-            checks.flags(
-                is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights,
-                return_lse=return_lse,
-            )  # fmt: skip
-        call = arguments.prepared(
-            query, key, value, attn_mask, is_causal, scale, enable_gqa, alibi_slopes, sinks, options
-        )
-        out, weights, lse = general.attention(call, dropout_p, options, return_weights, return_lse)
-    except checks.REFUSALS as refusal:
-        raise checks.explained(
-            refusal, checks.attention, query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            window_size=window_size, softcap_=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
-        ) from None  # fmt: skip
-    return general.results(out, weights, lse)
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
+        query_offset, return_weights, return_lse,
+    )  # fmt: skip
+    call = AttentionCall(query, key, value, options)
+    if may_override:
+        relevant = overrides.overriding_arguments(query, key, value, attn_mask, alibi_slopes, sinks)
+        if relevant:
+            return overrides.call(scaled_dot_product_attention, relevant, call)
+        if checks.is_jagged(query) or checks.is_jagged(key) or checks.is_jagged(value):
+            return nested.attention(call)
+    return attend(call, _computed, call_checks.attention)
+
+
+def _computed(call: AttentionCall) -> shapes.Results:
+    return with_gradients(prepare(call), call.options)
 
 
 @overload
 def attention_weights(
     query: Tensor, key: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
-    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int = ...,
-    return_lse: Literal[False] = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, query_offset: int = ...,
+    return_lse: Literal[False] = ..., **options: Unpack[Rules],
 ) -> Tensor: ...  # fmt: skip
-
-
 @overload
 def attention_weights(
     query: Tensor, key: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
-    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int = ...,
-    return_lse: Literal[True],
+    scale: float | None = ..., enable_gqa: bool = ..., *, query_offset: int = ...,
+    return_lse: Literal[True], **options: Unpack[Rules],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def attention_weights(
     query: Tensor, key: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ...,
-    scale: float | None = ..., enable_gqa: bool = ..., *, window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int = ...,
-    return_lse: bool = ...,
+    scale: float | None = ..., enable_gqa: bool = ..., *, query_offset: int = ...,
+    return_lse: bool = ..., **options: Unpack[Rules],
 ) -> Any: ...  # fmt: skip
 
 
@@ -288,11 +262,11 @@ def attention_weights(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: Sequence[int] = _EVERYTHING,
-    softcap: float = _OFF,
+    window_size: Sequence[int] = DEFAULT_WINDOW,
+    softcap: float = DEFAULT_SOFTCAP,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_offset: int = arguments.ORIGIN,
+    query_offset: int = DEFAULT_QUERY_OFFSET,
     return_lse: bool = False,
 ) -> Any:
     """The softmax weights (..., H, L, S) of :func:`scaled_dot_product_attention`, without a value to mix.
@@ -312,36 +286,24 @@ def attention_weights(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
-    if _is_overridden(query, key, attn_mask, alibi_slopes, sinks) and (
-        relevant := overrides.asked(query, key, attn_mask, alibi_slopes, sinks)
-    ):
-        return overrides.call(
-            attention_weights, relevant, query, key, attn_mask, dropout_p, is_causal, scale, enable_gqa,
-            window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            query_offset=query_offset, return_lse=return_lse,
-        )  # fmt: skip
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
+        query_offset, True, return_lse,
+    )  # fmt: skip
+    call = AttentionCall(query, key, key, options)
+    tensors = (query, key, attn_mask, alibi_slopes, sinks)
+    if _is_overridden(*tensors) and (relevant := overrides.overriding_arguments(*tensors)):
+        return overrides.call(attention_weights, relevant, call)
     if checks.is_jagged(key):
         value = nested.without_columns(key)
     elif isinstance(key, Tensor) and key.dim() >= 2:
         value = key[..., :0]
     else:
-        checks.scores(query, key)
+        call_checks.scores(query, key)
         value = key
-    results = scaled_dot_product_attention(
-        query,
-        key,
-        value,
-        attn_mask,
-        dropout_p,
-        is_causal,
-        scale,
-        enable_gqa,
-        window_size=window_size,
-        softcap=softcap,
-        alibi_slopes=alibi_slopes,
-        sinks=sinks,
-        query_offset=query_offset,
-        return_weights=True,
-        return_lse=return_lse,
-    )
+    call = AttentionCall(query, key, value, options)
+    if checks.is_jagged(query) or checks.is_jagged(key):
+        results = nested.attention(call)
+    else:
+        results = attend(call, _computed, call_checks.attention)
     return results[1:] if return_lse else results[1]

@@ -5,21 +5,28 @@ They call and explain refusals as :mod:`selfattn_ext.functional` does.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from . import backends
-from .arguments import checks, overrides, shapes
-from .arguments import prepared as arguments
-from .autograd import graph_operators as composed
-from .autograd import scores_and_softmax as autograd_pieces
+from .arguments import (
+    DEFAULT_QUERY_OFFSET,
+    REFUSALS,
+    Keywords,
+    autocast,
+    call_checks,
+    checks,
+    explained,
+    forced_kernel,
+    overrides,
+    shapes,
+)
+from .autograd import attention_scores_with_gradient, masked_softmax_with_gradient
 from .reference import default_scale
 
 __all__ = ["attention_scores", "masked_softmax"]
 
 _is_overridden = torch.overrides.has_torch_function_variadic
+_hand_over = torch.overrides.handle_torch_function
 
 
 def attention_scores(
@@ -41,18 +48,17 @@ def attention_scores(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
-    if _is_overridden(query, key) and (relevant := overrides.asked(query, key)):
-        return overrides.call(attention_scores, relevant, query, key, scale, enable_gqa)
+    if _is_overridden(query, key) and (relevant := overrides.overriding_arguments(query, key)):
+        return _hand_over(attention_scores, relevant, query, key, scale, enable_gqa)
     try:
         checks.flags(enable_gqa=enable_gqa)
-        q, k = arguments.autocast(query, key)
+        q, k = autocast(query, key)
         form = shapes.canonical(q, k, k, enable_gqa)
         factor = default_scale(form.query.size(3)) if scale is None else checks.scale(scale)
-        compute = composed.attention_scores if composed.wanted() else autograd_pieces.attention_scores
-        scores = compute(form.query, form.key, factor, backends.forced_kernel())
-    except checks.REFUSALS as refusal:
-        raise checks.explained(refusal, checks.scores, query, key, scale, enable_gqa) from None
-    return shapes.restored(scores, form)
+        scores = attention_scores_with_gradient(form.query, form.key, factor, forced_kernel.current())
+    except REFUSALS as refusal:
+        raise explained(refusal, query, call_checks.scores, query, key, scale, enable_gqa) from None
+    return shapes.with_lead(scores, form)
 
 
 def masked_softmax(
@@ -61,7 +67,7 @@ def masked_softmax(
     *,
     scale: float = 1.0,
     is_causal: bool = False,
-    query_offset: int = arguments.ORIGIN,
+    query_offset: int = DEFAULT_QUERY_OFFSET,
 ) -> Tensor:
     """Softmax over the last dimension of ``scale * scores + mask``, in one pass over memory.
 
@@ -84,29 +90,24 @@ def masked_softmax(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
-    if _is_overridden(scores, mask) and (relevant := overrides.asked(scores, mask)):
-        return overrides.call(
-            masked_softmax,
-            relevant,
-            scores,
-            mask,
-            scale=scale,
-            is_causal=is_causal,
+    if _is_overridden(scores, mask) and (relevant := overrides.overriding_arguments(scores, mask)):
+        return _hand_over(
+            masked_softmax, relevant, scores, mask, scale=scale, is_causal=is_causal,
             query_offset=query_offset,
-        )
+        )  # fmt: skip
     try:
         if scores.dim() < 2:
             raise ValueError("scores of less than two dimensions")
         lead = tuple(scores.shape[:-3]) or (1,)
         flat = shapes.four_dimensional(scores, lead)
-        options: dict[str, Any] = {}
+        keywords: Keywords = {}
         checks.flags(is_causal=is_causal)
         if is_causal:
-            options["is_causal"] = True
-        if query_offset is not arguments.ORIGIN:
-            options["query_offset"] = checks.integer("query_offset", query_offset)
-        if kernel := backends.forced_kernel():
-            options["kernel_name"] = kernel
+            keywords["is_causal"] = True
+        if query_offset is not DEFAULT_QUERY_OFFSET:
+            keywords["query_offset"] = checks.integer("query_offset", query_offset)
+        if kernel := forced_kernel.current():
+            keywords["kernel_name"] = kernel
         form = shapes.Canonical(flat, flat, flat, lead, scores.dim())
         bias = None
         if mask is not None:
@@ -115,11 +116,9 @@ def masked_softmax(
                     "a CausalBias is a mask of scaled_dot_product_attention; pass is_causal=True here"
                 )
             bias = shapes.mask_four_dimensional(checks.mask("mask", mask), form)
-        compute = composed.masked_softmax if composed.wanted() else autograd_pieces.masked_softmax
-        weights = compute(flat, bias, checks.scale(scale), options)
-    except checks.REFUSALS as refusal:
-        raise checks.explained(
-            refusal, checks.softmax, scores, mask, scale_=scale, is_causal=is_causal,
-            query_offset=query_offset,
-        ) from None  # fmt: skip
-    return shapes.restored(weights, form)
+        weights = masked_softmax_with_gradient(flat, bias, checks.scale(scale), keywords)
+    except REFUSALS as refusal:
+        raise explained(
+            refusal, scores, call_checks.softmax, scores, mask, scale, is_causal, query_offset
+        ) from None
+    return shapes.with_lead(weights, form)

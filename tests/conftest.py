@@ -17,6 +17,7 @@ import torch
 
 import selfattn_ext
 from selfattn_ext import backends
+from selfattn_ext.arguments import forced_kernel
 
 if gpu.DEVICE != "cpu":
     # Before the test modules, some of which make tensors as they are imported.
@@ -94,7 +95,7 @@ def _fixed_seed() -> None:
 ISAS = backends.cpu_isas()[: int(os.environ.get("SELFATTN_TEST_ISAS", "0")) or None]
 # A process that runs on one kernel, such as one of the emulator's, tests that one.
 CPU_KERNELS = (
-    [backends.forced_kernel()] if backends.forced_kernel() else [*(f"fused-{isa}" for isa in ISAS), "loops"]
+    [forced_kernel.current()] if forced_kernel.current() else [*(f"fused-{isa}" for isa in ISAS), "loops"]
 )
 #: Those of the device that the process tests.
 KERNELS = CPU_KERNELS if gpu.DEVICE == "cpu" else gpu.KERNELS

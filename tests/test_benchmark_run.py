@@ -17,7 +17,7 @@ import pytest
 from selfattn_ext.bench import elsewhere, memory, peak, timer
 from selfattn_ext.bench.cases import Case
 from selfattn_ext.bench.contenders import TORCH
-from selfattn_ext.bench.kvcache import CacheCase
+from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase
 
 FOLDER = Path(__file__).parents[1] / "benchmarks"

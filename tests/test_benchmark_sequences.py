@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from selfattn_ext.bench import kvcache, peak, report, timer, varlen
+from selfattn_ext.bench import kv_cache, peak, report, timer, varlen
 from selfattn_ext.bench.accuracy import truth
 from selfattn_ext.bench.cases import Case, as_json, inputs
 from selfattn_ext.bench.contenders import OURS, TORCH, Contender, results, runner
-from selfattn_ext.bench.kvcache import CacheCase
+from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.measure import contenders_for, measure
 from selfattn_ext.bench.varlen import VarlenCase
 
@@ -110,7 +110,7 @@ def test_nested_tensors_are_for_small_cases() -> None:
 
 def test_torch_gets_no_caches_that_take_it_seconds() -> None:
     case = CacheCase.of((2**16,) * 4, 32, 128, kv_heads=2)
-    (theirs,) = (contender for contender in kvcache.CONTENDERS if contender.name == TORCH.name)
+    (theirs,) = (contender for contender in kv_cache.CONTENDERS if contender.name == TORCH.name)
     with pytest.raises(NotImplementedError, match=r"more than 1e\+09 operations take seconds"):
         theirs.prepare(case, inputs(CACHED))
 
@@ -140,8 +140,8 @@ def test_padding_has_no_gradient() -> None:
 def test_pages_hold_what_the_cache_does(page_size: int) -> None:
     case = replace(CACHED, page_size=page_size)
     cache = inputs(case).key
-    table = kvcache.block_table(case)
-    pages = kvcache.pages_of(case, cache, table)
+    table = kv_cache.block_table(case)
+    pages = kv_cache.pages_of(case, cache, table)
     counts = [-(-length // page_size) for length in case.lengths]
     assert pages.shape == (sum(counts), case.heads, page_size, case.head_dim)
     used = [number for row, count in zip(table.tolist(), counts, strict=True) for number in row[:count]]
@@ -152,10 +152,10 @@ def test_pages_hold_what_the_cache_does(page_size: int) -> None:
 
 
 @pytest.mark.parametrize("layout", ["bhld", "blhd"])
-def test_caches_and_pages_lie_in_memory_as_they_are_used(layout: kvcache.Layout) -> None:
+def test_caches_and_pages_lie_in_memory_as_they_are_used(layout: kv_cache.Layout) -> None:
     case = replace(CACHED, kv_heads=2, layout=layout, page_size=16)
     key = inputs(case).key
-    pages = kvcache.pages_of(case, key, kvcache.block_table(case))
+    pages = kv_cache.pages_of(case, key, kv_cache.block_table(case))
     for tensor in (key, pages):
         used = tensor if layout == "bhld" else tensor.transpose(1, 2)
         assert used.is_contiguous()
@@ -163,7 +163,7 @@ def test_caches_and_pages_lie_in_memory_as_they_are_used(layout: kvcache.Layout)
 
 def test_the_call_appends_the_last_row_of_each_sequence() -> None:
     cache = inputs(CACHED).key
-    new = kvcache.new_rows(CACHED, cache)
+    new = kv_cache.new_rows(CACHED, cache)
     for row, sequence, length in zip(new, cache, CACHED.lengths, strict=True):
         assert torch.equal(row[:, 0], sequence[:, length - 1])
 

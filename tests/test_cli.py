@@ -14,8 +14,8 @@ import pytest
 import torch
 
 from selfattn_ext import backends, info, library, sources
-from selfattn_ext.commands import check as selfcheck
-from selfattn_ext.commands import heatmap
+from selfattn_ext.arguments import forced_kernel
+from selfattn_ext.commands import check, heatmap
 from selfattn_ext.commands.cli import main
 from selfattn_ext.terminal import CommandError, Progress, check_output, table
 
@@ -142,14 +142,14 @@ def test_check_passes_for_every_kernel_and_dtype(capsys: pytest.CaptureFixture[s
 def test_check_fails_where_a_result_is_off(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = selfcheck.cases(0)[0]
+    case = check.cases(0)[0]
 
     def slightly_wrong(**tensors: torch.Tensor) -> torch.Tensor:
-        factor = 1 + 1e-4 if backends.forced_kernel() == "loops" else 1.0
+        factor = 1 + 1e-4 if forced_kernel.current() == "loops" else 1.0
         return case.ours(**tensors) * factor
 
-    wrong = selfcheck.Case("tampered", slightly_wrong, case.formula, case.inputs)
-    monkeypatch.setattr(selfcheck, "cases", lambda seed: [wrong])
+    wrong = check.Case("tampered", slightly_wrong, case.formula, case.inputs)
+    monkeypatch.setattr(check, "cases", lambda seed: [wrong])
     assert main(["check"]) == 1
     printed = capsys.readouterr().out
     assert "float32: tampered: forward error" in printed
@@ -163,12 +163,12 @@ def test_check_fails_where_a_result_is_off(
 def test_check_sees_a_row_in_the_wrong_place(
     name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (case,) = (case for case in selfcheck.cases(0) if case.name == name)
+    (case,) = (case for case in check.cases(0) if case.name == name)
 
     def shifted(**tensors: torch.Tensor) -> torch.Tensor:
         return case.ours(**tensors).roll(1, 0)
 
-    monkeypatch.setattr(selfcheck, "cases", lambda seed: [replace(case, ours=shifted)])
+    monkeypatch.setattr(check, "cases", lambda seed: [replace(case, ours=shifted)])
     assert main(["check"]) == 1
     printed = capsys.readouterr().out
     assert f"float32: {name}: forward error" in printed
@@ -178,13 +178,13 @@ def test_check_sees_a_row_in_the_wrong_place(
 def test_check_fails_where_threads_change_the_result(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = selfcheck.cases(0)[0]
+    case = check.cases(0)[0]
 
     def wavering(**tensors: torch.Tensor) -> torch.Tensor:
         return case.ours(**tensors) * (1 + 2 * torch.finfo(torch.float64).eps * torch.get_num_threads())
 
-    wrong = selfcheck.Case("wavering", wavering, case.formula, case.inputs)
-    monkeypatch.setattr(selfcheck, "cases", lambda seed: [wrong])
+    wrong = check.Case("wavering", wavering, case.formula, case.inputs)
+    monkeypatch.setattr(check, "cases", lambda seed: [wrong])
     assert main(["check"]) == 1
     assert "float64: wavering: one thread and" in capsys.readouterr().out
 
@@ -192,13 +192,13 @@ def test_check_fails_where_threads_change_the_result(
 def test_check_reports_exceptions_as_failures(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    case = selfcheck.cases(0)[0]
+    case = check.cases(0)[0]
 
     def broken(**tensors: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("out of order")
 
     monkeypatch.setattr(
-        selfcheck, "cases", lambda seed: [selfcheck.Case("broken", broken, case.formula, case.inputs)]
+        check, "cases", lambda seed: [check.Case("broken", broken, case.formula, case.inputs)]
     )
     assert main(["check"]) == 1
     assert "broken: RuntimeError: out of order" in capsys.readouterr().out
@@ -218,7 +218,7 @@ def test_check_reports_exceptions_as_failures(
 def test_relative_error_compares_infinities_and_nans_by_place(
     result: list[float], truth: list[float], error: float
 ) -> None:
-    assert selfcheck.relative_error(torch.tensor(result), torch.tensor(truth)) == error
+    assert check.relative_error(torch.tensor(result), torch.tensor(truth)) == error
 
 
 def test_heatmap_draws_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

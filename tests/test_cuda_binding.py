@@ -16,8 +16,8 @@ from torch._subclasses import FakeTensorMode
 
 import selfattn_ext
 from selfattn_ext import backends, library, ops
-from selfattn_ext.arguments import checks
-from selfattn_ext.autograd import operator_calls as calls
+from selfattn_ext.arguments import checks, forced_kernel, refusals
+from selfattn_ext.autograd import operator_calls
 
 BUILD = library.extension().build_info()
 needs_kernels = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")
@@ -200,7 +200,7 @@ class TestChecks:
             ops.masked_softmax_backward(x, x, 1.0)
         rows, seed = call["row_max"], call["dropout_seed"]
         with pytest.raises(RuntimeError, match="NVIDIA driver"):
-            calls.backward(
+            operator_calls.backward(
                 (x, None, None),
                 (x, x, x, None, None, None, seed),
                 (x, rows, rows, None, None),
@@ -271,7 +271,7 @@ class TestExplain:
         ]
         monkeypatch.setattr(ops, "attention_refusals", refusals)
         monkeypatch.setattr(backends, "kernels", lambda device="cpu": rows)
-        monkeypatch.setattr(backends, "forced_kernel", lambda: forced)
+        monkeypatch.setattr(forced_kernel, "current", lambda: forced)
         monkeypatch.setattr(checks, "_has_kernels", lambda *arguments: None)
         with FakeTensorMode():
             x = torch.empty(2, 4, 8, device="cuda", dtype=torch.bfloat16)
@@ -307,7 +307,7 @@ class TestExplain:
 class TestOutOfMemory:
     def test_on_the_cpu_it_is_what_it_was(self) -> None:
         error = MemoryError("not enough memory")
-        assert checks.out_of_memory(error, torch.zeros(1)) is error
+        assert refusals.out_of_memory(error, torch.zeros(1)) is error
 
     @pytest.mark.parametrize("refused", [RuntimeError("CUDA error: an illegal memory access"), None], ids=str)
     def test_on_cuda_it_is_torchs(self, refused: Exception | None, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -321,7 +321,7 @@ class TestOutOfMemory:
                 raise refused
 
         monkeypatch.setattr(torch, "empty", empty)
-        error = checks.out_of_memory(
+        error = refusals.out_of_memory(
             MemoryError("not enough memory for out of shape (9,) (36 bytes)"), tensor
         )
         assert tried == [(36, torch.device("cuda:0"))]
@@ -351,6 +351,6 @@ class TestOutOfMemory:
 
         out = call(torch.randn(1, 2, 4, 4, requires_grad=True))
         monkeypatch.setattr(ops, name, fails)
-        monkeypatch.setattr(checks, "out_of_memory", of_torch)
+        monkeypatch.setattr(refusals, "out_of_memory", of_torch)
         with pytest.raises(torch.OutOfMemoryError, match=r"grad_query \(36 bytes\) on cpu"):
             out.sum().backward()

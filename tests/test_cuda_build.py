@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from selfattn_ext import cuda_build, info, library, toolchain
-from selfattn_ext.arguments import checks
+from selfattn_ext.arguments import AttentionCall, AttentionOptions, call_checks
 
 TORCH = "2.14.1+cu130"
 
@@ -230,7 +230,7 @@ class TestToldToUsers:
         with torch._subclasses.FakeTensorMode():
             tensor = torch.empty(1, 1, 2, 8, device="cuda")
         with pytest.raises(ValueError, match="query is on cuda:0, and this build") as raised:
-            checks.attention(tensor, tensor, tensor)
+            call_checks.attention(AttentionCall(tensor, tensor, tensor, AttentionOptions()))
         text = str(raised.value)
         assert cuda_build.ABSENT[reason] in text
         assert "Install the CUDA toolkit 13.0" in text

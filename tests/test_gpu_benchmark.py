@@ -16,7 +16,7 @@ import torch
 from selfattn_ext import library
 from selfattn_ext.bench import timer
 from selfattn_ext.bench.cases import Case
-from selfattn_ext.bench.kvcache import CacheCase
+from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.timer import Timing
 from selfattn_ext.bench.varlen import VarlenCase
 from selfattn_ext.terminal import table

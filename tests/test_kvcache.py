@@ -14,7 +14,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from selfattn_ext import attention_with_kvcache, scaled_dot_product_attention
-from selfattn_ext.kv_cache import checks as kvcache_checks
+from selfattn_ext.kv_cache import checks as cache_checks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -262,7 +262,7 @@ def test_what_a_gpu_would_not_refuse() -> None:
     """The look at positions that is taken for it, and by the operator on the CPU."""
     far = torch.tensor([0, 0, 2**41])
     with pytest.raises(ValueError, match=r"query_offset must lie between .* got 2199"):
-        kvcache_checks.values(torch.zeros(3, 2, 20, 8), None, {}, far)
+        cache_checks.values(torch.zeros(3, 2, 20, 8), None, {}, far)
     for given in (far, 2**41, torch.tensor(2**41)):
         with pytest.raises(ValueError, match=r"query_offset must lie between .* got 2199"):
             attention_with_kvcache(**STEP.inputs(), query_offset=given)

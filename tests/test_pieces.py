@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from selfattn_ext import backends, reference, scaled_dot_product_attention
+from selfattn_ext.arguments import forced_kernel
 
 BFLOAT16, FLOAT16, FLOAT32 = torch.bfloat16, torch.float16, torch.float32
 NAMES = ("query", "key", "value")
@@ -36,7 +37,7 @@ class Arithmetic:
 
 
 #: On a GPU, and in a process that runs on its kernel in the emulator.
-TENSOR_CORES = gpu.DEVICE != "cpu" or backends.forced_kernel() == "sm80"
+TENSOR_CORES = gpu.DEVICE != "cpu" or forced_kernel.current() == "sm80"
 #: Who has pieces, and who computes in plain floats.
 PLACES = ("sm80",) if TENSOR_CORES else ("amx", "avx512_bf16")
 PLAIN = "simt" if TENSOR_CORES else "avx512"

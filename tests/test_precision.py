@@ -184,7 +184,8 @@ def test_devices_set_apart(change: str, answer: str, on_cuda: str, run_python: C
     """Then torch.get_float32_matmul_precision raises, and attention must not."""
     script = (
         "import torch\n"
-        "from selfattn_ext import precision, scaled_dot_product_attention\n"
+        "from selfattn_ext import scaled_dot_product_attention\n"
+        "from selfattn_ext.arguments import precision\n"
         f"{change}\n"
         "x = torch.ones(1, 1, 2, 2)\n"
         "scaled_dot_product_attention(x, x, x)\n"

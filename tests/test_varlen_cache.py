@@ -15,7 +15,8 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from varlen_cases import index, starts
 
 from selfattn_ext import KVCache, attention_with_kvcache, reference, varlen_attention
-from selfattn_ext.varlen import cached_keys as varlen_cache
+from selfattn_ext.arguments import AttentionOptions, PackedCall
+from selfattn_ext.varlen import cached_keys
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -290,11 +291,14 @@ def test_without_gradients_parameters_are_fine() -> None:
 )
 def test_what_a_gpu_would_not_refuse(form: str, name: str, values: Tensor) -> None:
     """The look at values that is taken for it."""
-    given: dict[str, Any] = {"query_offset": 0, "block_table": None, **arguments(form), name: values}
-    options = {"seqlens_k": given["seqused_k"], "max_seqlen_q": 11, "max_seqlen_k": CAPACITY}
+    given: dict[str, Any] = {"block_table": None, **arguments(form), name: values}
+    options = AttentionOptions(query_offset=given.pop("query_offset", 0))
+    call = PackedCall(*(given.get(field) for field in PackedCall._fields[:-1]), options)
+    keywords = {"seqlens_k": given["seqused_k"], "max_seqlen_q": 11, "max_seqlen_k": CAPACITY}
     keys = given["key"]
     if form == "7":
-        keys, options["block_table"] = keys.transpose(1, 2), given["block_table"]
-    names = ("cu_seqlens_q", "cu_seqlens_k", "query_offset")
+        keys, keywords["block_table"] = keys.transpose(1, 2), given["block_table"]
+    else:
+        keywords["cu_seqlens_k"] = given["cu_seqlens_k"]
     with pytest.raises(ValueError, match=name if name != "seqused_k" else "cache_seqlens"):
-        varlen_cache._look(given["query"], given["key"], keys, *(given[one] for one in names), options)
+        cached_keys._check_values_on_cuda(call, keys, keywords)

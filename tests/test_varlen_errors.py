@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_upper_left
 from varlen_cases import ARGUMENTS, HEADS, KEY, OFFSETS, QUERY, VALUE, index
 
 from selfattn_ext import ops, varlen_attention
-from selfattn_ext.arguments import sequence_checks as checks_sequences
+from selfattn_ext.arguments import sequence_checks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -130,25 +130,25 @@ def test_nothing_reads_by_offsets_that_were_refused() -> None:
 def test_values_are_looked_at_once_for_as_long_as_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """What a GPU would have to be waited for."""
     looks: list[int] = []
-    monkeypatch.setattr(checks_sequences, "_on_host", lambda tensor: False)
-    monkeypatch.setattr(checks_sequences, "_numbers", lambda t: looks.append(1) or tuple(t.tolist()))
+    monkeypatch.setattr(sequence_checks, "_on_host", lambda tensor: False)
+    monkeypatch.setattr(sequence_checks, "_numbers", lambda t: looks.append(1) or tuple(t.tolist()))
     offsets = index(0, 3, 5)
     for _ in range(3):
-        assert checks_sequences.values("cu_seqlens_q", offsets) == (0, 3, 5)
+        assert sequence_checks.values("cu_seqlens_q", offsets) == (0, 3, 5)
     assert len(looks) == 1
 
     def transformed(x: Tensor, wrapped: Tensor) -> Tensor:
-        assert checks_sequences.values("cu_seqlens_q", wrapped) == (0, 3, 5)
+        assert sequence_checks.values("cu_seqlens_q", wrapped) == (0, 3, 5)
         return x.sum()
 
     grad(transformed)(torch.ones(3), offsets)
     assert len(looks) == 1
     offsets[1] = 4
-    assert checks_sequences.values("cu_seqlens_q", offsets) == (0, 4, 5)
-    assert checks_sequences.values("cu_seqlens_q", offsets.clone()) == (0, 4, 5)
+    assert sequence_checks.values("cu_seqlens_q", offsets) == (0, 4, 5)
+    assert sequence_checks.values("cu_seqlens_q", offsets.clone()) == (0, 4, 5)
     assert len(looks) == 3
     with torch.inference_mode():
         made_there = index(0, 1)
     for _ in range(2):
-        checks_sequences.values("cu_seqlens_q", made_there)
+        sequence_checks.values("cu_seqlens_q", made_there)
     assert len(looks) == 5

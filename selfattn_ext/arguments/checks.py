@@ -1,65 +1,25 @@
-"""What is wrong with the arguments of a call: which one, what was given, what is allowed.
+"""What is wrong with one argument: its name, what was given, what is allowed.
 
-The small functions at the top check and convert single values on the way into a call. ``attention``,
-``scores`` and ``softmax`` go through all arguments of a public function and are called once an operator has
-refused something (Note [Refusals] in :mod:`selfattn_ext.functional`); each raises for the first thing that is
-wrong and returns None when it finds nothing.
+These functions check and convert single values, some of them on the way into a call.
 """
 
 from __future__ import annotations
 
 import math
 import operator
-import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import cuda_build, library
-from . import shapes
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES_TEXT = "float64, float32, bfloat16 or float16"
-#: What operators, torch's views and attributes of things that are no tensors raise for bad arguments, and
-#: what an operator raises where there is no memory for its result.
-REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, IndexError, MemoryError)
 _MAX_OFFSET = 2**40
 _MAX_ELEMENTS = 2**60
-
-
-def explained(refusal: Exception, check: Callable[..., None], *args: Any, **kwargs: Any) -> Exception:
-    """What to raise in place of one of REFUSALS: what the check finds wrong with the arguments of the call,
-    the refusal itself where it finds nothing.
-    """
-    if isinstance(refusal, MemoryError):
-        return out_of_memory(refusal, next(arg for arg in args if isinstance(arg, Tensor)))
-    try:
-        check(*args, **kwargs)
-    except (ValueError, TypeError) as problem:
-        return problem
-    if "DefaultCPUAllocator" in str(refusal):
-        # torch's own functions, of which the formula is made, have no class of their own for that.
-        return MemoryError(f"not enough memory: {refusal}")
-    return refusal
-
-
-def out_of_memory(error: MemoryError, tensor: Tensor) -> Exception:
-    """What to raise in place of an operator's MemoryError: on CUDA, what torch's own functions raise.
-
-    The operators learn only that an allocation failed. Trying it once more tells why: an earlier kernel's
-    error shows there as well as lack of memory.
-    """
-    if tensor.device.type != "cuda":
-        return error
-    wanted = re.search(r"\((\d+) bytes\)", str(error))
-    try:
-        torch.empty(int(wanted[1]) if wanted else 1, dtype=torch.uint8, device=tensor.device)
-    except Exception as reason:
-        return reason
-    return torch.OutOfMemoryError(f"CUDA out of memory: {error}")
 
 
 def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFFSET) -> int:
@@ -295,144 +255,3 @@ def broadcasts(name: str, shape: Sequence[int], full: Sequence[int], meaning: st
         size not in (1, wanted) for size, wanted in zip(reversed(given), reversed(full), strict=False)
     ):
         raise ValueError(f"{name} of shape {tuple(shape)} does not broadcast to {tuple(full)}, {meaning}")
-
-
-def _mask_of(name: str, value: Any, tensor: Tensor, full: Sequence[int], first: str) -> None:
-    if is_causal_bias(value):
-        if (value.seq_len_q, value.seq_len_kv) != tuple(full[-2:]):
-            raise ValueError(
-                f"{name} is a CausalBias for {value.seq_len_q} queries and {value.seq_len_kv} keys, but "
-                f"there are {full[-2]} queries and {full[-1]} keys"
-            )
-        return
-    mask(name, value)
-    dense_tensor(name, value)
-    on_device(name, value, first, tensor.device)
-    broadcasts(name, value.shape, full, "the shape of the scores")
-
-
-def _head_numbers(name: str, value: Any, tensor: Tensor, full: Sequence[int]) -> None:
-    if value is None:
-        return
-    float_dtype(name, dense_tensor(name, value).dtype)
-    on_device(name, value, "query", tensor.device)
-    broadcasts(name, value.shape, full, "one number per head")
-
-
-def _form(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> shapes.Canonical:
-    """The three in the operators' form, to look at."""
-    try:
-        return shapes.canonical(query.detach(), key.detach(), value.detach(), enable_gqa, dense=False)
-    except RuntimeError:
-        raise ValueError(
-            f"query {tuple(query.shape)}, key {tuple(key.shape)} and value {tuple(value.shape)} broadcast to "
-            "more elements than memory can address"
-        ) from None
-
-
-def _result_lead(form: shapes.Canonical) -> tuple[int, ...]:
-    """The dimensions of the scores before L and S, as the user counts them."""
-    if form.rank == 2:
-        return ()
-    heads = (form.query.size(1),)
-    return heads if form.rank == 3 else (*form.lead, *heads)
-
-
-def attention(
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    scale_: Any = None,
-    enable_gqa: Any = False,
-    *,
-    window_size: Any = (-1, -1),
-    softcap_: Any = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    query_offset: Any = 0,
-    return_weights: Any = False,
-    return_lse: Any = False,
-) -> None:
-    """Every argument of :func:`selfattn_ext.scaled_dot_product_attention`."""
-    floats({"query": query, "key": key, "value": value})
-    for name, tensor in {"query": query, "key": key, "value": value}.items():
-        if tensor.dim() < 2:
-            raise ValueError(
-                f"{name} must have at least 2 dimensions, (..., length, head dim), got {tuple(tensor.shape)}"
-            )
-    if query.size(-1) != key.size(-1):
-        raise ValueError(
-            f"query and key must have the same last dimension (head dim), but query is {tuple(query.shape)} "
-            f"and key {tuple(key.shape)}"
-        )
-    if key.size(-2) != value.size(-2):
-        raise ValueError(
-            "key and value must have the same length (second dimension from the end), but key is "
-            f"{tuple(key.shape)} and value {tuple(value.shape)}"
-        )
-    flags(enable_gqa=enable_gqa, return_weights=return_weights, return_lse=return_lse)
-    form = _form(query, key, value, enable_gqa)
-    lead = _result_lead(form)
-    scores = (*lead, query.size(-2), key.size(-2))
-    fits("the output", (*scores[:-1], value.size(-1)))
-    fits("the scores", scores[-2:])
-    if return_weights:
-        fits("the weights", scores)
-
-    integer("query_offset", query_offset)
-    options(
-        query, scores, attn_mask, dropout_p, is_causal, scale_, window_size, softcap_, alibi_slopes, sinks,
-        lead or (1,),
-    )  # fmt: skip
-
-
-def options(
-    query: Tensor,
-    scores: Sequence[int],
-    attn_mask: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    scale_: Any,
-    window_size: Any,
-    softcap_: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-    heads: Sequence[int],
-) -> None:
-    """The options that every attention has, for scores of that shape and numbers per head of that."""
-    probability("dropout_p", dropout_p)
-    flags(is_causal=is_causal)
-    if scale_ is not None:
-        scale(scale_, query.dtype)
-    window(window_size)
-    softcap(softcap_)
-    if attn_mask is not None:
-        _mask_of("attn_mask", attn_mask, query, scores, "query")
-    _head_numbers("alibi_slopes", alibi_slopes, query, heads)
-    _head_numbers("sinks", sinks, query, heads)
-
-
-def scores(query: Any, key: Any, scale_: Any = None, enable_gqa: Any = False) -> None:
-    """Every argument of :func:`selfattn_ext.attention_scores`."""
-    floats({"query": query, "key": key})
-    attention(query, key, key, None, 0.0, False, scale_, enable_gqa)
-    form = _form(query, key, key, enable_gqa)
-    fits("the scores", (*_result_lead(form), query.size(-2), key.size(-2)))
-
-
-def softmax(
-    scores: Any, mask: Any = None, *, scale_: Any = 1.0, is_causal: Any = False, query_offset: Any = 0
-) -> None:
-    """Every argument of :func:`selfattn_ext.masked_softmax`."""
-    floats({"scores": scores})
-    if scores.dim() < 2:
-        raise ValueError(f"scores must have at least 2 dimensions, (..., L, S), got {tuple(scores.shape)}")
-    fits("the weights", scores.shape)
-    scale(scale_, scores.dtype)
-    flags(is_causal=is_causal)
-    integer("query_offset", query_offset)
-    if mask is not None:
-        _mask_of("mask", mask, scores, tuple(scores.shape), "scores")

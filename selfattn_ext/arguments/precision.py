@@ -51,8 +51,11 @@ def of_graph(on_cuda: bool) -> str:
         from torch._dynamo.guards import GuardBuilder, install_guard
         from torch._dynamo.source import AttrSource, CallFunctionNoArgsSource, ImportSource
 
-        module = AttrSource(ImportSource(__package__), __name__.rpartition(".")[2])
-        source = CallFunctionNoArgsSource(AttrSource(module, asked.__name__))
+        package, *path = __name__.split(".")
+        source: Any = ImportSource(package)
+        for name in (*path, asked.__name__):
+            source = AttrSource(source, name)
+        source = CallFunctionNoArgsSource(source)
         install_guard(source.make_guard(GuardBuilder.EQUALS_MATCH))
     except (ImportError, AttributeError, TypeError):
         return "highest"

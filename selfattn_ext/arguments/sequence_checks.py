@@ -1,4 +1,4 @@
-"""What is wrong with the arguments of a call over sequences: as :mod:`selfattn_ext.arguments.checks`, with offsets.
+"""What is wrong with the arguments of a call over packed sequences: their offsets and lengths.
 
 Note [Values of offsets]
     On the CPU the operators check the values of index tensors whenever they run. On CUDA nothing but a copy
@@ -10,7 +10,6 @@ Note [Values of offsets]
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -19,17 +18,19 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from .. import capture
-from . import checks, shapes
+from . import call_checks, checks, shapes
+from .call import PackedCall
 
 __all__ = [
+    "check_offsets_on_cuda",
+    "check_positions_on_cuda",
     "indices",
-    "look",
     "mask_list",
     "offset_values",
+    "packed_attention",
     "per_sequence",
     "position_values",
     "values",
-    "varlen",
 ]
 
 _INTEGERS = (torch.int32, torch.int64)
@@ -91,21 +92,15 @@ def _numbers(tensor: Tensor) -> tuple[int, ...]:
     return tuple(tensor.tolist())
 
 
-def look(
-    query: Tensor,
-    key: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Tensor,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    query_offset: Any,
-) -> None:
+def check_offsets_on_cuda(call: PackedCall) -> None:
     """The check of values on CUDA, where the operators have none."""
-    for side, tensor, offsets, longest in (
-        ("q", query, cu_seqlens_q, max_seqlen_q),
-        ("k", key, cu_seqlens_k, max_seqlen_k),
-    ):
-        offset_values(side, tensor, offsets, longest)
+    assert call.cu_seqlens_k is not None
+    offset_values("q", call.query, call.cu_seqlens_q, call.max_seqlen_q)
+    offset_values("k", call.key, call.cu_seqlens_k, call.max_seqlen_k)
+    check_positions_on_cuda(call.options.query_offset)
+
+
+def check_positions_on_cuda(query_offset: Any) -> None:
     if isinstance(query_offset, Tensor) and query_offset.dim() == 1:
         position_values(query_offset)
 
@@ -173,11 +168,10 @@ def offsets(side: str, value: Any, longest: Any, tensor: Tensor, query: Tensor) 
     offset_values(side, tensor, value, longest)
 
 
-def mask_list(
-    masks: Sequence[Any], query: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, longest: tuple[int, int]
-) -> None:
-    """A mask for each sequence. ``longest`` are max_seqlen_q and max_seqlen_k."""
-    batch, lengths = cu_seqlens_q.shape[0] - 1, _lengths(cu_seqlens_q, cu_seqlens_k)
+def mask_list(call: PackedCall) -> None:
+    """A mask for each sequence."""
+    masks, query, longest = call.options.attn_mask, call.query, (call.max_seqlen_q, call.max_seqlen_k)
+    batch, lengths = call.cu_seqlens_q.shape[0] - 1, _lengths(call)
     if len(masks) != batch:
         raise ValueError(f"attn_mask is a list of {len(masks)} masks for {batch} sequences: one for each")
     for index, mask in enumerate(masks):
@@ -198,9 +192,11 @@ def mask_list(
             raise ValueError(f"{name} of shape {tuple(mask.shape)} is longer than the longest sequence")
 
 
-def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[int, int]] | None:
+def _lengths(call: PackedCall) -> list[tuple[int, int]] | None:
     """(queries, keys) of each sequence; None where nobody can look."""
-    starts_q, starts_k = values("cu_seqlens_q", cu_seqlens_q), values("cu_seqlens_k", cu_seqlens_k)
+    assert call.cu_seqlens_k is not None
+    starts_q = values("cu_seqlens_q", call.cu_seqlens_q)
+    starts_k = values("cu_seqlens_k", call.cu_seqlens_k)
     if starts_q is None or starts_k is None:
         return None
     sides = (
@@ -209,27 +205,11 @@ def _lengths(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> list[tuple[int, int]
     return list(zip(*sides, strict=True))
 
 
-def varlen(
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    scale_: Any = None,
-    enable_gqa: bool = False,
-    *,
-    window_size: Any = (-1, -1),
-    softcap_: Any = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    query_offset: Any = 0,
-) -> None:
-    """Every argument of :func:`selfattn_ext.varlen_attention`."""
+def packed_attention(call: PackedCall) -> None:
+    """Every argument of :func:`selfattn_ext.varlen_attention`, but those of caches."""
+    query, key, value, options = call.query, call.key, call.value, call.options
+    starts_q: Any = call.cu_seqlens_q
+    starts_k: Any = call.cu_seqlens_k
     tensors = {"query": query, "key": key, "value": value}
     checks.floats(tensors)
     for name, tensor in tensors.items():
@@ -247,30 +227,27 @@ def varlen(
             f"key and value must have the same number of rows, but key is {tuple(key.shape)} and value "
             f"{tuple(value.shape)}"
         )
-    checks.flags(enable_gqa=enable_gqa)
-    shapes.check_heads(query.shape[1], key.shape[1], value.shape[1], enable_gqa, tensors)
+    checks.flags(enable_gqa=options.enable_gqa)
+    shapes.check_heads(query.shape[1], key.shape[1], value.shape[1], options.enable_gqa, tensors)
     # Before their values: those of another packing would break rules that say nothing of the mistake.
-    counts = [starts.shape[0] for starts in (cu_seqlens_q, cu_seqlens_k) if _is_vector(starts)]
+    counts = [starts.shape[0] for starts in (starts_q, starts_k) if _is_vector(starts)]
     if len(counts) == 2 and 0 not in counts and counts[0] != counts[1]:
         raise ValueError(
             f"cu_seqlens_q and cu_seqlens_k must have as many elements, one more than sequences, but they "
             f"have {counts[0]} and {counts[1]}"
         )
-    offsets("q", cu_seqlens_q, max_seqlen_q, query, query)
-    offsets("k", cu_seqlens_k, max_seqlen_k, key, query)
-    batch = cu_seqlens_q.shape[0] - 1
-    per_sequence("query_offset", query_offset, query, batch)
-    if isinstance(query_offset, Tensor) and query_offset.dim():
-        position_values(query_offset)
-    scores = (batch, query.shape[1], max_seqlen_q, max_seqlen_k)
-    if isinstance(attn_mask, (list, tuple)):
-        mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, (max_seqlen_q, max_seqlen_k))
-        attn_mask = None
-    elif checks.is_causal_bias(attn_mask):
+    offsets("q", starts_q, call.max_seqlen_q, query, query)
+    offsets("k", starts_k, call.max_seqlen_k, key, query)
+    batch = starts_q.shape[0] - 1
+    per_sequence("query_offset", options.query_offset, query, batch)
+    if isinstance(options.query_offset, Tensor) and options.query_offset.dim():
+        position_values(options.query_offset)
+    scores = (batch, query.shape[1], call.max_seqlen_q, call.max_seqlen_k)
+    if isinstance(options.attn_mask, (list, tuple)):
+        mask_list(call)
+        options = options._replace(attn_mask=None)
+    elif checks.is_causal_bias(options.attn_mask):
         raise TypeError(
             "attn_mask is a CausalBias, which is for one length; pass is_causal and query_offset instead"
         )
-    checks.options(
-        query, scores, attn_mask, dropout_p, is_causal, scale_, window_size, softcap_, alibi_slopes, sinks,
-        scores[:2],
-    )  # fmt: skip
+    call_checks.options(query, scores, options, scores[:2])

@@ -8,6 +8,7 @@ A kv head count of 1 is left as it is: the operators read that head for every qu
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 __all__ = [
     "Canonical",
+    "Results",
     "canonical",
     "check_heads",
     "dense_rows",
@@ -22,8 +24,15 @@ __all__ = [
     "head_numbers",
     "mask_four_dimensional",
     "of_packed",
+    "packed",
     "restored",
+    "restored_packed",
+    "shown",
+    "with_lead",
 ]
+
+#: out, weights, lse.
+Results = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class Canonical(NamedTuple):
@@ -34,6 +43,8 @@ class Canonical(NamedTuple):
     value: Tensor
     lead: tuple[int, ...]
     rank: int
+    #: Whether the batch is one of packed sequences, query, key and value (1, H, total, E).
+    packed: bool = False
 
 
 def of_packed(tensor: Tensor) -> Tensor:
@@ -41,6 +52,12 @@ def of_packed(tensor: Tensor) -> Tensor:
     if tensor.dim() != 3:
         raise ValueError("packed tensors have three dimensions")
     return tensor.transpose(0, 1).unsqueeze(0)
+
+
+def packed(tensors: Sequence[Tensor], batch: int, enable_gqa: bool) -> Canonical:
+    """Packed query, key and value of that many sequences in the operators' form."""
+    query, key, value = map(of_packed, tensors)
+    return canonical(query, key, value, enable_gqa)._replace(lead=(batch,), packed=True)
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
@@ -92,7 +109,7 @@ def canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dense
         except RuntimeError:
             raise ValueError(
                 "the batch dimensions of query, key and value (all before the last three) must be equal or "
-                f"broadcast, but their shapes are {_shapes(tensors)}"
+                f"broadcast, but their shapes are {shown(tensors)}"
             ) from None
     query, key, value = (four_dimensional(tensor, lead) for tensor in tensors.values())
     if dense:
@@ -119,7 +136,7 @@ def check_heads(
     if key_heads != value_heads and key_heads != 1 != value_heads:
         raise ValueError(
             "key and value must have the same number of heads, or one of them a single head, but "
-            f"key has {key_heads} and value {value_heads}: {_shapes(tensors)}"
+            f"key has {key_heads} and value {value_heads}: {shown(tensors)}"
         )
     kv_heads = value_heads if key_heads == 1 else key_heads
     if heads in (1, kv_heads) or kv_heads == 1:
@@ -127,21 +144,38 @@ def check_heads(
     if not enable_gqa:
         raise ValueError(
             f"query has {heads} heads and key and value have {kv_heads}: they must be equal, or key and "
-            f"value have 1, unless enable_gqa=True groups the query heads; shapes are {_shapes(tensors)}"
+            f"value have 1, unless enable_gqa=True groups the query heads; shapes are {shown(tensors)}"
         )
     if kv_heads == 0 or heads % kv_heads:
         raise ValueError(
             "with enable_gqa=True the heads of key and value must divide those of query, but query has "
-            f"{heads} and key and value have {kv_heads}: {_shapes(tensors)}"
+            f"{heads} and key and value have {kv_heads}: {shown(tensors)}"
         )
     return kv_heads
 
 
-def _shapes(tensors: dict[str, Tensor]) -> str:
+def shown(tensors: dict[str, Tensor]) -> str:
+    """The shapes of tensors, for a message."""
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
-def restored(tensor: Tensor, form: Canonical) -> Tensor:
+def restored(form: Canonical, out: Tensor, weights: Tensor | None, lse: Tensor | None) -> Results:
+    """Results (B, H, ...) in the leading dimensions that the user gave, or packed."""
+    if form.packed:
+        return restored_packed(out, weights, lse)
+    return (
+        with_lead(out, form),
+        None if weights is None else with_lead(weights, form),
+        None if lse is None else with_lead(lse, form),
+    )
+
+
+def restored_packed(out: Tensor, weights: Tensor | None, lse: Tensor | None) -> Results:
+    """Results (1, H, total, ...) as packed rows have them; weights are padded."""
+    return out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0)
+
+
+def with_lead(tensor: Tensor, form: Canonical) -> Tensor:
     """A result (B, H, ...) in the leading dimensions that the user gave."""
     if form.rank == 4:
         return tensor

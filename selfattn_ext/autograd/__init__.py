@@ -1,1 +1,15 @@
 """Gradients of every operator: eager, under torch.func, and in the graphs of torch.compile."""
+
+from .attention import plain_attention
+from .graph_operators import (
+    attention_scores_with_gradient,
+    attention_with_gradient,
+    masked_softmax_with_gradient,
+)
+
+__all__ = [
+    "attention_scores_with_gradient",
+    "attention_with_gradient",
+    "masked_softmax_with_gradient",
+    "plain_attention",
+]

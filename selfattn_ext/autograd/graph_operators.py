@@ -20,11 +20,16 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import ops
-from ..arguments.prepared import Maybe, Options, Tensors, keywords_of
-from . import attention as autograd
-from . import scores_and_softmax as autograd_pieces
+from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
+from .attention import attention
+from .scores_and_softmax import attention_scores, masked_softmax
 
-__all__ = ["attention", "attention_scores", "masked_softmax", "wanted"]
+__all__ = [
+    "attention_scores_with_gradient",
+    "attention_with_gradient",
+    "is_tracing_graph",
+    "masked_softmax_with_gradient",
+]
 
 _library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
 
@@ -49,23 +54,23 @@ def _attention(
     *,
     return_weights: bool = False,
     return_lse: bool = False,
-    attn_mask: Maybe = None,
-    alibi_slopes: Maybe = None,
-    sinks: Maybe = None,
-    dropout_seed: Maybe = None,
-    **options: Any,
+    attn_mask: OptionalTensor = None,
+    alibi_slopes: OptionalTensor = None,
+    sinks: OptionalTensor = None,
+    dropout_seed: OptionalTensor = None,
+    **keywords: Any,
 ) -> list[Tensor]:
-    tensors = (query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
-    results = autograd.attention(tensors, scale, options, return_weights, return_lse)
+    tensors = Tensors(query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
+    results = attention(tensors, scale, keywords, return_weights, return_lse)
     return [result for result in results if result is not None]
 
 
 def _attention_scores(query: Tensor, key: Tensor, scale: float, *, kernel_name: str = "") -> Tensor:
-    return autograd_pieces.attention_scores(query, key, scale, kernel_name)
+    return attention_scores(query, key, scale, kernel_name)
 
 
-def _masked_softmax(scores: Tensor, scale: float, *, mask: Maybe = None, **options: Any) -> Tensor:
-    return autograd_pieces.masked_softmax(scores, mask, scale, options)
+def _masked_softmax(scores: Tensor, scale: float, *, mask: OptionalTensor = None, **keywords: Any) -> Tensor:
+    return masked_softmax(scores, mask, scale, keywords)
 
 
 _attention_operator = _composed(
@@ -84,30 +89,38 @@ _masked_softmax_operator = _composed(
 )
 
 
-def wanted() -> bool:
+def is_tracing_graph() -> bool:
     """Whether what runs now becomes a graph, other than one of torch.func's transforms."""
     if not torch.compiler.is_dynamo_compiling():
         return torch.compiler.is_exporting()
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
-def attention(
-    tensors: Tensors, scale: float, options: Options, want_weights: bool, want_lse: bool
-) -> tuple[Tensor, Maybe, Maybe]:
-    """:func:`selfattn_ext.autograd.attention.attention` as one operator."""
-    keywords = keywords_of(tensors, options)
+def attention_with_gradient(
+    tensors: Tensors, scale: float, keywords: Keywords, want_weights: bool, want_lse: bool
+) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
+    """:func:`selfattn_ext.autograd.attention.attention`, in a graph as one operator."""
+    if not is_tracing_graph():
+        return attention(tensors, scale, keywords, want_weights, want_lse)
+    merged = keywords_of(tensors, keywords)
     results = _attention_operator(
-        *tensors[:3], scale, return_weights=want_weights, return_lse=want_lse, **keywords
+        *tensors[:3], scale, return_weights=want_weights, return_lse=want_lse, **merged
     )
     return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
 
 
-def attention_scores(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
-    """:func:`selfattn_ext.autograd.scores_and_softmax.attention_scores` as one operator."""
+def attention_scores_with_gradient(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
+    """:func:`selfattn_ext.autograd.scores_and_softmax.attention_scores`, in a graph as one operator."""
+    if not is_tracing_graph():
+        return attention_scores(query, key, scale, kernel)
     return _attention_scores_operator(query, key, scale, kernel_name=kernel)
 
 
-def masked_softmax(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:
-    """:func:`selfattn_ext.autograd.scores_and_softmax.masked_softmax` as one operator."""
-    keywords = options if mask is None else {**options, "mask": mask}
-    return _masked_softmax_operator(scores, scale, **keywords)
+def masked_softmax_with_gradient(
+    scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords
+) -> Tensor:
+    """:func:`selfattn_ext.autograd.scores_and_softmax.masked_softmax`, in a graph as one operator."""
+    if not is_tracing_graph():
+        return masked_softmax(scores, mask, scale, keywords)
+    merged = keywords if mask is None else {**keywords, "mask": mask}
+    return _masked_softmax_operator(scores, scale, **merged)

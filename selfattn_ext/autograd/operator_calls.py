@@ -7,8 +7,7 @@ from torch import Tensor
 from torch.autograd import forward_ad
 
 from .. import ops
-from ..arguments import checks
-from ..arguments.prepared import Maybe, Options, Tensors, keywords_of
+from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of, refusals
 from ..arguments.shapes import dense_rows
 
 __all__ = ["Cotangents", "Saved", "backward", "dense", "forward", "is_differentiated"]
@@ -18,15 +17,15 @@ _is_grad_enabled = torch.is_grad_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
 
 #: The gradients of out, weights and lse.
-Cotangents = tuple[Tensor, Maybe, Maybe]
+Cotangents = tuple[Tensor, OptionalTensor, OptionalTensor]
 #: What a forward leaves for its backward: out, row_max, row_sum, out_residual, weights.
-Saved = tuple[Tensor, Tensor, Tensor, Maybe, Maybe]
+Saved = tuple[Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor]
 
 
 def dense(tensors: Tensors) -> Tensors:
     """The same numbers in layouts that the operators take; torch.func hands on any."""
     query, key, value, mask, slopes, sinks, seed = tensors
-    return (
+    return Tensors(
         dense_rows(query),
         dense_rows(key),
         dense_rows(value),
@@ -43,14 +42,14 @@ def is_differentiated() -> bool:
 
 
 def forward(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, keywords: Options, want_weights: bool = False
-) -> tuple[Tensor, Tensor, Tensor, Maybe]:
+    query: Tensor, key: Tensor, value: Tensor, scale: float, merged: Keywords, want_weights: bool = False
+) -> tuple[Tensor, Tensor, Tensor, OptionalTensor]:
     """out, row_max, row_sum and, where the dtype has one, out_residual, for a backward to come."""
     if want_weights:
-        keywords = {**keywords, "need_weights": True}
+        merged = {**merged, "need_weights": True}
     if query.dtype in ops.SIXTEEN_BITS:
-        return ops.attention_forward(query, key, value, scale, need_residual=True, **keywords)
-    return *ops.attention_forward(query, key, value, scale, **keywords)[:3], None
+        return ops.attention_forward(query, key, value, scale, need_residual=True, **merged)
+    return *ops.attention_forward(query, key, value, scale, **merged)[:3], None
 
 
 def backward(
@@ -58,38 +57,38 @@ def backward(
     tensors: Tensors,
     saved: Saved,
     scale: float,
-    options: Options,
+    keywords: Keywords,
     need_mask_grad: bool,
 ) -> tuple[Tensor, ...]:
     """The six gradients of the operator; see Note [Gradient of weights and lse] in attention.py."""
     grad_out, grad_weights, grad_lse = cotangents
     query, key, value = tensors[:3]
     out, row_max, row_sum, residual, weights = saved
-    keywords = shared = keywords_of(tensors, options)
+    merged = shared = keywords_of(tensors, keywords)
     try:
         if residual is not None or grad_weights is not None or grad_lse is not None or need_mask_grad:
-            keywords = dict(shared)
+            merged = dict(shared)
             if residual is not None:
-                keywords["out_residual"] = residual
+                merged["out_residual"] = residual
             grad_row = None
             if grad_weights is not None:
                 if weights is None or query.dtype in ops.SIXTEEN_BITS:
                     weights = ops.attention_weights(
                         query.float(), key.float(), row_max, row_sum, scale, **shared
                     )
-                keywords["grad_weights"] = grad_weights
+                merged["grad_weights"] = grad_weights
                 grad_row = (weights * grad_weights.to(weights.dtype)).sum(-1)
-                if "cu_seqlens_q" in options:
-                    grad_row = _packed_rows(grad_row, options["cu_seqlens_q"], query.shape[2])
+                if "cu_seqlens_q" in keywords:
+                    grad_row = _packed_rows(grad_row, keywords["cu_seqlens_q"], query.shape[2])
             if grad_lse is not None:
                 grad_row = grad_lse.neg() if grad_row is None else grad_row - grad_lse
             if grad_row is not None:
-                keywords["grad_row"] = grad_row
+                merged["grad_row"] = grad_row
             if need_mask_grad:
-                keywords["need_mask_grad"] = True
-        return ops.attention_backward(grad_out, query, key, value, out, row_max, row_sum, scale, **keywords)
+                merged["need_mask_grad"] = True
+        return ops.attention_backward(grad_out, query, key, value, out, row_max, row_sum, scale, **merged)
     except MemoryError as error:
-        raise checks.out_of_memory(error, query) from None
+        raise refusals.out_of_memory(error, query) from None
 
 
 def _packed_rows(padded: Tensor, starts: Tensor, rows: int) -> Tensor:

@@ -1,7 +1,7 @@
 """Gradients of the two halves of attention, the scores and their softmax, of any order and under torch.func.
 
-As in :mod:`selfattn_ext.autograd.attention`, each gradient is a function of its own whose forward is an operator, so
-that it can be differentiated again, and each function has a cheaper form for eager mode.
+As in :mod:`selfattn_ext.autograd.attention`, each gradient is a function of its own whose forward is an
+operator, so that it can be differentiated again, and each function has a cheaper form for eager mode.
 """
 
 from __future__ import annotations
@@ -13,11 +13,10 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from .. import ops, reference
-from ..arguments import checks
-from ..arguments.prepared import Maybe, Options
+from ..arguments import Keywords, OptionalTensor, refusals
 from ..arguments.shapes import dense_rows
 from ..reference import accumulation_dtype
-from . import operator_calls as calls
+from . import operator_calls
 from .vmap import fold, fold_optional, slice_batch, unfold
 
 __all__ = ["attention_scores", "masked_softmax"]
@@ -57,12 +56,13 @@ class _Scores(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-        ctx.call = inputs[2:]
+        query, key, *call = inputs
+        ctx.save_for_backward(query, key)
+        ctx.call = call
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        if calls.is_differentiated():
+        if operator_calls.is_differentiated():
             grads = _ScoresBackward.apply(grad, *ctx.saved_tensors, *ctx.call)
         else:
             grads = _ScoresBackward.forward(grad, *ctx.saved_tensors, *ctx.call)
@@ -90,12 +90,12 @@ class _ScoresBackward(Function):
                 grad, dense_rows(query), dense_rows(key), scale, kernel_name=kernel
             )
         except MemoryError as error:
-            raise checks.out_of_memory(error, query) from None
+            raise refusals.out_of_memory(error, query) from None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        ctx.save_for_backward(*inputs[:3])
-        ctx.scale = inputs[3]
+        grad, query, key, ctx.scale, _ = inputs
+        ctx.save_for_backward(grad, query, key)
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
@@ -107,44 +107,46 @@ class _ScoresBackward(Function):
         return (*torch.func.vjp(gradients, *ctx.saved_tensors)[1](cotangents), None, None)
 
     @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        size, batch = info.batch_size, slice_batch(inputs[1], in_dims[1])
-        tensors = (fold(tensor, dim, size) for tensor, dim in zip(inputs[:3], in_dims, strict=False))
-        grads = _ScoresBackward.apply(*tensors, *inputs[3:])
+    def vmap(
+        info: Any, in_dims: tuple[Any, ...], grad: Tensor, query: Tensor, key: Tensor, *call: Any
+    ) -> Any:
+        size, batch = info.batch_size, slice_batch(query, in_dims[1])
+        tensors = (fold(tensor, dim, size) for tensor, dim in zip((grad, query, key), in_dims, strict=False))
+        grads = _ScoresBackward.apply(*tensors, *call)
         return tuple(unfold(result, size, batch) for result in grads), (0, 0)
 
 
-def masked_softmax(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:
+def masked_softmax(scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords) -> Tensor:
     """Differentiable ``softmax(scale * scores + mask)`` over the last of four dimensions."""
     if forward_ad._current_level >= 0:
-        return _softmax_formula(scores, mask, scale, options)
+        return _softmax_formula(scores, mask, scale, keywords)
     if torch._C._are_functorch_transforms_active():
-        return _MaskedSoftmax.apply(scores, mask, scale, options)
+        return _MaskedSoftmax.apply(scores, mask, scale, keywords)
     if torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad)):
-        return _EagerMaskedSoftmax.apply(scores, mask, scale, options)
-    return ops.masked_softmax(scores, scale, mask=mask, **options)
+        return _EagerMaskedSoftmax.apply(scores, mask, scale, keywords)
+    return ops.masked_softmax(scores, scale, mask=mask, **keywords)
 
 
-def _softmax_formula(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:
+def _softmax_formula(scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords) -> Tensor:
     return reference.masked_softmax(
         scores,
         mask,
         scale=scale,
-        is_causal=options.get("is_causal", False),
-        query_offset=options.get("query_offset", 0),
+        is_causal=keywords.get("is_causal", False),
+        query_offset=keywords.get("query_offset", 0),
     )
 
 
 class _MaskedSoftmax(Function):
     @staticmethod
-    def forward(scores: Tensor, mask: Maybe, scale: float, options: Options) -> Tensor:  # type: ignore[override]
-        return ops.masked_softmax(scores, scale, mask=mask, **options)
+    def forward(scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords) -> Tensor:  # type: ignore[override]
+        return ops.masked_softmax(scores, scale, mask=mask, **keywords)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, mask, scale, options = inputs
+        _, mask, scale, keywords = inputs
         ctx.save_for_backward(output)
-        ctx.call = (scale, options.get("kernel_name", ""))
+        ctx.call = (scale, keywords.get("kernel_name", ""))
         ctx.mask = None if mask is None else (mask.shape, mask.dtype)
 
     @staticmethod
@@ -152,7 +154,7 @@ class _MaskedSoftmax(Function):
         (weights,) = ctx.saved_tensors
         scale, kernel = ctx.call
         run = _MaskedSoftmaxBackward.forward
-        if calls.is_differentiated():
+        if operator_calls.is_differentiated():
             run = _MaskedSoftmaxBackward.apply
         grad_scores = run(grad, weights, scale, kernel) if ctx.needs_input_grad[0] else None
         grad_mask = None
@@ -166,11 +168,16 @@ class _MaskedSoftmax(Function):
 
     @staticmethod
     def vmap(
-        info: Any, in_dims: tuple[Any, ...], scores: Tensor, mask: Maybe, scale: float, options: Options
+        info: Any,
+        in_dims: tuple[Any, ...],
+        scores: Tensor,
+        mask: OptionalTensor,
+        scale: float,
+        keywords: Keywords,
     ) -> Any:
         size, batch = info.batch_size, slice_batch(scores, in_dims[0])
         folded = fold_optional(mask, in_dims[1], size, batch)
-        weights = _MaskedSoftmax.apply(fold(scores, in_dims[0], size), folded, scale, options)
+        weights = _MaskedSoftmax.apply(fold(scores, in_dims[0], size), folded, scale, keywords)
         return unfold(weights, size, batch), 0
 
 
@@ -185,12 +192,12 @@ class _MaskedSoftmaxBackward(Function):
         try:
             return ops.masked_softmax_backward(grad, weights, scale, kernel_name=kernel)
         except MemoryError as error:
-            raise checks.out_of_memory(error, weights) from None
+            raise refusals.out_of_memory(error, weights) from None
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.save_for_backward(*inputs[:2])
-        ctx.scale = inputs[2]
+        grad, weights, ctx.scale, _ = inputs
+        ctx.save_for_backward(grad, weights)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]

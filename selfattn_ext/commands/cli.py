@@ -130,9 +130,9 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run_check(parsed: argparse.Namespace) -> int:
-    from selfattn_ext.commands import check as selfcheck
+    from selfattn_ext.commands import check
 
-    return selfcheck.run(parsed.seed)
+    return check.run(parsed.seed)
 
 
 def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:

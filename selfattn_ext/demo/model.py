@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from selfattn_ext.functional import scaled_dot_product_attention
-from selfattn_ext.kv_cache.cache import KVCache
+from selfattn_ext.kv_cache import KVCache
 
 CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 

@@ -19,12 +19,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import backends, ops
-from ..arguments import prepared as arguments
+from .. import ops
+from ..arguments import AttentionOptions, keywords_for
 from ..arguments.shapes import dense_rows
 from ..reference import default_scale
 
 __all__ = ["backward", "forward", "in_order", "in_order_of", "mask_of"]
+
+_NO_OPTIONS = AttentionOptions()
 
 #: From here on a float32 log-sum-exp is coarser than a thousandth.
 _FAR = 2.0**13
@@ -81,10 +83,7 @@ def _with_settings(query: Tensor, mask: Tensor | None, options: dict[str, Any]) 
     """The options, and what the process asks for: a mask, exact products, a kernel."""
     if mask is not None:
         options["attn_mask"] = mask
-    arguments.add_float32_precision(options, query)
-    if backends.forcing and (kernel := backends.forced_kernel()):
-        options["kernel_name"] = kernel
-    return options
+    return options | keywords_for(_NO_OPTIONS, query)
 
 
 def mask_of(attn_mask: Tensor | None) -> Tensor | None:

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.flop_counter import register_flop_formula
 
 from .. import ops
-from ..arguments import sequence_checks as checks_sequences
+from ..arguments import sequence_checks
 
 __all__: list[str] = []
 
@@ -35,11 +35,11 @@ def _lengths(tensor: Tensor, side: str, options: dict[str, Any]) -> list[int]:
     if table is not None:
         lengths = [table.shape[1] * tensor.shape[2]] * table.shape[0]
     elif starts is not None:
-        values = checks_sequences.values("cu_seqlens", starts)
+        values = sequence_checks.values("cu_seqlens", starts)
         if values is None:
             return [options[f"max_seqlen_{side}"]] * (starts.shape[0] - 1)
         lengths = [after - before for before, after in itertools.pairwise(values)]
-    if used is not None and (values := checks_sequences.values("seqlens", used)) is not None:
+    if used is not None and (values := sequence_checks.values("seqlens", used)) is not None:
         lengths = list(values)
     return lengths
 

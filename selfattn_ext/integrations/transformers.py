@@ -48,7 +48,7 @@ def register(name: str = "selfattn_ext") -> None:
         raise ValueError(f"name {name!r} is taken by {taken.__module__}.{taken.__qualname__}")
     attention.register(name, attention_forward)
     masks.register(name, mask_function)
-    transformers_support.register(name, version)
+    transformers_support.register(name, version, attention_forward)
 
 
 def _interfaces() -> tuple[Any, Any, tuple[int, ...]]:

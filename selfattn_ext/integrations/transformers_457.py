@@ -8,7 +8,7 @@ models of our name.
 from __future__ import annotations
 
 import functools
-from collections.abc import Container
+from collections.abc import Callable, Container
 from types import ModuleType
 from typing import Any
 
@@ -25,14 +25,16 @@ WITH_TABLES = {
 _LIKE_T5 = {"t5", "mt5"}
 
 
-def replace_forward(model: str, module: ModuleType, names: Container[str]) -> bool:
-    """Has the T5Attention of a module take our forward for these names; False if it has none."""
+def replace_forward(
+    model: str, module: ModuleType, names: Container[str], attention_forward: Callable[..., Any]
+) -> bool:
+    """Has the T5Attention of a module attend by that function for these names; False if it has none."""
     if model not in _LIKE_T5:
         return False
     for kind in [value for name, value in vars(module).items() if name.endswith("T5Attention")]:
         if not hasattr(kind.forward, "of_transformers"):
             kind.__init__ = _remembering(kind.__init__)
-            kind.forward = _choosing(kind.forward, names)
+            kind.forward = _choosing(kind.forward, names, attention_forward)
     return True
 
 
@@ -45,19 +47,22 @@ def _remembering(init: Any) -> Any:
     return wrapped
 
 
-def _choosing(forward: Any, names: Container[str]) -> Any:
+def _choosing(forward: Any, names: Container[str], attention_forward: Callable[..., Any]) -> Any:
     @functools.wraps(forward)
     def wrapped(self: Any, *args: Any, **kwargs: Any) -> Any:
         # A layer that was built before has no config.
         config = getattr(self, "config", None)
         ours = config is not None and config._attn_implementation in names
-        return (_t5_forward if ours else forward)(self, *args, **kwargs)
+        return (
+            _t5_forward(attention_forward, self, *args, **kwargs) if ours else forward(self, *args, **kwargs)
+        )
 
     wrapped.of_transformers = forward  # type: ignore[attr-defined]
     return wrapped
 
 
 def _t5_forward(
+    attention_forward: Callable[..., Any],
     self: Any,
     hidden_states: Tensor,
     mask: Tensor | None = None,
@@ -71,8 +76,6 @@ def _t5_forward(
     cache_position: Tensor | None = None,
 ) -> tuple[Tensor | None, ...]:
     """T5Attention.forward of transformers, whose arguments and results these are."""
-    from .transformers import attention_forward
-
     length = hidden_states.shape[1]
     query = _heads(self, self.q(hidden_states))
     key, value = _keys_and_values(self, hidden_states, key_value_states, past_key_values, cache_position)

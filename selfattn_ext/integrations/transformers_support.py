@@ -16,6 +16,7 @@ import functools
 import inspect
 import sys
 import warnings
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -35,15 +36,18 @@ _WITH_TABLES = {"data2vec", "deepseek_ocr2", "falcon", "sam", "sam_hq", "unlimit
 
 _names: set[str] = set()
 _version: tuple[int, ...] = ()
+_attention_forward: Callable[..., Any]
 
 
-def register(name: str, version: tuple[int, ...]) -> None:
-    """Has models take the name, which AttentionInterface knows already, or refuse it. Again is no harm."""
-    global _version
+def register(name: str, version: tuple[int, ...], attention_forward: Callable[..., Any]) -> None:
+    """Has models take the name, which AttentionInterface knows already as that function, or refuse it. Again
+    is no harm.
+    """
+    global _attention_forward, _version
     from transformers import PreTrainedModel
 
     if not _names:
-        _version = version
+        _attention_forward, _version = attention_forward, version
         PreTrainedModel.get_correct_attn_implementation = _judging(
             PreTrainedModel.get_correct_attn_implementation
         )
@@ -98,7 +102,7 @@ def _prepared(kind: type, name: str) -> bool:
     if package != "transformers.models":
         return False
     module = sys.modules[kind.__module__]
-    if _version < (5, 0) and transformers_457.replace_forward(model, module, _names):
+    if _version < (5, 0) and transformers_457.replace_forward(model, module, _names, _attention_forward):
         return True
     tables = _tables(module)
     if model in (_WITH_TABLES if _version >= (5, 0) else transformers_457.WITH_TABLES):

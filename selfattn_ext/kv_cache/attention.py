@@ -5,24 +5,45 @@ place.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 from torch.utils._pytree import tree_map_only
 
-from .. import attend as general
 from .. import ops
-from ..arguments import checks, overrides, shapes
-from ..arguments import prepared as arguments
-from ..arguments.prepared import Maybe, Options
-from ..reference import accumulation_dtype, default_scale
-from . import checks as kvcache_checks
+from ..arguments import (
+    DEFAULT_SOFTCAP,
+    DEFAULT_WINDOW,
+    REFUSALS,
+    AttentionOptions,
+    Keywords,
+    KVCacheCall,
+    OptionalTensor,
+    autocast,
+    call_checks,
+    checks,
+    explained,
+    keywords_for,
+    keywords_of,
+    overrides,
+    position,
+    shapes,
+    with_options,
+)
+from ..attend import dropout_seed, results
+from ..reference import default_scale
+from . import checks as cache_checks
 
-__all__ = ["append", "attend", "attention_with_kvcache", "page_numbers"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
-#: The options to which it matters where a query stands.
+    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+
+__all__ = ["append_to_cache", "attend_to_cache", "attention_with_kvcache", "page_numbers"]
+
+#: The keywords to which it matters where a query stands.
 _POSITIONAL = frozenset(("is_causal", "window_left", "window_right"))
 
 # Looked up once: an attribute chain costs as much as the call at its end.
@@ -32,6 +53,7 @@ _are_transforms_active = torch._C._are_functorch_transforms_active
 _is_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
 _is_overridden = torch.overrides.has_torch_function_variadic
+_fits = cache_checks.fits
 _increment_version = torch.autograd.graph.increment_version
 
 
@@ -40,58 +62,40 @@ def attention_with_kvcache(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-    enable_gqa: bool = ..., *, layout: str | None = ..., window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int | Tensor | None = ...,
-    return_weights: Literal[False] = ..., return_lse: Literal[False] = ...,
+    enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
+    **options: Unpack[ForOut],
 ) -> Tensor: ...  # fmt: skip
-
-
 @overload
 def attention_with_kvcache(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-    enable_gqa: bool = ..., *, layout: str | None = ..., window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int | Tensor | None = ...,
-    return_weights: Literal[True], return_lse: Literal[False] = ...,
+    enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
+    **options: Unpack[ForWeights],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def attention_with_kvcache(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-    enable_gqa: bool = ..., *, layout: str | None = ..., window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int | Tensor | None = ...,
-    return_weights: Literal[False] = ..., return_lse: Literal[True],
+    enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
+    **options: Unpack[ForLse],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def attention_with_kvcache(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-    enable_gqa: bool = ..., *, layout: str | None = ..., window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int | Tensor | None = ...,
-    return_weights: Literal[True], return_lse: Literal[True],
+    enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
+    **options: Unpack[ForWeightsAndLse],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def attention_with_kvcache(
     query: Tensor, key_cache: Tensor, value_cache: Tensor, key: Tensor | None = ...,
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-    enable_gqa: bool = ..., *, layout: str | None = ..., window_size: Sequence[int] = ...,
-    softcap: float = ..., alibi_slopes: Tensor | None = ..., sinks: Tensor | None = ...,
-    query_offset: int | Tensor | None = ...,
-    return_weights: bool = ..., return_lse: bool = ...,
+    enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
+    **options: Unpack[ForAny],
 ) -> Any: ...  # fmt: skip
 
 
@@ -110,8 +114,8 @@ def attention_with_kvcache(
     enable_gqa: bool = False,
     *,
     layout: str | None = None,
-    window_size: Sequence[int] = general.EVERYTHING,
-    softcap: float = general.OFF,
+    window_size: Sequence[int] = DEFAULT_WINDOW,
+    softcap: float = DEFAULT_SOFTCAP,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     query_offset: int | Tensor | None = None,
@@ -168,25 +172,22 @@ def attention_with_kvcache(
     Pages are those of Kwon et al. (2023), "Efficient Memory Management for Large Language Model Serving with
     PagedAttention".
     """
-    if _is_overridden(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks) and (
-        relevant := overrides.asked(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
-    ):
-        return overrides.call(
-            attention_with_kvcache, relevant, query, key_cache, value_cache, key, value, cache_seqlens,
-            block_table, attn_mask, dropout_p, is_causal, scale, enable_gqa, layout=layout,
-            window_size=window_size, softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks,
-            query_offset=query_offset, return_weights=return_weights, return_lse=return_lse,
-        )  # fmt: skip
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
+        query_offset, return_weights, return_lse,
+    )  # fmt: skip
+    if _is_overridden(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks):
+        tensors = (query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
+        if relevant := overrides.overriding_arguments(*tensors):
+            call = KVCacheCall(*tensors[:5], cache_seqlens, block_table, layout, options)
+            return overrides.call(attention_with_kvcache, relevant, call)
     transposed = False
     try:
         if not (type(is_causal) is type(enable_gqa) is type(return_weights) is type(return_lse) is bool):
-            checks.flags(
-                is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights,
-                return_lse=return_lse,
-            )  # fmt: skip
+            call_checks.flags(options)
         q, keys, values, k, v = query, key_cache, value_cache, key, value
         if layout is None:
-            transposed = kvcache_checks.is_transposed(query, key_cache, key)
+            transposed = not _fits(query, key_cache, key, 1) and _fits(query, key_cache, key, 2)
         elif layout == "blhd":
             transposed = True
         elif layout != "bhld":
@@ -195,66 +196,51 @@ def attention_with_kvcache(
             q, keys, values = q.transpose(1, 2), keys.transpose(1, 2), values.transpose(1, 2)
             if k is not None and v is not None:
                 k, v = k.transpose(1, 2), v.transpose(1, 2)
-        options: Options = {}
-        after = _lengths_after(q, keys, k, cache_seqlens, block_table, options)
+        keywords = keywords_for(options, keys)
+        if block_table is not None:
+            keywords["block_table"] = page_numbers(block_table)
+        length = _length_after(cache_seqlens, block_table, keys, k, q.size(0))
+        if isinstance(length, Tensor):
+            keywords["seqlens_k"] = length
+        elif cache_seqlens is not None or block_table is not None:
+            keywords["seqlens_k"] = torch.full((q.size(0),), length, dtype=torch.int64, device=q.device)
         if q.is_cuda and not _is_compiling():
-            kvcache_checks.values(keys, k, options, query_offset)
-        general.add_rules(options, window_size, softcap)
-        if is_causal:
-            options["is_causal"] = True
-        if query_offset is None and alibi_slopes is None and q.size(2) == 1:
+            cache_checks.values(keys, k, keywords, query_offset)
+        if query_offset is not None:
+            keywords |= position(query_offset)
+        elif is_causal and q.size(2) == 1 and alibi_slopes is None and window_size is DEFAULT_WINDOW:
             # At the end a query sees all that is there, causal or not.
-            options.pop("is_causal", None)
-        if query_offset is not None or alibi_slopes is not None or len(options.keys() & _POSITIONAL):
-            _add_offset(options, q.size(2), query_offset, after)
-        out, weights, lse = attend(
-            q, keys, values, k, v, options, q.size(0), attn_mask, dropout_p, scale, alibi_slopes, sinks,
-            return_weights, return_lse,
-        )  # fmt: skip
-    except checks.REFUSALS as refusal:
-        raise checks.explained(
-            refusal, kvcache_checks.attention, query, key_cache, value_cache, key, value, cache_seqlens,
-            block_table, attn_mask, dropout_p, is_causal, scale, layout=layout, window_size=window_size,
-            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
-            transposed=transposed,
-        ) from None  # fmt: skip
-    return general.results(out.transpose(1, 2) if transposed else out, weights, lse)
+            del keywords["is_causal"]
+        elif is_causal or alibi_slopes is not None or window_size is not DEFAULT_WINDOW:
+            _add_end(keywords, length, q.size(2), alibi_slopes is not None)
+        out, weights, lse = attend_to_cache(q, keys, values, k, v, q.size(0), options, keywords)
+    except REFUSALS as refusal:
+        call = KVCacheCall(
+            query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, options
+        )
+        raise explained(refusal, query, cache_checks.attention, call, transposed) from None
+    if transposed:
+        out = out.transpose(1, 2)
+    return out if weights is None and lse is None else results(out, weights, lse)
 
 
-def _lengths_after(
-    query: Tensor,
-    key_cache: Tensor,
-    key: Maybe,
-    cache_seqlens: int | Tensor | None,
-    block_table: Maybe,
-    options: Options,
+def _length_after(
+    before: int | Tensor | None, table: OptionalTensor, keys: Tensor, key: OptionalTensor, batch: int
 ) -> int | Tensor:
-    """The lengths with the new keys; adds them and the table to the options."""
+    """How many keys the sequences have with the new ones."""
     new = 0 if key is None else key.size(2)
-    if block_table is not None:
-        options["block_table"] = page_numbers(block_table)
-    if isinstance(cache_seqlens, Tensor):
-        lengths = cache_seqlens if cache_seqlens.dim() else cache_seqlens.expand(query.size(0))
+    if isinstance(before, Tensor):
+        lengths = before if before.dim() else before.expand(batch)
         if lengths.dtype is not torch.int64:
             if lengths.dtype is not torch.int32:
                 raise TypeError("lengths that are no int32 or int64")
             lengths = lengths.long()
-        if new:
-            lengths = lengths + new
-        elif not lengths.is_contiguous():
-            lengths = lengths.contiguous()
-        options["seqlens_k"] = lengths
-        return lengths
-    if cache_seqlens is not None:
-        length = checks.integer("cache_seqlens", cache_seqlens) + new
-    elif key is not None:
+        return lengths + new if new else lengths.contiguous()
+    if before is not None:
+        return checks.integer("cache_seqlens", before) + new
+    if key is not None:
         raise ValueError("new keys for a cache without lengths")
-    elif block_table is None:
-        return key_cache.size(2)
-    else:
-        length = block_table.size(1) * key_cache.size(2)
-    options["seqlens_k"] = torch.full((query.size(0),), length, dtype=torch.int64, device=query.device)
-    return length
+    return keys.size(2) if table is None else table.size(1) * keys.size(2)
 
 
 def page_numbers(table: Tensor) -> Tensor:
@@ -265,68 +251,54 @@ def page_numbers(table: Tensor) -> Tensor:
     return table if table.stride(-1) == 1 else table.contiguous()
 
 
-def _add_offset(
-    options: Options, queries: int, query_offset: int | Tensor | None, after: int | Tensor
-) -> None:
-    """Adds the position of query 0 to the options: the one given, or that of queries at the end."""
-    if query_offset is None:
-        if isinstance(after, Tensor):
-            options["query_offsets"] = after - queries
-        else:
-            options["query_offset"] = after - queries
-    else:
-        general.add_position(options, query_offset)
+def _add_end(keywords: Keywords, length: int | Tensor, queries: int, has_alibi: bool) -> None:
+    """Adds the position of queries at the end, where it matters."""
+    if not has_alibi:
+        if queries == 1:
+            keywords.pop("is_causal", None)
+        if not len(keywords.keys() & _POSITIONAL):
+            return
+    keywords["query_offsets" if isinstance(length, Tensor) else "query_offset"] = length - queries
 
 
-def attend(
+def attend_to_cache(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
-    key: Maybe,
-    value: Maybe,
-    options: Options,
+    key: OptionalTensor,
+    value: OptionalTensor,
     batch: int,
-    attn_mask: Maybe,
-    dropout_p: float,
-    scale: float | None,
-    alibi_slopes: Maybe,
-    sinks: Maybe,
-    want_weights: bool,
-    want_lse: bool,
-) -> tuple[Tensor, Maybe, Maybe]:
+    options: AttentionOptions,
+    keywords: Keywords,
+) -> shapes.Results:
     """The step in the operators' form: (out, weights if wanted, lse if wanted).
 
-    Tensors are (B, H, L, E), or of packed queries (1, H, total, E); ``options`` have what belongs to
-    positions and to the cache, with seqlens_k as they are after the step, the rules and the kernel.
+    Tensors are (B, H, L, E), or of packed queries (1, H, total, E); ``keywords`` have all but the tensors
+    among the options, with seqlens_k as they are after the step.
     """
+    mask, _, _, scale, _, _, _, slopes, sinks, _, want_weights, want_lse = options
     if _is_any_autocast_enabled():
         # Casting would be lost on a cache; so the rest takes its dtype.
-        (query,) = arguments.autocast(query, dtype=key_cache.dtype)
-    tensors = (query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
+        (query,) = autocast(query, dtype=key_cache.dtype)
     if _is_grad_enabled():
-        for tensor in tensors:
+        for tensor in (query, key_cache, value_cache, key, value, mask, slopes, sinks):
             if tensor is not None and tensor.requires_grad:
                 raise ValueError("no gradients")
     if _are_transforms_active() or forward_ad._current_level >= 0:
-        kvcache_checks.no_derivatives(tensors)
-    arguments.add_float32_precision(options, query)
-    if attn_mask is not None or alibi_slopes is not None or sinks is not None:
+        tensors = (query, key_cache, value_cache, key, value, mask, slopes, sinks)
+        cache_checks.no_derivatives(tensors)
+    if mask is not None or slopes is not None or sinks is not None:
+        cache_checks.no_causal_bias(mask)
         form = shapes.Canonical(query, key_cache, value_cache, (batch,), 4)
-        dtype = accumulation_dtype(query.dtype)
-        if attn_mask is not None:
-            options["attn_mask"] = kvcache_checks.mask(attn_mask, form)
-        if alibi_slopes is not None:
-            options["alibi_slopes"] = shapes.head_numbers(alibi_slopes, form, dtype)
-        if sinks is not None:
-            options["sinks"] = shapes.head_numbers(sinks, form, dtype)
-    if type(dropout_p) is not float or dropout_p:
-        seed = general.dropout_seed(options, dropout_p, query)
-        if seed is not None:
-            options["dropout_seed"] = seed
-    factor = default_scale(query.size(3)) if scale is None else checks.scale(scale)
+        operands, factor, _, _ = with_options(form, options, keywords)
+        keywords = keywords_of(operands, keywords)
+    else:
+        factor = default_scale(query.size(3)) if scale is None else checks.scale(scale)
+    if "dropout_p" in keywords:
+        keywords["dropout_seed"] = dropout_seed(query)
     query = shapes.dense_rows(query)
     graph = _is_compiling() or _is_exporting()
-    given = {**options, "need_weights": True} if want_weights else options
+    given = {**keywords, "need_weights": True} if want_weights else keywords
     if key is None or value is None:
         if key is not value:
             raise ValueError("key without value")
@@ -341,7 +313,7 @@ def attend(
             _increment_version((key_cache, value_cache))
     weights = None
     if want_weights:
-        weights = ops.attention_weights(query, key_cache, row_max, row_sum, factor, **options)
+        weights = ops.attention_weights(query, key_cache, row_max, row_sum, factor, **keywords)
     return out, weights, row_max + torch.log(row_sum) if want_lse else None
 
 
@@ -351,26 +323,26 @@ def _written(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Te
     Values that are features of the keys stay that, as the operators ask where the caches are such, too.
     """
     if _is_any_autocast_enabled():
-        k, v = map(shapes.dense_rows, arguments.autocast(key, value, dtype=dtype))
+        k, v = map(shapes.dense_rows, autocast(key, value, dtype=dtype))
     else:
         k, v = shapes.dense_rows(key), shapes.dense_rows(value)
     if (k is key and v is value) or _is_compiling():
         return k, v
-    first = kvcache_checks.first_feature(key, value)
+    first = cache_checks.first_feature(key, value)
     return (k, v) if first is None else (k, k[..., first : first + v.size(-1)])
 
 
-def append(
+def append_to_cache(
     key_cache: Tensor,
     value_cache: Tensor,
     key: Tensor,
     value: Tensor,
     lengths: Tensor,
-    cu_seqlens: Maybe,
-    block_table: Maybe,
+    cu_seqlens: OptionalTensor,
+    block_table: OptionalTensor,
 ) -> None:
     """Writes keys and values behind those of sequences that long, and no more; in the operators' form."""
-    kvcache_checks.no_derivatives((key_cache, value_cache, key, value))
+    cache_checks.no_derivatives((key_cache, value_cache, key, value))
     key, value = _written(key, value, key_cache.dtype)
     ops.append_to_cache(
         key_cache, value_cache, key, value, lengths, cu_seqlens=cu_seqlens, block_table=block_table

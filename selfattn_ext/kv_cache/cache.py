@@ -1,4 +1,4 @@
-"""Keys and values of a decoder's layers and sequences, in one piece per sequence or in pages of a pool.
+"""Keys and values of a decoder's layers and sequences, contiguous or in pages of a pool.
 
 Note [Lengths on both sides]
     How long sequences are is known twice: as Python ints, which decide about capacity and pages, and as
@@ -10,18 +10,34 @@ Note [Lengths on both sides]
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
-from .. import attend as general
-from ..arguments import checks
-from ..arguments.prepared import Options
-from . import attention as kvcache_attention
-from . import checks as kvcache_checks
+from ..arguments import (
+    DEFAULT_SOFTCAP,
+    DEFAULT_WINDOW,
+    REFUSALS,
+    AttentionCall,
+    AttentionOptions,
+    Keywords,
+    call_checks,
+    checks,
+    explained,
+    keywords_for,
+    shapes,
+)
+from ..attend import results
+from . import checks as cache_checks
 from . import huge_pages
+from .attention import append_to_cache, attend_to_cache
 from .page_pool import PagePool
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
 
 __all__ = ["KVCache"]
 
@@ -43,7 +59,7 @@ class KVCache:
         kv_heads: Hk, heads of keys and values.
         head_dim: E, of keys; that of values is value_dim, by default the same.
         capacity: how many tokens a sequence can have.
-        page_size: tokens per page; None keeps each sequence in one piece.
+        page_size: tokens per page; None keeps each sequence contiguous.
         pages: of the pool that all sequences share; by default enough for every sequence to become full.
         layout: "bhld" or "blhd", of the cache and of what attend takes; see
             :func:`selfattn_ext.attention_with_kvcache`.
@@ -55,12 +71,12 @@ class KVCache:
             with layout "blhd" the second and third dimension swapped. What no sequence has filled is
             undefined.
         cache_seqlens: int64, how many tokens each sequence of the step had before it.
-        block_table: int32, the pages of each sequence of the step; None where sequences lie in one piece and
+        block_table: int32, the pages of each sequence of the step; None where sequences are contiguous and
             all of them take part. With these two, :func:`selfattn_ext.attention_with_kvcache` takes the
             tensors of a layer.
         cu_seqlens: int64, where the tokens of each sequence begin if they are packed.
         packed_positions: int64, the place of each token of the step in its sequence, packed.
-        capacity, page_size, layout, dtype, device: as given; in one piece, page_size is the capacity.
+        capacity, page_size, layout, dtype, device: as given; without pages, page_size is the capacity.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
@@ -103,7 +119,7 @@ class KVCache:
             count = sequences * columns if pages is None else checks.integer("pages", pages, 1)
             self._pool = PagePool(count, self.page_size, sequences, columns)
         shape = (count, kv_heads, self.page_size) if layout == "bhld" else (count, self.page_size, kv_heads)
-        # A pool fills page after page. Of sequences in one piece a short one would take more than it fills.
+        # A pool fills page after page. A short contiguous sequence would take more than it fills.
         empty = torch.empty if self._pool is None else huge_pages.empty
         self.keys, self.values = (
             [empty((*shape, width), dtype=dtype, device=device) for _ in range(layers)]
@@ -123,7 +139,7 @@ class KVCache:
 
     @property
     def free_pages(self) -> int:
-        """How many pages of the pool nobody has. Where sequences lie in one piece, the unused ones."""
+        """How many pages of the pool nobody has. Of contiguous sequences, the unused ones."""
         return self._used.count(False) if self._pool is None else self._pool.free
 
     @property
@@ -145,7 +161,7 @@ class KVCache:
         """Ends a sequence, and a step that it takes part in: its pages go back to the pool, its number to
         allocate().
         """
-        (sequence,) = self._numbers([sequence], "sequence")
+        (sequence,) = cache_checks.sequence_numbers([sequence], len(self._used), "sequence")
         self._resize(sequence, 0)
         self._used[sequence] = False
 
@@ -165,7 +181,7 @@ class KVCache:
             sequences: which ones; all by default.
         """
         checks.integer("length", length, 0)
-        for sequence in self._numbers(sequences):
+        for sequence in cache_checks.sequence_numbers(sequences, len(self._used)):
             self._resize(sequence, min(length, self._lengths[sequence]))
 
     def extend(self, counts: int | Sequence[int] = 1, sequences: Iterable[int] | None = None) -> None:
@@ -182,13 +198,8 @@ class KVCache:
             ValueError: a sequence would have more tokens than its capacity, or the pool has too few pages.
                 Nothing has changed then.
         """
-        chosen = self._numbers(sequences)
-        if isinstance(counts, Iterable):
-            numbers = [checks.integer("counts", count, 0) for count in counts]
-        else:
-            numbers = [checks.integer("counts", counts, 0)] * len(chosen)
-        if len(numbers) != len(chosen):
-            raise ValueError(f"counts must be an int or {len(chosen)} numbers, got {len(numbers)}")
+        chosen = cache_checks.sequence_numbers(sequences, len(self._used))
+        numbers = cache_checks.token_counts(counts, len(chosen))
         missing = 0
         for sequence, count in zip(chosen, numbers, strict=True):
             length = self._lengths[sequence] + count
@@ -215,45 +226,31 @@ class KVCache:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-        sinks: Tensor | None = ...,
-        return_weights: Literal[False] = ..., return_lse: Literal[False] = ...,
+        **options: Unpack[ForOut],
     ) -> Tensor: ...  # fmt: skip
-
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-        sinks: Tensor | None = ...,
-        return_weights: Literal[True], return_lse: Literal[False] = ...,
+        **options: Unpack[ForWeights],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-        sinks: Tensor | None = ...,
-        return_weights: Literal[False] = ..., return_lse: Literal[True],
+        **options: Unpack[ForLse],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-        sinks: Tensor | None = ...,
-        return_weights: Literal[True], return_lse: Literal[True],
+        **options: Unpack[ForWeightsAndLse],
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-        sinks: Tensor | None = ...,
-        return_weights: bool = ..., return_lse: bool = ...,
+        **options: Unpack[ForAny],
     ) -> Any: ...  # fmt: skip
 
     def attend(
@@ -267,8 +264,8 @@ class KVCache:
         dropout_p: float = 0.0,
         is_causal: bool = True,
         scale: float | None = None,
-        window_size: Sequence[int] = general.EVERYTHING,
-        softcap: float = general.OFF,
+        window_size: Sequence[int] = DEFAULT_WINDOW,
+        softcap: float = DEFAULT_SOFTCAP,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
         return_weights: bool = False,
@@ -292,31 +289,29 @@ class KVCache:
             ValueError, TypeError: naming the argument, what was given and what is allowed; the cache is then
                 as it was.
         """
+        options = AttentionOptions(
+            attn_mask, dropout_p, is_causal, scale, True, window_size, softcap, alibi_slopes, sinks, None,
+            return_weights, return_lse,
+        )  # fmt: skip
         try:
             if not (type(is_causal) is type(return_weights) is type(return_lse) is bool):
-                checks.flags(is_causal=is_causal, return_weights=return_weights, return_lse=return_lse)
+                call_checks.flags(options)
             keys, values = self._caches(layer)
-            (q, k, v), options = self._operands(query, key, value)
-            options["seqlens_k"], options["query_offsets"] = self._seqlens, self.cache_seqlens
+            (q, k, v), keywords = self._operands(query, key, value)
+            keywords |= keywords_for(options, keys)
+            keywords["seqlens_k"], keywords["query_offsets"] = self._seqlens, self.cache_seqlens
             if self.block_table is not None:
-                options["block_table"] = self.block_table
-            if is_causal:
-                options["is_causal"] = True
-            general.add_rules(options, window_size, softcap)
-            out, weights, lse = kvcache_attention.attend(
-                q, keys, values, k, v, options, self._step.batch, attn_mask, dropout_p, scale, alibi_slopes,
-                sinks, return_weights, return_lse,
-            )  # fmt: skip
-        except checks.REFUSALS as refusal:
-            raise checks.explained(
-                refusal, kvcache_checks.attend, self, self._step, layer, query, key, value, attn_mask,
-                dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks,
-            ) from None  # fmt: skip
+                keywords["block_table"] = self.block_table
+            step = attend_to_cache(q, keys, values, k, v, self._step.batch, options, keywords)
+        except REFUSALS as refusal:
+            call = AttentionCall(query, key, value, options)
+            raise explained(refusal, query, cache_checks.attend, self, self._step, layer, call) from None
         if query.dim() == 3:
-            out, lse = out[0].transpose(0, 1), None if lse is None else lse[0]
-        elif self.layout == "blhd":
+            return results(*shapes.restored_packed(*step))
+        out, weights, lse = step
+        if self.layout == "blhd":
             out = out.transpose(1, 2)
-        return general.results(out, weights, lse)
+        return out if weights is None and lse is None else results(out, weights, lse)
 
     def append(self, layer: int, key: Tensor, value: Tensor) -> None:
         """Writes the keys and values of the step into a layer, shaped as for :meth:`attend`, and no more.
@@ -326,13 +321,11 @@ class KVCache:
         """
         try:
             keys, values = self._caches(layer)
-            (k, v), options = self._operands(key, value)
-            starts = options.get("cu_seqlens_q")
-            kvcache_attention.append(keys, values, k, v, self.cache_seqlens, starts, self.block_table)
-        except checks.REFUSALS as refusal:
-            raise checks.explained(
-                refusal, kvcache_checks.append, self, self._step, layer, key, value
-            ) from None
+            (k, v), keywords = self._operands(key, value)
+            starts = keywords.get("cu_seqlens_q")
+            append_to_cache(keys, values, k, v, self.cache_seqlens, starts, self.block_table)
+        except REFUSALS as refusal:
+            raise explained(refusal, key, cache_checks.append, self, self._step, layer, key, value) from None
 
     def _caches(self, layer: int) -> tuple[Tensor, Tensor]:
         """Keys and values of a layer in the operators' form."""
@@ -341,37 +334,23 @@ class KVCache:
             return keys.transpose(1, 2), values.transpose(1, 2)
         return keys, values
 
-    def _operands(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Options]:
+    def _operands(self, *tensors: Tensor) -> tuple[tuple[Tensor, ...], Keywords]:
         """Tokens of the step in the operators' form, and what packed ones need."""
         if self._ended:
             raise ValueError(self._ended)
         batch, rows = self._step.batch, self._step.uniform
         views = tensors
-        options: Options = {}
+        keywords: Keywords = {}
         if tensors[0].dim() == 3:
             batch, rows = 1, self._step.total
-            views = tuple(tensor.transpose(0, 1).unsqueeze(0) for tensor in tensors)
-            options = {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self._step.longest}
+            views = tuple(map(shapes.of_packed, tensors))
+            keywords = {"cu_seqlens_q": self.cu_seqlens, "max_seqlen_q": self._step.longest}
         elif self.layout == "blhd":
             views = tuple(tensor.transpose(1, 2) for tensor in tensors)
         for view in views:
             if view.size(0) != batch or view.size(2) != rows:
                 raise ValueError("not the tokens of the step")
-        return views, options
-
-    def _numbers(self, sequences: Iterable[int] | None, name: str = "sequences") -> list[int]:
-        count = len(self._used)
-        if sequences is None:
-            return list(range(count))
-        if not isinstance(sequences, Iterable):
-            raise TypeError(f"sequences must be numbers of sequences, got {checks.described(sequences)}")
-        numbers = [checks.integer(name, sequence) for sequence in sequences]
-        for number in numbers:
-            if not 0 <= number < count:
-                raise ValueError(f"{name}: the cache holds sequences 0 to {count - 1}, got {number}")
-        if len(set(numbers)) < len(numbers):
-            raise ValueError(f"{name} must name each sequence once, got {numbers}")
-        return numbers
+        return views, keywords
 
     def _resize(self, sequence: int, length: int) -> None:
         if length < self._lengths[sequence] and sequence in self._chosen:
@@ -387,7 +366,7 @@ class KVCache:
     def _begin(self, chosen: list[int], before: list[int], counts: Sequence[int] | None = None) -> None:
         """Brings what layers look at up to date, in place where shapes are those of the step before."""
         counts = [0] * len(chosen) if counts is None else counts
-        self._step = step = kvcache_checks.step_of(counts)
+        self._step = step = cache_checks.step_of(counts)
         self._chosen, self._ended = frozenset(chosen), ""
         lengths = torch.tensor([before, counts], dtype=torch.int64, device="cpu")
         starts = torch.zeros(len(chosen) + 1, dtype=torch.int64, device="cpu")

@@ -1,13 +1,12 @@
 """What is wrong with the arguments of :func:`selfattn_ext.attention_with_kvcache` and of KVCache.
 
-``first_feature``, ``is_transposed``, ``mask``, ``no_derivatives``, ``step_of`` and ``values`` are on the way
-of the calls that they concern; the others are called once something has refused a call (Note [Refusals] in
-:mod:`selfattn_ext.functional`).
+``append``, ``attend`` and ``attention``, with what they call, look for the reason once something has refused
+a call (Note [Refusals] in :mod:`selfattn_ext.functional`); the others are on the way of calls.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,9 +15,16 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
 from .. import capture
-from ..arguments import checks, shapes
-from ..arguments import prepared as arguments
-from ..arguments import sequence_checks as checks_sequences
+from ..arguments import (
+    AttentionCall,
+    Keywords,
+    KVCacheCall,
+    autocast,
+    call_checks,
+    checks,
+    sequence_checks,
+    shapes,
+)
 
 __all__ = [
     "Step",
@@ -27,31 +33,25 @@ __all__ = [
     "attend",
     "attention",
     "first_feature",
-    "is_transposed",
+    "fits",
     "lengths",
-    "mask",
+    "no_causal_bias",
     "no_derivatives",
     "page_table",
+    "sequence_numbers",
     "step_of",
+    "token_counts",
     "values",
 ]
 
 _INTEGERS = (torch.int32, torch.int64)
-_CAUSAL_BIAS = (
-    "attn_mask is a CausalBias, whose rule does not know the lengths of caches; pass is_causal=True"
-)
 _NO_DERIVATIVES = (
     "attention_with_kvcache has no derivatives, as it writes to the cache: call it under torch.no_grad(), "
     "and scaled_dot_product_attention where a derivative is wanted"
 )
 
 
-def is_transposed(query: Tensor, key_cache: Tensor, key: Tensor | None) -> bool:
-    """Whether only the layout "blhd" fits the shapes."""
-    return not _fits(query, key_cache, key, 1) and _fits(query, key_cache, key, 2)
-
-
-def _fits(query: Tensor, key_cache: Tensor, key: Tensor | None, heads: int) -> bool:
+def fits(query: Tensor, key_cache: Tensor, key: Tensor | None, heads: int) -> bool:
     """Whether that dimension can be the one of the heads, and the other of the two the length."""
     kv_heads = key_cache.size(heads)
     if kv_heads == 0 or query.size(heads) % kv_heads:
@@ -62,11 +62,12 @@ def _fits(query: Tensor, key_cache: Tensor, key: Tensor | None, heads: int) -> b
     )
 
 
-def mask(value: Any, form: shapes.Canonical) -> Tensor:
-    """A mask in the operators' form."""
-    if checks.is_causal_bias(value):
-        raise TypeError(_CAUSAL_BIAS)
-    return shapes.mask_four_dimensional(checks.mask("attn_mask", value), form)
+def no_causal_bias(mask: Any) -> None:
+    """Refuses a mask that is the rule of a CausalBias."""
+    if checks.is_causal_bias(mask):
+        raise TypeError(
+            "attn_mask is a CausalBias, whose rule does not know the lengths of caches; pass is_causal=True"
+        )
 
 
 def first_feature(key: Tensor, value: Tensor) -> int | None:
@@ -92,13 +93,12 @@ def no_derivatives(tensors: Sequence[Tensor | None], advice: str = _NO_DERIVATIV
         raise ValueError(f"{advice}; here an argument has a tangent")
 
 
-def values(key_cache: Tensor, key: Tensor | None, options: dict[str, Any], query_offset: Any = None) -> None:
+def values(key_cache: Tensor, key: Tensor | None, keywords: Keywords, query_offset: Any = None) -> None:
     """Positions, lengths and pages of a cache on a GPU, which takes a look at them: it waits."""
     if capture.is_capturing(key_cache) or isinstance(key_cache, FakeTensor):
         return
-    if isinstance(query_offset, Tensor) and query_offset.dim() == 1:
-        checks_sequences.position_values(query_offset)
-    after, table = options.get("seqlens_k"), options.get("block_table")
+    sequence_checks.check_positions_on_cuda(query_offset)
+    after, table = keywords.get("seqlens_k"), keywords.get("block_table")
     if after is None or after.dim() != 1 or (table is not None and table.dim() != 2):
         return  # the operator refuses that
     new = 0 if key is None else key.size(2)
@@ -148,7 +148,7 @@ def as_cast(tokens: dict[str, Any], cache: Any) -> dict[str, Any]:
     """Under autocast, query, key and value in the dtype of the cache, as the call has them."""
     if any(not isinstance(tensor, Tensor) or tensor.is_meta for tensor in (cache, *tokens.values())):
         return tokens  # which is wrong in any case
-    return dict(zip(tokens, arguments.autocast(*tokens.values(), dtype=cache.dtype), strict=True))
+    return dict(zip(tokens, autocast(*tokens.values(), dtype=cache.dtype), strict=True))
 
 
 def page_table(value: Any, query: Tensor, batch: int) -> None:
@@ -168,7 +168,7 @@ def _shapes(tensors: dict[str, Tensor], transposed: bool, table: Tensor | None) 
     """Of query, key_cache, value_cache and, where given, key and value."""
     heads, rows = (2, 1) if transposed else (1, 2)
     layout = "blhd" if transposed else "bhld"
-    said = _said(tensors)
+    said = shapes.shown(tensors)
     for name, tensor in tensors.items():
         if tensor.dim() != 4:
             raise ValueError(f"{name} must have 4 dimensions, but the shapes are {said}")
@@ -198,37 +198,18 @@ def _shapes(tensors: dict[str, Tensor], transposed: bool, table: Tensor | None) 
             )
 
 
-def attention(
-    query: Any,
-    key_cache: Any,
-    value_cache: Any,
-    key: Any = None,
-    value: Any = None,
-    cache_seqlens: Any = None,
-    block_table: Any = None,
-    attn_mask: Any = None,
-    dropout_p: Any = 0.0,
-    is_causal: Any = False,
-    scale: Any = None,
-    *,
-    layout: Any = None,
-    window_size: Any = (-1, -1),
-    softcap: Any = 0.0,
-    alibi_slopes: Any = None,
-    sinks: Any = None,
-    query_offset: Any = None,
-    transposed: bool = False,
-) -> None:
+def attention(call: KVCacheCall, transposed: bool) -> None:
     """Every argument of :func:`selfattn_ext.attention_with_kvcache`; ``transposed`` says what a layout of
     None was taken for.
     """
+    query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, options = call
     if layout not in (None, "bhld", "blhd"):
         raise ValueError(f'layout must be "bhld", "blhd" or None, got {layout!r}')
     if (key is None) != (value is None):
         raise ValueError("key and value must be given together, or neither")
     tensors = {"query": query, "key_cache": key_cache, "value_cache": value_cache}
     tokens = {"query": query}
-    if key is not None:
+    if key is not None and value is not None:
         tokens |= {"key": key, "value": value}
     tensors |= as_cast(tokens, key_cache)
     checks.floats(tensors)
@@ -239,23 +220,19 @@ def attention(
     batch, new = query.size(0), 0 if key is None else key.size(rows)
     capacity = key_cache.size(rows) * (1 if block_table is None else block_table.size(1))
     if cache_seqlens is not None:
-        checks_sequences.per_sequence("cache_seqlens", cache_seqlens, query, batch)
+        sequence_checks.per_sequence("cache_seqlens", cache_seqlens, query, batch)
     elif key is not None:
         raise ValueError("cache_seqlens must be given where key and value are: they go behind that many keys")
-    if query_offset is not None:
-        checks_sequences.per_sequence("query_offset", query_offset, query, batch)
-        if isinstance(query_offset, Tensor) and query_offset.dim():
-            checks_sequences.position_values(query_offset)
-    no_derivatives((*tensors.values(), attn_mask, alibi_slopes, sinks))
+    if options.query_offset is not None:
+        sequence_checks.per_sequence("query_offset", options.query_offset, query, batch)
+        if isinstance(options.query_offset, Tensor) and options.query_offset.dim():
+            sequence_checks.position_values(options.query_offset)
+    no_derivatives((*tensors.values(), options.attn_mask, options.alibi_slopes, options.sinks))
     if block_table is not None and key_cache.size(rows) == 0:
         raise ValueError(f"pages must have at least one row, but key_cache is {tuple(key_cache.shape)}")
     scores = (batch, query.size(heads), query.size(rows), capacity)
-    checks.options(
-        query, scores, attn_mask, dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks,
-        scores[:2],
-    )  # fmt: skip
-    if attn_mask is not None:
-        mask(attn_mask, shapes.Canonical(query, key_cache, value_cache, (batch,), 4))
+    call_checks.options(query, scores, options, scores[:2])
+    no_causal_bias(options.attn_mask)
     if torch.compiler.is_dynamo_compiling() or isinstance(key_cache, FakeTensor):
         return
     if isinstance(cache_seqlens, Tensor):
@@ -280,46 +257,53 @@ def step_of(counts: Sequence[int]) -> Step:
     return Step(len(counts), sum(counts), longest, longest if len(set(counts)) <= 1 else None)
 
 
+def sequence_numbers(sequences: Any, count: int, name: str = "sequences") -> list[int]:
+    """The numbers of some of that many sequences, of all for None."""
+    if sequences is None:
+        return list(range(count))
+    if not isinstance(sequences, Iterable):
+        raise TypeError(f"sequences must be numbers of sequences, got {checks.described(sequences)}")
+    numbers = [checks.integer(name, sequence) for sequence in sequences]
+    for number in numbers:
+        if not 0 <= number < count:
+            raise ValueError(f"{name}: the cache holds sequences 0 to {count - 1}, got {number}")
+    if len(set(numbers)) < len(numbers):
+        raise ValueError(f"{name} must name each sequence once, got {numbers}")
+    return numbers
+
+
+def token_counts(counts: Any, sequences: int) -> list[int]:
+    """How many tokens come for each of the sequences of a step."""
+    if not isinstance(counts, Iterable):
+        return [checks.integer("counts", counts, 0)] * sequences
+    numbers = [checks.integer("counts", count, 0) for count in counts]
+    if len(numbers) != sequences:
+        raise ValueError(f"counts must be an int or {sequences} numbers, got {len(numbers)}")
+    return numbers
+
+
 def append(cache: Any, now: Step, layer: Any, key: Any, value: Any) -> None:
     """Every argument of KVCache.append."""
     _check_tokens(cache, now, layer, {"key": key, "value": value})
 
 
-def attend(
-    cache: Any,
-    now: Step,
-    layer: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    attn_mask: Any,
-    dropout_p: Any,
-    is_causal: Any,
-    scale: Any,
-    window_size: Any,
-    softcap: Any,
-    alibi_slopes: Any,
-    sinks: Any,
-) -> None:
+def attend(cache: Any, now: Step, layer: Any, call: AttentionCall) -> None:
     """Every argument of KVCache.attend."""
-    tokens = {"query": query, "key": key, "value": value}
+    query, key, value, options = call
+    tokens: dict[str, Any] = {"query": query, "key": key, "value": value}
     _check_tokens(cache, now, layer, tokens)
     heads = 2 if cache.layout == "blhd" and query.dim() == 4 else 1
     kv_heads = key.size(heads)
     if query.size(heads) % kv_heads:
         raise ValueError(
             f"the cache has {kv_heads} heads, which do not divide the {query.size(heads)} of query: "
-            f"{_said(tokens)}"
+            f"{shapes.shown(tokens)}"
         )
-    no_derivatives((attn_mask, alibi_slopes, sinks))
+    no_derivatives((options.attn_mask, options.alibi_slopes, options.sinks))
     capacity = -(-cache.capacity // cache.page_size) * cache.page_size
     scores = (now.batch, query.size(heads), now.longest, capacity)
-    checks.options(
-        query, scores, attn_mask, dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks,
-        scores[:2],
-    )  # fmt: skip
-    if checks.is_causal_bias(attn_mask):
-        raise TypeError(_CAUSAL_BIAS)
+    call_checks.options(query, scores, options, scores[:2])
+    no_causal_bias(options.attn_mask)
 
 
 def _check_tokens(cache: Any, now: Step, layer: Any, tokens: dict[str, Any]) -> None:
@@ -328,7 +312,7 @@ def _check_tokens(cache: Any, now: Step, layer: Any, tokens: dict[str, Any]) -> 
         raise ValueError(f"layer must be below {len(cache.keys)}, got {layer}")
     keys, values = cache.keys[layer], cache.values[layer]
     checks.floats({"the cache": keys, **as_cast(tokens, keys)})
-    said, rank = _said(tokens), tokens["key"].dim()
+    said, rank = shapes.shown(tokens), tokens["key"].dim()
     if rank not in (3, 4) or any(tensor.dim() != rank for tensor in tokens.values()):
         raise ValueError(f"{', '.join(tokens)} must all have 4 dimensions, or 3 if packed: {said}")
     transposed = cache.layout == "blhd"
@@ -352,7 +336,3 @@ def _check_tokens(cache: Any, now: Step, layer: Any, tokens: dict[str, Any]) -> 
         if name != "query" and tensor.size(heads) != kv_heads:
             raise ValueError(f"{name} must have the {kv_heads} heads of the cache: {said}")
     no_derivatives(list(tokens.values()))
-
-
-def _said(tensors: dict[str, Tensor]) -> str:
-    return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())

@@ -6,18 +6,37 @@ It calls and explains refusals as :mod:`selfattn_ext.functional` does.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, Literal, overload
+from typing import TYPE_CHECKING, Any, overload
 
 import torch
 from torch import Tensor
 
-from .. import attend as general
-from ..arguments import checks, overrides, shapes
-from ..arguments import prepared as arguments
-from ..arguments import sequence_checks as checks_sequences
-from . import cached_keys as varlen_cache
+from ..arguments import (
+    DEFAULT_QUERY_OFFSET,
+    DEFAULT_SOFTCAP,
+    DEFAULT_WINDOW,
+    AttentionOptions,
+    Keywords,
+    PackedCall,
+    autocast,
+    checks,
+    joined_masks,
+    keywords_for,
+    overrides,
+    position,
+    sequence_checks,
+    shapes,
+    with_options,
+)
+from ..attend import attend, with_gradients
+from . import cached_keys
 
-__all__ = ["varlen_attention"]
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
+
+    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+
+__all__ = ["packed_attention", "varlen_attention"]
 
 _is_overridden = torch.overrides.has_torch_function_variadic
 Masks = Tensor | Sequence[Tensor]
@@ -28,58 +47,40 @@ def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
-    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., query_offset: int | Tensor = ..., seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    return_weights: Literal[False] = ..., return_lse: Literal[False] = ...,
+    query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    **options: Unpack[ForOut],
 ) -> Tensor: ...  # fmt: skip
-
-
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
-    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., query_offset: int | Tensor = ..., seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    return_weights: Literal[True], return_lse: Literal[False] = ...,
+    query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    **options: Unpack[ForWeights],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
-    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., query_offset: int | Tensor = ..., seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    return_weights: Literal[False] = ..., return_lse: Literal[True],
+    query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    **options: Unpack[ForLse],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
-    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., query_offset: int | Tensor = ..., seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    return_weights: Literal[True], return_lse: Literal[True],
+    query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    **options: Unpack[ForWeightsAndLse],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def varlen_attention(
     query: Tensor, key: Tensor, value: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor | None,
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
-    window_size: Sequence[int] = ..., softcap: float = ..., alibi_slopes: Tensor | None = ...,
-    sinks: Tensor | None = ..., query_offset: int | Tensor = ..., seqused_k: Tensor | None = ...,
-    block_table: Tensor | None = ...,
-    return_weights: bool = ..., return_lse: bool = ...,
+    query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
+    **options: Unpack[ForAny],
 ) -> Any: ...  # fmt: skip
 
 
@@ -97,11 +98,11 @@ def varlen_attention(
     scale: float | None = None,
     enable_gqa: bool = False,
     *,
-    window_size: Sequence[int] = general.EVERYTHING,
-    softcap: float = general.OFF,
+    window_size: Sequence[int] = DEFAULT_WINDOW,
+    softcap: float = DEFAULT_SOFTCAP,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_offset: int | Tensor = arguments.ORIGIN,
+    query_offset: int | Tensor = DEFAULT_QUERY_OFFSET,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
     return_weights: bool = False,
@@ -174,60 +175,48 @@ def varlen_attention(
 
     After Dao (2023), "FlashAttention-2", whose packing it is.
     """
-    masks = attn_mask if isinstance(attn_mask, (list, tuple)) else (attn_mask,)
-    tensors = (
-        query, key, value, cu_seqlens_q, cu_seqlens_k, *masks, alibi_slopes, sinks, query_offset, seqused_k,
-        block_table,
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
+        query_offset, return_weights, return_lse,
     )  # fmt: skip
-    if _is_overridden(*tensors) and (relevant := overrides.asked(*tensors)):
-        return overrides.call(
-            varlen_attention, relevant, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size=window_size,
-            softcap=softcap, alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
-            seqused_k=seqused_k, block_table=block_table, return_weights=return_weights,
-            return_lse=return_lse,
-        )  # fmt: skip
-    if seqused_k is not None or block_table is not None:
-        return varlen_cache.attention(
-            query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, attn_mask, dropout_p,
-            is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks, query_offset, seqused_k,
-            block_table, return_weights, return_lse,
-        )  # fmt: skip
-    try:
-        checks.flags(
-            is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights, return_lse=return_lse
-        )
-        if cu_seqlens_k is None:
-            raise TypeError("packed keys without offsets")
-        options: dict[str, Any] = {
-            "cu_seqlens_q": checks_sequences.indices("cu_seqlens_q", cu_seqlens_q),
-            "cu_seqlens_k": checks_sequences.indices("cu_seqlens_k", cu_seqlens_k),
-            "max_seqlen_q": checks.integer("max_seqlen_q", max_seqlen_q, 0),
-            "max_seqlen_k": checks.integer("max_seqlen_k", max_seqlen_k, 0),
-        }
-        if query.is_cuda:
-            checks_sequences.look(
-                query, key, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, query_offset
-            )
-        general.add_position(options, query_offset)
-        general.add_rules(options, window_size, softcap)
-        mask: Any = attn_mask
-        if isinstance(attn_mask, (list, tuple)):
-            longest = (options["max_seqlen_q"], options["max_seqlen_k"])
-            checks_sequences.mask_list(attn_mask, query, cu_seqlens_q, cu_seqlens_k, longest)
-            mask = arguments.add_own_masks(options, attn_mask)
-        elif checks.is_causal_bias(attn_mask):
-            raise TypeError("a CausalBias is for one length")
+    call = PackedCall(
+        query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, block_table,
+        options,
+    )  # fmt: skip
+    masks = attn_mask if isinstance(attn_mask, (list, tuple)) else (attn_mask,)
+    tensors = (*call[:5], *masks, alibi_slopes, sinks, query_offset, seqused_k, block_table)
+    if _is_overridden(*tensors) and (relevant := overrides.overriding_arguments(*tensors)):
+        return overrides.call(varlen_attention, relevant, call)
+    return packed_attention(call)
 
-        call = arguments.prepared(
-            shapes.of_packed(query), shapes.of_packed(key), shapes.of_packed(value), mask, is_causal,
-            scale, enable_gqa, alibi_slopes, sinks, options, batch=cu_seqlens_q.shape[0] - 1,
-        )  # fmt: skip
-        out, weights, lse = general.attention(call, dropout_p, options, return_weights, return_lse)
-    except checks.REFUSALS as refusal:
-        raise checks.explained(
-            refusal, checks_sequences.varlen, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q,
-            max_seqlen_k, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size=window_size,
-            softcap_=softcap, alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
-        ) from None  # fmt: skip
-    return general.results(out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0))
+
+def packed_attention(call: PackedCall) -> Any:
+    """:func:`varlen_attention` of arguments that override nothing."""
+    if call.seqused_k is not None or call.block_table is not None:
+        return attend(call, cached_keys.computed, cached_keys.check)
+    return attend(call, _computed, sequence_checks.packed_attention)
+
+
+def _computed(call: PackedCall) -> shapes.Results:
+    options = call.options
+    if call.cu_seqlens_k is None:
+        raise TypeError("packed keys without offsets")
+    keywords: Keywords = {
+        "cu_seqlens_q": sequence_checks.indices("cu_seqlens_q", call.cu_seqlens_q),
+        "cu_seqlens_k": sequence_checks.indices("cu_seqlens_k", call.cu_seqlens_k),
+        "max_seqlen_q": checks.integer("max_seqlen_q", call.max_seqlen_q, 0),
+        "max_seqlen_k": checks.integer("max_seqlen_k", call.max_seqlen_k, 0),
+    }
+    if call.query.is_cuda:
+        sequence_checks.check_offsets_on_cuda(call)
+    keywords |= position(options.query_offset)
+    if isinstance(options.attn_mask, (list, tuple)):
+        sequence_checks.mask_list(call)
+        numbers, sizes = joined_masks(options.attn_mask)
+        keywords |= sizes
+        options = options._replace(attn_mask=numbers)
+    elif checks.is_causal_bias(options.attn_mask):
+        raise TypeError("a CausalBias is for one length")
+    form = shapes.packed(autocast(*call[:3]), call.cu_seqlens_q.shape[0] - 1, options.enable_gqa)
+    keywords |= keywords_for(options, form.query)
+    return with_gradients(with_options(form, options, keywords), options)

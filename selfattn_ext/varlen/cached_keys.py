@@ -12,14 +12,11 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from .. import attend as general
-from ..arguments import checks, shapes
-from ..arguments import sequence_checks as checks_sequences
-from ..arguments.prepared import Maybe, Options
-from ..kv_cache import attention as kvcache_attention
-from ..kv_cache import checks as kvcache_checks
+from ..arguments import Keywords, PackedCall, checks, keywords_for, position, sequence_checks, shapes
+from ..kv_cache import checks as cache_checks
+from ..kv_cache.attention import attend_to_cache, page_numbers
 
-__all__ = ["attention"]
+__all__ = ["check", "computed"]
 
 _NO_GRADIENTS = (
     "varlen_attention has no gradients with seqused_k or block_table: call it under torch.no_grad(), or give "
@@ -27,94 +24,85 @@ _NO_GRADIENTS = (
 )
 
 
-def attention(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Maybe,
-    max_seqlen_q: int,
-    max_seqlen_k: int,
-    attn_mask: Any,
-    dropout_p: float,
-    is_causal: bool,
-    scale: float | None,
-    enable_gqa: bool,
-    window_size: Sequence[int],
-    softcap: float,
-    alibi_slopes: Maybe,
-    sinks: Maybe,
-    query_offset: int | Tensor,
-    seqused_k: Maybe,
-    block_table: Maybe,
-    return_weights: bool,
-    return_lse: bool,
-) -> Any:
-    """:func:`selfattn_ext.varlen_attention` where one of seqused_k and block_table is given.
+def computed(call: PackedCall) -> shapes.Results:
+    """:func:`selfattn_ext.varlen_attention` where one of seqused_k and block_table is given."""
+    query, key, value, options = call.query, call.key, call.value, call.options
+    keywords: Keywords = {
+        "cu_seqlens_q": sequence_checks.indices("cu_seqlens_q", call.cu_seqlens_q),
+        "max_seqlen_q": checks.integer("max_seqlen_q", call.max_seqlen_q, 0),
+        "seqlens_k": _lengths(call),
+    }
+    if call.block_table is not None:
+        keys, values = key.transpose(1, 2), value.transpose(1, 2)
+        keywords["block_table"] = page_numbers(call.block_table)
+        _check_longest(call)
+    else:
+        keys, values = (shapes.dense_rows(shapes.of_packed(tensor)) for tensor in (key, value))
+        keywords["cu_seqlens_k"] = sequence_checks.indices("cu_seqlens_k", call.cu_seqlens_k)
+        keywords["max_seqlen_k"] = checks.integer("max_seqlen_k", call.max_seqlen_k, 0)
+    if not options.enable_gqa and keys.size(1) not in (1, query.size(1)):
+        raise ValueError("groups of heads that were not asked for")
+    if call.seqused_k is not None and call.cu_seqlens_k is not None and call.block_table is None:
+        _check_slots(call.seqused_k, call.cu_seqlens_k)
+    if query.is_cuda and not torch.compiler.is_dynamo_compiling():
+        _check_values_on_cuda(call, keys, keywords)
+    keywords |= position(options.query_offset)
+    keywords |= keywords_for(options, keys)
+    batch = call.cu_seqlens_q.shape[0] - 1
+    step = attend_to_cache(shapes.of_packed(query), keys, values, None, None, batch, options, keywords)
+    return shapes.restored_packed(*step)
 
-    Raises:
-        ValueError, TypeError: as there.
-    """
-    try:
-        checks.flags(
-            is_causal=is_causal, enable_gqa=enable_gqa, return_weights=return_weights, return_lse=return_lse
-        )
-        options: Options = {
-            "cu_seqlens_q": checks_sequences.indices("cu_seqlens_q", cu_seqlens_q),
-            "max_seqlen_q": checks.integer("max_seqlen_q", max_seqlen_q, 0),
-            "seqlens_k": _lengths(cu_seqlens_k, seqused_k),
-        }
-        keys, values = key, value
-        if block_table is not None:
-            keys, values = key.transpose(1, 2), value.transpose(1, 2)
-            options["block_table"] = kvcache_attention.page_numbers(block_table)
-            _within_longest(seqused_k, cu_seqlens_k, max_seqlen_k)
-        else:
-            keys, values = (
-                shapes.dense_rows(shapes.of_packed(key)),
-                shapes.dense_rows(shapes.of_packed(value)),
+
+def check(call: PackedCall) -> None:
+    """Every argument of :func:`selfattn_ext.varlen_attention` with seqused_k or block_table."""
+    key, value, table, options = call.key, call.value, call.block_table, call.options
+    query = cache_checks.as_cast({"query": call.query}, key)["query"]
+    call = call._replace(query=query)
+    checks.floats({"query": query, "key": key, "value": value})
+    if isinstance(options.attn_mask, (list, tuple)):
+        raise TypeError("attn_mask must be one tensor where seqused_k or block_table is given, got a list")
+    if table is None:
+        sequence_checks.packed_attention(call)
+        _check_lengths("seqused_k", call.seqused_k, query, call.cu_seqlens_q.shape[0] - 1)
+    else:
+        _check_pages(query, key, value, options.enable_gqa)
+        sequence_checks.offsets("q", call.cu_seqlens_q, call.max_seqlen_q, query, query)
+        batch = call.cu_seqlens_q.shape[0] - 1
+        cache_checks.page_table(table, query, batch)
+        name, counts = "seqused_k", call.seqused_k
+        if counts is None:
+            name, counts = "cu_seqlens_k.diff()", _lengths(call)
+        _check_lengths(name, counts, query, batch)
+        # Any row of each page stands for the keys, and nowhere for what the table and the lengths say.
+        sequence_checks.packed_attention(
+            call._replace(
+                key=key[:, 0],
+                value=value[:, 0],
+                cu_seqlens_k=call.cu_seqlens_q.new_zeros(batch + 1),
+                max_seqlen_k=table.size(1) * key.size(1),
             )
-            options["cu_seqlens_k"] = checks_sequences.indices("cu_seqlens_k", cu_seqlens_k)
-            options["max_seqlen_k"] = checks.integer("max_seqlen_k", max_seqlen_k, 0)
-        if not enable_gqa and keys.size(1) not in (1, query.size(1)):
-            raise ValueError("groups of heads that were not asked for")
-        if seqused_k is not None and cu_seqlens_k is not None and block_table is None:
-            _within_slots(seqused_k, cu_seqlens_k)
-        if query.is_cuda and not torch.compiler.is_dynamo_compiling():
-            _look(query, key, keys, cu_seqlens_q, cu_seqlens_k, query_offset, options)
-        general.add_position(options, query_offset)
-        general.add_rules(options, window_size, softcap)
-        if is_causal:
-            options["is_causal"] = True
-        out, weights, lse = kvcache_attention.attend(
-            shapes.of_packed(query), keys, values, None, None, options, cu_seqlens_q.shape[0] - 1, attn_mask,
-            dropout_p, scale, alibi_slopes, sinks, return_weights, return_lse,
-        )  # fmt: skip
-    except checks.REFUSALS as refusal:
-        raise checks.explained(
-            refusal, _check, query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            seqused_k, block_table, attn_mask=attn_mask, dropout_p=dropout_p, is_causal=is_causal,
-            scale_=scale, enable_gqa=enable_gqa, window_size=window_size, softcap_=softcap,
-            alibi_slopes=alibi_slopes, sinks=sinks, query_offset=query_offset,
-        ) from None  # fmt: skip
-    return general.results(out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0))
+        )
+        if not (torch.compiler.is_dynamo_compiling() or isinstance(counts, FakeTensor)):
+            cache_checks.lengths(counts.cpu().long(), 0, key.transpose(1, 2), table.cpu(), name)
+    tensors = (query, key, value, options.attn_mask, options.alibi_slopes, options.sinks)
+    cache_checks.no_derivatives(tensors, _NO_GRADIENTS)
 
 
-def _lengths(cu_seqlens_k: Any, seqused_k: Maybe) -> Tensor:
+def _lengths(call: PackedCall) -> Tensor:
     """How many keys each sequence has, (B,)."""
-    if seqused_k is not None:
-        return checks_sequences.indices("seqused_k", seqused_k)
-    return checks_sequences.indices("cu_seqlens_k", cu_seqlens_k).diff()
+    if call.seqused_k is not None:
+        return sequence_checks.indices("seqused_k", call.seqused_k)
+    return sequence_checks.indices("cu_seqlens_k", call.cu_seqlens_k).diff()
 
 
-def _within_longest(seqused_k: Maybe, cu_seqlens_k: Maybe, max_seqlen_k: Any) -> None:
+def _check_longest(call: PackedCall) -> None:
     """The operators, who find the keys of a sequence by its pages, have no use for the longest length."""
-    longest = checks.integer("max_seqlen_k", max_seqlen_k, 0)
+    longest = checks.integer("max_seqlen_k", call.max_seqlen_k, 0)
     lengths: Sequence[int] | None = None
-    if seqused_k is not None:
-        lengths = checks_sequences.values("seqused_k", seqused_k)
-    elif cu_seqlens_k is not None:
-        starts = checks_sequences.values("cu_seqlens_k", cu_seqlens_k)
+    if call.seqused_k is not None:
+        lengths = sequence_checks.values("seqused_k", call.seqused_k)
+    elif call.cu_seqlens_k is not None:
+        starts = sequence_checks.values("cu_seqlens_k", call.cu_seqlens_k)
         lengths = starts and [after - before for before, after in itertools.pairwise(starts)]
     if lengths and max(lengths) > longest:
         raise ValueError(
@@ -123,10 +111,10 @@ def _within_longest(seqused_k: Maybe, cu_seqlens_k: Maybe, max_seqlen_k: Any) ->
         )
 
 
-def _within_slots(seqused_k: Tensor, cu_seqlens_k: Tensor) -> None:
+def _check_slots(seqused_k: Tensor, cu_seqlens_k: Tensor) -> None:
     """The operators would take as many rows as there are for a number that is too large."""
-    used = checks_sequences.values("seqused_k", seqused_k)
-    starts = checks_sequences.values("cu_seqlens_k", cu_seqlens_k)
+    used = sequence_checks.values("seqused_k", seqused_k)
+    starts = sequence_checks.values("cu_seqlens_k", cu_seqlens_k)
     if used is None or starts is None:
         return
     slots = itertools.pairwise(starts)
@@ -138,80 +126,29 @@ def _within_slots(seqused_k: Tensor, cu_seqlens_k: Tensor) -> None:
             )
 
 
-def _look(
-    query: Tensor,
-    key: Tensor,
-    keys: Tensor,
-    cu_seqlens_q: Tensor,
-    cu_seqlens_k: Any,
-    query_offset: int | Tensor,
-    options: Options,
-) -> None:
+def _check_values_on_cuda(call: PackedCall, keys: Tensor, keywords: Keywords) -> None:
     """The check of values on CUDA, where the operators have none; ``keys`` is key in their form."""
-    checks_sequences.offset_values("q", query, cu_seqlens_q, options["max_seqlen_q"])
-    if "block_table" in options:
-        kvcache_checks.values(keys, None, options)
+    sequence_checks.offset_values("q", call.query, call.cu_seqlens_q, keywords["max_seqlen_q"])
+    if call.cu_seqlens_k is not None and "cu_seqlens_k" in keywords:
+        sequence_checks.offset_values("k", call.key, call.cu_seqlens_k, keywords["max_seqlen_k"])
     else:
-        checks_sequences.offset_values("k", key, cu_seqlens_k, options["max_seqlen_k"])
-    if isinstance(query_offset, Tensor) and query_offset.dim() == 1:
-        checks_sequences.position_values(query_offset)
-
-
-def _check(
-    query: Any,
-    key: Any,
-    value: Any,
-    cu_seqlens_q: Any,
-    cu_seqlens_k: Any,
-    max_seqlen_q: Any,
-    max_seqlen_k: Any,
-    seqused_k: Any,
-    block_table: Any,
-    **options: Any,
-) -> None:
-    """Every argument of :func:`selfattn_ext.varlen_attention` with seqused_k or block_table; ``options`` are
-    those that :func:`selfattn_ext.arguments.sequence_checks.varlen` knows.
-    """
-    query = kvcache_checks.as_cast({"query": query}, key)["query"]
-    checks.floats({"query": query, "key": key, "value": value})
-    if isinstance(options["attn_mask"], (list, tuple)):
-        raise TypeError("attn_mask must be one tensor where seqused_k or block_table is given, got a list")
-    if block_table is None:
-        offsets = (cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k)
-        checks_sequences.varlen(query, key, value, *offsets, **options)
-        _check_lengths("seqused_k", seqused_k, query, cu_seqlens_q.shape[0] - 1)
-    else:
-        _pages(query, key, value, options["enable_gqa"])
-        checks_sequences.offsets("q", cu_seqlens_q, max_seqlen_q, query, query)
-        batch = cu_seqlens_q.shape[0] - 1
-        kvcache_checks.page_table(block_table, query, batch)
-        name, counts = "seqused_k", seqused_k
-        if seqused_k is None:
-            name, counts = "cu_seqlens_k.diff()", _lengths(cu_seqlens_k, None)
-        _check_lengths(name, counts, query, batch)
-        capacity = block_table.size(1) * key.size(1)
-        # Any row of each page stands for the keys, and nowhere for what the table and the lengths say.
-        offsets = (cu_seqlens_q, cu_seqlens_q.new_zeros(batch + 1), max_seqlen_q, capacity)
-        checks_sequences.varlen(query, key[:, 0], value[:, 0], *offsets, **options)
-        if not (torch.compiler.is_dynamo_compiling() or isinstance(counts, FakeTensor)):
-            kvcache_checks.lengths(counts.cpu().long(), 0, key.transpose(1, 2), block_table.cpu(), name)
-    tensors = (query, key, value, *(options[name] for name in ("attn_mask", "alibi_slopes", "sinks")))
-    kvcache_checks.no_derivatives(tensors, _NO_GRADIENTS)
+        cache_checks.values(keys, None, keywords)
+    sequence_checks.check_positions_on_cuda(call.options.query_offset)
 
 
 def _check_lengths(name: str, value: Any, query: Tensor, batch: int) -> None:
     """How many keys each sequence has, as a user gives it."""
-    if checks_sequences.indices(name, value).shape[0] != batch:
+    if sequence_checks.indices(name, value).shape[0] != batch:
         raise ValueError(
             f"{name} must have a length for each of the {batch} sequences, got {checks.described(value)}"
         )
     checks.on_device(name, value, "query", query.device)
 
 
-def _pages(query: Tensor, key: Tensor, value: Tensor, enable_gqa: Any) -> None:
+def _check_pages(query: Tensor, key: Tensor, value: Tensor, enable_gqa: Any) -> None:
     """Shapes of keys and values in pages."""
     tensors = {"query": query, "key": key, "value": value}
-    said = ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
+    said = shapes.shown(tensors)
     if query.dim() != 3 or key.dim() != 4 or value.dim() != 4:
         raise ValueError(
             "with a block_table, query must be (total, H, E), key (pages, page_size, Hk, E) and value "

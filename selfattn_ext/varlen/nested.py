@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from ..arguments import checks
-from .attention import varlen_attention
+from ..arguments import AttentionCall, PackedCall, checks
+from .attention import packed_attention
 
 __all__ = ["attention", "without_columns"]
 
 
-def attention(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any, **keywords: Any) -> Any:
+def attention(call: AttentionCall) -> Any:
     """:func:`selfattn_ext.scaled_dot_product_attention` where any of query, key and value is jagged.
 
     query (B, H, jq, E), key (B, Hk, jk, E) and value (B, Hk, jk, Ev), or (B, jq, E), (B, jk, E) and
@@ -27,21 +27,23 @@ def attention(query: Any, key: Any, value: Any, attn_mask: Any, *options: Any, *
     Raises:
         ValueError, TypeError: as there.
     """
-    _check(query, key, value)
+    query: Any = call.query
+    options, mask = call.options, call.options.attn_mask
+    _check(query, call.key, call.value)
     heads_apart = query.dim() == 4
-    if attn_mask is not None or keywords.get("return_weights"):
-        _need_longest(query, key)
-    q, k, v = _packed(query), _packed(key), _packed(value)
-    if attn_mask is not None and not heads_apart and isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
-        attn_mask = attn_mask.unsqueeze(1)
-    results: Any = varlen_attention(
-        q.rows, k.rows, v.rows, q.starts, k.starts, q.longest, k.longest, attn_mask, *options, **keywords
+    if mask is not None or options.return_weights:
+        _need_longest(query, call.key)
+    q, k, v = _packed(query), _packed(call.key), _packed(call.value)
+    if not heads_apart and isinstance(mask, Tensor) and mask.dim() == 3:
+        options = options._replace(attn_mask=mask.unsqueeze(1))
+    results: Any = packed_attention(
+        PackedCall(q.rows, k.rows, v.rows, q.starts, k.starts, q.longest, k.longest, None, None, options)
     )
     out, *rest = results if isinstance(results, tuple) else (results,)
     out = _jagged(out.transpose(0, 1) if heads_apart else out.squeeze(1), query, q.places)
-    if keywords.get("return_weights") and not heads_apart:
+    if options.return_weights and not heads_apart:
         rest[0] = rest[0].squeeze(1)
-    if keywords.get("return_lse"):
+    if options.return_lse:
         rest[-1] = _jagged(rest[-1] if heads_apart else rest[-1].squeeze(0), query, q.places, -torch.inf)
     return (out, *rest) if rest else out
 

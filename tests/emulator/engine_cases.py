@@ -37,8 +37,7 @@ from cases import (
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import library, ops, reference
-from selfattn_ext.arguments import prepared as arguments
+from selfattn_ext import arguments, library, ops, reference
 
 from . import sequence_cases
 

@@ -1,0 +1,42 @@
+"""Which kernel calls are asked to take; :func:`selfattn_ext.backends.use` and SELFATTN_KERNEL ask."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+__all__ = ["current", "use"]
+
+_OF_THE_PROCESS: str = os.environ.get("SELFATTN_KERNEL", "")
+_forced: ContextVar[str] = ContextVar("selfattn_ext_kernel", default=_OF_THE_PROCESS)
+
+#: How many parts of the process ask for a kernel; while there are none, calls need not look which it is.
+forcing: int = 1 if _OF_THE_PROCESS else 0
+_lock = threading.Lock()
+
+
+def current() -> str:
+    """The kernel that calls are to take, "" for the automatic choice."""
+    return _forced.get() if forcing else ""
+
+
+# torch.compiler.assume_constant_result does this too, and imports the compiler for it, which takes a second.
+current._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@contextmanager
+def use(name: str) -> Iterator[None]:
+    """Inside the ``with`` block, calls of this thread or task are to take that kernel."""
+    global forcing
+    token = _forced.set(name)
+    with _lock:
+        forcing += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            forcing -= 1
+        _forced.reset(token)

@@ -1,0 +1,56 @@
+"""For type checkers: the keyword arguments that attention functions share, and what flags make them return.
+
+Each overload of a public function names its other arguments and takes one of these.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypedDict
+
+from torch import Tensor
+from typing_extensions import Required
+
+__all__ = ["ForAny", "ForLse", "ForOut", "ForWeights", "ForWeightsAndLse", "Rules"]
+
+
+class Rules(TypedDict, total=False):
+    window_size: Sequence[int]
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+
+
+class ForOut(Rules, total=False):
+    """out."""
+
+    return_weights: Literal[False]
+    return_lse: Literal[False]
+
+
+class ForWeights(Rules, total=False):
+    """(out, weights)."""
+
+    return_weights: Required[Literal[True]]
+    return_lse: Literal[False]
+
+
+class ForLse(Rules, total=False):
+    """(out, lse)."""
+
+    return_weights: Literal[False]
+    return_lse: Required[Literal[True]]
+
+
+class ForWeightsAndLse(Rules, total=False):
+    """(out, weights, lse)."""
+
+    return_weights: Required[Literal[True]]
+    return_lse: Required[Literal[True]]
+
+
+class ForAny(Rules, total=False):
+    """What the flags say when the program runs."""
+
+    return_weights: bool
+    return_lse: bool
