@@ -34,11 +34,11 @@ from .arguments import (
     AttentionOptions,
     Prepared,
     call_checks,
-    forced_kernel,
     keywords_of,
     precision,
     prepare,
 )
+from .arguments import forced_kernel as _forced
 from .reference import default_scale
 
 __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]
@@ -132,6 +132,11 @@ def cpu_isas() -> list[str]:
     return list(dict.fromkeys(kernel.isa for kernel in available() if kernel.automatic))
 
 
+def forced_kernel() -> str:
+    """The kernel that :func:`use` or SELFATTN_KERNEL asks for, "" for the automatic choice."""
+    return _forced.current()
+
+
 @contextmanager
 def use(name: str) -> Iterator[None]:
     """Inside the ``with`` block, calls of this thread or task take the kernel ``name``; "" is the automatic
@@ -145,7 +150,7 @@ def use(name: str) -> Iterator[None]:
         ValueError: no kernel has that name, or this machine cannot run it.
     """
     _check_name(name)
-    with forced_kernel.use(name):
+    with _forced.use(name):
         yield
 
 
@@ -209,7 +214,7 @@ def explain(
     )  # fmt: skip
     call = AttentionCall(query, key, value, options)
     call_checks.attention(call)
-    forced = forced_kernel.current()
+    forced = forced_kernel()
     if query.device.type == "cuda":
         return _explain_on_cuda(prepare(call), forced)
     taken = chosen = _choose(forced)
