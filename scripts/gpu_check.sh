@@ -30,10 +30,10 @@ limit=${STEP_SECONDS:-480}
 out=${OUT:-gpu-results}
 steps=()
 quick=()
-gpu_tests=(tests/test_cuda.py tests/test_cuda_runtime.py tests/test_cuda_sequences.py tests/test_cuda_sizes.py
-  tests/test_cuda_training.py)
+gpu_tests=(tests/cuda/test_cuda.py tests/cuda/test_cuda_runtime.py tests/cuda/test_cuda_sequences.py tests/cuda/test_cuda_sizes.py
+  tests/cuda/test_cuda_training.py)
 # What needs the network or packages that such a machine may lack.
-elsewhere=(--ignore=tests/test_install.py --ignore=tests/test_notebook.py --ignore=tests/test_source_notebooks.py)
+elsewhere=(--ignore=tests/building/test_install.py --ignore=tests/documents/test_notebook.py --ignore=tests/documents/test_source_notebooks.py)
 summary=()
 
 usage() { sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"; }
@@ -101,7 +101,7 @@ perform() { # perform STEP
       tests device SELFATTN_TEST_DEVICE=cuda SELFATTN_REQUIRE_CUDA=1 -- "${elsewhere[@]}"
       ;;
     suite)
-      tests suite -- "${gpu_tests[@]/#/--ignore=}" --ignore=tests/test_on_cuda.py "${elsewhere[@]}"
+      tests suite -- "${gpu_tests[@]/#/--ignore=}" --ignore=tests/cuda/test_on_cuda.py "${elsewhere[@]}"
       ;;
     check)
       run check "$python" scripts/cuda_compile_check.py --archs "$(architecture)"

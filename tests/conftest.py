@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import gpu
+import modules
 import pytest
 import torch
 
@@ -23,7 +24,9 @@ if gpu.DEVICE != "cpu":
     # Before the test modules, some of which make tensors as they are imported.
     torch.set_default_device(gpu.DEVICE)
     collect_ignore = [
-        path.name for path in Path(__file__).parent.glob("test_*.py") if path.name not in gpu.MODULES
+        str(path.relative_to(modules.TESTS))
+        for name, path in modules.paths().items()
+        if name not in gpu.MODULES
     ]
 
 

@@ -2,7 +2,7 @@
 streams for those that do.
 
 SELFATTN_TEST_DEVICE=cuda makes the tests of MODULES, which name no device, compute on the GPU: torch's
-default device is that one then, and the fixtures force its kernels. tests/test_on_cuda.py runs them so.
+default device is that one then, and the fixtures force its kernels. tests/cuda/test_on_cuda.py runs them so.
 """
 
 from __future__ import annotations

@@ -12,18 +12,20 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import modules
 import pytest
 
 import selfattn_ext
 from selfattn_ext import backends, library, toolchain
 
-TESTS = Path(__file__).parent
+TESTS = modules.TESTS
 EMULATOR = TESTS / "amx_emulator"
 #: What the kernels with AMX use besides it.
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 #: Tests of the existing suite that take a few seconds in the emulator.
 CHOSEN = {
     "test_amx_choice.py": "",
+    "test_declared_options.py": "amx",
     "test_determinism.py": "amx",
     "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
     "test_options_pairwise.py": "fused-amx",
@@ -157,7 +159,7 @@ def test_tests_pass_in_the_emulator(module: str, emulator: str) -> None:
             "-q",
             "-p",
             "no:cacheprovider",
-            str(TESTS / module),
+            str(modules.paths()[module]),
             "-k",
             CHOSEN[module],
         ],

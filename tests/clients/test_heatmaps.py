@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from documents import blocks
+from pages import blocks
 
 assert transformers, "a client: missing, it is an error"
 

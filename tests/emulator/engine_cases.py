@@ -4,7 +4,7 @@
 
 judges every operator by the formula, as cases.check does, on the device as on the CPU, tensors without
 elements included; shapes, strides and dtypes must be the same on both. Prints how many calls the device has
-had. tests/test_emulated_engine.py does so. The memory of results and workspaces is NaN beforehand.
+had. tests/cuda/test_emulated_engine.py does so. The memory of results and workspaces is NaN beforehand.
 """
 
 from __future__ import annotations

@@ -4,7 +4,7 @@
 
 runs each EVERY-th case from FIRST on, without those of more than MOST million products of scores and values.
 The results of a case must be the same bits under every schedule, so its digest is what runs are compared by.
-tests/test_emulated_kernels.py does so. What is the same in bits as results that are accurate need not be
+tests/cuda/test_emulated_kernels.py does so. What is the same in bits as results that are accurate need not be
 judged: --again leaves out what a module says. --schedules fifo:eager lifo:late runs them under each of these
 orders and times of copies, and writes the name before each line.
 """

@@ -4,7 +4,7 @@
 // exact, all terms are shifted to the largest exponent among them and truncated to a few bits beyond those of
 // float32, their sum is exact, and the result is truncated, not rounded. Groups follow each other in the
 // order of k. The length of a group and the bits that are kept differ between generations;
-// tests/test_emulator.py compares this with what mmasim (PyPI) answers, whose author measured devices.
+// tests/cuda/test_emulator.py compares this with what mmasim (PyPI) answers, whose author measured devices.
 #pragma once
 
 namespace selfattn::emulator {

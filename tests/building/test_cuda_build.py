@@ -240,7 +240,7 @@ class TestToldToUsers:
         self, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, run_python: Callable[..., str]
     ) -> None:
         """setup.py ends in one line that says why."""
-        setup = Path(__file__).parent.parent / "setup.py"
+        setup = Path(__file__).parents[2] / "setup.py"
         script = (
             "import subprocess, sys\n"
             f"done = subprocess.run([sys.executable, {str(setup)!r}, '-q', 'build_ext', '--build-temp', '.', "

@@ -10,13 +10,12 @@ import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
+import modules
 import pytest
 from emulator import build
 
-TESTS = Path(__file__).parent
 KERNELS = [name for name in ("simt", "sm80") if (build.CSRC / "cuda" / name).is_dir()]
 
 #: The modules of tests/emulator that run cases.
@@ -29,7 +28,7 @@ OTHERS = ["fifo:eager", "lifo:late", "sticky:random"]
 OTHERS_EVERY = 6
 #: Cases that are computed several times each, of which every third runs here, and the rest beside the
 #: sanitizers.
-SHARE = {"sequence_cases": 3}
+SHARE = {"backward_cases": 3, "sequence_cases": 3}
 RACE = "fifo:late"
 ASAN = "sticky:late"
 #: Of how many cases one runs under these two, which slow it down most, and the first of them.
@@ -45,7 +44,7 @@ CHOSEN = [
         "test_edge_cases.py test_determinism.py test_dropout.py",
         "not threads_and_runs and not another_parallel_region",
     ),
-    ("test_masks.py test_gradients.py", "not never_expanded"),
+    ("test_masks.py test_gradients.py test_declared_options.py", "not never_expanded"),
     # Every broadcast of a mask is among the cases, in sizes that take less time.
     (
         "test_special_numbers.py test_double_backward.py test_mask_gradient.py",
@@ -139,7 +138,8 @@ def expected(request: pytest.FixtureRequest) -> Expected:
 
 
 def test_every_case_is_accurate(expected: Expected) -> None:
-    assert len(expected.results) > (15 if expected.cases in ("sequence_cases", "split_cases") else 100)
+    least = {"forward_cases": 100, "backward_cases": 70}
+    assert len(expected.results) > least.get(expected.cases, 15)
 
 
 def test_schedules_do_not_change_a_bit(expected: Expected) -> None:
@@ -187,10 +187,10 @@ def test_sanitizers_find_nothing(of: tuple[str, str]) -> None:
         assert digest == expected[case], case
 
 
-@pytest.mark.parametrize(("modules", "left_out"), CHOSEN, ids=lambda value: value.split(".")[0])
+@pytest.mark.parametrize(("names", "left_out"), CHOSEN, ids=lambda value: value.split(".")[0])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_existing_tests_pass(kernel: str, modules: str, left_out: str) -> None:
-    paths = [str(TESTS / module) for module in modules.split()]
+def test_existing_tests_pass(kernel: str, names: str, left_out: str) -> None:
+    paths = [str(modules.paths()[name]) for name in names.split()]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, "-k", left_out],
         env=environment(kernel, "fifo:late"),

@@ -11,7 +11,7 @@ from typing import Any
 from xml.etree import ElementTree
 
 import pytest
-from documents import ROOT, text_of
+from pages import ROOT, text_of
 
 PICTURES = ROOT / "docs" / "pictures"
 DATA = json.loads((PICTURES / "ratios.json").read_text(encoding="utf-8"))

@@ -10,7 +10,7 @@ import pytest
 
 from selfattn_ext.terminal import CommandError
 
-EXAMPLES = Path(__file__).parents[1] / "examples"
+EXAMPLES = Path(__file__).parents[2] / "examples"
 SENTENCES = "the cat sat on the mat. the dog sat on the log. " * 40
 
 

@@ -16,7 +16,7 @@ import pytest
 
 from selfattn_ext import library
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 
 #: Writes down how it was called, and says which torch there is when it is asked.
 PROGRAM = """#!/bin/sh

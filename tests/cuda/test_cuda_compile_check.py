@@ -12,7 +12,7 @@ import pytest
 
 from selfattn_ext import cuda_build
 
-SCRIPTS = Path(__file__).parents[1] / "scripts"
+SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import compiler_report  # noqa: E402

@@ -7,7 +7,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 import pytest
-from documents import DOCUMENTS, ROOT, Block, blocks, text_of
+from pages import DOCUMENTS, ROOT, Block, blocks, text_of
 
 _LINK = re.compile(r"\]\((?!https?:)([^)#\s]*)(?:#([^)\s]+))?\)")
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent
+ROOT = Path(__file__).resolve().parents[2]
 BACKEND = ROOT / ".pep517"
 
 
@@ -66,7 +66,7 @@ class TestShipped:
             "Makefile",
             "LICENSE",
         }
-        needed |= {"selfattn_ext/sources.py", "selfattn_ext/py.typed", "tests/test_install.py"}
+        needed |= {"selfattn_ext/sources.py", "selfattn_ext/py.typed", "tests/building/test_install.py"}
         needed |= {f"csrc/{name}" for name in files_below(ROOT / "csrc")}
         assert needed <= names
         assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]

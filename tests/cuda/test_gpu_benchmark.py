@@ -21,7 +21,7 @@ from selfattn_ext.bench.timer import Timing
 from selfattn_ext.bench.varlen import VarlenCase
 from selfattn_ext.terminal import table
 
-FOLDER = Path(__file__).parents[1] / "benchmarks"
+FOLDER = Path(__file__).parents[2] / "benchmarks"
 MODULES = ("gpu_cases", "gpu_peak", "gpu_measure", "gpu_run")
 MOMENT = timer.Effort(seconds=0.0, min_rounds=3)
 

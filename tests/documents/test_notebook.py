@@ -13,7 +13,7 @@ from nbclient import NotebookClient
 
 import selfattn_ext
 
-NOTEBOOK = Path(__file__).parents[1] / "examples" / "self_attention_from_scratch.ipynb"
+NOTEBOOK = Path(__file__).parents[2] / "examples" / "self_attention_from_scratch.ipynb"
 
 
 def outputs(notebook: nbformat.NotebookNode) -> list[list[str]]:

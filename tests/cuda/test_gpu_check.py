@@ -9,9 +9,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 import gpu
+import modules
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "scripts" / "gpu_check.sh"
+SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
 STEPS = ["build", "test", "device", "suite", "check", "golden", "bench"]
 
 Check = Callable[..., subprocess.CompletedProcess[str]]
@@ -78,10 +79,12 @@ def test_steps_run_in_order_and_once(check: Check, tmp_path: Path) -> None:
     # Nothing is installed: scripts find the package in the checkout.
     assert f"path {SCRIPT.parents[1]}\n" in run.stdout
     assert "--archs 90a" in check("--check").stdout
-    assert re.search(r"pytest .*--ignore=tests/test_install.py .* on cuda$", check("--device").stdout, re.M)
+    assert re.search(
+        r"pytest .*--ignore=tests/building/test_install.py .* on cuda$", check("--device").stdout, re.M
+    )
     suite = check("--suite").stdout
-    assert re.search(r"pytest .*--ignore=tests/test_cuda_training.py .* on cpu$", suite, re.M)
-    assert "--ignore=tests/test_on_cuda.py" in suite
+    assert re.search(r"pytest .*--ignore=tests/cuda/test_cuda_training.py .* on cpu$", suite, re.M)
+    assert "--ignore=tests/cuda/test_on_cuda.py" in suite
     run = check("--golden")
     assert "arch=compute_90a,code=sm_90a tests/emulator/programs/probe.cu" in run.stdout
     assert re.search(r"^python tests/emulator/probe.py \S+/probe \S+/golden$", run.stdout, re.M)
@@ -101,9 +104,9 @@ def test_failures_are_told_and_stop_nothing(check: Check) -> None:
 
 
 def test_every_test_module_runs_on_the_gpu_or_says_why_not() -> None:
-    modules = {path.name for path in Path(__file__).parent.glob("test_*.py")}
-    assert set(gpu.MODULES) <= modules
-    for name in sorted(modules):
+    names = set(modules.paths())
+    assert set(gpu.MODULES) <= names
+    for name in sorted(names):
         excused = [start for start in gpu.ELSEWHERE if name.startswith(start)]
         assert len(excused) == (name not in gpu.MODULES), name
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from documents import ROOT, text_of
+from pages import ROOT, text_of
 
 from selfattn_ext import backends, cuda_build, jit, library, toolchain
 from selfattn_ext.arguments import checks

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from documents import ROOT, text_of
+from pages import ROOT, text_of
 
 from selfattn_ext import info
 

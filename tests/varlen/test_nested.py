@@ -47,7 +47,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("name", list(OPTIONS))
 def test_the_bits_of_the_packed_call(name: str, dtype: torch.dtype) -> None:
-    """Which tests/test_varlen.py judges."""
+    """Which tests/varlen/test_varlen.py judges."""
     query = jagged(LENGTHS, 4, 16, dtype=dtype)
     key, value = jagged(KEYS, 2, 16, dtype=dtype), jagged(KEYS, 2, 8, dtype=dtype)
     options = OPTIONS[name]

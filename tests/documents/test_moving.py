@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-import documents
+import pages
 import pytest
 import torch
 import torch.nn.functional as F
@@ -22,7 +22,7 @@ LENGTHS = [(3, 7), (5, 5), (6, 4)]
 
 def named(name: str) -> Any:
     """A function of the page."""
-    (block,) = [block for block in documents.blocks("docs/moving.md") if f"def {name}(" in block.code]
+    (block,) = [block for block in pages.blocks("docs/moving.md") if f"def {name}(" in block.code]
     return block.run()[name]
 
 

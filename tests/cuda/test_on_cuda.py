@@ -9,13 +9,12 @@ import sys
 from pathlib import Path
 
 import gpu
+import modules
 import pytest
 
 import selfattn_ext
 
 gpu.need()
-
-TESTS = Path(__file__).parent
 
 
 @pytest.mark.parametrize("module", gpu.MODULES)
@@ -23,7 +22,7 @@ def test_on_the_gpu(module: str) -> None:
     package = str(Path(selfattn_ext.__file__).parent.parent)
     path = os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")]))
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(TESTS / module)],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(modules.paths()[module])],
         env={**os.environ, "PYTHONPATH": path, gpu.DEVICE_VARIABLE: "cuda"},
         capture_output=True,
         text=True,
