@@ -26,6 +26,9 @@ __all__ = [
     "with_options",
 ]
 
+# Looked up once: an attribute chain costs as much as the call at its end. And it asks for no device's name.
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+
 
 class Tensors(NamedTuple):
     """The tensors of a call in the operators' form."""
@@ -80,6 +83,8 @@ def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor
     """Under torch.autocast, casts as it does for torch's attention: all but float64 to the autocast dtype, or
     to the one given.
     """
+    if not _is_any_autocast_enabled():
+        return tensors
     device_type = tensors[0].device.type
     if not torch.is_autocast_enabled(device_type):
         return tensors
