@@ -53,7 +53,7 @@ demo: build
 
 # Style, and every operator and option on the best kernel and on the loops, in a tenth of the time of "test".
 QUICK := test_declared_options.py test_functional.py test_gradients.py test_flags.py test_overrides.py test_nn.py \
-	test_ops.py varlen/test_varlen_errors.py varlen/test_varlen_calls.py kv_cache/test_kvcache.py \
+	test_ops.py varlen/test_varlen_errors.py varlen/test_varlen_calls.py kv_cache/test_attention_with_kvcache.py \
 	documents/test_environment_variables.py
 quick: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" check .

@@ -60,7 +60,7 @@ struct Written {
   int64_t page, first, end, sequence;
 };
 
-void check_pages(const CacheAppend& a) {
+void check_pages(const AppendParams& a) {
   std::vector<Written> written;
   for (int64_t b = 0; b < a.batch; ++b) {
     const int64_t begin = a.first_position(b), end = begin + a.rows_of(b);
@@ -88,7 +88,7 @@ void check_pages(const CacheAppend& a) {
   }
 }
 
-void check_values(const CacheAppend& a) {
+void check_values(const AppendParams& a) {
   int64_t next = 0;
   for (int64_t b = 0; b < a.batch; ++b) {
     if (a.row_starts != nullptr) {
@@ -134,7 +134,7 @@ Append::Append(const AppendTensors& tensors, bool lengths_after) {
   const Input& value_cache = caches.value = inspect_cache("value_cache", tensors.value_cache, first);
   Input key = inspect("key", tensors.key), value = inspect("value", tensors.value, first);
 
-  CacheAppend& a = rows;
+  AppendParams& a = rows;
   a.dtype = float_dtype(key_cache);
   check_dtype(value_cache, a.dtype);
   check_rows(key, a.dtype);

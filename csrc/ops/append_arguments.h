@@ -1,7 +1,7 @@
 // New keys and values for a cache, behind the operators that append them.
 #pragma once
 
-#include "../core/cache_append.h"
+#include "../core/append_params.h"
 #include "checks.h"
 
 namespace selfattn::ops {
@@ -33,7 +33,7 @@ struct WrittenCaches {
 struct Append {
   Device device;
   WrittenCaches caches;
-  CacheAppend rows;
+  AppendParams rows;
 
   Append(const AppendTensors& tensors, bool lengths_after);
   void run() const;

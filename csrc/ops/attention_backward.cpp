@@ -130,12 +130,7 @@ Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, co
 
 void attention_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
-  BackwardTensors tensors;
-  tensors.grad_out = stack.tensor();
-  tensors.query = stack.tensor();
-  tensors.key = stack.tensor();
-  tensors.value = stack.tensor();
-  tensors.out = stack.tensor();
+  BackwardTensors tensors(stack);
   tensors.row_max = stack.tensor();
   tensors.row_sum = stack.tensor();
   const double scale = stack.number();

@@ -7,6 +7,14 @@ namespace selfattn::ops {
 
 // The tensors of a backward call beside the options. Statistics come as two tensors or as one.
 struct BackwardTensors {
+  // Takes the first five, with which both operators begin, off the stack.
+  explicit BackwardTensors(Stack& stack)
+      : grad_out(stack.tensor()),
+        query(stack.tensor()),
+        key(stack.tensor()),
+        value(stack.tensor()),
+        out(stack.tensor()) {}
+
   TensorHandle grad_out, query, key, value, out;
   TensorHandle row_max, row_sum;  // (batch, heads, queries)
   TensorHandle statistics;        // (2, batch, heads, queries): both of them; then those are empty

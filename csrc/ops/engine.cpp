@@ -2,7 +2,7 @@
 
 #include "../core/option_names.h"
 #include "../core/sequences.h"
-#include "../cpu/cache_append.h"
+#include "../cpu/append_to_cache_cpu.h"
 #include "../cpu/kernel_table.h"
 #include "outputs.h"
 #include "run_kernel.h"
@@ -101,7 +101,7 @@ void masked_softmax_backward(const char* kernel, const SoftmaxParams& p, Device)
   if (p.batch * p.heads * p.queries > 0 && p.keys > 0) run_kernel(chosen.masked_softmax_backward, p);
 }
 
-void append(const CacheAppend& a, Device) {
+void append(const AppendParams& a, Device) {
   // A thread copies some 16 bytes in the time of a score.
   const int64_t bytes = a.kv_heads * a.rows * (a.head_dim + a.value_dim) * size_of(a.dtype);
   const int64_t copied = bytes * (a.row_starts == nullptr ? a.batch : 1);

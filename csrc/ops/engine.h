@@ -4,7 +4,7 @@
 
 #include <string>
 
-#include "../core/cache_append.h"
+#include "../core/append_params.h"
 #include "../cuda/cuda_kernel_table.h"
 #include "checks.h"
 
@@ -26,7 +26,7 @@ struct Engine {
   void (*scores_backward)(const char* kernel, const ScoresParams&, Device);
   void (*masked_softmax_backward)(const char* kernel, const SoftmaxParams&, Device);
   // Something is appended: no count is 0.
-  void (*append)(const CacheAppend&, Device);
+  void (*append)(const AppendParams&, Device);
 };
 
 const Engine& engine_of(Device device);

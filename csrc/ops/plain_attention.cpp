@@ -91,12 +91,7 @@ void plain_attention_forward(StableIValue* values, uint64_t, uint64_t) {
 
 void plain_attention_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
-  BackwardTensors tensors;
-  tensors.grad_out = stack.tensor();
-  tensors.query = stack.tensor();
-  tensors.key = stack.tensor();
-  tensors.value = stack.tensor();
-  tensors.out = stack.tensor();
+  BackwardTensors tensors(stack);
   tensors.statistics = stack.tensor();
   tensors.out_residual = stack.optional_tensor();
   const std::optional<double> scale = stack.optional_number();

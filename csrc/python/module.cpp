@@ -234,10 +234,10 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       .def(py::init<int64_t>(), py::arg("bytes"))
       .def(
           "seconds",
-          [](const MemoryReader& reader, int64_t piece_bytes) {
-            return reader.seconds(selfattn::ops::thread_pool(), piece_bytes);
+          [](const MemoryReader& reader, int64_t block_bytes) {
+            return reader.seconds(selfattn::ops::thread_pool(), block_bytes);
           },
-          py::arg("piece_bytes") = 0, py::call_guard<py::gil_scoped_release>(),
+          py::arg("block_bytes") = 0, py::call_guard<py::gil_scoped_release>(),
           "The seconds in which torch's current number of threads reads all of it once: in its order, or in "
-          "pieces of that many bytes in random order.");
+          "blocks of that many bytes in random order.");
 }

@@ -18,7 +18,7 @@ from selfattn_ext.kv_cache import huge_pages
 
 Layout = Literal["bhld", "blhd"]
 
-#: Of caches that are timed in pages beside those in one piece, tokens of a page.
+#: Of caches that are timed in pages beside those in slots, tokens of a page.
 PAGE_SIZES = (16, 64, 256)
 
 _MOST_PADDED = 1e9
@@ -153,7 +153,7 @@ def pages_name(page_size: int) -> str:
 
 
 def _in_pages(page_size: int) -> Contender:
-    """This package on what a case has in one piece, in pages."""
+    """This package on what a case has in slots, in pages."""
 
     def prepare(case: Case, tensors: Inputs) -> Call:
         if _cache(case).page_size:

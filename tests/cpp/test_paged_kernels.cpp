@@ -5,7 +5,7 @@
 #include "attention_case.h"
 #include "check.h"
 #include "core/sequences.h"
-#include "cpu/cache_append.h"
+#include "cpu/append_to_cache_cpu.h"
 #include "thread_pool.h"
 
 using namespace selfattn;
@@ -120,7 +120,7 @@ void check_append(DType dtype, bool packed, int64_t page_size, int threads) {
       }
     }
   }
-  CacheAppend a;
+  AppendParams a;
   a.batch = kBatch;
   a.kv_heads = kKvHeads;
   a.rows = rows;

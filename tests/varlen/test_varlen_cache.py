@@ -8,7 +8,7 @@ import gpu
 import pytest
 import torch
 from cases import DTYPES, drawn
-from kvcache_cases import in_pages
+from kv_cache_cases import in_pages
 from tolerances import assert_accurate
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend

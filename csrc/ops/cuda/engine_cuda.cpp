@@ -8,7 +8,7 @@
 #include <cstring>
 
 #include "../../core/sequences.h"
-#include "../../cuda/cache/cuda_cache_append.h"
+#include "../../cuda/cache/append_to_cache_cuda.h"
 #include "../../cuda/cuda_kernel_table.h"
 #include "../../cuda/rows/rows.h"
 #include "../attention_forward.h"
@@ -123,7 +123,7 @@ void masked_softmax_backward(const char* name, const SoftmaxParams& p, Device de
   run(&cuda::Kernel::masked_softmax_backward, name, p, device);
 }
 
-void append(const CacheAppend& rows, Device device) {
+void append(const AppendParams& rows, Device device) {
   const Turn turn(device);
   cuda::append_to_cache(rows, turn.launch);
 }

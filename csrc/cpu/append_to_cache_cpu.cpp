@@ -1,4 +1,4 @@
-#include "cache_append.h"
+#include "append_to_cache_cpu.h"
 
 #include <algorithm>
 #include <cstring>
@@ -39,11 +39,11 @@ struct Task {
     explicit Scratch(const Task&) {}
   };
 
-  const CacheAppend& append;
+  const AppendParams& append;
   int64_t blocks;
 
   void operator()(int64_t item, Scratch&) const {
-    const CacheAppend& a = append;
+    const AppendParams& a = append;
     const int64_t block = item % blocks;
     const int64_t head = item / blocks % a.kv_heads;
     const int64_t b = item / blocks / a.kv_heads;
@@ -72,7 +72,7 @@ struct Task {
 
 }  // namespace
 
-void append_to_cache(const CacheAppend& append, const ThreadPool& pool) {
+void append_to_cache(const AppendParams& append, const ThreadPool& pool) {
   int64_t most = 0;
   for (int64_t b = 0; b < append.batch; ++b) most = std::max(most, append.rows_of(b));
   const int64_t blocks = divide_up(most, kRowsOfAnItem);

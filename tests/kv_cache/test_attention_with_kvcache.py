@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from cases import DTYPES
-from kvcache_cases import Step, check
+from kv_cache_cases import Step, check
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 

@@ -6,7 +6,7 @@
 
 namespace selfattn {
 
-struct CacheAppend {
+struct AppendParams {
   int64_t batch = 0;
   int64_t kv_heads = 0;
   int64_t rows = 0;      // new rows of each sequence; packed: of all together

@@ -10,7 +10,7 @@ from typing import Any
 import gpu
 import pytest
 import torch
-from kvcache_cases import Step, check
+from kv_cache_cases import Step, check
 from torch import Tensor
 
 from selfattn_ext import KVCache, attention_with_kvcache, ops

@@ -1,6 +1,6 @@
 #include "../../core/sequences.h"
 #include "../common/grid.cuh"
-#include "cuda_cache_append.h"
+#include "append_to_cache_cuda.h"
 
 namespace selfattn::cuda {
 
@@ -16,7 +16,7 @@ struct NewRow {
 
 // Packed rows are found by their starts, the last of which is not above the row. Starts that decrease lead
 // to some sequence, and to one of its rows or to an index that it has not.
-__device__ __forceinline__ NewRow new_row(const CacheAppend& a, int64_t row) {
+__device__ __forceinline__ NewRow new_row(const AppendParams& a, int64_t row) {
   if (a.row_starts == nullptr) return {row / a.rows, row % a.rows, a.rows};
   int64_t batch = 0;
   for (int64_t end = a.batch; end - batch > 1;) {
@@ -50,7 +50,7 @@ __device__ __forceinline__ void copy_row(const void* from, void* to, int64_t byt
 
 // A warp copies a row of keys and one of values, of one head.
 __global__ void __launch_bounds__(kThreads, 8)
-    cache_append_kernel(const CacheAppend a, const int64_t warps, const int64_t first_block) {
+    append_to_cache_kernel(const AppendParams a, const int64_t warps, const int64_t first_block) {
   const int thread = static_cast<int>(threadIdx.x);
   const int64_t warp = (first_block + blockIdx.x) * kRowsOfBlock + thread / kWarp;
   if (warp >= warps) return;
@@ -84,9 +84,9 @@ __global__ void __launch_bounds__(kThreads, 8)
 
 }  // namespace
 
-void append_to_cache(const CacheAppend& a, const Launch& where) {
+void append_to_cache(const AppendParams& a, const Launch& where) {
   const int64_t warps = (a.row_starts != nullptr ? a.rows : a.batch * a.rows) * a.kv_heads;
-  launch_blocks(&cache_append_kernel, divide_up(warps, kRowsOfBlock), kThreads, 0, where, a, warps);
+  launch_blocks(&append_to_cache_kernel, divide_up(warps, kRowsOfBlock), kThreads, 0, where, a, warps);
 }
 
 }  // namespace selfattn::cuda
