@@ -38,20 +38,26 @@ MOST = 7
 
 #: Existing tests that say something about a kernel that is forced, and pytest's expression for which of them
 #: run. A line's modules share a process, as starting one takes longer than most of them.
-CHOSEN = [
+CHOSEN: list[Any] = [
     # The emulator has one thread, and that runs give the same bits is what schedules are for.
     (
         "test_edge_cases.py test_determinism.py test_dropout.py",
         "not threads_and_runs and not another_parallel_region",
     ),
-    ("test_masks.py test_gradients.py test_declared_options.py", "not never_expanded"),
+    ("test_declared_options.py", ""),
+    pytest.param("test_masks.py test_gradients.py", "not never_expanded", marks=pytest.mark.thorough),
     # Every broadcast of a mask is among the cases, in sizes that take less time.
-    (
+    pytest.param(
         "test_special_numbers.py test_double_backward.py test_mask_gradient.py",
         "not broadcast and not groups and not scale_of",
+        marks=pytest.mark.thorough,
     ),
     # A number for each row, one for each column, and one for all.
-    ("test_mask_sums.py", "float32 and (2x4x70x1- or 1x1x1x1030- or 1x1x1x1-)"),
+    pytest.param(
+        "test_mask_sums.py",
+        "float32 and (2x4x70x1- or 1x1x1x1030- or 1x1x1x1-)",
+        marks=pytest.mark.thorough,
+    ),
 ]
 
 
@@ -142,6 +148,7 @@ def test_every_case_is_accurate(expected: Expected) -> None:
     assert len(expected.results) > least.get(expected.cases, 15)
 
 
+@pytest.mark.thorough
 def test_schedules_do_not_change_a_bit(expected: Expected) -> None:
     run = environment(expected.kernel, MAIN)
     printed = lines(expected.cases, run, OTHERS_EVERY, "--again", "--schedules", *OTHERS)
