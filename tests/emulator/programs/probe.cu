@@ -1,6 +1,7 @@
 // Runs one wrapper of csrc/cuda/common/ptx_sm80.cuh on numbers from stdin and writes what it returns to
 // stdout: in the emulator, or on a GPU (nvcc -std=c++17 -arch=native -Icsrc
-// tests/emulator/programs/probe.cu), whose answers become the emulator's golden files (tests/emulator/probe.py).
+// tests/emulator/programs/probe.cu), whose answers become the emulator's golden files
+// (tests/emulator/probe.py).
 //
 // `probe WRAPPER PROBLEMS` reads 32-bit words [problem][lane][operand] and writes [problem][lane][result];
 // `probe device` prints the compute capability and the name; `probe list` the wrappers with their numbers of

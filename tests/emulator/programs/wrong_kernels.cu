@@ -1,5 +1,5 @@
-// Small kernels, most of them wrong in one way each, on which tests/cuda/test_emulator.py sees every report of the
-// emulator. `wrong_kernels NAME` runs one and prints what it computed, or the report.
+// Small kernels, most of them wrong in one way each, on which tests/cuda/test_emulator.py sees every report
+// of the emulator. `wrong_kernels NAME` runs one and prints what it computed, or the report.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
