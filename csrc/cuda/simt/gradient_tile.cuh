@@ -184,16 +184,17 @@ __device__ __forceinline__ bool gradient_tile(const AttentionParams& p, const Ba
     if (!__syncthreads_or(share_is_seen<Plan::kQueries, Plan::kKeys>(tile))) return false;
   }
   Fragment<T> s, grad;
-  const RowRange queries{plan.query_rows, plan.first_query, plan.sequence.queries};
-  const RowRange grads{plan.grad_rows, plan.first_query, plan.sequence.queries};
-  const RowRange keys{plan.key_rows, plan.first_key, plan.sequence.keys};
-  const RowRange values{plan.value_rows, plan.first_key, plan.sequence.keys};
+  // Read from the plan where they are used: held over both products they take registers.
+  const auto queries = [&plan] { return RowRange{plan.query_rows, plan.first_query, plan.sequence.queries}; };
+  const auto grads = [&plan] { return RowRange{plan.grad_rows, plan.first_query, plan.sequence.queries}; };
+  const auto keys = [&plan] { return RowRange{plan.key_rows, plan.first_key, plan.sequence.keys}; };
+  const auto values = [&plan] { return RowRange{plan.value_rows, plan.first_key, plan.sequence.keys}; };
   if (kRowsAreKeys<kSide>) {
-    multiply_rows(shared, keys, queries, p.head_dim, has_rows, s);
-    multiply_rows(shared, values, grads, needs_score_grads ? p.value_dim : 0, has_rows, grad);
+    multiply_rows(shared, keys(), queries(), p.head_dim, has_rows, s);
+    multiply_rows(shared, values(), grads(), needs_score_grads ? p.value_dim : 0, has_rows, grad);
   } else {
-    multiply_rows(shared, queries, keys, p.head_dim, has_rows, s);
-    multiply_rows(shared, grads, values, p.value_dim, has_rows, grad);
+    multiply_rows(shared, queries(), keys(), p.head_dim, has_rows, s);
+    multiply_rows(shared, grads(), values(), p.value_dim, has_rows, grad);
   }
   __syncthreads();  // ds takes the place of the rows
   if (has_rows) weigh_tile<kDType, kSide>(p, a, rows, shared, s, grad);
