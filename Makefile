@@ -2,7 +2,7 @@
 #
 #   make build          compile what has changed, and install in place            2 minutes the first time
 #   make demo           train a small transformer on these kernels and on torch's   about a minute
-#   make quick          what to run before each commit                            under 90 seconds
+#   make quick          what to run before each commit                            a minute and a half
 #   make test           the Python tests                                          8 minutes on two cores
 #   make lint           ruff, clang-format, mypy, shellcheck, names of files in comments; make format corrects
 #   make cpp-test       the C++ unit tests; with a sanitizer: SANITIZE=thread or SANITIZE=address,undefined
