@@ -12,12 +12,14 @@ ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.sanitizers
 
 
-@pytest.mark.parametrize("name", ["test_parallel", "test_joint_task"])
-def test_threads(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("name", "tested"), [("test_parallel", []), ("test_joint_task", ["cpu/joint_task.cpp"])]
+)
+def test_threads(name: str, tested: list[str], tmp_path: Path) -> None:
     program = tmp_path / name
-    source = ROOT / "tests" / "cpp" / f"{name}.cpp"
+    sources = [ROOT / "tests" / "cpp" / f"{name}.cpp", *(ROOT / "csrc" / source for source in tested)]
     flags = ["-std=c++17", "-O1", "-g", "-fsanitize=thread", "-pthread", f"-I{ROOT / 'csrc'}"]
-    subprocess.run([os.environ.get("CXX", "c++"), *flags, str(source), "-o", str(program)], check=True)
+    subprocess.run([os.environ.get("CXX", "c++"), *flags, *map(str, sources), "-o", str(program)], check=True)
     # A race makes the exit code 66, whatever the program itself finds.
     done = subprocess.run([program], capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
