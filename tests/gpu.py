@@ -68,6 +68,7 @@ MODULES = (
     "test_precision.py",
     "test_readme.py",
     "test_reference.py",
+    "test_rising_scores.py",
     "test_rotary.py",
     "test_sequences.py",
     "test_source_notebooks.py",

@@ -1,5 +1,6 @@
-"""The AMX kernels of the compiled library on a processor without AMX: the emulator of tests/amx_emulator is
-preloaded into processes that force the instruction set "amx"."""
+"""The kernels for AMX on a processor without it: the emulator of tests/amx_emulator is preloaded into
+processes that force the instruction set "amx". Where AVX-512 is missing, too, they run in the library of
+tests/avx512_emulator, and so do the kernels for AVX-512."""
 
 from __future__ import annotations
 
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import modules
 import pytest
+from avx512_emulator import build
 
 import selfattn_ext
 from selfattn_ext import backends, library, toolchain
@@ -22,11 +24,15 @@ TESTS = modules.TESTS
 EMULATOR = TESTS / "amx_emulator"
 #: What the kernels with AMX use besides it.
 NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
+FEATURES = library.extension().cpu_features()
+#: Whether the vectors have to be emulated, too.
+EMULATES_VECTORS = not all(FEATURES[name] for name in NEEDED)
 #: Tests of the existing suite that take a few seconds in the emulator.
 CHOSEN = {
     "test_amx_choice.py": "",
     "test_declared_options.py": "amx",
     "test_determinism.py": "amx",
+    "test_rising_scores.py": "fused-amx",
     "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
     "test_options_pairwise.py": "fused-amx",
     "test_paged.py": "every_option and amx",
@@ -35,19 +41,32 @@ CHOSEN = {
     "test_varlen_cache.py": "company and amx",
 }
 
+#: Those for AVX-512 without tiles.
+VECTORS = {
+    "test_declared_options.py": "avx512",
+    "test_determinism.py": "avx512",
+    "test_rising_scores.py": "fused",
+    "test_options_pairwise.py": "fused",
+    "test_pieces.py": "avx512",
+    "test_sequences.py": "avx512",
+}
+
 
 def _why_not() -> str | None:
-    """Why the kernels with AMX cannot run in the emulator here, or None."""
+    """Why nothing can be emulated here, or None."""
     if sys.platform != "linux" or platform.machine() != "x86_64":
         return "AMX is emulated on Linux and x86-64 only"
-    features = library.extension().cpu_features()
-    if features["amx_bf16"]:
+    if FEATURES["amx_bf16"]:
         return "this processor has AMX: all tests run on it without an emulator"
-    missing = [name for name in NEEDED if not features[name]]
-    return f"the kernels with AMX need {', '.join(missing)} too" if missing else None
+    missing = [name for name in ("avx2", "fma", "f16c") if not FEATURES[name]]
+    return f"the emulated vectors need {', '.join(missing)}" if missing else None
 
 
-emulated = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))
+def emulated(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that runs in the emulator: one that has to be compiled for minutes is for `.ci/run`."""
+    test = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))(test)
+    return pytest.mark.thorough(test) if EMULATES_VECTORS else test
+
 
 #: Executes bytes of machine code, and asks the emulator what it has executed.
 PRELUDE = """
@@ -67,8 +86,10 @@ TILERELEASE = "c4 e2 78 49 c0"
 
 
 @pytest.fixture(scope="session")
-def emulator(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of the emulator as a library to preload."""
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """What the environment of a process in the emulator holds."""
+    if EMULATES_VECTORS:
+        return build.environment()
     target = tmp_path_factory.mktemp("amx") / "libselfattn_amx_emulator.so"
     compiler = toolchain.compiler()
     assert compiler is not None, toolchain.compiler_problem()
@@ -76,12 +97,12 @@ def emulator(tmp_path_factory: pytest.TempPathFactory) -> str:
     subprocess.run(
         [*compiler, "-std=c++17", "-O3", "-shared", "-fPIC", *files, "-ldl", "-o", str(target)], check=True
     )
-    return str(target)
+    return {"LD_PRELOAD": str(target)}
 
 
 @emulated
 def test_tools_that_watch_for_faults_leave_it_alone(
-    emulator: str, run_python: Callable[..., str], tmp_path: Path
+    emulator: dict[str, str], run_python: Callable[..., str], tmp_path: Path
 ) -> None:
     """faulthandler, which pytest switches on, wants SIGILL for itself."""
     script = (
@@ -89,9 +110,9 @@ def test_tools_that_watch_for_faults_leave_it_alone(
         f"run('{TILERELEASE}')\n"
         "print(count(b'tilerelease'), count(b''), faulthandler.is_enabled(), flush=True)\n"
     )
-    assert run_python(PRELUDE + script, LD_PRELOAD=emulator).split() == ["1", "1", "True"]
+    assert run_python(PRELUDE + script, **emulator).split() == ["1", "1", "True"]
     with pytest.raises(subprocess.CalledProcessError) as error:
-        run_python(PRELUDE + script + "run('0f 0b')", LD_PRELOAD=emulator)
+        run_python(PRELUDE + script + "run('0f 0b')", **emulator)
     assert error.value.stdout.split() == ["1", "1", "True"]
     assert "Fatal Python error: Illegal instruction" in error.value.stderr
 
@@ -111,7 +132,9 @@ EXECUTED = {
 
 
 @emulated
-def test_every_arithmetic_executes_its_products(emulator: str, run_python: Callable[..., str]) -> None:
+def test_every_arithmetic_executes_its_products(
+    emulator: dict[str, str], run_python: Callable[..., str]
+) -> None:
     script = """
 def executed(dtype, precision, queries=64, head_dim=64, **options):
     torch.set_float32_matmul_precision(precision)
@@ -127,7 +150,7 @@ def executed(dtype, precision, queries=64, head_dim=64, **options):
     few = [f"executed({dtype!r}, {precision!r}, 4)" for dtype, precision in EXECUTED]
     elsewhere = ["executed('bfloat16', 'highest', head_dim=15)", "executed('float16', 'highest', scale=-1.0)"]
     script += f"print([{', '.join(calls + few + elsewhere)}])"
-    printed = run_python(PRELUDE + script, LD_PRELOAD=emulator, SELFATTN_CPU_ISA="amx")
+    printed = run_python(PRELUDE + script, **emulator, SELFATTN_CPU_ISA="amx")
     expected = [
         ("amx" if forward else "avx512", forward, backward) for forward, backward in EXECUTED.values()
     ]
@@ -137,38 +160,30 @@ def executed(dtype, precision, queries=64, head_dim=64, **options):
 
 
 @pytest.mark.skipif("amx" not in backends.cpu_isas(), reason="this processor lacks AMX")
-def test_a_processor_with_amx_leaves_it_nothing_to_do(emulator: str, run_python: Callable[..., str]) -> None:
+def test_a_processor_with_amx_leaves_it_nothing_to_do(
+    emulator: dict[str, str], run_python: Callable[..., str]
+) -> None:
     script = """
 q = torch.randn(1, 1, 64, 64, dtype=torch.bfloat16)
 out = scaled_dot_product_attention(q, q, q)
 print(backends.explain(q, q, q).isa, count(b""), bool(out.isfinite().all()))
 """
-    printed = run_python(PRELUDE + script, LD_PRELOAD=emulator, SELFATTN_CPU_ISA="amx")
+    printed = run_python(PRELUDE + script, **emulator, SELFATTN_CPU_ISA="amx")
     assert printed.split() == ["amx", "0", "True"]
 
 
-@emulated
-@pytest.mark.parametrize("module", CHOSEN)
-def test_tests_pass_in_the_emulator(module: str, emulator: str) -> None:
+def run_tests(module: str, chosen: str, isa: str, emulator: dict[str, str]) -> str:
+    """Runs those tests of a module in the emulator, which must pass, and returns the emulator's report."""
     package = str(Path(selfattn_ext.__file__).parent.parent)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(modules.paths()[module])]
     run = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "pytest",
-            "-q",
-            "-p",
-            "no:cacheprovider",
-            str(modules.paths()[module]),
-            "-k",
-            CHOSEN[module],
-        ],
+        [*command, "-k", chosen],
         env={
             **os.environ,
             "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
-            "LD_PRELOAD": emulator,
-            "SELFATTN_CPU_ISA": "amx",
+            "SELFATTN_CPU_ISA": isa,
             "SELFATTN_AMX_EMULATOR_REPORT": "1",
+            **emulator,
         },
         capture_output=True,
         text=True,
@@ -176,6 +191,23 @@ def test_tests_pass_in_the_emulator(module: str, emulator: str) -> None:
     )
     assert run.returncode == 0, run.stdout + run.stderr
     assert re.search(r"\d+ passed", run.stdout)
-    executed = re.search(r"amx_emulator:.* tdpbf16ps (\d+)", run.stderr)
+    return run.stderr
+
+
+@emulated
+@pytest.mark.parametrize("module", CHOSEN)
+def test_tests_pass_in_the_emulator(module: str, emulator: dict[str, str]) -> None:
+    report = run_tests(module, CHOSEN[module], "amx", emulator)
+    executed = re.search(r"amx_emulator:.* tdpbf16ps (\d+)", report)
     assert executed is not None
     assert int(executed[1]) > 0
+
+
+@emulated
+@pytest.mark.skipif(not EMULATES_VECTORS, reason="this processor has AVX-512: all tests run on it")
+@pytest.mark.parametrize("isa", ["avx512", "avx512_bf16"])
+@pytest.mark.parametrize("module", VECTORS)
+def test_tests_pass_with_emulated_vectors(module: str, isa: str, emulator: dict[str, str]) -> None:
+    # "avx512" is part of the other's name.
+    of_isa = f"avx512 and {'not ' if isa == 'avx512' else ''}bf16"
+    run_tests(module, f"({VECTORS[module]}) and {of_isa}", isa, emulator)

@@ -190,6 +190,22 @@ def _locked(folder: Path) -> Iterator[None]:
         yield
 
 
+def run_ninja(
+    tools: Tools, folder: Path, name: str, content: NinjaFile, output: str, jobs: int | None
+) -> Path:
+    """Brings `output` of `folder` up to date by the file of that name, and returns its path; see build."""
+    jobs = jobs or int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1
+    with _locked(folder):
+        file = folder / name
+        if not file.exists() or file.read_text(encoding="utf-8") != content.text():
+            file.write_text(content.text(), encoding="utf-8")
+        command = [tools.ninja, "-C", str(folder), "-f", name, "-j", str(jobs), output]
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
+    return folder / output
+
+
 def build(
     target: str,
     variant: str = "plain",
@@ -215,17 +231,7 @@ def build(
         folder = ROOT / "build" / "emulator" / f"{sys.implementation.cache_tag}_torch{found.torch_version}"
     libraries = {"library": f"{variant}/{MODULE}.so", "device": f"{variant}/device/{MODULE}.so"}
     output = libraries.get(target, f"{variant}/{target}")
-    jobs = jobs or int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count() or 1
-    with _locked(folder):
-        file = folder / f"{variant}.ninja"
-        text = write_ninja(found, variant, kernels_in).text()
-        if not file.exists() or file.read_text(encoding="utf-8") != text:
-            file.write_text(text, encoding="utf-8")
-        command = [found.ninja, "-C", str(folder), "-f", file.name, "-j", str(jobs), output]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(command)} failed:\n{done.stdout}{done.stderr}")
-    return folder / output
+    return run_ninja(found, folder, f"{variant}.ninja", write_ninja(found, variant, kernels_in), output, jobs)
 
 
 def environment(library: Path, **variables: str) -> dict[str, str]:

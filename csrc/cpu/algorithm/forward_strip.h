@@ -249,19 +249,19 @@ struct ForwardScratch {
   bool large_values;                // whether an operand has seen any; see overflow.h
 
   static int64_t bytes(const AttentionParams& p) {
-    return BlockScratch<P>::bytes(false) + RowOperand<P>::bytes(p, kLoadedKeys<P>, p.head_dim) +
-           ColumnOperand<P>::bytes(p, kLoadedKeys<P>, p.value_dim) + WeightOperand<P>::bytes(p) +
+    return BlockScratch<P>::bytes(false) + RowOperand<P>::bytes(p, loaded_keys<P>(p), p.head_dim) +
+           ColumnOperand<P>::bytes(p, loaded_keys<P>(p), p.value_dim) + WeightOperand<P>::bytes(p) +
            Arena::bytes_for<T>(kKeyBlock * kLanes<P>) + Arena::bytes_for<T>(kLanes<P>) +
-           block_bytes(p, kLoadedKeys<P>, p.head_dim) + block_bytes(p, kLoadedKeys<P>, p.value_dim);
+           block_bytes(p, loaded_keys<P>(p), p.head_dim) + block_bytes(p, loaded_keys<P>(p), p.value_dim);
   }
   ForwardScratch(const AttentionParams& p, Arena& arena) : block(arena, false) {
-    keys.allocate(p, kLoadedKeys<P>, p.head_dim, arena);
-    values.allocate(p, kLoadedKeys<P>, p.value_dim, arena);
+    keys.allocate(p, loaded_keys<P>(p), p.head_dim, arena);
+    values.allocate(p, loaded_keys<P>(p), p.value_dim, arena);
     weights.allocate(p, arena);
     visible = arena.take<T>(kKeyBlock * kLanes<P>);
     scale = arena.take<T>(kLanes<P>);
-    paged_keys = arena.take<char>(block_bytes(p, kLoadedKeys<P>, p.head_dim));
-    paged_values = arena.take<char>(block_bytes(p, kLoadedKeys<P>, p.value_dim));
+    paged_keys = arena.take<char>(block_bytes(p, loaded_keys<P>(p), p.head_dim));
+    paged_values = arena.take<char>(block_bytes(p, loaded_keys<P>(p), p.value_dim));
   }
 };
 
@@ -287,29 +287,47 @@ void forward_block(const AttentionParams& p, ForwardStrip<P>& strip, int64_t key
   multiply_columns<P>(scratch.values, from, keys, p.value_dim, scratch.weights, strip.vecs, out, visible);
 }
 
+// Of the `loaded` keys that a scratch holds from key `first` on, those that a strip meets: whole blocks but
+// for the last one.
+template <class P>
+KeyRange loaded_keys_of(const ForwardStrip<P>& strip, int64_t first, int64_t loaded) {
+  return {larger(strip.keys.begin / kKeyBlock * kKeyBlock, first), smaller(strip.keys.end, first + loaded)};
+}
+
+template <class P>
+void forward_blocks(const AttentionParams& p, ForwardStrip<P>& strip, KeyRange keys, int64_t first,
+                    ForwardScratch<P>& scratch, bool leave_hidden_out) {
+  for (int64_t key = keys.begin; key < keys.end; key += kKeyBlock) {
+    const int64_t count = smaller(keys.end - key, kKeyBlock);
+    forward_block<P>(p, strip, key, count, key - first, scratch, leave_hidden_out);
+  }
+}
+
+// Strips meet the `loaded` keys that the scratch holds from key `first` on. bfloat16/pipeline.h has another.
+template <class P>
+void forward_loaded(const AttentionParams& p, ForwardStrip<P>* strips, int64_t count, int64_t first,
+                    int64_t loaded, ForwardScratch<P>& scratch, bool leave_hidden_out) {
+  for (int64_t i = 0; i < count; ++i) {
+    forward_blocks<P>(p, strips[i], loaded_keys_of(strips[i], first, loaded), first, scratch,
+                      leave_hidden_out);
+  }
+}
+
 // Strips of one (batch, kv head) against keys begin .. end - 1. Keys and values are brought in once for all
-// of them, kLoadedKeys at a time; then each strip walks over those, so that its output stays in the cache.
+// of them, some at a time; then each strip walks over those, so that its output stays in the cache.
 template <class P>
 void forward_keys(const AttentionParams& p, ForwardStrip<P>* strips, int64_t count, int64_t begin,
                   int64_t end, ForwardScratch<P>& scratch, bool leave_hidden_out) {
   if (count == 0) return;
   const int64_t batch = strips[0].batch, kv_head = p.kv_head(strips[0].head);
-  for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += kLoadedKeys<P>) {
-    const int64_t loaded = smaller(end - first, kLoadedKeys<P>);
+  const int64_t at_once = loaded_keys<P>(p);
+  for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += at_once) {
+    const int64_t loaded = smaller(end - first, at_once);
     scratch.keys.load(key_source(p, p.key, batch, kv_head, first, loaded, p.head_dim, scratch.paged_keys));
     scratch.values.load(
         key_source(p, p.value, batch, kv_head, first, loaded, p.value_dim, scratch.paged_values));
     scratch.large_values |= scratch.values.large();
-    for (int64_t i = 0; i < count; ++i) {
-      ForwardStrip<P>& strip = strips[i];
-      for (int64_t key = first; key < first + loaded; key += kKeyBlock) {
-        const int64_t stop = smaller(strip.keys.end, first + loaded);
-        if (key >= stop) break;
-        const int64_t keys = smaller(stop - key, kKeyBlock);
-        if (strip.keys.begin >= key + kKeyBlock) continue;
-        forward_block<P>(p, strip, key, keys, key - first, scratch, leave_hidden_out);
-      }
-    }
+    forward_loaded<P>(p, strips, count, first, loaded, scratch, leave_hidden_out);
   }
 }
 

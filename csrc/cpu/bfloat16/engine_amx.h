@@ -96,6 +96,33 @@ class PairEngine {
     }
   }
 
+  // A product for multiply_beside: 32 rows by 32 lanes of C. Strides count words.
+  struct Panel {
+    const uint32_t* a;
+    int64_t a_row, a_piece;
+    int64_t a_step, a_turn;  // from an even step of 16 pairs to the next one, and from an odd one
+    const uint32_t* b;
+    int64_t b_row, b_piece;
+    float* c;  // [row][32]
+    int64_t steps;
+  };
+
+  // C = A * B, or C += A * B with kAdd, while `work` makes kBeside steps of its own for each four products of
+  // tiles. The tiles of C stay where they are, and the next product stores each when it needs its place: by
+  // then it is complete, and nothing waits. `unstored` tells where they belong.
+  template <int kPieces, int kOrder, int kBeside, bool kAdd, class Work>
+  SELFATTN_INLINE static void multiply_beside(const Panel& p, float*& unstored, Work& work) {
+    const uint32_t *a = p.a, *b = p.b;
+    path_beside<kPieces, kOrder, 0, kBeside, true, kAdd>(p, a, b, unstored, work);
+    for (int64_t step = 1; step < p.steps; ++step) {
+      a += step % 2 != 0 ? p.a_step : p.a_turn;
+      b += 16 * p.b_row;
+      path_beside<kPieces, kOrder, 0, kBeside, false, kAdd>(p, a, b, nullptr, work);
+    }
+    unstored = p.c;
+  }
+  static void store_panel(float* c) { store<2, 2>(c, 32); }
+
  private:
   // Which pieces of A and B are multiplied, one pair after the other: each step changes one of the two where
   // it can, so that the tiles of the other are loaded once for both. Small products come first.
@@ -103,11 +130,77 @@ class PairEngine {
     int steps;
     int8_t a[6], b[6];
   };
-  static Path path_of(int pieces, int order) {
+  static constexpr Path path_of(int pieces, int order) {
     if (pieces == 3) return {6, {0, 0, 1, 1, 2, 0}, {2, 1, 1, 0, 0, 0}};
     if (pieces == 2) return order == 2 ? Path{3, {0, 0, 1}, {1, 0, 0}} : Path{4, {0, 1, 1, 0}, {1, 1, 0, 0}};
     return {1, {0}, {0}};
   }
+
+  // The products of pieces in one step, from `kAt` on.
+  template <int kPieces, int kOrder, int kAt, int kBeside, bool kFirst, bool kAdd, class Work>
+  SELFATTN_INLINE static void path_beside(const Panel& p, const uint32_t* a, const uint32_t* b,
+                                          float* unstored, Work& work) {
+    constexpr Path kPath = path_of(kPieces, kOrder);
+    if constexpr (kAt < kPath.steps) {
+      constexpr int kA = kPath.a[kAt], kB = kPath.b[kAt], kBefore = kAt > 0 ? kAt - 1 : 0;
+      using Step = StepBeside<kFirst && kAt == 0, kAdd, kAt == 0 || kPath.a[kBefore] != kA,
+                              kAt == 0 || kPath.b[kBefore] != kB>;
+      const uint32_t *of_a = a + kA * p.a_piece, *of_b = b + kB * p.b_piece;
+      if (kBeside > 0 && work.more()) {
+        Step::template run<kBeside>(of_a, p.a_row, of_b, p.b_row, unstored, p.c, work);
+      } else {
+        Step::template run<0>(of_a, p.a_row, of_b, p.b_row, unstored, p.c, work);
+      }
+      path_beside<kPieces, kOrder, kAt + 1, kBeside, kFirst, kAdd>(p, a, b, unstored, work);
+    }
+  }
+
+  // Four products of tiles. kFirst: they begin C, and store what is in its place. kNewA, kNewB: the tiles of
+  // A or B are not those of the step before.
+  template <bool kFirst, bool kAdd, bool kNewA, bool kNewB>
+  struct StepBeside {
+    template <int kBeside, class Work>
+    SELFATTN_INLINE static void run(const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row,
+                                    float* unstored, const float* c, Work& work) {
+      begin<0>(unstored, c);
+      if constexpr (kNewA) tile_load_once<4>(a, a_row * 4);
+      if constexpr (kNewB) tile_load<6>(b, b_row * 4);
+      tile_dot<0, 4, 6>();
+      work_beside<kBeside, 0>(work);
+      begin<1>(unstored, c);
+      if constexpr (kNewB) tile_load<7>(b + 16, b_row * 4);
+      tile_dot<1, 4, 7>();
+      work_beside<kBeside, 1>(work);
+      begin<2>(unstored, c);
+      if constexpr (kNewA) tile_load_once<5>(a + 16 * a_row, a_row * 4);
+      tile_dot<2, 5, 6>();
+      work_beside<kBeside, 2>(work);
+      begin<3>(unstored, c);
+      tile_dot<3, 5, 7>();
+      work_beside<kBeside, 3>(work);
+    }
+
+   private:
+    template <int kTile>
+    SELFATTN_INLINE static void begin(float* unstored, const float* c) {
+      if constexpr (kFirst) {
+        constexpr int64_t at = kTile / 2 * 16 * 32 + kTile % 2 * 16;
+        tile_store<kTile>(unstored + at, 128);
+        if constexpr (kAdd) {
+          tile_load<kTile>(c + at, 128);
+        } else {
+          tile_zero<kTile>();
+        }
+      }
+    }
+    // Of kBeside steps of work, those behind the product kDot.
+    template <int kBeside, int kDot, class Work>
+    SELFATTN_INLINE static void work_beside(Work& work) {
+      constexpr int kSteps = kBeside * (kDot + 1) / 4 - kBeside * kDot / 4;
+      if constexpr (kSteps > 0) work.step();
+      if constexpr (kSteps > 1) work.step();
+    }
+  };
 
   // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B. A sum of one piece is no more exact than its terms, so it goes
   // on where it was; then rows past the last one meet zeros. Those of several are float's: a block's own sum

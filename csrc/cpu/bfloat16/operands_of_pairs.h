@@ -46,6 +46,16 @@ constexpr int64_t kStripCache<Pairs> = (PairEngine::kTiles ? 1408 : 768) * 1024;
 template <>
 constexpr int64_t kPanelStrips<Pairs> = PairEngine::kTiles ? 4 : 1;
 
+// A pipeline (pipeline.h) begins and ends with what is loaded: as many keys as leave the level-2 cache room
+// for strips. Not of p.keys: elements of a batch share scratch that is laid out for one of them.
+template <>
+inline int64_t loaded_keys<Pairs>(const AttentionParams& p) {
+  constexpr int64_t kLeast = 4 * kKeyBlock, kNumbers = 128 * 1024;
+  if (!PairEngine::kTiles) return kLeast;
+  const int64_t columns = padded_depth(larger(p.head_dim, p.value_dim)) * Pairs::pieces(p);
+  return larger(kNumbers / columns / (2 * kKeyBlock) * (2 * kKeyBlock), kLeast);
+}
+
 template <>
 struct ScalarOf<Pairs> {
   using type = float;

@@ -28,7 +28,9 @@ constexpr bool kPlain = true;
 
 // Keys that the forward brings in at a time, for all strips of an item.
 template <class P>
-constexpr int64_t kLoadedKeys = 4 * kKeyBlock;
+int64_t loaded_keys(const AttentionParams&) {
+  return 4 * kKeyBlock;
+}
 
 // Strips of an item of the forward: as many as share the work of bringing keys and values in, and how much of
 // the level-2 cache they may take.

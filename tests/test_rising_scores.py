@@ -1,0 +1,84 @@
+"""Scores that rise along the keys, so that the running maximum of a softmax has to follow at some block of
+keys: the first, the last, one in between, for every other query of a tile, for some strips of queries alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from tolerances import assert_accurate
+from torch import Tensor
+from torch.nn import functional
+
+from selfattn_ext import reference, scaled_dot_product_attention
+
+#: Around blocks of 64 and of 128 keys, and what keys are loaded by.
+KEYS = (63, 65, 127, 128, 129, 192, 257, 320, 515)
+#: Of a gradient: the scale of 1/8 times a query of 8 times what the output's gradient makes of a value, of
+#: which nearly all cancels where a single key has all the weight. That of a key is a sum over queries.
+TERMS = 8.0
+#: One strip of queries, full or not; several, the last of which is short.
+QUERIES = (32, 31, 97)
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def rising(queries: int, keys: int, steps: list[int], dtype: torch.dtype, head_dim: int = 64) -> list[Tensor]:
+    """Query, key and value: from each of the steps on, scores of every other query are 14 higher."""
+    query, key, value = (torch.randn(1, 2, length, head_dim) for length in (queries, keys, keys))
+    query[..., 0] = 8.0
+    query[:, :, ::2, 0] = 0.0
+    key[..., 0] = 0.0
+    for step in steps:
+        key[:, :, step:, 0] += 14.0 * head_dim**0.5 / 8.0
+    key[..., 0] -= key[..., -1:, 0]  # the largest scores are of middling size
+    return [query.to(dtype), key.to(dtype), value.to(dtype)]
+
+
+def results(
+    function: Callable[..., tuple[Tensor, ...]], tensors: list[Tensor], incoming: Tensor
+) -> list[Tensor]:
+    """Output and gradients, and what else the function returns."""
+    leaves = [tensor.detach().requires_grad_() for tensor in tensors]
+    out, *others = function(*leaves)
+    gradients = torch.autograd.grad(out, leaves, incoming.to(out.dtype))
+    return [result.detach() for result in (out, *gradients, *others)]
+
+
+def check(tensors: list[Tensor], **options: Any) -> None:
+    """Output, gradients and log-sum-exp against the formula; the peer is torch's own attention."""
+
+    def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return scaled_dot_product_attention(*tensors, return_lse=True, **options)
+
+    def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
+        found = reference.attention(*tensors, **options)
+        return found.out, found.lse
+
+    def torchs(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return functional.scaled_dot_product_attention(*tensors, **options), formula(*tensors)[1]
+
+    incoming = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1], dtype=torch.float64)
+    found = results(ours, tensors, incoming)
+    exact = results(formula, [tensor.double() for tensor in tensors], incoming)
+    peer = results(torchs, tensors, incoming)
+    for name, *three in zip(("out", "query", "key", "value", "lse"), found, exact, peer, strict=True):
+        terms = {"query": TERMS, "key": TERMS * tensors[0].size(-2) ** 0.5}.get(name, 1.0)
+        assert_accurate(name, *three, terms, tensors[0].dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_at_every_block(kernel: str, dtype: torch.dtype) -> None:
+    for queries, keys in itertools.product(QUERIES, KEYS):
+        for steps in ([], [1], [keys // 2], [keys - 1], [*range(64, keys, 64)], [130, 200]):
+            check(rising(queries, keys, steps, dtype))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_some_strips(kernel: str, dtype: torch.dtype) -> None:
+    """Of queries that see unlike numbers of keys, most of the keys of every block or none."""
+    for queries, keys in ((160, 160), (257, 320), (97, 515)):
+        check(rising(queries, keys, [keys // 3, keys // 2], dtype), is_causal=True)
