@@ -176,20 +176,23 @@ class ForwardPipeline {
   }
 
   // Lanes that have no maximum yet get that of the scores of groups 0 and 1.
-  void take_shifts(const ForwardStrip<Pairs>& strip, Weigher& work) const {
-    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+  SELFATTN_INLINE void take_shifts(const ForwardStrip<Pairs>& strip, Weigher& work) const {
     const __m512 scale = _mm512_set1_ps(strip.rest_of_scale);
-    for (int vec = 0; vec < 2; ++vec) {
-      __m512 max = _mm512_loadu_ps(strip.row_max + 16 * vec);
-      const __mmask16 none = _mm512_cmp_ps_mask(max, nothing, _CMP_EQ_OQ);
-      if (none != 0) {
-        const __m512 most = _mm512_mul_ps(most_of_lanes<Pairs>(2 * kGroupKeys, scores_ + 16 * vec), scale);
-        max = _mm512_mask_blend_ps(none, max, most);
-        _mm512_storeu_ps(strip.row_max + 16 * vec, max);
-      }
-      const __mmask16 hidden = _mm512_cmp_ps_mask(max, nothing, _CMP_EQ_OQ);
-      work.take_shift(vec, _mm512_mask_blend_ps(hidden, max, _mm512_setzero_ps()), scale);
+    work.template take_shift<0>(shift_of(strip, 0), scale);
+    work.template take_shift<1>(shift_of(strip, 16), scale);
+  }
+  __m512 shift_of(const ForwardStrip<Pairs>& strip, int64_t lane) const {
+    const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+    __m512 max = _mm512_loadu_ps(strip.row_max + lane);
+    const __mmask16 none = _mm512_cmp_ps_mask(max, nothing, _CMP_EQ_OQ);
+    if (none != 0) {
+      const __m512 most = _mm512_mul_ps(most_of_lanes<Pairs>(2 * kGroupKeys, scores_ + lane),
+                                        _mm512_set1_ps(strip.rest_of_scale));
+      max = _mm512_mask_blend_ps(none, max, most);
+      _mm512_storeu_ps(strip.row_max + lane, max);
     }
+    const __mmask16 hidden = _mm512_cmp_ps_mask(max, nothing, _CMP_EQ_OQ);
+    return _mm512_mask_blend_ps(hidden, max, _mm512_setzero_ps());
   }
 
   uint32_t* weights_of(const Place& place) const { return weights_ + place.number % 2 * kBlockPairs; }
