@@ -64,7 +64,7 @@ quick: $(STAMPS)/lint-tools
 
 test: build
 	"$(BIN)/python" -m pytest --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 \
-		-m "not sanitizers and not another_build and not thorough" $(ARGS)
+		-m "not sanitizers and not another_build and not thorough and not emulated_vectors" $(ARGS)
 
 test-clients: $(STAMPS)/clients
 	"$(BIN)/python" -m pytest tests/clients --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 $(ARGS)

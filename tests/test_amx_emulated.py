@@ -63,9 +63,9 @@ def _why_not() -> str | None:
 
 
 def emulated(test: Callable[..., None]) -> Callable[..., None]:
-    """Marks a test that runs in the emulator: one that has to be compiled for minutes is for `.ci/run`."""
+    """Marks a test that runs in the emulator. Where that is compiled for minutes, it runs when asked for."""
     test = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))(test)
-    return pytest.mark.thorough(test) if EMULATES_VECTORS else test
+    return pytest.mark.emulated_vectors(test) if EMULATES_VECTORS else test
 
 
 #: Executes bytes of machine code, and asks the emulator what it has executed.

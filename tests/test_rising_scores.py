@@ -82,3 +82,15 @@ def test_in_some_strips(kernel: str, dtype: torch.dtype) -> None:
     """Of queries that see unlike numbers of keys, most of the keys of every block or none."""
     for queries, keys in ((160, 160), (257, 320), (97, 515)):
         check(rising(queries, keys, [keys // 3, keys // 2], dtype), is_causal=True)
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e6, 1e9, 1e20])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_of_any_magnitude(kernel: str, dtype: torch.dtype, scale: float) -> None:
+    """Where a rounding error of the largest score is more than a float's exponent holds."""
+    query, key, value = rising(65, 300, [], dtype)
+    out, lse = scaled_dot_product_attention(query, key, value, scale=scale, return_lse=True)
+    exact = reference.attention(query.double(), key.double(), value.double(), scale=scale)
+    peer = reference.attention(query, key, value, scale=scale)
+    assert_accurate("out", out, exact.out, peer.out)
+    assert_accurate("lse", lse, exact.lse, peer.lse, dtype=dtype)

@@ -372,9 +372,13 @@ def test_means_of_large_values(dtype: torch.dtype, queries: int, keys: int, kern
     for options, in_double in zip(options_for(dtype), options_for(torch.float64), strict=True):
         out, *others = forward([query, key, large], **options)
         out_of_small, *others_of_small = forward([query, key, small], **options)
-        assert same_bits(out[..., ORDINARY], out_of_small[..., ORDINARY]), f"beside large numbers, {options}"
-        assert all(map(same_bits, others, others_of_small))
         exact = forward([part.double() for part in (query, key, small)], **in_double)[0]
+        if kernel == "fused-amx" and dtype == torch.float32:
+            # A row of values with a large number has no pieces, and is added as floats.
+            assert_accurate("beside large numbers", out[..., ORDINARY], exact[..., ORDINARY])
+        else:
+            assert same_bits(out[..., ORDINARY], out_of_small[..., ORDINARY]), f"beside large, {options}"
+        assert all(map(same_bits, others, others_of_small))
         means = out[..., LARGE].double() / (torch.finfo(dtype).max / 2)
         assert_accurate(f"{options}", means, exact[..., LARGE], dtype=dtype)
 

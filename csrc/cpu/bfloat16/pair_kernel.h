@@ -47,9 +47,12 @@ struct AllCalls {
   }
 };
 
-// With a few queries memory is the limit, unless numbers must be converted.
+// With a few queries memory is the limit, unless numbers must be converted. Their gradient is computed in
+// float: its scores differ from those here by rounding, which a large scale makes more than exponents hold.
+constexpr double kMostDecodedScale = 1024.0;
+
 inline bool decodes_pairs(const AttentionParams& p) {
-  return p.dtype == DType::kBFloat16 && multiplies_pairs(p);
+  return p.dtype == DType::kBFloat16 && p.scale <= kMostDecodedScale && multiplies_pairs(p);
 }
 
 // Of a batch whose elements have their own numbers of queries, those with least .. most.

@@ -47,7 +47,7 @@ class ForwardPipeline {
         unstored_(scores_) {}
 
   // Takes whole blocks off the keys of strips that all have one, and returns `end`; or sooner, the strip with
-  // a block in which the maximum of some row has to move, which is still there.
+  // a block in which the maximum of some row has to move or is too large, which is still there.
   PipelinedKeys* run(PipelinedKeys* strips, const PipelinedKeys* end) {
     if constexpr (kPieces > 1) {
       return run_beside<1>(strips, end);  // more products, and more work in a step
@@ -84,7 +84,7 @@ class ForwardPipeline {
     while (here) {
       if (before.strip != here.strip) {
         store();
-        take_shifts(*here.strip, work);
+        if (!take_shifts(*here.strip, work)) return keys;
       }
       const bool last_of_strip = keys->end - here.from < 2 * kPipelineKeys;
       Place next{here.strip, here.from + kPipelineKeys, here.number + 1};
@@ -175,11 +175,15 @@ class ForwardPipeline {
     }
   }
 
-  // Lanes that have no maximum yet get that of the scores of groups 0 and 1.
-  SELFATTN_INLINE void take_shifts(const ForwardStrip<Pairs>& strip, Weigher& work) const {
+  // Lanes that have no maximum yet get that of the scores of groups 0 and 1. Returns false where one is
+  // larger than a weigher takes.
+  SELFATTN_INLINE bool take_shifts(const ForwardStrip<Pairs>& strip, Weigher& work) const {
     const __m512 scale = _mm512_set1_ps(strip.rest_of_scale);
-    work.template take_shift<0>(shift_of(strip, 0), scale);
-    work.template take_shift<1>(shift_of(strip, 16), scale);
+    const __m512 first = shift_of(strip, 0), second = shift_of(strip, 16);
+    if (Weigher::is_large(first) || Weigher::is_large(second)) return false;
+    work.template take_shift<0>(first, scale);
+    work.template take_shift<1>(second, scale);
+    return true;
   }
   __m512 shift_of(const ForwardStrip<Pairs>& strip, int64_t lane) const {
     const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());

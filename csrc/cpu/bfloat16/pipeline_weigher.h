@@ -49,6 +49,11 @@ class PipelineWeigher {
     __asm__("" : "+v"(one_), "+v"(least_), "+v"(to_power_), "+v"(kept_), "+v"(halves_), "+Yk"(low_halves_));
   }
 
+  // Whether one of 16 maxima is one whose product with log2(e) is rounded by more than take_shift mends.
+  static SELFATTN_INLINE bool is_large(__m512 max) {
+    constexpr float kMost = 1 << 20;
+    return kPieces == 1 && _mm512_cmp_ps_mask(_mm512_set1_ps(kMost), _mm512_abs_ps(max), _CMP_LT_OQ) != 0;
+  }
   // The maxima of 16 rows: finite, or 0 where everything is hidden so far.
   template <int kVec>
   SELFATTN_INLINE void take_shift(__m512 max, __m512 scale) {
