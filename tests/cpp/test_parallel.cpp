@@ -11,6 +11,7 @@
 
 using namespace selfattn;
 using cpu::for_each_item;
+using cpu::Items;
 
 namespace {
 
@@ -52,12 +53,22 @@ struct HungryTask {
 
 TEST(every_item_runs_once) {
   for (const int threads : {1, 2, 3, 8}) {
-    for (const int64_t items : {0, 1, 2, 7, 1000}) {
-      std::vector<std::atomic<int>> counts(static_cast<size_t>(items));
-      for_each_item(test::thread_pool(threads), items, CountTask{counts});
-      for (const auto& count : counts) CHECK_FOR(count == 1, std::to_string(threads) + " threads");
+    for (const int64_t items : {0, 1, 2, 7, 255, 256, 1000, 1001}) {
+      for (const Items kind : {Items::kInOrder, Items::kIndependent}) {
+        std::vector<std::atomic<int>> counts(static_cast<size_t>(items));
+        for_each_item(test::thread_pool(threads), items, CountTask{counts}, kind);
+        for (const auto& count : counts) CHECK_FOR(count == 1, std::to_string(threads) + " threads");
+      }
     }
   }
+}
+
+TEST(small_items_are_claimed_several_at_a_time) {
+  CHECK(cpu::items_per_claim(Items::kIndependent, 256, 2) == 8);
+  CHECK(cpu::items_per_claim(Items::kIndependent, 255, 2) == 7);
+  CHECK(cpu::items_per_claim(Items::kIndependent, 31, 2) == 1);
+  CHECK(cpu::items_per_claim(Items::kIndependent, 100000, 2) == 8);
+  CHECK(cpu::items_per_claim(Items::kInOrder, 100000, 2) == 1);
 }
 
 TEST(a_pool_that_runs_bodies_one_after_the_other_is_enough) {

@@ -65,6 +65,9 @@ class BackwardTask {
     for (int64_t i = 0; i < heads_kv * chunks; ++i) strips_done[i].store(0, std::memory_order_relaxed);
   }
   int64_t items() const { return heads_kv * chunks; }
+  Items item_kind() const {
+    return chunks == 1 && !MaskSum<P>::takes(a) ? Items::kIndependent : Items::kInOrder;
+  }
 
   struct Scratch {
     Arena arena;
@@ -399,7 +402,7 @@ template <class P>
 void attention_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   if (p.sequences.any()) return backward_sequences<P>(p, a, pool);
   const BackwardTask<P> task(p, a);
-  for_each_item(pool, task.items(), task);
+  for_each_item(pool, task.items(), task, task.item_kind());
   if (a.grad_mask.data != nullptr && !MaskSum<P>::takes(a)) mask_gradient<P>(p, a, pool);
 }
 

@@ -336,9 +336,9 @@ void decode(const AttentionParams& p, const ForwardOutputs& outputs, const Threa
   Arena arena(DecodeTask<P>::state_bytes(p));
   const int64_t chunks = p.batch * DecodeTask<P>::chunks_of(p);
   const DecodeTask<P> task(p, DecodeTask<P>::item_of(p, chunks, pool.threads), arena);
-  for_each_item(pool, task.items(), task);
+  for_each_item(pool, task.items(), task, Items::kIndependent);
   const DecodeMerge<P> merge{task, outputs};
-  for_each_item(pool, merge.items(), merge);
+  for_each_item(pool, merge.items(), merge, Items::kIndependent);
 }
 
 // The elements with few queries of a batch whose elements have their own lengths: the chunks of all of them
@@ -361,9 +361,9 @@ void decode_sequences(const AttentionParams& p, const ForwardOutputs& outputs, c
     merges.push_back({tasks.back(), call.results});
   }
   const JointTask<DecodeTask<P>> joint(tasks);
-  for_each_item(pool, joint.items(), joint);
+  for_each_item(pool, joint.items(), joint, Items::kIndependent);
   const JointTask<DecodeMerge<P>> joint_merge(std::move(merges));
-  for_each_item(pool, joint_merge.items(), joint_merge);
+  for_each_item(pool, joint_merge.items(), joint_merge, Items::kIndependent);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -111,7 +111,7 @@ void forward_sequences(const AttentionParams& p, const ForwardOutputs& outputs, 
   int64_t strips = 0;
   for (const auto& call : calls) strips += ForwardTask<P>::strips(call.params);
   const auto joint = joint_task<ForwardTask<P>>(calls, strips, pool.threads);
-  for_each_item(pool, joint.items(), joint);
+  for_each_item(pool, joint.items(), joint, Items::kIndependent);
 }
 
 template <class P>
@@ -121,7 +121,7 @@ void attention_forward(const AttentionParams& p, const ForwardOutputs& outputs, 
     if (p.queries <= most_decoded(p)) return decode<P>(p, outputs, pool);
   }
   const ForwardTask<P> task(p, outputs, ForwardTask<P>::strips(p), pool.threads);
-  for_each_item(pool, task.items(), task);
+  for_each_item(pool, task.items(), task, Items::kIndependent);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

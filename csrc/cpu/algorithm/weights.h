@@ -88,10 +88,10 @@ void attention_weights(const AttentionParams& p, const WeightsOutputs& outputs, 
   if (p.sequences.any()) {
     const auto calls = element_calls(p, outputs, 0, kAnyQueries);
     const auto joint = joint_task<WeightsTask<P>>(calls);
-    return for_each_item(pool, joint.items(), joint);
+    return for_each_item(pool, joint.items(), joint, Items::kIndependent);
   }
   const WeightsTask<P> task(p, outputs);
-  for_each_item(pool, task.items(), task);
+  for_each_item(pool, task.items(), task, Items::kIndependent);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA
