@@ -94,3 +94,15 @@ def test_of_any_magnitude(kernel: str, dtype: torch.dtype, scale: float) -> None
     peer = reference.attention(query, key, value, scale=scale)
     assert_accurate("out", out, exact.out, peer.out)
     assert_accurate("lse", lse, exact.lse, peer.lse, dtype=dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_large_scores_of_one_strip(kernel: str, dtype: torch.dtype) -> None:
+    """Strips of ordinary queries before and after one whose scores are beyond a million."""
+    query, key, value = rising(97, 300, [], torch.float32)
+    query[:, :, 32:64] *= 1e3 if dtype == torch.float16 else 1e8
+    tensors = [tensor.to(dtype) for tensor in (query, key, value)]
+    out = scaled_dot_product_attention(*tensors)
+    exact = reference.attention(*(tensor.double() for tensor in tensors)).out
+    peer = reference.attention(*tensors).out
+    assert_accurate("out", out, exact, peer)

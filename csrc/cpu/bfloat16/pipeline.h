@@ -84,7 +84,7 @@ class ForwardPipeline {
     while (here) {
       if (before.strip != here.strip) {
         store();
-        if (!take_shifts(*here.strip, work)) return keys;
+        if (!take_shifts(*here.strip, work)) break;
       }
       const bool last_of_strip = keys->end - here.from < 2 * kPipelineKeys;
       Place next{here.strip, here.from + kPipelineKeys, here.number + 1};
@@ -96,9 +96,11 @@ class ForwardPipeline {
       before = here;
       here = next;
     }
-    output<0>(before, 0, value_panels_, none);
-    store();
-    add_output(before);
+    if (before) {
+      output<0>(before, 0, value_panels_, none);
+      store();
+      add_output(before);
+    }
     return keys;
   }
 
