@@ -78,6 +78,7 @@ class ForwardPipeline {
   __attribute__((noinline)) PipelinedKeys* run_beside(PipelinedKeys* keys, const PipelinedKeys* end) {
     NoWork none;
     Weigher work;
+    unstored_ = scores_;  // tiles hold whatever was multiplied since the last run
     Place before{}, here{keys->strip, keys->from, 0};
     score<0>(here, 0, none);
     score<0>(here, 1, none);
