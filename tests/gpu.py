@@ -32,6 +32,7 @@ DEVICE = os.environ.get(DEVICE_VARIABLE) or "cpu"
 MODULES = (
     "test_aten_cuda.py",
     "test_autocast.py",
+    "test_batch_invariant.py",
     "test_compile.py",
     "test_declared_options.py",
     "test_decode.py",

@@ -69,9 +69,13 @@ struct ForwardTask {
     if constexpr (kPlain<P>) {
       for (int64_t i = 0; i < strips; ++i) finite = finite && scratch.strips[i].finite(p);
       if (!finite) run(strips, scratch, true);
+    } else {
+      // Whether a row is mended must not depend on the values that other strips of the item have met.
+      finite = finite && !p.batch_invariant;
     }
     for (int64_t i = 0; i < strips; ++i) {
       const ForwardStrip<P>& strip = scratch.strips[i];
+      if (p.batch_invariant) strip.drop_signs_of_zeros(p);
       finish(strip, scratch.block.scale);
       if (finite || strip.finite(p)) continue;
       mend_overflow<T>(p, outputs, strip.batch, strip.head, strip.first, strip.count);

@@ -214,12 +214,13 @@ class ForwardPipeline {
 };
 
 // The keys of a strip that all its queries see and that need nothing but scores, softmax and output, if they
-// make a block, among the `loaded` keys that the operands hold from key `first` on.
+// make a block, among the `loaded` keys that the operands hold from key `first` on. None where a row must not
+// depend on its neighbours: weights are rounded in another way here, for as many keys as all of them see.
 inline PipelinedKeys pipelined_keys(const AttentionParams& p, ForwardStrip<Pairs>& strip, int64_t first,
                                     int64_t loaded, const ForwardScratch<Pairs>& scratch) {
   const PipelinedKeys none{&strip, 0, 0};
   if (strip.vecs != 2 || p.value_dim % 32 != 0 || p.mask.data != nullptr || p.softcap > 0.0 ||
-      p.alibi_slopes.data != nullptr || p.dropout.enabled) {
+      p.alibi_slopes.data != nullptr || p.dropout.enabled || p.batch_invariant) {
     return none;
   }
   const int64_t last = strip.first + strip.count - 1;

@@ -23,7 +23,7 @@ class Forward : TileScores<C> {
   __device__ __forceinline__ void run() {
     // The grid is that of the longest sequence. Which of the kernels takes a sequence is a matter of its own
     // length, as their bits differ.
-    if (work_.rows <= 0 || (work_.queries <= kFewQueries) != C::kFewQuery) return;
+    if (work_.rows <= 0 || counts_as_few(p_, work_.queries) != C::kFewQuery) return;
     this->start_queries();
     bool careful = false;
     for (;; careful = true) {

@@ -11,6 +11,8 @@ namespace {
 constexpr int64_t kAlignment = 16;  // bytes, of an asynchronous copy
 
 // Those that the plain kernels apply, forward and backward: Note [Declared options] in core/options.h.
+// Whether rows can be read by vectors may differ from chunk to chunk of a sequence, and with it who computes
+// them.
 constexpr OptionSet kPlainOptions = {Option::kSinks,         Option::kWindow,     Option::kQueryOffset,
                                      Option::kPackedQueries, Option::kPackedKeys, Option::kKeyLengths,
                                      Option::kQueryOffsets,  Option::kPages};
