@@ -27,7 +27,7 @@ from selfattn_ext import (
     scaled_dot_product_attention,
     varlen_attention,
 )
-from selfattn_ext.arguments import batch_invariance
+from selfattn_ext.arguments import batch_invariance, forced_kernel
 
 LENGTH = 163  # a prime: more than two blocks of keys, and three strips of queries of every width
 HEADS, KV_HEADS = 4, 2
@@ -36,6 +36,8 @@ HEADS, KV_HEADS = 4, 2
 #: that is computed as few.
 SIZES = (*range(1, 14), 16, 17, 31, 32, 33, 47, 48, 49, 63, 64, 65)
 SOME_SIZES = (1, 4, 5, 33)
+if forced_kernel.current():
+    SOME_SIZES = (33,)  # in the emulator of CUDA, which takes its time; MIXED has small ones
 
 
 def ends_of(size: int) -> list[int]:
@@ -229,9 +231,11 @@ def large_scores(it: Prompt) -> None:
 
 
 def vanishing(it: Prompt) -> None:
-    """Sums that are 0 or -0."""
-    least = torch.finfo(it.value.dtype).smallest_normal / 2**4
-    it.value.copy_(-least * torch.randint(0, 3, it.value.shape))
+    """Sums that rescaling makes -0, once maxima have risen behind the only value."""
+    it.query.fill_(1.0)
+    it.key.copy_(torch.linspace(0, 1.2, LENGTH).reshape(-1, 1).expand_as(it.key))
+    numbers = torch.finfo(it.value.dtype)
+    it.value.zero_()[:, :, 63] = -numbers.smallest_normal * numbers.eps
 
 
 @pytest.mark.parametrize("change", [hidden_nan, overflowing, large_scores, vanishing])
