@@ -95,6 +95,7 @@ ELSEWHERE = {
     "test_emulat": "is about the emulator",
     "test_environment": "is about the documents",
     "test_gpu": "is about scripts for the GPU",
+    "test_gradient_blocks": "compares two ways that a kernel for the CPU has",
     "test_huge": "is about the memory of a CPU",
     "test_install": "is about the build",
     "test_jit": "is about the build",

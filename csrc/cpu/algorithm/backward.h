@@ -5,8 +5,8 @@
 // follow one another through the strips like a wave, one strip behind, so they hardly ever wait.
 #pragma once
 
+#include "gradient_panel.h"
 #include "gradient_results.h"
-#include "gradient_strip.h"
 #include "mask_gradient.h"
 #include "mask_sum.h"
 
@@ -257,6 +257,12 @@ class BackwardTask {
     leave_hidden_out = leave_hidden_out || !well_behaved(s.query_rows, panel.count, p.head_dim) ||
                        !well_behaved(s.grad_out_rows, panel.count, p.value_dim);
     const bool alone = leave_hidden_out || s.query_rows.special() || s.grad_out_rows.special();
+    const bool by_blocks = adds_blocks<P>(p) && panel.count > kLanes<P> / 2;
+    PanelBlocks waiting;
+    const auto add_waiting = [&] {
+      if (waiting.count > 0) add_blocks<P>(p, operands_of(s, item), waiting, s.block);
+      waiting.count = 0;
+    };
     for (int64_t from = 0; from < item.keys; from += kKeyBlock) {
       const int64_t rows = smaller(item.keys - from, kKeyBlock);
       int64_t run = 0, ready = 0;  // queries run .. ready - 1 of the panel wait to be added
@@ -266,7 +272,19 @@ class BackwardTask {
       };
       for (int64_t i = 0, at = 0; i < panel.strips; at += panel.counts[i++]) {
         const PackedPlace place{at, rows};
-        const int64_t count = panel.contributes[i] ? add_strip(s, item, i, from, place, step, alone) : 0;
+        int64_t count = panel.contributes[i] ? seen_rows(s.strips[i], item, from, rows) : 0;
+        if (count > 0) {
+          const bool mark = alone || s.key_columns.special(from, count);
+          const bool direct = takes_packed && packs_gradients(s) && s.strips[i].ordinary && !mark;
+          if (by_blocks && direct && rows == kKeyBlock) {
+            add_run();
+            if (!waiting.takes(from, i)) add_waiting();
+            waiting.add(from, i);
+            continue;
+          }
+          add_waiting();
+          count = add_strip(s, item, i, from, count, place, step, mark, direct) ? count : 0;
+        }
         if (count == 0) {
           add_run();
         } else if (alone || panel.strips == 1) {
@@ -278,6 +296,12 @@ class BackwardTask {
       }
       add_run();
     }
+    add_waiting();
+  }
+
+  static GradientPanel<P> operands_of(Scratch& s, const Item& item) {
+    return {s.strips,   &s.query_rows,  &s.grad_out_rows, &s.key_rows,  &s.value_rows, &s.key_columns,
+            item.begin, s.grad_query_t, s.grad_key,       s.grad_value, s.head_stride, s.value_stride};
   }
 
   // What queries of a panel add to dK and dV of a block of keys.
@@ -297,19 +321,22 @@ class BackwardTask {
     }
   }
 
-  // A strip of the panel against the block of keys `from` and on of the chunk: adds to dQ^T and makes ready
-  // what add_rows takes. Returns how many keys there are for it, 0 if it sees none.
-  int64_t add_strip(Scratch& s, const Item& item, int64_t i, int64_t from, const PackedPlace& place,
-                    int64_t step, bool alone) const {
-    GradientStrip<P>& strip = s.strips[i];
+  // How many keys of the block `from` and on of the chunk there are for a strip; 0 if it sees none.
+  static int64_t seen_rows(const GradientStrip<P>& strip, const Item& item, int64_t from, int64_t rows) {
     const int64_t stop = smaller(strip.keys.end - item.begin, item.keys), key = item.begin + from;
     if (from >= stop || key + kKeyBlock <= strip.keys.begin) return 0;
-    const int64_t count = smaller(stop - from, place.rows);
+    return smaller(stop - from, rows);
+  }
+
+  // A strip of the panel against `count` keys of the block: adds to dQ^T and makes ready what add_rows takes.
+  // false if the mask hides all of them.
+  bool add_strip(Scratch& s, const Item& item, int64_t i, int64_t from, int64_t count,
+                 const PackedPlace& place, int64_t step, bool mark, bool direct) const {
+    GradientStrip<P>& strip = s.strips[i];
+    const int64_t key = item.begin + from;
     mask_sum.prefetch(s.mask, strip, from, count);
-    const bool mark = alone || s.key_columns.special(from, count);
-    const bool direct = takes_packed && packs_gradients(s) && strip.ordinary && !mark;
     const GradientBlock<P> block{key, count, from, &s.key_rows, &s.value_rows};
-    if (!grad_score_block<P>(p, a, strip, block, s.block, mark, direct ? &place : nullptr)) return 0;
+    if (!grad_score_block<P>(p, a, strip, block, s.block, mark, direct ? &place : nullptr)) return false;
     if (!direct) {
       T* grad = s.block.grad.block;
       if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, key, count, grad, s.slope_rows[i]);
@@ -321,7 +348,7 @@ class BackwardTask {
     }
     multiply_columns<P>(s.key_columns, from, count, p.head_dim, s.block.grad, strip.vecs, {s.grad_query_t[i]},
                         mark ? s.block.visible : nullptr);
-    return count;
+    return true;
   }
 
   // Waits for the chunk before, then writes (first chunk) or adds to dQ and the slope sums of strip i of the

@@ -42,9 +42,7 @@ class ForwardPipeline {
         weights_(scratch.weights.pipeline),
         sums_(reinterpret_cast<float*>(weights_ + 2 * kBlockPairs)),
         score_steps_(product_pairs(p.head_dim) / 16),
-        value_panels_(p.value_dim / 32),
-        // Any place that may be written to, until there has been a product.
-        unstored_(scores_) {}
+        value_panels_(p.value_dim / 32) {}
 
   // Takes whole blocks off the keys of strips that all have one, and returns `end`; or sooner, the strip with
   // a block in which the maximum of some row has to move or is too large, which is still there.
@@ -78,7 +76,7 @@ class ForwardPipeline {
   __attribute__((noinline)) PipelinedKeys* run_beside(PipelinedKeys* keys, const PipelinedKeys* end) {
     NoWork none;
     Weigher work;
-    unstored_ = scores_;  // tiles hold whatever was multiplied since the last run
+    unstored_ = {};  // tiles hold whatever was multiplied since the last run
     Place before{}, here{keys->strip, keys->from, 0};
     score<0>(here, 0, none);
     score<0>(here, 1, none);
@@ -143,7 +141,7 @@ class ForwardPipeline {
     panel.b = query.data;
     panel.b_row = kLd;
     panel.b_piece = query.piece_stride;
-    panel.c = scores_ + group % 2 * kGroupKeys * kLd;
+    panel.c = {scores_ + group % 2 * kGroupKeys * kLd, kLd};
     panel.steps = score_steps_;
     PairEngine::multiply_beside<kPieces, kScoreOrder, kBeside, false>(panel, unstored_, work);
   }
@@ -163,7 +161,7 @@ class ForwardPipeline {
     float* sums = kInPlace ? place.strip->out_t : sums_;
     for (int64_t i = begin; i < end; ++i) {
       panel.a = block + i * 32 * values_.row_stride;
-      panel.c = sums + i * 32 * kLd;
+      panel.c = {sums + i * 32 * kLd, kLd};
       PairEngine::multiply_beside<kPieces, kPieces, kBeside, kInPlace>(panel, unstored_, work);
     }
   }
@@ -210,7 +208,7 @@ class ForwardPipeline {
   uint32_t* const weights_;  // [2 blocks][64 pairs of keys][kPieces][kLd]
   float* const sums_;        // of several pieces [value_dim][kLd]
   const int64_t score_steps_, value_panels_;
-  float* unstored_;  // where the tiles of the last product belong
+  PairEngine::Sums unstored_;  // where the tiles of the last product belong
 };
 
 // The keys of a strip that all its queries see and that need nothing but scores, softmax and output, if they
