@@ -67,6 +67,7 @@ MODULES = (
     "test_paged.py",
     "test_pieces.py",
     "test_precision.py",
+    "test_ragged_blocks.py",
     "test_readme.py",
     "test_reference.py",
     "test_rising_scores.py",

@@ -38,6 +38,7 @@ CHOSEN = {
     "test_options_pairwise.py": "fused-amx",
     "test_paged.py": "every_option and amx",
     "test_pieces.py": "amx",
+    "test_ragged_blocks.py": "fused-amx",
     "test_sequences.py": "amx",
     "test_varlen_cache.py": "company and amx",
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from cases import Case, cotangents_of, gradients
 
-from selfattn_ext import attention_scores, masked_softmax
+from selfattn_ext import attention_scores, masked_softmax, scaled_dot_product_attention
 
 CASES = [
     Case(batch=3, heads=4, kv_heads=2, queries=65, keys=150, head_dim=32, value_dim=24, **options)
@@ -40,6 +40,19 @@ def test_threads_and_runs(case: Case, isa: str, one_thread: None) -> None:
         again = everything(case, tensors)
         for name, result in alone.items():
             assert torch.equal(result, again[name]), f"{name} with {threads} threads"
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_threads_with_a_window(isa: str, head_dim: int, one_thread: None) -> None:
+    """Many keys, of which the queries that a thread takes at a time see a part: that part begins elsewhere
+    where there are more threads.
+    """
+    query, key, value = (torch.randn(1, 1, 900, head_dim) for _ in range(3))
+    alone = scaled_dot_product_attention(query, key, value, window_size=(500, 50))
+    for threads in (2, 16):
+        torch.set_num_threads(threads)
+        again = scaled_dot_product_attention(query, key, value, window_size=(500, 50))
+        assert torch.equal(alone, again), threads
 
 
 @pytest.mark.parametrize("case", CASES[:4], ids=str)

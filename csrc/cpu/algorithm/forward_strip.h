@@ -326,15 +326,17 @@ void forward_loaded(const AttentionParams& p, ForwardStrip<P>* strips, int64_t c
 }
 
 // Strips of one (batch, kv head) against keys begin .. end - 1. Keys and values are brought in once for all
-// of them, some at a time; then each strip walks over those, so that its output stays in the cache.
+// of them, some at a time; then each strip walks over those, so that its output stays in the cache. Where a
+// strip's keys are parted depends on their positions alone, not on the other strips.
 template <class P>
 void forward_keys(const AttentionParams& p, ForwardStrip<P>* strips, int64_t count, int64_t begin,
                   int64_t end, ForwardScratch<P>& scratch, bool leave_hidden_out) {
   if (count == 0) return;
   const int64_t batch = strips[0].batch, kv_head = p.kv_head(strips[0].head);
   const int64_t at_once = loaded_keys<P>(p);
-  for (int64_t first = begin / kKeyBlock * kKeyBlock; first < end; first += at_once) {
-    const int64_t loaded = smaller(end - first, at_once);
+  for (int64_t first = begin / kKeyBlock * kKeyBlock, next; first < end; first = next) {
+    next = (first / at_once + 1) * at_once;
+    const int64_t loaded = smaller(end, next) - first;
     scratch.keys.load(key_source(p, p.key, batch, kv_head, first, loaded, p.head_dim, scratch.paged_keys));
     scratch.values.load(
         key_source(p, p.value, batch, kv_head, first, loaded, p.value_dim, scratch.paged_values));

@@ -35,6 +35,7 @@ SELFATTN_INLINE void tile_dot() {
 struct NoWork {
   SELFATTN_INLINE bool more() const { return false; }
   SELFATTN_INLINE void step() {}
+  SELFATTN_INLINE void reach(const float*) {}
 };
 
 // All eight tiles are 16 rows of 64 bytes, in every thread that computes, for as long as it has work. Whoever
@@ -119,6 +120,7 @@ class PairEngine {
   struct Panel {
     const uint32_t* a;
     int64_t a_row, a_piece;
+    int64_t a_second;        // to the second 16 rows
     int64_t a_step, a_turn;  // from an even step of 16 pairs to the next one, and from an odd one
     const uint32_t* b;
     int64_t b_row, b_piece;
@@ -171,9 +173,9 @@ class PairEngine {
                               kAt == 0 || kPath.b[kBefore] != kB>;
       const uint32_t *of_a = a + kA * p.a_piece, *of_b = b + kB * p.b_piece;
       if (kBeside > 0 && work.more()) {
-        Step::template run<kBeside>(of_a, p.a_row, of_b, p.b_row, unstored, p.c, work);
+        Step::template run<kBeside>(of_a, p.a_row, p.a_second, of_b, p.b_row, unstored, p.c, work);
       } else {
-        Step::template run<0>(of_a, p.a_row, of_b, p.b_row, unstored, p.c, work);
+        Step::template run<0>(of_a, p.a_row, p.a_second, of_b, p.b_row, unstored, p.c, work);
       }
       path_beside<kPieces, kOrder, kAt + 1, kBeside, kFirst, kAdd>(p, a, b, unstored, work);
     }
@@ -184,8 +186,8 @@ class PairEngine {
   template <bool kFirst, bool kAdd, bool kNewA, bool kNewB>
   struct StepBeside {
     template <int kBeside, class Work>
-    SELFATTN_INLINE static void run(const uint32_t* a, int64_t a_row, const uint32_t* b, int64_t b_row,
-                                    const Sums& unstored, const Sums& c, Work& work) {
+    SELFATTN_INLINE static void run(const uint32_t* a, int64_t a_row, int64_t a_second, const uint32_t* b,
+                                    int64_t b_row, const Sums& unstored, const Sums& c, Work& work) {
       begin<0>(unstored, c);
       if constexpr (kNewA) tile_load_once<4>(a, a_row * 4);
       if constexpr (kNewB) tile_load<6>(b, b_row * 4);
@@ -196,7 +198,7 @@ class PairEngine {
       tile_dot<1, 4, 7>();
       work_beside<kBeside, 1>(work);
       begin<2>(unstored, c);
-      if constexpr (kNewA) tile_load_once<5>(a + 16 * a_row, a_row * 4);
+      if constexpr (kNewA) tile_load_once<5>(a + a_second, a_row * 4);
       tile_dot<2, 5, 6>();
       work_beside<kBeside, 2>(work);
       begin<3>(unstored, c);
@@ -233,6 +235,7 @@ class PairEngine {
     Panel panel;
     panel.a = p.a + row * p.a_row;
     panel.a_row = p.a_row;
+    panel.a_second = 16 * p.a_row;
     panel.a_piece = p.a_piece;
     panel.a_step = panel.a_turn = 16;
     panel.b = p.b + lane;

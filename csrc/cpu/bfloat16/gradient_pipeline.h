@@ -112,6 +112,7 @@ class GradientPipeline {
     Panel panel;
     panel.a = rows.data + row * rows.row_stride;
     panel.a_row = rows.row_stride;
+    panel.a_second = 16 * rows.row_stride;
     panel.a_piece = 0;
     panel.a_step = panel.a_turn = 16;
     panel.b = lanes.data;
@@ -128,6 +129,7 @@ class GradientPipeline {
     const ColumnOperand<Pairs>& keys = *panel_.key_columns;
     Panel panel;
     panel.a_row = keys.row_stride;
+    panel.a_second = 16 * keys.row_stride;
     panel.a_piece = 0;
     panel.a_step = panel.a_turn = 16;
     panel.b = grad_lanes(c);
@@ -149,6 +151,7 @@ class GradientPipeline {
     const int64_t of_values = kKeyBlock / 32 * value_panels_;
     Panel panel;
     panel.a_row = kRow;
+    panel.a_second = 16 * kRow;
     panel.a_piece = panel.b_piece = 0;
     panel.a_step = panel.a_turn = 16;
     panel.steps = block.end - block.first;

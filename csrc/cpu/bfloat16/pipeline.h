@@ -4,39 +4,26 @@
 // of both kinds alternate: a processor looks a few hundred of them ahead, so that neither kind waits for the
 // other. docs/cpu-kernels.md, "The pipeline of tiles", has the cycles.
 //
-// A block has 128 keys, four groups of 32. The scores of a group are one product of the engine, as are 32
-// columns of the output with a block. In the first half of a block vectors weigh groups 0 and 1, of which the
-// scores are there; the engine updates half of the output of the block before, and computes the scores of
-// groups 2 and 3 in the places of 0 and 1. In the second half it updates the rest, and computes groups 0 and
-// 1 of the next block, which may be that of another strip: only the first block of all and the last have
-// nothing beside them.
+// A block has 128 keys, four groups of 32; the first and the last of a strip may have fewer. The scores of a
+// group are one product of the engine, as are 32 columns of the output with a block. In the first half of a
+// block vectors weigh groups 0 and 1, of which the scores are there; the engine updates half of the output of
+// the block before, and computes the scores of groups 2 and 3 in the places of 0 and 1. In the second half it
+// updates the rest, and computes groups 0 and 1 of the next block, which may be that of another strip: only
+// the first block of all and the last have nothing beside them.
 #pragma once
 
+#include "pipeline_scores.h"
 #include "pipeline_weigher.h"
 
-#include "../algorithm/forward_strip.h"
-#include "products_of_pairs.h"
-
 namespace selfattn::cpu::SELFATTN_ISA {
-
-constexpr int64_t kGroupKeys = 32;
-constexpr int64_t kPipelineKeys = 4 * kGroupKeys;
-
-// The keys of a strip that go through the pipeline, as rows of the operands. What is left at the end is less
-// than a block.
-struct PipelinedKeys {
-  ForwardStrip<Pairs>* strip;
-  int64_t from, end;
-
-  bool has_block() const { return end - from >= kPipelineKeys; }
-};
 
 // kScoreOrder: PairProduct::order of the scores.
 template <int kPieces, int kScoreOrder>
 class ForwardPipeline {
  public:
   ForwardPipeline(const AttentionParams& p, ForwardScratch<Pairs>& scratch)
-      : keys_(scratch.keys),
+      : p_(p),
+        keys_(scratch.keys),
         values_(scratch.values),
         scores_(scratch.weights.block),
         weights_(scratch.weights.pipeline),
@@ -44,8 +31,8 @@ class ForwardPipeline {
         score_steps_(product_pairs(p.head_dim) / 16),
         value_panels_(p.value_dim / 32) {}
 
-  // Takes whole blocks off the keys of strips that all have one, and returns `end`; or sooner, the strip with
-  // a block in which the maximum of some row has to move or is too large, which is still there.
+  // Takes blocks off the keys of strips that all have some, and returns `end`; or sooner, the strip with a
+  // block in which the maximum of some row has to move or is too large, which is still there.
   PipelinedKeys* run(PipelinedKeys* strips, const PipelinedKeys* end) {
     if constexpr (kPieces > 1) {
       return run_beside<1>(strips, end);  // more products, and more work in a step
@@ -59,39 +46,29 @@ class ForwardPipeline {
  private:
   using Weigher = PipelineWeigher<kPieces>;
   using Panel = PairEngine::Panel;
+  using Place = PipelinePlace;
   static constexpr int64_t kLd = kLanes<Pairs>;
   static constexpr int64_t kBlockPairs = kPipelineKeys / 2 * kPieces * kLd;
   // A sum of one piece goes on in its tiles; those of several are added to the output after each block.
   static constexpr bool kInPlace = kPieces == 1;
-
-  // A block, the `number`th of all.
-  struct Place {
-    ForwardStrip<Pairs>* strip;
-    int64_t from, number;
-
-    explicit operator bool() const { return strip != nullptr; }
-  };
 
   template <int kBeside>
   __attribute__((noinline)) PipelinedKeys* run_beside(PipelinedKeys* keys, const PipelinedKeys* end) {
     NoWork none;
     Weigher work;
     unstored_ = {};  // tiles hold whatever was multiplied since the last run
-    Place before{}, here{keys->strip, keys->from, 0};
-    score<0>(here, 0, none);
-    score<0>(here, 1, none);
+    Place before{}, here{keys, keys->from, keys->end_of_block(keys->from), 0};
+    two_scores<0>(here, 0, none);
     while (here) {
-      if (before.strip != here.strip) {
-        store();
-        if (!take_shifts(*here.strip, work)) break;
+      if (before.keys != here.keys) has_shifts_ = false;
+      if (!make_ready(here, 0, work)) break;
+      const Place next = here.next(end);
+      const bool ready = weigh_beside<kBeside>(before, here, next, work);
+      if (!ready || !work.add_sums(here.strip())) return here.keys;
+      if (values_.special(here.from, here.end - here.from)) {
+        add_special_values(p_, here, values_, weights_of(here));
       }
-      const bool last_of_strip = keys->end - here.from < 2 * kPipelineKeys;
-      Place next{here.strip, here.from + kPipelineKeys, here.number + 1};
-      if (last_of_strip) next = keys + 1 == end ? Place{} : Place{keys[1].strip, keys[1].from, next.number};
-      weigh_beside<kBeside>(before, here, next, work);
-      if (!work.add_sums(*here.strip)) return keys;
-      keys->from += kPipelineKeys;
-      if (last_of_strip) ++keys;
+      here.keys->from = here.end;
       before = here;
       here = next;
     }
@@ -100,48 +77,71 @@ class ForwardPipeline {
       store();
       add_output(before);
     }
-    return keys;
+    return here ? here.keys : before.keys + 1;
   }
 
   template <int kBeside>
-  SELFATTN_INLINE void weigh_beside(const Place& before, const Place& here, const Place& next,
+  SELFATTN_INLINE bool weigh_beside(const Place& before, const Place& here, const Place& next,
                                     Weigher& work) {
-    const int64_t middle = value_panels_ / 2;
+    const int64_t halves = here.halves();
+    bool ready = true;
     work.clear();
-    work.begin(scores_, 2 * kGroupKeys, weights_of(here));
-    if (before) output<kBeside>(before, 0, middle, work);
-    two_scores<kBeside>(here, 2, work);
-    work.finish();
-    work.begin(scores_, 2 * kGroupKeys, work.pairs);
-    if (before) output<kBeside>(before, middle, value_panels_, work);
-    if (next) {
-      two_scores<kBeside>(next, 0, work);
-    } else {
-      store();
+    work.pairs = weights_of(here);
+    for (int64_t half = 0, panel = 0; half < halves; ++half) {
+      const bool is_last = half + 1 == halves;
+      if (half > 0) ready = make_ready(here, half, work);
+      work.begin(scores_, here.groups_of_half(half) * kGroupKeys, work.pairs);
+      const int64_t panels = is_last ? value_panels_ : value_panels_ / 2;
+      if (before) output<kBeside>(before, panel, panels, work);
+      panel = panels;
+      if (!is_last) {
+        two_scores<kBeside>(here, half + 1, work);
+      } else if (next) {
+        two_scores<kBeside>(next, 0, work);
+      } else {
+        store();
+      }
+      work.finish();
     }
-    work.finish();
     if (before) add_output(before);
+    return ready;
+  }
+
+  // Before the scores of a half are weighed: what their products leave to be done. Of two groups the first is
+  // in memory, and the second comes there before it is reached; a single one is still in tiles. Returns false
+  // where a maximum is larger than a weigher takes.
+  SELFATTN_INLINE bool make_ready(const Place& place, int64_t half, Weigher& work) {
+    const HalfBlock scores(place, half, keys_);
+    const bool finish = scores.has_hidden() || scores.has_special();
+    if (!finish && has_shifts_ && scores.rows() == kHalfKeys) return true;
+    store();
+    if (finish) scores.finish(p_, scores_);
+    return has_shifts_ || take_shifts(place.strip(), scores.rows(), work);
   }
 
   // The tiles of a product are stored during the next one: before that, what stood there must be weighed.
   template <int kBeside, class Work>
-  SELFATTN_INLINE void two_scores(const Place& place, int64_t group, Work& work) {
-    score<kBeside>(place, group, work);
-    work.leave(kGroupKeys);
-    score<kBeside>(place, group + 1, work);
+  SELFATTN_INLINE void two_scores(const Place& place, int64_t half, Work& work) {
+    score<kBeside>(place, half, 0, work);
+    if (place.groups_of_half(half) == 1) return;
+    work.reach(scores_ + kGroupKeys * kLd);
+    score<kBeside>(place, half, 1, work);
   }
   template <int kBeside, class Work>
-  SELFATTN_INLINE void score(const Place& place, int64_t group, Work& work) {
-    const LaneOperand<Pairs>& query = place.strip->query;
+  SELFATTN_INLINE void score(const Place& place, int64_t half, int64_t group, Work& work) {
+    const LaneOperand<Pairs>& query = place.strip().query;
+    const int64_t row = place.from + half * kHalfKeys + group * kGroupKeys;
     Panel panel;
-    panel.a = keys_.data + (place.from + group * kGroupKeys) * keys_.row_stride;
+    panel.a = keys_.data + row * keys_.row_stride;
     panel.a_row = keys_.row_stride;
     panel.a_piece = keys_.piece_stride;
+    // The operand has whole tiles of rows: where there is no second one, the first once more, to be hidden.
+    panel.a_second = row + 16 < place.keys->end ? 16 * keys_.row_stride : 0;
     panel.a_step = panel.a_turn = 16;
     panel.b = query.data;
     panel.b_row = kLd;
     panel.b_piece = query.piece_stride;
-    panel.c = {scores_ + group % 2 * kGroupKeys * kLd, kLd};
+    panel.c = {scores_ + group * kGroupKeys * kLd, kLd};
     panel.steps = score_steps_;
     PairEngine::multiply_beside<kPieces, kScoreOrder, kBeside, false>(panel, unstored_, work);
   }
@@ -151,57 +151,62 @@ class ForwardPipeline {
     Panel panel;
     panel.a_row = values_.row_stride;
     panel.a_piece = values_.piece_stride;
+    panel.a_second = 16 * values_.row_stride;
     panel.a_step = 16;
     panel.a_turn = values_.block_stride - 16;
     panel.b = weights_of(place);
     panel.b_row = kPieces * kLd;
     panel.b_piece = kLd;
-    panel.steps = kPipelineKeys / 32;
+    panel.steps = place.groups();
     const uint32_t* block = values_.data + place.from / kKeyBlock * values_.block_stride;
-    float* sums = kInPlace ? place.strip->out_t : sums_;
+    float* sums = kInPlace ? place.strip().out_t : sums_;
     for (int64_t i = begin; i < end; ++i) {
       panel.a = block + i * 32 * values_.row_stride;
       panel.c = {sums + i * 32 * kLd, kLd};
       PairEngine::multiply_beside<kPieces, kPieces, kBeside, kInPlace>(panel, unstored_, work);
     }
   }
+  // From then on, what the tiles were stored to may change.
   void store() { PairEngine::store_panel(unstored_); }
 
   void add_output(const Place& place) const {
     if constexpr (!kInPlace) {
       for (int64_t i = 0; i < value_panels_ * 32 * kLd; i += 16) {
-        float* to = place.strip->out_t + i;
+        float* to = place.strip().out_t + i;
         _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), _mm512_loadu_ps(sums_ + i)));
       }
     }
   }
 
-  // Lanes that have no maximum yet get that of the scores of groups 0 and 1. Returns false where one is
-  // larger than a weigher takes.
-  SELFATTN_INLINE bool take_shifts(const ForwardStrip<Pairs>& strip, Weigher& work) const {
+  // Lanes that have no maximum yet get that of the scores in memory. Returns false where one is larger than a
+  // weigher takes.
+  SELFATTN_INLINE bool take_shifts(const ForwardStrip<Pairs>& strip, int64_t keys, Weigher& work) {
     const __m512 scale = _mm512_set1_ps(strip.rest_of_scale);
-    const __m512 first = shift_of(strip, 0), second = shift_of(strip, 16);
+    has_shifts_ = true;
+    const __m512 first = shift_of(strip, keys, 0), second = shift_of(strip, keys, 16);
     if (Weigher::is_large(first) || Weigher::is_large(second)) return false;
     work.template take_shift<0>(first, scale);
     work.template take_shift<1>(second, scale);
     return true;
   }
-  __m512 shift_of(const ForwardStrip<Pairs>& strip, int64_t lane) const {
+  __m512 shift_of(const ForwardStrip<Pairs>& strip, int64_t keys, int64_t lane) {
     const __m512 nothing = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     __m512 max = _mm512_loadu_ps(strip.row_max + lane);
     const __mmask16 none = _mm512_cmp_ps_mask(max, nothing, _CMP_EQ_OQ);
     if (none != 0) {
-      const __m512 most = _mm512_mul_ps(most_of_lanes<Pairs>(2 * kGroupKeys, scores_ + lane),
-                                        _mm512_set1_ps(strip.rest_of_scale));
+      const __m512 most =
+          _mm512_mul_ps(most_of_lanes<Pairs>(keys, scores_ + lane), _mm512_set1_ps(strip.rest_of_scale));
       max = _mm512_mask_blend_ps(none, max, most);
       _mm512_storeu_ps(strip.row_max + lane, max);
     }
     const __mmask16 hidden = _mm512_cmp_ps_mask(max, nothing, _CMP_EQ_OQ);
+    if (hidden != 0) has_shifts_ = false;
     return _mm512_mask_blend_ps(hidden, max, _mm512_setzero_ps());
   }
 
   uint32_t* weights_of(const Place& place) const { return weights_ + place.number % 2 * kBlockPairs; }
 
+  const AttentionParams& p_;
   const RowOperand<Pairs>& keys_;
   const ColumnOperand<Pairs>& values_;
   float* const scores_;      // [2 groups][32 keys][kLd]
@@ -209,38 +214,36 @@ class ForwardPipeline {
   float* const sums_;        // of several pieces [value_dim][kLd]
   const int64_t score_steps_, value_panels_;
   PairEngine::Sums unstored_;  // where the tiles of the last product belong
+  bool has_shifts_{};          // each lane of the strip has a maximum
 };
 
-// The keys of a strip that all its queries see and that need nothing but scores, softmax and output, if they
-// make a block, among the `loaded` keys that the operands hold from key `first` on. None where a row must not
-// depend on its neighbours: weights are rounded in another way here, for as many keys as all of them see.
+// The keys of a strip among the `loaded` ones that the operands hold from key `first` on, if they go through
+// the pipeline. None where a row must not depend on its neighbours: see batch_invariant.
 inline PipelinedKeys pipelined_keys(const AttentionParams& p, ForwardStrip<Pairs>& strip, int64_t first,
-                                    int64_t loaded, const ForwardScratch<Pairs>& scratch) {
-  const PipelinedKeys none{&strip, 0, 0};
+                                    int64_t loaded) {
   if (strip.vecs != 2 || p.value_dim % 32 != 0 || p.mask.data != nullptr || p.softcap > 0.0 ||
       p.alibi_slopes.data != nullptr || p.dropout.enabled || p.batch_invariant) {
-    return none;
+    return {&strip, first, 0, 0, {0, 0}};
   }
+  const KeyRange keys = loaded_keys_of(strip, first, loaded);
+  // Windows move with the query: the last query's begins latest and the first query's ends earliest.
   const int64_t last = strip.first + strip.count - 1;
-  const int64_t from = larger(round_up(visible_keys(p, last, last).begin, kKeyBlock) - first, 0);
-  const int64_t end = smaller(visible_keys(p, strip.first, strip.first).end - first, loaded);
-  if (end - from < kPipelineKeys || scratch.values.special(from, end - from)) return none;
-  // As scores, a single piece holds every number.
-  if (scratch.weights.pieces > 1 && (strip.query.special || scratch.keys.special(from, end - from)))
-    return none;
-  return {&strip, from, end};
+  const int64_t seen_from = visible_keys(p, last, last).begin;
+  const int64_t seen_end = smaller(visible_keys(p, strip.first, strip.first).end, keys.end);
+  return {&strip, first, keys.begin - first, keys.end - first, {seen_from - first, seen_end - first}};
 }
 
 // Where a maximum has to move, a block of keys goes as it would without a pipeline.
 template <int kPieces, int kScoreOrder>
-void run_pipeline(const AttentionParams& p, PipelinedKeys* strips, int64_t count, int64_t first,
+void run_pipeline(const AttentionParams& p, PipelinedKeys* strips, int64_t count,
                   ForwardScratch<Pairs>& scratch) {
   ForwardPipeline<kPieces, kScoreOrder> pipeline(p, scratch);
   PipelinedKeys* const end = strips + count;
   while ((strips = pipeline.run(strips, end)) != end) {
-    forward_block<Pairs>(p, *strips->strip, first + strips->from, kKeyBlock, strips->from, scratch, false);
-    strips->from += kKeyBlock;
-    if (!strips->has_block()) ++strips;
+    const int64_t keys = smaller(strips->end - strips->from, kKeyBlock);
+    forward_block<Pairs>(p, *strips->strip, strips->first + strips->from, keys, strips->from, scratch, false);
+    strips->from += keys;
+    if (!strips->any()) ++strips;
     if (strips == end) return;
   }
 }
@@ -252,30 +255,23 @@ inline void forward_loaded<Pairs>(const AttentionParams& p, ForwardStrip<Pairs>*
   PipelinedKeys pipelined[kMostStrips<Pairs>];
   int64_t some = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const PipelinedKeys keys = pipelined_keys(p, strips[i], first, loaded, scratch);
-    KeyRange plain = loaded_keys_of(strips[i], first, loaded);
-    if (keys.has_block()) {
-      plain.end = first + keys.from;
+    const PipelinedKeys keys = pipelined_keys(p, strips[i], first, loaded);
+    if (keys.any()) {
       pipelined[some++] = keys;
+    } else {
+      forward_blocks<Pairs>(p, strips[i], loaded_keys_of(strips[i], first, loaded), first, scratch,
+                            leave_hidden_out);
     }
-    forward_blocks<Pairs>(p, strips[i], plain, first, scratch, leave_hidden_out);
   }
   if (some == 0) return;
   switch (scratch.weights.pieces) {
     case 1:
-      run_pipeline<1, 1>(p, pipelined, some, first, scratch);
-      break;
+      return run_pipeline<1, 1>(p, pipelined, some, scratch);
     case 2:
-      scratch.keys.order == 3 ? run_pipeline<2, 3>(p, pipelined, some, first, scratch)
-                              : run_pipeline<2, 2>(p, pipelined, some, first, scratch);
-      break;
+      return scratch.keys.order == 3 ? run_pipeline<2, 3>(p, pipelined, some, scratch)
+                                     : run_pipeline<2, 2>(p, pipelined, some, scratch);
     default:
-      run_pipeline<3, 3>(p, pipelined, some, first, scratch);
-  }
-  for (int64_t i = 0; i < some; ++i) {
-    const KeyRange all = loaded_keys_of(*pipelined[i].strip, first, loaded);
-    forward_blocks<Pairs>(p, *pipelined[i].strip, {first + pipelined[i].from, all.end}, first, scratch,
-                          leave_hidden_out);
+      return run_pipeline<3, 3>(p, pipelined, some, scratch);
   }
 }
 

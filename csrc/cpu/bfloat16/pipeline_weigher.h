@@ -78,11 +78,11 @@ class PipelineWeigher {
     scores_ += 2 * kLd;
     pairs += kPieces * kLd;
   }
-  // All but the last keys.
-  SELFATTN_INLINE void leave(int64_t keys) {
-    while (end_ - scores_ > keys * kLd) step();
+  // All scores that lie before `to`.
+  SELFATTN_INLINE void reach(const float* to) {
+    while (scores_ < to) step();
   }
-  SELFATTN_INLINE void finish() { leave(0); }
+  SELFATTN_INLINE void finish() { reach(end_); }
 
   SELFATTN_INLINE void clear() {
     first_.above = first_.below = first_.used = _mm512_setzero_ps();

@@ -6,6 +6,23 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
+// Scores of special queries and keys, which are not made of pieces.
+inline void replace_special_scores(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
+                                   LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
+  constexpr int64_t ld = kLanes<Pairs>;
+  if (!b.special && !a.special(from, rows)) return;
+  const Rows<float> plain = rows_as<float>(a.source.from(from, rows), false, a.plain_buffer);
+  multiply<float, false>(
+      {columns, plain.data, plain.stride, b.as_float().data, ld, a.block, ld, Update::kStore, nullptr}, rows,
+      vecs);
+  for (int64_t row = 0; row < rows; ++row) {
+    for (int64_t lane = 0; lane < vecs * 16; ++lane) {
+      if (a.is_special[from + row] || b.is_special[lane] != 0.0f)
+        c[row * ld + lane] = a.block[row * ld + lane];
+    }
+  }
+}
+
 template <>
 inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
                                   LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
@@ -23,17 +40,7 @@ inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int6
   product.c = c;
   product.ldc = ld;
   PairEngine::multiply(product, rows, vecs);
-  if (!b.special && !a.special(from, rows)) return;
-  const Rows<float> plain = rows_as<float>(a.source.from(from, rows), false, a.plain_buffer);
-  multiply<float, false>(
-      {columns, plain.data, plain.stride, b.as_float().data, ld, a.block, ld, Update::kStore, nullptr}, rows,
-      vecs);
-  for (int64_t row = 0; row < rows; ++row) {
-    for (int64_t lane = 0; lane < vecs * 16; ++lane) {
-      if (a.is_special[from + row] || b.is_special[lane] != 0.0f)
-        c[row * ld + lane] = a.block[row * ld + lane];
-    }
-  }
+  replace_special_scores(a, from, rows, b, columns, vecs, c);
 }
 
 template <>

@@ -1,0 +1,134 @@
+"""Keys that do not fill a block or that not all neighbouring queries see: sizes around 16, 32, 64 and 128,
+diagonals, windows and key lengths that begin and end anywhere, and junk beside them.
+"""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from tolerances import assert_accurate
+from torch import Tensor
+
+from selfattn_ext import attention_with_kvcache, reference, scaled_dot_product_attention
+
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Around parts of blocks of keys, one block, two, and what is loaded together.
+KEYS = (1, 15, 16, 17, 31, 32, 33, 47, 49, 63, 64, 65, 95, 96, 97, 127, 128, 129, 161, 192, 255, 257)
+QUERIES = (17, 32, 33, 65)
+NAMES = ("out", "lse")
+
+
+def inputs(queries: int, keys: int, dtype: torch.dtype, head_dim: int = 64) -> list[Tensor]:
+    shapes = (1, 2, queries, head_dim), (1, 1, keys, head_dim), (1, 1, keys, 32)
+    return [torch.randn(shape).to(dtype) for shape in shapes]
+
+
+def ours(tensors: list[Tensor], **options: Any) -> tuple[Tensor, ...]:
+    return scaled_dot_product_attention(*tensors, enable_gqa=True, return_lse=True, **options)
+
+
+def check(tensors: list[Tensor], **options: Any) -> None:
+    exact = reference.attention(*(tensor.double() for tensor in tensors), **options)
+    peer = reference.attention(*tensors, **options)
+    dtype = tensors[0].dtype
+    for name, found in zip(NAMES, ours(tensors, **options), strict=True):
+        case = f"{name} of {tensors[0].size(2)} queries and {tensors[1].size(2)} keys with {options}"
+        assert_accurate(case, found, getattr(exact, name), getattr(peer, name), dtype=dtype)
+
+
+def same_bits(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(one.view(torch.uint8), other.view(torch.uint8))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers_of_keys(dtype: torch.dtype, kernel: str) -> None:
+    """Of any head dim: keys are used where they lie, or copied first."""
+    for queries, keys, head_dim in itertools.product(QUERIES, KEYS, (64, 40)):
+        check(inputs(queries, keys, dtype, head_dim))
+
+
+@pytest.mark.parametrize("offset", [-40, -1, 0, 1, 15, 31, 33, 63, 64, 65, 127, 200])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_diagonals(dtype: torch.dtype, offset: int, kernel: str) -> None:
+    for queries, keys in ((97, 33), (65, 97), (97, 130), (32, 257), (129, 129)):
+        check(inputs(queries, keys, dtype), is_causal=True, query_offset=offset)
+
+
+WINDOWS = [(0, 0), (1, 0), (31, 0), (32, 32), (33, 5), (63, 64), (100, 0), (0, 100), (128, -1), (-1, 17)]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_windows(dtype: torch.dtype, window: tuple[int, int], kernel: str) -> None:
+    for queries, keys, offset in ((97, 97, 0), (65, 257, 100), (161, 130, -7), (129, 350, 61)):
+        check(inputs(queries, keys, dtype), window_size=window, query_offset=offset)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_late_maxima_at_an_edge(dtype: torch.dtype, kernel: str) -> None:
+    """Scores that rise where a diagonal or a window ends, after keys whose scores are -inf or small."""
+    for keys, step in itertools.product((97, 128, 161, 300), (0, 1, 31, 64, 95)):
+        query, key, value = inputs(97, keys, torch.float32)
+        query[..., 0] = 8.0
+        key[..., 0] = 0.0
+        key[:, :, step:, 0] = 40.0
+        tensors = [tensor.to(dtype) for tensor in (query, key, value)]
+        check(tensors, is_causal=True, query_offset=keys - 97)
+        check(tensors, window_size=(40, 3), query_offset=keys // 2)
+
+
+def test_scores_that_are_minus_infinity(kernel: str) -> None:
+    """The largest score of a row comes after 70 keys whose scores are too far below to be numbers."""
+    query, key, value = inputs(32, 300, torch.bfloat16)
+    query[..., 0] = 3e38
+    key[..., 0] = 0.0
+    key[:, :, :70, 0] = -3e38
+    check([query, key, value])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_junk_that_some_queries_do_not_see(dtype: torch.dtype, kernel: str) -> None:
+    """A key or a value of NaN: rows that do not see it keep every bit, the others are NaN, also where it is
+    the neighbour of a key that they see.
+    """
+    for queries, keys, offset in ((97, 130, 33), (64, 64, 0), (33, 257, 200)):
+        tensors = inputs(queries, keys, dtype)
+        for options in ({"is_causal": True}, {"window_size": (20, 9)}):
+            left, right = options.get("window_size", (keys, 0))
+            clean = ours(tensors, query_offset=offset, **options)
+            for junk, which in itertools.product((offset, offset + 20, keys - 1), (1, 2)):
+                dirty = [tensor.clone() for tensor in tensors]
+                dirty[which][:, :, junk, 3] = torch.nan
+                position = torch.arange(queries) + offset
+                sees = (junk >= position - left) & (junk <= position + right)
+                for name, one, other in zip(
+                    NAMES, ours(dirty, query_offset=offset, **options), clean, strict=True
+                ):
+                    assert same_bits(one[:, :, ~sees], other[:, :, ~sees]), (name, junk, which)
+                out = ours(dirty, query_offset=offset, **options)[0][:, :, sees]
+                assert bool(out.isnan().any(-1).all()), (junk, which)
+
+
+LENGTHS = (1, 33, 64, 95, 130, 200, 129)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unlike_lengths_of_one_batch(dtype: torch.dtype, kernel: str) -> None:
+    """Each element has the bits that it has alone, whatever lies beyond its keys."""
+    queries, size = 48, 220
+    query = torch.randn(len(LENGTHS), 2, queries, 64).to(dtype)
+    key, value = (torch.randn(len(LENGTHS), 1, size, dim).to(dtype) for dim in (64, 32))
+    lengths = torch.tensor(LENGTHS, dtype=torch.int32)
+    for causal in (False, True):
+        for junk in (0.0, torch.nan):
+            for index, length in enumerate(LENGTHS):
+                key[index, :, length:] = value[index, :, length:] = junk
+            out = attention_with_kvcache(query, key, value, cache_seqlens=lengths, is_causal=causal)
+            for index, length in enumerate(LENGTHS):
+                tensors = [query[[index]], key[[index], :, :length], value[[index], :, :length]]
+                offset = length - queries if causal else 0
+                alone, _ = ours(tensors, is_causal=causal, query_offset=offset)
+                assert same_bits(out[index], alone[0]), (length, junk, causal)
