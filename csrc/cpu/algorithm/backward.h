@@ -12,15 +12,14 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Keys per chunk: dK and dV of a chunk in T should fit the level-2 cache beside everything else. A function
-// of the head dims only, because the chunk is visible in the rounding of dQ.
+// Keys per chunk: dK and dV of a chunk in T take so much of the level-2 cache at most. A function of the head
+// dims only, because the chunk is visible in the rounding of dQ.
 template <class P>
 int64_t chunk_keys(const AttentionParams& p) {
   using T = Scalar<P>;
-  constexpr int64_t kBytes = 256 * 1024;
   constexpr int64_t kMostKeys = 512;  // of narrow heads: longer chunks would leave threads without one
   const int64_t row = (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim)) * sizeof(T);
-  const int64_t keys = row > 0 ? kBytes / row : kBytes;
+  const int64_t keys = row > 0 ? kChunkBytes<P> / row : kChunkBytes<P>;
   return limited(keys / kKeyBlock * kKeyBlock, kKeyBlock, kMostKeys);
 }
 
@@ -227,6 +226,41 @@ class BackwardTask {
     return true;
   }
 
+  // The rows that the panel after this one begins with. They are asked for while this one is computed, some
+  // with each strip and block: packing would wait for memory otherwise.
+  class NextPanel {
+   public:
+    NextPanel(const BackwardTask& t, const Item& item, const Panel& panel, int64_t head) {
+      const AttentionParams& p = t.p;
+      const int64_t group = p.heads / p.kv_heads;
+      const bool same_queries = (head + 1) % group != 0;
+      const int64_t first = same_queries ? panel.first : panel.first + panel.count;
+      const int64_t next_head = same_queries ? head + 1 : head + 1 - group;
+      left_ = smaller(p.queries - first, kPanelLanes);
+      if (!kAsksForNextPanel<P> || left_ == 0) return;
+      share_ = divide_up(left_, divide_up(item.keys, kKeyBlock) * panel.strips);
+      const auto rows_of = [&](const View& view, int64_t columns) {
+        return row_source(view, p.dtype, item.batch, next_head, first, left_, columns);
+      };
+      sources_[0] = rows_of(p.query, p.head_dim);
+      sources_[1] = rows_of(t.a.grad_out, p.value_dim);
+      sources_[2] = rows_of(t.a.out, p.value_dim);
+    }
+    void ask() {
+      const int64_t rows = smaller(share_, left_);
+      if (rows == 0) return;
+      for (RowSource& source : sources_) {
+        ask_for_rows(source, 0, rows);
+        source = source.from(rows, left_ - rows);
+      }
+      left_ -= rows;
+    }
+
+   private:
+    RowSource sources_[3];      // queries, incoming gradients and outputs that are left
+    int64_t left_, share_ = 0;  // rows of each, and how many with a block
+  };
+
   void begin_panel(Scratch& s, const Item& item, const Panel& panel, int64_t head) const {
     for (int64_t i = 0, query = panel.first; i < panel.strips; query += panel.counts[i++]) {
       if (!panel.contributes[i] && !item.is_first()) continue;
@@ -257,6 +291,7 @@ class BackwardTask {
     leave_hidden_out = leave_hidden_out || !well_behaved(s.query_rows, panel.count, p.head_dim) ||
                        !well_behaved(s.grad_out_rows, panel.count, p.value_dim);
     const bool alone = leave_hidden_out || s.query_rows.special() || s.grad_out_rows.special();
+    NextPanel next(*this, item, panel, head);
     for (int64_t from = 0; from < item.keys; from += kKeyBlock) {
       const int64_t rows = smaller(item.keys - from, kKeyBlock);
       int64_t run = 0, ready = 0;  // queries run .. ready - 1 of the panel wait to be added
@@ -265,6 +300,7 @@ class BackwardTask {
         run = ready = 0;
       };
       for (int64_t i = 0, at = 0; i < panel.strips; at += panel.counts[i++]) {
+        next.ask();
         const PackedPlace place{at, rows};
         const int64_t count = panel.contributes[i] ? add_strip(s, item, i, from, place, step, alone) : 0;
         if (count == 0) {

@@ -6,9 +6,10 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-template <>
-inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
-                                  LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
+// c = a * b of the pieces alone, for `vecs` vectors of lanes from `lane` on.
+inline void multiply_pieces(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
+                            const LaneOperand<Pairs>& b, int64_t lane, int64_t columns, int64_t vecs,
+                            float* c) {
   constexpr int64_t ld = kLanes<Pairs>;
   PairProduct product;
   product.pieces = a.pieces;
@@ -17,12 +18,19 @@ inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int6
   product.a = a.data + from * a.row_stride;
   product.a_row = a.row_stride;
   product.a_piece = a.piece_stride;
-  product.b = b.data;
+  product.b = b.data + lane;
   product.b_pair = ld;
   product.b_piece = b.piece_stride;
   product.c = c;
   product.ldc = ld;
   PairEngine::multiply(product, rows, vecs);
+}
+
+template <>
+inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
+                                  LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
+  constexpr int64_t ld = kLanes<Pairs>;
+  multiply_pieces(a, from, rows, b, 0, columns, vecs, c);
   if (!b.special && !a.special(from, rows)) return;
   const Rows<float> plain = rows_as<float>(a.source.from(from, rows), false, a.plain_buffer);
   multiply<float, false>(
@@ -144,7 +152,11 @@ struct Delta<Pairs> {
     rows.load(source);
     for (int64_t first = 0; first < source.rows; first += 16) {
       const int64_t count = smaller(source.rows - first, 16);
-      multiply_lanes<Pairs>(rows, first, count, grad_out, source.columns, vecs, product);
+      if (grad_out.special || rows.special(first, count)) {
+        multiply_lanes<Pairs>(rows, first, count, grad_out, source.columns, vecs, product);
+      } else {
+        multiply_pieces(rows, first, count, grad_out, first, source.columns, 1, product + first);
+      }
       for (int64_t i = 0; i < count; ++i) delta[first + i] += product[i * kLanes<Pairs> + first + i];
     }
   }
