@@ -12,15 +12,14 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Keys per chunk: dK and dV of a chunk in T should fit the level-2 cache beside everything else. A function
-// of the head dims only, because the chunk is visible in the rounding of dQ.
+// Keys per chunk: dK and dV of a chunk in T take so much of the level-2 cache at most. A function of the head
+// dims only, because the chunk is visible in the rounding of dQ.
 template <class P>
 int64_t chunk_keys(const AttentionParams& p) {
   using T = Scalar<P>;
-  constexpr int64_t kBytes = 256 * 1024;
   constexpr int64_t kMostKeys = 512;  // of narrow heads: longer chunks would leave threads without one
   const int64_t row = (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim)) * sizeof(T);
-  const int64_t keys = row > 0 ? kBytes / row : kBytes;
+  const int64_t keys = row > 0 ? kChunkBytes<P> / row : kChunkBytes<P>;
   return limited(keys / kKeyBlock * kKeyBlock, kKeyBlock, kMostKeys);
 }
 
@@ -227,6 +226,21 @@ class BackwardTask {
     return true;
   }
 
+  // What the panel after this one begins with.
+  ComingRows next_panel(const Item& item, const Panel& panel, int64_t head) const {
+    const int64_t group = p.heads / p.kv_heads;
+    const bool same_queries = (head + 1) % group != 0;
+    const int64_t first = same_queries ? panel.first : panel.first + panel.count;
+    const int64_t next_head = same_queries ? head + 1 : head + 1 - group;
+    const int64_t rows = smaller(p.queries - first, kPanelLanes);
+    if (!kAsksForNextPanel<P> || rows == 0) return {};
+    const auto rows_of = [&](const View& view, int64_t columns) {
+      return row_source(view, p.dtype, item.batch, next_head, first, rows, columns);
+    };
+    return {rows_of(p.query, p.head_dim), rows_of(a.grad_out, p.value_dim), rows_of(a.out, p.value_dim), rows,
+            divide_up(item.keys, kKeyBlock) * panel.strips};
+  }
+
   void begin_panel(Scratch& s, const Item& item, const Panel& panel, int64_t head) const {
     for (int64_t i = 0, query = panel.first; i < panel.strips; query += panel.counts[i++]) {
       if (!panel.contributes[i] && !item.is_first()) continue;
@@ -263,6 +277,7 @@ class BackwardTask {
       if (waiting.count > 0) add_blocks<P>(p, operands_of(s, item), waiting, s.block);
       waiting.count = 0;
     };
+    ComingRows next = next_panel(item, panel, head);
     for (int64_t from = 0; from < item.keys; from += kKeyBlock) {
       const int64_t rows = smaller(item.keys - from, kKeyBlock);
       int64_t run = 0, ready = 0;  // queries run .. ready - 1 of the panel wait to be added
@@ -271,6 +286,7 @@ class BackwardTask {
         run = ready = 0;
       };
       for (int64_t i = 0, at = 0; i < panel.strips; at += panel.counts[i++]) {
+        next.ask();
         const PackedPlace place{at, rows};
         int64_t count = panel.contributes[i] ? seen_rows(s.strips[i], item, from, rows) : 0;
         if (count > 0) {

@@ -1,5 +1,6 @@
 // Neighbouring strips of one head, which meet a block of keys one after the other, so that what they add to
-// dK and dV is one product; and the way around for an arithmetic that has a faster one for many blocks.
+// dK and dV is one product; the way around for an arithmetic that has a faster one for many blocks; and the
+// rows of a panel to come.
 #pragma once
 
 #include "gradient_strip.h"
@@ -55,5 +56,29 @@ bool adds_blocks(const AttentionParams&) {
 // Adds to dQ^T, dK and dV what grad_score_block and the products with its weights and dS add, to the bit.
 template <class P>
 void add_blocks(const AttentionParams&, const GradientPanel<P>&, const PanelBlocks&, GradientScratch<P>&) {}
+
+// The rows that another panel begins with. They are asked for while this one is computed, some in each of a
+// number of steps: packing would wait for memory otherwise.
+class ComingRows {
+ public:
+  ComingRows() = default;
+  ComingRows(const RowSource& query, const RowSource& grad_out, const RowSource& out, int64_t rows,
+             int64_t steps)
+      : sources_{query, grad_out, out}, left_(rows), share_(divide_up(rows, steps)) {}
+
+  void ask() {
+    const int64_t rows = smaller(share_, left_);
+    if (rows == 0) return;
+    for (RowSource& source : sources_) {
+      ask_for_rows(source, 0, rows);
+      source = source.from(rows, left_ - rows);
+    }
+    left_ -= rows;
+  }
+
+ private:
+  RowSource sources_[3] = {};
+  int64_t left_ = 0, share_ = 0;  // rows of each that are left, and how many belong to a step
+};
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

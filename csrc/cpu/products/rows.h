@@ -246,6 +246,12 @@ inline RowSource row_source(const View& view, DType dtype, int64_t batch, int64_
   return {element(view.data, dtype, view.offset(batch, head, first)), dtype, view.stride[2], rows, columns};
 }
 
+// Rows that will be needed soon. Reading them is half of the time of packing, without.
+inline void ask_for_rows(const RowSource& s, int64_t row, int64_t rows) {
+  const int64_t bytes = size_of(s.dtype);
+  prefetch_block(element(s.data, s.dtype, row * s.stride), s.stride * bytes, rows, s.columns * bytes);
+}
+
 // Rows of a tensor as T.
 template <class T>
 struct Rows {
