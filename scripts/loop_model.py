@@ -25,9 +25,10 @@ BUSY = {
     80: {"tensor": 8, "FMA": 2, "ALU": 2, "MUFU": 8},
     90: {"tensor": 6, "FMA": 1, "ALU": 2, "MUFU": 8},
 }
-#: Cycles from the last byte moved, or for MUFU from its end, to the result.
+#: Cycles from the last byte moved, or for MUFU from its end, to the result. Other than by asynchronous
+#: copies, loops load from global memory only what they have loaded before: the first-level cache has it.
 LATENCY = {
-    "LDSM": 25, "LDS": 22, "SHFL": 22, "MUFU": 18, "local": 40, "STS": 20, "global": 500, "special": 30,
+    "LDSM": 25, "LDS": 22, "SHFL": 22, "MUFU": 18, "local": 40, "STS": 20, "global": 40, "special": 30,
 }  # fmt: skip
 #: From the first cycle of an LDSM to its result, with nothing before it.
 LDSM_CYCLES = 29

@@ -218,7 +218,7 @@ class _Flow:
 
 
 def main_loop(function: Function) -> list[Instruction]:
-    """One iteration of the loop that holds most HMMA, not counting the loops within it.
+    """One iteration of the loop that holds most HMMA, not counting the loops within it; of two the inner one.
 
     Of all paths through the loop the one with most HMMA, then with most asynchronous copies, so that neither
     products nor loads are skipped, then with fewest instructions, so that rare code is left out.
@@ -230,7 +230,7 @@ def main_loop(function: Function) -> list[Instruction]:
         around = [header for header, body in loops.items() if block in body]
         if around:
             own[min(around, key=lambda header: len(loops[header]))] += _count(flow.code_of(block), "HMMA")
-    header = max(own, key=lambda header: own[header])
+    header = max(own, key=lambda header: (own[header], -len(loops[header])))
     path = _best_path(flow, header, loops[header])
     return [instruction for block in path for instruction in flow.code_of(block)]
 
