@@ -81,10 +81,11 @@ class Gradients {
     return __syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane}, passing})) != 0;
   }
 
-  // Warps without rows help to load. Where registers are scarcest they compute, too, what nobody wants, as on
-  // the forward's plain path.
+  // Warps without rows help to load. Where registers are scarcest, and on the plain path, they compute, too,
+  // what nobody wants: see the forward's. Keys of 128 dims ask, as all products without a condition spill.
   __device__ __forceinline__ bool has_rows() const {
-    return C::kFloat32 || C::kDim == 256 || lane().first_row < work_.rows;
+    constexpr bool kAsks = C::kDim == 128 && C::kSide == Side::kKeyValue;
+    return C::kFloat32 || C::kDim == 256 || (C::kPlain && !kAsks) || lane().first_row < work_.rows;
   }
 
   __device__ __forceinline__ void pass() {
