@@ -181,14 +181,16 @@ class Gradients {
     }
     const int head = C::kOwnsQueries ? work_.head : work_.kv_head;
     if constexpr (C::kSumsFirst) {
+      const bool vectors = C::kOwnsQueries ? plan_.grad_query_vectors : plan_.grad_key_vectors;
       const bool pairs = C::kOwnsQueries ? plan_.grad_query_pairs : plan_.grad_key_pairs;
       write_rows<C>(
           work_, shared_, first_, plan_.scale,
-          {C::kOwnsQueries ? a.grad_query : a.grad_key, head, static_cast<int>(p_.head_dim), pairs});
+          {C::kOwnsQueries ? a.grad_query : a.grad_key, head, static_cast<int>(p_.head_dim), vectors, pairs});
     }
     if constexpr (C::kSumsSecond) {
       write_rows<C>(work_, shared_, second_, plan_.dropout_scale,
-                    {a.grad_value, head, static_cast<int>(p_.value_dim), plan_.grad_value_pairs});
+                    {a.grad_value, head, static_cast<int>(p_.value_dim), plan_.grad_value_vectors,
+                     plan_.grad_value_pairs});
     }
   }
 
