@@ -69,6 +69,7 @@ inline void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t 
 }
 
 inline int opaque(int value) { return value; }
+inline int unknown(int value) { return value; }
 
 uint32_t round_to_tf32(float value);
 uint32_t pack_bfloat16(float low, float high);

@@ -78,6 +78,10 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const
   Plan plan = plan_scores(p, tile);
   plan.outputs = outputs;
   if (p.sequences.query_starts != nullptr) plan.outputs.out.stride[0] = 0;
+  View residual = plan.outputs.out;
+  residual.data = plan.outputs.out_residual;
+  plan.out_vectors =
+      readable_by_vectors(plan.outputs.out, p.value_dim) && readable_by_vectors(residual, p.value_dim);
   plan.out_pairs = writable_by_pairs(p, plan.outputs);
   if (tile.folded) plan.split_launch = first_split_launch<float>(p, workspace, /*rounds=*/true);
   count_blocks(plan, tile);
