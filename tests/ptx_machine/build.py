@@ -78,6 +78,23 @@ def library_of(home: Path, name: str) -> Path:
     raise RuntimeError(f"{home} has no {name}")
 
 
+def program_flags(headers: Path) -> list[str]:
+    """What nvcc_to_ptx makes a program of, which includes the package's headers from that folder."""
+    number = ARCHITECTURE.replace(".", "")
+    library = library_of(Path(nvcc().home), "libcudart.so")
+    return [
+        "-std=c++17",
+        "-O3",
+        f"-I{headers}",
+        "-cudart",
+        "shared",
+        "-Xlinker",
+        f"-rpath={library.parent}",
+        "-gencode",
+        f"arch=compute_{number},code=sm_{number}",
+    ]
+
+
 def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
     """The machine, programs for it, and its half for torch."""
     compiler = nvcc()
@@ -99,15 +116,12 @@ def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
     objects = file.objects([*sources, refusals, tensor_core], "machine", flags)
     file.link("machine.so", objects, ["-shared"])
 
-    number = ARCHITECTURE.replace(".", "")
-    for program in sorted(
-        path for at in (emulator.EMULATOR, MACHINE) for path in (at / "programs").glob("*.cu")
-    ):
-        headers = " ".join(str(path) for path in sorted((emulator.CSRC / "cuda" / "common").glob("*.cuh")))
+    headers = " ".join(str(path) for path in sorted((emulator.CSRC / "cuda" / "common").glob("*.cuh")))
+    places = (emulator.EMULATOR, MACHINE)
+    for program in sorted(path for place in places for path in (place / "programs").glob("*.cu")):
         file.lines += [
             f"build {program.stem}: nvcc {program} | {NVCC_TO_PTX} {headers}",
-            f"  flags = -std=c++17 -O3 -I{emulator.CSRC} -cudart shared -Xlinker -rpath={runtime.parent} "
-            f"-gencode arch=compute_{number},code=sm_{number}",
+            f"  flags = {' '.join(program_flags(emulator.CSRC))}",
         ]
 
     torch = found.torch

@@ -87,8 +87,10 @@ def paths(names: tuple[str, ...]) -> Iterator[str]:
 
 
 def run(name: str, step: Step, library: Path, arguments: list[str]) -> bool:
-    """Whether the step's tests passed; prints what pytest prints."""
-    environment = build.environment_for_torch(library, SELFATTN_PTX_SUMMARY="1", **step.variables)
+    """Whether the step's tests passed; prints what pytest prints. Tests of refusals make reports, too."""
+    log = build.folder() / f"reports-{name}.txt"
+    log.unlink(missing_ok=True)
+    environment = build.environment_for_torch(library, SELFATTN_PTX_LOG=str(log), **step.variables)
     if not environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]:
         del environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]  # it counts as set
     if importlib.util.find_spec("xdist") is not None:
@@ -99,7 +101,11 @@ def run(name: str, step: Step, library: Path, arguments: list[str]) -> bool:
     print(f"\n=== {name}: {' '.join(step.modules)}", flush=True)
     begin = time.monotonic()
     done = subprocess.run(command, cwd=build.ROOT, env=environment, check=False)
-    print(f"=== {name}: {'passed' if done.returncode == 0 else 'FAILED'} ({time.monotonic() - begin:.0f} s)")
+    reports = log.read_text(encoding="utf-8").count("ptx machine: ") if log.exists() else 0
+    outcome = "passed" if done.returncode == 0 else "FAILED"
+    print(f"=== {name}: {outcome} ({time.monotonic() - begin:.0f} s)")
+    if reports:
+        print(f"=== {name}: {reports} reports, in {log}")
     return done.returncode == 0
 
 

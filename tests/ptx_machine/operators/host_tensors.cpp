@@ -1,6 +1,7 @@
 #include "operators/host_tensors.h"
 
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/core/function_schema.h>
 #include <ATen/cuda/CUDAGeneratorImpl.h>
 
 #include <cstring>
@@ -86,7 +87,7 @@ void HostCall::convert(const c10::FunctionSchema& schema, torch::jit::Stack& sta
       value = list;
     } else if (value.isOptionalTensorList()) {
       c10::List<std::optional<at::Tensor>> list;
-      for (const std::optional<at::Tensor> tensor : value.toOptionalTensorList()) {
+      for (const std::optional<at::Tensor>& tensor : value.toOptionalTensorVector()) {
         list.push_back(tensor.has_value() ? std::make_optional(convert(*tensor, written)) : std::nullopt);
       }
       value = list;

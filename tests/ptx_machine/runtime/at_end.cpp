@@ -41,7 +41,7 @@ void print_banks() {
 }
 
 __attribute__((destructor)) void print() {
-  if (options().summary) {
+  if (options().summary && launches() > 0) {
     std::fprintf(stderr, "ptx machine: %llu launches, %.1f s, %llu reports, %.1f MB at most\n",
                  static_cast<unsigned long long>(launches()), seconds_in_kernels(),
                  static_cast<unsigned long long>(reports()), static_cast<double>(memory_use().most) / 1e6);

@@ -65,7 +65,6 @@ Function* find_function(const void* host) {
       function.kernel = decode_kernel(*module, function.name);
       if (function.kernel != nullptr) break;
     }
-    if (function.kernel == nullptr) report("ptx machine: there is no PTX of " + function.name);
   } catch (const std::exception& error) {
     report(std::string(error.what()) + "\n  in " + function.name);
   }

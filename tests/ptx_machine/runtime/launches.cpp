@@ -84,7 +84,10 @@ cudaError_t launch_kernel(const void* host, dim3 grid, dim3 block, void** argume
     submit(stream, [] {});
     return cudaSuccess;
   }
-  if (function->kernel == nullptr) return result(cudaErrorNoKernelImageForDevice);
+  if (function->kernel == nullptr) {
+    report("ptx machine: a launch of " + function->name + ", of which there is no PTX that can be read");
+    return result(cudaErrorNoKernelImageForDevice);
+  }
   Kernel& kernel = *function->kernel;
   std::string problem;
   const cudaError_t refused = check(kernel, grid, block, dynamic_shared, &problem);
