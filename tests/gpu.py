@@ -105,6 +105,7 @@ ELSEWHERE = {
     "test_moving": "is about what torch's functions do on the CPU",
     "test_on_cuda": "runs the others",
     "test_peak": "measures the CPU",
+    "test_ptx": "is about the machine that runs PTX",
     "test_processes": "forks, which a process that uses CUDA cannot",
     "test_ratio": "is about the documents",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
