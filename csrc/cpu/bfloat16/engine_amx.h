@@ -91,7 +91,7 @@ class PairEngine {
     for (int64_t row = 0; row < rows; row += 32) {
       for (int64_t vec = 0; vec < vecs; vec += 2) {
         const bool two_rows = rows - row > 16, two_vecs = vecs - vec > 1;
-        if (two_rows && two_vecs && p.pieces == 1 && p.update != Update::kScaleAdd) {
+        if (two_rows && two_vecs && p.pieces == 1 && p.pairs > 0 && p.update != Update::kScaleAdd) {
           multiply_panel(p, row, vec * 16, unstored);
           continue;
         }
@@ -116,7 +116,7 @@ class PairEngine {
     int64_t row = 0;
   };
 
-  // A product for multiply_beside.
+  // A product for multiply_beside, of one step at least.
   struct Panel {
     const uint32_t* a;
     int64_t a_row, a_piece;

@@ -225,8 +225,8 @@ class GradientPipeline {
 
 template <>
 inline bool adds_blocks<Pairs>(const AttentionParams& p) {
-  return Pairs::pieces(p) == 1 && p.mask.data == nullptr && padded_rows(p.head_dim) % 32 == 0 &&
-         padded_rows(p.value_dim) % 32 == 0;
+  return Pairs::pieces(p) == 1 && p.mask.data == nullptr && p.value_dim > 0 &&
+         padded_rows(p.head_dim) % 32 == 0 && padded_rows(p.value_dim) % 32 == 0;
 }
 
 template <>
