@@ -7,6 +7,8 @@
 #   make lint           ruff, clang-format, mypy, shellcheck, names of files in comments; make format corrects
 #   make cpp-test       the C++ unit tests; with a sanitizer: SANITIZE=thread or SANITIZE=address,undefined
 #   make cuda-check     compile the CUDA kernels for every architecture; needs nvcc, but no GPU
+#   make ptx-test       the tests of the CUDA half as on a GPU, on a machine of software that executes the kernels' PTX;
+#                       make ptx-quick is a part. Both need nvcc, no GPU, and 6 GB for a torch with CUDA in .ci-venv
 #   make wheel          a manylinux wheel; make sdist writes a source archive, make clean removes what was built
 #   make test-clients   the tests with transformers, timm, diffusers and the benchmarks' peers, which are installed
 #                       first, beside the installed torch; CLIENTS="transformers==4.57.*" asks for other versions
@@ -42,7 +44,7 @@ SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not
 	setup.py pyproject.toml selfattn_ext/sources.py selfattn_ext/toolchain.py selfattn_ext/cuda_build.py
 CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
-.PHONY: help build demo quick test test-clients cpp-test lint format cuda-check wheel sdist clean
+.PHONY: help build demo quick test test-clients cpp-test lint format cuda-check ptx-test ptx-quick wheel sdist clean
 help:
 	@sed -n '/^# /s/^# \{0,1\}//p;/^TORCH/q' Makefile
 
@@ -64,7 +66,7 @@ quick: $(STAMPS)/lint-tools
 
 test: build
 	"$(BIN)/python" -m pytest --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 \
-		-m "not sanitizers and not another_build and not thorough and not emulated_vectors" $(ARGS)
+		-m "not sanitizers and not another_build and not thorough and not emulated_vectors and not ptx_machine" $(ARGS)
 
 test-clients: $(STAMPS)/clients
 	"$(BIN)/python" -m pytest tests/clients --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 $(ARGS)
@@ -144,6 +146,20 @@ cpp-test: $(STAMPS)/cpp-tools
 # What nvcc makes of the CUDA kernels, for every architecture; needs no GPU.   (ARGS="--sparse" takes less time)
 cuda-check: $(STAMPS)/built
 	"$(BIN)/python" scripts/cuda_compile_check.py $(ARGS)
+
+# The torch of the PTX machine, which needs one with CUDA. In an environment of its own, which .ci/run uses, too.
+PTX_TORCH ?= torch==2.14.1
+PTX_ENV ?= .ci-venv
+$(PTX_ENV)/bin/pytest:
+	@[ -x "$(PTX_ENV)/bin/python" ] || $(PYTHON3) -m venv "$(PTX_ENV)"
+	"$(PTX_ENV)/bin/python" -m pip install --no-cache-dir $(PTX_TORCH) ninja 'setuptools>=77' 'pytest>=8,<9.2' \
+		'pytest-xdist>=3.5' numpy matplotlib seaborn nbformat nbclient ipykernel
+
+ptx-test: $(PTX_ENV)/bin/pytest
+	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" tests/ptx_machine/run.py $(ARGS)
+
+ptx-quick: $(PTX_ENV)/bin/pytest
+	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" tests/ptx_machine/run.py --quick $(ARGS)
 
 $(STAMPS)/wheel-tools: pyproject.toml $(STAMPS)/built
 	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[wheel]'

@@ -16,6 +16,7 @@ except ModuleNotFoundError as error:
     ) from None
 
 from . import backends, jit, masks, nn, reference, sources
+from .arguments.batch_invariance import batch_invariant
 from .functional import attention_weights, scaled_dot_product_attention
 from .integrations import flop_counter as _flops  # noqa: F401
 from .integrations import torch_sdpa as _torch_sdpa
@@ -41,6 +42,7 @@ __all__ = [
     "attention_weights",
     "attention_with_kvcache",
     "backends",
+    "batch_invariant",
     "jit",
     "masked_softmax",
     "masks",

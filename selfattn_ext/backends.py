@@ -33,6 +33,7 @@ from .arguments import (
     AttentionCall,
     AttentionOptions,
     Prepared,
+    batch_invariance,
     call_checks,
     keywords_of,
     precision,
@@ -227,6 +228,7 @@ def explain(
         query.shape[-1],
         default_scale(query.shape[-1]) if scale is None else scale,
         alibi_slopes is not None,
+        batch_invariance.asked,
     )
     if other is not None:
         taken = next(kernel for kernel in kernels() if (kernel.name, kernel.isa) == (chosen.name, other))

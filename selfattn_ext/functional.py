@@ -24,6 +24,7 @@ from .arguments import (
     REFUSALS,
     AttentionCall,
     AttentionOptions,
+    batch_invariance,
     call_checks,
     checks,
     forced_kernel,
@@ -195,6 +196,8 @@ def scaled_dot_product_attention(
                     keywords |= rules(window_size, softcap)
                 if forced_kernel.forcing and (kernel := forced_kernel.current()):
                     keywords["kernel_name"] = kernel
+                if batch_invariance.asked:
+                    keywords["batch_invariant"] = True
                 factor = None if scale is None else checks.scale(scale)
                 if query.dtype is _FLOAT32:
                     asked = _precision_on_cuda() if query.is_cuda else _precision()

@@ -17,6 +17,7 @@ from selfattn_ext.terminal import describe
 VARIABLES = (
     "SELFATTN_KERNEL",
     "SELFATTN_CPU_ISA",
+    "SELFATTN_BATCH_INVARIANT",
     "SELFATTN_CUDA",
     "TORCH_CUDA_ARCH_LIST",
     "CUDA_HOME",

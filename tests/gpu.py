@@ -32,6 +32,7 @@ DEVICE = os.environ.get(DEVICE_VARIABLE) or "cpu"
 MODULES = (
     "test_aten_cuda.py",
     "test_autocast.py",
+    "test_batch_invariant.py",
     "test_compile.py",
     "test_declared_options.py",
     "test_decode.py",
@@ -95,6 +96,7 @@ ELSEWHERE = {
     "test_emulat": "is about the emulator",
     "test_environment": "is about the documents",
     "test_gpu": "is about scripts for the GPU",
+    "test_gradient_blocks": "compares two ways that a kernel for the CPU has",
     "test_huge": "is about the memory of a CPU",
     "test_install": "is about the build",
     "test_jit": "is about the build",
@@ -103,6 +105,7 @@ ELSEWHERE = {
     "test_moving": "is about what torch's functions do on the CPU",
     "test_on_cuda": "runs the others",
     "test_peak": "measures the CPU",
+    "test_ptx": "is about the machine that runs PTX",
     "test_processes": "forks, which a process that uses CUDA cannot",
     "test_ratio": "is about the documents",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",

@@ -34,6 +34,7 @@ CHOSEN = {
     "test_determinism.py": "amx",
     "test_rising_scores.py": "fused-amx",
     "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
+    "test_gradient_blocks.py": "amx",
     "test_options_pairwise.py": "fused-amx",
     "test_paged.py": "every_option and amx",
     "test_pieces.py": "amx",

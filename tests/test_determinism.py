@@ -89,6 +89,26 @@ def test_queries_do_not_depend_on_their_neighbours(isa: str) -> None:
     assert torch.equal(case.run(other)["out"][:, :, :48], whole[:, :, :48])
 
 
+@pytest.mark.parametrize("queries", [1, 47, 48, 49, 144, 145, 191, 192, 193, 241])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_gradients_do_not_depend_on_how_queries_are_taken_together(
+    dtype: torch.dtype, queries: int, isa: str
+) -> None:
+    """One by one, strips of queries add to the gradients of keys and values where a mask's gradient is summed
+    up over heads, several at once where it is not asked for. The key beyond whole blocks has one of its own.
+    """
+    tensors = [torch.randn(1, 2, n, 32, dtype=dtype, requires_grad=True) for n in (queries, 129, 129)]
+    mask = torch.randn(queries, 129)
+    grad_out = torch.randn(1, 2, queries, 32, dtype=dtype)
+
+    def grads(mask: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        return torch.autograd.grad(scaled_dot_product_attention(*tensors, mask), tensors, grad_out)
+
+    pairs = zip(grads(mask), grads(mask.clone().requires_grad_()), strict=True)
+    for name, (together, one_by_one) in zip(("query", "key", "value"), pairs, strict=True):
+        assert torch.equal(together, one_by_one), name
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_softmax_and_scores(dtype: torch.dtype, isa: str, one_thread: None) -> None:
     query = torch.randn(2, 3, 40, 16).to(dtype).requires_grad_()

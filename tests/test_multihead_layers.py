@@ -57,6 +57,7 @@ def test_encoder_layer_trains_alike() -> None:
         torch.testing.assert_close(gradients[0], gradients[1], **FLOAT32)
 
 
+@pytest.mark.cpu_only("torch.set_default_device shuts torch's fast path")
 def test_encoder_layer_fast_path() -> None:
     """In eval mode torch computes the plain layer from its parameters, and must not do so where it cannot."""
     torch.manual_seed(10)

@@ -112,6 +112,6 @@ def test_modes_see_the_call() -> None:
     with torch.device("meta"):  # a mode of torch's own: where tensors are made that name no device
         assert torch.equal(scaled_dot_product_attention(query, query, query), expected)
         out = scaled_dot_product_attention(
-            query, query, query, dropout_p=0.5, sinks=torch.ones(3, device="cpu")
+            query, query, query, dropout_p=0.5, sinks=torch.ones(3, device=query.device)
         )
     assert out.device == query.device

@@ -69,6 +69,31 @@ def test_hidden_keys_leave_every_bit(how: str, dtype: torch.dtype, queries: int,
             assert same_bits(one, other), f"{name} with {junk}"
 
 
+@pytest.mark.parametrize("rows", [5, 6, 7])
+def test_a_hidden_number_leaves_every_bit_wherever_it_stands(rows: int, kernel: str) -> None:
+    """A single NaN among keys or values that are hidden from a query changes neither output nor gradient."""
+    width = 19
+    tensors = [torch.randn(1, 1, rows, width).requires_grad_() for _ in range(3)]
+    incoming = torch.randn(1, 1, rows, width)
+
+    def before(row: int, given: list[Tensor]) -> list[Tensor]:
+        """Output and gradient of the queries that do not see the row."""
+        out = scaled_dot_product_attention(*given, is_causal=True)
+        (grad,) = torch.autograd.grad(out, given[0], incoming)
+        return [out[:, :, :row], grad[:, :, :row]]
+
+    for which in (1, 2):
+        for row in range(1, rows):
+            clean = before(row, tensors)
+            for column in range(width):
+                dirty = [tensor.detach().clone().requires_grad_() for tensor in tensors]
+                dirty[which].detach()[0, 0, row, column] = torch.nan
+                for one, other in zip(before(row, dirty), clean, strict=True):
+                    assert same_bits(one, other), (
+                        f"NaN at {row}, {column} of {('query', 'key', 'value')[which]}"
+                    )
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_a_query_without_keys_leaves_every_bit(dtype: torch.dtype, kernel: str) -> None:
     """Also of what neighbouring queries add to the gradients of keys and values in one product."""

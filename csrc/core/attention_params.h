@@ -107,6 +107,8 @@ struct AttentionParams {
   int64_t window_left = -1;
   int64_t window_right = -1;
   int64_t query_offset = 0;
+  // A row gets the same bits with any other rows of its sequence in the call, or none.
+  bool batch_invariant = false;
 
   Sequences sequences;
   Pages pages;

@@ -14,8 +14,8 @@
 
 namespace selfattn {
 
-// Those of AttentionParams that change results. How exact products are is none of them: a kernel may always
-// be more exact than it is asked to be.
+// Those of AttentionParams that change results, or promise something about them. How exact products are is
+// none of them: a kernel may always be more exact than it is asked to be.
 enum class Option : uint8_t {
   kMask,
   kOwnMasks,
@@ -30,6 +30,7 @@ enum class Option : uint8_t {
   kKeyLengths,
   kQueryOffsets,
   kPages,
+  kBatchInvariant,
   kCount
 };
 
@@ -38,7 +39,7 @@ constexpr const char* name_of(Option option) {
   constexpr const char* kNames[] = {"attn_mask",    "mask_shapes",           "alibi_slopes", "sinks",
                                     "dropout_p",    "is_causal or a window", "query_offset", "softcap",
                                     "cu_seqlens_q", "cu_seqlens_k",          "seqlens_k",    "query_offsets",
-                                    "block_table"};
+                                    "block_table",  "batch_invariant"};
   static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<size_t>(Option::kCount), "one name each");
   return kNames[static_cast<int>(option)];
 }
@@ -87,6 +88,7 @@ inline OptionSet options_of(const AttentionParams& p) {
   add_if(p.sequences.key_lengths != nullptr, Option::kKeyLengths);
   add_if(p.sequences.query_offsets != nullptr, Option::kQueryOffsets);
   add_if(p.pages.table != nullptr, Option::kPages);
+  add_if(p.batch_invariant, Option::kBatchInvariant);
   return used;
 }
 

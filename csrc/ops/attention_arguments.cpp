@@ -182,6 +182,7 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
   p.window_right = checked_window("window_right", options.window_right);
   if (options.is_causal) p.window_right = 0;
   p.query_offset = checked_query_offset(options.query_offset);
+  p.batch_invariant = options.batch_invariant;
   return p;
 }
 

@@ -40,6 +40,7 @@ struct Options {
   std::optional<std::vector<int64_t>> mask_shapes;
   Name kernel_name;
   Name float32_precision = {"highest"};
+  bool batch_invariant = false;
 
   std::vector<OwnMask> own_masks;  // those of mask_shapes, for whoever describes the call to a kernel
 
@@ -71,6 +72,7 @@ struct Options {
     visit("mask_shapes", options.mask_shapes);
     visit("kernel_name", options.kernel_name);
     visit("float32_precision", options.float32_precision);
+    visit("batch_invariant", options.batch_invariant);
   }
 
   // "Tensor? attn_mask=None, ...". Positions are SymInt, so that a compiled graph holds for every one of

@@ -176,7 +176,7 @@ selfattn::DType dtype_named(const std::string& name) {
 }
 
 py::object hands_on_to(const std::string& kernel, const std::string& dtype, const std::string& precision,
-                       int64_t queries, int64_t head_dim, double scale, bool alibi) {
+                       int64_t queries, int64_t head_dim, double scale, bool alibi, bool batch_invariant) {
   const Kernel& chosen = selfattn::cpu::choose_kernel(kernel.c_str());
   if (chosen.hands_on_to == nullptr) return py::none();
   selfattn::AttentionParams p;
@@ -187,6 +187,7 @@ py::object hands_on_to(const std::string& kernel, const std::string& dtype, cons
   p.queries = queries;
   p.head_dim = head_dim;
   p.scale = scale;
+  p.batch_invariant = batch_invariant;
   if (alibi) p.alibi_slopes.data = &p;  // whether there are any is all that is asked
   const Kernel* other = chosen.hands_on_to(p);
   return other == nullptr ? py::object(py::none()) : py::object(py::str(other->isa));
@@ -215,6 +216,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
       "if there is none.");
   module.def("hands_on_to", &hands_on_to, py::arg("kernel"), py::arg("dtype"), py::arg("float32_precision"),
              py::arg("queries"), py::arg("head_dim"), py::arg("scale"), py::arg("alibi"),
+             py::arg("batch_invariant"),
              "The instruction set whose kernel computes such a call in place of the chosen one, or None.");
   module.def("cpu_isa", &selfattn::cpu::forced_isa,
              "The forced instruction set, '' when the choice is automatic.");

@@ -1,6 +1,7 @@
 """What callers give, checked and brought into the form of the operators."""
 
 from . import (
+    batch_invariance,
     call_checks,
     checks,
     forced_kernel,
@@ -48,6 +49,7 @@ __all__ = [
     "Prepared",
     "Tensors",
     "autocast",
+    "batch_invariance",
     "call_checks",
     "checks",
     "explained",

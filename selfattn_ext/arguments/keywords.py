@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import checks, forced_kernel, precision, sequence_checks, shapes
+from . import batch_invariance, checks, forced_kernel, precision, sequence_checks, shapes
 from .call import DEFAULT_QUERY_OFFSET, DEFAULT_SOFTCAP, DEFAULT_WINDOW, AttentionOptions
 
 __all__ = ["Keywords", "causal_bias", "keywords_for", "position", "rules"]
@@ -22,7 +22,8 @@ Keywords = dict[str, Any]
 
 
 def keywords_for(options: AttentionOptions, query: Tensor) -> Keywords:
-    """What the options say, but for positions, and the process: the precision of float32 products, a kernel.
+    """What the options say, but for positions, and the process: the precision of float32 products, a kernel,
+    the same bits for any cut.
 
     A backward has the keywords of its forward, so that it computes the same scores whatever the settings are
     by then.
@@ -47,6 +48,8 @@ def keywords_for(options: AttentionOptions, query: Tensor) -> Keywords:
             keywords["float32_precision"] = asked
     if forced_kernel.forcing and (kernel := forced_kernel.current()):
         keywords["kernel_name"] = kernel
+    if batch_invariance.asked:
+        keywords["batch_invariant"] = True
     return keywords
 
 

@@ -42,7 +42,7 @@ def forward(
 ) -> tuple[Tensor, Tensor]:
     """out (B, H, L, Ev) and lse (B, H, L), float64 for float64 inputs, else float32.
 
-    ``options`` are the operators' keyword arguments; precision and a forced kernel are added.
+    ``options`` are the operators' keyword arguments; what the process asks for is added.
     """
     options = _with_settings(query, mask, options)
     query, key, value = dense_rows(query), dense_rows(key), dense_rows(value)
@@ -80,7 +80,7 @@ def backward(
 
 
 def _with_settings(query: Tensor, mask: Tensor | None, options: dict[str, Any]) -> dict[str, Any]:
-    """The options, and what the process asks for: a mask, exact products, a kernel."""
+    """The options, a mask, and what the process asks for: see keywords_for."""
     if mask is not None:
         options["attn_mask"] = mask
     return options | keywords_for(_NO_OPTIONS, query)

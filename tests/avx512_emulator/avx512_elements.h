@@ -29,6 +29,9 @@ SELFATTN_EMULATED uint64_t mask_of(V a, V b, const F& holds) {
 SELFATTN_CALLED __mmask16 cmp_ps_mask(__m512 a, __m512 b, int predicate) {
   return static_cast<__mmask16>(mask_of(a, b, [&](float x, float y) { return compare(x, y, predicate); }));
 }
+SELFATTN_EMULATED __mmask16 mask_cmp_ps_mask(__mmask16 mask, __m512 a, __m512 b, int predicate) {
+  return mask & cmp_ps_mask(a, b, predicate);
+}
 SELFATTN_CALLED __mmask8 cmp_pd_mask(__m512d a, __m512d b, int predicate) {
   return static_cast<__mmask8>(mask_of(a, b, [&](double x, double y) { return compare(x, y, predicate); }));
 }
@@ -70,6 +73,9 @@ SELFATTN_CALLED __m512i mask_blend_epi16(__mmask32 mask, __m512i no, __m512i yes
 }
 SELFATTN_CALLED __m512 mask_mov_ps(__m512 no, __mmask16 mask, __m512 yes) { return choose(mask, no, yes); }
 SELFATTN_CALLED __m512 maskz_mov_ps(__mmask16 mask, __m512 yes) { return choose(mask, __m512{}, yes); }
+SELFATTN_EMULATED __m512 maskz_mul_ps(__mmask16 mask, __m512 a, __m512 b) {
+  return maskz_mov_ps(mask, mul_ps(a, b));
+}
 
 // --- order of elements -------------------------------------------------------------------------------------
 

@@ -37,6 +37,10 @@ def test_the_operators_are_accurate_and_agree_in_layout_with_those_of_the_cpu() 
     assert calls_of("engine_cases") > 500
 
 
+def test_the_gradient_of_a_mask_is_the_same_alone_packed_and_in_a_batch() -> None:
+    assert calls_of("mask_alone") > 100
+
+
 def test_no_start_length_or_page_number_makes_a_kernel_leave_its_tensors() -> None:
     assert calls_of("wild_numbers") > 250
 

@@ -45,6 +45,12 @@ CHOSEN: list[Any] = [
         "not threads_and_runs and not another_parallel_region",
     ),
     ("test_declared_options.py", ""),
+    ("test_batch_invariant.py", "every_kernel or packed_chunks"),
+    pytest.param(
+        "test_batch_invariant.py",
+        "together or another_way or caches or gradients_of or distances or behind",
+        marks=pytest.mark.thorough,
+    ),
     pytest.param("test_masks.py test_gradients.py", "not never_expanded", marks=pytest.mark.thorough),
     # Every broadcast of a mask is among the cases, in sizes that take less time.
     pytest.param(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from fnmatch import fnmatchcase
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pages import DOCUMENTS, ROOT, Block, blocks, text_of
@@ -22,16 +23,19 @@ def test_every_block_is_found() -> None:
         assert len(blocks(document)) == len(re.findall(r"^```python", text_of(document), re.M)), document
 
 
-@pytest.mark.parametrize(
-    "block",
-    [
-        pytest.param(block, marks=pytest.mark.cpu_only("forces a kernel of the CPU"))
-        if "backends.use" in block.code
-        else block
-        for block in BLOCKS
-    ],
-    ids=str,
-)
+#: Examples that do not run on a GPU, by what stands in them.
+OF_THE_CPU = {
+    "backends.use": "forces a kernel of the CPU",
+    "torch.export.load": "fails under torch.set_default_device of another device",
+}
+
+
+def with_marks(block: Block) -> Any:
+    reason = next((why for words, why in OF_THE_CPU.items() if words in block.code), None)
+    return block if reason is None else pytest.param(block, marks=pytest.mark.cpu_only(reason))
+
+
+@pytest.mark.parametrize("block", map(with_marks, BLOCKS), ids=str)
 def test_example(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     if block.reason is None:

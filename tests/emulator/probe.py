@@ -23,6 +23,8 @@ LANES = 32
 PROBLEMS = 24
 #: Wrappers whose results a device approximates, and by how many units in the last place they may differ.
 APPROXIMATE = {"exp2_approx": 2}
+#: Wrappers that round float32, and how many of its bits they drop.
+DROPPED_BITS = {"pack_bfloat16": 16, "pack_float16": 13}
 
 Words = np.ndarray  # of uint32: (problem, lane, operand or result)
 
@@ -99,10 +101,9 @@ def floats(generator: np.random.Generator, shape: tuple[int, ...], style: int) -
 
 
 def bits(values: np.ndarray, format: str) -> Words:
-    """The numbers rounded to a format, as words: float32, tf32, or bfloat16 and float16 in pairs."""
-    if format in ("float32", "tf32"):
-        words = values.astype(np.float32).view(np.uint32)
-        return words if format == "float32" else words & np.uint32(0xFFFFE000)
+    """The numbers rounded to a format, as words: float32, or bfloat16 and float16 in pairs."""
+    if format == "float32":
+        return values.astype(np.float32).view(np.uint32)
     if format == "float16":
         with np.errstate(over="ignore"):
             half = values.astype(np.float16).view(np.uint16)
@@ -113,6 +114,12 @@ def bits(values: np.ndarray, format: str) -> Words:
     return np.ascontiguousarray(half).view(np.uint32)
 
 
+def ties(values: np.ndarray, dropped: int) -> np.ndarray:
+    """Numbers in the middle between two neighbours that lack so many bits of float32."""
+    words = np.ascontiguousarray(values).view(np.uint32) >> np.uint32(dropped) << np.uint32(dropped)
+    return (words | np.uint32(1 << (dropped - 1))).view(np.float32)
+
+
 def operands_of(wrapper: str, count: int) -> Words:
     """Operands for PROBLEMS problems of a wrapper, always the same."""
     generator = np.random.default_rng(sum(map(ord, wrapper)))
@@ -121,9 +128,8 @@ def operands_of(wrapper: str, count: int) -> Words:
         style = problem % 5
         if wrapper.startswith("multiply"):
             format = wrapper.removeprefix("multiply_")
-            width = 1 if format == "tf32" else 2
             parts = [
-                bits(floats(generator, (LANES, 6 * width), style), format),
+                bits(floats(generator, (LANES, 12), style), format),
                 bits(floats(generator, (LANES, 4), style), "float32"),
             ]
             problems.append(np.concatenate(parts, axis=1))
@@ -135,6 +141,8 @@ def operands_of(wrapper: str, count: int) -> Words:
             problems.append(words)
         else:
             values = floats(generator, (LANES, count), style)
+            if wrapper in DROPPED_BITS and problem % 2 == 1:
+                values = ties(values, DROPPED_BITS[wrapper])
             problems.append(bits(values * (30 if wrapper == "exp2_approx" else 1), "float32"))
     return np.stack(problems)
 

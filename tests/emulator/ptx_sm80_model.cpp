@@ -18,11 +18,11 @@ namespace {
 
 constexpr int kRowBytes = 16;
 constexpr int kMatrixRows = 8;
+constexpr int kMatrices = 4;
 
 struct MatrixLoad {
   uint32_t* registers;
   const void* row;
-  int matrices;
   bool transposed;
   const Site* site;
 };
@@ -36,7 +36,7 @@ uint16_t element(const void* row, int column) {
 void load(const Operands& operands) {
   const auto& first_lane = *static_cast<const MatrixLoad*>(operands[0]);
   std::vector<const void*> rows(kMatrixRows);
-  for (int m = 0; m < first_lane.matrices && options().banks; ++m) {
+  for (int m = 0; m < kMatrices && options().banks; ++m) {
     for (int r = 0; r < kMatrixRows; ++r) {
       const auto lane = static_cast<size_t>(m * kMatrixRows + r);
       rows[static_cast<size_t>(r)] = static_cast<const MatrixLoad*>(operands[lane])->row;
@@ -45,7 +45,7 @@ void load(const Operands& operands) {
   }
   for (int lane = 0; lane < kWarpSize; ++lane) {
     const auto* mine = static_cast<const MatrixLoad*>(operands[static_cast<size_t>(lane)]);
-    for (int m = 0; m < mine->matrices; ++m) {
+    for (int m = 0; m < kMatrices; ++m) {
       const auto row = [&](int r) {
         return static_cast<const MatrixLoad*>(operands[static_cast<size_t>(m * kMatrixRows + r)])->row;
       };
@@ -70,39 +70,28 @@ float half_of(uint32_t packed, int half, MmaFormat format) {
   return format == MmaFormat::kBFloat16 ? float_from_bfloat16(bits) : float_from_float16(bits);
 }
 
-float tf32(uint32_t bits) { return float_from_bits(bits & 0xffffe000u); }
-
 // From the fragments of the lanes to matrices, as the PTX manual draws them: `group` is the lane's row of a
 // quad of lanes, `place` its number in the quad.
 void gather(const Product& lane, int group, int place, MmaOperands& matrices) {
   for (int r = 0; r < 4; ++r) {
     const int row = group + 8 * (r % 2);
-    if (lane.format == MmaFormat::kTf32) {
-      matrices.a[row][place + 4 * (r / 2)] = tf32(lane.a[r]);
-    } else {
-      const int column = 2 * place + 8 * (r / 2);
-      for (int half = 0; half < 2; ++half)
-        matrices.a[row][column + half] = half_of(lane.a[r], half, lane.format);
-    }
+    const int column = 2 * place + 8 * (r / 2);
+    for (int half = 0; half < 2; ++half)
+      matrices.a[row][column + half] = half_of(lane.a[r], half, lane.format);
   }
   for (int r = 0; r < 2; ++r) {
-    if (lane.format == MmaFormat::kTf32) {
-      matrices.b[place + 4 * r][group] = tf32(lane.b[r]);
-    } else {
-      const int row = 2 * place + 8 * r;
-      for (int half = 0; half < 2; ++half)
-        matrices.b[row + half][group] = half_of(lane.b[r], half, lane.format);
-    }
+    const int row = 2 * place + 8 * r;
+    for (int half = 0; half < 2; ++half)
+      matrices.b[row + half][group] = half_of(lane.b[r], half, lane.format);
   }
 }
 
 void multiply_warp(const Operands& operands) {
   MmaOperands matrices;
   const MmaFormat format = static_cast<const Product*>(operands[0])->format;
-  matrices.depth = format == MmaFormat::kTf32 ? 8 : 16;
   matrices.smallest_exponent =
       format == MmaFormat::kFloat16 ? kSmallestExponentFloat16 : kSmallestExponentFloat32;
-  // The accumulator has the same place in all three formats.
+  // The accumulator has the same place in both formats.
   const auto accumulator = [&](int lane, int r) -> float& {
     return matrices.d[lane / 4 + 8 * (r / 2)][2 * (lane % 4) + r % 2];
   };
@@ -131,12 +120,10 @@ void copy_async_commit() { self().copies.commit(); }
 
 void copy_async_wait(int pending) { self().copies.wait(pending); }
 
-void load_matrices(uint32_t* registers, const void* row, int matrices, bool transposed, const Site& site) {
-  if (self().lane < kMatrixRows * matrices) {
-    check_shared(row, kRowBytes, site);
-    races::read(row, kRowBytes, site);
-  }
-  MatrixLoad operands{registers, row, matrices, transposed, &site};
+void load_matrices(uint32_t* registers, const void* row, bool transposed, const Site& site) {
+  check_shared(row, kRowBytes, site);
+  races::read(row, kRowBytes, site);
+  MatrixLoad operands{registers, row, transposed, &site};
   meet(site, kFullMask, &operands, &load);
 }
 
@@ -160,12 +147,6 @@ float flushed(float value) {
 uint32_t packed(uint32_t low, uint32_t high) { return low | high << 16; }
 
 }  // namespace
-
-uint32_t round_to_tf32(float value) {
-  if (std::isnan(value)) return 0x7fffffffu;
-  const uint32_t bits = bits_from_float(value);
-  return std::isinf(value) ? bits : (bits + 0x1000u) & 0xffffe000u;
-}
 
 uint32_t pack_bfloat16(float low, float high) {
   const auto one = [](float x) { return std::isnan(x) ? kNan16 : uint32_t{bfloat16_from_float(x)}; };

@@ -12,9 +12,9 @@ namespace selfattn::emulator {
 void copy_async(void* shared, const void* global, bool valid, const Site& site);
 void copy_async_commit();
 void copy_async_wait(int pending);
-void load_matrices(uint32_t* registers, const void* row, int matrices, bool transposed, const Site& site);
+void load_matrices(uint32_t* registers, const void* row, bool transposed, const Site& site);
 
-enum class MmaFormat { kBFloat16, kFloat16, kTf32 };
+enum class MmaFormat { kBFloat16, kFloat16 };
 void multiply(MmaFormat format, float* d, const uint32_t* a, const uint32_t* b, const Site& site);
 
 }  // namespace selfattn::emulator
@@ -36,21 +36,12 @@ void copy_async_wait() {
 }
 
 inline void load_matrix_x4(uint32_t (&r)[4], const void* row, Site site = Site::at("load_matrix_x4")) {
-  emulator::load_matrices(r, row, 4, false, site);
+  emulator::load_matrices(r, row, false, site);
 }
 
 inline void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row,
                                       Site site = Site::at("load_matrix_x4_transposed")) {
-  emulator::load_matrices(r, row, 4, true, site);
-}
-
-inline void load_matrix_x2(uint32_t (&r)[2], const void* row, Site site = Site::at("load_matrix_x2")) {
-  emulator::load_matrices(r, row, 2, false, site);
-}
-
-inline void load_matrix_x2_transposed(uint32_t (&r)[2], const void* row,
-                                      Site site = Site::at("load_matrix_x2_transposed")) {
-  emulator::load_matrices(r, row, 2, true, site);
+  emulator::load_matrices(r, row, true, site);
 }
 
 inline void multiply_bfloat16(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
@@ -63,14 +54,9 @@ inline void multiply_float16(float (&d)[4], const uint32_t (&a)[4], const uint32
   emulator::multiply(emulator::MmaFormat::kFloat16, d, a, b, site);
 }
 
-inline void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2],
-                          Site site = Site::at("multiply_tf32")) {
-  emulator::multiply(emulator::MmaFormat::kTf32, d, a, b, site);
-}
-
 inline int opaque(int value) { return value; }
+inline int unknown(int value) { return value; }
 
-uint32_t round_to_tf32(float value);
 uint32_t pack_bfloat16(float low, float high);
 uint32_t pack_float16(float low, float high);
 float exp2_approx(float value);

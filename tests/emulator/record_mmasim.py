@@ -22,26 +22,23 @@ GENERATIONS = {80: "Ampere", 90: "Hopper"}
 FORMATS = {
     "multiply_bfloat16": ("m16n8k16.f32.bf16.bf16.f32", torch.bfloat16),
     "multiply_float16": ("m16n8k16.f32.f16.f16.f32", torch.float16),
-    "multiply_tf32": ("m16n8k8.f32.tf32.tf32.f32", torch.float32),
 }
 
 
 def matrices(words: np.ndarray, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """A, B and C of one problem from the fragments of its lanes, as the PTX manual draws them."""
-    pair = 1 if dtype == torch.float32 else 2
-    depth = 8 * pair
-    a, b, c = torch.empty(16, depth, dtype=dtype), torch.empty(depth, 8, dtype=dtype), torch.empty(16, 8)
-    elements = torch.from_numpy(words[:, :6].copy().view(np.int32)).view(dtype).reshape(32, 6, pair)
+    a, b, c = torch.empty(16, 16, dtype=dtype), torch.empty(16, 8, dtype=dtype), torch.empty(16, 8)
+    elements = torch.from_numpy(words[:, :6].copy().view(np.int32)).view(dtype).reshape(32, 6, 2)
     accumulators = torch.from_numpy(words[:, 6:].copy().view(np.float32))
     for lane in range(32):
         group, place = divmod(lane, 4)
         for r in range(4):
-            k = pair * place + 4 * pair * (r // 2)
-            a[group + 8 * (r % 2), k : k + pair] = elements[lane, r]
+            k = 2 * place + 8 * (r // 2)
+            a[group + 8 * (r % 2), k : k + 2] = elements[lane, r]
             c[group + 8 * (r // 2), 2 * place + r % 2] = accumulators[lane, r]
         for r in range(2):
-            k = pair * place + 4 * pair * r
-            b[k : k + pair, group] = elements[lane, 4 + r]
+            k = 2 * place + 8 * r
+            b[k : k + 2, group] = elements[lane, 4 + r]
     return a, b, c
 
 

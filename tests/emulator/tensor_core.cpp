@@ -1,6 +1,5 @@
 #include "tensor_core.h"
 
-#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <cstring>
@@ -10,14 +9,14 @@ namespace selfattn::emulator {
 namespace {
 
 struct Generation {
-  int group_bytes;    // of one operand's elements that are added in one step
+  int group;          // how many products are added in one step
   int kept_bits;      // behind the binary point of the largest term
   int zero_exponent;  // what a term that is zero counts as
 };
 
 Generation generation_of(int capability) {
-  if (capability >= 90) return {32, 25, -133};  // Hopper, Blackwell
-  return {16, 24, -132};                        // Ampere, Ada Lovelace
+  if (capability >= 90) return {16, 25, -133};  // Hopper, Blackwell
+  return {8, 24, -132};                         // Ampere, Ada Lovelace
 }
 
 float canonical_nan() {
@@ -55,29 +54,28 @@ inline __attribute__((always_inline)) Ints exponents_of(Floats values, int small
 template <int group>
 inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands,
                                                          const Generation& generation) {
-  const int depth = operands.depth;
   const int smallest = operands.smallest_exponent;
 
-  Ints exponent_a[kMmaRows][kMmaMostDepth / kLanes];
+  Ints exponent_a[kMmaRows][kMmaDepth / kLanes];
   for (int m = 0; m < kMmaRows; ++m) {
-    for (int k = 0; k < depth; k += kLanes)
+    for (int k = 0; k < kMmaDepth; k += kLanes)
       exponent_a[m][k / kLanes] = exponents_of(load(operands.a[m] + k), smallest, kOfZero);
   }
   for (int column = 0; column < kMmaColumns; column += kLanes) {
-    Ints exponent_b[kMmaMostDepth];
-    Doubles b[kMmaMostDepth];
-    for (int k = 0; k < depth; ++k) {
+    Ints exponent_b[kMmaDepth];
+    Doubles b[kMmaDepth];
+    for (int k = 0; k < kMmaDepth; ++k) {
       const Floats row = load(operands.b[k] + column);
       exponent_b[k] = exponents_of(row, smallest, kOfZero);
       b[k] = __builtin_convertvector(row, Doubles);
     }
     for (int m = 0; m < kMmaRows; ++m) {
       Floats sum = load(operands.d[m] + column);
-      for (int first = 0; first < depth; first += group) {
+      for (int first = 0; first < kMmaDepth; first += group) {
         Doubles start = __builtin_convertvector(sum, Doubles);
         Doubles terms[2] = {start, start};  // infinity or NaN where a term is; two sums, which need not wait
         Ints largest = exponents_of(sum, kSmallestExponentFloat32, generation.zero_exponent);
-        Doubles products[kMmaMostDepth];
+        Doubles products[kMmaDepth];
         for (int k = 0; k < group; ++k) {
           products[k] = static_cast<double>(operands.a[m][first + k]) * b[first + k];
           terms[k % 2] += products[k];
@@ -124,15 +122,8 @@ inline __attribute__((always_inline)) void multiply_rows(MmaOperands& operands,
 
 inline __attribute__((always_inline)) void multiply(MmaOperands& operands, int capability) {
   const Generation generation = generation_of(capability);
-  const int element_bytes = operands.depth == 16 ? 2 : 4;
-  switch (std::min(operands.depth, generation.group_bytes / element_bytes)) {
-    case 4:
-      return multiply_rows<4>(operands, generation);
-    case 8:
-      return multiply_rows<8>(operands, generation);
-    default:
-      return multiply_rows<16>(operands, generation);
-  }
+  if (generation.group == 8) return multiply_rows<8>(operands, generation);
+  multiply_rows<16>(operands, generation);
 }
 
 #if defined(__x86_64__)

@@ -11,17 +11,16 @@ namespace selfattn::emulator {
 
 constexpr int kMmaRows = 16;
 constexpr int kMmaColumns = 8;
-constexpr int kMmaMostDepth = 16;
+constexpr int kMmaDepth = 16;
 
 // The smallest exponent of a normal number: subnormal ones keep it.
 constexpr int kSmallestExponentFloat16 = -14;
-constexpr int kSmallestExponentFloat32 = -126;  // and that of bfloat16 and TF32
+constexpr int kSmallestExponentFloat32 = -126;  // and that of bfloat16
 
 struct MmaOperands {
-  int depth = 0;  // 16, or 8 for TF32
   int smallest_exponent = 0;
-  float a[kMmaRows][kMmaMostDepth];
-  float b[kMmaMostDepth][kMmaColumns];
+  float a[kMmaRows][kMmaDepth];
+  float b[kMmaDepth][kMmaColumns];
   float d[kMmaRows][kMmaColumns];  // the accumulator, replaced by the result
 };
 

@@ -6,6 +6,7 @@ import copy
 import pickle
 from typing import Any
 
+import gpu
 import numpy as np
 import pytest
 import torch
@@ -258,7 +259,11 @@ def test_what_does_not_end_a_step(form: dict[str, Any]) -> None:
         ({"attn_mask": causal_lower_right(1, 12)}, TypeError, "attn_mask is a CausalBias"),
         ({"query": torch.randn(3, 4, 8)}, ValueError, "query, key, value must all have 4 dimensions"),
         ({"query": None}, TypeError, "query must be a torch.Tensor"),
-        ({"query": torch.randn(3, 4, 1, 8).to("meta")}, ValueError, "query is on meta and the cache on cpu"),
+        (
+            {"query": torch.randn(3, 4, 1, 8).to("meta")},
+            ValueError,
+            f"query is on meta and the cache on {gpu.DEVICE}",
+        ),
         ({"key": torch.randn(3, 2, 1, 8).double()}, TypeError, "key is torch.float64"),
         ({"key": torch.randn(3, 2, 1, 7)}, ValueError, "key must have the head dim 8 of the cache"),
         ({"value": torch.randn(3, 1, 1, 8)}, ValueError, "value must have the 2 heads of the cache"),
@@ -352,7 +357,7 @@ def test_autocast_takes_the_dtype_of_the_cache() -> None:
     for enabled in (True, False):
         cache.reset()
         cache.extend()
-        with torch.autocast("cpu", torch.float16, enabled=enabled):
+        with torch.autocast(gpu.DEVICE, torch.float16, enabled=enabled):
             given = PACKED if enabled else {name: tensor.bfloat16() for name, tensor in PACKED.items()}
             cache.append(0, given["key"], given["value"])
             written += [cache.keys[0][:, :, 0].clone(), cache.attend(1, **given)]

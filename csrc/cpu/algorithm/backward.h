@@ -5,22 +5,21 @@
 // follow one another through the strips like a wave, one strip behind, so they hardly ever wait.
 #pragma once
 
+#include "gradient_panel.h"
 #include "gradient_results.h"
-#include "gradient_strip.h"
 #include "mask_gradient.h"
 #include "mask_sum.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Keys per chunk: dK and dV of a chunk in T should fit the level-2 cache beside everything else. A function
-// of the head dims only, because the chunk is visible in the rounding of dQ.
+// Keys per chunk: dK and dV of a chunk in T take so much of the level-2 cache at most. A function of the head
+// dims only, because the chunk is visible in the rounding of dQ.
 template <class P>
 int64_t chunk_keys(const AttentionParams& p) {
   using T = Scalar<P>;
-  constexpr int64_t kBytes = 256 * 1024;
   constexpr int64_t kMostKeys = 512;  // of narrow heads: longer chunks would leave threads without one
   const int64_t row = (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim)) * sizeof(T);
-  const int64_t keys = row > 0 ? kBytes / row : kBytes;
+  const int64_t keys = row > 0 ? kChunkBytes<P> / row : kChunkBytes<P>;
   return limited(keys / kKeyBlock * kKeyBlock, kKeyBlock, kMostKeys);
 }
 
@@ -227,6 +226,21 @@ class BackwardTask {
     return true;
   }
 
+  // What the panel after this one begins with.
+  ComingRows next_panel(const Item& item, const Panel& panel, int64_t head) const {
+    const int64_t group = p.heads / p.kv_heads;
+    const bool same_queries = (head + 1) % group != 0;
+    const int64_t first = same_queries ? panel.first : panel.first + panel.count;
+    const int64_t next_head = same_queries ? head + 1 : head + 1 - group;
+    const int64_t rows = smaller(p.queries - first, kPanelLanes);
+    if (!kAsksForNextPanel<P> || rows == 0) return {};
+    const auto rows_of = [&](const View& view, int64_t columns) {
+      return row_source(view, p.dtype, item.batch, next_head, first, rows, columns);
+    };
+    return {rows_of(p.query, p.head_dim), rows_of(a.grad_out, p.value_dim), rows_of(a.out, p.value_dim), rows,
+            divide_up(item.keys, kKeyBlock) * panel.strips};
+  }
+
   void begin_panel(Scratch& s, const Item& item, const Panel& panel, int64_t head) const {
     for (int64_t i = 0, query = panel.first; i < panel.strips; query += panel.counts[i++]) {
       if (!panel.contributes[i] && !item.is_first()) continue;
@@ -257,6 +271,13 @@ class BackwardTask {
     leave_hidden_out = leave_hidden_out || !well_behaved(s.query_rows, panel.count, p.head_dim) ||
                        !well_behaved(s.grad_out_rows, panel.count, p.value_dim);
     const bool alone = leave_hidden_out || s.query_rows.special() || s.grad_out_rows.special();
+    const bool by_blocks = adds_blocks<P>(p) && panel.count > kLanes<P> / 2;
+    PanelBlocks waiting;
+    const auto add_waiting = [&] {
+      if (waiting.count > 0) add_blocks<P>(p, operands_of(s, item), waiting, s.block);
+      waiting.count = 0;
+    };
+    ComingRows next = next_panel(item, panel, head);
     for (int64_t from = 0; from < item.keys; from += kKeyBlock) {
       const int64_t rows = smaller(item.keys - from, kKeyBlock);
       int64_t run = 0, ready = 0;  // queries run .. ready - 1 of the panel wait to be added
@@ -265,8 +286,21 @@ class BackwardTask {
         run = ready = 0;
       };
       for (int64_t i = 0, at = 0; i < panel.strips; at += panel.counts[i++]) {
+        next.ask();
         const PackedPlace place{at, rows};
-        const int64_t count = panel.contributes[i] ? add_strip(s, item, i, from, place, step, alone) : 0;
+        int64_t count = panel.contributes[i] ? seen_rows(s.strips[i], item, from, rows) : 0;
+        if (count > 0) {
+          const bool mark = alone || s.key_columns.special(from, count);
+          const bool direct = takes_packed && packs_gradients(s) && s.strips[i].ordinary && !mark;
+          if (by_blocks && direct && rows == kKeyBlock) {
+            add_run();
+            if (!waiting.takes(from, i)) add_waiting();
+            waiting.add(from, i);
+            continue;
+          }
+          add_waiting();
+          count = add_strip(s, item, i, from, count, place, step, mark, direct) ? count : 0;
+        }
         if (count == 0) {
           add_run();
         } else if (alone || panel.strips == 1) {
@@ -278,6 +312,12 @@ class BackwardTask {
       }
       add_run();
     }
+    add_waiting();
+  }
+
+  static GradientPanel<P> operands_of(Scratch& s, const Item& item) {
+    return {s.strips,   &s.query_rows,  &s.grad_out_rows, &s.key_rows,  &s.value_rows, &s.key_columns,
+            item.begin, s.grad_query_t, s.grad_key,       s.grad_value, s.head_stride, s.value_stride};
   }
 
   // What queries of a panel add to dK and dV of a block of keys.
@@ -297,19 +337,22 @@ class BackwardTask {
     }
   }
 
-  // A strip of the panel against the block of keys `from` and on of the chunk: adds to dQ^T and makes ready
-  // what add_rows takes. Returns how many keys there are for it, 0 if it sees none.
-  int64_t add_strip(Scratch& s, const Item& item, int64_t i, int64_t from, const PackedPlace& place,
-                    int64_t step, bool alone) const {
-    GradientStrip<P>& strip = s.strips[i];
+  // How many keys of the block `from` and on of the chunk there are for a strip; 0 if it sees none.
+  static int64_t seen_rows(const GradientStrip<P>& strip, const Item& item, int64_t from, int64_t rows) {
     const int64_t stop = smaller(strip.keys.end - item.begin, item.keys), key = item.begin + from;
     if (from >= stop || key + kKeyBlock <= strip.keys.begin) return 0;
-    const int64_t count = smaller(stop - from, place.rows);
+    return smaller(stop - from, rows);
+  }
+
+  // A strip of the panel against `count` keys of the block: adds to dQ^T and makes ready what add_rows takes.
+  // false if the mask hides all of them.
+  bool add_strip(Scratch& s, const Item& item, int64_t i, int64_t from, int64_t count,
+                 const PackedPlace& place, int64_t step, bool mark, bool direct) const {
+    GradientStrip<P>& strip = s.strips[i];
+    const int64_t key = item.begin + from;
     mask_sum.prefetch(s.mask, strip, from, count);
-    const bool mark = alone || s.key_columns.special(from, count);
-    const bool direct = takes_packed && packs_gradients(s) && strip.ordinary && !mark;
     const GradientBlock<P> block{key, count, from, &s.key_rows, &s.value_rows};
-    if (!grad_score_block<P>(p, a, strip, block, s.block, mark, direct ? &place : nullptr)) return 0;
+    if (!grad_score_block<P>(p, a, strip, block, s.block, mark, direct ? &place : nullptr)) return false;
     if (!direct) {
       T* grad = s.block.grad.block;
       if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, key, count, grad, s.slope_rows[i]);
@@ -321,7 +364,7 @@ class BackwardTask {
     }
     multiply_columns<P>(s.key_columns, from, count, p.head_dim, s.block.grad, strip.vecs, {s.grad_query_t[i]},
                         mark ? s.block.visible : nullptr);
-    return count;
+    return true;
   }
 
   // Waits for the chunk before, then writes (first chunk) or adds to dQ and the slope sums of strip i of the

@@ -89,9 +89,8 @@ void finish_row(const AttentionParams& p, const DecodeRow& row, int64_t key, int
     auto x = S::load(s + j);
     if (capped) x = S::mul(cap, tanh<T>(S::mul(x, inverse_cap)));
     if (sloped) {
-      // Rounded as score_block rounds it, which takes distances from the first query.
       for (int i = 0; i < S::kWidth; ++i) {
-        numbers[i] = static_cast<T>(p.query_offset - key - j - i) + static_cast<T>(row.query);
+        numbers[i] = static_cast<T>(row.query + p.query_offset - key - j - i);
       }
       x = S::sub(x, S::mul(slope, S::abs(S::load(numbers))));
     }

@@ -53,9 +53,10 @@ struct ForwardTask {
   };
 
   void operator()(int64_t item, Scratch& scratch) const {
-    // Later queries see more keys under a causal mask: the longest items go first.
-    const int64_t last = items() - 1 - item;
-    const int64_t head_index = last % (p.batch * p.heads), group = last / (p.batch * p.heads);
+    // Later queries see more keys under a causal mask: the longest items go first. Heads go as they lie in
+    // memory, where the processor fetches ahead.
+    const int64_t all_heads = p.batch * p.heads;
+    const int64_t head_index = item % all_heads, group = items_per_head - 1 - item / all_heads;
     const int64_t begin = group * strips_per_item * kLanes<P>;
     const int64_t end = smaller(begin + strips_per_item * kLanes<P>, p.queries);
     int64_t strips = 0;
@@ -69,9 +70,13 @@ struct ForwardTask {
     if constexpr (kPlain<P>) {
       for (int64_t i = 0; i < strips; ++i) finite = finite && scratch.strips[i].finite(p);
       if (!finite) run(strips, scratch, true);
+    } else {
+      // Whether a row is mended must not depend on the values that other strips of the item have met.
+      finite = finite && !p.batch_invariant;
     }
     for (int64_t i = 0; i < strips; ++i) {
       const ForwardStrip<P>& strip = scratch.strips[i];
+      if (p.batch_invariant) strip.drop_signs_of_zeros(p);
       finish(strip, scratch.block.scale);
       if (finite || strip.finite(p)) continue;
       mend_overflow<T>(p, outputs, strip.batch, strip.head, strip.first, strip.count);

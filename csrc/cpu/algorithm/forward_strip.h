@@ -69,6 +69,18 @@ struct ForwardStrip : QueryStrip<P> {
     }
   }
 
+  // A sum that vanished from below is -0, and 0 once it has met a key that is hidden from it but not from its
+  // neighbours.
+  void drop_signs_of_zeros(const AttentionParams& p) const {
+    using S = Simd<T>;
+    for (int64_t e = 0; e < p.value_dim; ++e) {
+      for (int64_t lane = 0; lane < this->vecs * S::kWidth; lane += S::kWidth) {
+        T* at = out_t + e * kLanes<P> + lane;
+        S::store(at, S::add(S::load(at), S::set(T(0))));
+      }
+    }
+  }
+
   // 0 * Inf or 0 * NaN of a hidden key shows as NaN in the result.
   bool finite(const AttentionParams& p) const {
     return all_finite(out_t, kLanes<P>, p.value_dim, this->vecs * Simd<T>::kWidth);

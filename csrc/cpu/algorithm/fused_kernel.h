@@ -37,11 +37,11 @@ inline void fused_masked_softmax_backward(const SoftmaxParams& p, const ThreadPo
 }
 
 // Those of every pass over Simd<T>: forward and decoding, weights, backward.
-constexpr OptionSet kFusedOptions = {Option::kMask,        Option::kOwnMasks,   Option::kAlibiSlopes,
-                                     Option::kSinks,       Option::kDropout,    Option::kWindow,
-                                     Option::kQueryOffset, Option::kSoftcap,    Option::kPackedQueries,
-                                     Option::kPackedKeys,  Option::kKeyLengths, Option::kQueryOffsets,
-                                     Option::kPages};
+constexpr OptionSet kFusedOptions = {Option::kMask,        Option::kOwnMasks,      Option::kAlibiSlopes,
+                                     Option::kSinks,       Option::kDropout,       Option::kWindow,
+                                     Option::kQueryOffset, Option::kSoftcap,       Option::kPackedQueries,
+                                     Option::kPackedKeys,  Option::kKeyLengths,    Option::kQueryOffsets,
+                                     Option::kPages,       Option::kBatchInvariant};
 
 constexpr Kernel fused_kernel(const char* isa, const char* description) {
   Kernel kernel{};

@@ -194,8 +194,8 @@ struct PackedPlace {
 
 // What may come between scores and packed weights: options that the scores hold already. Dropout and the
 // softcap's gradient need weights and dS as numbers of their own.
-constexpr OptionSet kPackedOptions = {Option::kMask, Option::kAlibiSlopes, Option::kSinks, Option::kWindow,
-                                      Option::kQueryOffset};
+constexpr OptionSet kPackedOptions = {Option::kMask,   Option::kAlibiSlopes, Option::kSinks,
+                                      Option::kWindow, Option::kQueryOffset, Option::kBatchInvariant};
 
 // Scores and dP in the scratch's blocks to packed weights and dS.
 template <class P>

@@ -33,7 +33,7 @@ struct QueryStrip {
     count = queries;
     vecs = divide_up(queries, Simd<T>::kWidth);
     keys = visible_keys(p, first, first + count - 1);
-    few_queries = kPlain<P> && p.queries <= kFewQueries;
+    few_queries = kPlain<P> && p.queries <= kFewQueries && !p.batch_invariant;
     const RowSource rows = source(p, p.query, p.head_dim);
     rest_of_scale = T(1);
     if constexpr (kPlain<P>) {

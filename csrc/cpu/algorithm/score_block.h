@@ -15,6 +15,18 @@ T head_scalar(const HeadScalars& scalars, int64_t batch, int64_t head) {
   return static_cast<const T*>(scalars.data)[batch * scalars.batch_stride + head * scalars.head_stride];
 }
 
+// How far a vector of neighbouring queries, of which lane 0 stands `first` keys behind a key, is from it. Far
+// distances are rounded once each, so that a query has its own whatever the strip begins with.
+template <class T>
+SELFATTN_INLINE typename Simd<T>::Vec distances(int64_t first, typename Simd<T>::Vec lanes) {
+  using S = Simd<T>;
+  constexpr int64_t kExact = (int64_t{1} << std::numeric_limits<T>::digits) - S::kWidth;
+  if (first > -kExact && first < kExact) return S::abs(S::add(S::set(static_cast<T>(first)), lanes));
+  T far[S::kWidth];
+  for (int i = 0; i < S::kWidth; ++i) far[i] = static_cast<T>(first + i);
+  return S::abs(S::load(far));
+}
+
 // s[j][lane] = scale * <query, row from + j of keys>, leading dimension kLanes; the scale is left out where
 // it is not part of Q^T. Every pass gets its scores here, in one order of summation: the backward's exp(s -
 // row_max) is exact where it matters only if s is the forward's to the last bit.
@@ -58,7 +70,6 @@ Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, in
   T lane_index[S::kWidth];
   for (int i = 0; i < S::kWidth; ++i) lane_index[i] = static_cast<T>(i);
   const auto lanes = S::load(lane_index);
-  // Distances are taken from the block's corner as an integer first, so that they are exact at any position.
   const int64_t corner = strip.first + p.query_offset - key;
   for (int64_t j = 0; j < keys; ++j) {
     for (int64_t v = 0; v < strip.vecs; ++v) {
@@ -71,8 +82,7 @@ Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, in
         x = S::mul(cap, t);
       }
       if (sloped) {
-        const auto distance = S::abs(S::add(S::set(static_cast<T>(corner + v * S::kWidth - j)), lanes));
-        x = S::sub(x, S::mul(slope, distance));
+        x = S::sub(x, S::mul(slope, distances<T>(corner + v * S::kWidth - j, lanes)));
       }
       if (masked) {
         const auto bias = S::load(scratch.mask + j * ld + v * S::kWidth);

@@ -31,6 +31,13 @@ SELFATTN_INLINE void tile_dot() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
+// What stands beside a product that has nothing beside it.
+struct NoWork {
+  SELFATTN_INLINE bool more() const { return false; }
+  SELFATTN_INLINE void step() {}
+  SELFATTN_INLINE void reach(const float*) {}
+};
+
 // All eight tiles are 16 rows of 64 bytes, in every thread that computes, for as long as it has work. Whoever
 // configured them before, another library perhaps, finds its configuration again.
 class PairEngine {
@@ -80,9 +87,15 @@ class PairEngine {
   }
 
   static void multiply(const PairProduct& p, int64_t rows, int64_t vecs) {
+    Sums unstored;
     for (int64_t row = 0; row < rows; row += 32) {
       for (int64_t vec = 0; vec < vecs; vec += 2) {
         const bool two_rows = rows - row > 16, two_vecs = vecs - vec > 1;
+        if (two_rows && two_vecs && p.pieces == 1 && p.update != Update::kScaleAdd) {
+          multiply_panel(p, row, vec * 16, unstored);
+          continue;
+        }
+        store_panel(unstored);
         if (two_rows && two_vecs) {
           multiply_block<2, 2>(p, row, rows, vec * 16);
         } else if (two_rows) {
@@ -94,9 +107,16 @@ class PairEngine {
         }
       }
     }
+    store_panel(unstored);
   }
 
-  // A product for multiply_beside: 32 rows by 32 lanes of C. Strides count words.
+  // 32 rows by 32 lanes of C; nowhere, if there are none. Strides count words.
+  struct Sums {
+    float* data = nullptr;
+    int64_t row = 0;
+  };
+
+  // A product for multiply_beside.
   struct Panel {
     const uint32_t* a;
     int64_t a_row, a_piece;
@@ -104,25 +124,30 @@ class PairEngine {
     int64_t a_step, a_turn;  // from an even step of 16 pairs to the next one, and from an odd one
     const uint32_t* b;
     int64_t b_row, b_piece;
-    float* c;  // [row][32]
+    Sums c;
     int64_t steps;
   };
 
   // C = A * B, or C += A * B with kAdd, while `work` makes kBeside steps of its own for each four products of
   // tiles. The tiles of C stay where they are, and the next product stores each when it needs its place: by
-  // then it is complete, and nothing waits. `unstored` tells where they belong.
+  // then it is complete, and nothing waits. `unstored` tells where they belong, and is empty before the first
+  // product.
   template <int kPieces, int kOrder, int kBeside, bool kAdd, class Work>
-  SELFATTN_INLINE static void multiply_beside(const Panel& p, float*& unstored, Work& work) {
+  SELFATTN_INLINE static void multiply_beside(const Panel& p, Sums& unstored, Work& work) {
     const uint32_t *a = p.a, *b = p.b;
     path_beside<kPieces, kOrder, 0, kBeside, true, kAdd>(p, a, b, unstored, work);
     for (int64_t step = 1; step < p.steps; ++step) {
       a += step % 2 != 0 ? p.a_step : p.a_turn;
       b += 16 * p.b_row;
-      path_beside<kPieces, kOrder, 0, kBeside, false, kAdd>(p, a, b, nullptr, work);
+      path_beside<kPieces, kOrder, 0, kBeside, false, kAdd>(p, a, b, Sums{}, work);
     }
     unstored = p.c;
   }
-  static void store_panel(float* c) { store<2, 2>(c, 32); }
+  // Stores what the last product left, if anything.
+  static void store_panel(Sums& unstored) {
+    if (unstored.data != nullptr) store<2, 2>(unstored.data, unstored.row);
+    unstored = {};
+  }
 
  private:
   // Which pieces of A and B are multiplied, one pair after the other: each step changes one of the two where
@@ -140,7 +165,7 @@ class PairEngine {
   // The products of pieces in one step, from `kAt` on.
   template <int kPieces, int kOrder, int kAt, int kBeside, bool kFirst, bool kAdd, class Work>
   SELFATTN_INLINE static void path_beside(const Panel& p, const uint32_t* a, const uint32_t* b,
-                                          float* unstored, Work& work) {
+                                          const Sums& unstored, Work& work) {
     constexpr Path kPath = path_of(kPieces, kOrder);
     if constexpr (kAt < kPath.steps) {
       constexpr int kA = kPath.a[kAt], kB = kPath.b[kAt], kBefore = kAt > 0 ? kAt - 1 : 0;
@@ -162,7 +187,7 @@ class PairEngine {
   struct StepBeside {
     template <int kBeside, class Work>
     SELFATTN_INLINE static void run(const uint32_t* a, int64_t a_row, int64_t a_second, const uint32_t* b,
-                                    int64_t b_row, float* unstored, const float* c, Work& work) {
+                                    int64_t b_row, const Sums& unstored, const Sums& c, Work& work) {
       begin<0>(unstored, c);
       if constexpr (kNewA) tile_load_once<4>(a, a_row * 4);
       if constexpr (kNewB) tile_load<6>(b, b_row * 4);
@@ -183,12 +208,14 @@ class PairEngine {
 
    private:
     template <int kTile>
-    SELFATTN_INLINE static void begin(float* unstored, const float* c) {
+    SELFATTN_INLINE static void begin(const Sums& unstored, const Sums& c) {
       if constexpr (kFirst) {
-        constexpr int64_t at = kTile / 2 * 16 * 32 + kTile % 2 * 16;
-        tile_store<kTile>(unstored + at, 128);
+        constexpr int64_t kRow = kTile / 2 * 16, kLane = kTile % 2 * 16;
+        if (unstored.data != nullptr) {
+          tile_store<kTile>(unstored.data + kRow * unstored.row + kLane, unstored.row * 4);
+        }
         if constexpr (kAdd) {
-          tile_load<kTile>(c + at, 128);
+          tile_load<kTile>(c.data + kRow * c.row + kLane, c.row * 4);
         } else {
           tile_zero<kTile>();
         }
@@ -202,6 +229,27 @@ class PairEngine {
       if constexpr (kSteps > 1) work.step();
     }
   };
+
+  // One piece, two by two tiles.
+  static void multiply_panel(const PairProduct& p, int64_t row, int64_t lane, Sums& unstored) {
+    Panel panel;
+    panel.a = p.a + row * p.a_row;
+    panel.a_row = p.a_row;
+    panel.a_second = 16 * p.a_row;
+    panel.a_piece = p.a_piece;
+    panel.a_step = panel.a_turn = 16;
+    panel.b = p.b + lane;
+    panel.b_row = p.b_pair;
+    panel.b_piece = p.b_piece;
+    panel.c = {p.c + row * p.ldc + lane, p.ldc};
+    panel.steps = p.pairs / 16;
+    NoWork none;
+    if (p.update == Update::kAdd) {
+      multiply_beside<1, 1, 0, true>(panel, unstored, none);
+    } else {
+      multiply_beside<1, 1, 0, false>(panel, unstored, none);
+    }
+  }
 
   // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B. A sum of one piece is no more exact than its terms, so it goes
   // on where it was; then rows past the last one meet zeros. Those of several are float's: a block's own sum

@@ -24,47 +24,46 @@ struct PairEngine {
     return bits;
   }
 
+  // Sums that are added to go on in the registers, as in tiles: one product or several after another are the
+  // same to the bit.
   template <int kRows, int kVecs>
   __attribute__((noinline)) static void multiply_tile(const PairProduct& p, int64_t row, int64_t lane) {
+    static_assert(kMostPieces == 1, "the pieces of A and B are not walked through");
+    const bool goes_on = p.update == Update::kAdd;
+    float* c = p.c + row * p.ldc + lane;
     __m512 sum[kRows][kVecs];
     SELFATTN_UNROLL
     for (int r = 0; r < kRows; ++r) {
       SELFATTN_UNROLL
       for (int v = 0; v < kVecs; ++v) sum[r][v] = _mm512_setzero_ps();
     }
-    const int64_t a_row = p.a_row, a_pair = p.a_pair, b_pair = p.b_pair;
-    for (int i = 0; i < p.pieces; ++i) {
-      for (int j = 0; j < p.pieces && i + j < p.order; ++j) {
-        const uint32_t* a = p.a + i * p.a_piece + row * a_row;
-        const uint32_t* b = p.b + j * p.b_piece + lane;
-        for (int64_t k = p.pairs; k > 0; --k) {
-          __m512bh vec[kVecs];
-          SELFATTN_UNROLL
-          for (int v = 0; v < kVecs; ++v) vec[v] = (__m512bh)_mm512_loadu_si512(b + v * 16);
-          SELFATTN_UNROLL
-          for (int r = 0; r < kRows; ++r) {
-            const __m512bh broadcast = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[r * a_row]));
-            SELFATTN_UNROLL
-            for (int v = 0; v < kVecs; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], broadcast, vec[v]);
-          }
-          a += a_pair;
-          b += b_pair;
-        }
+    if (goes_on) {
+      SELFATTN_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        SELFATTN_UNROLL
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = _mm512_loadu_ps(c + r * p.ldc + v * 16);
       }
     }
-    SELFATTN_UNROLL
-    for (int r = 0; r < kRows; ++r) {
-      float* c = p.c + (row + r) * p.ldc + lane;
+    const uint32_t* a = p.a + row * p.a_row;
+    const uint32_t* b = p.b + lane;
+    const int64_t a_row = p.a_row, a_pair = p.a_pair, b_pair = p.b_pair;
+    for (int64_t k = p.pairs; k > 0; --k) {
+      __m512bh vec[kVecs];
       SELFATTN_UNROLL
-      for (int v = 0; v < kVecs; ++v) {
-        if (p.update == Update::kAdd) {
-          sum[r][v] = _mm512_add_ps(_mm512_loadu_ps(c + v * 16), sum[r][v]);
-        } else if (p.update == Update::kScaleAdd) {
-          sum[r][v] = _mm512_fmadd_ps(_mm512_loadu_ps(c + v * 16),
-                                      _mm512_loadu_ps(p.lane_scale + lane + v * 16), sum[r][v]);
-        }
-        _mm512_storeu_ps(c + v * 16, sum[r][v]);
+      for (int v = 0; v < kVecs; ++v) vec[v] = (__m512bh)_mm512_loadu_si512(b + v * 16);
+      SELFATTN_UNROLL
+      for (int r = 0; r < kRows; ++r) {
+        const __m512bh broadcast = (__m512bh)_mm512_set1_epi32(static_cast<int>(a[r * a_row]));
+        SELFATTN_UNROLL
+        for (int v = 0; v < kVecs; ++v) sum[r][v] = _mm512_dpbf16_ps(sum[r][v], broadcast, vec[v]);
       }
+      a += a_pair;
+      b += b_pair;
+    }
+    if (p.update == Update::kScaleAdd) {
+      finish_tile<float, Update::kScaleAdd>(sum, c, p.ldc, p.lane_scale + lane);
+    } else {
+      finish_tile<float, Update::kStore>(sum, c, p.ldc, nullptr);
     }
   }
 

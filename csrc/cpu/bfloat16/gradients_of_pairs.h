@@ -20,17 +20,16 @@ struct PackedLanes {
         valid(lanes) {}
 };
 
-// The rows of 32 queries, beginning with `lane`.
-template <Weigh kWeigh>
+// The rows of 32 queries, beginning with `lane`, or of the strip's last 16: then the second half of them is
+// 0.
+template <Weigh kWeigh, int kVecs>
 void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float factor, int64_t first,
                          int64_t lane, const GradientScratch<Pairs>& scratch) {
   constexpr int64_t ld = kLanes<Pairs>;
-  const bool two = strip.vecs * 16 - lane > 16;
-  // Of a single vector, the second is the first once more and counts nothing.
-  const int64_t second = two ? 16 : 0;
+  constexpr int kLast = kVecs - 1;
   const PackedLanes<kWeigh> lanes[2] = {
       {strip, factor, lane, lanes_below(strip.count - lane)},
-      {strip, factor, lane + second, two ? lanes_below(strip.count - lane - 16) : __mmask16(0)}};
+      {strip, factor, lane + kLast * 16, lanes_below(strip.count - lane - kLast * 16)}};
   const float* scores = scratch.weights.block + lane;
   const float* grads = scratch.grad.block + lane;
   for (int64_t j = 0; j < keys; j += 2) {
@@ -38,9 +37,10 @@ void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float 
     __m512 weight[2][2], grad[2][2];  // [key][vector]
     SELFATTN_UNROLL
     for (int i = 0; i < 2; ++i) {
+      weight[i][1] = grad[i][1] = _mm512_setzero_ps();
       SELFATTN_UNROLL
-      for (int v = 0; v < 2; ++v) {
-        const int64_t at = (i == 1 && has_next ? j + 1 : j) * ld + v * second;
+      for (int v = 0; v < kVecs; ++v) {
+        const int64_t at = (i == 1 && has_next ? j + 1 : j) * ld + v * 16;
         const __mmask16 valid = i == 0 || has_next ? lanes[v].valid : __mmask16(0);
         weight[i][v] = _mm512_maskz_mov_ps(valid, lanes[v].weigh(_mm512_loadu_ps(scores + at)));
         grad[i][v] = score_gradient<float>(weight[i][v], _mm512_loadu_ps(grads + at), lanes[v].delta);
@@ -52,7 +52,7 @@ void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float 
     constexpr int kPieces = pieces_of(kWeigh);
     if constexpr (kPieces > 1) {
       uint32_t* to = scratch.grad.lane_pieces(j / 2, kPieces) + lane;
-      for (int v = 0; v < (two ? 2 : 1); ++v) {
+      for (int v = 0; v < kVecs; ++v) {
         store_weight_pair<kPieces>(to + v * 16, ld, grad[0][v], grad[1][v]);
       }
       const int64_t stride = scratch.weights.row_pieces;
@@ -73,7 +73,7 @@ void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float 
     if (has_next) _mm512_storeu_si512(grad_rows + row, _mm512_shuffle_i64x2(both[0], both[1], 0xee));
     uint32_t* to = scratch.grad.lanes + j / 2 * ld + lane;
     _mm512_storeu_si512(to, interleave_halves(both[0]));
-    if (two) _mm512_storeu_si512(to + 16, interleave_halves(both[1]));
+    if (kVecs == 2) _mm512_storeu_si512(to + 16, interleave_halves(both[1]));
   }
 }
 
@@ -82,7 +82,11 @@ inline void pack_gradients<Pairs>(const AttentionParams& p, const GradientStrip<
                                   float factor, const PackedPlace& place, GradientScratch<Pairs>& scratch) {
   with_weighing<Pairs>(p, factor, [&](auto weigh) {
     for (int64_t lane = 0; lane < strip.vecs * 16; lane += 32) {
-      pack_gradient_lanes<weigh.kind>(strip, keys, factor, place.first_query, lane, scratch);
+      if (strip.vecs * 16 - lane > 16) {
+        pack_gradient_lanes<weigh.kind, 2>(strip, keys, factor, place.first_query, lane, scratch);
+      } else {
+        pack_gradient_lanes<weigh.kind, 1>(strip, keys, factor, place.first_query, lane, scratch);
+      }
     }
   });
   scratch.weights.pad_rows(keys, place.first_query, strip.count, place.rows);

@@ -44,7 +44,15 @@ constexpr int64_t kStripCache<Pairs> = (PairEngine::kTiles ? 1408 : 768) * 1024;
 
 // A tile of dK or dV is loaded and stored as a whole, whatever is added to it.
 template <>
-constexpr int64_t kPanelStrips<Pairs> = PairEngine::kTiles ? 4 : 1;
+constexpr int64_t kPanelStrips<Pairs> = 4;
+
+// Measured without tiles only: packing waited for memory for up to a tenth of the time.
+template <>
+constexpr bool kAsksForNextPanel<Pairs> = !PairEngine::kTiles;
+
+// Each chunk packs all queries. Panels pass through a chunk seldom enough for half of the level-2 cache.
+template <>
+constexpr int64_t kChunkBytes<Pairs> = (PairEngine::kTiles ? 256 : 512) * 1024;
 
 // A pipeline (pipeline.h) begins and ends with what is loaded: as many keys as leave the level-2 cache room
 // for strips. Not of p.keys: elements of a batch share scratch that is laid out for one of them.

@@ -22,12 +22,6 @@ void with_pieces(int pieces, const Body& body) {
 // How far ahead of their use rows are asked for, where packing takes them one or two at a time.
 constexpr int64_t kRowsAhead = 16;
 
-// Rows that will be needed soon. Reading them is half of the time of packing, without.
-inline void ask_for_rows(const RowSource& s, int64_t row, int64_t rows) {
-  const int64_t bytes = size_of(s.dtype);
-  prefetch_block(element(s.data, s.dtype, row * s.stride), s.stride * bytes, rows, s.columns * bytes);
-}
-
 // 32 neighbouring numbers of a row as pairs of the depth of K Q^T: neighbours where one piece may be used as
 // it lies in memory, otherwise two that are 16 apart, which needs no shuffling. pack_rows and pack_lanes
 // agree.

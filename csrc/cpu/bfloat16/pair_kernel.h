@@ -34,16 +34,19 @@ inline bool multiplies_pairs(const AttentionParams& p) {
 }
 
 // The fewest queries of a call that strips of pairs take, where pairs multiply its numbers at all. Keys and
-// values must be taken apart, and only queries share what that costs; keys and dims matter little.
+// values must be taken apart, and only queries share what that costs; keys and dims matter little. A row that
+// must not depend on the number of queries cannot have its arithmetic chosen by that.
 struct GainingCalls {
   static int64_t fewest_queries(const AttentionParams& p) {
     constexpr int64_t kByPieces[] = {kFewQueries + 1, 17, 129};  // measured: docs/performance.md
-    return multiplies_pairs(p) ? kByPieces[Pairs::pieces(p) - 1] : kAnyQueries;
+    if (!multiplies_pairs(p)) return kAnyQueries;
+    return p.batch_invariant ? 0 : kByPieces[Pairs::pieces(p) - 1];
   }
 };
 struct AllCalls {
   static int64_t fewest_queries(const AttentionParams& p) {
-    return multiplies_pairs(p) ? kFewQueries + 1 : kAnyQueries;
+    if (!multiplies_pairs(p)) return kAnyQueries;
+    return p.batch_invariant ? 0 : kFewQueries + 1;
   }
 };
 
@@ -154,11 +157,11 @@ const Kernel* pair_hands_on_to(const AttentionParams& p) {
 }
 
 // Those of the passes over pairs, and of the kernel that other calls are handed on to.
-constexpr OptionSet kPairOptions = {Option::kMask,        Option::kOwnMasks,   Option::kAlibiSlopes,
-                                    Option::kSinks,       Option::kDropout,    Option::kWindow,
-                                    Option::kQueryOffset, Option::kSoftcap,    Option::kPackedQueries,
-                                    Option::kPackedKeys,  Option::kKeyLengths, Option::kQueryOffsets,
-                                    Option::kPages};
+constexpr OptionSet kPairOptions = {Option::kMask,        Option::kOwnMasks,      Option::kAlibiSlopes,
+                                    Option::kSinks,       Option::kDropout,       Option::kWindow,
+                                    Option::kQueryOffset, Option::kSoftcap,       Option::kPackedQueries,
+                                    Option::kPackedKeys,  Option::kKeyLengths,    Option::kQueryOffsets,
+                                    Option::kPages,       Option::kBatchInvariant};
 
 template <class Calls>
 constexpr Kernel pair_kernel(const char* isa, const char* description, const Kernel* when_forced = nullptr) {

@@ -28,12 +28,10 @@ class ForwardPipeline {
         scores_(scratch.weights.block),
         weights_(scratch.weights.pipeline),
         sums_(reinterpret_cast<float*>(weights_ + 2 * kBlockPairs)),
-        nowhere_(reinterpret_cast<float*>(scratch.weights.lanes)),
         masks_(scratch.weights.masks),
         block_(scratch.block),
         score_steps_(product_pairs(p.head_dim) / 16),
-        value_panels_(p.value_dim / 32),
-        unstored_(nowhere_) {}
+        value_panels_(p.value_dim / 32) {}
 
   // Takes blocks off the keys of strips that all have some, and returns `end`; or sooner, the strip with a
   // block in which the maximum of some row had to move (moved()) or is too large. It is still there.
@@ -63,7 +61,7 @@ class ForwardPipeline {
   __attribute__((noinline)) PipelinedKeys* run_beside(PipelinedKeys* keys, PipelinedKeys* end) {
     NoWork none;
     Weigher work;
-    unstored_ = nowhere_;  // tiles hold whatever was multiplied since the last run
+    unstored_ = {};  // tiles hold whatever was multiplied since the last run
     Place before{}, here{keys, keys->from, keys->end_of_block(keys->from), 0};
     if (p_.mask.data != nullptr) load_visible_masks(p_, here, end, masks_of(here));
     if (here) two_scores<0>(here, 0, none);
@@ -157,7 +155,7 @@ class ForwardPipeline {
     panel.b = query.data;
     panel.b_row = kLd;
     panel.b_piece = query.piece_stride;
-    panel.c = scores_ + group * kGroupKeys * kLd;
+    panel.c = {scores_ + group * kGroupKeys * kLd, kLd};
     panel.steps = score_steps_;
     PairEngine::multiply_beside<kPieces, kScoreOrder, kBeside, false>(panel, unstored_, work);
   }
@@ -178,15 +176,12 @@ class ForwardPipeline {
     float* sums = kInPlace ? place.strip().out_t : sums_;
     for (int64_t i = begin; i < end; ++i) {
       panel.a = block + i * 32 * values_.row_stride;
-      panel.c = sums + i * 32 * kLd;
+      panel.c = {sums + i * 32 * kLd, kLd};
       PairEngine::multiply_beside<kPieces, kPieces, kBeside, kInPlace>(panel, unstored_, work);
     }
   }
-  // From then on, the tiles belong nowhere, and what they were stored to may change.
-  void store() {
-    PairEngine::store_panel(unstored_);
-    unstored_ = nowhere_;
-  }
+  // From then on, what the tiles were stored to may change.
+  void store() { PairEngine::store_panel(unstored_); }
 
   void add_output(const Place& place) const {
     if constexpr (!kInPlace) {
@@ -271,20 +266,19 @@ class ForwardPipeline {
   float* const scores_;      // [2 groups][32 keys][kLd]
   uint32_t* const weights_;  // [2 blocks][64 pairs of keys][kPieces][kLd]
   float* const sums_;        // of several pieces [value_dim][kLd]
-  float* const nowhere_;     // [32][kLd] for tiles that belong nowhere
   float* const masks_;       // [2 blocks][2 halves][kHalfKeys][kLd]
   BlockScratch<Pairs> block_;
   const int64_t score_steps_, value_panels_;
-  float* unstored_;    // where the tiles of the last product belong
-  bool has_shifts_{};  // each lane of the strip has a maximum
+  PairEngine::Sums unstored_;  // where the tiles of the last product belong
+  bool has_shifts_{};          // each lane of the strip has a maximum
   bool moved_{};
 };
 
 // The keys of a strip among the `loaded` ones that the operands hold from key `first` on, if they go through
-// the pipeline.
+// the pipeline. None where a row must not depend on its neighbours: see batch_invariant.
 inline PipelinedKeys pipelined_keys(const AttentionParams& p, ForwardStrip<Pairs>& strip, int64_t first,
                                     int64_t loaded) {
-  if (strip.vecs != 2 || p.value_dim % 32 != 0 || p.dropout.enabled) {
+  if (strip.vecs != 2 || p.value_dim % 32 != 0 || p.dropout.enabled || p.batch_invariant) {
     return {&strip, first, 0, 0, {0, 0}};
   }
   const KeyRange keys = loaded_keys_of(strip, first, loaded);

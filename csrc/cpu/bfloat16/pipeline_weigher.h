@@ -13,13 +13,6 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// What stands beside a product that has nothing beside it.
-struct NoWork {
-  SELFATTN_INLINE bool more() const { return false; }
-  SELFATTN_INLINE void step() {}
-  SELFATTN_INLINE void reach(const float*) {}
-};
-
 // q(f) of PowerPolynomial, of the terms from kFirst on.
 template <int kTerms, int kFirst = 0>
 struct PowerTerms {

@@ -23,9 +23,10 @@ inline void replace_special_scores(const RowOperand<Pairs>& a, int64_t from, int
   }
 }
 
-template <>
-inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
-                                  LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
+// c = a * b of the pieces alone, for `vecs` vectors of lanes from `lane` on.
+inline void multiply_pieces(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
+                            const LaneOperand<Pairs>& b, int64_t lane, int64_t columns, int64_t vecs,
+                            float* c) {
   constexpr int64_t ld = kLanes<Pairs>;
   PairProduct product;
   product.pieces = a.pieces;
@@ -34,12 +35,18 @@ inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int6
   product.a = a.data + from * a.row_stride;
   product.a_row = a.row_stride;
   product.a_piece = a.piece_stride;
-  product.b = b.data;
+  product.b = b.data + lane;
   product.b_pair = ld;
   product.b_piece = b.piece_stride;
   product.c = c;
   product.ldc = ld;
   PairEngine::multiply(product, rows, vecs);
+}
+
+template <>
+inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
+                                  LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
+  multiply_pieces(a, from, rows, b, 0, columns, vecs, c);
   replace_special_scores(a, from, rows, b, columns, vecs, c);
 }
 
@@ -151,7 +158,11 @@ struct Delta<Pairs> {
     rows.load(source);
     for (int64_t first = 0; first < source.rows; first += 16) {
       const int64_t count = smaller(source.rows - first, 16);
-      multiply_lanes<Pairs>(rows, first, count, grad_out, source.columns, vecs, product);
+      if (grad_out.special || rows.special(first, count)) {
+        multiply_lanes<Pairs>(rows, first, count, grad_out, source.columns, vecs, product);
+      } else {
+        multiply_pieces(rows, first, count, grad_out, first, source.columns, 1, product + first);
+      }
       for (int64_t i = 0; i < count; ++i) delta[first + i] += product[i * kLanes<Pairs> + first + i];
     }
   }

@@ -8,7 +8,9 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // The block in float, and its pieces as B (pairs of keys) and as A (pairs of queries).
 template <>
 struct WeightOperand<Pairs> {
-  static constexpr int64_t kDepthOfRows = round_up(kPanelStrips<Pairs> * kLanes<Pairs>, kDepthStep);
+  // A strip's rows are stored in whole steps: the last one's need room for that.
+  static constexpr int64_t kDepthOfRows =
+      round_up((kPanelStrips<Pairs> - 1) * kLanes<Pairs> + round_up(kLanes<Pairs>, kDepthStep), kDepthStep);
   static constexpr int64_t kLanePieces = kKeyBlock / 2 * kLanes<Pairs>;
   static constexpr int64_t kRowPieces = kKeyBlock * kDepthOfRows / 2;  // at most
 
@@ -121,8 +123,8 @@ struct WeightOperand<Pairs> {
       }
     }
   }
-  // The strip begins with query `first` of its panel. An engine of tiles also gets rows of zeros, up to `end`
-  // and whole tiles: it adds whole tiles of rows.
+  // The strip begins with query `first` of its panel. Rows of zeros follow, up to `end`: other strips of the
+  // panel see those keys. An engine of tiles adds whole tiles of rows.
   void ready_as_rows(int64_t keys, int64_t first, int64_t queries, int64_t end) {
     for (int64_t key = 0; key < keys; ++key) {
       for (int64_t lane = 0; lane < queries; lane += 32) {
@@ -145,7 +147,8 @@ struct WeightOperand<Pairs> {
   }
   uint32_t* row_pairs(int64_t key, int64_t query) const { return rows + (key * depth_of_rows + query) / 2; }
   void pad_rows(int64_t keys, int64_t first, int64_t queries, int64_t end) {
-    for (int64_t key = keys; PairEngine::kTiles && key < padded_rows(end); ++key) {
+    const int64_t rows_of_product = PairEngine::kTiles ? padded_rows(end) : end;
+    for (int64_t key = keys; key < rows_of_product; ++key) {
       for (int64_t lane = 0; lane < queries; lane += 32) {
         for (int piece = 0; piece < pieces; ++piece) {
           _mm512_storeu_si512(row_pairs(key, first + lane) + piece * row_pieces, _mm512_setzero_si512());

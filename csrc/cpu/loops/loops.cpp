@@ -18,8 +18,9 @@ constexpr Kernel loops_kernel() {
   kernel.scores_backward = &loops::scores_backward;
   kernel.masked_softmax = &loops::masked_softmax;
   kernel.masked_softmax_backward = &loops::masked_softmax_backward;
-  kernel.options = {Option::kMask,   Option::kAlibiSlopes, Option::kSinks,   Option::kDropout,
-                    Option::kWindow, Option::kQueryOffset, Option::kSoftcap, Option::kPages};
+  kernel.options = {Option::kMask,    Option::kAlibiSlopes, Option::kSinks,
+                    Option::kDropout, Option::kWindow,      Option::kQueryOffset,
+                    Option::kSoftcap, Option::kPages,       Option::kBatchInvariant};
   return kernel;
 }
 

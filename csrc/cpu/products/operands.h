@@ -44,6 +44,14 @@ constexpr int64_t kStripCache = 768 * 1024;
 template <class P>
 constexpr int64_t kPanelStrips = 1;
 
+// Whether the rows of a panel, which is a number of those strips, are asked for during the one before.
+template <class P>
+constexpr bool kAsksForNextPanel = false;
+
+// The most that dK and dV of a chunk of the backward may take.
+template <class P>
+constexpr int64_t kChunkBytes = 256 * 1024;
+
 template <class P>
 struct ScalarOf {
   using type = P;

@@ -110,14 +110,22 @@ void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t r
   using S = Simd<T>;
   const auto scale = S::set(factor);
   for (int64_t lane = 0; lane < rows; lane += S::kWidth) {
+    const int64_t lanes = smaller(rows - lane, S::kWidth);
     for (int64_t column = 0; column < columns; column += S::kWidth) {
       const int64_t n = smaller(columns - column, S::kWidth);
       typename S::Vec tile[S::kWidth];
-      // Whole tiles stay in registers all the way.
-      if (n == S::kWidth && lane + S::kWidth <= rows && dtype == dtype_of<T>()) {
+      // Whole vectors stay in registers all the way.
+      if (n == S::kWidth && dtype == dtype_of<T>()) {
         const T* from = static_cast<const T*>(src) + lane * row_stride + column;
-        SELFATTN_UNROLL
-        for (int i = 0; i < S::kWidth; ++i) tile[i] = S::load(from + i * row_stride);
+        if (lanes == S::kWidth) {
+          SELFATTN_UNROLL
+          for (int i = 0; i < S::kWidth; ++i) tile[i] = S::load(from + i * row_stride);
+        } else {
+          SELFATTN_UNROLL
+          for (int i = 0; i < S::kWidth; ++i) {
+            tile[i] = i < lanes ? S::load(from + i * row_stride) : S::set(T(0));
+          }
+        }
         transpose<T>(tile);
         T* to = dst + column * ld + lane;
         SELFATTN_UNROLL
@@ -125,9 +133,8 @@ void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t r
         continue;
       }
       for (int i = 0; i < S::kWidth; ++i) {
-        tile[i] = lane + i < rows
-                      ? load_row<T>(element(src, dtype, (lane + i) * row_stride + column), dtype, n)
-                      : S::set(T(0));
+        tile[i] = i < lanes ? load_row<T>(element(src, dtype, (lane + i) * row_stride + column), dtype, n)
+                            : S::set(T(0));
       }
       transpose<T>(tile);
       for (int64_t i = 0; i < n; ++i) S::store(dst + (column + i) * ld + lane, S::mul(tile[i], scale));
@@ -147,15 +154,17 @@ void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, 
     for (int64_t column = 0; column < columns; column += S::kWidth) {
       const int64_t n = smaller(columns - column, S::kWidth);
       typename S::Vec tile[S::kWidth];
-      // Whole tiles stay in registers all the way.
-      if (n == S::kWidth && lanes == S::kWidth && dtype == dtype_of<T>() && residual == nullptr) {
+      // Whole vectors stay in registers all the way.
+      if (n == S::kWidth && dtype == dtype_of<T>() && residual == nullptr) {
         const T* from = src + column * ld + lane;
         SELFATTN_UNROLL
         for (int i = 0; i < S::kWidth; ++i) tile[i] = S::mul(S::load(from + i * ld), scale);
         transpose<T>(tile);
         T* to = static_cast<T*>(dst) + lane * row_stride + column;
         SELFATTN_UNROLL
-        for (int i = 0; i < S::kWidth; ++i) S::store(to + i * row_stride, tile[i]);
+        for (int i = 0; i < S::kWidth; ++i) {
+          if (i < lanes) S::store(to + i * row_stride, tile[i]);
+        }
         continue;
       }
       if constexpr (sizeof(T) == 4) {
@@ -237,6 +246,12 @@ inline RowSource row_source(const View& view, DType dtype, int64_t batch, int64_
   return {element(view.data, dtype, view.offset(batch, head, first)), dtype, view.stride[2], rows, columns};
 }
 
+// Rows that will be needed soon. Reading them is half of the time of packing, without.
+inline void ask_for_rows(const RowSource& s, int64_t row, int64_t rows) {
+  const int64_t bytes = size_of(s.dtype);
+  prefetch_block(element(s.data, s.dtype, row * s.stride), s.stride * bytes, rows, s.columns * bytes);
+}
+
 // Rows of a tensor as T.
 template <class T>
 struct Rows {
@@ -258,23 +273,30 @@ Rows<T> rows_as(const RowSource& s, bool whole_vectors, T* buffer) {
 template <class T>
 bool all_finite(const T* data, int64_t stride, int64_t rows, int64_t columns) {
   using S = Simd<T>;
-  // x * 0 is 0 for finite x and NaN otherwise, and NaN survives addition.
+  // x * 0 is 0 for finite x and NaN otherwise, and NaN survives addition. Four sums, of four rows: one would
+  // wait for its own latency.
+  constexpr int kSums = 4;
   const auto zero = S::set(T(0));
-  typename S::Vec sums[3] = {zero, zero, zero};  // one would wait for its own latency
-  T rest = 0;
-  for (int64_t row = 0; row < rows; ++row) {
-    const T* p = data + row * stride;
-    int64_t column = 0;
-    for (; column + 3 * S::kWidth <= columns; column += 3 * S::kWidth) {
+  const int64_t whole = columns / S::kWidth * S::kWidth;
+  typename S::Vec sums[kSums] = {zero, zero, zero, zero};
+  int64_t row = 0;
+  for (; row + kSums <= rows; row += kSums) {
+    for (int64_t column = 0; column < whole; column += S::kWidth) {
+      const T* at = data + row * stride + column;
       SELFATTN_UNROLL
-      for (int i = 0; i < 3; ++i) sums[i] = S::fma(S::load(p + column + i * S::kWidth), zero, sums[i]);
+      for (int i = 0; i < kSums; ++i) sums[i] = S::fma(S::load(at + i * stride), zero, sums[i]);
     }
-    for (; column + S::kWidth <= columns; column += S::kWidth) {
-      sums[0] = S::fma(S::load(p + column), zero, sums[0]);
-    }
-    for (; column < columns; ++column) rest += p[column] * T(0);
   }
-  const auto sum = S::add(S::add(sums[0], sums[1]), sums[2]);
+  for (; row < rows; ++row) {
+    for (int64_t column = 0; column < whole; column += S::kWidth) {
+      sums[0] = S::fma(S::load(data + row * stride + column), zero, sums[0]);
+    }
+  }
+  T rest = 0;
+  for (row = 0; whole < columns && row < rows; ++row) {
+    for (int64_t column = whole; column < columns; ++column) rest += data[row * stride + column] * T(0);
+  }
+  const auto sum = S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
   const auto nan_as_one = S::select(S::equal(sum, zero), zero, S::set(T(1)));
   return rest == T(0) && !S::any(S::less(zero, nan_as_one));
 }

@@ -61,18 +61,6 @@ __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], cons
                     "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// Two 8 x 8 matrices; lanes 0 to 15 give the rows, the others a valid address too. Collective.
-__device__ __forceinline__ void load_matrix_x2(uint32_t (&r)[2], const void* row) {
-  SELFATTN_PTX_SM80("ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]),
-                    "=r"(r[1]) : "r"(shared_address(row)) : "memory");
-}
-
-// The same with each matrix transposed. Collective.
-__device__ __forceinline__ void load_matrix_x2_transposed(uint32_t (&r)[2], const void* row) {
-  SELFATTN_PTX_SM80("ldmatrix.sync.aligned.m8n8.x2.trans.shared.b16 {%0, %1}, [%2];" : "=r"(r[0]),
-                    "=r"(r[1]) : "r"(shared_address(row)) : "memory");
-}
-
 // d += a b for a 16 x 16 (row-major fragment), b 16 x 8 (column-major fragment), d 16 x 8. Collective.
 __device__ __forceinline__ void multiply_bfloat16(float (&d)[4], const uint32_t (&a)[4],
                                                   const uint32_t (&b)[2]) {
@@ -88,22 +76,6 @@ __device__ __forceinline__ void multiply_float16(float (&d)[4], const uint32_t (
       "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
       "{%0, %1, %2, %3};" : "+f"(d[0]),
       "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// d += a b for a 16 x 8, b 8 x 8, d 16 x 8, of numbers that round_to_tf32 has made: the 13 low bits of others
-// are ignored. Collective.
-__device__ __forceinline__ void multiply_tf32(float (&d)[4], const uint32_t (&a)[4], const uint32_t (&b)[2]) {
-  SELFATTN_PTX_SM80(
-      "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, "
-      "{%0, %1, %2, %3};" : "+f"(d[0]),
-      "+f"(d[1]), "+f"(d[2]), "+f"(d[3]) : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
-}
-
-// The nearest number with 10 bits of mantissa, ties away from zero.
-__device__ __forceinline__ uint32_t round_to_tf32(float value) {
-  uint32_t rounded = 0;
-  SELFATTN_PTX_SM80("cvt.rna.tf32.f32 %0, %1;" : "=r"(rounded) : "f"(value));
-  return rounded;
 }
 
 // Two 16-bit numbers, rounded to nearest even, `low` in the low half. NaN becomes 0x7fff.
@@ -130,6 +102,13 @@ __device__ __forceinline__ float exp2_approx(float value) {
 // from one iteration of a loop to the next.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
+  return value;
+}
+
+// The same, of which a loop may keep what is computed from it. The compiler does not see bits of an address
+// that are known: it would put them into new addresses, instead of adding a number that the load itself adds.
+__device__ __forceinline__ int unknown(int value) {
+  asm("" : "+r"(value));
   return value;
 }
 

@@ -10,17 +10,16 @@ namespace {
 
 constexpr int64_t kAlignment = 256;  // of parts of a workspace
 
-// Items of a split. Blocks enough to fill a large device, counted without the batch where the mask has one:
-// an element must not depend on the batch it is computed in. For the same reason the splits' sums may not
-// take more memory than a few elements per batch then, which rules tiles out.
+// Items of a split.
 //
-// Nor may the mask of a sequence depend on the longest: what falls on it is split by heads, or not at all.
-int64_t items_of_split(const MaskRegions& p, bool has_sequences) {
+// An element must not depend on the batch that it is computed in, nor on the longest sequence of a packed
+// batch. So where every batch element has a mask of its own, what falls on it is split by heads, or not at
+// all; tiles are not split, because their sums would take the memory of the mask again for each head. A sum
+// over the batch has no such promise to keep, and is split into blocks enough to fill a large device.
+int64_t items_of_split(const MaskRegions& p) {
   constexpr int64_t kBlocks = 256;
-  if (p.kept[0] && p.kept[2] && p.kept[3]) return p.items;
-  if (p.kept[0] && has_sequences) return p.kept[1] || p.items == 0 ? p.items : p.items / p.count[1];
-  const int64_t regions_of_batch = p.kept[0] && p.count[0] > 0 ? p.regions / p.count[0] : p.regions;
-  return divide_up(p.items, std::max<int64_t>(1, kBlocks / std::max<int64_t>(1, regions_of_batch)));
+  if (p.kept[0]) return p.kept[1] || p.is_tile() || p.items == 0 ? p.items : p.items / p.count[1];
+  return divide_up(p.items, std::max<int64_t>(1, kBlocks / std::max<int64_t>(1, p.regions)));
 }
 
 }  // namespace
@@ -36,10 +35,11 @@ MaskRegions mask_regions(const AttentionParams& params, const BackwardArguments&
   p.count[3] = divide_up(params.keys, tile_columns);
   p.regions = p.items = 1;
   for (int d = 0; d < 4; ++d) {
-    p.kept[d] = arguments.grad_mask.stride[d] != 0;
+    // A batch of one has a mask of its own, whatever its stride.
+    p.kept[d] = arguments.grad_mask.stride[d] != 0 || (d == 0 && params.batch == 1);
     (p.kept[d] ? p.regions : p.items) *= p.count[d];
   }
-  p.split_items = items_of_split(p, params.sequences.any());
+  p.split_items = items_of_split(p);
   p.splits = p.split_items > 0 ? divide_up(p.items, p.split_items) : 1;
   return p;
 }

@@ -95,7 +95,7 @@ struct ForwardPlan {
         head(at.head + at.tile * Grid::heads_of_tile(sequence.queries)),
         first_row(at.first_row),
         first_column(at.part * kOutputColumns),
-        rows(rows_from(at, Grid::group_of(p))),
+        rows(rows_from(p, at)),
         split(at.split),
         splits(1),
         visible(visible_keys(positions_of(p, sequence), first_row,
@@ -142,11 +142,11 @@ struct ForwardPlan {
  private:
   static_assert(kRows<T> >= kFewQueries, "a tile holds all queries of a few-query sequence's head");
 
-  __device__ __forceinline__ int rows_from(const BlockPlace& at, int64_t group) const {
-    if ((sequence.queries <= kFewQueries) != kFolded) return 0;
+  __device__ __forceinline__ int rows_from(const AttentionParams& p, const BlockPlace& at) const {
+    if (counts_as_few(p, sequence.queries) != kFolded) return 0;
     if (!kFolded) return smaller(limited(sequence.queries - first_row, 0, kRows<T>), kRows<T>);
     const int64_t most = Grid::heads_of_tile(sequence.queries);
-    return static_cast<int>(limited(group - at.tile * most, 0, most) * sequence.queries);
+    return static_cast<int>(limited(Grid::group_of(p) - at.tile * most, 0, most) * sequence.queries);
   }
 
   __device__ __forceinline__ Queries queries_from(const View& query) const {

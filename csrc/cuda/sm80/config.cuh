@@ -69,6 +69,9 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>>> {
   // Whether the numbers of rows lie in shared memory while products are computed, as registers have no room.
   static constexpr bool kParks = Config::kPlain && kDimOf == 128;
 
+  // Whether registers hold addresses in shared memory and of tiles from one tile to the next.
+  static constexpr bool kKeepsAddresses = Config::kPlain && kDimOf <= 64;
+
   // The next smaller padded dim: whatever chooses this one is larger.
   static constexpr int kBelow = kDimOf == 32    ? 0
                                 : kDimOf == 64  ? 32
@@ -79,7 +82,7 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>>> {
   // Whether a step of 16 dims may lie beyond the true dim, and is worth asking: where head dim and value dim
   // differ much, whole runs of four steps are skipped; asking more often would only hinder scheduling.
   static __host__ __device__ constexpr bool asks_whether_beyond(int step) {
-    return step > 0 && (step % 4 == 0 || step > kBelow / 16);
+    return !Config::kPlain && step > 0 && (step % 4 == 0 || step > kBelow / 16);
   }
 };
 

@@ -23,7 +23,7 @@ class Forward : TileScores<C> {
   __device__ __forceinline__ void run() {
     // The grid is that of the longest sequence. Which of the kernels takes a sequence is a matter of its own
     // length, as their bits differ.
-    if (work_.rows <= 0 || (work_.queries <= kFewQueries) != C::kFewQuery) return;
+    if (work_.rows <= 0 || counts_as_few(p_, work_.queries) != C::kFewQuery) return;
     this->start_queries();
     bool careful = false;
     for (;; careful = true) {
@@ -48,24 +48,47 @@ class Forward : TileScores<C> {
     reset();
     const int first = work_.begin / C::kKeys;
     int tile = find_tile(work_.begin < work_.end ? (work_.end - 1) / C::kKeys : first - 1, first);
-    if (tile >= first) this->start_keys(tile);
+    if (tile >= first) {
+      if constexpr (C::kPlain) {
+        passing_keys_.begin(this->keys_of(tile));
+        passing_values_.begin(values_of(tile));
+      }
+      start_keys<false>(tile);
+    }
     ptx::copy_async_commit();
     while (tile >= first) {
-      const int first_key = tile * C::kKeys;
-      const bool special_scores = this->wait_for_keys();
-      start_values(tile);
-      ptx::copy_async_commit();
-      if (has_rows()) this->compute_scores(first_key, special_scores);
-
-      tile = find_tile(tile - 1, first);
-      const bool special_values = wait_for_values(careful);
-      if (tile >= first) this->start_keys(tile);
-      ptx::copy_async_commit();
-      if (has_rows()) {
-        softmax_.step(shared_, plan_.scale_log2, scores_, output_);
-        multiply_values(first_key, special_values);
+      if constexpr (C::kPlain) {
+        // Most tiles, in a loop of their own: branches among its products would keep the compiler from
+        // choosing their order.
+        const int least = static_cast<int>(divide_up(work_.whole_begin, C::kKeys));
+        if (!careful && p_.pages.table == nullptr && tile < work_.whole_end / C::kKeys) {
+          while (tile >= least) tile = attend_tile<true>(tile, first, false);
+          if (tile < first) break;
+        }
       }
+      tile = attend_tile<false>(tile, first, careful);
     }
+  }
+
+  // Returns the next tile. kLean: every row sees every key of the tile, so that all of them exist, they are
+  // in no pages, and `careful` is false.
+  template <bool kLean>
+  __device__ __forceinline__ int attend_tile(int tile, int first, bool careful) {
+    const int first_key = tile * C::kKeys;
+    const bool special_scores = this->wait_for_keys();
+    start_values<kLean>(tile);
+    ptx::copy_async_commit();
+    if (has_rows()) this->template compute_scores<kLean>(first_key, special_scores);
+
+    tile = find_tile(tile - 1, first);
+    const bool special_values = wait_for_values(careful);
+    if (tile >= first) start_keys<kLean>(tile);
+    ptx::copy_async_commit();
+    if (has_rows()) {
+      softmax_.step(shared_, plan_.scale_log2, scores_, output_);
+      multiply_values(first_key, special_values);
+    }
+    return tile;
   }
 
   // output_ += weights values.
@@ -110,10 +133,30 @@ class Forward : TileScores<C> {
     return tile;
   }
 
+  __device__ __forceinline__ KeyRows values_of(int tile) const {
+    return {p_.value, work_.first_value, tile * C::kKeys, static_cast<int>(p_.value_dim),
+            plan_.value_vectors};
+  }
+
+  // kLean: all keys of the tile exist, and are in no pages.
+  template <bool kLean>
+  __device__ __forceinline__ void start_keys(int tile) {
+    if constexpr (C::kPlain) {
+      if (kLean || p_.pages.table == nullptr) {
+        return passing_keys_.template start<kLean>(shared_.keys(), this->keys_of(tile), work_);
+      }
+    }
+    Base::start_keys(tile);
+  }
+  template <bool kLean>
   __device__ __forceinline__ void start_values(int tile) {
-    sm80::start_keys<C, Storage>(
-        C::kFloat32 ? shared_.staging() : shared_.values(), p_, work_,
-        {p_.value, tile * C::kKeys, static_cast<int>(p_.value_dim), plan_.value_vectors});
+    if constexpr (C::kPlain) {
+      if (kLean || p_.pages.table == nullptr) {
+        return passing_values_.template start<kLean>(shared_.values(), values_of(tile), work_);
+      }
+    }
+    sm80::start_keys<C, Storage>(C::kFloat32 ? shared_.staging() : shared_.values(), p_, work_,
+                                 values_of(tile));
   }
 
   // As wait_for_keys.
@@ -128,6 +171,7 @@ class Forward : TileScores<C> {
     return false;
   }
 
+  PassingRows<C, Storage> passing_keys_, passing_values_;
   Softmax<C> softmax_;
   Output<C> output_;
 };

@@ -18,6 +18,14 @@ struct Output {
   float at[C::kStrips][C::kDimTiles][4];
 };
 
+// The number of this thread. What follows from it is worked out anew wherever it is asked for, unless the
+// config says that there are registers to keep it: mostly they are scarcer than additions.
+template <class C>
+__device__ __forceinline__ int this_thread() {
+  const int thread = static_cast<int>(threadIdx.x);
+  return C::kKeepsAddresses ? thread : ptx::opaque(thread);
+}
+
 // Where a thread stands.
 template <class C>
 struct Lane {
@@ -26,13 +34,12 @@ struct Lane {
   int first_column;
 
   __device__ __forceinline__ Lane()
-      : thread(ptx::opaque(static_cast<int>(threadIdx.x))),
-        lane(thread & 31),
-        group(lane >> 2),
-        quad(lane & 3) {
-    const int warp = thread >> 5;
-    first_row = warp % C::kRowWarps * C::kWarpRows;
-    first_column = warp / C::kRowWarps * C::kWarpColumns;
+      : thread(this_thread<C>()), lane(thread & 31), group(lane >> 2), quad(lane & 3) {
+    const unsigned warp = static_cast<unsigned>(thread) / kWarp;
+    const unsigned row_warp = C::kColumnWarps == 1 ? warp : warp % C::kRowWarps;
+    const unsigned column_warp = C::kColumnWarps == 1 ? 0 : warp / C::kRowWarps;
+    first_row = static_cast<int>(row_warp * C::kWarpRows);
+    first_column = static_cast<int>(column_warp * C::kWarpColumns);
   }
   __device__ __forceinline__ int row(int strip, int half) const {
     return first_row + strip * 16 + half * 8 + group;

@@ -24,10 +24,9 @@ struct TileShare {
 
   int row, lane;
   __device__ __forceinline__ TileShare() {
-    // Anew for every tile: registers are scarcer than additions.
-    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-    row = thread / kLanes;
-    lane = thread % kLanes;
+    const unsigned thread = static_cast<unsigned>(this_thread<C>());
+    row = static_cast<int>(thread / kLanes);
+    lane = static_cast<int>(thread % kLanes);
   }
 
   // Whether this pass goes beyond the tile: known when compiling, but for the last.
@@ -101,6 +100,19 @@ __device__ __forceinline__ void copy_row(unsigned char* shared, const Share& sha
   }
 }
 
+// Starts to bring this thread's rows of a tile, the first of which is at `row`: 16 bytes at a time. kFull:
+// all rows of the tile exist, and not `count` of them.
+template <class C, bool kFull, class Share, class Storage>
+__device__ __forceinline__ void start_vectors(unsigned char* shared, const Share& share, const Storage* row,
+                                              int64_t stride, int count, int dim) {
+#pragma unroll
+  for (int pass = 0; pass < Share::kPasses; ++pass, row += Share::kStep * stride) {
+    const int r = share.row + pass * Share::kStep;
+    if (Share::beyond(pass, r)) break;
+    start_row<C>(shared, share, r, row, kFull || r < count, dim);
+  }
+}
+
 // Starts to bring `count` rows of a matrix, and zeros for those of the tile that are not there.
 template <class C, int kRowCount, class Storage>
 __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage* matrix, int64_t stride,
@@ -109,12 +121,7 @@ __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage*
   const Share share;
   const Storage* row = matrix + share.row * stride;
   if (C::kPlain || vectors) {
-#pragma unroll
-    for (int pass = 0; pass < Share::kPasses; ++pass, row += Share::kStep * stride) {
-      const int r = share.row + pass * Share::kStep;
-      if (Share::beyond(pass, r)) break;
-      start_row<C>(shared, share, r, row, r < count, dim);
-    }
+    start_vectors<C, false>(shared, share, row, stride, count, dim);
   } else {
 #pragma unroll 1
     for (int r = share.row; r < kRowCount; r += Share::kStep, row += Share::kStep * stride) {
@@ -123,9 +130,10 @@ __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage*
   }
 }
 
-// Keys or values, from one of them on, which exists.
+// Keys or values, from one of them on.
 struct KeyRows {
   const View& view;
+  const void* first;  // key 0: of Work
   int first_key;
   int dim;
   bool vectors;  // can be read 16 bytes at a time
@@ -139,7 +147,7 @@ __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const At
   using Share = TileShare<C, C::kKeys, C::kDim* static_cast<int>(sizeof(Storage)) / 16>;
   const Share share;
   const int count = work.keys - rows.first_key;
-  const auto* head = static_cast<const Storage*>(rows.view.data) + rows.view.offset(0, work.kv_head, 0);
+  const auto* head = static_cast<const Storage*>(rows.first);
   if (C::kPlain || rows.vectors) {
     constexpr int kAtOnce = kWarp / Share::kLanes;  // rows of a warp
     static_assert(Share::kPasses * kAtOnce <= kWarp && C::kKeys % Share::kStep == 0,
@@ -159,7 +167,8 @@ __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const At
 #pragma unroll 1
     for (int r = share.row; r < C::kKeys; r += Share::kStep) {
       const int key = min(rows.first_key + r, work.keys - 1);
-      copy_row<C>(shared, share, r, key_row<Storage>(p, rows.view, work, key), r < count, rows.dim);
+      copy_row<C>(shared, share, r, key_row<Storage>(p, rows.view, rows.first, work, key), r < count,
+                  rows.dim);
     }
   }
 }
@@ -171,10 +180,34 @@ __device__ __forceinline__ void start_keys(unsigned char* shared, const Attentio
   if (p.pages.table != nullptr) {
     start_paged_rows<C, Storage>(shared, p, work, rows);
   } else {
-    start_rows<C, C::kKeys>(shared, key_row<Storage>(p, rows.view, work, rows.first_key), rows.view.stride[2],
-                            work.keys - rows.first_key, rows.dim, rows.vectors);
+    const auto* first = static_cast<const Storage*>(rows.first) + rows.first_key * rows.view.stride[2];
+    start_rows<C, C::kKeys>(shared, first, rows.view.stride[2], work.keys - rows.first_key, rows.dim,
+                            rows.vectors);
   }
 }
+
+// What a thread of the plain path brings of one tile of keys or values after another, last to first. It keeps
+// the address of its first row and moves it on: 64-bit products for every tile would keep the warps from
+// their matrix products.
+template <class C, class Storage>
+class PassingRows {
+ public:
+  __device__ __forceinline__ void begin(const KeyRows& rows) {
+    const Share share;
+    row_ = static_cast<const Storage*>(rows.first) + (rows.first_key + share.row) * rows.view.stride[2];
+  }
+  // Starts to bring a tile, the first one or that before the last. kFull: all its rows exist.
+  template <bool kFull>
+  __device__ __forceinline__ void start(unsigned char* shared, const KeyRows& rows, const Work<C>& work) {
+    const int64_t stride = rows.view.stride[2];
+    start_vectors<C, kFull>(shared, Share(), row_, stride, kFull ? 0 : work.keys - rows.first_key, rows.dim);
+    row_ -= C::kKeys * stride;
+  }
+
+ private:
+  using Share = TileShare<C, C::kKeys, C::kDim / 8>;
+  const Storage* row_;
+};
 
 // Four numbers to the planes of their pieces. Returns whether one has none; with kLeaveOut that one becomes
 // zero.

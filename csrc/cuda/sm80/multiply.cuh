@@ -20,7 +20,8 @@ struct BlockReader {
               right = (kRowsFirst ? lane >> 4 : lane >> 3) & 1;
     const int r = first_row + (lane & 7) + lower * 8;
     row = tile + r * Swizzle<C::kDim>::kRowBytes;
-    chunk = ptx::opaque((right ^ Swizzle<C::kDim>::pattern(r)) << 4);
+    const int swizzled = (right ^ Swizzle<C::kDim>::pattern(r)) << 4;
+    chunk = C::kKeepsAddresses ? ptx::unknown(swizzled) : ptx::opaque(swizzled);
   }
   // The address for columns 16 * step .. and rows moved by a multiple of 16.
   __device__ __forceinline__ const unsigned char* at(int step, int rows) const {
@@ -36,6 +37,12 @@ __host__ __device__ constexpr int left_piece(int product) {
 }
 __host__ __device__ constexpr int right_piece(int product) {
   return product == 2 ? 2 : product == 1 || product == 4 ? 1 : 0;
+}
+// Whether numbers have fewer pieces than this. Not asked of 16-bit types, whose loads would all be under a
+// condition: the compiler then keeps one register buffer for them, and every product waits for its own load.
+template <class C>
+__device__ __forceinline__ bool left_out(int piece, int pieces) {
+  return C::kPieces > 1 && piece >= pieces;
 }
 __device__ __forceinline__ int first_product(int pieces) { return pieces == 3 ? 0 : pieces == 2 ? 3 : 5; }
 
@@ -100,7 +107,7 @@ __device__ __forceinline__ void multiply_rows(const Operand& left, const Operand
     LeftBlock<C> a;
 #pragma unroll
     for (int piece = 0; piece < C::kPieces; ++piece) {
-      if (piece >= pieces) break;
+      if (left_out<C>(piece, pieces)) break;
 #pragma unroll
       for (int strip = 0; strip < C::kStrips; ++strip) {
         ptx::load_matrix_x4(a[piece][strip], left_reader.at(step, strip * 16) + piece * left.plane_bytes);
@@ -111,7 +118,7 @@ __device__ __forceinline__ void multiply_rows(const Operand& left, const Operand
       RightBlock<C> b;
 #pragma unroll
       for (int piece = 0; piece < C::kPieces; ++piece) {
-        if (piece >= pieces) break;
+        if (left_out<C>(piece, pieces)) break;
         ptx::load_matrix_x4(b[piece], right_reader.at(step, tile * 8) + piece * right.plane_bytes);
       }
       multiply_block<C>(a, b, pieces, sums, tile);
@@ -156,7 +163,7 @@ __device__ __forceinline__ void accumulate_blocks(const Block& block, const Oper
       RightBlock<C> b;
 #pragma unroll
       for (int piece = 0; piece < C::kPieces; ++piece) {
-        if (piece >= pieces) break;
+        if (left_out<C>(piece, pieces)) break;
         ptx::load_matrix_x4_transposed(b[piece], reader.at(step, n * 16) + piece * right.plane_bytes);
       }
       multiply_block<C>(a, b, pieces, output, 2 * step);

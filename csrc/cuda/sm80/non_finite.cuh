@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_non_finite_values(const Plan& plan, const Wo
   const AttentionParams& p = plan.params;
 #pragma unroll 1
   for (int key = work.begin; key < work.end; ++key) {
-    const uint16_t* values = key_row<uint16_t>(p, p.value, work, key);
+    const uint16_t* values = key_row<uint16_t>(p, p.value, work.first_value, work, key);
     bool found = false;
 #pragma unroll 1
     for (int column = lane.lane; column < p.value_dim; column += kWarp) {

@@ -18,7 +18,8 @@
 namespace selfattn::cuda::sm80 {
 
 template <DType kDType>
-struct Arithmetic {  // bfloat16, and pieces of float32
+struct Arithmetic {                               // bfloat16, and pieces of float32
+  static constexpr uint32_t kOnes = 0x3f803f80u;  // two of them
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     return ptx::pack_bfloat16(low, high);
   }
@@ -31,6 +32,7 @@ struct Arithmetic {  // bfloat16, and pieces of float32
 
 template <>
 struct Arithmetic<DType::kFloat16> {
+  static constexpr uint32_t kOnes = 0x3c003c00u;
   static __device__ __forceinline__ uint32_t pack(float low, float high) {
     return ptx::pack_float16(low, high);
   }

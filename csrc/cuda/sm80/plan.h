@@ -35,10 +35,12 @@ struct Plan {
   float dropout_scale = 1.0f;  // of the output: weights themselves are only dropped
   int pieces = 1;              // of float32 numbers, see pieces.cuh
 
-  // Whether rows can be read 16 bytes at a time, results written and masks read two elements at a time.
+  // Whether rows can be read and results written 16 bytes at a time, results written and masks read two
+  // elements at a time.
   bool query_vectors = false;
   bool key_vectors = false;
   bool value_vectors = false;
+  bool out_vectors = false;
   bool out_pairs = false;
   bool mask_pairs = false;
 };
@@ -67,8 +69,8 @@ bool is_plain(const AttentionParams& params);
 
 size_t forward_workspace(const AttentionParams& params);
 
-// Whether the rows of a view, of `columns`, can be read 16 bytes at a time, or the elements of a mask two at
-// a time.
+// Whether the rows of a view, of `columns`, can be read or written 16 bytes at a time, or the elements of a
+// mask two at a time.
 bool readable_by_vectors(const View& view, int64_t columns);
 bool readable_by_pairs(const View& mask, int64_t columns);
 

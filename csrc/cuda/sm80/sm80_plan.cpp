@@ -11,6 +11,8 @@ namespace {
 constexpr int64_t kAlignment = 16;  // bytes, of an asynchronous copy
 
 // Those that the plain kernels apply, forward and backward: Note [Declared options] in core/options.h.
+// Whether rows can be read by vectors may differ from chunk to chunk of a sequence, and with it who computes
+// them.
 constexpr OptionSet kPlainOptions = {Option::kSinks,         Option::kWindow,     Option::kQueryOffset,
                                      Option::kPackedQueries, Option::kPackedKeys, Option::kKeyLengths,
                                      Option::kQueryOffsets,  Option::kPages};
@@ -76,6 +78,10 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const
   Plan plan = plan_scores(p, tile);
   plan.outputs = outputs;
   if (p.sequences.query_starts != nullptr) plan.outputs.out.stride[0] = 0;
+  View residual = plan.outputs.out;
+  residual.data = plan.outputs.out_residual;
+  plan.out_vectors =
+      readable_by_vectors(plan.outputs.out, p.value_dim) && readable_by_vectors(residual, p.value_dim);
   plan.out_pairs = writable_by_pairs(p, plan.outputs);
   if (tile.folded) plan.split_launch = first_split_launch<float>(p, workspace, /*rounds=*/true);
   count_blocks(plan, tile);

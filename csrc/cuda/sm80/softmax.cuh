@@ -64,25 +64,21 @@ struct Softmax {
     return quick_exp(score - shift);
   }
 
-  // Scores become weights; sums and output so far are brought down to the new maximum.
+  // Scores become weights; sums and output so far are brought down to the new maximum. The maxima of all rows
+  // come first, so that their shuffles wait for each other once.
   __device__ __forceinline__ void step(const SharedMemory<C>& shared, float scale_log2, Scores<C>& scores,
                                        Output<C>& output) {
+    float most[C::kStrips][2];
+    find_maxima(shared, scores, most);
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
       take(shared, strip);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float most = max[strip][half];
-#pragma unroll
-        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
-          const float* s = &scores.at[strip][tile][2 * half];
-          most = larger(most, larger(s[0], s[1]));
-        }
-        most = max_of_row(most);
-        const float shift =
-            C::kPlain ? rounded_product(softmax_shift(most), scale_log2) : softmax_shift(most);
+        const float shift = C::kPlain ? rounded_product(softmax_shift(most[strip][half]), scale_log2)
+                                      : softmax_shift(most[strip][half]);
         const float rescale = weight(max[strip][half], shift, scale_log2);
-        max[strip][half] = most;
+        max[strip][half] = most[strip][half];
         float total = sum[strip][half] * rescale;
 #pragma unroll
         for (int tile = 0; tile < C::kColumnTiles; ++tile) {
@@ -108,11 +104,10 @@ struct Softmax {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
       take(shared, strip, 2, rounded);
-      const uint32_t ones = Arithmetic::pack(1.0f, 1.0f);
       float sums[4] = {rounded[strip][0], rounded[strip][0], rounded[strip][1], rounded[strip][1]};
 #pragma unroll
       for (int n = 0; n < C::kColumnTiles / 2; ++n) {
-        Arithmetic::multiply(sums, packed.block[n][0][strip], ones, ones);
+        Arithmetic::multiply(sums, packed.block[n][0][strip], Arithmetic::kOnes, Arithmetic::kOnes);
       }
       rounded[strip][0] = sums[0];
       rounded[strip][1] = sums[2];
@@ -144,6 +139,35 @@ struct Softmax {
   }
 
  private:
+  // Of the scores and those before them. Collective.
+  __device__ __forceinline__ void find_maxima(const SharedMemory<C>& shared, const Scores<C>& scores,
+                                              float (&most)[C::kStrips][2]) {
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+      take(shared, strip, 1, max);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        most[strip][half] = max[strip][half];
+#pragma unroll
+        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
+          const float* s = &scores.at[strip][tile][2 * half];
+          most[strip][half] = larger(most[strip][half], larger(s[0], s[1]));
+        }
+      }
+    }
+#pragma unroll
+    for (int distance = 1; distance <= 2; ++distance) {
+#pragma unroll
+      for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          float& row = most[strip][half];
+          row = larger(row, __shfl_xor_sync(kWholeWarp, row, distance));
+        }
+      }
+    }
+  }
+
   static __device__ __forceinline__ void park(const SharedMemory<C>& shared, int strip, int number,
                                               const float (&numbers)[C::kStrips][2]) {
     if constexpr (C::kParks) {

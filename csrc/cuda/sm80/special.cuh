@@ -36,7 +36,7 @@ __device__ __forceinline__ void replace_special_scores(const Place<C>& at, const
   for (int n = 0; n < C::kColumnTiles * 2; ++n) {
     const int column = at.lane.column(n / 2) + n % 2;
     if (at.first_key + column >= work.keys) continue;
-    const float* key = key_row<float>(p, p.key, work, at.first_key + column);
+    const float* key = key_row<float>(p, p.key, work.first_key, work, at.first_key + column);
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
@@ -69,7 +69,7 @@ __device__ __forceinline__ void add_special_values(const Place<C>& at, const Sha
     const int column = at.lane.first_column + n;
     if (!shared.value_flags()[column]) continue;
     const int key = at.first_key + column;
-    const float* values = key_row<float>(p, p.value, work, key);
+    const float* values = key_row<float>(p, p.value, work.first_value, work, key);
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll

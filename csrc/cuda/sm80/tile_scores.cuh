@@ -27,9 +27,11 @@ class TileScores {
     special_query_ = sm80::start_queries<C>(plan_, work_, shared_);
   }
 
+  __device__ __forceinline__ KeyRows keys_of(int tile) const {
+    return {p_.key, work_.first_key, tile * C::kKeys, static_cast<int>(p_.head_dim), plan_.key_vectors};
+  }
   __device__ __forceinline__ void start_keys(int tile) {
-    sm80::start_keys<C, Storage>(C::kFloat32 ? shared_.staging() : shared_.keys(), p_, work_,
-                                 {p_.key, tile * C::kKeys, static_cast<int>(p_.head_dim), plan_.key_vectors});
+    sm80::start_keys<C, Storage>(C::kFloat32 ? shared_.staging() : shared_.keys(), p_, work_, keys_of(tile));
   }
 
   // When this returns, the tile is there for every warp, and every warp is done with what came before: 16-bit
@@ -51,6 +53,8 @@ class TileScores {
     return __syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane_of_mask}, tile * C::kKeys})) != 0;
   }
 
+  // kWhole: every row sees every key of the tile by its position.
+  template <bool kWhole = false>
   __device__ __forceinline__ void compute_scores(int first_key, bool special) {
     using Layout = SharedLayout<C>;
     multiply_rows<C>(Operand{shared_.queries(), Layout::kQueryPlane, lane().first_row},
@@ -65,7 +69,7 @@ class TileScores {
       apply_options(place, plan_.scale, plan_.mask_pairs, scores_.at, [](int, int, int, int, float) {});
       if (p_.mask.data != nullptr) hide_by_mask(lane_of_scores, mask_, scores_);
     }
-    if (!sees_whole_tile(work_, first_key)) {
+    if (!kWhole && !sees_whole_tile(work_, first_key)) {
       hide_by_position(work_, lane(), first_key, scores_);
     }
   }

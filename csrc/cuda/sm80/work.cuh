@@ -29,6 +29,8 @@ struct Work {
   int64_t query_offset;            // of the sequence
   int64_t query_start, key_start;  // where the sequence begins in packed tensors
   int64_t first_statistic;         // of the unit's first head
+  const void* first_key;           // of the kv head, in the sequence or, of pages, in the first of them
+  const void* first_value;
 
   // `block` counts row tiles first, so that blocks which run together share keys and values in the cache; the
   // last tile, which sees most under a causal mask, starts first. The grid is that of the longest sequence.
@@ -57,6 +59,8 @@ struct Work {
     query_start = sequence.first_query;
     key_start = sequence.first_key;
     first_statistic = first_statistic_of(p, sequence, first_head);
+    first_key = first_row_of(p, p.key);
+    first_value = first_row_of(p, p.value);
 
     first_row = tile * C::kRows;
     rows = min(queries * (C::kFewQuery ? group : 1) - first_row, C::kRows);
@@ -82,6 +86,13 @@ struct Work {
     seen_end = p.window_right >= 0 ? query_offset + p.window_right + 1 : kFar;
   }
 
+  __device__ __forceinline__ const void* first_row_of(const AttentionParams& p, const View& view) const {
+    const bool paged = p.pages.table != nullptr;
+    using Storage = typename Element<C::kDType>::Storage;
+    return static_cast<const Storage*>(view.data) +
+           view.offset(paged ? 0 : batch, kv_head, paged ? 0 : key_start);
+  }
+
   // Rows beyond the last are taken for the last, so that whatever is read for them exists.
   __device__ __forceinline__ RowOf row(int row_of_tile) const {
     const int r = first_row + min(row_of_tile, rows - 1);
@@ -98,14 +109,14 @@ struct Work {
   }
 };
 
-// One key or value of the block's head.
+// One key or value of the block's head: `first` is one of Work's.
 template <class Storage, class C>
 __device__ __forceinline__ const Storage* key_row(const AttentionParams& p, const View& view,
-                                                  const Work<C>& work, int key) {
-  const auto* data = static_cast<const Storage*>(view.data);
-  if (p.pages.table == nullptr) return data + view.offset(work.batch, work.kv_head, work.key_start + key);
+                                                  const void* first, const Work<C>& work, int key) {
+  const auto* rows = static_cast<const Storage*>(first);
+  if (p.pages.table == nullptr) return rows + key * view.stride[2];
   const PagedRow at = paged_row(p.pages, work.batch, static_cast<uint32_t>(key));
-  return data + view.offset(at.page, work.kv_head, at.row);
+  return rows + at.page * view.stride[0] + at.row * view.stride[2];
 }
 
 }  // namespace selfattn::cuda::sm80

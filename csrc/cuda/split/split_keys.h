@@ -14,10 +14,15 @@ namespace selfattn::cuda {
 // Few-query sequences have at most so many: they are bound by reading keys and values.
 constexpr int64_t kFewQueries = 16;
 
+// Whether a sequence with so many queries is computed as one with few. Not where its rows must have the bits
+// that they have among many.
+SELFATTN_HOST_DEVICE inline bool counts_as_few(const AttentionParams& p, int64_t queries) {
+  return queries <= kFewQueries && !p.batch_invariant;
+}
 // Whether all sequences have few queries; whether some may.
-inline bool has_few_queries(const AttentionParams& p) { return p.queries <= kFewQueries; }
+inline bool has_few_queries(const AttentionParams& p) { return counts_as_few(p, p.queries); }
 inline bool may_have_few_queries(const AttentionParams& p) {
-  return has_few_queries(p) || p.sequences.query_starts != nullptr;
+  return !p.batch_invariant && (has_few_queries(p) || p.sequences.query_starts != nullptr);
 }
 
 // How the keys of a few-query sequence are cut.

@@ -28,7 +28,7 @@ constexpr int kRowBytes = 16;
 __device__ float as_float(uint32_t bits) { return __uint_as_float(bits); }
 
 // Operands: a, b, d. Results: d.
-enum class Format { kBFloat16, kFloat16, kTf32 };
+enum class Format { kBFloat16, kFloat16 };
 __device__ void multiply(Format format, const uint32_t* operand, uint32_t* result) {
   const uint32_t a[4] = {operand[0], operand[1], operand[2], operand[3]};
   const uint32_t b[2] = {operand[4], operand[5]};
@@ -36,25 +36,19 @@ __device__ void multiply(Format format, const uint32_t* operand, uint32_t* resul
   for (int n = 0; n < 4; ++n) d[n] = as_float(operand[6 + n]);
   if (format == Format::kBFloat16) ptx::multiply_bfloat16(d, a, b);
   if (format == Format::kFloat16) ptx::multiply_float16(d, a, b);
-  if (format == Format::kTf32) ptx::multiply_tf32(d, a, b);
   for (int n = 0; n < 4; ++n) result[n] = __float_as_uint(d[n]);
 }
 
 // Operands: the number of the row that this lane asks for, and the four words of its own row.
-template <int kMatrices>
 __device__ void load_matrix(bool transposed, unsigned char* memory, const uint32_t* operand,
                             uint32_t* result) {
   auto* row = reinterpret_cast<uint32_t*>(memory + kRowBytes * threadIdx.x);
   for (int n = 0; n < 4; ++n) row[n] = operand[1 + n];
   __syncthreads();
   const void* asked = memory + kRowBytes * (operand[0] % kLanes);
-  uint32_t registers[kMatrices];
-  if constexpr (kMatrices == 4) {
-    transposed ? ptx::load_matrix_x4_transposed(registers, asked) : ptx::load_matrix_x4(registers, asked);
-  } else {
-    transposed ? ptx::load_matrix_x2_transposed(registers, asked) : ptx::load_matrix_x2(registers, asked);
-  }
-  for (int n = 0; n < kMatrices; ++n) result[n] = registers[n];
+  uint32_t registers[4];
+  transposed ? ptx::load_matrix_x4_transposed(registers, asked) : ptx::load_matrix_x4(registers, asked);
+  for (int n = 0; n < 4; ++n) result[n] = registers[n];
 }
 
 // Operands: whether to copy, and four words that are not looked at if not. Results: the words in shared
@@ -73,18 +67,10 @@ struct Wrapper {
 };
 
 const Wrapper kWrappers[] = {
-    {"multiply_bfloat16", 10, 4},
-    {"multiply_float16", 10, 4},
-    {"multiply_tf32", 10, 4},
-    {"load_matrix_x4", 5, 4},
-    {"load_matrix_x4_transposed", 5, 4},
-    {"load_matrix_x2", 5, 2},
-    {"load_matrix_x2_transposed", 5, 2},
-    {"copy_async_16", 8, 4},
-    {"round_to_tf32", 1, 1},
-    {"pack_bfloat16", 2, 1},
-    {"pack_float16", 2, 1},
-    {"exp2_approx", 1, 1},
+    {"multiply_bfloat16", 10, 4}, {"multiply_float16", 10, 4},
+    {"load_matrix_x4", 5, 4},     {"load_matrix_x4_transposed", 5, 4},
+    {"copy_async_16", 8, 4},      {"pack_bfloat16", 2, 1},
+    {"pack_float16", 2, 1},       {"exp2_approx", 1, 1},
 };
 constexpr int kWrapperCount = sizeof(kWrappers) / sizeof(kWrappers[0]);
 
@@ -104,33 +90,21 @@ __global__ void probe(int which, int operands, int results, const uint32_t* in, 
       multiply(Format::kFloat16, operand, result);
       break;
     case 2:
-      multiply(Format::kTf32, operand, result);
+      load_matrix(false, memory, operand, result);
       break;
     case 3:
-      load_matrix<4>(false, memory, operand, result);
+      load_matrix(true, memory, operand, result);
       break;
     case 4:
-      load_matrix<4>(true, memory, operand, result);
-      break;
-    case 5:
-      load_matrix<2>(false, memory, operand, result);
-      break;
-    case 6:
-      load_matrix<2>(true, memory, operand, result);
-      break;
-    case 7:
       copy(memory, mine + 4, operand[0], result);
       break;
-    case 8:
-      result[0] = ptx::round_to_tf32(as_float(operand[0]));
-      break;
-    case 9:
+    case 5:
       result[0] = ptx::pack_bfloat16(as_float(operand[0]), as_float(operand[1]));
       break;
-    case 10:
+    case 6:
       result[0] = ptx::pack_float16(as_float(operand[0]), as_float(operand[1]));
       break;
-    case 11:
+    case 7:
       result[0] = __float_as_uint(ptx::exp2_approx(as_float(operand[0])));
       break;
   }

@@ -1,10 +1,10 @@
 // Small kernels, most of them wrong in one way each, on which tests/cuda/test_emulator.py sees every report
-// of the emulator. `wrong_kernels NAME` runs one and prints what it computed, or the report.
+// of the emulator, and tests/cuda/test_ptx_machine.py those of the PTX machine. `wrong_kernels NAME` runs one
+// and prints what it computed, or the report.
 #include <cstdint>
 #include <cstdio>
 #include <cstring>
 #include <stdexcept>
-#include <vector>
 
 #include "cuda/common/ptx_sm80.cuh"
 
@@ -140,6 +140,8 @@ __global__ void rows_beyond_shared(Arguments arguments) {
 __global__ void copy_misaligned(Arguments arguments) {
   SELFATTN_DYNAMIC_SHARED(memory);
   ptx::copy_async_16(memory + 16 * threadIdx.x, arguments.in + (arguments.right ? 0 : 1), true);
+  ptx::copy_async_commit();
+  ptx::copy_async_wait<0>();
   arguments.out[threadIdx.x] = 0;
 }
 
@@ -157,8 +159,8 @@ __global__ void columns_of_rows(Arguments arguments) {
   const int row = threadIdx.x % 8;
   for (int n = 0; n < 4; ++n) reinterpret_cast<uint32_t*>(memory)[4 * threadIdx.x + n] = n;
   __syncthreads();
-  uint32_t registers[2];
-  ptx::load_matrix_x2(registers, memory + 128 * row + 16 * (arguments.right ? row : 0));
+  uint32_t registers[4];
+  ptx::load_matrix_x4(registers, memory + 128 * row + 16 * (arguments.right ? row : 0));
   arguments.out[threadIdx.x] = registers[0];
 }
 
@@ -190,10 +192,30 @@ const Named kKernels[] = {
 
 }  // namespace
 
+// Words that the host and kernels share.
+#if defined(SELFATTN_CUDA_EMULATOR)
+
+uint32_t* shared_words(size_t count) { return reinterpret_cast<uint32_t*>(new uint4[count / 4]()); }
+
+void wait_for_kernels() {}
+
+#else
+
+uint32_t* shared_words(size_t count) {
+  void* words = nullptr;
+  selfattn::cuda::check_cuda(cudaHostAlloc(&words, count * sizeof(uint32_t), cudaHostAllocDefault),
+                             "allocate");
+  return static_cast<uint32_t*>(words);
+}
+
+void wait_for_kernels() { selfattn::cuda::check_cuda(cudaDeviceSynchronize(), "run a kernel"); }
+
+#endif
+
 // `wrong_kernels NAME [right] [shared memory in bytes]`
 int main(int count, char** words) {
-  alignas(16) static uint32_t in[4 * kThreads];
-  std::vector<uint32_t> out(kThreads, 0);
+  uint32_t* const in = shared_words(4 * kThreads);
+  uint32_t* const out = shared_words(kThreads);
   for (uint32_t n = 0; n < 4 * kThreads; ++n) in[n] = n;
   const bool right = count > 2 && std::strcmp(words[2], "right") == 0;
   const size_t shared_bytes = count > 3 ? std::stoul(words[3]) : 16 * kThreads;
@@ -201,12 +223,13 @@ int main(int count, char** words) {
     if (count < 2 || std::strcmp(words[1], named.name) != 0) continue;
     try {
       launch(named.kernel, dim3(named.blocks), dim3(kThreads), shared_bytes, nullptr,
-             Arguments{in, out.data(), right});
+             Arguments{in, out, right});
+      wait_for_kernels();
     } catch (const std::runtime_error& error) {
       std::printf("%s\n", error.what());
       return 1;
     }
-    for (const uint32_t word : out) std::printf("%u ", word);
+    for (int n = 0; n < kThreads; ++n) std::printf("%u ", out[n]);
     std::printf("\n");
     return 0;
   }

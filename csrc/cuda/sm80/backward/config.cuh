@@ -64,9 +64,15 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>, kSideOf, kCare
   static constexpr int kQueries = Config::kOwnsQueries ? Config::kRows : Config::kColumns;
   static constexpr int kKeys = Config::kOwnsQueries ? Config::kColumns : Config::kRows;
 
+  static constexpr bool kKeepsAddresses = false;
+
+  // Whether a row's delta is read where the statistics kernel left it, and not from shared memory, which two
+  // blocks of a multiprocessor fill: an A100's at 128 dims, a consumer device's at 64.
+  static constexpr bool kReadsDelta = Config::kPlain && kSideOf == Side::kQuery && !kCarefulOf;
+
   // Whether a step of 16 dims may lie beyond the true dim, and is worth asking: see the forward's.
   static __host__ __device__ constexpr bool asks_whether_beyond(int step) {
-    return step > 0 && (step % 4 == 0 || !Config::kPlain);
+    return step > 0 && (Config::kPlain ? kDimOf == 256 && step % 4 == 0 : true);
   }
 };
 

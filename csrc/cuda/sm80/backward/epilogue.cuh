@@ -42,7 +42,8 @@ struct Target {
   const View& view;
   int head;
   int columns;
-  bool pairs;  // can be written two elements at a time
+  bool vectors;  // can be written 16 bytes at a time
+  bool pairs;    // or two elements
 };
 
 // Through shared memory, where the tiles have been, so that a row is written by neighbouring lanes; each warp
@@ -68,10 +69,22 @@ __device__ __forceinline__ void write_rows(const Work<C>& work, const SharedMemo
   }
   __syncwarp();
   const int end = min(lane.first_row + C::kWarpRows, work.rows);
+  const auto offset = [&](int r) {
+    return C::kOwnsQueries ? work.offset_of_query(target.view, target.head, work.first_row + r)
+                           : work.offset_of_key(target.view, target.head, work.first_row + r);
+  };
+  if constexpr (!C::kFloat32) {
+    if (target.vectors) {
+      for_each_chunk(rows, lane, end, target.columns,
+                     [&](int, int r, int column, const float (&x)[8], bool exists) {
+                       if (exists) store_chunk<C::kDType>(target.view.data, offset(r) + column, x);
+                     });
+      return __syncwarp();
+    }
+  }
 #pragma unroll 1
   for (int r = lane.first_row; r < end; ++r) {
-    const int64_t at = C::kOwnsQueries ? work.offset_of_query(target.view, target.head, work.first_row + r)
-                                       : work.offset_of_key(target.view, target.head, work.first_row + r);
+    const int64_t at = offset(r);
 #pragma unroll 1
     for (int column = lane.lane * 2; column < target.columns; column += 2 * kWarp) {
       const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));

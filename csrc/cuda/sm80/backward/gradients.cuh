@@ -81,10 +81,11 @@ class Gradients {
     return __syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane}, passing})) != 0;
   }
 
-  // Warps without rows help to load. Where registers are scarcest they compute, too, what nobody wants, as on
-  // the forward's plain path.
+  // Warps without rows help to load. Where registers are scarcest, and on the plain path, they compute, too,
+  // what nobody wants: see the forward's. Keys of 128 dims ask, as all products without a condition spill.
   __device__ __forceinline__ bool has_rows() const {
-    return C::kFloat32 || C::kDim == 256 || lane().first_row < work_.rows;
+    constexpr bool kAsks = C::kDim == 128 && C::kSide == Side::kKeyValue;
+    return C::kFloat32 || C::kDim == 256 || (C::kPlain && !kAsks) || lane().first_row < work_.rows;
   }
 
   __device__ __forceinline__ void pass() {
@@ -180,14 +181,16 @@ class Gradients {
     }
     const int head = C::kOwnsQueries ? work_.head : work_.kv_head;
     if constexpr (C::kSumsFirst) {
+      const bool vectors = C::kOwnsQueries ? plan_.grad_query_vectors : plan_.grad_key_vectors;
       const bool pairs = C::kOwnsQueries ? plan_.grad_query_pairs : plan_.grad_key_pairs;
       write_rows<C>(
           work_, shared_, first_, plan_.scale,
-          {C::kOwnsQueries ? a.grad_query : a.grad_key, head, static_cast<int>(p_.head_dim), pairs});
+          {C::kOwnsQueries ? a.grad_query : a.grad_key, head, static_cast<int>(p_.head_dim), vectors, pairs});
     }
     if constexpr (C::kSumsSecond) {
       write_rows<C>(work_, shared_, second_, plan_.dropout_scale,
-                    {a.grad_value, head, static_cast<int>(p_.value_dim), plan_.grad_value_pairs});
+                    {a.grad_value, head, static_cast<int>(p_.value_dim), plan_.grad_value_vectors,
+                     plan_.grad_value_pairs});
     }
   }
 

@@ -83,7 +83,7 @@ __device__ __forceinline__ void start_statistics(const Plan& plan, const Work<C>
   if (chunk >= C::kQueries) return;
   ptx::copy_async_16(shared.shift() + chunk, statistics.shift + at + chunk, true);
   if (!C::kPlain) ptx::copy_async_16(shared.inverse_sum() + chunk, statistics.inverse_sum + at + chunk, true);
-  ptx::copy_async_16(shared.delta() + chunk, statistics.delta + at + chunk, true);
+  if (!C::kReadsDelta) ptx::copy_async_16(shared.delta() + chunk, statistics.delta + at + chunk, true);
 }
 
 // The tiles that the block owns, once. Returns whether this thread met a number that needs attention.

@@ -34,7 +34,15 @@ struct Place : PlaceOfWork<C, Plan, Work<C>> {
     return this->work.key(passing, existing(this->lane.row(strip, half)), this->lane.column(tile) + i);
   }
 
-  // Numbers of the queries of an element and its right neighbour, from one of the arrays in shared memory.
+  // Deltas of the queries of the tile.
+  __device__ __forceinline__ const float* deltas(const SharedMemory<C>& shared) const {
+    if constexpr (!C::kReadsDelta) return shared.delta();
+    const Statistics& statistics = this->plan.statistics;
+    return statistics.delta + this->work.first_statistic + this->work.head * statistics.queries +
+           this->work.first_row;
+  }
+
+  // Numbers of the queries of an element and its right neighbour, from an array of those of the tile.
   __device__ __forceinline__ float2 of_queries(const float* numbers, int strip, int half, int tile) const {
     if constexpr (!C::kOwnsQueries)
       return *reinterpret_cast<const float2*>(numbers + this->lane.column(tile));

@@ -51,11 +51,15 @@ struct Plan {
   float dropout_scale = 1.0f;  // of kept weights
   int pieces = 1;              // of float32 numbers, see pieces.cuh
 
-  // Whether rows can be read 16 bytes at a time, results written and masks read two elements at a time.
+  // Whether rows can be read and results written 16 bytes at a time, results written and masks read two
+  // elements at a time.
   bool query_vectors = false;
   bool key_vectors = false;
   bool value_vectors = false;
   bool grad_out_vectors = false;
+  bool grad_query_vectors = false;
+  bool grad_key_vectors = false;
+  bool grad_value_vectors = false;
   bool grad_query_pairs = false;
   bool grad_key_pairs = false;
   bool grad_value_pairs = false;

@@ -27,10 +27,15 @@ struct SharedLayout {
   static constexpr int kTilesEnd = kPassingSecond + C::kPieces * kPassingPlane;
   static constexpr int kResultsEnd = kTiles + C::kRows * C::kDim * 4;
   static constexpr int kStatistics = std::max(kTilesEnd, kResultsEnd);
-  // A byte per row of a tile: whether it holds numbers that need attention.
-  static constexpr int kFlags = kStatistics + 3 * C::kQueries * 4;
+  static constexpr int kShift = kStatistics;
+  static constexpr int kInverseSum = kShift + C::kQueries * 4;
+  static constexpr int kDelta = kInverseSum + (C::kPlain ? 0 : C::kQueries * 4);
+  // A byte per row of a tile: whether it holds numbers that need attention. Where two blocks are to fit, only
+  // whoever computes a tile again has them; the others leave room for that.
+  static constexpr bool kHasFlags = C::kCareful || C::kSide != Side::kQuery;
+  static constexpr int kFlags = kDelta + (C::kReadsDelta ? 0 : C::kQueries * 4);
   // Of a mask's gradient: see ../../mask/line_totals.cuh.
-  static constexpr int kTotals = kFlags + 2 * C::kRows + 2 * C::kColumns;
+  static constexpr int kTotals = kFlags + (kHasFlags ? 2 * C::kRows + 2 * C::kColumns : 0);
   static constexpr int kLines = std::max(C::kRows, C::kColumns);
   static constexpr int kBytes = kTotals + (C::kSide == Side::kMask ? kLines * 8 : 0);
   static_assert(kTotals % 8 == 0, "totals are float64");
@@ -54,12 +59,10 @@ struct SharedMemory {
     return reinterpret_cast<float*>(bytes + Layout::kTiles);
   }
 
-  // Statistics of the queries of a tile, whether rows or columns.
-  __device__ __forceinline__ float* shift() const {
-    return reinterpret_cast<float*>(bytes + Layout::kStatistics);
-  }
-  __device__ __forceinline__ float* inverse_sum() const { return shift() + C::kQueries; }
-  __device__ __forceinline__ float* delta() const { return shift() + 2 * C::kQueries; }
+  // Statistics of the queries of a tile, whether rows or columns; not all are there, see Layout.
+  __device__ __forceinline__ float* shift() const { return floats(Layout::kShift); }
+  __device__ __forceinline__ float* inverse_sum() const { return floats(Layout::kInverseSum); }
+  __device__ __forceinline__ float* delta() const { return floats(Layout::kDelta); }
 
   __device__ __forceinline__ unsigned char* own_first_flags() const { return bytes + Layout::kFlags; }
   __device__ __forceinline__ unsigned char* own_second_flags() const { return own_first_flags() + C::kRows; }
@@ -72,6 +75,9 @@ struct SharedMemory {
   __device__ __forceinline__ double* totals() const {
     return reinterpret_cast<double*>(bytes + Layout::kTotals);
   }
+
+ private:
+  __device__ __forceinline__ float* floats(int at) const { return reinterpret_cast<float*>(bytes + at); }
 };
 
 }  // namespace selfattn::cuda::sm80::backward

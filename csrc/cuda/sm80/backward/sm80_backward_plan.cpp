@@ -9,10 +9,11 @@ namespace {
 
 // Those that the kernels of this folder apply: Note [Declared options] in core/options.h. Keys in pages have
 // no gradient.
-constexpr OptionSet kOptions = {Option::kMask,        Option::kOwnMasks,   Option::kAlibiSlopes,
-                                Option::kSinks,       Option::kDropout,    Option::kWindow,
-                                Option::kQueryOffset, Option::kSoftcap,    Option::kPackedQueries,
-                                Option::kPackedKeys,  Option::kKeyLengths, Option::kQueryOffsets};
+constexpr OptionSet kOptions = {Option::kMask,          Option::kOwnMasks,   Option::kAlibiSlopes,
+                                Option::kSinks,         Option::kDropout,    Option::kWindow,
+                                Option::kQueryOffset,   Option::kSoftcap,    Option::kPackedQueries,
+                                Option::kPackedKeys,    Option::kKeyLengths, Option::kQueryOffsets,
+                                Option::kBatchInvariant};
 
 // Of which statistics are kept.
 int64_t rows_of(const AttentionParams& p) {
@@ -60,6 +61,9 @@ Plan plan_side(const AttentionParams& p, const BackwardArguments& a, const Stati
   plan.row_tiles = divide_up(owns_queries ? p.queries : p.keys, rows);
   plan.blocks = plan.units * plan.row_tiles;
   plan.grad_out_vectors = readable_by_vectors(a.grad_out, p.value_dim);
+  plan.grad_query_vectors = readable_by_vectors(a.grad_query, p.head_dim);
+  plan.grad_key_vectors = readable_by_vectors(a.grad_key, p.head_dim);
+  plan.grad_value_vectors = readable_by_vectors(a.grad_value, p.value_dim);
   plan.grad_query_pairs = writable_by_pairs(a.grad_query, p.head_dim);
   plan.grad_key_pairs = writable_by_pairs(a.grad_key, p.head_dim);
   plan.grad_value_pairs = writable_by_pairs(a.grad_value, p.value_dim);

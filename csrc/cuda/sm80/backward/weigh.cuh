@@ -83,6 +83,7 @@ __device__ __forceinline__ bool is_dead(const SharedMemory<C>& shared, int query
 template <class C>
 __device__ __forceinline__ void weigh_plain(const Place<C>& at, const SharedMemory<C>& shared, Scores<C>& s,
                                             Scores<C>& dp) {
+  const float* deltas = at.deltas(shared);
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
@@ -91,7 +92,7 @@ __device__ __forceinline__ void weigh_plain(const Place<C>& at, const SharedMemo
       for (int half = 0; half < 2; ++half) {
         const float2 shift = at.of_queries(shared.shift(), strip, half, tile);
         float2 delta = {0.0f, 0.0f};
-        if constexpr (C::kNeedsSecondDots) delta = at.of_queries(shared.delta(), strip, half, tile);
+        if constexpr (C::kNeedsSecondDots) delta = at.of_queries(deltas, strip, half, tile);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& weight = s.at[strip][tile][2 * half + i];
@@ -121,7 +122,7 @@ __device__ __forceinline__ void centre_gradients(const Place<C>& at, const Share
     });
   }
   for_each_element(dp.at, [&](int strip, int half, int tile, int i, float& gradient) {
-    gradient -= pick(at.of_queries(shared.delta(), strip, half, tile), i);
+    gradient -= pick(at.of_queries(at.deltas(shared), strip, half, tile), i);
   });
 }
 

@@ -1,0 +1,84 @@
+// Neighbouring strips of one head, which meet a block of keys one after the other, so that what they add to
+// dK and dV is one product; the way around for an arithmetic that has a faster one for many blocks; and the
+// rows of a panel to come.
+#pragma once
+
+#include "gradient_strip.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// What a panel and a chunk of keys are to the products of the backward.
+template <class P>
+struct GradientPanel {
+  using T = Scalar<P>;
+
+  GradientStrip<P>* strips;
+  const VectorOperand<P>*query_rows, *grad_out_rows;
+  const RowOperand<P>*key_rows, *value_rows;
+  const ColumnOperand<P>* key_columns;
+  int64_t first_key;         // of the chunk
+  T* const* grad_query_t;    // of each strip [head_dim][kLanes]
+  T *grad_key, *grad_value;  // of the chunk
+  int64_t head_stride, value_stride;
+};
+
+// The whole block of keys from row `from` of the operands on, with the strips first .. end - 1.
+struct PanelBlock {
+  int64_t from, first, end;
+};
+
+// Blocks in ascending order, which wait for the others that are computed together with them.
+struct PanelBlocks {
+  static constexpr int64_t kMost = 8;
+  PanelBlock blocks[kMost];
+  int64_t count = 0;
+
+  bool takes(int64_t from, int64_t strip) const {
+    if (count == 0) return true;
+    const PanelBlock& last = blocks[count - 1];
+    return last.from == from ? last.end == strip : count < kMost;
+  }
+  void add(int64_t from, int64_t strip) {
+    if (count > 0 && blocks[count - 1].from == from) {
+      ++blocks[count - 1].end;
+    } else {
+      blocks[count++] = {from, strip, strip + 1};
+    }
+  }
+};
+
+// Whether add_blocks takes the blocks of a call that need packed weights and dS alone, see PackedPlace.
+template <class P>
+bool adds_blocks(const AttentionParams&) {
+  return false;
+}
+
+// Adds to dQ^T, dK and dV what grad_score_block and the products with its weights and dS add, to the bit.
+template <class P>
+void add_blocks(const AttentionParams&, const GradientPanel<P>&, const PanelBlocks&, GradientScratch<P>&) {}
+
+// The rows that another panel begins with. They are asked for while this one is computed, some in each of a
+// number of steps: packing would wait for memory otherwise.
+class ComingRows {
+ public:
+  ComingRows() = default;
+  ComingRows(const RowSource& query, const RowSource& grad_out, const RowSource& out, int64_t rows,
+             int64_t steps)
+      : sources_{query, grad_out, out}, left_(rows), share_(divide_up(rows, steps)) {}
+
+  void ask() {
+    const int64_t rows = smaller(share_, left_);
+    if (rows == 0) return;
+    for (RowSource& source : sources_) {
+      ask_for_rows(source, 0, rows);
+      source = source.from(rows, left_ - rows);
+    }
+    left_ -= rows;
+  }
+
+ private:
+  RowSource sources_[3] = {};
+  int64_t left_ = 0, share_ = 0;  // rows of each that are left, and how many belong to a step
+};
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

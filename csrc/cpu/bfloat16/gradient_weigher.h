@@ -1,0 +1,115 @@
+// The vectors' part of gradient_pipeline.h: from scores and dP [key][lane] to weights and dS as the products
+// take them, two keys a step, so that steps can stand between the instructions of an engine. To the bit what
+// pack_gradients makes of them. As in pipeline_weigher.h, all that a step uses is to stay in registers.
+#pragma once
+
+#include "pipeline_weigher.h"
+
+#include "../algorithm/gradient_strip.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// Where the weights and dS of some keys go, in bfloat16.
+struct PackedGradients {
+  uint32_t *weight_rows, *grad_rows;  // [key][pair of queries], as WeightOperand::rows
+  uint32_t* grad_lanes;               // [pair of keys][lane]
+};
+
+// kScaled: scores have still to be multiplied by a part of the scale.
+template <bool kScaled>
+class GradientWeigher {
+ public:
+  SELFATTN_INLINE GradientWeigher() {
+    __asm__("" : "+v"(one_), "+v"(least_), "+v"(to_power_), "+v"(columns_));
+  }
+
+  // Lanes past the last query have nothing that they could bring in.
+  SELFATTN_INLINE void take_strip(const GradientStrip<Pairs>& strip) {
+    scale_ = _mm512_set1_ps(strip.rest_of_scale);
+    take_lanes<0>(strip);
+    take_lanes<1>(strip);
+  }
+  SELFATTN_INLINE void begin(const float* scores, const float* grads, int64_t keys,
+                             const PackedGradients& to) {
+    scores_ = scores;
+    grads_ = grads;
+    end_ = scores + keys * kLd;
+    to_ = to;
+  }
+  SELFATTN_INLINE bool more() const { return scores_ != end_; }
+  SELFATTN_INLINE void step() {
+    __m512 above_first, above_second, below_first, below_second;  // dS
+    weigh(0, above_first, above_second);
+    weigh(1, below_first, below_second);
+    const __m512i first = (__m512i)_mm512_cvtne2ps_pbh(below_first, above_first);
+    const __m512i second = (__m512i)_mm512_cvtne2ps_pbh(below_second, above_second);
+    _mm512_storeu_si512(to_.grad_rows, _mm512_inserti64x4(first, _mm512_castsi512_si256(second), 1));
+    _mm512_storeu_si512(to_.grad_rows + kRow, _mm512_shuffle_i64x2(first, second, 0xee));
+    _mm512_storeu_si512(to_.grad_lanes, _mm512_permutexvar_epi16(columns_, first));
+    _mm512_storeu_si512(to_.grad_lanes + 16, _mm512_permutexvar_epi16(columns_, second));
+    scores_ += 2 * kLd;
+    grads_ += 2 * kLd;
+    to_.weight_rows += 2 * kRow;
+    to_.grad_rows += 2 * kRow;
+    to_.grad_lanes += kLd;
+  }
+  SELFATTN_INLINE void finish() {
+    while (more()) step();
+  }
+
+ private:
+  struct Lanes {
+    __m512 max, inverse_sum, delta;
+  };
+
+  static constexpr int64_t kLd = kLanes<Pairs>;
+  static constexpr int64_t kRow = WeightOperand<Pairs>::kDepthOfRows / 2;
+
+  template <int kVec>
+  SELFATTN_INLINE Lanes& lanes_of() {
+    if constexpr (kVec == 0) return first_;
+    return second_;
+  }
+  template <int kVec>
+  SELFATTN_INLINE void take_lanes(const GradientStrip<Pairs>& strip) {
+    const int64_t lane = kVec * 16;
+    const __mmask16 valid = lanes_below(strip.count - lane);
+    lanes_of<kVec>() = {_mm512_maskz_loadu_ps(valid, strip.row_max + lane),
+                        _mm512_maskz_loadu_ps(valid, strip.inverse_sum + lane),
+                        _mm512_maskz_loadu_ps(valid, strip.delta + lane)};
+  }
+
+  // A key: stores its weights, and returns dS of both vectors.
+  SELFATTN_INLINE void weigh(int64_t key, __m512& grad_first, __m512& grad_second) const {
+    const float *scores = scores_ + key * kLd, *grads = grads_ + key * kLd;
+    const __m512 first = gradient(scores, grads, first_, grad_first);
+    const __m512 second = gradient(scores + 16, grads + 16, second_, grad_second);
+    _mm512_storeu_si512(to_.weight_rows + key * kRow, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+  }
+  // weight_of times the inverse sum, and score_gradient: a weight of 0 has a dS of 0 whatever dP is.
+  SELFATTN_INLINE __m512 gradient(const float* score, const float* grad, const Lanes& lanes,
+                                  __m512& result) const {
+    __m512 s = _mm512_loadu_ps(score);
+    if constexpr (kScaled) s = _mm512_mul_ps(s, scale_);
+    const __m512 z = _mm512_mul_ps(_mm512_sub_ps(s, lanes.max), to_power_);
+    const __m512 f = Simd<float>::fraction(z);
+    const __mmask16 some = _mm512_cmp_ps_mask(z, least_, _CMP_NLT_UQ);
+    const __m512 power = _mm512_maskz_scalef_ps(some, _mm512_fmadd_ps(terms_.at(f), f, one_), z);
+    const __m512 weight = _mm512_mul_ps(power, lanes.inverse_sum);
+    result = _mm512_maskz_mul_ps(some, weight, _mm512_sub_ps(_mm512_loadu_ps(grad), lanes.delta));
+    return weight;
+  }
+
+  const float *scores_ = nullptr, *grads_ = nullptr, *end_ = nullptr;
+  PackedGradients to_{};
+  Lanes first_, second_;
+  __m512 scale_;
+  PowerTerms<exp_terms(Weigh::kOnePiece)> terms_;
+  __m512 one_ = _mm512_set1_ps(1.0f), least_ = _mm512_set1_ps(-80.0f);
+  __m512 to_power_ = _mm512_set1_ps(static_cast<float>(kLog2E));
+  // See interleave_halves.
+  __m512i columns_ = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
+                                      6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+};
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

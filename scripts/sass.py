@@ -1,0 +1,259 @@
+"""Machine code as nvdisasm prints it: instructions with what ptxas has planned for them, and main loops.
+
+ptxas schedules when compiling: every instruction says in its control bits for how many cycles its warp stops
+behind it, which of six scoreboards it sets until its results are there (or its operands read), and which ones
+it waits for.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+SCOREBOARDS = 6
+
+# What executes an opcode. Unknown ones are integer arithmetic, compares and selections: ALU.
+_UNITS = {
+    "HMMA": "tensor",
+    "FFMA": "FMA", "FMUL": "FMA", "FADD": "FMA", "HFMA2": "FMA", "IMAD": "FMA",
+    "MUFU": "MUFU",
+    "LDSM": "LDSM", "LDS": "LDS", "STS": "STS", "SHFL": "SHFL", "LDGSTS": "LDGSTS",
+    "LDG": "global", "STG": "global", "RED": "global", "ATOM": "global", "ATOMG": "global",
+    "LDL": "local", "STL": "local",
+    "BAR": "barrier", "DEPBAR": "wait", "LDGDEPBAR": "wait",
+    "S2R": "special", "NOP": "none",
+    "BRA": "control", "BSSY": "control", "BSYNC": "control", "CALL": "control", "RET": "control",
+    "EXIT": "control", "BREAK": "control", "WARPSYNC": "control",
+}  # fmt: skip
+
+_SECTION = re.compile(r"\s*\.section\s+\.text\.([\w$]+)")
+_LABEL = re.compile(r"(\.L_[\w.$]+|\$[\w$]+):")
+_LOW_WORD = re.compile(
+    r"\s*/\*[0-9a-f]{4,}\*/\s+(?:\{\s*)?(@!?U?P\w+\s+)?([A-Z][\w.]*)\s*(.*?)\s*;\s*\}?\s*/\* 0x\w+ \*/"
+)
+_HIGH_WORD = re.compile(r"\s*/\* (0x\w+) \*/")
+
+
+@dataclass(frozen=True)
+class Instruction:
+    """One instruction; ``name`` is its opcode with modifiers, ``control`` the 21 control bits."""
+
+    predicate: str
+    name: str
+    operands: str
+    control: int = 0
+
+    @cached_property
+    def opcode(self) -> str:
+        return self.name.partition(".")[0]
+
+    @cached_property
+    def unit(self) -> str:
+        """What executes it."""
+        if self.opcode.startswith("U"):
+            return "uniform"
+        return _UNITS.get(self.opcode, "ALU")
+
+    @property
+    def stall(self) -> int:
+        """Cycles until the warp's next instruction."""
+        return max(1, self.control & 15)
+
+    @property
+    def sets(self) -> int | None:
+        """The scoreboard that is set until its result is there."""
+        return _scoreboard(self.control >> 5)
+
+    @property
+    def holds(self) -> int | None:
+        """The scoreboard that is set until its operands have been read."""
+        return _scoreboard(self.control >> 8)
+
+    @cached_property
+    def waits(self) -> tuple[int, ...]:
+        """The scoreboards that must be free before it issues."""
+        return tuple(n for n in range(SCOREBOARDS) if self.control >> 11 + n & 1)
+
+    @property
+    def jumps(self) -> bool:
+        """Within the function: ptxas jumps by CALL, too. The other way of BRA.DIV is for diverged warps."""
+        return (self.opcode == "BRA" and ".DIV" not in self.name) or (
+            self.opcode == "CALL" and "`(.L_" in self.operands
+        )
+
+    @property
+    def ends_block(self) -> bool:
+        return self.jumps or self.opcode in ("BRA", "EXIT", "RET", "BRX")
+
+    @property
+    def leaves(self) -> bool:
+        """It never goes on to the next instruction."""
+        return self.opcode in ("EXIT", "RET", "BRX") and not self.predicate
+
+    @property
+    def may_fall_through(self) -> bool:
+        return bool(self.predicate) or "P" in self.operands.split("`")[0]
+
+
+def _scoreboard(bits: int) -> int | None:
+    return None if bits & 7 >= SCOREBOARDS else bits & 7
+
+
+@dataclass
+class Function:
+    """A function of a cubin."""
+
+    name: str  # mangled
+    code: list[Instruction] = field(default_factory=list)
+    labels: dict[str, int] = field(default_factory=dict)  # of instructions
+
+    def count(self, *opcodes: str) -> int:
+        return sum(instruction.opcode in opcodes for instruction in self.code)
+
+    def target(self, instruction: Instruction) -> int | None:
+        """Where a jump goes."""
+        found = re.search(r"`\(([^)]+)\)", instruction.operands)
+        return self.labels.get(found[1]) if found else None
+
+
+def read(nvdisasm: str, cubin: Path) -> list[Function]:
+    """The functions of a cubin that hold code."""
+    command = [nvdisasm, "-c", "-hex", str(cubin)]
+    return parse(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+
+def parse(text: str) -> list[Function]:
+    """The functions in what ``nvdisasm -c -hex`` prints: 128 bits for each instruction, in two lines."""
+    functions: list[Function] = []
+    waiting: list[str] = []  # labels of the next instruction
+    for line in text.splitlines():
+        if match := _SECTION.match(line):
+            functions.append(Function(match[1]))
+            waiting.clear()
+        elif not functions:
+            continue
+        elif match := _LABEL.match(line):
+            waiting.append(match[1])
+        elif match := _LOW_WORD.match(line):
+            function = functions[-1]
+            function.labels.update(dict.fromkeys(waiting, len(function.code)))
+            waiting.clear()
+            function.code.append(Instruction((match[1] or "").strip(), match[2], match[3]))
+        elif (match := _HIGH_WORD.match(line)) and functions[-1].code:
+            last = functions[-1].code[-1]
+            control = int(match[1], 16) >> 41
+            functions[-1].code[-1] = Instruction(last.predicate, last.name, last.operands, control)
+    return [function for function in functions if function.code]
+
+
+class _Flow:
+    """Basic blocks of a function: ranges of instructions, and which may follow which."""
+
+    def __init__(self, function: Function) -> None:
+        self._function = function
+        code = function.code
+        cuts = {0, *function.labels.values()}
+        cuts |= {index + 1 for index, instruction in enumerate(code) if instruction.ends_block}
+        begins = sorted(cut for cut in cuts if cut < len(code))
+        self.blocks = list(zip(begins, [*begins[1:], len(code)], strict=True))
+        self._block_at = {begin: number for number, begin in enumerate(begins)}
+        self.successors = [self._successors_of(number) for number in range(len(self.blocks))]
+        self.back, self.order = self._walk()
+
+    def code_of(self, block: int) -> list[Instruction]:
+        return self._function.code[slice(*self.blocks[block])]
+
+    def _successors_of(self, block: int) -> list[int]:
+        last = self._function.code[self.blocks[block][1] - 1]
+        following = [] if last.leaves or block + 1 >= len(self.blocks) else [block + 1]
+        if not last.jumps:
+            return following
+        target = self._function.target(last)
+        jump = [] if target is None else [self._block_at[target]]
+        return list(dict.fromkeys(jump + (following if last.may_fall_through else [])))
+
+    def _walk(self) -> tuple[set[tuple[int, int]], list[int]]:
+        """Edges back to a block that is being visited, and the blocks in an order without the others."""
+        back: set[tuple[int, int]] = set()
+        done: list[int] = []
+        open_, seen = {0}, {0}
+        stack: list[tuple[int, Iterator[int]]] = [(0, iter(self.successors[0]))]
+        while stack:
+            block, following = stack[-1]
+            for successor in following:
+                if successor in open_:
+                    back.add((block, successor))
+                elif successor not in seen:
+                    seen.add(successor)
+                    open_.add(successor)
+                    stack.append((successor, iter(self.successors[successor])))
+                    break
+            else:
+                open_.discard(block)
+                done.append(block)
+                stack.pop()
+        return back, done[::-1]
+
+    def loops(self) -> dict[int, set[int]]:
+        """The natural loops by their first block."""
+        predecessors = defaultdict(list)
+        for block in self.order:
+            for successor in self.successors[block]:
+                predecessors[successor].append(block)
+        found: dict[int, set[int]] = defaultdict(set)
+        for tail, header in self.back:
+            body, work = {header}, [tail]
+            while work:
+                block = work.pop()
+                if block not in body:
+                    body.add(block)
+                    work += predecessors[block]
+            found[header] |= body
+        return found
+
+
+def main_loop(function: Function) -> list[Instruction]:
+    """One iteration of the loop that holds most HMMA, not counting the loops within it; of two the inner one.
+
+    Of all paths through the loop the one with most HMMA, then with most asynchronous copies, so that neither
+    products nor loads are skipped, then with fewest instructions, so that rare code is left out.
+    """
+    flow = _Flow(function)
+    loops = flow.loops()
+    own: Counter[int] = Counter()
+    for block in flow.order:
+        around = [header for header, body in loops.items() if block in body]
+        if around:
+            own[min(around, key=lambda header: len(loops[header]))] += _count(flow.code_of(block), "HMMA")
+    header = max(own, key=lambda header: (own[header], -len(loops[header])))
+    path = _best_path(flow, header, loops[header])
+    return [instruction for block in path for instruction in flow.code_of(block)]
+
+
+def _best_path(flow: _Flow, header: int, body: set[int]) -> list[int]:
+    best = {header: (_worth(flow.code_of(header)), [header])}
+    for block in flow.order:
+        if block not in body or block not in best:
+            continue
+        worth, path = best[block]
+        for successor in flow.successors[block]:
+            if successor not in body or successor == header or (block, successor) in flow.back:
+                continue
+            more = _worth(flow.code_of(successor))
+            found = (worth[0] + more[0], worth[1] + more[1], worth[2] + more[2])
+            if successor not in best or found > best[successor][0]:
+                best[successor] = (found, [*path, successor])
+    return max(best[block] for block in body if block in best and header in flow.successors[block])[1]
+
+
+def _worth(code: list[Instruction]) -> tuple[int, int, int]:
+    return _count(code, "HMMA"), _count(code, "LDGSTS"), -len(code)
+
+
+def _count(code: Iterable[Instruction], opcode: str) -> int:
+    return sum(instruction.opcode == opcode for instruction in code)

@@ -1,0 +1,74 @@
+"""Whether a query row gets the same bits however its sequence is cut into calls: :class:`batch_invariant` and
+SELFATTN_BATCH_INVARIANT ask for that.
+"""
+
+from __future__ import annotations
+
+import os
+from types import TracebackType
+
+__all__ = ["batch_invariant"]
+
+VARIABLE = "SELFATTN_BATCH_INVARIANT"
+
+
+def of_environment() -> bool:
+    """What SELFATTN_BATCH_INVARIANT asks for."""
+    value = os.environ.get(VARIABLE, "")
+    if value not in ("", "0", "1"):
+        raise ValueError(f'{VARIABLE} must be "0" or "1", but it is "{value}"')
+    return value == "1"
+
+
+#: What calls of the whole process are asked for. Graphs of torch.compile are guarded by it.
+asked: bool = of_environment()
+
+
+class batch_invariant:
+    """A query row gets the same bits alone, in a chunk of any size, and in the whole prompt.
+
+    As a function it sets this for the whole process, all threads, until it is called again;
+    SELFATTN_BATCH_INVARIANT=1 does so from the start. As a context manager it restores what was before::
+
+        selfattn_ext.batch_invariant()  # from now on
+
+        with selfattn_ext.batch_invariant():  # only here
+            ...
+
+    The setting is that of the process, as for :func:`torch.use_deterministic_algorithms`: threads that enter
+    and leave blocks at different times change it for each other. A call reads it when it is made; its
+    gradients, whenever they are taken, and graphs that were captured or exported keep what it was then.
+    torch.compile compiles again where it has changed.
+
+    It holds for the output and the log-sum-exp of
+    :func:`~selfattn_ext.scaled_dot_product_attention`, :func:`~selfattn_ext.varlen_attention`,
+    :func:`~selfattn_ext.attention_with_kvcache` and :class:`~selfattn_ext.KVCache`, for their weights and for
+    the gradient of a query row. docs/batch-invariance.md says between which calls, and what it costs.
+
+    Args:
+        enabled: False for the fastest way, the default of a process, in which a call with few queries is
+            computed differently from one with many.
+    """
+
+    def __init__(self, enabled: bool = True) -> None:
+        if not isinstance(enabled, bool):
+            raise TypeError(f"enabled must be a bool, but it is a {type(enabled).__name__}")
+        self._before = asked
+        self._enabled = enabled
+        _set(enabled)
+
+    def __enter__(self) -> None:
+        _set(self._enabled)
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        _set(self._before)
+
+
+def _set(enabled: bool) -> None:
+    global asked
+    asked = enabled

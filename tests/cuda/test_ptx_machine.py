@@ -1,0 +1,211 @@
+"""The PTX machine itself: its reports are seen on the small wrong kernels of the emulator
+(tests/emulator/programs/wrong_kernels.cu), and every PTX wrapper answers as the emulator's model of it.
+
+These need nvcc, and no torch with CUDA. What runs under one is tests/ptx_machine/run.py.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+from pathlib import Path
+
+import numpy as np
+import pytest
+from emulator import build as emulator
+from emulator import probe
+from ptx_machine import build
+
+from selfattn_ext import cuda_build
+
+pytestmark = [
+    pytest.mark.ptx_machine,
+    pytest.mark.skipif(cuda_build.find_nvcc() is None, reason="no nvcc on this machine"),
+    pytest.mark.xdist_group("ptx_machine"),
+]
+
+OUTSIDE = r"is outside of the 1024 bytes of shared memory"
+SOURCE = r"wrong_kernels\.cu:\d+"
+PLACE = rf"PTX line \d+: .*\n.*{SOURCE}"
+UNWRITTEN = r"a read of byte \d+ of shared memory, which nobody has written"
+RACE = (
+    rf"race on byte \d+ of shared memory: nothing orders this and a {{}} by warp \d, lanes [\d,-]+ at {PLACE}"
+)
+IN_FLIGHT = rf"nothing orders this and an asynchronous copy that is on its way .*{PLACE}"
+
+#: What the machine says of each wrong kernel, in any order of warps.
+REPORTS = {
+    "warp_diverges": r"lanes 0-15 never come; lane 0 waits|lanes 16-31 never come; lane 16 waits",
+    "warp_skips_barrier": r"deadlock: 1 of 2 warps wait at barrier 0, and 1 have ended",
+    "lane_leaves_shuffle": r"lanes 7, which take part, have ended",
+    "mask_lacks_caller": r"a mask of members that leaves out the lane",
+    "write_beyond_shared": OUTSIDE,
+    "rows_beyond_shared": OUTSIDE,
+    "copy_misaligned": r"a read of 16 bytes at 0x[0-9a-f]+, which is not aligned",
+}
+#: With the race detector.
+RACES = {
+    "neighbour_in_block": RACE.format("write") + "|" + UNWRITTEN,
+    "neighbour_in_warp": RACE.format("write"),
+    "buffer_reused": RACE.format("(read|write)"),
+    "copy_not_waited_for": IN_FLIGHT,
+    "copy_not_committed": IN_FLIGHT,
+    "copy_without_barrier": f"{RACE.format('write')}|{IN_FLIGHT}|{UNWRITTEN}",
+    "copy_over_reads": f"{RACE.format('(read|write)')}|{IN_FLIGHT}",
+    "blocks_overlap": r"race on device memory.*nothing orders this and a write by another block",
+    "shared_memory_not_written": UNWRITTEN,
+}
+SCHEDULES = (0, 1)
+
+
+@pytest.fixture(scope="module")
+def wrong_kernels() -> Path:
+    return build.build("wrong_kernels")
+
+
+@pytest.fixture(scope="module")
+def features() -> Path:
+    return build.build("features")
+
+
+def run(program: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    variables = {f"SELFATTN_PTX_{name.upper()}": str(value) for name, value in options.items()}
+    return subprocess.run(
+        [program, *arguments],
+        env=build.environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("kernel", [*REPORTS, *RACES])
+def test_report(kernel: str, schedule: int, wrong_kernels: Path) -> None:
+    races = int(kernel in RACES)
+    wrong = run(wrong_kernels, kernel, schedule=schedule, races=races)
+    assert wrong.returncode == 1, wrong.stdout
+    assert "unspecified launch failure" in wrong.stdout
+    assert re.search({**REPORTS, **RACES}[kernel], wrong.stderr), wrong.stderr
+    right = run(wrong_kernels, kernel, "right", schedule=schedule, races=races)
+    assert right.returncode == 0, right.stderr
+    assert right.stderr == ""
+
+
+@pytest.mark.parametrize("kernel", [*REPORTS, *RACES])
+def test_right_kernels_give_the_emulators_results(kernel: str, wrong_kernels: Path) -> None:
+    expected = subprocess.run(
+        [emulator.build("wrong_kernels"), kernel, "right"], capture_output=True, text=True, check=True
+    ).stdout
+    for schedule, copies in ((2, "late"), (3, "eager")):
+        assert run(wrong_kernels, kernel, "right", schedule=schedule, copies=copies).stdout == expected
+
+
+def test_a_copy_must_be_waited_for_before_its_thread_ends(wrong_kernels: Path) -> None:
+    wrong = run(wrong_kernels, "copy_not_waited_for")
+    assert "a thread ends while its asynchronous copies are on their way" in wrong.stderr
+
+
+def test_shared_memory_holds_nan_at_first(wrong_kernels: Path) -> None:
+    assert set(run(wrong_kernels, "shared_memory_not_written").stdout.split()) == {"4294967295"}
+
+
+@pytest.mark.parametrize(("capability", "kilobytes"), [(75, 64), (80, 163), (89, 99), (90, 227)])
+def test_shared_memory_has_the_size_of_the_device(
+    capability: int, kilobytes: int, wrong_kernels: Path
+) -> None:
+    for size, fits in ((kilobytes * 1024, True), (kilobytes * 1024 + 1, False)):
+        result = run(wrong_kernels, "neighbour_in_block", "right", str(size), capability=capability)
+        assert (result.returncode == 0) == fits, result.stdout + result.stderr
+        assert fits or "invalid argument" in result.stdout
+
+
+def test_bank_conflicts_are_counted(wrong_kernels: Path) -> None:
+    """Two warps load four matrices each: one wavefront per matrix where rows are swizzled, else 8."""
+    for way, wavefronts in (("right", 8), ("wrong", 64)):
+        report = run(wrong_kernels, "columns_of_rows", way, banks=1).stderr
+        assert re.search(rf"ptx_sm80\.cuh:\d+ in .*{SOURCE}: 8 accesses, {wavefronts} wavefronts", report), (
+            report
+        )
+
+
+def test_instructions_are_counted(wrong_kernels: Path) -> None:
+    report = run(wrong_kernels, "neighbour_in_block", "right", profile=1).stderr
+    found = re.search(r"1 launches, (\d+) instructions of warps, (\d+) of (\d+) in the text", report)
+    assert found is not None, report
+    executed, reached, written = map(int, found.groups())
+    assert executed == 2 * reached  # by two warps that do not diverge
+    assert 0 < reached <= written
+
+
+def test_options_are_checked(wrong_kernels: Path) -> None:
+    result = run(wrong_kernels, "neighbour_in_block", copies="never")
+    assert result.returncode == 2
+    assert 'SELFATTN_PTX_COPIES must be late or eager, but it is "never"' in result.stderr
+
+
+FEATURES = {
+    "variables": [n % 8 * (n % 8) + (100 if n == 0 else 0) + 16 for n in range(64)],
+    "arrival": [0] * 32 + [32 - n for n in range(32)],
+    "guarded": [0xAAAA if n % 32 < 16 else n % 2 for n in range(64)],
+    "parts": [28 if n % 32 < 8 else 31 for n in range(64)],
+    "calls": [(n + 1) * sum(range(1, n % 4 + 2)) for n in range(64)],
+    "votes": [1022] * 64,
+}
+
+
+@pytest.mark.parametrize("kernel", FEATURES)
+def test_features(kernel: str, features: Path) -> None:
+    for schedule in SCHEDULES:
+        result = run(features, kernel, schedule=schedule, races=1)
+        assert result.stderr == ""
+        assert list(map(int, result.stdout.split())) == FEATURES[kernel]
+
+
+def words_of(wrapper: str, count: int) -> dict[str, probe.Words]:
+    """The operands that devices are asked with, words of random bits, and for mma ordinary numbers."""
+    generator = np.random.default_rng(5)
+    wild = generator.integers(0, 2**32, (100, probe.LANES, count), dtype=np.uint32)
+    sets = {"chosen": probe.operands_of(wrapper, count), "wild": wild}
+    if wrapper.startswith("multiply"):
+        shape = (100, probe.LANES)
+        numbers = generator.standard_normal((*shape, 12)).astype(np.float32)
+        accumulators = generator.standard_normal((*shape, 4)).astype(np.float32)
+        packed = probe.bits(numbers, wrapper.removeprefix("multiply_"))
+        sets["ordinary"] = np.concatenate([packed, accumulators.view(np.uint32)], axis=2)
+    return sets
+
+
+@pytest.mark.parametrize("capability", [80, 90])
+@pytest.mark.parametrize(
+    "wrapper",
+    [
+        "multiply_bfloat16",
+        "multiply_float16",
+        "load_matrix_x4",
+        "load_matrix_x4_transposed",
+        "copy_async_16",
+        "pack_bfloat16",
+        "pack_float16",
+        "exp2_approx",
+    ],
+)
+def test_wrappers_answer_as_the_emulators_models(wrapper: str, capability: int) -> None:
+    """The text, operand order and constraints of inline PTX, which the emulator never sees."""
+    models, machine = emulator.build("probe"), build.build("probe")
+    assert wrapper in probe.wrappers(models)
+    count, results = probe.wrappers(models)[wrapper]
+    of_models = build.environment(SELFATTN_EMULATOR_CAPABILITY=str(capability))
+    del of_models["LD_PRELOAD"]
+    of_machine = build.environment(SELFATTN_PTX_CAPABILITY=str(capability))
+    for name, operands in words_of(wrapper, count).items():
+        expected = probe.answers(models, wrapper, operands, results, of_models)
+        answers = probe.answers(machine, wrapper, operands, results, of_machine)
+        recording = probe.Recording(wrapper, name, capability, operands, expected)
+        assert probe.differences(recording, answers) == 0, name
+
+
+def test_every_wrapper_is_asked() -> None:
+    asked = test_wrappers_answer_as_the_emulators_models.pytestmark[0].args[1]
+    assert sorted(asked) == sorted(probe.wrappers(emulator.build("probe")))

@@ -1,0 +1,195 @@
+"""Builds the PTX machine, programs for it, and the package with the PTX of its CUDA kernels.
+
+Ninja compiles what has changed only, whatever the process that asks. Everything needs nvcc; what torch's CUDA
+tensors need (the operators of operators/, the package) also a torch with CUDA.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import subprocess
+import sys
+import sysconfig
+from pathlib import Path
+
+from emulator import build as emulator
+
+from selfattn_ext import cuda_build
+
+ROOT = emulator.ROOT
+MACHINE = ROOT / "tests" / "ptx_machine"
+NVCC_TO_PTX = MACHINE / "nvcc_to_ptx"
+#: What the kernels are compiled for: devices of later generations run the same PTX.
+ARCHITECTURE = "8.0"
+
+#: Sums must be those of the program text; what looks at the host's errno and traps costs time in every loop.
+FLAGS = [
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-fno-strict-aliasing",
+    "-ffp-contract=off",
+    "-fno-math-errno",
+    "-fno-trapping-math",
+    "-Wall",
+    "-Wextra",
+]
+
+
+def nvcc() -> cuda_build.Nvcc:
+    """The nvcc of this machine.
+
+    Raises:
+        RuntimeError: there is none.
+    """
+    found = cuda_build.find_nvcc()
+    if found is None:
+        raise RuntimeError("there is no nvcc: put it on PATH or the folder of its toolkit into CUDA_HOME")
+    return found
+
+
+def host_level() -> str:
+    """The compiler's flag for this processor: loops over the lanes of a warp become its vector instructions.
+    By level rather than "native", so that objects made on another machine are made again.
+    """
+    wanted = {"x86-64-v4": "avx512vl", "x86-64-v3": "avx2", "x86-64-v2": "sse4_2"}
+    with open("/proc/cpuinfo", encoding="utf-8") as file:
+        flags = next((line.split() for line in file if line.startswith("flags")), [])
+    return "-march=" + next((level for level, flag in wanted.items() if flag in flags), "x86-64")
+
+
+def folder() -> Path:
+    """Where everything that this Python and torch need lies."""
+    return (
+        ROOT
+        / "build"
+        / "ptx_machine"
+        / f"{sys.implementation.cache_tag}_torch{emulator.tools().torch_version}"
+    )
+
+
+def library_of(home: Path, name: str) -> Path:
+    """A library of the CUDA toolkit."""
+    for place in (home / "lib64", home / "lib"):
+        if (place / name).exists():
+            return place / name
+    raise RuntimeError(f"{home} has no {name}")
+
+
+def program_flags(headers: Path) -> list[str]:
+    """What nvcc_to_ptx makes a program of, which includes the package's headers from that folder."""
+    number = ARCHITECTURE.replace(".", "")
+    library = library_of(Path(nvcc().home), "libcudart.so")
+    return [
+        "-std=c++17",
+        "-O3",
+        f"-I{headers}",
+        "-cudart",
+        "shared",
+        "-Xlinker",
+        f"-rpath={library.parent}",
+        "-gencode",
+        f"arch=compute_{number},code=sm_{number}",
+    ]
+
+
+def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
+    """The machine, programs for it, and its half for torch."""
+    compiler = nvcc()
+    home = Path(compiler.home)
+    runtime = library_of(home, "libcudart.so")
+    file = emulator.NinjaFile(found)
+    file.lines += [
+        "rule refuse",
+        f"  command = {sys.executable} {MACHINE / 'refusals.py'} {runtime} $out $in",
+        "rule nvcc",
+        f"  command = PTX_NVCC={compiler.command} {NVCC_TO_PTX} $flags $in -o $out",
+    ]
+    flags = [*FLAGS, host_level(), f"-I{MACHINE}", f"-isystem {home}/include"]
+    sources = sorted(path for path in MACHINE.rglob("*.cpp") if "operators" not in path.parts)
+    refusals = folder() / "refusals.cpp"
+    in_runtime = " ".join(str(path) for path in sources if path.parent.name == "runtime")
+    file.lines.append(f"build {refusals}: refuse {in_runtime} | {MACHINE / 'refusals.py'}")
+    tensor_core = emulator.EMULATOR / "tensor_core.cpp"
+    objects = file.objects([*sources, refusals, tensor_core], "machine", flags)
+    file.link("machine.so", objects, ["-shared"])
+
+    headers = " ".join(str(path) for path in sorted((emulator.CSRC / "cuda" / "common").glob("*.cuh")))
+    places = (emulator.EMULATOR, MACHINE)
+    for program in sorted(path for place in places for path in (place / "programs").glob("*.cu")):
+        file.lines += [
+            f"build {program.stem}: nvcc {program} | {NVCC_TO_PTX} {headers}",
+            f"  flags = {' '.join(program_flags(emulator.CSRC))}",
+        ]
+
+    torch = found.torch
+    include = [f"-isystem {torch}/include", f"-isystem {torch}/include/torch/csrc/api/include"]
+    link = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
+    libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"]
+    of_torch = ["-std=c++20", "-O1", "-fPIC", "-Wall", f"-I{MACHINE}", f"-isystem {home}/include", *include]
+    objects = file.objects(sorted((MACHINE / "operators").glob("*.cpp")), "operators", of_torch)
+    file.link("operators.so", objects, ["-shared", *link, *libraries])
+    driver = file.objects([MACHINE / "driver" / "libcuda.cc"], "driver", ["-std=c++17", "-fPIC", "-Wall"])
+    file.link("driver/libcuda.so.1", driver, ["-shared", "-Wl,-soname,libcuda.so.1"])
+    return file
+
+
+@functools.cache
+def build(target: str) -> Path:
+    """Brings `target` up to date, once in a process, and returns its path.
+
+    Args:
+        target: machine.so; operators.so; driver/libcuda.so.1; or the name of a program.
+
+    Raises:
+        RuntimeError: there is no nvcc, or something does not compile; the message holds what compilers said.
+    """
+    found = emulator.tools()
+    return emulator.run_ninja(found, folder(), "build.ninja", write_ninja(found), target, None)
+
+
+def build_package() -> Path:
+    """Compiles the package's library with the PTX of its CUDA kernels, and returns its path.
+
+    Raises:
+        RuntimeError: something does not compile; the compilers have said what.
+    """
+    place = ROOT / "build" / "ptx_machine"
+    command = [sys.executable, "setup.py", "--quiet", "build_ext"]
+    command += ["--build-lib", str(place / "package"), "--build-temp", str(place / "temp")]
+    variables = {
+        "SELFATTN_CUDA": "1",
+        cuda_build.ARCHITECTURES_VARIABLE: ARCHITECTURE,
+        "PTX_NVCC": nvcc().command,
+    }
+    # torch's build calls this instead of nvcc.
+    variables["PYTORCH_NVCC"] = os.environ.get("PYTORCH_NVCC", str(NVCC_TO_PTX))
+    done = subprocess.run(command, cwd=ROOT, env={**os.environ, **variables}, check=False)
+    if done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)} failed")
+    return place / "package" / "selfattn_ext" / f"_C{sysconfig.get_config_var('EXT_SUFFIX')}"
+
+
+def environment(**variables: str) -> dict[str, str]:
+    """The environment of a program that runs on the machine; the package's other variables are left out."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SELFATTN")}
+    return {**clean, "LD_PRELOAD": str(build("machine.so")), **variables}
+
+
+def environment_for_torch(library: Path, **variables: str) -> dict[str, str]:
+    """The environment of a Python whose torch finds the machine as its GPU, with this library."""
+    build("operators.so")
+    driver = build("driver/libcuda.so.1").parent
+    path = [str(MACHINE / "operators" / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
+    return environment(
+        LD_LIBRARY_PATH=os.pathsep.join(filter(None, [str(driver), os.environ.get("LD_LIBRARY_PATH", "")])),
+        PYTHONPATH=os.pathsep.join(filter(None, path)),
+        # Each tensor is an allocation of its own then, so that the first access beside it is seen.
+        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
+        SELFATTN_LIBRARY=str(library),
+        SELFATTN_REQUIRE_CUDA="1",
+        SELFATTN_PTX_OPERATORS=str(folder() / "operators.so"),
+        **variables,
+    )

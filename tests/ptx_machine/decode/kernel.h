@@ -1,0 +1,128 @@
+// Kernels as the machine executes them, and the modules that they come from.
+#pragma once
+
+#include <map>
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "memory.h"
+#include "types.h"
+
+namespace ptx_machine {
+
+struct Warp;
+struct Instruction;
+
+// What an instruction does, for the lanes in `mask`.
+using Handler = void (*)(Warp&, const Instruction&, u32 mask);
+
+enum class Kind : u8 {
+  kPlain,
+  kBranch,
+  kBranchTable,
+  kExit,
+  kBarrier,    // bar.sync, bar.red, bar.arrive: threads of the block
+  kWholeWarp,  // mma, ldmatrix: all 32 lanes, .aligned
+  kSomeLanes,  // .sync with a mask of members
+};
+
+constexpr u32 kNoOperand = 0x7fffffffu;
+// Of an operand: an offset into the constants, not into the registers; of a predicate: negated.
+constexpr u32 kMarked = 0x80000000u;
+constexpr int kMostOperands = 16;
+// Where instructions of the kind kSomeLanes have their mask of members.
+constexpr int kMembers = 5;
+
+// Of Module::files.
+struct SourceLine {
+  u32 file = 0, line = 0;  // 0: none
+};
+
+struct Instruction {
+  Handler handler = nullptr;
+  Kind kind = Kind::kPlain;
+  bool guard_negated = false;
+  bool wide = false;            // the address has 64 bits
+  u32 guard = kNoOperand;       // a predicate
+  u8 variant = 0;               // what the handler makes of it
+  u8 count = 0;                 // likewise
+  u32 operands[kMostOperands];  // offsets of registers in bytes, or numbers of predicates
+  s64 immediate = 0;
+  u32 target = 0;  // of a branch; the number of a table
+  u32 line = 0;    // of the PTX
+  SourceLine source, inlined_at;
+
+  // The memory that this instruction touched last.
+  mutable Range found;
+  mutable u32 found_version = 0;
+  mutable u64 executed = 0;
+  mutable u64 accesses = 0, wavefronts = 0;  // of shared memory
+
+  Instruction() {
+    for (u32& operand : operands) operand = kNoOperand;
+  }
+};
+
+// A special register that a kernel reads: which one (special_registers.h), and the register that holds it.
+struct SpecialRegister {
+  u8 which;
+  u32 offset;
+};
+
+struct Module;
+
+struct Kernel {
+  std::string name;
+  Module* module = nullptr;
+  std::vector<Instruction> code;
+  std::vector<std::vector<u32>> tables;  // of brx.idx
+  std::vector<u8> constants;             // each once for every lane
+  std::vector<SpecialRegister> specials;
+  struct Parameter {
+    u32 offset, bytes;
+  };
+  std::vector<Parameter> parameters;
+  u32 parameter_bytes = 0;
+  u32 register_bytes = 0;  // of a warp
+  u32 predicates = 0;
+  u32 static_shared = 0;
+  u32 local_bytes = 0;  // of a thread
+  u32 most_threads = 1024;
+  u32 most_dynamic_shared = 48 * 1024;  // what cudaFuncSetAttribute allows
+  u64 launches = 0;
+};
+
+// The text of one translation unit.
+struct Module {
+  std::string text;
+  std::vector<size_t> line_starts;
+  std::map<u32, std::string> files;
+  struct Function {
+    size_t begin = 0, end = 0;  // in the text
+    bool is_kernel = false;
+  };
+  std::unordered_map<std::string, Function> functions;
+  // Shared variables, which get an address in each kernel that names them; others, which have one.
+  struct Variable {
+    Space space;
+    u64 address;
+    u32 bytes, align;
+    bool open;  // dynamic shared memory
+  };
+  std::unordered_map<std::string, Variable> variables;
+  std::unordered_map<std::string, std::unique_ptr<Kernel>> kernels;
+
+  // "file:12", or "file:12 in file:34" for what is inlined there; empty where nobody knows.
+  std::string source_of(const Instruction& instruction) const;
+  std::string line(u32 number) const;
+  u32 line_at(size_t position) const;
+};
+
+// Finds functions and variables; functions are decoded when they are first needed.
+std::unique_ptr<Module> read_module(std::string text);
+// Null where the module has no such kernel. Throws std::runtime_error for PTX that it cannot read.
+Kernel* decode_kernel(Module& module, const std::string& name);
+
+}  // namespace ptx_machine

@@ -1,0 +1,243 @@
+// Blocks of a launch, one after the other: their memory, their warps in turn from barrier to barrier.
+#include <algorithm>
+#include <map>
+#include <numeric>
+
+#include "decode/special_registers.h"
+#include "decode/text.h"
+#include "execute/races.h"
+#include "execute/warp.h"
+#include "options.h"
+
+namespace ptx_machine {
+
+namespace {
+
+constexpr u8 kUnwritten = 0xff;  // NaN
+constexpr size_t kAlignment = 128;
+constexpr u32 kMultiprocessors = 132;  // what %nsmid says
+
+u32 draw(u64& state, u32 below) {
+  // xorshift64
+  state ^= state << 13;
+  state ^= state >> 7;
+  state ^= state << 17;
+  return static_cast<u32>(state >> 33) % below;
+}
+
+// Bytes that begin at a multiple of kAlignment, and keep what they take from one launch to the next.
+class Buffer {
+ public:
+  u8* of(size_t bytes) {
+    if (bytes_.size() < bytes + kAlignment) bytes_.resize(bytes + kAlignment);
+    const auto address = reinterpret_cast<uintptr_t>(bytes_.data());
+    return reinterpret_cast<u8*>((address + kAlignment - 1) / kAlignment * kAlignment);
+  }
+
+ private:
+  std::vector<u8> bytes_;
+};
+
+void fill_special_registers(Warp& warp) {
+  const Block& block = *warp.block;
+  const u32 *threads = block.launch->block, *blocks = block.launch->grid;
+  for (const SpecialRegister& special : block.kernel->specials) {
+    auto* lanes = reinterpret_cast<u32*>(warp.registers + special.offset);
+    for (u32 l = 0; l < kLanes; ++l) {
+      const u32 thread = warp.index * kLanes + l;
+      const u32 up_to = static_cast<u32>((2ull << l) - 1);
+      // In the order of kSpecialRegisters.
+      const u32 values[kSpecialRegisterCount] = {thread % threads[0],
+                                                 thread / threads[0] % threads[1],
+                                                 thread / (threads[0] * threads[1]),
+                                                 threads[0],
+                                                 threads[1],
+                                                 threads[2],
+                                                 block.id[0],
+                                                 block.id[1],
+                                                 block.id[2],
+                                                 blocks[0],
+                                                 blocks[1],
+                                                 blocks[2],
+                                                 l,
+                                                 warp.index,
+                                                 static_cast<u32>(block.warps.size()),
+                                                 1u << l,
+                                                 up_to,
+                                                 up_to >> 1,
+                                                 ~(up_to >> 1),
+                                                 ~up_to,
+                                                 block.number % kMultiprocessors,
+                                                 kMultiprocessors,
+                                                 0,
+                                                 0,
+                                                 block.launch->dynamic_shared};
+      lanes[l] = values[special.which];
+    }
+  }
+}
+
+// A barrier that some warps have come to.
+struct Waiting {
+  std::vector<Warp*> warps;
+  u32 threads = 0;
+  bool complete = false;
+};
+
+void let_go(Block& block, const Waiting& waiting) {
+  u32 votes = 0, threads = 0;
+  for (const Warp* warp : waiting.warps) {
+    votes += static_cast<u32>(count_lanes(warp->votes));
+    threads += static_cast<u32>(count_lanes(warp->alive));
+  }
+  for (Warp* warp : waiting.warps) {
+    const u32 result = warp->barrier->operands[2];
+    switch (static_cast<BarrierKind>(warp->barrier->variant)) {
+      case BarrierKind::kAnd:
+        warp->set_predicate(result, votes == threads ? kWholeWarp : 0, warp->alive);
+        break;
+      case BarrierKind::kOr:
+        warp->set_predicate(result, votes > 0 ? kWholeWarp : 0, warp->alive);
+        break;
+      case BarrierKind::kCount: {
+        u32* counts = warp->target<u32>(*warp->barrier, 2);
+        for (int l = 0; l < kLanes; ++l) counts[l] = on(warp->alive, l) ? votes : counts[l];
+        break;
+      }
+      default:
+        break;
+    }
+    warp->state = Warp::State::kRunning;
+  }
+  const u32 number = waiting.warps[0]->barrier_number;
+  block.arrived[number] = 0;
+  if (block.races != nullptr) block.races->synchronise_warps(waiting.warps, number);
+}
+
+// Whether the warp has only arrived, and goes on.
+bool only_arrives(Block& block, Warp& warp) {
+  if (static_cast<BarrierKind>(warp.barrier->variant) != BarrierKind::kArrive) return false;
+  block.arrived[warp.barrier_number] += static_cast<u32>(count_lanes(warp.alive));
+  if (block.races != nullptr) block.races->arrive(warp, warp.barrier_number);
+  warp.state = Warp::State::kRunning;
+  return true;
+}
+
+// Lets warps go whose barriers are complete; false if there are none.
+bool pass_barriers(Block& block, u32 threads) {
+  std::map<u32, Waiting> barriers;
+  bool passed = false;
+  for (Warp& warp : block.warps) {
+    if (warp.state != Warp::State::kAtBarrier) continue;
+    if (only_arrives(block, warp)) {
+      passed = true;
+      continue;
+    }
+    Waiting& waiting = barriers[warp.barrier_number];
+    waiting.warps.push_back(&warp);
+    waiting.threads += static_cast<u32>(count_lanes(warp.alive));
+    const Warp& first = *waiting.warps[0];
+    if (warp.barrier_threads != first.barrier_threads || warp.barrier->variant != first.barrier->variant) {
+      fail(warp, *warp.barrier, warp.alive, "warps come to one barrier with different counts or operations");
+    }
+  }
+  for (auto& [number, waiting] : barriers) {
+    const u32 asked = waiting.warps[0]->barrier_threads;
+    if (waiting.threads + block.arrived[number] != (asked != 0 ? asked : threads)) continue;
+    let_go(block, waiting);
+    passed = true;
+  }
+  if (passed || barriers.empty()) return passed;
+  const auto& [number, waiting] = *barriers.begin();
+  const auto is_done = [](const Warp& warp) { return warp.state == Warp::State::kDone; };
+  const auto done = std::count_if(block.warps.begin(), block.warps.end(), is_done);
+  const Warp& first = *waiting.warps[0];
+  fail(first, *first.barrier, first.alive,
+       "deadlock: " + std::to_string(waiting.warps.size()) + " of " + std::to_string(block.warps.size()) +
+           " warps wait at barrier " + std::to_string(number) + ", and " + std::to_string(done) +
+           " have ended");
+}
+
+void run_block(Block& block, u32 threads, u64& random_state) {
+  std::vector<u32> order(block.warps.size());
+  std::iota(order.begin(), order.end(), 0);
+  do {
+    for (auto n = static_cast<u32>(order.size()); options().schedule != 0 && n > 1; --n) {
+      std::swap(order[n - 1], order[draw(random_state, n)]);
+    }
+    for (const u32 n : order) {
+      if (block.warps[n].state == Warp::State::kRunning) block.warps[n].run();
+    }
+  } while (pass_barriers(block, threads));
+}
+
+void start_warp(Warp& warp, u32 threads) {
+  const u32 lanes = std::min<u32>(kLanes, threads - kLanes * warp.index);
+  warp.alive = warp.current = lanes == kLanes ? kWholeWarp : (1u << lanes) - 1;
+  warp.pc = 0;
+  warp.next_pc = ~0u;
+  warp.parked = warp.waiting = 0;
+  warp.state = Warp::State::kRunning;
+  for (int l = 0; l < kLanes; ++l) {
+    warp.copies[l].clear();
+    warp.closed_groups[l] = 0;
+  }
+  fill_special_registers(warp);
+}
+
+}  // namespace
+
+void execute(Kernel& kernel, const Launch& launch) {
+  static Buffer registers, shared, local, constants;
+  static Races races;
+  const u32 threads = launch.block[0] * launch.block[1] * launch.block[2];
+  const u32 warps = (threads + kLanes - 1) / kLanes;
+  const size_t register_bytes = round_up(kernel.register_bytes, kAlignment);
+  const size_t warp_bytes =
+      register_bytes + (kernel.predicates + kAlignment - 1) / kAlignment * kAlignment * sizeof(u32);
+  const size_t local_bytes = size_t{kernel.local_bytes} * kLanes;
+
+  Block block;
+  block.kernel = &kernel;
+  block.launch = &launch;
+  block.shared_bytes = kernel.static_shared + launch.dynamic_shared;
+  block.shared = shared.of(block.shared_bytes);
+  block.races = options().races ? &races : nullptr;
+  u8* const constant_bytes = constants.of(kernel.constants.size());
+  std::copy(kernel.constants.begin(), kernel.constants.end(), constant_bytes);
+  u8* const register_memory = registers.of(warp_bytes * warps);
+  std::memset(register_memory, kUnwritten, warp_bytes * warps);
+  u8* const local_memory = local.of(local_bytes * warps);
+  block.warps.resize(warps);
+  for (u32 n = 0; n < warps; ++n) {
+    Warp& warp = block.warps[n];
+    warp.block = &block;
+    warp.index = n;
+    warp.registers = register_memory + warp_bytes * n;
+    warp.predicates = reinterpret_cast<u32*>(warp.registers + register_bytes);
+    warp.constants = constant_bytes;
+    warp.local = local_memory + local_bytes * n;
+  }
+
+  const u32* grid = launch.grid;
+  const u64 blocks = u64{grid[0]} * grid[1] * grid[2];
+  u64 random_state = options().schedule * 0x9e3779b97f4a7c15ull + 1;
+  const u64 first =
+      options().schedule == 0 ? 0 : draw(random_state, static_cast<u32>(std::min<u64>(blocks, ~0u)));
+  races.start_grid();
+  for (u64 n = 0; n < blocks; ++n) {
+    const u64 number = (first + n) % blocks;
+    block.number = static_cast<u32>(number);
+    block.id[0] = static_cast<u32>(number % grid[0]);
+    block.id[1] = static_cast<u32>(number / grid[0] % grid[1]);
+    block.id[2] = static_cast<u32>(number / (u64{grid[0]} * grid[1]));
+    std::memset(block.shared, kUnwritten, block.shared_bytes);
+    std::memset(local_memory, kUnwritten, local_bytes * warps);
+    std::fill(std::begin(block.arrived), std::end(block.arrived), 0);
+    if (block.races != nullptr) races.start_block(block);
+    for (Warp& warp : block.warps) start_warp(warp, threads);
+    run_block(block, threads, random_state);
+  }
+}
+
+}  // namespace ptx_machine

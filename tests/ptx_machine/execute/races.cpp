@@ -1,0 +1,172 @@
+#include "execute/races.h"
+
+#include <algorithm>
+
+namespace ptx_machine {
+
+namespace {
+
+constexpr u32 kWordBytes = 4;
+
+// Which bytes of the word that begins at `word` an access of `bytes` at `begin` touches.
+u8 bytes_in(u64 word, u64 begin, u32 bytes) {
+  const u64 first = std::max(word, begin) - word, end = std::min(word + kWordBytes, begin + bytes) - word;
+  return static_cast<u8>((1u << end) - (1u << first));
+}
+
+void merge(std::vector<u32>& into, const std::vector<u32>& from) {
+  for (size_t n = 0; n < into.size() && n < from.size(); ++n) into[n] = std::max(into[n], from[n]);
+}
+
+}  // namespace
+
+void Races::start_grid() {
+  first_of_grid_ = serial_ + 1;
+  // What earlier grids did is ordered; their words need not be kept.
+  constexpr size_t kMostPages = 1 << 14;
+  if (pages_.size() > kMostPages) pages_.clear();
+}
+
+void Races::start_block(const Block& block) {
+  ++serial_;
+  warps_ = block.warps.size();
+  words_.resize(std::max<size_t>(words_.size(), block.shared_bytes / kWordBytes + 1));
+  reads_.resize(std::max(reads_.size(), words_.size() * warps_));
+  clocks_.assign(warps_, Clock(warps_, 0));
+  for (size_t n = 0; n < warps_; ++n) clocks_[n][n] = 1;
+  steps_.assign(warps_, 0);
+  for (Clock& clock : barriers_) clock.assign(warps_, 0);
+}
+
+Races::Mark Races::mark(const Warp& warp, const Instruction& ins, int lane, u8 bytes, Access access) const {
+  Mark mark;
+  mark.block = serial_;
+  mark.instruction = &ins;
+  mark.lanes = 1u << lane;
+  mark.epoch = clocks_[warp.index][warp.index];
+  mark.step = steps_[warp.index];
+  mark.warp = static_cast<u16>(warp.index);
+  mark.bytes = bytes;
+  mark.atomic = access == Access::kAtomic;
+  return mark;
+}
+
+bool Races::ordered(const Mark& before, const Warp& warp, int lane) const {
+  if (before.block != serial_) return before.block < first_of_grid_;
+  if (before.warp != warp.index) return before.epoch < clocks_[warp.index][before.warp];
+  if (before.epoch < clocks_[warp.index][warp.index] || before.step < steps_[warp.index]) return true;
+  return before.lanes == 1u << lane;
+}
+
+bool Races::conflicts(const Mark& before, const Mark& now, const Warp& warp, int lane) const {
+  return (before.bytes & now.bytes) != 0 && !(before.atomic && now.atomic) && !ordered(before, warp, lane);
+}
+
+void Races::report(const Warp& warp, const Instruction& ins, int lane, const std::string& where,
+                   const Mark& before, const char* what) const {
+  const bool same_block = before.block == serial_;
+  fail(warp, ins, 1u << lane,
+       "race on " + where + ": nothing orders this and " + what + " by " +
+           (same_block ? "warp " + std::to_string(before.warp) + ", lanes " + lanes_text(before.lanes)
+                       : "another block") +
+           " at " + place_text(*warp.block->kernel, *before.instruction));
+}
+
+// A write of the lane against the reads and the last write of the word.
+void Races::check_write(const Warp& warp, const Instruction& ins, int lane, u32 word, const Mark& now) {
+  const SharedWord& known = words_[word];
+  const std::string where = "byte " + std::to_string(word * kWordBytes) + " of shared memory";
+  if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where, known.write, "a write");
+  for (size_t n = 0; n < warps_; ++n) {
+    const Mark& read = reads_[word * warps_ + n];
+    if (read.block != serial_) continue;  // of another block's memory
+    if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where, read, "a read");
+  }
+}
+
+void Races::shared(const Warp& warp, const Instruction& ins, int lane, u32 offset, u32 bytes, Access access) {
+  for (u32 word = offset / kWordBytes; word <= (offset + bytes - 1) / kWordBytes; ++word) {
+    SharedWord& known = words_[word];
+    if (known.block != serial_) known = SharedWord{{}, serial_, 0, false};
+    const Mark now = mark(warp, ins, lane, bytes_in(word * kWordBytes, offset, bytes), access);
+    const std::string where = "byte " + std::to_string(word * kWordBytes) + " of shared memory";
+    if (known.in_flight && (known.write.bytes & now.bytes) != 0) {
+      report(warp, ins, lane, where, known.write, "an asynchronous copy that is on its way");
+    }
+    if (access != Access::kRead) {
+      check_write(warp, ins, lane, word, now);
+      known.write = now;
+      known.written |= now.bytes;
+      continue;
+    }
+    if ((known.written & now.bytes) != now.bytes) {
+      fail(warp, ins, 1u << lane, "a read of " + where + ", which nobody has written");
+    }
+    if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where, known.write, "a write");
+    Mark& read = reads_[word * warps_ + warp.index];
+    const bool same_time = read.block == serial_ && read.epoch == now.epoch && read.step == now.step;
+    const Mark before = read;
+    read = now;
+    if (same_time) {
+      read.lanes |= before.lanes;
+      read.bytes |= before.bytes;
+    }
+  }
+}
+
+void Races::start_copy(const Warp& warp, const Instruction& ins, int lane, u32 offset, u32 bytes) {
+  shared(warp, ins, lane, offset, bytes, Access::kWrite);
+  for (u32 word = offset / kWordBytes; word < (offset + bytes) / kWordBytes; ++word)
+    words_[word].in_flight = true;
+}
+
+void Races::finish_copy(const Warp& warp, int lane, u32 offset, u32 bytes) {
+  for (u32 word = offset / kWordBytes; word < (offset + bytes) / kWordBytes; ++word) {
+    SharedWord& known = words_[word];
+    known.in_flight = false;
+    known.write = mark(warp, *known.write.instruction, lane, known.write.bytes, Access::kWrite);
+  }
+}
+
+void Races::device(const Warp& warp, const Instruction& ins, int lane, u64 address, u32 bytes,
+                   Access access) {
+  for (u64 word = address / kWordBytes; word <= (address + bytes - 1) / kWordBytes; ++word) {
+    std::unique_ptr<Page>& page = pages_[word / kWordsOfPage];
+    if (page == nullptr) page = std::make_unique<Page>();
+    DeviceWord& known = page->words[word % kWordsOfPage];
+    const Mark now = mark(warp, ins, lane, bytes_in(word * kWordBytes, address, bytes), access);
+    const auto where = [&] { return "device memory" + describe_memory(address); };
+    if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, "a write");
+    if (access != Access::kRead) {
+      const bool other_blocks = known.read_by_blocks && known.read.block >= first_of_grid_;
+      if (conflicts(known.read, now, warp, lane) || (other_blocks && (known.read.bytes & now.bytes) != 0)) {
+        report(warp, ins, lane, where(), known.read, "a read");
+      }
+      known.write = now;
+      continue;
+    }
+    const bool in_grid = known.read.block >= first_of_grid_;
+    known.read_by_blocks = in_grid && (known.read_by_blocks || known.read.block != serial_);
+    const Mark before = known.read;
+    known.read = now;
+    if (in_grid) known.read.bytes |= before.bytes;
+  }
+}
+
+void Races::synchronise_lanes(const Warp& warp, u32) { ++steps_[warp.index]; }
+
+void Races::arrive(const Warp& warp, u32 barrier) {
+  merge(barriers_[barrier], clocks_[warp.index]);
+  // What this warp has done is known behind the barrier, and not what it does from here on.
+  const u32 epoch = ++clocks_[warp.index][warp.index];
+  barriers_[barrier][warp.index] = epoch;
+}
+
+void Races::synchronise_warps(const std::vector<Warp*>& warps, u32 barrier) {
+  Clock& together = barriers_[barrier];
+  for (const Warp* warp : warps) arrive(*warp, barrier);
+  for (const Warp* warp : warps) merge(clocks_[warp->index], together);
+  std::fill(together.begin(), together.end(), 0);
+}
+
+}  // namespace ptx_machine

@@ -1,0 +1,85 @@
+// The race detector: which accesses of which threads are ordered by nothing, and reads of shared memory that
+// nobody wrote.
+//
+// Barriers order what their warps did before them and do after them; bar.warp.sync orders the lanes of its
+// warp (of all its lanes: masks of some lanes are taken for the whole warp). Waiting for asynchronous copies
+// makes them writes of the thread that waits; until then nobody may touch what they write. Shuffles, votes,
+// ldmatrix and mma order nothing: CUDA promises no more. Blocks are never ordered. Atomic accesses do not
+// race with each other.
+//
+// Of shared memory each word knows its last write and the last reads of each warp; of device memory the last
+// write and the last read, and whether several blocks have read.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "execute/warp.h"
+#include "instructions/access.h"
+
+namespace ptx_machine {
+
+class Races {
+ public:
+  void start_grid();
+  void start_block(const Block& block);
+
+  void shared(const Warp& warp, const Instruction& ins, int lane, u32 offset, u32 bytes, Access access);
+  void device(const Warp& warp, const Instruction& ins, int lane, u64 address, u32 bytes, Access access);
+  void start_copy(const Warp& warp, const Instruction& ins, int lane, u32 offset, u32 bytes);
+  void finish_copy(const Warp& warp, int lane, u32 offset, u32 bytes);
+
+  void synchronise_lanes(const Warp& warp, u32 mask);
+  // A warp arrives at a barrier; those that wait there go on.
+  void arrive(const Warp& warp, u32 barrier);
+  void synchronise_warps(const std::vector<Warp*>& warps, u32 barrier);
+
+ private:
+  // An access to a word, and when it was: by its warp's counts of barriers and of bar.warp.sync.
+  struct Mark {
+    u64 block = 0;  // serial number, over all launches
+    const Instruction* instruction = nullptr;
+    u32 lanes = 0;
+    u32 epoch = 0, step = 0;
+    u16 warp = 0;
+    u8 bytes = 0;  // of the word, a bit for each
+    bool atomic = false;
+  };
+  struct SharedWord {
+    Mark write;
+    u64 block = 0;
+    u8 written = 0;          // bytes of the word
+    bool in_flight = false;  // the write is an asynchronous copy
+  };
+  struct DeviceWord {
+    Mark write, read;
+    bool read_by_blocks = false;
+  };
+  static constexpr u64 kWordsOfPage = 1024;
+  struct Page {
+    DeviceWord words[kWordsOfPage];
+  };
+  // What a warp knows of the epochs of others.
+  using Clock = std::vector<u32>;
+
+  Mark mark(const Warp& warp, const Instruction& ins, int lane, u8 bytes, Access access) const;
+  // Whether the access comes before what lane `lane` of the warp does now.
+  bool ordered(const Mark& before, const Warp& warp, int lane) const;
+  bool conflicts(const Mark& before, const Mark& now, const Warp& warp, int lane) const;
+  void check_write(const Warp& warp, const Instruction& ins, int lane, u32 word, const Mark& now);
+  [[noreturn]] void report(const Warp& warp, const Instruction& ins, int lane, const std::string& where,
+                           const Mark& before, const char* what) const;
+
+  u64 serial_ = 0, first_of_grid_ = 1;
+  std::vector<SharedWord> words_;
+  std::vector<Mark> reads_;  // of each word, one for each warp
+  size_t warps_ = 0;
+  std::vector<Clock> clocks_;
+  std::vector<u32> steps_;
+  Clock barriers_[kBarriers];  // what arrivals brought
+  std::unordered_map<u64, std::unique_ptr<Page>> pages_;
+};
+
+}  // namespace ptx_machine

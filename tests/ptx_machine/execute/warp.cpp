@@ -1,0 +1,187 @@
+// Lanes of a warp diverge and meet again, as independent threads do: those that can run are chosen where the
+// code is earliest, so that the lanes of an if meet behind it.
+#include "execute/warp.h"
+
+#include <algorithm>
+
+namespace ptx_machine {
+
+void Warp::park(u32 lanes, u32 at) {
+  parked |= lanes;
+  for (u32 rest = lanes; rest != 0; rest &= rest - 1) lane_pc[first_lane(rest)] = at;
+}
+
+void Warp::reschedule() {
+  if (current != 0) park(current, pc);
+  current = 0;
+  u32 earliest = ~0u;
+  for (u32 rest = parked & ~waiting; rest != 0; rest &= rest - 1) {
+    earliest = std::min(earliest, lane_pc[first_lane(rest)]);
+  }
+  next_pc = ~0u;
+  if (earliest == ~0u) return;
+  pc = earliest;
+  for (u32 rest = parked; rest != 0; rest &= rest - 1) {
+    const int l = first_lane(rest);
+    if (lane_pc[l] == pc) current |= 1u << l;
+    if (lane_pc[l] > pc) next_pc = std::min(next_pc, lane_pc[l]);
+  }
+  parked &= ~current;
+  waiting &= ~current;
+}
+
+bool Warp::together(const Instruction& instruction, u32 needed) {
+  if ((current & needed) == needed) return true;
+  const u32 here = current;
+  park(here, pc);
+  waiting |= here;
+  current = 0;
+  reschedule();
+  if (current != 0) return false;
+  std::string others;
+  for (int l = 0; l < kLanes; ++l) {
+    if (!on(parked & ~here, l)) continue;
+    others += "; lane " + std::to_string(l) + " waits at " +
+              place_text(*block->kernel, block->kernel->code[lane_pc[l]]);
+    break;
+  }
+  fail(*this, instruction, here, "lanes " + lanes_text(needed & ~here) + " never come" + others);
+}
+
+void Warp::branch(const Instruction& instruction, u32 mask) {
+  if (mask == 0) {
+    ++pc;
+  } else if (mask == current) {
+    pc = instruction.target;
+    if (parked != 0) reschedule();
+  } else {
+    park(mask, instruction.target);
+    park(current & ~mask, pc + 1);
+    current = 0;
+    reschedule();
+  }
+}
+
+void Warp::branch_by_table(const Instruction& instruction, u32 mask) {
+  const u32* index = source<u32>(instruction, 0);
+  const auto& table = block->kernel->tables[instruction.target];
+  park(current & ~mask, pc + 1);
+  for (u32 rest = mask; rest != 0; rest &= rest - 1) {
+    const int l = first_lane(rest);
+    if (index[l] >= table.size()) fail(*this, instruction, 1u << l, "a brx beyond its table");
+    park(1u << l, table[index[l]]);
+  }
+  current = 0;
+  reschedule();
+}
+
+bool Warp::end(const Instruction& instruction, u32 mask) {
+  for (u32 rest = mask; rest != 0; rest &= rest - 1) {
+    if (copies[first_lane(rest)].empty()) continue;
+    fail(*this, instruction, rest & -rest, "a thread ends while its asynchronous copies are on their way");
+  }
+  alive &= ~mask;
+  current &= ~mask;
+  if (current != 0) {
+    ++pc;
+    return true;
+  }
+  waiting = 0;  // those that wait may have waited for these: they look again
+  reschedule();
+  if (current == 0) state = State::kDone;
+  return current != 0;
+}
+
+bool Warp::arrive(const Instruction& instruction, u32 mask) {
+  if (mask == 0) {
+    ++pc;
+    return true;
+  }
+  if (mask != current) fail(*this, instruction, current, "a barrier for some lanes of a warp");
+  if (!together(instruction, alive)) return true;
+  const int lane = first_lane(current);
+  barrier = &instruction;
+  barrier_number = source<u32>(instruction, 0)[lane];
+  barrier_threads = instruction.operands[1] == kNoOperand ? 0 : source<u32>(instruction, 1)[lane];
+  if (barrier_number >= kBarriers || barrier_threads % kLanes != 0) {
+    fail(*this, instruction, current, "a barrier that there is not, or for a part of a warp");
+  }
+  votes = predicate(instruction.operands[3]) & alive;
+  state = State::kAtBarrier;
+  ++pc;
+  return false;
+}
+
+void Warp::whole_warp(const Instruction& instruction, u32 mask) {
+  if (alive != kWholeWarp || mask != current) {
+    fail(*this, instruction, mask, "an .aligned instruction without all lanes of the warp");
+  }
+  if (!together(instruction, kWholeWarp)) return;
+  instruction.handler(*this, instruction, mask);
+  ++pc;
+}
+
+void Warp::some_lanes(const Instruction& instruction, u32 mask) {
+  if (mask == 0) {
+    ++pc;
+    return;
+  }
+  if (mask != current) {  // the others go on behind it
+    park(current & ~mask, pc + 1);
+    next_pc = std::min(next_pc, pc + 1);
+    current = mask;
+  }
+  const u32* members = source<u32>(instruction, kMembers);
+  const u32 needed = members[first_lane(mask)];
+  for (u32 rest = mask; rest != 0; rest &= rest - 1) {
+    const int l = first_lane(rest);
+    if (members[l] == needed && on(needed, l)) continue;
+    fail(*this, instruction, 1u << l, "a mask of members that leaves out the lane, or differs between lanes");
+  }
+  if (needed & ~alive) {
+    fail(*this, instruction, mask, "lanes " + lanes_text(needed & ~alive) + ", which take part, have ended");
+  }
+  if (!together(instruction, needed)) return;
+  instruction.handler(*this, instruction, current & needed);
+  ++pc;
+}
+
+void Warp::run() {
+  const Instruction* const code = block->kernel->code.data();
+  while (true) {
+    const Instruction& instruction = code[pc];
+    ++instruction.executed;
+    u32 mask = current;
+    if (instruction.guard != kNoOperand) {
+      const u32 guard = predicates[instruction.guard];
+      mask &= instruction.guard_negated ? ~guard : guard;
+    }
+    switch (instruction.kind) {
+      case Kind::kPlain:
+        if (mask != 0) instruction.handler(*this, instruction, mask);
+        ++pc;
+        break;
+      case Kind::kBranch:
+        branch(instruction, mask);
+        break;
+      case Kind::kBranchTable:
+        branch_by_table(instruction, mask);
+        break;
+      case Kind::kExit:
+        if (!end(instruction, mask)) return;
+        break;
+      case Kind::kBarrier:
+        if (!arrive(instruction, mask)) return;
+        break;
+      case Kind::kWholeWarp:
+        whole_warp(instruction, mask);
+        break;
+      case Kind::kSomeLanes:
+        some_lanes(instruction, mask);
+        break;
+    }
+    if (pc == next_pc) reschedule();
+  }
+}
+
+}  // namespace ptx_machine

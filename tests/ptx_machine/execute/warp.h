@@ -1,0 +1,119 @@
+// The state of threads while they run: 32 lanes of a warp side by side, registers as arrays of 32.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <vector>
+
+#include "decode/kernel.h"
+#include "types.h"
+
+namespace ptx_machine {
+
+struct Launch {
+  u32 grid[3], block[3];
+  u32 dynamic_shared = 0;
+  std::vector<u8> parameters;
+};
+
+// An asynchronous copy on its way: `read` bytes, and zeros up to `bytes`.
+struct Copy {
+  u32 to;  // offset in shared memory
+  u32 bytes, read;
+  const u8* from;
+  u32 group;
+};
+
+// Of Instruction::variant: a vote of all threads with it, or an arrival that does not wait.
+enum class BarrierKind : u8 { kSync, kAnd, kOr, kCount, kArrive };
+constexpr u32 kBarriers = 16;
+
+struct Block;
+
+struct Warp {
+  Block* block = nullptr;
+  u32 index = 0;
+  u8* registers = nullptr;
+  const u8* constants = nullptr;
+  u32* predicates = nullptr;
+  u8* local = nullptr;
+
+  u32 alive = 0;    // lanes that have not ended
+  u32 current = 0;  // lanes that execute now, at pc
+  u32 pc = 0;
+  u32 next_pc = ~0u;  // the first place where others are that the current lanes can meet
+  u32 parked = 0;     // lanes elsewhere, at lane_pc
+  u32 waiting = 0;    // those of them that wait for others at a .sync
+  u32 lane_pc[kLanes];
+
+  enum class State : u8 { kRunning, kAtBarrier, kDone } state = State::kRunning;
+  // Where it waits: the instruction, the barrier's number, how many threads that expects, what they vote.
+  const Instruction* barrier = nullptr;
+  u32 barrier_number = 0, barrier_threads = 0, votes = 0;
+
+  std::vector<Copy> copies[kLanes];
+  u32 closed_groups[kLanes];
+
+  const void* source(u32 operand) const {
+    return (operand & kMarked ? constants : registers) + (operand & ~kMarked);
+  }
+  template <class T>
+  const T* source(const Instruction& instruction, int place) const {
+    return static_cast<const T*>(source(instruction.operands[place]));
+  }
+  template <class T>
+  T* target(const Instruction& instruction, int place) {
+    return reinterpret_cast<T*>(registers + instruction.operands[place]);
+  }
+  // Of a predicate that an instruction names; all lanes where it names none.
+  u32 predicate(u32 operand) const {
+    if (operand == kNoOperand) return kWholeWarp;
+    return operand & kMarked ? ~predicates[operand & ~kMarked] : predicates[operand];
+  }
+  void set_predicate(u32 operand, u32 value, u32 mask) {
+    if (operand != kNoOperand) predicates[operand] = (predicates[operand] & ~mask) | (value & mask);
+  }
+
+  // Until it ends or comes to a barrier.
+  void run();
+
+ private:
+  void park(u32 lanes, u32 at);
+  void reschedule();
+  // Whether the lanes in `needed` are all here; if not, the current ones wait and others run.
+  bool together(const Instruction& instruction, u32 needed);
+  // What run() does with an instruction of each kind; whether the warp goes on.
+  void branch(const Instruction& instruction, u32 mask);
+  void branch_by_table(const Instruction& instruction, u32 mask);
+  bool end(const Instruction& instruction, u32 mask);
+  bool arrive(const Instruction& instruction, u32 mask);
+  void whole_warp(const Instruction& instruction, u32 mask);
+  void some_lanes(const Instruction& instruction, u32 mask);
+};
+
+class Races;
+
+struct Block {
+  const Kernel* kernel = nullptr;
+  const Launch* launch = nullptr;
+  u32 id[3];
+  u32 number = 0;  // in the grid
+  u8* shared = nullptr;
+  u32 shared_bytes = 0;
+  Races* races = nullptr;  // null where nobody looks for them
+  std::vector<Warp> warps;
+  // Threads that came to a barrier and do not wait there (bar.arrive).
+  u32 arrived[kBarriers] = {};
+};
+
+// Runs all blocks; throws std::runtime_error with a report.
+void execute(Kernel& kernel, const Launch& launch);
+
+// Throws a report about these lanes at this instruction.
+[[noreturn]] void fail(const Warp& warp, const Instruction& instruction, u32 lanes, const std::string& what);
+// "0-3,7"
+std::string lanes_text(u32 lanes);
+// The line of the PTX and that of the source.
+std::string place_text(const Kernel& kernel, const Instruction& instruction);
+
+}  // namespace ptx_machine

@@ -1,0 +1,194 @@
+"""Breaks what only the PTX machine sees, one thing after the other, and says whether it is noticed.
+
+    PYTHONPATH=tests python -m ptx_machine.mutate [WORDS OF A NAME...]
+
+The texts, operands and constraints of inline PTX, asked by the probe of wrappers and compared with the
+emulator's models; and the launch, on kernels of wrong_kernels.cu that are right. A result that differs, or a
+report of the machine, kills a mutant. nvcc compiles a program for each, which takes some seconds.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+from emulator import build as emulator
+from emulator import probe
+
+from . import build
+
+PTX, DEVICE = "ptx_sm80.cuh", "device.cuh"
+
+
+@dataclass(frozen=True)
+class Mutant:
+    name: str
+    header: str
+    old: str
+    new: str
+    #: The wrapper that is asked, or a kernel and its shared memory.
+    wrapper: str = ""
+    kernel: tuple[str, int] | None = None
+
+
+_BF16, _F16 = "bf16.bf16.f32 {%0, %1, %2, %3}, ", "f16.f16.f32 {%0, %1, %2, %3}, "
+_OPERANDS = "{%4, %5, %6, %7}, {%8, %9}, "
+_X4 = "ldmatrix.sync.aligned.m8n8.x4.shared.b16 "
+_X4_TRANS = "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 "
+_LAUNCH = "kernel<<<grid, block, shared_bytes, stream>>>"
+
+MUTANTS = (
+    Mutant(
+        "pack_bfloat16: halves swapped",
+        PTX,
+        'bf16x2.f32 %0, %1, %2;"',
+        'bf16x2.f32 %0, %2, %1;"',
+        "pack_bfloat16",
+    ),
+    Mutant("pack_bfloat16: to zero", PTX, "cvt.rn.bf16x2", "cvt.rz.bf16x2", "pack_bfloat16"),
+    Mutant(
+        "pack_float16: halves swapped",
+        PTX,
+        'f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low)',
+        'f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(low), "f"(high)',
+        "pack_float16",
+    ),
+    Mutant("pack_float16: the other format", PTX, "cvt.rn.f16x2", "cvt.rn.bf16x2", "pack_float16"),
+    Mutant("copy: 8 bytes", PTX, "valid ? 16 : 0", "valid ? 8 : 0", "copy_async_16"),
+    Mutant("copy: valid or not", PTX, '"r"(valid ? 16 : 0)', '"r"(16)', "copy_async_16"),
+    Mutant("copy: a group fewer is waited for", PTX, '"n"(Pending)', '"n"(Pending + 1)', "copy_async_16"),
+    Mutant("copy: nothing is committed", PTX, '"cp.async.commit_group;"', '""', "copy_async_16"),
+    Mutant(
+        "ldmatrix: results permuted",
+        PTX,
+        f"{_X4}{{%0, %1, %2, %3}}",
+        f"{_X4}{{%0, %2, %1, %3}}",
+        "load_matrix_x4",
+    ),
+    Mutant("ldmatrix: transposed", PTX, _X4, _X4_TRANS, "load_matrix_x4"),
+    Mutant("ldmatrix: .trans forgotten", PTX, _X4_TRANS, _X4, "load_matrix_x4_transposed"),
+    Mutant(
+        "ldmatrix: two matrices",
+        PTX,
+        f"{_X4}{{%0, %1, %2, %3}}",
+        "ldmatrix.sync.aligned.m8n8.x2.shared.b16 {%0, %1}",
+        "load_matrix_x4",
+    ),
+    Mutant(
+        "mma bfloat16: a swapped",
+        PTX,
+        _BF16 + _OPERANDS,
+        _BF16 + "{%4, %6, %5, %7}, {%8, %9}, ",
+        "multiply_bfloat16",
+    ),
+    Mutant(
+        "mma float16: b swapped",
+        PTX,
+        _F16 + _OPERANDS,
+        _F16 + "{%4, %5, %6, %7}, {%9, %8}, ",
+        "multiply_float16",
+    ),
+    Mutant("mma bfloat16: as float16", PTX, "f32.bf16.bf16.f32", "f32.f16.f16.f32", "multiply_bfloat16"),
+    Mutant("mma: the accumulator is not read", PTX, '"+f"(d[0])', '"=f"(d[0])', "multiply_bfloat16"),
+    Mutant("exp2: subnormal results", PTX, "ex2.approx.ftz.f32", "ex2.approx.f32", "exp2_approx"),
+    Mutant(
+        "launch: too little shared memory is asked for",
+        DEVICE,
+        "static_cast<int>(shared_bytes)),",
+        "static_cast<int>(shared_bytes) / 2),",
+        kernel=("neighbour_in_block", 100_000),
+    ),
+    Mutant(
+        "launch: without shared memory",
+        DEVICE,
+        _LAUNCH,
+        "kernel<<<grid, block, 0, stream>>>",
+        kernel=("neighbour_in_block", 1024),
+    ),
+    Mutant(
+        "launch: blocks for threads",
+        DEVICE,
+        _LAUNCH,
+        "kernel<<<block, grid, shared_bytes, stream>>>",
+        kernel=("buffer_reused", 1024),
+    ),
+)
+
+
+def compiled(mutant: Mutant, program: str, folder: Path) -> Path:
+    """A program of tests/emulator, with the mutant's header before the package's."""
+    common = folder / "cuda" / "common"
+    shutil.copytree(emulator.CSRC / "cuda" / "common", common)
+    header = common / mutant.header
+    text = header.read_text(encoding="utf-8")
+    if mutant.old not in text:
+        raise RuntimeError(f"{mutant.name}: {mutant.header} has no {mutant.old!r}")
+    header.write_text(text.replace(mutant.old, mutant.new, 1), encoding="utf-8")
+    output = folder / program
+    source = emulator.EMULATOR / "programs" / f"{program}.cu"
+    command = [str(build.NVCC_TO_PTX), *build.program_flags(folder), f"-I{emulator.CSRC}", str(source)]
+    variables = {**os.environ, "PTX_NVCC": build.nvcc().command}
+    subprocess.run([*command, "-o", str(output)], env=variables, capture_output=True, check=True)
+    return output
+
+
+def answers_wrongly(mutant: Mutant, program: Path) -> str:
+    """What gives the mutant away, or nothing."""
+    models = emulator.build("probe")
+    count, results = probe.wrappers(models)[mutant.wrapper]
+    operands = probe.operands_of(mutant.wrapper, count)
+    variables = {**os.environ, "SELFATTN_EMULATOR_CAPABILITY": "90"}
+    expected = probe.answers(models, mutant.wrapper, operands, results, variables)
+    try:
+        found = probe.answers(program, mutant.wrapper, operands, results, build.environment())
+    except subprocess.CalledProcessError as error:
+        return error.stderr.decode().partition("\n")[0]
+    recording = probe.Recording(mutant.wrapper, "models", 90, operands, expected)
+    differing = probe.differences(recording, found)
+    return f"{differing} of {found.size} words differ" if differing else ""
+
+
+def runs_wrongly(mutant: Mutant, program: Path) -> str:
+    """The same for a kernel that is right."""
+    assert mutant.kernel is not None
+    kernel, size = mutant.kernel
+    outputs = [
+        subprocess.run(
+            [one, kernel, "right", str(size)], env=environment, capture_output=True, text=True, check=False
+        )
+        for one, environment in ((emulator.build("wrong_kernels"), None), (program, build.environment()))
+    ]
+    if outputs[1].returncode != 0:
+        return (outputs[1].stderr or outputs[1].stdout).partition("\n")[0]
+    return "the result differs" if outputs[0].stdout != outputs[1].stdout else ""
+
+
+def judge(mutant: Mutant) -> str:
+    with tempfile.TemporaryDirectory() as folder:
+        try:
+            program = compiled(mutant, "probe" if mutant.wrapper else "wrong_kernels", Path(folder))
+        except subprocess.CalledProcessError as error:
+            return f"nvcc: {error.stderr.decode().partition(chr(10))[0]}"
+        return answers_wrongly(mutant, program) if mutant.wrapper else runs_wrongly(mutant, program)
+
+
+def main(*words: str) -> int:
+    build.build("machine.so")
+    chosen = [mutant for mutant in MUTANTS if all(word in mutant.name for word in words)]
+    with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count()) as pool:
+        outcomes = list(zip(chosen, pool.map(judge, chosen), strict=True))
+    for mutant, outcome in outcomes:
+        print(f"{mutant.name}: {outcome or 'SURVIVES'}")
+    survivors = sum(not outcome for _, outcome in outcomes)
+    print(f"{len(outcomes) - survivors} of {len(outcomes)} are noticed")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(*sys.argv[1:]))

@@ -1,0 +1,101 @@
+// What the package's kernels do not use and the PTX machine has, each as a kernel whose results are known:
+// `features NAME` prints the words that it wrote, on a line.
+#include <cstdint>
+#include <cstdio>
+#include <cstring>
+
+#include <cuda_runtime.h>
+
+namespace {
+
+constexpr int kThreads = 64;
+constexpr uint32_t kWholeWarp = 0xffffffffu;
+
+__constant__ uint32_t squares[8] = {0, 1, 4, 9, 16, 25, 36, 49};
+__device__ uint32_t counter = 100;
+__device__ float factors[3] = {0.5f, 2.0f};
+
+// Variables of modules, with what they begin as: 4 + 100 (+ how many came before), factors[1] and factors[2].
+__global__ void variables(uint32_t* out) {
+  const uint32_t before = threadIdx.x == 0 ? atomicAdd(&counter, 7) : 0;
+  out[threadIdx.x] = squares[threadIdx.x % 8] + before + static_cast<uint32_t>(factors[1] * 8 + factors[2]);
+}
+
+// The first warp writes and arrives; the second waits for it.
+__global__ void arrival(uint32_t* out) {
+  __shared__ uint32_t words[32];
+  if (threadIdx.x < 32) {
+    words[threadIdx.x] = threadIdx.x + 1;
+    asm volatile("bar.arrive 1, 64;" ::: "memory");
+    out[threadIdx.x] = 0;
+  } else {
+    asm volatile("bar.sync 1, 64;" ::: "memory");
+    out[threadIdx.x] = words[63 - threadIdx.x];
+  }
+}
+
+// A .sync instruction behind a guard, which half of the lanes pass.
+__global__ void guarded(uint32_t* out) {
+  uint32_t votes = 5;
+  asm volatile(
+      "{\n .reg .pred %first, %odd;\n setp.lt.u32 %first, %1, 16;\n and.b32 %0, %1, 1;\n"
+      " setp.eq.u32 %odd, %0, 1;\n @%first vote.sync.ballot.b32 %0, %odd, 0xffff;\n}"
+      : "+r"(votes)
+      : "r"(threadIdx.x % 32));
+  out[threadIdx.x] = votes;
+}
+
+// Both branches of an if have a collective of their own lanes.
+__global__ void parts(uint32_t* out) {
+  const uint32_t lane = threadIdx.x % 32;
+  if (lane < 8) {
+    out[threadIdx.x] = __reduce_add_sync(0x000000ffu, lane);
+  } else {
+    out[threadIdx.x] = __reduce_max_sync(0xffffff00u, lane);
+  }
+}
+
+__noinline__ __device__ uint32_t called(uint32_t value, const uint32_t* table) {
+  uint32_t sum = 0;
+  for (uint32_t n = 0; n <= value % 4; ++n) sum += table[n];
+  return sum;
+}
+
+// A function that is called, with an array of its caller in local memory.
+__global__ void calls(uint32_t* out) {
+  uint32_t table[4];
+  for (uint32_t n = 0; n < 4; ++n) table[n] = (n + 1) * (threadIdx.x + 1);
+  out[threadIdx.x] = called(threadIdx.x, table);
+}
+
+// A barrier that counts votes.
+__global__ void votes(uint32_t* out) {
+  const int count = __syncthreads_count(threadIdx.x % 3 == 0);
+  out[threadIdx.x] = static_cast<uint32_t>(count) + (__all_sync(kWholeWarp, 1) ? 1000 : 0);
+}
+
+struct Named {
+  const char* name;
+  void (*kernel)(uint32_t*);
+};
+
+const Named kKernels[] = {{"variables", variables}, {"arrival", arrival}, {"guarded", guarded},
+                          {"parts", parts},         {"calls", calls},     {"votes", votes}};
+
+}  // namespace
+
+int main(int count, char** words) {
+  void* memory = nullptr;
+  if (cudaHostAlloc(&memory, kThreads * sizeof(uint32_t), cudaHostAllocDefault) != cudaSuccess) return 2;
+  auto* out = static_cast<uint32_t*>(memory);
+  for (const Named& named : kKernels) {
+    if (count < 2 || std::strcmp(words[1], named.name) != 0) continue;
+    named.kernel<<<1, kThreads>>>(out);
+    if (cudaGetLastError() != cudaSuccess || cudaDeviceSynchronize() != cudaSuccess) return 1;
+    for (int n = 0; n < kThreads; ++n) std::printf("%u ", out[n]);
+    std::printf("\n");
+    return 0;
+  }
+  std::fprintf(stderr, "which kernel?\n");
+  return 2;
+}

@@ -1,0 +1,101 @@
+#include "runtime/binaries.h"
+
+#include "runtime/runtime.h"
+
+namespace ptx_machine {
+
+namespace {
+
+constexpr u32 kMagic = 0xba55ed50;
+constexpr u16 kPtx = 1;  // of an entry; 2 is machine code
+
+// The form of a fatbin: a header, then entries. What is not needed has no name.
+struct __attribute__((packed)) Header {
+  u32 magic;
+  u16 version, header_bytes;
+  u64 bytes;
+};
+struct __attribute__((packed)) Entry {
+  u16 kind, unknown;
+  u32 header_bytes;
+  u64 bytes;
+  u32 compressed_bytes;
+};
+
+// Where __cudaRegisterFatBinary's argument has the address of the data.
+constexpr size_t kOffsetOfData = 8;
+
+std::unordered_map<const void*, Function>& functions() {
+  static auto* const functions = new std::unordered_map<const void*, Function>;
+  return *functions;
+}
+
+void read(FatBinary& binary) {
+  if (binary.is_read) return;
+  binary.is_read = true;
+  Header header;
+  std::memcpy(&header, binary.data, sizeof header);
+  if (header.magic != kMagic) return;
+  const u8* at = binary.data + header.header_bytes;
+  const u8* const end = at + header.bytes;
+  while (at < end) {
+    Entry entry;
+    std::memcpy(&entry, at, sizeof entry);
+    if (entry.kind == kPtx && entry.compressed_bytes == 0) {
+      const auto* text = reinterpret_cast<const char*>(at + entry.header_bytes);
+      binary.modules.push_back(read_module(std::string(text, strnlen(text, entry.bytes))));
+    } else if (entry.kind == kPtx) {
+      report("ptx machine: PTX that is compressed; nvcc leaves it as it is with --no-compress");
+    }
+    at += entry.header_bytes + entry.bytes;
+  }
+}
+
+}  // namespace
+
+Function* find_function(const void* host) {
+  const auto found = functions().find(host);
+  if (found == functions().end()) return nullptr;
+  Function& function = found->second;
+  if (function.looked_for) return &function;
+  function.looked_for = true;
+  try {
+    read(*function.binary);
+    for (const auto& module : function.binary->modules) {
+      function.kernel = decode_kernel(*module, function.name);
+      if (function.kernel != nullptr) break;
+    }
+  } catch (const std::exception& error) {
+    report(std::string(error.what()) + "\n  in " + function.name);
+  }
+  return &function;
+}
+
+const std::unordered_map<const void*, Function>& all_functions() { return functions(); }
+
+}  // namespace ptx_machine
+
+using namespace ptx_machine;
+
+PTX_MACHINE_EXPORT void** __cudaRegisterFatBinary(void* wrapper) {
+  PTX_MACHINE_TURN;
+  auto* binary = new FatBinary;
+  std::memcpy(&binary->data, static_cast<const u8*>(wrapper) + kOffsetOfData, sizeof(binary->data));
+  return reinterpret_cast<void**>(binary);
+}
+PTX_MACHINE_EXPORT void __cudaRegisterFatBinaryEnd(void**) {}
+PTX_MACHINE_EXPORT void __cudaUnregisterFatBinary(void**) {}
+PTX_MACHINE_EXPORT void __cudaRegisterFunction(void** handle, const char* host, char*, const char* name, int,
+                                               uint3*, uint3*, dim3*, dim3*, int*) {
+  PTX_MACHINE_TURN;
+  Function& function = functions()[host];
+  function.binary = reinterpret_cast<FatBinary*>(handle);
+  function.name = name;
+}
+PTX_MACHINE_EXPORT void __cudaRegisterVar(void**, char*, char*, const char*, int, size_t, int, int) {}
+PTX_MACHINE_EXPORT void __cudaRegisterManagedVar(void**, void**, char*, const char*, int, size_t, int, int) {}
+PTX_MACHINE_EXPORT char __cudaInitModule(void**) { return 1; }
+PTX_MACHINE_EXPORT cudaError_t __cudaGetKernel(cudaKernel_t* kernel, const void* host) {
+  *kernel = reinterpret_cast<cudaKernel_t>(const_cast<void*>(host));
+  return cudaSuccess;
+}

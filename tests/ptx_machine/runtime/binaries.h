@@ -1,0 +1,32 @@
+// The kernels that programs register, and the PTX that their binaries carry.
+#pragma once
+
+#include <memory>
+#include <string>
+#include <unordered_map>
+#include <vector>
+
+#include "decode/kernel.h"
+
+namespace ptx_machine {
+
+// What nvcc puts into a program for each source.
+struct FatBinary {
+  const u8* data = nullptr;
+  bool is_read = false;
+  std::vector<std::unique_ptr<Module>> modules;
+};
+
+struct Function {
+  FatBinary* binary = nullptr;
+  std::string name;
+  Kernel* kernel = nullptr;  // null where there is no PTX that can be read
+  bool looked_for = false;
+};
+
+// By the host's address of the kernel; null for an address that nobody registered. What cannot be read is
+// reported once.
+Function* find_function(const void* host);
+const std::unordered_map<const void*, Function>& all_functions();
+
+}  // namespace ptx_machine

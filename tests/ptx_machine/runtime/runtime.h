@@ -1,0 +1,78 @@
+// What the stand-in for CUDA's runtime keeps: errors, streams, events, graphs.
+//
+// Work runs at the call as long as its stream has nothing to wait for. torch.cuda._sleep makes a stream busy:
+// what follows on it stays in a queue until something synchronises with it, so that a missing dependency
+// shows as memory that is not written yet, and an event behind it is not reached. Captured work goes into
+// graphs in the same form.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <deque>
+#include <functional>
+#include <memory>
+#include <mutex>
+#include <set>
+#include <string>
+#include <vector>
+
+#include "types.h"
+
+#define PTX_MACHINE_EXPORT extern "C" __attribute__((visibility("default")))
+// Calls take turns.
+#define PTX_MACHINE_TURN const std::lock_guard<std::recursive_mutex> turn(::ptx_machine::turns())
+
+namespace ptx_machine {
+
+std::recursive_mutex& turns();
+
+// Remembers an error for cudaGetLastError, and returns it.
+cudaError_t result(cudaError_t error);
+// Says on stderr, and in the log, what a program did wrong.
+void report(const std::string& text);
+u64 reports();
+
+using Work = std::function<void()>;
+
+struct Graph {
+  std::vector<Work> work;
+  std::vector<void*> freed;  // while it was captured: its work still needs that memory
+  ~Graph();
+};
+
+struct Stream {
+  std::deque<Work> queue;
+  u64 added = 0, done = 0;  // to and of the queue, ever
+  bool busy = false;
+  std::shared_ptr<Graph> capture;
+  u64 capture_id = 0;
+  int priority = 0;
+};
+
+struct Event {
+  Stream* stream = nullptr;  // null: never recorded
+  u64 position = 0;          // reached when so much of the stream is done
+  std::shared_ptr<Graph> capture;
+  u64 capture_id = 0;
+  double seconds = 0;
+  u32 queries = 0;
+};
+
+Stream& stream_of(cudaStream_t handle);
+std::set<Stream*>& all_streams();
+bool is_capturing();
+bool is_any_busy();
+
+// Runs the work now, or puts it where it belongs.
+void submit(Stream& stream, Work work);
+// Does what is in the queue, up to a position.
+void drain(Stream& stream, u64 position = ~0ull);
+void drain_all();
+// Memory that the program gives back while work that needs it waits.
+void free_when_idle(void* pointer);
+
+u64 launches();
+double seconds_in_kernels();
+double now();
+
+}  // namespace ptx_machine

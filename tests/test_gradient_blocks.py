@@ -1,0 +1,104 @@
+"""Gradients of many strips of queries and blocks of keys at once, as kernels for tiles compute them where
+options leave the scores alone: against the formula, and bit by bit against the same kernel block by block,
+which a mask of zeros makes it.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from cases import Case, check
+from torch import Tensor
+
+#: Around a strip of 16 or 32 queries, a panel of 128, and one query more.
+QUERIES = (1, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 257)
+#: Around groups of 32 keys, blocks of 64, and the 512 that are loaded at a time.
+KEYS = (31, 32, 63, 64, 65, 127, 128, 129, 257, 512, 577)
+#: Of keys and values: one to four panels of 32 columns, long sums, and no whole panels.
+DIMS = ((64, 64), (32, 96), (128, 64), (128, 128), (62, 64), (80, 64), (17, 48))
+WINDOWS: tuple[dict[str, Any], ...] = (
+    {"is_causal": True, "query_offset": 37},
+    {"window_left": 45, "window_right": 20},
+    {"window_left": 0, "window_right": 64, "query_offset": -50},
+)
+
+
+def inputs(
+    queries: int, keys: int, dims: tuple[int, int] = (64, 64), dtype: torch.dtype = torch.bfloat16
+) -> list[Tensor]:
+    """Query, key and value of two heads that share one of keys and values, and the output's gradient."""
+    shapes = (2, queries, dims[0]), (1, keys, dims[0]), (1, keys, dims[1]), (2, queries, dims[1])
+    return [torch.randn(1, *shape).to(dtype) for shape in shapes]
+
+
+def assert_same(tensors: list[Tensor], scale: float = 0.125, **options: Any) -> None:
+    """Gradients with and without a mask of zeros, from the same output and row statistics."""
+    query, key, value, grad_out = tensors
+    out, row_max, row_sum, residual = torch.ops.selfattn.attention_forward(
+        query, key, value, scale, need_residual=True, **options
+    )
+    arguments = (grad_out, query, key, value, out, row_max, row_sum, scale)
+    options["out_residual"] = residual if residual.numel() else None
+    mask = torch.zeros(1, 1, query.size(2), key.size(2))
+    found = torch.ops.selfattn.attention_backward(*arguments, **options)
+    plain = torch.ops.selfattn.attention_backward(*arguments, attn_mask=mask, **options)
+    for name, one, other in zip(("query", "key", "value"), found, plain, strict=False):
+        same = (one == other) | (one.isnan() & other.isnan())
+        assert bool(same.all()), f"{int((~same).sum())} of {same.numel()} elements of {name} differ"
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_same_bits_at_all_sizes(isa: str, is_causal: bool) -> None:
+    for queries, keys in itertools.product(QUERIES, KEYS):
+        assert_same(inputs(queries, keys), is_causal=is_causal)
+
+
+@pytest.mark.parametrize("options", WINDOWS, ids=str)
+def test_same_bits_in_windows(isa: str, options: dict[str, Any]) -> None:
+    for queries, keys in itertools.product((17, 64, 129, 257), (64, 129, 320)):
+        assert_same(inputs(queries, keys), **options)
+
+
+@pytest.mark.parametrize("dims", DIMS, ids=str)
+def test_same_bits_of_all_dims(isa: str, dims: tuple[int, int]) -> None:
+    for queries, keys, scale in ((65, 128, 0.125), (160, 192, 0.3), (300, 320, 0.125)):
+        assert_same(inputs(queries, keys, dims), scale, is_causal=True)
+        assert_same(inputs(queries, keys, dims), scale)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+def test_same_bits_of_other_types(isa: str, dtype: torch.dtype) -> None:
+    for precision in ("highest", "high", "medium"):
+        assert_same(inputs(160, 192, dtype=dtype), is_causal=True, float32_precision=precision)
+
+
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), 3e38], ids=str)
+def test_same_bits_around_numbers_that_are_none(isa: str, junk: float) -> None:
+    """In a query, a key, a value and a row of the output's gradient, where they are seen and where not."""
+    for which, row in itertools.product(range(4), (0, 70, 130, 255)):
+        tensors = inputs(256, 256)
+        tensors[which][..., row, 3] = junk
+        assert_same(tensors, is_causal=True)
+        assert_same(tensors)
+
+
+def test_same_bits_of_all_magnitudes(isa: str) -> None:
+    """Weights of 0 beside others, maxima that move from block to block, huge and tiny gradients."""
+    for which, factor in itertools.product(range(4), (1e30, 100.0, 1e-30)):
+        tensors = inputs(160, 320)
+        tensors[which] *= factor
+        assert_same(tensors, is_causal=True)
+    query, key, value, grad_out = inputs(160, 320)
+    assert_same([query, key * torch.linspace(0.0, 20.0, 320)[:, None].bfloat16(), value, grad_out])
+
+
+@pytest.mark.parametrize("is_causal", [False, True])
+@pytest.mark.parametrize("queries", QUERIES)
+def test_gradients_of_all_sizes(isa: str, queries: int, is_causal: bool) -> None:
+    case = Case(1, 2, 1, queries, 64, 64, 32, torch.bfloat16, is_causal=is_causal)
+    for keys in (64, 128, 129):
+        check(replace(case, keys=keys))
