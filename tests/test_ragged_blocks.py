@@ -112,6 +112,98 @@ def test_junk_that_some_queries_do_not_see(dtype: torch.dtype, kernel: str) -> N
                 assert bool(out.isnan().any(-1).all()), (junk, which)
 
 
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_neighbours_of_a_row_change_no_bit(dtype: torch.dtype, isa: str) -> None:
+    """Rows whose maximum has to move, in one block or in each, and rows of infinite or special numbers."""
+    query, key, value = inputs(70, 300, torch.float32)
+    query[..., 0], key[..., 0] = 0.0, torch.arange(300) // 64
+    odd, others = [3, 40], [row for row in range(70) if row not in (3, 40)]
+    for options in ({}, {"is_causal": True, "query_offset": 200}, {"attn_mask": torch.rand(70, 300) < 0.9}):
+        clean = ours([tensor.to(dtype) for tensor in (query, key, value)], **options)
+        for number in (60.0, 30000.0 if dtype == torch.float16 else 80.0, torch.inf, -torch.inf, torch.nan):
+            dirty = query.clone()
+            dirty[:, :, odd, 0] = number
+            found = ours([tensor.to(dtype) for tensor in (dirty, key, value)], **options)
+            for name, one, other in zip(NAMES, found, clean, strict=True):
+                assert same_bits(one[:, :, others], other[:, :, others]), (name, number)
+
+
+def blocks_hidden(queries: int, keys: int, hidden: list[int], alone: int) -> Tensor:
+    """What a mask leaves: of 64 keys at a time none or most, others for the first 64 queries."""
+    seen = torch.rand(queries, keys) < 0.8
+    for block in hidden:
+        seen[:64, 64 * block : 64 * (block + 1)] = False
+        seen[64:, 64 * (block + 1) : 64 * (block + 2)] = False
+    seen[:, alone] = True
+    return seen
+
+
+#: Blocks of 64 keys: the first half of one of 128, the second, both; the first, the last; in a row, apart.
+HIDDEN = [
+    [],
+    [0],
+    [1],
+    [0, 1],
+    [2],
+    [3],
+    [1, 2],
+    [0, 2],
+    [1, 3],
+    [4],
+    [0, 1, 2, 3, 4],
+    [0, 1, 2, 3],
+    [2, 3, 4],
+]
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_masks_that_hide_blocks(dtype: torch.dtype, kernel: str) -> None:
+    """Boolean and additive ones; what they hide from all may be junk, and changes no bit."""
+    queries, keys = 97, 300
+    tensors = inputs(queries, keys, dtype)
+    for index, hidden in enumerate(HIDDEN):
+        seen = blocks_hidden(queries, keys, hidden, alone=(290, 5, 130)[index % 3])
+        if index % 4 == 1:
+            seen[32:64] = False  # a strip of queries that see nothing
+        seen[:, [70, 131, 257]] = False
+        bias = torch.randn(queries, keys).masked_fill(~seen, -torch.inf).to(dtype)
+        for mask in (seen, bias):
+            options = {"attn_mask": mask, "is_causal": index % 2 == 1, "query_offset": 200}
+            check(tensors, **options)
+            dirty = [tensors[0], *(tensor.clone() for tensor in tensors[1:])]
+            for tensor in dirty[1:]:
+                tensor[:, :, [70, 131, 257]] = torch.nan
+            for name, one, other in zip(NAMES, ours(dirty, **options), ours(tensors, **options), strict=True):
+                assert same_bits(one, other), (name, hidden)
+
+
+OPTIONS: list[dict[str, Any]] = [
+    {"softcap": 2.0},
+    {"softcap": 1.5, "scale": 0.3, "is_causal": True, "query_offset": 70},
+    {"scale": 0.3, "window_size": (70, 20), "query_offset": 40},
+    {"sinks": torch.tensor([0.5, -30.0]), "window_size": (40, 0), "query_offset": 10},
+    {"alibi_slopes": torch.tensor([0.1, 0.01]), "scale": 0.2},
+    {"alibi_slopes": torch.tensor([0.1, 0.01]), "softcap": 3.0, "window_size": (100, 30), "query_offset": 80},
+]
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_altered_scores(dtype: torch.dtype, options: dict[str, Any], kernel: str) -> None:
+    options = {
+        name: option.to(dtype) if isinstance(option, Tensor) else option for name, option in options.items()
+    }
+    mask = torch.randn(129, 257).masked_fill(torch.rand(129, 257) < 0.3, -torch.inf).to(dtype)
+    for queries, keys in ((97, 130), (32, 257), (129, 257)):
+        tensors = inputs(queries, keys, dtype)
+        wide = {name: x.double() if isinstance(x, Tensor) else x for name, x in options.items()}
+        for more in ({}, {"attn_mask": mask[:queries, :keys]}):
+            exact = reference.attention(*(tensor.double() for tensor in tensors), **wide, **more)
+            peer = reference.attention(*tensors, **options, **more)
+            for name, found in zip(NAMES, ours(tensors, **options, **more), strict=True):
+                assert_accurate(name, found, getattr(exact, name), getattr(peer, name), dtype=dtype)
+
+
 LENGTHS = (1, 33, 64, 95, 130, 200, 129)
 
 

@@ -42,29 +42,26 @@ void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, in
   multiply_lanes<P>(keys, from, count, strip.query, head_dim, strip.vecs, s);
 }
 
-// Scores of keys key .. key + keys - 1, which are rows `from` and on of key_rows, final up to the softmax,
-// -inf where hidden: s[j][lane], leading dimension kLanes. Returns false, with s untouched, when the mask
-// hides the whole block. `factor` becomes what the scores must still be multiplied by: the softmax does that
-// while it has them in hand.
+// Whether scores are more than products times the scale, apart from windows.
+inline bool alters_scores(const AttentionParams& p) {
+  return p.mask.data != nullptr || p.softcap > 0.0 || p.alibi_slopes.data != nullptr;
+}
+
+// What dot_block made of keys key .. key + keys - 1, final up to the softmax, -inf where hidden; a mask's
+// block is in scratch.mask. Returns what the scores must still be multiplied by: the softmax does that while
+// it has them in hand.
 template <class P>
-bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, int64_t keys,
-                 const RowOperand<P>& key_rows, int64_t from, const BlockScratch<P>& scratch, Scalar<P>* s,
-                 Scalar<P>* factor) {
+Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
+                        const BlockScratch<P>& scratch, Scalar<P>* s) {
   using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
-  const bool masked = p.mask.data != nullptr;
-  if (masked && !load_mask_block(p, strip, key, keys, scratch.mask)) return false;
-
-  dot_block(strip, key_rows, from, keys, p.head_dim, s);
   const T scale = strip.rest_of_scale;
-
+  const bool masked = p.mask.data != nullptr;
   const bool windowed = window_of_block(p, strip, key, keys, scratch);
   const bool capped = p.softcap > 0.0;
   const bool sloped = p.alibi_slopes.data != nullptr;
-  const bool done = !masked && !windowed && !capped && !sloped;
-  *factor = done ? scale : T(1);
-  if (done) return true;
+  if (!windowed && !alters_scores(p)) return scale;
 
   const auto hidden = S::set(-std::numeric_limits<T>::infinity());
   const auto cap = S::set(static_cast<T>(p.softcap));
@@ -100,6 +97,19 @@ bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, in
       S::store(at, x);
     }
   }
+  return T(1);
+}
+
+// Scores of keys key .. key + keys - 1, which are rows `from` and on of key_rows: s[j][lane], leading
+// dimension kLanes. Returns false, with s untouched, when the mask hides the whole block. `factor`: see
+// finish_scores.
+template <class P>
+bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, int64_t keys,
+                 const RowOperand<P>& key_rows, int64_t from, const BlockScratch<P>& scratch, Scalar<P>* s,
+                 Scalar<P>* factor) {
+  if (p.mask.data != nullptr && !load_mask_block(p, strip, key, keys, scratch.mask)) return false;
+  dot_block(strip, key_rows, from, keys, p.head_dim, s);
+  *factor = finish_scores(p, strip, key, keys, scratch, s);
   return true;
 }
 

@@ -1,8 +1,8 @@
-// The forward where nothing comes between scores and softmax, as a pipeline of blocks of keys: tiles multiply
-// while vectors compute. While the weights of a block are made from its scores, the engine multiplies the
-// weights of the block before with the values, and queries with the keys of the block to come. Instructions
-// of both kinds alternate: a processor looks a few hundred of them ahead, so that neither kind waits for the
-// other. docs/cpu-kernels.md, "The pipeline of tiles", has the cycles.
+// The forward as a pipeline of blocks of keys: tiles multiply while vectors compute. While the weights of a
+// block are made from its scores, the engine multiplies the weights of the block before with the values, and
+// queries with the keys of the block to come. Instructions of both kinds alternate: a processor looks a few
+// hundred of them ahead, so that neither kind waits for the other. docs/cpu-kernels.md, "The pipeline of
+// tiles", has the cycles.
 //
 // A block has 128 keys, four groups of 32; the first and the last of a strip may have fewer. The scores of a
 // group are one product of the engine, as are 32 columns of the output with a block. In the first half of a
@@ -28,12 +28,15 @@ class ForwardPipeline {
         scores_(scratch.weights.block),
         weights_(scratch.weights.pipeline),
         sums_(reinterpret_cast<float*>(weights_ + 2 * kBlockPairs)),
+        masks_(scratch.weights.masks),
+        block_(scratch.block),
         score_steps_(product_pairs(p.head_dim) / 16),
         value_panels_(p.value_dim / 32) {}
 
   // Takes blocks off the keys of strips that all have some, and returns `end`; or sooner, the strip with a
-  // block in which the maximum of some row has to move or is too large, which is still there.
-  PipelinedKeys* run(PipelinedKeys* strips, const PipelinedKeys* end) {
+  // block in which the maximum of some row had to move (moved()) or is too large. It is still there.
+  PipelinedKeys* run(PipelinedKeys* strips, PipelinedKeys* end) {
+    moved_ = false;
     if constexpr (kPieces > 1) {
       return run_beside<1>(strips, end);  // more products, and more work in a step
     } else {
@@ -42,6 +45,8 @@ class ForwardPipeline {
       return steps >= 8 ? run_beside<4>(strips, end) : run_beside<8>(strips, end);
     }
   }
+
+  bool moved() const { return moved_; }
 
  private:
   using Weigher = PipelineWeigher<kPieces>;
@@ -53,20 +58,26 @@ class ForwardPipeline {
   static constexpr bool kInPlace = kPieces == 1;
 
   template <int kBeside>
-  __attribute__((noinline)) PipelinedKeys* run_beside(PipelinedKeys* keys, const PipelinedKeys* end) {
+  __attribute__((noinline)) PipelinedKeys* run_beside(PipelinedKeys* keys, PipelinedKeys* end) {
     NoWork none;
     Weigher work;
     unstored_ = {};  // tiles hold whatever was multiplied since the last run
     Place before{}, here{keys, keys->from, keys->end_of_block(keys->from), 0};
-    two_scores<0>(here, 0, none);
+    if (p_.mask.data != nullptr) load_visible_masks(p_, here, end, masks_of(here));
+    if (here) two_scores<0>(here, 0, none);
     while (here) {
+      here.keys->from = here.from;
       if (before.keys != here.keys) has_shifts_ = false;
       if (!make_ready(here, 0, work)) break;
-      const Place next = here.next(end);
+      Place next = here.next(end);
+      if (p_.mask.data != nullptr) load_visible_masks(p_, next, end, masks_of(next));
       const bool ready = weigh_beside<kBeside>(before, here, next, work);
-      if (!ready || !work.add_sums(here.strip())) return here.keys;
+      const uint32_t higher = ready ? work.lanes_too_high() : 0;
+      if (higher != 0) move_maxima(here, higher);
+      if (!ready || higher != 0) return here.keys;
+      work.add_sums(here.strip());
       if (values_.special(here.from, here.end - here.from)) {
-        add_special_values(p_, here, values_, weights_of(here));
+        add_special_values(p_, here, values_, weights_of(here), masks_of(here));
       }
       here.keys->from = here.end;
       before = here;
@@ -77,7 +88,7 @@ class ForwardPipeline {
       store();
       add_output(before);
     }
-    return here ? here.keys : before.keys + 1;
+    return here ? here.keys : end;
   }
 
   template <int kBeside>
@@ -111,11 +122,14 @@ class ForwardPipeline {
   // in memory, and the second comes there before it is reached; a single one is still in tiles. Returns false
   // where a maximum is larger than a weigher takes.
   SELFATTN_INLINE bool make_ready(const Place& place, int64_t half, Weigher& work) {
-    const HalfBlock scores(place, half, keys_);
-    const bool finish = scores.has_hidden() || scores.has_special();
-    if (!finish && has_shifts_ && scores.rows() == kHalfKeys) return true;
+    const HalfBlock scores(p_, place, half, keys_);
+    const bool finished = scores.is_finished();
+    if (finished && has_shifts_ && scores.rows() == kHalfKeys) return true;
     store();
-    if (finish) scores.finish(p_, scores_);
+    if (!finished) {
+      block_.mask = masks_of(place) + half * kHalfKeys * kLd;
+      scores.finish(block_, scores_);
+    }
     return has_shifts_ || take_shifts(place.strip(), scores.rows(), work);
   }
 
@@ -181,7 +195,7 @@ class ForwardPipeline {
   // Lanes that have no maximum yet get that of the scores in memory. Returns false where one is larger than a
   // weigher takes.
   SELFATTN_INLINE bool take_shifts(const ForwardStrip<Pairs>& strip, int64_t keys, Weigher& work) {
-    const __m512 scale = _mm512_set1_ps(strip.rest_of_scale);
+    const __m512 scale = scale_of(strip);
     has_shifts_ = true;
     const __m512 first = shift_of(strip, keys, 0), second = shift_of(strip, keys, 16);
     if (Weigher::is_large(first) || Weigher::is_large(second)) return false;
@@ -204,6 +218,46 @@ class ForwardPipeline {
     return _mm512_mask_blend_ps(hidden, max, _mm512_setzero_ps());
   }
 
+  // The maxima of some lanes of a strip follow the scores of a block; the other lanes notice nothing.
+  __attribute__((noinline)) void move_maxima(const Place& place, uint32_t lanes) {
+    ForwardStrip<Pairs>& strip = place.strip();
+    __m512 most[2] = {_mm512_loadu_ps(strip.row_max), _mm512_loadu_ps(strip.row_max + 16)};
+    for (int64_t from = place.from; from < place.end; from += kKeyBlock) {
+      const int64_t keys = smaller(place.end - from, kKeyBlock);
+      float factor;
+      block_.mask = masks_;
+      if (!score_block<Pairs>(p_, strip, place.keys->first + from, keys, keys_, from, block_, scores_,
+                              &factor)) {
+        continue;
+      }
+      for (int i = 0; i < 2; ++i) {
+        const __m512 scores = most_of_lanes<Pairs>(keys, scores_ + 16 * i);
+        most[i] = _mm512_max_ps(_mm512_mul_ps(scores, _mm512_set1_ps(factor)), most[i]);
+      }
+    }
+    for (int64_t lane = 0; lane < strip.vecs * 16; lane += 16) {
+      const auto moving = static_cast<__mmask16>(lanes >> lane);
+      const auto multiply = [&](float* to, __m512 factor) {
+        _mm512_storeu_ps(to + lane, _mm512_mul_ps(_mm512_loadu_ps(to + lane), factor));
+      };
+      const __m512 old = _mm512_loadu_ps(strip.row_max + lane), now = most[lane / 16];
+      const __m512 rescale = exp_nonpositive<float>(_mm512_sub_ps(old, now));
+      const __m512 factor = _mm512_mask_blend_ps(moving, _mm512_set1_ps(1.0f), rescale);
+      _mm512_storeu_ps(strip.row_max + lane, _mm512_mask_blend_ps(moving, old, now));
+      _mm512_storeu_ps(strip.rescale + lane, factor);
+      multiply(strip.row_sum, factor);
+      multiply(strip.used_sum, factor);
+    }
+    strip.rescale_out(p_);
+    moved_ = true;
+  }
+
+  // What scores in memory are still to be multiplied by.
+  __m512 scale_of(const ForwardStrip<Pairs>& strip) const {
+    return _mm512_set1_ps(alters_scores(p_) ? 1.0f : strip.rest_of_scale);
+  }
+
+  float* masks_of(const Place& place) const { return masks_ + place.number % 2 * kPipelineKeys * kLd; }
   uint32_t* weights_of(const Place& place) const { return weights_ + place.number % 2 * kBlockPairs; }
 
   const AttentionParams& p_;
@@ -212,17 +266,19 @@ class ForwardPipeline {
   float* const scores_;      // [2 groups][32 keys][kLd]
   uint32_t* const weights_;  // [2 blocks][64 pairs of keys][kPieces][kLd]
   float* const sums_;        // of several pieces [value_dim][kLd]
+  float* const masks_;       // [2 blocks][2 halves][kHalfKeys][kLd]
+  BlockScratch<Pairs> block_;
   const int64_t score_steps_, value_panels_;
   PairEngine::Sums unstored_;  // where the tiles of the last product belong
   bool has_shifts_{};          // each lane of the strip has a maximum
+  bool moved_{};
 };
 
 // The keys of a strip among the `loaded` ones that the operands hold from key `first` on, if they go through
 // the pipeline. None where a row must not depend on its neighbours: see batch_invariant.
 inline PipelinedKeys pipelined_keys(const AttentionParams& p, ForwardStrip<Pairs>& strip, int64_t first,
                                     int64_t loaded) {
-  if (strip.vecs != 2 || p.value_dim % 32 != 0 || p.mask.data != nullptr || p.softcap > 0.0 ||
-      p.alibi_slopes.data != nullptr || p.dropout.enabled || p.batch_invariant) {
+  if (strip.vecs != 2 || p.value_dim % 32 != 0 || p.dropout.enabled || p.batch_invariant) {
     return {&strip, first, 0, 0, {0, 0}};
   }
   const KeyRange keys = loaded_keys_of(strip, first, loaded);
@@ -233,13 +289,14 @@ inline PipelinedKeys pipelined_keys(const AttentionParams& p, ForwardStrip<Pairs
   return {&strip, first, keys.begin - first, keys.end - first, {seen_from - first, seen_end - first}};
 }
 
-// Where a maximum has to move, a block of keys goes as it would without a pipeline.
+// Where a maximum is too large, a block of keys goes as it would without a pipeline.
 template <int kPieces, int kScoreOrder>
 void run_pipeline(const AttentionParams& p, PipelinedKeys* strips, int64_t count,
                   ForwardScratch<Pairs>& scratch) {
   ForwardPipeline<kPieces, kScoreOrder> pipeline(p, scratch);
   PipelinedKeys* const end = strips + count;
   while ((strips = pipeline.run(strips, end)) != end) {
+    if (pipeline.moved()) continue;
     const int64_t keys = smaller(strips->end - strips->from, kKeyBlock);
     forward_block<Pairs>(p, *strips->strip, strips->first + strips->from, keys, strips->from, scratch, false);
     strips->from += keys;

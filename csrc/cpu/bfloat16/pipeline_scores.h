@@ -60,14 +60,32 @@ inline uint32_t lanes_that_see(const AttentionParams& p, const ForwardStrip<Pair
 // What a half of a block needs besides its product.
 class HalfBlock {
  public:
-  SELFATTN_INLINE HalfBlock(const PipelinePlace& place, int64_t half, const RowOperand<Pairs>& rows)
-      : keys_(*place.keys),
+  SELFATTN_INLINE HalfBlock(const AttentionParams& p, const PipelinePlace& place, int64_t half,
+                            const RowOperand<Pairs>& rows)
+      : p_(p),
+        keys_(*place.keys),
         rows_(rows),
         from_(place.from + half * kHalfKeys),
         count_(place.groups_of_half(half) * kGroupKeys),
         real_(smaller(place.end - from_, kHalfKeys)) {}
 
   int64_t rows() const { return count_; }
+  bool is_finished() const { return !alters_scores(p_) && !has_hidden() && !has_special(); }
+
+  // scores: [rows()][kLanes]; a mask's are in scratch.mask.
+  __attribute__((noinline)) void finish(const BlockScratch<Pairs>& scratch, float* scores) const {
+    if (has_special()) {
+      replace_special_scores(rows_, from_, real_, keys_.strip->query, p_.head_dim, keys_.strip->vecs, scores);
+    }
+    if (alters_scores(p_)) {
+      finish_scores<Pairs>(p_, *keys_.strip, keys_.first + from_, real_, scratch, scores);
+      hide(real_, scores);
+    } else {
+      hide(0, scores);
+    }
+  }
+
+ private:
   bool has_hidden() const {
     return from_ < keys_.seen_by_all.begin || from_ + count_ > keys_.seen_by_all.end;
   }
@@ -75,34 +93,57 @@ class HalfBlock {
   bool has_special() const {
     return rows_.pieces > 1 && (keys_.strip->query.special || rows_.special(from_, real_));
   }
-
-  // scores: [rows()][kLanes]
-  __attribute__((noinline)) void finish(const AttentionParams& p, float* scores) const {
-    if (has_special()) {
-      replace_special_scores(rows_, from_, real_, keys_.strip->query, p.head_dim, keys_.strip->vecs, scores);
-    }
+  // By position, from `row` on.
+  void hide(int64_t row, float* scores) const {
     const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
-    for (int64_t row = 0; row < count_; ++row, scores += kLanes<Pairs>) {
+    for (; row < count_; ++row) {
       const int64_t key = keys_.first + from_ + row;
-      const uint32_t seen = row < real_ ? lanes_that_see(p, *keys_.strip, key) : 0;
+      const uint32_t seen = row < real_ ? lanes_that_see(p_, *keys_.strip, key) : 0;
       if (seen == ~uint32_t{0}) continue;
       // Whole vectors, which can be read before they have reached the cache.
-      const auto first = static_cast<__mmask16>(seen), second = static_cast<__mmask16>(seen >> 16);
-      _mm512_storeu_ps(scores, _mm512_mask_blend_ps(first, hidden, _mm512_loadu_ps(scores)));
-      _mm512_storeu_ps(scores + 16, _mm512_mask_blend_ps(second, hidden, _mm512_loadu_ps(scores + 16)));
+      for (int64_t lane = 0; lane < kLanes<Pairs>; lane += 16) {
+        float* at = scores + row * kLanes<Pairs> + lane;
+        const auto lanes = static_cast<__mmask16>(seen >> lane);
+        _mm512_storeu_ps(at, _mm512_mask_blend_ps(lanes, hidden, _mm512_loadu_ps(at)));
+      }
     }
   }
 
- private:
+  const AttentionParams& p_;
   const PipelinedKeys& keys_;
   const RowOperand<Pairs>& rows_;
   int64_t from_, count_, real_;  // rows of the operand, whole groups of them, and those that are keys
 };
 
+// Takes halves that a mask hides off the next blocks, and loads the mask of the block that is left:
+// [half][kHalfKeys][kLanes].
+inline void load_visible_masks(const AttentionParams& p, PipelinePlace& place, const PipelinedKeys* last,
+                               float* masks) {
+  const int64_t number = place.number;
+  while (place) {
+    const int64_t first = place.keys->first;
+    const auto loads = [&](int64_t half) {
+      const int64_t from = place.from + half * kHalfKeys, keys = smaller(place.end - from, kHalfKeys);
+      return load_mask_block(p, place.strip(), first + from, keys, masks + half * kHalfKeys * kLanes<Pairs>);
+    };
+    if (loads(0)) {
+      if (place.halves() == 2 && !loads(1)) place.end = place.from + kHalfKeys;
+      return;
+    }
+    if (place.halves() == 1) {
+      place = place.next(last);
+      place.number = number;
+    } else {
+      place.from += kHalfKeys;
+    }
+  }
+}
+
 // Adds special rows of the values of a block to the output: products took zeros in their place. `pairs`: the
-// weights of the block, [pair of keys][piece][kLanes].
+// weights of the block, [pair of keys][piece][kLanes]; masks: see load_visible_masks.
 inline void add_special_values(const AttentionParams& p, const PipelinePlace& place,
-                               const ColumnOperand<Pairs>& values, const uint32_t* pairs) {
+                               const ColumnOperand<Pairs>& values, const uint32_t* pairs,
+                               const float* masks) {
   constexpr int64_t ld = kLanes<Pairs>;
   const SpecialRows& s = values.specials;
   for (int64_t begin = place.from; begin < place.end; begin += kKeyBlock) {
@@ -118,7 +159,11 @@ inline void add_special_values(const AttentionParams& p, const PipelinePlace& pl
           const __m512i both = _mm512_loadu_si512(pairs + (key / 2 * values.pieces + piece) * ld + lane);
           weight = _mm512_add_ps(weight, key % 2 == 0 ? first_of_pairs(both) : second_of_pairs(both));
         }
-        const auto lanes = static_cast<__mmask16>(seen >> lane);
+        auto lanes = static_cast<__mmask16>(seen >> lane);
+        if (p.mask.data != nullptr) {
+          const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
+          lanes &= _mm512_cmp_ps_mask(_mm512_loadu_ps(masks + key * ld + lane), hidden, _CMP_NEQ_UQ);
+        }
         _mm512_storeu_ps(s.weights + count * ld + lane, weight);
         _mm512_storeu_ps(s.visible + count * ld + lane, _mm512_maskz_mov_ps(lanes, _mm512_set1_ps(1.0f)));
       }

@@ -43,10 +43,13 @@ class PipelineWeigher {
     __asm__("" : "+v"(one_), "+v"(least_), "+v"(to_power_), "+v"(kept_), "+v"(halves_), "+Yk"(low_halves_));
   }
 
-  // Whether one of 16 maxima is one whose product with log2(e) is rounded by more than take_shift mends.
+  // Whether one of 16 maxima is one whose product with log2(e) is rounded by more than take_shift mends. That
+  // of an infinite one is exact.
   static SELFATTN_INLINE bool is_large(__m512 max) {
-    constexpr float kMost = 1 << 20;
-    return kPieces == 1 && _mm512_cmp_ps_mask(_mm512_set1_ps(kMost), _mm512_abs_ps(max), _CMP_LT_OQ) != 0;
+    constexpr float kMost = 1 << 20, kInfinity = std::numeric_limits<float>::infinity();
+    const __m512 magnitude = _mm512_abs_ps(max);
+    return kPieces == 1 && (_mm512_cmp_ps_mask(_mm512_set1_ps(kMost), magnitude, _CMP_LT_OQ) &
+                            _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(kInfinity), _CMP_LT_OQ)) != 0;
   }
   // The maxima of 16 rows: finite, or 0 where everything is hidden so far.
   template <int kVec>
@@ -88,17 +91,17 @@ class PipelineWeigher {
     first_.above = first_.below = first_.used = _mm512_setzero_ps();
     second_.above = second_.below = second_.used = _mm512_setzero_ps();
   }
-  // Adds the sums since clear() to the strip's, if the weights may stay: false if a maximum has to move.
-  SELFATTN_INLINE bool add_sums(const ForwardStrip<Pairs>& strip) const {
+  // Lanes whose sum since clear() says that their maximum has to move: one bit each.
+  SELFATTN_INLINE uint32_t lanes_too_high() const {
     const __m512 most = _mm512_set1_ps(kMostBlockSum);
-    const __m512 first = _mm512_add_ps(first_.above, first_.below);
-    const __m512 second = _mm512_add_ps(second_.above, second_.below);
-    const int higher =
-        _mm512_cmp_ps_mask(most, first, _CMP_LT_OQ) | _mm512_cmp_ps_mask(most, second, _CMP_LT_OQ);
-    if (higher != 0) return false;
-    add_to(strip, 0, first, first_);
-    add_to(strip, 16, second, second_);
-    return true;
+    const uint32_t first = _mm512_cmp_ps_mask(most, sum_of(first_), _CMP_LT_OQ);
+    const uint32_t second = _mm512_cmp_ps_mask(most, sum_of(second_), _CMP_LT_OQ);
+    return first | second << 16;
+  }
+  // Adds the sums since clear() to the strip's.
+  SELFATTN_INLINE void add_sums(const ForwardStrip<Pairs>& strip) const {
+    add_to(strip, 0, sum_of(first_), first_);
+    add_to(strip, 16, sum_of(second_), second_);
   }
 
  private:
@@ -113,6 +116,7 @@ class PipelineWeigher {
   static constexpr int kTerms = kPieces + 3;  // exp_terms
   static constexpr float kLn2 = 0.69314718f;
 
+  static SELFATTN_INLINE __m512 sum_of(const Lanes& lanes) { return _mm512_add_ps(lanes.above, lanes.below); }
   template <int kVec>
   SELFATTN_INLINE Lanes& lanes_of() {
     if constexpr (kVec == 0) return first_;

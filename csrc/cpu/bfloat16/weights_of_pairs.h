@@ -20,6 +20,7 @@ struct WeightOperand<Pairs> {
   int64_t depth_of_rows, row_pieces;  // of several pieces there are no panels, and rows lie close together
   int pieces;
   uint32_t* pipeline;  // see pipeline.h: two blocks of weights and, of several pieces, a block's output
+  float* masks;        // [2 blocks][2 halves][kKeyBlock][kLanes] there
   // [kLanes] 1 where the block may hold numbers without pieces: these lanes have pieces of 0, and products
   // use the block itself. nullptr where all are 0.
   const float* in_float = nullptr;
@@ -29,8 +30,9 @@ struct WeightOperand<Pairs> {
     const int64_t output = round_up_to_vector<float>(p.value_dim) * kLanes<Pairs>;
     return 4 * Pairs::pieces(p) * kLanePieces + (Pairs::pieces(p) > 1 ? output : 0);
   }
+  static constexpr int64_t kMasks = PairEngine::kTiles ? 4 * kKeyBlock * kLanes<Pairs> : 0;
   static int64_t bytes(const AttentionParams& p) {
-    return Arena::bytes_for<float>(kKeyBlock * kLanes<Pairs>) +
+    return Arena::bytes_for<float>(kKeyBlock * kLanes<Pairs>) + Arena::bytes_for<float>(kMasks) +
            Arena::bytes_for<uint32_t>(Pairs::pieces(p) * kLanePieces) +
            Arena::bytes_for<uint32_t>(Pairs::pieces(p) * kRowPieces) +
            Arena::bytes_for<uint32_t>(pipeline_size(p));
@@ -41,6 +43,7 @@ struct WeightOperand<Pairs> {
     lanes = arena.take<uint32_t>(pieces * kLanePieces);
     rows = arena.take<uint32_t>(pieces * kRowPieces);
     pipeline = arena.take<uint32_t>(pipeline_size(p));
+    masks = arena.take<float>(kMasks);
     depth_of_rows = pieces == 1 ? kDepthOfRows : round_up(kLanes<Pairs>, kDepthStep);
     row_pieces = kKeyBlock * depth_of_rows / 2;
   }
