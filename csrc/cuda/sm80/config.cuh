@@ -69,6 +69,10 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>>> {
   // Whether the numbers of rows lie in shared memory while products are computed, as registers have no room.
   static constexpr bool kParks = Config::kPlain && kDimOf == 128;
 
+  // Blocks for which the registers of a multiprocessor have to do: few queries wait for memory, and few
+  // blocks ask for little of it at a time.
+  static constexpr int kLeastBlocks = Config::kFewQuery && !Config::kFloat32 && kDimOf <= 96 ? 4 : 1;
+
   // Whether registers hold addresses in shared memory and of tiles from one tile to the next.
   static constexpr bool kKeepsAddresses = Config::kPlain && kDimOf <= 64;
 

@@ -177,7 +177,8 @@ class Forward : TileScores<C> {
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, 1) forward_kernel(const __grid_constant__ Plan plan) {
+__global__ void __launch_bounds__(C::kThreads, C::kLeastBlocks)
+    forward_kernel(const __grid_constant__ Plan plan) {
   SELFATTN_DYNAMIC_SHARED(memory);
   const int64_t block = block_of_grid();
   if (block < plan.blocks) Forward<C>(plan, block, memory).run();
