@@ -36,7 +36,7 @@ LIMITS = {
     "sm80/*float32_32/*": Limit(registers=232, tensor_cores=True),  # two blocks of 128 threads, as with 200
     "sm80/*_32/*": Limit(registers=200, tensor_cores=True),
     "sm80/*float32_64/*": Limit(registers=240, tensor_cores=True),  # two
-    "sm80/*_64/*": Limit(registers=240, tensor_cores=True),
+    "sm80/*_64/*": Limit(registers=248, tensor_cores=True),
     "sm80/*_96/*": Limit(registers=252, tensor_cores=True),
     "sm80/*/*": Limit(registers=255, tensor_cores=True),
     "backward/*statistics/*": Limit(registers=32),

@@ -70,11 +70,19 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>>> {
   static constexpr bool kParks = Config::kPlain && kDimOf == 128;
 
   // Blocks for which the registers of a multiprocessor have to do: few queries wait for memory, and few
-  // blocks ask for little of it at a time.
-  static constexpr int kLeastBlocks = Config::kFewQuery && !Config::kFloat32 && kDimOf <= 96 ? 4 : 1;
+  // blocks ask for little of it at a time; tiles of 32 dims are small.
+  static constexpr int least_blocks() {
+    if (Config::kFloat32) return 1;
+    if (Config::kFewQuery) return kDimOf <= 96 ? 4 : 1;
+    return Config::kPlain && kDimOf == 32 ? 3 : 1;
+  }
 
   // Whether registers hold addresses in shared memory and of tiles from one tile to the next.
-  static constexpr bool kKeepsAddresses = Config::kPlain && kDimOf <= 64;
+  static constexpr bool kKeepsAddresses = Config::kPlain && kDimOf == 64;
+
+  // Whether nothing comes between the products of a whole tile: with loads that run ahead of all of them,
+  // 96 dims spill, and 32 dims where three blocks are to fit.
+  static constexpr bool kLean = Config::kPlain && kDimOf != 32 && kDimOf != 96;
 
   // The next smaller padded dim: whatever chooses this one is larger.
   static constexpr int kBelow = kDimOf == 32    ? 0
@@ -86,7 +94,7 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>>> {
   // Whether a step of 16 dims may lie beyond the true dim, and is worth asking: where head dim and value dim
   // differ much, whole runs of four steps are skipped; asking more often would only hinder scheduling.
   static __host__ __device__ constexpr bool asks_whether_beyond(int step) {
-    return !Config::kPlain && step > 0 && (step % 4 == 0 || step > kBelow / 16);
+    return !kLean && step > 0 && (step % 4 == 0 || step > kBelow / 16);
   }
 };
 

@@ -57,7 +57,7 @@ class Forward : TileScores<C> {
     }
     ptx::copy_async_commit();
     while (tile >= first) {
-      if constexpr (C::kPlain) {
+      if constexpr (C::kLean) {
         // Most tiles, in a loop of their own: branches among its products would keep the compiler from
         // choosing their order.
         const int least = static_cast<int>(divide_up(work_.whole_begin, C::kKeys));
@@ -177,7 +177,7 @@ class Forward : TileScores<C> {
 };
 
 template <class C>
-__global__ void __launch_bounds__(C::kThreads, C::kLeastBlocks)
+__global__ void __launch_bounds__(C::kThreads, C::least_blocks())
     forward_kernel(const __grid_constant__ Plan plan) {
   SELFATTN_DYNAMIC_SHARED(memory);
   const int64_t block = block_of_grid();
