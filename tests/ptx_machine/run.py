@@ -75,8 +75,8 @@ def all_steps() -> dict[str, Step]:
 
 def quick_steps() -> dict[str, Step]:
     return {
-        "cuda": Step(("test_cuda.py", "test_cuda_capture.py")),
-        "device": Step(("test_functional.py",), variables=ON_CUDA),
+        "cuda": Step(("test_cuda_capture.py", "test_cuda_switches.py", "test_cuda_runtime.py")),
+        "numbers": Step(("test_cuda.py",), ("-k", "strides or layouts or see_nothing or refusals or seed")),
     }
 
 
@@ -111,7 +111,7 @@ def run(name: str, step: Step, library: Path, arguments: list[str]) -> bool:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--quick", action="store_true", help="a part, in two minutes after the build")
+    parser.add_argument("--quick", action="store_true", help="a part of them")
     parser.add_argument("--steps", nargs="+", help=f"some of {', '.join(all_steps())}")
     arguments, of_pytest = parser.parse_known_args()
     steps = quick_steps() if arguments.quick else all_steps()

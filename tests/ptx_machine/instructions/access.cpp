@@ -88,18 +88,32 @@ Window window_of(const Warp& warp, Space space) {
   }
 }
 
+// Which lane is beside the memory.
+[[noreturn]] void fail_in_window(const Warp& warp, const Instruction& ins, u32 mask,
+                                 const MemoryAccess& access, const Window& window, u64 first,
+                                 const Addresses& addresses) {
+  for (int l = 0; l < kLanes; ++l) {
+    const u64 address = addresses.of_lane[l];
+    if (!on(mask, l) || (address >= first && address - first + access.bytes <= window.bytes)) continue;
+    fail_outside(warp, ins, l, access, address,
+                 "the " + std::to_string(window.bytes) + " bytes of " + window.name + " memory from " +
+                     std::to_string(first));
+  }
+  fail_outside(warp, ins, first_lane(mask), access, addresses.low, "every memory");
+}
+
 void resolve_in_window(Warp& warp, const Instruction& ins, u32 mask, const MemoryAccess& access, Space space,
                        u64 base, const Addresses& addresses, u8* (&pointers)[kLanes]) {
   const Window window = window_of(warp, space);
+  const u64 first = base + window.start;
+  if (addresses.low < first || addresses.high - first + access.bytes > window.bytes) {
+    fail_in_window(warp, ins, mask, access, window, first, addresses);
+  }
+  // Those of lanes that are not in the mask are not looked at.
+  const u64 memory = reinterpret_cast<u64>(window.memory) - first;
   for (int l = 0; l < kLanes; ++l) {
-    if (!on(mask, l)) continue;
-    const u64 offset = addresses.of_lane[l] - base - window.start;
-    if (offset > window.bytes || offset + access.bytes > window.bytes) {
-      fail_outside(warp, ins, l, access, addresses.of_lane[l],
-                   std::string("the ") + std::to_string(window.bytes) + " bytes of " + window.name +
-                       " memory from " + std::to_string(base + window.start));
-    }
-    pointers[l] = window.memory + offset + window.per_lane * static_cast<u64>(l);
+    const u64 pointer = memory + addresses.of_lane[l] + window.per_lane * static_cast<u64>(l);
+    pointers[l] = reinterpret_cast<u8*>(pointer);
   }
   if (space != Space::kShared) return;
   if (warp.block->races != nullptr && !access.is_copy) {
@@ -116,10 +130,10 @@ void resolve_in_device_memory(Warp& warp, const Instruction& ins, u32 mask, cons
                               const Addresses& addresses, u8* (&pointers)[kLanes]) {
   const bool known = ins.found_version == memory_version && addresses.low >= ins.found.begin &&
                      addresses.high + access.bytes <= ins.found.end;
-  for (int l = 0; l < kLanes; ++l) {
-    pointers[l] = reinterpret_cast<u8*>(addresses.of_lane[l]);
-    if (known || !on(mask, l)) continue;
+  for (int l = 0; l < kLanes; ++l) pointers[l] = reinterpret_cast<u8*>(addresses.of_lane[l]);
+  for (u32 rest = known ? 0 : mask; rest != 0; rest &= rest - 1) {
     Range range;
+    const int l = first_lane(rest);
     const u64 address = addresses.of_lane[l];
     if (!find_memory(address, &range) || address + access.bytes > range.end) {
       fail_outside(warp, ins, l, access, address, "device memory" + describe_memory(address));

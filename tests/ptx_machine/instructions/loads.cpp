@@ -24,17 +24,18 @@ template <class Element, class Register>
 void load(Warp& warp, const Instruction& ins, u32 mask) {
   u8* pointers[kLanes];
   resolve(warp, ins, mask, access_of(ins, sizeof(Element), Access::kRead), pointers);
-  Register* registers[kMostElements];
   for (int n = 0; n < ins.count; ++n) {
-    registers[n] = ins.operands[1 + n] == kNoOperand ? nullptr : warp.target<Register>(ins, 1 + n);
-  }
-  for (u32 rest = mask; rest != 0; rest &= rest - 1) {
-    const int l = first_lane(rest);
-    for (int n = 0; n < ins.count; ++n) {
-      if (registers[n] == nullptr) continue;
+    if (ins.operands[1 + n] == kNoOperand) continue;
+    auto* const registers = warp.target<Register>(ins, 1 + n);
+    const auto load_lane = [&](int l) {
       Element element;
       std::memcpy(&element, pointers[l] + sizeof(Element) * static_cast<size_t>(n), sizeof(element));
-      registers[n][l] = static_cast<Register>(element);
+      registers[l] = static_cast<Register>(element);
+    };
+    if (mask == kWholeWarp) {
+      for (int l = 0; l < kLanes; ++l) load_lane(l);
+    } else {
+      for (u32 rest = mask; rest != 0; rest &= rest - 1) load_lane(first_lane(rest));
     }
   }
 }
@@ -44,11 +45,15 @@ void store(Warp& warp, const Instruction& ins, u32 mask) {
   u8* pointers[kLanes];
   resolve(warp, ins, mask, access_of(ins, sizeof(Element), Access::kWrite), pointers);
   for (int n = 0; n < ins.count; ++n) {
-    const Register* registers = warp.source<Register>(ins, 1 + n);
-    for (u32 rest = mask; rest != 0; rest &= rest - 1) {
-      const int l = first_lane(rest);
+    const auto* const registers = warp.source<Register>(ins, 1 + n);
+    const auto store_lane = [&](int l) {
       const auto element = static_cast<Element>(registers[l]);
       std::memcpy(pointers[l] + sizeof(Element) * static_cast<size_t>(n), &element, sizeof(element));
+    };
+    if (mask == kWholeWarp) {
+      for (int l = 0; l < kLanes; ++l) store_lane(l);
+    } else {
+      for (u32 rest = mask; rest != 0; rest &= rest - 1) store_lane(first_lane(rest));
     }
   }
 }
