@@ -120,15 +120,16 @@ def test_tools_that_watch_for_faults_leave_it_alone(
 
 
 #: What forward and backward of one head execute with 64 queries, 64 keys and head dim 64. A product of two
-#: 64 x 64 matrices is 4 x 4 tiles of the result, 2 deep: 32. The forward has two; the backward five, and half
-#: a one for delta, which 16-bit inputs take twice (of the output and of its rounding error). "high" takes
-#: three products of pieces, "highest" six, float16 three and for scores, dP and delta four.
+#: 64 x 64 matrices is 4 x 4 tiles of the result, 2 deep: 32. The forward has two; the backward five, and
+#: delta, the diagonal of one (4 tiles, 2 deep), which 16-bit inputs take twice (of the output and of its
+#: rounding error). "high" takes three products of pieces, "highest" six, float16 three and for scores, dP
+#: and delta four.
 EXECUTED = {
-    ("bfloat16", "highest"): (2 * 32, 6 * 32),
-    ("float16", "highest"): (7 * 32, 4 * 3 * 32 + 3 * 3 * 32),
-    ("float32", "medium"): (2 * 32, 5 * 32 + 16),
-    ("float32", "high"): (3 * 2 * 32, 3 * (5 * 32 + 16)),
-    ("float32", "highest"): (6 * 2 * 32, 6 * (5 * 32 + 16)),
+    ("bfloat16", "highest"): (2 * 32, 5 * 32 + 2 * 8),
+    ("float16", "highest"): (7 * 32, 4 * (2 * 32 + 2 * 8) + 3 * 3 * 32),
+    ("float32", "medium"): (2 * 32, 5 * 32 + 8),
+    ("float32", "high"): (3 * 2 * 32, 3 * (5 * 32 + 8)),
+    ("float32", "highest"): (6 * 2 * 32, 6 * (5 * 32 + 8)),
     ("float64", "highest"): (0, 0),
 }
 
