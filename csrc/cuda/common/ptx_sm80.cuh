@@ -105,13 +105,6 @@ __device__ __forceinline__ int opaque(int value) {
   return value;
 }
 
-// The same, of which a loop may keep what is computed from it. The compiler does not see bits of an address
-// that are known: it would put them into new addresses, instead of adding a number that the load itself adds.
-__device__ __forceinline__ int unknown(int value) {
-  asm("" : "+r"(value));
-  return value;
-}
-
 }  // namespace selfattn::cuda::ptx
 
 #undef SELFATTN_PTX_SM80

@@ -66,7 +66,8 @@ template <DType kDTypeOf, int kDimOf, Path kPathOf>
 struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>>> {
   static constexpr int kKeys = Config::kColumns;
 
-  // Whether the numbers of rows lie in shared memory while products are computed, as registers have no room.
+  // Whether registers are so scarce that the numbers of rows lie in shared memory while products are
+  // computed, and addresses of rows are worked out for every tile.
   static constexpr bool kParks = Config::kPlain && kDimOf == 128;
 
   // Blocks for which the registers of a multiprocessor have to do: few queries wait for memory, and few
@@ -76,9 +77,6 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>>> {
     if (Config::kFewQuery) return kDimOf <= 96 ? 4 : 1;
     return Config::kPlain && kDimOf == 32 ? 3 : 1;
   }
-
-  // Whether registers hold addresses in shared memory and of tiles from one tile to the next.
-  static constexpr bool kKeepsAddresses = Config::kPlain && kDimOf == 64;
 
   // Whether nothing comes between the products of a whole tile: with loads that run ahead of all of them,
   // 96 dims spill, and 32 dims where three blocks are to fit.

@@ -77,31 +77,6 @@ __device__ __forceinline__ int exchanged(int row, int column) {
   return row * kColumns + (column ^ (row & (kBlocks - 1)) << 3);
 }
 
-// Calls body(first, row, column, numbers, exists) for eight neighbouring numbers of a row that the warp has
-// put there: 16 bytes of 16-bit results for each lane. Lanes take several rows at a time, from `first` on;
-// not all of them have numbers. Collective of the warp.
-template <class C, class Body>
-__device__ __forceinline__ void for_each_chunk(const float* rows, const Lane<C>& lane, int end, int columns,
-                                               const Body& body) {
-  constexpr int kLanes = C::kDim / 8, kRowsAtOnce = kWarp / kLanes;
-  const int row_of_lane = lane.lane / kLanes, column = lane.lane % kLanes * 8;
-  const bool works = row_of_lane < kRowsAtOnce && column < columns;
-#pragma unroll 1
-  for (int first = lane.first_row; first < end; first += kRowsAtOnce) {
-    const int r = first + row_of_lane;
-    const bool exists = works && r < end;
-    float numbers[8] = {};
-    if (exists) {
-      const auto* four = reinterpret_cast<const float4*>(rows + exchanged<C::kDim>(r, column));
-      const float4 low = four[0], high = four[1];
-      const float all[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-#pragma unroll
-      for (int i = 0; i < 8; ++i) numbers[i] = all[i];
-    }
-    body(first, r, column, numbers, exists);
-  }
-}
-
 // Eight neighbouring 16-bit elements, the first of which is at a multiple of 16 bytes.
 template <DType kDType>
 __device__ __forceinline__ void store_chunk(void* tensor, int64_t at, const float (&x)[8]) {
@@ -112,42 +87,72 @@ __device__ __forceinline__ void store_chunk(void* tensor, int64_t at, const floa
   *reinterpret_cast<uint4*>(static_cast<uint16_t*>(tensor) + at) = uint4{pair(0), pair(1), pair(2), pair(3)};
 }
 
-// The results of a warp's rows, 16 bytes at a time.
+// Calls body(row, column, numbers) for eight neighbouring numbers of a row that the warp has put there: 16
+// bytes of 16-bit results for each lane, in several rows at a time.
+template <class C, class Body>
+__device__ __forceinline__ void for_each_chunk(const float* rows, const Lane<C>& lane, int end, int columns,
+                                               const Body& body) {
+  constexpr int kLanes = C::kDim / 8, kRowsAtOnce = kWarp / kLanes;
+  const int row_of_lane = lane.lane / kLanes, column = lane.lane % kLanes * 8;
+  if (row_of_lane >= kRowsAtOnce || column >= columns) return;
+#pragma unroll 1
+  for (int r = lane.first_row + row_of_lane; r < end; r += kRowsAtOnce) {
+    const auto* four = reinterpret_cast<const float4*>(rows + exchanged<C::kDim>(r, column));
+    const float4 low = four[0], high = four[1];
+    const float numbers[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+    body(r, column, numbers);
+  }
+}
+
+// The results of a warp's rows by chunks. Returns whether all that the lane has written is finite.
 template <class C>
-__device__ __forceinline__ void write_chunks(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+__device__ __forceinline__ bool write_chunks(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
                                              const float* rows, int end) {
   using E = Element<C::kDType>;
+  bool finite = true;
+  const int columns = static_cast<int>(plan.params.value_dim);
+  for_each_chunk(rows, lane, end, columns, [&](int r, int column, const float (&x)[8]) {
+    const int64_t at = work.offset(plan.outputs.out, work.row(r)) + column;
+    store_chunk<C::kDType>(plan.outputs.out.data, at, x);
+    if (plan.outputs.out_residual != nullptr) {
+      float rest[8];
+#pragma unroll
+      for (int i = 0; i < 8; ++i) rest[i] = x[i] - E::widen(E::narrow(x[i]));
+      store_chunk<C::kDType>(plan.outputs.out_residual, at, rest);
+    }
+#pragma unroll
+    for (int i = 0; i < 8; i += 2) finite = finite && is_finite_number(x[i] + x[i + 1]);
+  });
+  return finite;
+}
+
+// The same by pairs of numbers, for results that no 16 bytes fit, and the sums of a split.
+template <class C>
+__device__ __forceinline__ bool write_pairs(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+                                            const float* rows, int end, bool partial) {
   const AttentionParams& p = plan.params;
-  constexpr int kLanes = C::kDim / 8;
-  for_each_chunk(rows, lane, end, static_cast<int>(p.value_dim),
-                 [&](int first, int r, int column, const float (&x)[8], bool exists) {
-                   const int64_t at = work.offset(plan.outputs.out, work.row(r)) + column;
-                   if (exists) {
-                     store_chunk<C::kDType>(plan.outputs.out.data, at, x);
-                     if (plan.outputs.out_residual != nullptr) {
-                       float rest[8];
-#pragma unroll
-                       for (int i = 0; i < 8; ++i) rest[i] = x[i] - E::widen(E::narrow(x[i]));
-                       store_chunk<C::kDType>(plan.outputs.out_residual, at, rest);
-                     }
-                   }
-                   if constexpr (kMayOverflow<C::kDType>) {
-                     bool finite = true;
-#pragma unroll
-                     for (int i = 0; i < 8; i += 2) finite = finite && is_finite_number(x[i] + x[i + 1]);
-                     uint32_t broken = __ballot_sync(kWholeWarp, !finite);
-                     if (broken == 0) return;
-                     __syncwarp();
+  bool finite = true;
 #pragma unroll 1
-                     for (int n = 0; n < kWarp / kLanes; ++n) {
-                       if ((broken >> n * kLanes & (kLanes == 32 ? ~0u : (1u << kLanes % 32) - 1)) == 0)
-                         continue;
-                       const RowOf row = work.row(first + n);
-                       mend_overflow<C::kDType>(p, plan.outputs, work.batch, row.head, row.query, 0,
-                                                p.value_dim);
-                     }
-                   }
-                 });
+  for (int r = lane.first_row; r < end; ++r) {
+    const RowOf row = work.row(r);
+    const int64_t at =
+        partial
+            ? (plan.split_launch.state(p.heads, work.batch, row.head, row.query) + work.split) * p.value_dim
+            : work.offset(plan.outputs.out, row);
+#pragma unroll 1
+    for (int column = lane.lane * 2; column < p.value_dim; column += 2 * kWarp) {
+      const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));
+      const bool both = column + 1 < p.value_dim;
+      if (partial) {
+        plan.split_launch.out[at + column] = pair.x;
+        if (both) plan.split_launch.out[at + column + 1] = pair.y;
+      } else {
+        finite = finite && is_finite_number(pair.x + pair.y);
+        store_results<C::kDType>(plan, at + column, pair.x, pair.y, both);
+      }
+    }
+  }
+  return finite;
 }
 
 template <class C>
@@ -186,32 +191,21 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
   }
   __syncwarp();
   const int end = min(lane.first_row + C::kWarpRows, work.rows);
-  if constexpr (!C::kFloat32) {
-    if (!partial && plan.out_vectors) return write_chunks(plan, work, lane, rows, end);
+  bool finite;
+  if constexpr (C::kFloat32) {
+    finite = write_pairs(plan, work, lane, rows, end, partial);
+  } else {
+    finite = !partial && plan.out_vectors ? write_chunks(plan, work, lane, rows, end)
+                                          : write_pairs(plan, work, lane, rows, end, partial);
   }
+  if constexpr (kMayOverflow<C::kDType>) {
+    if (__all_sync(kWholeWarp, finite)) return;
+    __syncwarp();
 #pragma unroll 1
-  for (int r = lane.first_row; r < end; ++r) {
-    const RowOf row = work.row(r);
-    const int64_t at =
-        partial
-            ? (plan.split_launch.state(p.heads, work.batch, row.head, row.query) + work.split) * p.value_dim
-            : work.offset(plan.outputs.out, row);
-    bool finite = true;
-#pragma unroll 1
-    for (int column = lane.lane * 2; column < p.value_dim; column += 2 * kWarp) {
-      const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));
-      const bool both = column + 1 < p.value_dim;
-      if (partial) {
-        plan.split_launch.out[at + column] = pair.x;
-        if (both) plan.split_launch.out[at + column + 1] = pair.y;
-      } else {
-        finite = finite && is_finite_number(pair.x + pair.y);
-        store_results<C::kDType>(plan, at + column, pair.x, pair.y, both);
-      }
-    }
-    if constexpr (kMayOverflow<C::kDType>) {
-      if (partial || __all_sync(kWholeWarp, finite)) continue;
-      __syncwarp();
+    for (int n = 0; n < C::kWarpRows; ++n) {
+      const int r = Lane<C>().first_row + n;
+      if (r >= work.rows) return;
+      const RowOf row = work.row(r);
       mend_overflow<C::kDType>(p, plan.outputs, work.batch, row.head, row.query, 0, p.value_dim);
     }
   }

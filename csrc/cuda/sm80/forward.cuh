@@ -46,9 +46,8 @@ class Forward : TileScores<C> {
  private:
   __device__ __forceinline__ void attend(bool careful) {
     reset();
-    const int first = work_.begin / C::kKeys;
-    int tile = find_tile(work_.begin < work_.end ? (work_.end - 1) / C::kKeys : first - 1, first);
-    if (tile >= first) {
+    int tile = find_tile(work_.begin < work_.end ? (work_.end - 1) / C::kKeys : first_tile() - 1);
+    if (tile >= first_tile()) {
       if constexpr (C::kPlain) {
         passing_keys_.begin(this->keys_of(tile));
         passing_values_.begin(values_of(tile));
@@ -56,33 +55,32 @@ class Forward : TileScores<C> {
       start_keys<false>(tile);
     }
     ptx::copy_async_commit();
-    while (tile >= first) {
+    while (tile >= first_tile()) {
       if constexpr (C::kLean) {
         // Most tiles, in a loop of their own: branches among its products would keep the compiler from
         // choosing their order.
-        const int least = static_cast<int>(divide_up(work_.whole_begin, C::kKeys));
         if (!careful && p_.pages.table == nullptr && tile < work_.whole_end / C::kKeys) {
-          while (tile >= least) tile = attend_tile<true>(tile, first, false);
-          if (tile < first) break;
+          while (tile * C::kKeys >= work_.whole_begin) tile = attend_tile<true>(tile, false);
+          if (tile < first_tile()) break;
         }
       }
-      tile = attend_tile<false>(tile, first, careful);
+      tile = attend_tile<false>(tile, careful);
     }
   }
 
   // Returns the next tile. kLean: every row sees every key of the tile, so that all of them exist, they are
   // in no pages, and `careful` is false.
   template <bool kLean>
-  __device__ __forceinline__ int attend_tile(int tile, int first, bool careful) {
+  __device__ __forceinline__ int attend_tile(int tile, bool careful) {
     const int first_key = tile * C::kKeys;
     const bool special_scores = this->wait_for_keys();
     start_values<kLean>(tile);
     ptx::copy_async_commit();
     if (has_rows()) this->template compute_scores<kLean>(first_key, special_scores);
 
-    tile = find_tile(tile - 1, first);
+    tile = find_tile(tile - 1);
     const bool special_values = wait_for_values(careful);
-    if (tile >= first) start_keys<kLean>(tile);
+    if (tile >= first_tile()) start_keys<kLean>(tile);
     ptx::copy_async_commit();
     if (has_rows()) {
       softmax_.step(shared_, plan_.scale_log2, scores_, output_);
@@ -123,12 +121,15 @@ class Forward : TileScores<C> {
     return C::kPlain || this->lane().first_row < work_.rows;
   }
 
+  // From shared memory whenever it is asked for: registers are scarcer than reads.
+  __device__ __forceinline__ int first_tile() const { return work_.begin / C::kKeys; }
+
   // The next tile, counting down from `tile`, of which the mask shows anything to some row; its bits are read
   // by then, long before they are needed.
-  __device__ __forceinline__ int find_tile(int tile, int first) {
+  __device__ __forceinline__ int find_tile(int tile) {
     if constexpr (!C::kPlain) {
       if (p_.mask.data == nullptr) return tile;
-      while (tile >= first && !this->load_mask(tile)) --tile;
+      while (tile >= first_tile() && !this->load_mask(tile)) --tile;
     }
     return tile;
   }

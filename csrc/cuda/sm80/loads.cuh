@@ -24,7 +24,7 @@ struct TileShare {
 
   int row, lane;
   __device__ __forceinline__ TileShare() {
-    const unsigned thread = static_cast<unsigned>(this_thread<C>());
+    const unsigned thread = static_cast<unsigned>(this_thread());
     row = static_cast<int>(thread / kLanes);
     lane = static_cast<int>(thread % kLanes);
   }
@@ -187,8 +187,8 @@ __device__ __forceinline__ void start_keys(unsigned char* shared, const Attentio
 }
 
 // What a thread of the plain path brings of one tile of keys or values after another, last to first. It keeps
-// the address of its first row and moves it on: 64-bit products for every tile would keep the warps from
-// their matrix products.
+// the address of its first row and moves it on, as 64-bit products for every tile would keep the warps from
+// their matrix products; where registers are even scarcer, it works it out.
 template <class C, class Storage>
 class PassingRows {
  public:
@@ -200,6 +200,7 @@ class PassingRows {
   template <bool kFull>
   __device__ __forceinline__ void start(unsigned char* shared, const KeyRows& rows, const Work<C>& work) {
     const int64_t stride = rows.view.stride[2];
+    if constexpr (C::kParks) begin(rows);
     start_vectors<C, kFull>(shared, Share(), row_, stride, kFull ? 0 : work.keys - rows.first_key, rows.dim);
     row_ -= C::kKeys * stride;
   }

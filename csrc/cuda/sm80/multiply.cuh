@@ -20,8 +20,7 @@ struct BlockReader {
               right = (kRowsFirst ? lane >> 4 : lane >> 3) & 1;
     const int r = first_row + (lane & 7) + lower * 8;
     row = tile + r * Swizzle<C::kDim>::kRowBytes;
-    const int swizzled = (right ^ Swizzle<C::kDim>::pattern(r)) << 4;
-    chunk = C::kKeepsAddresses ? ptx::unknown(swizzled) : ptx::opaque(swizzled);
+    chunk = ptx::opaque((right ^ Swizzle<C::kDim>::pattern(r)) << 4);
   }
   // The address for columns 16 * step .. and rows moved by a multiple of 16.
   __device__ __forceinline__ const unsigned char* at(int step, int rows) const {
