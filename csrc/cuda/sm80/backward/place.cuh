@@ -37,9 +37,7 @@ struct Place : PlaceOfWork<C, Plan, Work<C>> {
   // Deltas of the queries of the tile.
   __device__ __forceinline__ const float* deltas(const SharedMemory<C>& shared) const {
     if constexpr (!C::kReadsDelta) return shared.delta();
-    const Statistics& statistics = this->plan.statistics;
-    return statistics.delta + this->work.first_statistic + this->work.head * statistics.queries +
-           this->work.first_row;
+    return this->plan.statistics.delta + this->work.own_statistic;
   }
 
   // Numbers of the queries of an element and its right neighbour, from an array of those of the tile.

@@ -32,6 +32,7 @@ struct RowTile {
 template <class C>
 struct Work {
   RowTile tile;
+  int64_t own_statistic;  // of the tile's first row, where rows are queries
   int batch, kv_head;
   int head, last_head;         // whose queries own or pass
   int first_row;               // of the tile: query or key
@@ -70,6 +71,7 @@ struct Work {
     first_key = static_cast<int>(sequence.first_key);
     query_offset = sequence.query_offset;
     first_statistic = plan.statistics.first(p, batch, first_query);
+    own_statistic = first_statistic + head * plan.statistics.queries + first_row;
 
     const Positions positions = positions_of(p, sequence);
     rows = min((C::kOwnsQueries ? queries : keys) - first_row, C::kRows);
