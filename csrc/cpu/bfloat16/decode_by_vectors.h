@@ -57,8 +57,9 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
   }
   const uint32_t* weights = a.weights + row * a.ld;
   const float* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
-  const int64_t count = values.rows.rows, step = values.rows.step, soon_step = values.soon.step;
-  const char *first = values.rows.first + at * 2, *soon = values.soon.first + at * 2;
+  const RowRun soon_rows = values.soon_columns(at * 2, kWide * 64, a.value_dim * 2);
+  const int64_t count = values.rows.rows, step = values.rows.step, soon_step = soon_rows.step;
+  const char *first = values.rows.first + at * 2, *soon = soon_rows.first;
   for (int64_t j = 0; j < count; j += 2) {
     // The weight of a row that does not take part is 0.
     const bool takes_first = visible == nullptr || visible[j] != 0.0f;
@@ -99,6 +100,7 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
 
 // All columns of some rows; see few_query_value_steps.
 struct PairColumns {
+  static constexpr int64_t kElementBytes = 2;
   static constexpr int wide_of(int rows) { return rows >= 8 ? 1 : rows == 4 ? 2 : 4; }
   static constexpr int64_t columns_of(int rows) { return wide_of(rows) * 32; }
 

@@ -51,16 +51,18 @@ struct StoredFloat16 : LoadedAsT<T> {
   static SELFATTN_INLINE typename Simd<T>::Vec load(const uint16_t* p) { return Simd<T>::load_float16(p); }
 };
 
-// Vectors that a cache line of elements makes.
 template <class Stored>
-constexpr int kVecsOfLine = 64 / (Stored::kElements * static_cast<int>(sizeof(typename Stored::Element)));
+constexpr int64_t kLineElements = kLine / static_cast<int64_t>(sizeof(typename Stored::Element));
+// Vectors that a line of elements makes.
+template <class Stored>
+constexpr int kVecsOfLine = static_cast<int>(kLineElements<Stored>) / Stored::kElements;
 
 // How far ahead of its use a line is asked for: about what is under way between memory and a core at once.
 constexpr int64_t kBytesAhead = kFetchInto == 3 ? 8192 : 32768;
 
 // The same in rows; of rows shorter than a line, which are not asked for, any number will do.
 inline int64_t rows_ahead(int64_t row_bytes) {
-  return row_bytes <= 64 ? kBytesAhead / 64 : row_bytes < kBytesAhead ? kBytesAhead / row_bytes : 1;
+  return row_bytes <= kLine ? kBytesAhead / kLine : row_bytes < kBytesAhead ? kBytesAhead / row_bytes : 1;
 }
 
 // Rows that meet a product, and those to be asked for meanwhile, one for each.
@@ -70,9 +72,24 @@ struct FewQueryRows {
   RowWalk rows;
   RowsAhead soon;
 
+  // Whether rows lie without gaps for so long that products may use them in another order than that of
+  // memory, if they ask for them in it. In short pages and in turns of several heads (see head_step) that
+  // costs more than it saves: docs/performance.md.
+  bool in_long_runs(int64_t row_bytes) const {
+    constexpr int64_t kLongRun = 32768;  // bytes
+    return rows.step() == row_bytes && row_bytes % kLine == 0 && rows.even() > kLongRun / row_bytes;
+  }
+
   // The next rows and those to be asked for, evenly spaced, at most `most`: an even number but for the last.
   struct Even {
     RowRun rows, soon;
+
+    // What a product with `bytes` bytes of each row from `at` on asks for: as many lines, in the order of
+    // memory if there are no gaps.
+    RowRun soon_columns(int64_t at, int64_t bytes, int64_t row_bytes) const {
+      if (soon.step != row_bytes || row_bytes % kLine != 0) return {soon.first + at, soon.rows, soon.step};
+      return {soon.first + at * soon.rows, soon.rows, bytes};
+    }
   };
   Even take_even(int64_t most) {
     const int64_t n = even_number(smaller(soon.even(), most));

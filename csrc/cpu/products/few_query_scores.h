@@ -40,11 +40,11 @@ SELFATTN_INLINE void few_query_dots_step(const typename Stored::Query* query, in
 }
 
 // The dot products of kRows rows of `query` with kKeys rows of `keys`, still to be summed over the lanes.
-// Lines of `soon` are asked for meanwhile.
+// Meanwhile a line of each of `soon` is asked for, and then those `soon_step` lines further.
 template <class T, class Stored, int kRows, int kKeys>
 SELFATTN_INLINE void few_query_dots(const typename Stored::Query* query, int64_t padded,
                                     const typename Stored::Element* const* keys,
-                                    const typename Stored::Element* const* soon,
+                                    const typename Stored::Element* const* soon, int64_t soon_step,
                                     const RowTail<T, Stored>& tail, typename Simd<T>::Vec (*sums)[kKeys]) {
   SELFATTN_UNROLL
   for (int r = 0; r < kRows; ++r) {
@@ -52,11 +52,10 @@ SELFATTN_INLINE void few_query_dots(const typename Stored::Query* query, int64_t
     for (int j = 0; j < kKeys; ++j) sums[r][j] = Simd<T>::set(T(0));
   }
   constexpr int kVec = Stored::kElements;
-  constexpr int64_t kLine = kVecsOfLine<Stored> * kVec;
   int64_t e = 0;
-  for (; e + kLine <= tail.whole; e += kLine) {
+  for (; e + kLineElements<Stored> <= tail.whole; e += kLineElements<Stored>) {
     SELFATTN_UNROLL
-    for (int j = 0; j < kKeys; ++j) fetch_ahead(soon[j] + e);
+    for (int j = 0; j < kKeys; ++j) fetch_ahead(soon[j] + e * soon_step);
     SELFATTN_UNROLL
     for (int v = 0; v < kVecsOfLine<Stored>; ++v) {
       few_query_dots_step<T, Stored, kRows, kKeys>(query, padded, keys, e + v * kVec, sums);
@@ -82,17 +81,13 @@ int64_t padded_query(int64_t head_dim) {
   return round_up(head_dim, Stored::kElements);
 }
 
-// kRows rows of scores; see few_query_scores.
-template <class T, int kRows, class Stored>
+// kRows rows of scores; see few_query_scores. kAtOnce keys share what is loaded of the queries.
+template <class T, int kRows, int kAtOnce, class Stored>
 void few_query_score_rows(const typename Stored::Query* query, const FewQueryRows& keys, int64_t head_dim,
                           T* s, int64_t row_step, int64_t key_step) {
   using S = Simd<T>;
   using Element = typename Stored::Element;
   constexpr int kTile = kFewQueryTile<T>, kKeys = kTile / kRows;
-  // Memory is fastest read in its order, one key after the other. Only where eight rows meet elements that
-  // must be converted do the products take as long: there two keys share what is loaded of the rows.
-  constexpr int kAtOnce =
-      kKeys > 1 && kRows == 8 && Stored::kElements * sizeof(Element) < sizeof(typename S::Vec) ? 2 : 1;
   // Rows whose sums over the lanes share a vector with one another.
   constexpr int kRowsOfGroup = kKeys < S::kWidth ? S::kWidth / kKeys : 1, kGroups = kRows / kRowsOfGroup;
   const int64_t padded = padded_query<Stored>(head_dim), count = keys.count;
@@ -112,8 +107,12 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
         rows[j] = reinterpret_cast<const Element*>(walk.next());
         soon[j] = reinterpret_cast<const Element*>(walk_ahead.next());
       }
+      // Memory is fastest read in its order.
+      const bool in_order = kAtOnce > 1 && soon[kAtOnce - 1] - soon[0] == (kAtOnce - 1) * head_dim;
+      for (int j = 1; j < kAtOnce && in_order; ++j) soon[j] = soon[0] + j * kLineElements<Stored>;
       typename S::Vec sums[kRows][kAtOnce];
-      few_query_dots<T, Stored, kRows, kAtOnce>(query, padded, rows, soon, tail, sums);
+      few_query_dots<T, Stored, kRows, kAtOnce>(query, padded, rows, soon, in_order ? kAtOnce : 1, tail,
+                                                sums);
       SELFATTN_UNROLL
       for (int g = 0; g < kGroups; ++g) {
         SELFATTN_UNROLL
@@ -139,6 +138,23 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
       }
     }
   }
+}
+
+template <class T, int kRows, class Stored>
+void few_query_score_rows(const typename Stored::Query* query, const FewQueryRows& keys, int64_t head_dim,
+                          T* s, int64_t row_step, int64_t key_step) {
+  constexpr int kKeys = kFewQueryTile<T> / kRows;
+  if constexpr (kKeys > 1 && kKeys <= 4) {
+    if (keys.in_long_runs(head_dim * static_cast<int64_t>(sizeof(typename Stored::Element)))) {
+      return few_query_score_rows<T, kRows, kKeys, Stored>(query, keys, head_dim, s, row_step, key_step);
+    }
+  }
+  // Memory is fastest read in its order, one key after the other. Only where eight rows meet elements that
+  // must be converted do the products take as long.
+  constexpr bool kConverts =
+      Stored::kElements * sizeof(typename Stored::Element) < sizeof(typename Simd<T>::Vec);
+  constexpr int kAtOnce = kKeys > 1 && kRows == 8 && kConverts ? 2 : 1;
+  few_query_score_rows<T, kRows, kAtOnce, Stored>(query, keys, head_dim, s, row_step, key_step);
 }
 
 template <class T, class Stored>

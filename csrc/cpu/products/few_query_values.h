@@ -43,12 +43,14 @@ SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t ro
   }
   const T* weights = a.weights + row * a.ld;
   const T* visible = kRows == 1 && a.visible != nullptr ? a.visible + row * a.ld : nullptr;
-  const char *value_row = values.rows.first, *soon_row = values.soon.first;
+  constexpr int64_t kBytes = sizeof(Element);
+  const RowRun soon_rows = values.soon_columns(at * kBytes, kVecs * S::kWidth * kBytes, a.value_dim * kBytes);
+  const char *value_row = values.rows.first, *soon_row = soon_rows.first;
   for (int64_t j = 0; j < values.rows.rows; ++j) {
     const auto* value = reinterpret_cast<const Element*>(value_row);
     const auto* soon = reinterpret_cast<const Element*>(soon_row);
     value_row += values.rows.step;
-    soon_row += values.soon.step;
+    soon_row += soon_rows.step;
     if (kRows == 1 && visible != nullptr && visible[j] == T(0)) continue;
     typename S::Vec x[kVecs];
     SELFATTN_UNROLL
@@ -57,7 +59,7 @@ SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t ro
         x[v] = tail.load(value);
       } else {
         x[v] = Stored::load(value + at + v * S::kWidth);
-        if (v % kVecsOfLine<Stored> == 0) fetch_ahead(soon + at + v * S::kWidth);
+        if (v % kVecsOfLine<Stored> == 0) fetch_ahead(soon + v * S::kWidth);
       }
     }
     SELFATTN_UNROLL
@@ -84,6 +86,7 @@ struct FewQueryColumns {
 
   explicit FewQueryColumns(int64_t value_dim) : tail(value_dim) {}
 
+  static constexpr int64_t kElementBytes = sizeof(typename Stored::Element);
   static constexpr int vecs_of(int rows) { return smaller(kFewQueryTile<T> / rows, 8); }
   static constexpr int64_t columns_of(int rows) { return vecs_of(rows) * Simd<T>::kWidth; }
 
@@ -106,17 +109,23 @@ struct FewQueryColumns {
   }
 };
 
-// Lets keys meet the rows of weights in groups: of as many as leave registers for a whole row of values,
-// since memory is read fastest in its order, but of two at least. Later groups find the values of a step in
-// the level-1 cache.
+// Lets keys meet the rows of weights in groups of up to eight, a step of keys at a time: further columns and
+// further groups find its values in the level-1 cache. Without long runs memory is read fastest in its order,
+// so there a group has as many rows as leave registers for a whole row of values, but two at least.
 template <class Columns, class Values>
 void few_query_value_steps(const Columns& columns, Values a, int64_t rows, FewQueryRows values) {
-  int64_t most = 8;
-  while (most > 2 && Columns::columns_of(static_cast<int>(most)) < a.value_dim) most /= 2;
+  const int64_t row_bytes = a.value_dim * Columns::kElementBytes;
+  int64_t most = 8, step = kValueStep;
+  if (values.in_long_runs(row_bytes)) {
+    // What is asked for meanwhile lies beyond the step.
+    step = larger(smaller(rows_ahead(row_bytes) / 2 * 2, kValueStep), 2);
+  } else {
+    while (most > 2 && Columns::columns_of(static_cast<int>(most)) < a.value_dim) most /= 2;
+  }
   if (a.visible != nullptr) most = 1;  // keys are left out for one row at a time
   const bool once = rows <= most && a.value_dim <= Columns::columns_of(static_cast<int>(most));
   while (values.count > 0) {
-    const FewQueryRows::Even some = values.take_even(once ? values.count : kValueStep);
+    const FewQueryRows::Even some = values.take_even(once ? values.count : step);
     for (int64_t row = 0; row < rows;) {
       const int64_t left = smaller(rows - row, most);
       if (left >= 8) {

@@ -15,6 +15,7 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 constexpr int kFetchInto = SELFATTN_FETCH_INTO;
+constexpr int64_t kLine = 64;  // bytes of a cache line
 
 // Neighbouring keys, or values, of one kv head or of several: then all heads' rows of one key, and of the
 // next. They lie page after page; without pages all is one.
@@ -243,8 +244,6 @@ class LinesAhead {
   }
 
  private:
-  static constexpr int64_t kLine = 64;
-
   RowsAhead rows_;
   int64_t row_bytes_;
   const char *at_ = nullptr, *end_ = nullptr;  // rows without gaps
