@@ -61,6 +61,7 @@ Options read() {
   read.approximation = static_cast<int>(number("SELFATTN_PTX_APPROXIMATION", 0));
   read.gigabytes = number("SELFATTN_PTX_MEMORY", read.gigabytes);
   if (const char* log = text("SELFATTN_PTX_LOG")) read.log = log;
+  if (const char* counts = text("SELFATTN_PTX_COUNTS")) read.counts = counts;
   return read;
 }
 

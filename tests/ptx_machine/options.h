@@ -21,6 +21,7 @@ struct Options {
   int approximation = 0;    // approximate functions are off by up to so many units in the last place
   double gigabytes = 8;     // of device memory
   std::string log;          // a file that reports are appended to
+  std::string counts;       // a file that a line for each launch is appended to
 };
 
 // Ends the process with a sentence when a variable holds what it cannot hold.

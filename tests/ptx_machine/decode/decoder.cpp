@@ -188,6 +188,7 @@ void Decoder::statement(const std::string& text, Frame& frame) {
   try {
     for (const auto& part : split(rest)) statement.operands.push_back(operand(part));
     if (!choose(statement)) fail("the instruction " + text);
+    instruction.instruction_class = class_of(statement);
   } catch (const std::exception& error) {
     fail(std::string(error.what()) + ", in " + text);
   }

@@ -7,6 +7,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "decode/classes.h"
 #include "memory.h"
 #include "types.h"
 
@@ -43,6 +44,7 @@ struct SourceLine {
 struct Instruction {
   Handler handler = nullptr;
   Kind kind = Kind::kPlain;
+  InstructionClass instruction_class = InstructionClass::kBranch;  // until choose() knows better
   bool guard_negated = false;
   bool wide = false;            // the address has 64 bits
   u32 guard = kNoOperand;       // a predicate
@@ -58,7 +60,8 @@ struct Instruction {
   mutable Range found;
   mutable u32 found_version = 0;
   mutable u64 executed = 0;
-  mutable u64 accesses = 0, wavefronts = 0;  // of shared memory
+  // Of shared memory; the least are what one access of all lanes together needs.
+  mutable u64 accesses = 0, wavefronts = 0, least_wavefronts = 0;
 
   Instruction() {
     for (u32& operand : operands) operand = kNoOperand;

@@ -10,16 +10,21 @@ namespace {
 constexpr u32 kBanks = 32;
 constexpr u32 kWordBytes = 4;
 
-u32 wavefronts(const std::vector<u32>& words) {
-  std::vector<u32> of_bank[kBanks];
-  for (const u32 word : words) {
-    auto& bank = of_bank[word % kBanks];
-    if (std::find(bank.begin(), bank.end(), word) == bank.end()) bank.push_back(word);
+// Different words that lanes need of each bank.
+class Words {
+ public:
+  void add(u32 word) {
+    u32* const bank = words_[word % kBanks];
+    u32& count = counts_[word % kBanks];
+    if (std::find(bank, bank + count, word) == bank + count) bank[count++] = word;
   }
-  size_t most = 0;
-  for (const auto& bank : of_bank) most = std::max(most, bank.size());
-  return static_cast<u32>(most);
-}
+  u32 wavefronts() const { return *std::max_element(std::begin(counts_), std::end(counts_)); }
+
+ private:
+  // The words of a lane are neighbours, in different banks.
+  u32 words_[kBanks][kLanes];
+  u32 counts_[kBanks] = {};
+};
 
 }  // namespace
 
@@ -27,17 +32,22 @@ void count_wavefronts(const Instruction& ins, u32 mask, u32 bytes, const u8* mem
                       u8* const (&pointers)[kLanes]) {
   const u32 each = std::max(bytes, kWordBytes);
   const int lanes = static_cast<int>(kBanks * kWordBytes / each);
+  Words of_all;
   for (int first = 0; first < kLanes; first += lanes) {
-    std::vector<u32> words;
+    Words words;
     for (int l = first; l < first + lanes; ++l) {
       if (!on(mask, l)) continue;
       const auto word = static_cast<u32>(pointers[l] - memory) / kWordBytes;
-      for (u32 n = 0; n < each / kWordBytes; ++n) words.push_back(word + n);
+      for (u32 n = 0; n < each / kWordBytes; ++n) {
+        words.add(word + n);
+        of_all.add(word + n);
+      }
     }
-    if (words.empty()) continue;
+    if (words.wavefronts() == 0) continue;
     ++ins.accesses;
-    ins.wavefronts += wavefronts(words);
+    ins.wavefronts += words.wavefronts();
   }
+  ins.least_wavefronts += of_all.wavefronts();
 }
 
 std::string banks_report(const Module& module) {

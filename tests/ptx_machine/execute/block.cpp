@@ -5,6 +5,7 @@
 
 #include "decode/special_registers.h"
 #include "decode/text.h"
+#include "execute/counts.h"
 #include "execute/races.h"
 #include "execute/warp.h"
 #include "options.h"
@@ -203,6 +204,7 @@ void execute(Kernel& kernel, const Launch& launch) {
   block.shared_bytes = kernel.static_shared + launch.dynamic_shared;
   block.shared = shared.of(block.shared_bytes);
   block.races = options().races ? &races : nullptr;
+  block.counts = Counts::wanted();
   u8* const constant_bytes = constants.of(kernel.constants.size());
   std::copy(kernel.constants.begin(), kernel.constants.end(), constant_bytes);
   u8* const register_memory = registers.of(warp_bytes * warps);
@@ -225,6 +227,7 @@ void execute(Kernel& kernel, const Launch& launch) {
   const u64 first =
       options().schedule == 0 ? 0 : draw(random_state, static_cast<u32>(std::min<u64>(blocks, ~0u)));
   races.start_grid();
+  if (block.counts != nullptr) block.counts->start(kernel);
   for (u64 n = 0; n < blocks; ++n) {
     const u64 number = (first + n) % blocks;
     block.number = static_cast<u32>(number);
@@ -235,9 +238,11 @@ void execute(Kernel& kernel, const Launch& launch) {
     std::memset(local_memory, kUnwritten, local_bytes * warps);
     std::fill(std::begin(block.arrived), std::end(block.arrived), 0);
     if (block.races != nullptr) races.start_block(block);
+    if (block.counts != nullptr) block.counts->start_block();
     for (Warp& warp : block.warps) start_warp(warp, threads);
     run_block(block, threads, random_state);
   }
+  if (block.counts != nullptr) block.counts->finish(kernel, launch);
 }
 
 }  // namespace ptx_machine

@@ -91,6 +91,7 @@ struct Warp {
   void some_lanes(const Instruction& instruction, u32 mask);
 };
 
+class Counts;
 class Races;
 
 struct Block {
@@ -100,7 +101,8 @@ struct Block {
   u32 number = 0;  // in the grid
   u8* shared = nullptr;
   u32 shared_bytes = 0;
-  Races* races = nullptr;  // null where nobody looks for them
+  Races* races = nullptr;    // null where nobody looks for them
+  Counts* counts = nullptr;  // likewise
   std::vector<Warp> warps;
   // Threads that came to a barrier and do not wait there (bar.arrive).
   u32 arrived[kBarriers] = {};

@@ -4,6 +4,7 @@
 #include <cstdio>
 
 #include "execute/banks.h"
+#include "execute/counts.h"
 #include "execute/races.h"
 #include "options.h"
 
@@ -123,7 +124,9 @@ void resolve_in_window(Warp& warp, const Instruction& ins, u32 mask, const Memor
       warp.block->races->shared(warp, ins, l, offset, access.bytes, access.access);
     }
   }
-  if (options().banks) count_wavefronts(ins, mask, access.bytes, warp.block->shared, pointers);
+  if (options().banks || warp.block->counts != nullptr) {
+    count_wavefronts(ins, mask, access.bytes, warp.block->shared, pointers);
+  }
 }
 
 void resolve_in_device_memory(Warp& warp, const Instruction& ins, u32 mask, const MemoryAccess& access,
@@ -141,6 +144,7 @@ void resolve_in_device_memory(Warp& warp, const Instruction& ins, u32 mask, cons
     ins.found = range;
   }
   ins.found_version = memory_version;
+  if (warp.block->counts != nullptr) warp.block->counts->device(mask, access, addresses.of_lane);
   if (warp.block->races == nullptr || access.is_copy) return;
   for (int l = 0; l < kLanes; ++l) {
     if (on(mask, l))

@@ -1,0 +1,231 @@
+"""benchmarks/gpu_model.py, without a GPU and without the PTX machine: limits, names, and how counts grow."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from selfattn_ext.bench.kv_cache import CacheCase
+from selfattn_ext.bench.varlen import VarlenCase
+from selfattn_ext.terminal import CommandError
+
+FOLDER = Path(__file__).parents[2] / "benchmarks"
+MODULES = ("gpu_model_cases", "gpu_model_counts", "gpu_model_limits", "gpu_model")
+CLASSES = (
+    *(
+        "mma_bfloat16",
+        "mma_float16",
+        "float32",
+        "float32_choice",
+        "float64",
+        "float16",
+        "integer",
+        "comparison",
+    ),
+    *("conversion", "special", "move", "parameter", "ldmatrix", "shared_load", "shared_store", "global_load"),
+    *("global_store", "local", "atomic", "copy", "copy_wait", "shuffle", "vote", "barrier", "warp_barrier"),
+    *("branch", "other"),
+)
+
+
+@pytest.fixture(scope="module")
+def model() -> Iterator[SimpleNamespace]:
+    """The modules behind benchmarks/gpu_model.py."""
+    sys.path.insert(0, str(FOLDER))
+    import gpu_model
+    import gpu_model_cases
+    import gpu_model_counts
+    import gpu_model_limits
+
+    yield SimpleNamespace(
+        cases=gpu_model_cases, counts=gpu_model_counts, limits=gpu_model_limits, program=gpu_model
+    )
+    sys.path.remove(str(FOLDER))
+    for name in MODULES:
+        sys.modules.pop(name)
+
+
+def line(kernel: str, blocks: int = 1, **changes: Any) -> dict[str, Any]:
+    """A line of the machine's file; further arguments: instructions by class, sectors that are copied, read,
+    and loaded by blocks, and the least wavefronts."""
+    traffic = {
+        name: {"accesses": 0, "bytes": 0, "sectors": 0} for name in ("load", "store", "copy", "atomic")
+    }
+    traffic["copy"]["sectors"] = changes.get("copied", 0)
+    return {
+        "kernel": kernel,
+        "grid": [blocks, 1, 1],
+        "block": [128, 1, 1],
+        "dynamic_shared": 0,
+        "static_shared": 0,
+        "instructions": {name: changes.get(name, 0) for name in CLASSES},
+        **traffic,
+        "sectors": {
+            "read": changes.get("read", 0),
+            "written": 0,
+            "loaded_by_blocks": changes.get("loaded", 0),
+        },
+        "shared": {"accesses": 0, "wavefronts": 0, "least": changes.get("least", 0)},
+    }
+
+
+FORWARD = (
+    "void selfattn::cuda::sm80::forward_kernel<selfattn::cuda::sm80::Config<(selfattn::DType)2, 64, "
+    "(selfattn::cuda::sm80::Path)0> >(selfattn::cuda::sm80::Plan)"
+)
+
+
+@pytest.mark.parametrize(
+    ("signature", "name"),
+    [
+        (FORWARD, "sm80 forward, plain"),
+        (FORWARD.replace("Path)0", "Path)2"), "sm80 forward, few queries"),
+        (
+            "void selfattn::cuda::sm80::backward::backward_kernel<Config<(selfattn::DType)2, 64, "
+            "(selfattn::cuda::sm80::backward::Side)1, (selfattn::cuda::sm80::Path)0> >(Plan)",
+            "sm80 backward, keys, plain",
+        ),
+        ("selfattn::cuda::(anonymous namespace)::merge_kernel(selfattn::cuda::MergePlan)", "merge"),
+        ("at::native::fill()", "at::native::fill()"),
+    ],
+)
+def test_names(signature: str, name: str, model: SimpleNamespace) -> None:
+    assert model.counts.short_name(signature) == name
+
+
+def test_published_rates_agree(model: SimpleNamespace) -> None:
+    """An mma is a whole number of cycles: the peak, the clock and the multiprocessors belong together."""
+    cycles = {}
+    for device in model.limits.DEVICES:
+        of_one = device.tensor / device.multiprocessors / device.clock
+        cycles[device.name] = model.limits.MMA_OPERATIONS / of_one
+    assert cycles == pytest.approx(
+        {"A100 SXM 80 GB": 2, "H100 SXM": 1, "H200 SXM": 1, "RTX 4090": 8}, rel=2e-3
+    )
+
+
+@pytest.mark.parametrize(
+    ("changes", "resource", "seconds"),
+    [
+        # Cycles of one of 108 multiprocessors at 1.41 GHz.
+        ({"mma_bfloat16": 108_000}, "tensor", 2000 / 1.41e9),
+        ({"float32": 108_000}, "float", 500 / 1.41e9),
+        ({"float64": 108_000}, "float", 1000 / 1.41e9),
+        ({"special": 108_000}, "special", 2000 / 1.41e9),
+        ({"shuffle": 108_000}, "issue", 250 / 1.41e9),
+        ({"least": 108_000}, "shared", 1000 / 1.41e9),
+        ({"copied": 160_000}, "L2", 1000 / 1.41e9),
+        ({"loaded": 160_000}, "L2", 1000 / 1.41e9),
+        ({"read": 2_039_000}, "DRAM", 32e-6),
+    ],
+)
+def test_a_resource_alone(
+    changes: dict[str, int], resource: str, seconds: float, model: SimpleNamespace
+) -> None:
+    counts = model.counts.flat(line("k", blocks=1000, **changes))
+    bound = model.limits.bound(counts, model.limits.A100)
+    assert bound.resource == resource
+    assert bound.least == pytest.approx(seconds, rel=1e-3)
+    assert sum(bound.share(name) for name in model.limits.RESOURCES) < 1.51  # issue beside it, at most half
+
+
+def test_few_blocks_use_few_multiprocessors(model: SimpleNamespace) -> None:
+    def seconds(blocks: int) -> float:
+        counts = model.counts.flat(line("k", blocks=blocks, mma_bfloat16=1000))
+        return float(model.limits.bound(counts, model.limits.A100).least)
+
+    assert seconds(1) == pytest.approx(108 * seconds(108))
+    assert seconds(108) == seconds(500)
+
+
+def test_integers_are_not_counted_as_issued(model: SimpleNamespace) -> None:
+    assert set(model.limits.KEPT) < set(CLASSES)
+    counts = model.counts.flat(line("k", integer=7, move=5, branch=3, comparison=2, float32=11, barrier=2))
+    assert model.limits.issued(counts) == 13
+
+
+def quadratic(length: int, heads: int) -> dict[str, int]:
+    """Of a mask all heads read the same sectors."""
+    return {
+        "mma_bfloat16": heads * (3 * length**2 + 5 * length),
+        "copied": heads * 2 * length,
+        "read": heads * length + length**2,
+    }
+
+
+def counts_of(model: SimpleNamespace, shape: Any, wrong: str = "") -> dict[str, Any]:
+    """Of the shape's runs, by what the machine would write, with launches of torch; the run `wrong` has more
+    than it should."""
+    lines: list[dict[str, Any]] = []
+    for run in (*shape.counted(), *shape.checked()):
+        more = 1.1 if str(run) == wrong else 1.0
+        changes = {key: int(more * count) for key, count in quadratic(run.length, run.heads).items()}
+        lines += [{"shape": 0, "run": str(run)}, line("void at::native::fill()", mma_bfloat16=9)]
+        lines += [line(FORWARD, blocks=run.heads * run.length // 128, **changes)]
+    runs = model.counts.read("".join(json.dumps(one) + "\n" for one in lines))
+    return {run: kernels for (_, run), kernels in runs.items()}
+
+
+def test_counts_of_a_long_call(model: SimpleNamespace) -> None:
+    shape = model.cases.shapes()[3]
+    assert shape.case.length == 8192
+    (kernel,) = model.counts.whole_call(shape, counts_of(model, shape))
+    assert shape.heads == shape.case.batch * shape.case.heads
+    assert kernel.deviation < 1e-12
+    for name, count in quadratic(8192, shape.heads).items():
+        key = {"copied": "copy.sectors", "read": "sectors.read"}.get(name, f"instructions.{name}")
+        assert kernel.counts[key] == pytest.approx(count)
+    assert kernel.counts["blocks"] == pytest.approx(shape.heads * 64)
+    assert kernel.counts["launches"] == pytest.approx(1)
+
+
+@pytest.mark.parametrize("wrong", ["1024x1", "512x2", "2048x1", "512x3"])
+def test_counts_that_grow_otherwise_are_seen(wrong: str, model: SimpleNamespace) -> None:
+    shape = model.cases.shapes()[0]
+    (kernel,) = model.counts.whole_call(shape, counts_of(model, shape, wrong))
+    assert kernel.deviation > 0.05
+
+
+def test_runs_must_launch_the_same_kernels(model: SimpleNamespace) -> None:
+    shape = model.cases.shapes()[0]
+    runs = counts_of(model, shape)
+    runs["512x3"] = {"another": next(iter(runs["512x3"].values()))}
+    with pytest.raises(CommandError, match="different kernels"):
+        model.counts.whole_call(shape, runs)
+
+
+def test_runs_are_parts_of_their_calls(model: SimpleNamespace) -> None:
+    for shape in model.cases.shapes():
+        whole = shape.case
+        for run in (*shape.counted(), *shape.checked()):
+            case = shape.call(run)
+            assert case.heads * whole.kv_head_count == whole.heads * case.kv_head_count
+            elements = 1 if isinstance(whole, VarlenCase | CacheCase) else case.batch
+            assert elements * case.kv_head_count == run.heads
+            assert case.length == run.length
+            same = {"batch": whole.batch, "heads": whole.heads, "kv_heads": whole.kv_heads}
+            assert replace(case, length=whole.length, **same) == whole
+
+
+def test_tables(model: SimpleNamespace) -> None:
+    shape = model.cases.shapes()[0]
+    counted = [(shape, model.counts.whole_call(shape, counts_of(model, shape)))]
+    tables = [("counts", *model.program.counts_table(counted))]
+    tables += [("A100", *model.program.bounds_table(counted, model.limits.A100))]
+    tables += [("devices", *model.program.summary(counted, model.limits.DEVICES))]
+    for _, header, cells in tables:
+        assert [len(cell) for cell in cells] == [len(header)]
+    assert "| tensor | 100% |" in model.program.as_markdown(*tables[1][1:])
+    assert len(json.dumps(model.program.as_data(counted))) > 0
+
+
+def test_a_name_that_no_call_has(model: SimpleNamespace, capsys: pytest.CaptureFixture[str]) -> None:
+    assert model.program.main(["--only", "no such call"]) == 2
+    assert "no call has 'no such call' in its name" in capsys.readouterr().err
