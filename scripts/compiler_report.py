@@ -19,7 +19,7 @@ _REMARK = re.compile(r"^.*\(C75\d\d\).*$", re.M)
 
 _FUNCTION = re.compile(r"^\s*\.section\s+\.text\.(\w+)")
 # An instruction with its predicate: /*0050*/ @!P0 HMMA.16816.F32.BF16 R4, R8, R10, R4 ;
-_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)")
+_INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9_]*)((?:\.\w+)*)")
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,10 @@ def errors(report: str) -> list[str]:
 
 
 def instructions(sass: str) -> dict[str, Counter[str]]:
-    """How often each opcode occurs in each function, from nvdisasm's text; modifiers are left out."""
+    """How often each opcode occurs in each function, from nvdisasm's text; modifiers are left out.
+
+    Accesses of 16 bytes are counted once more, as "STG.128".
+    """
     found: dict[str, Counter[str]] = {}
     current: Counter[str] = Counter()
     for line in sass.splitlines():
@@ -70,6 +73,8 @@ def instructions(sass: str) -> dict[str, Counter[str]]:
             current = found.setdefault(match[1], Counter())
         elif match := _INSTRUCTION.match(line):
             current[match[1]] += 1
+            if ".128" in match[2]:
+                current[f"{match[1]}.128"] += 1
     return found
 
 

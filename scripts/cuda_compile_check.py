@@ -114,6 +114,8 @@ def _problems(
         tensor_cores = limit.tensor_cores and nvcc.architecture_number(architecture) >= _AMPERE
         if tensor_cores and not opcodes.get("HMMA"):
             found.append("no HMMA instruction: its products do not run on tensor cores")
+        if tensor_cores and kernel_limits.stores_16_bytes(kernel) and not opcodes.get("STG.128"):
+            found.append("no store of 16 bytes")
     return found
 
 

@@ -17,6 +17,10 @@ class Limit:
     tensor_cores: bool = False
 
 
+#: Kernels that must hold stores of 16 bytes: 16-bit results leave them so where their strides let them.
+STORES_OF_16_BYTES = ("sm80/*float16_*/forward_kernel", "backward/sm80_backward_*float16_*/backward_kernel")
+
+
 #: By folder/file/function, the file without its suffix; the first pattern that fits counts.
 LIMITS = {
     "cuda/device_code/*": Limit(registers=32),
@@ -42,6 +46,11 @@ LIMITS = {
     "backward/*statistics/*": Limit(registers=32),
     "backward/*/*": Limit(registers=255, tensor_cores=True),
 }
+
+
+def stores_16_bytes(kernel: str) -> bool:
+    """Whether a kernel told as folder/file/function is one of STORES_OF_16_BYTES."""
+    return any(fnmatchcase(kernel, pattern) for pattern in STORES_OF_16_BYTES)
 
 
 def limit_of(kernel: str) -> Limit | None:

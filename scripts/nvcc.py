@@ -26,7 +26,7 @@ STRICT = ("-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills,-warn-lmem-usag
 SAME_PTX = (("80", "90a"), ("100", "120"))
 
 # Raised whenever Outcome or the way to make one changes.
-_FORMAT = 2
+_FORMAT = 3
 
 
 @dataclass(frozen=True)

@@ -242,11 +242,13 @@ _Z5firstPf:
         /*0030*/              @P1  LDL.64 R2, [R1] ;
 .L_x_1:
         /*0040*/                   STL [R1+0x8], R3 ;
+        /*0050*/                   STG.E.128 desc[UR4][R2.64], R4 ;
+        /*0060*/                   STG.E desc[UR4][R2.64], R4 ;
 \t.section\t.text._Z6secondPf,"ax",@progbits
         /*0000*/                   EXIT ;
 """
     assert compiler_report.instructions(sass) == {
-        "_Z5firstPf": {"MOV": 1, "HMMA": 1, "UIADD3": 1, "LDL": 1, "STL": 1},
+        "_Z5firstPf": {"MOV": 1, "HMMA": 1, "UIADD3": 1, "LDL": 1, "STL": 1, "STG": 2, "STG.128": 1},
         "_Z6secondPf": {"EXIT": 1},
     }
     report = """
@@ -259,6 +261,16 @@ ptxas info    : Used 24 registers
     verdict = cuda_compile_check.judge(Path("csrc/cuda/sm80/kernel.cu"), "80", outcome)
     assert verdict.tensor_instructions == 1
     assert verdict.problems == ["sm80/kernel/first: 2 accesses to local memory"]
+
+
+@pytest.mark.parametrize(("source", "demanded"), [("sm80_bfloat16_64", True), ("sm80_float32_64", False)])
+def test_16_bit_results_are_stored_16_bytes_at_a_time(source: str, demanded: bool) -> None:
+    usage = compiler_report.Usage(24, 0, 0, 0)
+    for store, wide in (("STG", False), ("STG.128", True)):
+        problems = cuda_compile_check._problems(
+            f"sm80/{source}/forward_kernel", "80", usage, {"HMMA": 8, store: 1}
+        )
+        assert problems == (["no store of 16 bytes"] if demanded and not wide else [])
 
 
 def test_sparse_runs_meet_every_source_and_every_architecture() -> None:

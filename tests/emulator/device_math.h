@@ -58,3 +58,7 @@ template <class T>
 T __ldg(const T* address) {
   return *address;
 }
+template <class T>
+void __stwb(T* address, T value) {
+  *address = value;
+}
