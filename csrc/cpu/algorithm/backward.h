@@ -222,7 +222,7 @@ class BackwardTask {
         if (count > 0) {
           const bool mark = alone || s.key_columns.special(from, count);
           const bool direct = takes_packed && packs_gradients(s) && s.strips[i].ordinary && !mark;
-          if (by_blocks && direct && rows == kKeyBlock) {
+          if (by_blocks && direct && rows == kKeyBlock && !special_values(s, from, rows)) {
             add_run();
             if (!waiting.takes(from, i)) add_waiting();
             waiting.add(from, i);
@@ -264,6 +264,15 @@ class BackwardTask {
       return false;
     } else {
       return s.block.grad.in_float == nullptr;
+    }
+  }
+
+  // Whether dP of a block is not made of pieces alone.
+  static bool special_values(const Scratch& s, int64_t from, int64_t rows) {
+    if constexpr (kPlain<P>) {
+      return false;
+    } else {
+      return s.value_rows.special(from, rows);
     }
   }
 
