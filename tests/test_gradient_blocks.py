@@ -20,11 +20,21 @@ QUERIES = (1, 16, 17, 31, 32, 33, 63, 64, 65, 127, 128, 129, 160, 257)
 KEYS = (31, 32, 63, 64, 65, 127, 128, 129, 257, 512, 577)
 #: Of keys and values: one to four panels of 32 columns, long sums, and no whole panels.
 DIMS = ((64, 64), (32, 96), (128, 64), (128, 128), (62, 64), (80, 64), (17, 48))
+#: Numbers that are one, two and three pieces of bfloat16, and how many of their products are taken.
+ARITHMETICS = (
+    (torch.bfloat16, "highest"),
+    (torch.float16, "highest"),
+    (torch.float32, "high"),
+    (torch.float32, "highest"),
+)
 WINDOWS: tuple[dict[str, Any], ...] = (
     {"is_causal": True, "query_offset": 37},
     {"window_left": 45, "window_right": 20},
     {"window_left": 0, "window_right": 64, "query_offset": -50},
 )
+
+
+of_arithmetics = pytest.mark.parametrize(("dtype", "precision"), ARITHMETICS, ids=str)
 
 
 def inputs(
@@ -57,48 +67,61 @@ def test_same_bits_at_all_sizes(isa: str, is_causal: bool) -> None:
         assert_same(inputs(queries, keys), is_causal=is_causal)
 
 
+@pytest.mark.parametrize(("dtype", "precision"), [*ARITHMETICS[1:], (torch.float32, "medium")], ids=str)
+def test_same_bits_of_other_types(isa: str, dtype: torch.dtype, precision: str) -> None:
+    """Strips of 17 to 32 queries, and one to nine blocks of keys, with some left or not."""
+    for queries, keys in itertools.product((17, 32, 33, 65), (63, 64, 127, 192, 577)):
+        tensors = inputs(queries, keys, dtype=dtype)
+        assert_same(tensors, float32_precision=precision)
+        assert_same(tensors, is_causal=True, query_offset=40, float32_precision=precision)
+
+
+@of_arithmetics
 @pytest.mark.parametrize("options", WINDOWS, ids=str)
-def test_same_bits_in_windows(isa: str, options: dict[str, Any]) -> None:
+def test_same_bits_in_windows(isa: str, options: dict[str, Any], dtype: torch.dtype, precision: str) -> None:
     for queries, keys in itertools.product((17, 64, 129, 257), (64, 129, 320)):
-        assert_same(inputs(queries, keys), **options)
+        assert_same(inputs(queries, keys, dtype=dtype), float32_precision=precision, **options)
 
 
+@of_arithmetics
 @pytest.mark.parametrize("dims", DIMS, ids=str)
-def test_same_bits_of_all_dims(isa: str, dims: tuple[int, int]) -> None:
+def test_same_bits_of_all_dims(isa: str, dims: tuple[int, int], dtype: torch.dtype, precision: str) -> None:
     for queries, keys, scale in ((65, 128, 0.125), (160, 192, 0.3), (300, 320, 0.125)):
-        assert_same(inputs(queries, keys, dims), scale, is_causal=True)
-        assert_same(inputs(queries, keys, dims), scale)
+        tensors = inputs(queries, keys, dims, dtype)
+        assert_same(tensors, scale, is_causal=True, float32_precision=precision)
+        assert_same(tensors, scale, float32_precision=precision)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-def test_same_bits_of_other_types(isa: str, dtype: torch.dtype) -> None:
-    for precision in ("highest", "high", "medium"):
-        assert_same(inputs(160, 192, dtype=dtype), is_causal=True, float32_precision=precision)
-
-
-@pytest.mark.parametrize("junk", [float("nan"), float("inf"), 3e38], ids=str)
-def test_same_bits_around_numbers_that_are_none(isa: str, junk: float) -> None:
+@of_arithmetics
+@pytest.mark.parametrize("junk", [float("nan"), float("inf"), 3e38, 1e-38], ids=str)
+def test_same_bits_around_numbers_that_are_none(
+    isa: str, junk: float, dtype: torch.dtype, precision: str
+) -> None:
     """In a query, a key, a value and a row of the output's gradient, where they are seen and where not."""
     for which, row in itertools.product(range(4), (0, 70, 130, 255)):
-        tensors = inputs(256, 256)
+        tensors = inputs(256, 256, dtype=dtype)
         tensors[which][..., row, 3] = junk
-        assert_same(tensors, is_causal=True)
-        assert_same(tensors)
+        assert_same(tensors, is_causal=True, float32_precision=precision)
+        assert_same(tensors, float32_precision=precision)
 
 
-def test_same_bits_of_all_magnitudes(isa: str) -> None:
+@of_arithmetics
+def test_same_bits_of_all_magnitudes(isa: str, dtype: torch.dtype, precision: str) -> None:
     """Weights of 0 beside others, maxima that move from block to block, huge and tiny gradients."""
-    for which, factor in itertools.product(range(4), (1e30, 100.0, 1e-30)):
-        tensors = inputs(160, 320)
+    factors = (3e4, 100.0, 1e-6) if dtype == torch.float16 else (1e30, 100.0, 1e-30)
+    for which, factor in itertools.product(range(4), factors):
+        tensors = inputs(160, 320, dtype=dtype)
         tensors[which] *= factor
-        assert_same(tensors, is_causal=True)
-    query, key, value, grad_out = inputs(160, 320)
-    assert_same([query, key * torch.linspace(0.0, 20.0, 320)[:, None].bfloat16(), value, grad_out])
+        assert_same(tensors, is_causal=True, float32_precision=precision)
+    query, key, value, grad_out = inputs(160, 320, dtype=dtype)
+    rising = key * torch.linspace(0.0, 20.0, 320)[:, None].to(dtype)
+    assert_same([query, rising, value, grad_out], float32_precision=precision)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("queries", QUERIES)
-def test_gradients_of_all_sizes(isa: str, queries: int, is_causal: bool) -> None:
-    case = Case(1, 2, 1, queries, 64, 64, 32, torch.bfloat16, is_causal=is_causal)
+def test_gradients_of_all_sizes(isa: str, queries: int, is_causal: bool, dtype: torch.dtype) -> None:
+    case = Case(1, 2, 1, queries, 64, 64, 32, dtype, is_causal=is_causal)
     for keys in (64, 128, 129):
         check(replace(case, keys=keys))

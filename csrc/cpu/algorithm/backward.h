@@ -5,29 +5,10 @@
 // follow one another through the strips like a wave, one strip behind, so they hardly ever wait.
 #pragma once
 
-#include "gradient_panel.h"
-#include "gradient_results.h"
+#include "backward_scratch.h"
 #include "mask_gradient.h"
-#include "mask_sum.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
-
-// Keys per chunk: dK and dV of a chunk in T take so much of the level-2 cache at most. A function of the head
-// dims only, because the chunk is visible in the rounding of dQ.
-template <class P>
-int64_t chunk_keys(const AttentionParams& p) {
-  using T = Scalar<P>;
-  constexpr int64_t kMostKeys = 512;  // of narrow heads: longer chunks would leave threads without one
-  const int64_t row = (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim)) * sizeof(T);
-  const int64_t keys = row > 0 ? kChunkBytes<P> / row : kChunkBytes<P>;
-  return limited(keys / kKeyBlock * kKeyBlock, kKeyBlock, kMostKeys);
-}
-
-template <class P>
-int64_t chunk_count(const AttentionParams& p) {
-  const int64_t chunk = chunk_keys<P>(p);
-  return p.keys == 0 ? 1 : divide_up(p.keys, chunk);
-}
 
 // dQ of 16-bit tensors is summed in float across chunks. A whole number of cache lines.
 template <class P>
@@ -68,59 +49,11 @@ class BackwardTask {
     return chunks == 1 && !MaskSum<P>::takes(a) ? Items::kIndependent : Items::kInOrder;
   }
 
-  struct Scratch {
-    Arena arena;
-    Session<P> session;
-    GradientScratch<P> block;
-    GradientStrip<P> strips[kPanelStrips<P>];
-    int64_t head_stride, value_stride;           // padded row lengths
-    VectorOperand<P> query_rows, grad_out_rows;  // of a panel
-    T* grad_query_t[kPanelStrips<P>];            // [head_dim][kLanes]
-    RowOperand<P> key_rows, value_rows;
-    ColumnOperand<P> key_columns;
-    T *grad_key, *grad_value;        // [chunk][padded]
-    T* slope_rows[kPanelStrips<P>];  // [kLanes] the strip's share of grad_slopes_rows
-    QuerySums<P> query_sums;
-    typename MaskSum<P>::Scratch mask;
-
-    static int64_t grad_query_size(const AttentionParams& p) {
-      return round_up_to_vector<T>(p.head_dim) * kLanes<P>;
-    }
+  struct Scratch : BackwardScratch<P> {
     static int64_t bytes(const BackwardTask& t) {
-      const AttentionParams& p = t.p;
-      const int64_t e = round_up_to_vector<T>(p.head_dim), ev = round_up_to_vector<T>(p.value_dim);
-      return GradientScratch<P>::bytes(p) +
-             kPanelStrips<P> * (GradientStrip<P>::bytes(p) + Arena::bytes_for<T>(grad_query_size(p)) +
-                                Arena::bytes_for<T>(kLanes<P>)) +
-             VectorOperand<P>::bytes(p, kPanelLanes, p.head_dim) +
-             VectorOperand<P>::bytes(p, kPanelLanes, p.value_dim) +
-             RowOperand<P>::bytes(p, t.chunk_rows(), p.head_dim) +
-             RowOperand<P>::bytes(p, t.chunk_rows(), p.value_dim) +
-             ColumnOperand<P>::shared_bytes(p, t.chunk_rows(), p.head_dim) +
-             Arena::bytes_for<T>(t.chunk_rows() * e) + Arena::bytes_for<T>(t.chunk_rows() * ev) +
-             QuerySums<P>::bytes(p) + MaskSum<P>::Scratch::bytes(t.mask_sum, t.chunk_rows());
+      return BackwardScratch<P>::bytes(t.p, t.chunk_rows(), t.mask_sum);
     }
-    explicit Scratch(const BackwardTask& t)
-        : arena(bytes(t)),
-          block(t.p, arena),
-          head_stride(round_up_to_vector<T>(t.p.head_dim)),
-          value_stride(round_up_to_vector<T>(t.p.value_dim)) {
-      const AttentionParams& p = t.p;
-      for (int64_t i = 0; i < kPanelStrips<P>; ++i) {
-        strips[i].allocate(p, arena);
-        grad_query_t[i] = arena.take<T>(grad_query_size(p));
-        slope_rows[i] = arena.take<T>(kLanes<P>);
-      }
-      query_rows.allocate(p, kPanelLanes, p.head_dim, arena);
-      grad_out_rows.allocate(p, kPanelLanes, p.value_dim, arena);
-      key_rows.allocate(p, t.chunk_rows(), p.head_dim, arena);
-      value_rows.allocate(p, t.chunk_rows(), p.value_dim, arena);
-      key_columns.allocate_shared(p, t.chunk_rows(), p.head_dim, arena);
-      grad_key = arena.take<T>(t.chunk_rows() * head_stride);
-      grad_value = arena.take<T>(t.chunk_rows() * value_stride);
-      query_sums.allocate(p, arena);
-      mask.allocate(t.mask_sum, t.chunk_rows(), arena);
-    }
+    explicit Scratch(const BackwardTask& t) : BackwardScratch<P>(t.p, t.chunk_rows(), t.mask_sum) {}
   };
 
   void operator()(int64_t item, Scratch& s) const {
@@ -197,9 +130,6 @@ class BackwardTask {
     bool is_first() const { return chunk == 0; }
   };
 
-  // Up to whole tiles, which products may be made of.
-  static constexpr int64_t kPanelLanes = kPanelStrips<P> * kLanes<P>;
-
   // Neighbouring strips of one head; all but the last of them are full.
   struct Panel {
     int64_t first, count, strips;
@@ -232,7 +162,7 @@ class BackwardTask {
     const bool same_queries = (head + 1) % group != 0;
     const int64_t first = same_queries ? panel.first : panel.first + panel.count;
     const int64_t next_head = same_queries ? head + 1 : head + 1 - group;
-    const int64_t rows = smaller(p.queries - first, kPanelLanes);
+    const int64_t rows = smaller(p.queries - first, Scratch::kPanelLanes);
     if (!kAsksForNextPanel<P> || rows == 0) return {};
     const auto rows_of = [&](const View& view, int64_t columns) {
       return row_source(view, p.dtype, item.batch, next_head, first, rows, columns);
@@ -292,7 +222,7 @@ class BackwardTask {
         if (count > 0) {
           const bool mark = alone || s.key_columns.special(from, count);
           const bool direct = takes_packed && packs_gradients(s) && s.strips[i].ordinary && !mark;
-          if (by_blocks && direct && rows == kKeyBlock) {
+          if (by_blocks && direct && rows == kKeyBlock && !special_values(s, from, rows)) {
             add_run();
             if (!waiting.takes(from, i)) add_waiting();
             waiting.add(from, i);
@@ -334,6 +264,15 @@ class BackwardTask {
       return false;
     } else {
       return s.block.grad.in_float == nullptr;
+    }
+  }
+
+  // Whether dP of a block is not made of pieces alone.
+  static bool special_values(const Scratch& s, int64_t from, int64_t rows) {
+    if constexpr (kPlain<P>) {
+      return false;
+    } else {
+      return s.value_rows.special(from, rows);
     }
   }
 

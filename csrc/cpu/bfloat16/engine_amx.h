@@ -3,7 +3,7 @@
 // twice.
 #pragma once
 
-#include "engine.h"
+#include "tile_sums.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -30,13 +30,6 @@ template <int kC, int kA, int kB>
 SELFATTN_INLINE void tile_dot() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
-
-// What stands beside a product that has nothing beside it.
-struct NoWork {
-  SELFATTN_INLINE bool more() const { return false; }
-  SELFATTN_INLINE void step() {}
-  SELFATTN_INLINE void reach(const float*) {}
-};
 
 // All eight tiles are 16 rows of 64 bytes, in every thread that computes, for as long as it has work. Whoever
 // configured them before, another library perhaps, finds its configuration again.
@@ -87,34 +80,10 @@ class PairEngine {
   }
 
   static void multiply(const PairProduct& p, int64_t rows, int64_t vecs) {
-    Sums unstored;
-    for (int64_t row = 0; row < rows; row += 32) {
-      for (int64_t vec = 0; vec < vecs; vec += 2) {
-        const bool two_rows = rows - row > 16, two_vecs = vecs - vec > 1;
-        if (two_rows && two_vecs && p.pieces == 1 && p.pairs > 0 && p.update != Update::kScaleAdd) {
-          multiply_panel(p, row, vec * 16, unstored);
-          continue;
-        }
-        store_panel(unstored);
-        if (two_rows && two_vecs) {
-          multiply_block<2, 2>(p, row, rows, vec * 16);
-        } else if (two_rows) {
-          multiply_block<2, 1>(p, row, rows, vec * 16);
-        } else if (two_vecs) {
-          multiply_block<1, 2>(p, row, rows, vec * 16);
-        } else {
-          multiply_block<1, 1>(p, row, rows, vec * 16);
-        }
-      }
-    }
-    store_panel(unstored);
+    if (p.pieces == 3) return multiply_panels<3, 3>(p, rows, vecs);
+    if (p.pieces == 1) return multiply_panels<1, 1>(p, rows, vecs);
+    p.order == 2 ? multiply_panels<2, 2>(p, rows, vecs) : multiply_panels<2, 3>(p, rows, vecs);
   }
-
-  // 32 rows by 32 lanes of C; nowhere, if there are none. Strides count words.
-  struct Sums {
-    float* data = nullptr;
-    int64_t row = 0;
-  };
 
   // A product for multiply_beside, of one step at least.
   struct Panel {
@@ -124,7 +93,7 @@ class PairEngine {
     int64_t a_step, a_turn;  // from an even step of 16 pairs to the next one, and from an odd one
     const uint32_t* b;
     int64_t b_row, b_piece;
-    Sums c;
+    TileSums c;
     int64_t steps;
   };
 
@@ -133,18 +102,30 @@ class PairEngine {
   // then it is complete, and nothing waits. `unstored` tells where they belong, and is empty before the first
   // product.
   template <int kPieces, int kOrder, int kBeside, bool kAdd, class Work>
-  SELFATTN_INLINE static void multiply_beside(const Panel& p, Sums& unstored, Work& work) {
+  SELFATTN_INLINE static void multiply_beside(const Panel& p, TileSums& unstored, Work& work) {
     const uint32_t *a = p.a, *b = p.b;
     path_beside<kPieces, kOrder, 0, kBeside, true, kAdd>(p, a, b, unstored, work);
     for (int64_t step = 1; step < p.steps; ++step) {
       a += step % 2 != 0 ? p.a_step : p.a_turn;
       b += 16 * p.b_row;
-      path_beside<kPieces, kOrder, 0, kBeside, false, kAdd>(p, a, b, Sums{}, work);
+      path_beside<kPieces, kOrder, 0, kBeside, false, kAdd>(p, a, b, TileSums{}, work);
     }
     unstored = p.c;
   }
+  // C += A * B, where C is not what tiles go on with. What `sums` is left with is added by flush(), once the
+  // last product is stored.
+  template <int kPieces, int kOrder, int kBeside, class Work>
+  SELFATTN_INLINE static void add_beside(Panel& p, SumsBeside& sums, TileSums& unstored, Work& work) {
+    p.c = sums.take(p.c);
+    multiply_beside<kPieces, kOrder, kBeside, false>(p, unstored, work);
+    sums.finish();
+  }
+  // Steps of SumsBeside for each four products of tiles: its 16 are to fit beside the fewest that there are.
+  template <int kPieces>
+  static constexpr int kSumsBeside = kPieces == 3 ? 4 : 8;
+
   // Stores what the last product left, if anything.
-  static void store_panel(Sums& unstored) {
+  static void store_panel(TileSums& unstored) {
     if (unstored.data != nullptr) store<2, 2>(unstored.data, unstored.row);
     unstored = {};
   }
@@ -165,7 +146,7 @@ class PairEngine {
   // The products of pieces in one step, from `kAt` on.
   template <int kPieces, int kOrder, int kAt, int kBeside, bool kFirst, bool kAdd, class Work>
   SELFATTN_INLINE static void path_beside(const Panel& p, const uint32_t* a, const uint32_t* b,
-                                          const Sums& unstored, Work& work) {
+                                          const TileSums& unstored, Work& work) {
     constexpr Path kPath = path_of(kPieces, kOrder);
     if constexpr (kAt < kPath.steps) {
       constexpr int kA = kPath.a[kAt], kB = kPath.b[kAt], kBefore = kAt > 0 ? kAt - 1 : 0;
@@ -187,7 +168,7 @@ class PairEngine {
   struct StepBeside {
     template <int kBeside, class Work>
     SELFATTN_INLINE static void run(const uint32_t* a, int64_t a_row, int64_t a_second, const uint32_t* b,
-                                    int64_t b_row, const Sums& unstored, const Sums& c, Work& work) {
+                                    int64_t b_row, const TileSums& unstored, const TileSums& c, Work& work) {
       begin<0>(unstored, c);
       if constexpr (kNewA) tile_load_once<4>(a, a_row * 4);
       if constexpr (kNewB) tile_load<6>(b, b_row * 4);
@@ -208,7 +189,7 @@ class PairEngine {
 
    private:
     template <int kTile>
-    SELFATTN_INLINE static void begin(const Sums& unstored, const Sums& c) {
+    SELFATTN_INLINE static void begin(const TileSums& unstored, const TileSums& c) {
       if constexpr (kFirst) {
         constexpr int64_t kRow = kTile / 2 * 16, kLane = kTile % 2 * 16;
         if (unstored.data != nullptr) {
@@ -230,8 +211,39 @@ class PairEngine {
     }
   };
 
-  // One piece, two by two tiles.
-  static void multiply_panel(const PairProduct& p, int64_t row, int64_t lane, Sums& unstored) {
+  template <int kPieces, int kOrder>
+  static void multiply_panels(const PairProduct& p, int64_t rows, int64_t vecs) {
+    constexpr int64_t kPlace = kPieces > 1 ? SumsBeside::kSize : 1;
+    alignas(64) float places[2 * kPlace];
+    SumsBeside sums(places, places + kPlace);
+    TileSums unstored;
+    for (int64_t row = 0; row < rows; row += 32) {
+      for (int64_t vec = 0; vec < vecs; vec += 2) {
+        const bool two_rows = rows - row > 16, two_vecs = vecs - vec > 1;
+        if (two_rows && two_vecs && p.pairs > 0 && p.update != Update::kScaleAdd) {
+          multiply_panel<kPieces, kOrder>(p, row, vec * 16, sums, unstored);
+          continue;
+        }
+        store_panel(unstored);
+        if (two_rows && two_vecs) {
+          multiply_block<2, 2>(p, row, rows, vec * 16);
+        } else if (two_rows) {
+          multiply_block<2, 1>(p, row, rows, vec * 16);
+        } else if (two_vecs) {
+          multiply_block<1, 2>(p, row, rows, vec * 16);
+        } else {
+          multiply_block<1, 1>(p, row, rows, vec * 16);
+        }
+      }
+    }
+    store_panel(unstored);
+    if constexpr (kPieces > 1) sums.flush();
+  }
+
+  // Two by two tiles. C has whole ones, of which rows past the last are scratch.
+  template <int kPieces, int kOrder>
+  SELFATTN_INLINE static void multiply_panel(const PairProduct& p, int64_t row, int64_t lane,
+                                             SumsBeside& sums, TileSums& unstored) {
     Panel panel;
     panel.a = p.a + row * p.a_row;
     panel.a_row = p.a_row;
@@ -244,10 +256,12 @@ class PairEngine {
     panel.c = {p.c + row * p.ldc + lane, p.ldc};
     panel.steps = p.pairs / 16;
     NoWork none;
-    if (p.update == Update::kAdd) {
+    if (p.update == Update::kStore) {
+      multiply_beside<kPieces, kOrder, 0, false>(panel, unstored, none);
+    } else if constexpr (kPieces == 1) {
       multiply_beside<1, 1, 0, true>(panel, unstored, none);
     } else {
-      multiply_beside<1, 1, 0, false>(panel, unstored, none);
+      add_beside<kPieces, kOrder, kSumsBeside<kPieces>>(panel, sums, unstored, sums);
     }
   }
 

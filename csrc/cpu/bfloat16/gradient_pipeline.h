@@ -1,12 +1,15 @@
-// The backward of one piece, where nothing comes between scores, softmax and dS, as a pipeline of blocks of
-// keys: tiles multiply while vectors compute, as in pipeline.h. docs/cpu-kernels.md, "The pipeline of the
-// backward", has the reasons.
+// The backward where nothing comes between scores, softmax and dS, as a pipeline of blocks of keys: tiles
+// multiply while vectors compute, as in pipeline.h. docs/cpu-kernels.md, "The pipeline of the backward", has
+// the reasons.
 //
 // A cell is a strip of queries and a block of 64 keys, in two groups of 32 keys. While vectors make weights
 // and dS of a group from its scores and dP, the engine computes scores and dP of the next group, half of what
 // the cell before adds to dQ, and a share of what the strips of the block of keys before add to dK and dV.
 // Cells go on from strip to strip and from block to block: only the first group has nothing before it, and
 // only the last cell and the last block's dK and dV have no vectors beside them.
+//
+// Sums of one piece go on in tiles. With several, vectors weigh a group beside scores and dP, which take as
+// long, and add the products' own sums to dQ, dK and dV beside those products.
 #pragma once
 
 #include "gradient_weigher.h"
@@ -16,9 +19,10 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// kBeside: steps of the weigher for each four products of tiles. Products with dK and dV have one: they are
-// as many as all others, and what is left by then is less.
-template <bool kScaled, int kBeside>
+// kScoreOrder: PairProduct::order of scores and dP. kBeside: steps of the weigher for each four products of
+// tiles. Of one piece, products with dK and dV have one step: they are as many as all others, and what is
+// left by then is less.
+template <int kPieces, int kScoreOrder, bool kScaled, int kBeside>
 class GradientPipeline {
  public:
   GradientPipeline(const AttentionParams& p, const GradientPanel<Pairs>& panel, const PanelBlocks& blocks,
@@ -35,30 +39,42 @@ class GradientPipeline {
   __attribute__((noinline)) void run() {
     NoWork none;
     Weigher work;
+    constexpr int64_t kSecondRows = kPieces > 1 ? kPieces * kRowPiece : 0;  // of one piece there are no sums
+    float* const places = reinterpret_cast<float*>(scratch_.weights.pipeline + kSecondRows);
+    SumsBeside sums(places, places + SumsBeside::kSize);
     Cell before{-1, 0, 0}, here{0, blocks_.blocks[0].first, 0};
     scores_and_gradients<0>(here, 0, none);
     store();
     while (here.block < blocks_.count) {
       const Cell next = next_of(here);
       work.take_strip(strip_of(here));
-      weigh_group(before, here, 0, here, 1, work);
-      weigh_group(before, here, 1, next, 0, work);
+      for (int64_t group = 0; group < 2; ++group) {
+        weigh_group(before, here, group, group == 0 ? here : next, work, sums);
+      }
       before = here;
       here = next;
     }
-    add_queries<0>(before, 0, head_panels_, none);
-    add_keys<0>(before.block, 0, key_panels(), none);
+    if constexpr (kPieces == 1) {
+      add_queries<0>(before, 0, head_panels_, none, sums);
+      add_keys<0>(before.block, 0, key_panels(), none, sums);
+    } else {
+      add_queries<kSumsBeside>(before, 0, head_panels_, sums, sums);
+      add_keys<kSumsBeside>(before.block, 0, key_panels(), sums, sums);
+    }
     store();
+    if constexpr (kPieces > 1) sums.flush();
   }
 
  private:
-  using Weigher = GradientWeigher<kScaled>;
+  using Weigher = GradientWeigher<kPieces, kScaled>;
   using Panel = PairEngine::Panel;
   static constexpr int64_t kLd = kLanes<Pairs>;
   static constexpr int64_t kGroupKeys = kKeyBlock / 2;
-  static constexpr int64_t kRow = WeightOperand<Pairs>::kDepthOfRows / 2;
-  static_assert(WeightOperand<Pairs>::kRowPieces <= 4 * WeightOperand<Pairs>::kLanePieces,
-                "WeightOperand::pipeline has room for the rows of a second block");
+  static constexpr int64_t kRow = Weigher::kRow, kRowPiece = Weigher::kRowPiece;
+  static constexpr int kSumsBeside = PairEngine::kSumsBeside<kPieces>;
+  static_assert(kPieces * kRowPiece + (kPieces > 1 ? 2 * SumsBeside::kSize : 0) <=
+                    4 * kPieces * WeightOperand<Pairs>::kLanePieces,
+                "WeightOperand::pipeline has room for the rows of a second block, and for sums");
 
   // The `number`th of all.
   struct Cell {
@@ -75,27 +91,41 @@ class GradientPipeline {
     return panel_.first_key + from(c.block) + group * kGroupKeys;
   }
 
-  // Weights and dS of a group of `here`, whose scores and dP are there, beside those of the next group and
-  // what comes before.
+  // Weights and dS of a group of `here`, whose scores and dP are there, beside those of the next group, which
+  // is of the cell `next`, and what comes before.
   SELFATTN_INLINE void weigh_group(const Cell& before, const Cell& here, int64_t group, const Cell& next,
-                                   int64_t next_group, Weigher& work) {
+                                   Weigher& work, SumsBeside& sums) {
     if (hides(here, group)) hide(here, group);
     const int64_t row = group * kGroupKeys, queries = here.strip * (kLd / 2);
     work.begin(scores_of(group), gradients_of(group), kGroupKeys,
                {weight_rows(here.block) + row * kRow + queries, grad_rows(here.block) + row * kRow + queries,
-                grad_lanes(here) + row / 2 * kLd});
-    if (next.block < blocks_.count) scores_and_gradients<kBeside>(next, next_group, work);
+                grad_lanes(here) + row / 2 * kPieces * kLd});
+    const bool is_last = next.block >= blocks_.count;
+    if (!is_last) scores_and_gradients<kBeside>(next, 1 - group, work);
+    if constexpr (kPieces == 1) {
+      add_before<kBeside, 1>(before, here, group, work, sums);
+    } else if (is_last) {
+      add_before<1, 1>(before, here, group, work, sums);
+    } else {
+      add_before<kSumsBeside, kSumsBeside>(before, here, group, sums, sums);
+    }
+    if (unstored_.data == gradients_of(1 - group)) store();  // the next group has nothing before it
+    work.finish();
+  }
+  template <int kBesideQueries, int kBesideKeys, class Work>
+  SELFATTN_INLINE void add_before(const Cell& before, const Cell& here, int64_t group, Work& work,
+                                  SumsBeside& sums) {
     if (before.block >= 0) {
       const int64_t middle = head_panels_ / 2;
-      add_queries<kBeside>(before, group == 0 ? 0 : middle, group == 0 ? middle : head_panels_, work);
+      add_queries<kBesideQueries>(before, group == 0 ? 0 : middle, group == 0 ? middle : head_panels_, work,
+                                  sums);
     }
     if (here.block > 0) {
       const PanelBlock& block = blocks_.blocks[here.block];
       const int64_t shares = 2 * (block.end - block.first), share = 2 * (here.strip - block.first) + group;
-      add_keys<1>(here.block - 1, key_panels() * share / shares, key_panels() * (share + 1) / shares, work);
+      add_keys<kBesideKeys>(here.block - 1, key_panels() * share / shares,
+                            key_panels() * (share + 1) / shares, work, sums);
     }
-    store();
-    work.finish();
   }
 
   // The tiles of a product are stored during the next one.
@@ -103,8 +133,12 @@ class GradientPipeline {
   SELFATTN_INLINE void scores_and_gradients(const Cell& c, int64_t group, Work& work) {
     const GradientStrip<Pairs>& strip = strip_of(c);
     const int64_t row = from(c.block) + group * kGroupKeys;
-    multiply_lanes<kWork>(*panel_.key_rows, row, strip.query, score_steps_, scores_of(group), work);
-    multiply_lanes<kWork>(*panel_.value_rows, row, strip.grad_out, grad_steps_, gradients_of(group), work);
+    for (int i = 0; i < 2; ++i) {  // in one place for both: the steps of the weigher are long
+      const bool scores = i == 0;
+      multiply_lanes<kWork>(scores ? *panel_.key_rows : *panel_.value_rows, row,
+                            scores ? strip.query : strip.grad_out, scores ? score_steps_ : grad_steps_,
+                            scores ? scores_of(group) : gradients_of(group), work);
+    }
   }
   template <int kWork, class Work>
   SELFATTN_INLINE void multiply_lanes(const RowOperand<Pairs>& rows, int64_t row,
@@ -113,60 +147,70 @@ class GradientPipeline {
     panel.a = rows.data + row * rows.row_stride;
     panel.a_row = rows.row_stride;
     panel.a_second = 16 * rows.row_stride;
-    panel.a_piece = 0;
+    panel.a_piece = rows.piece_stride;
     panel.a_step = panel.a_turn = 16;
     panel.b = lanes.data;
     panel.b_row = kLd;
-    panel.b_piece = 0;
+    panel.b_piece = lanes.piece_stride;
     panel.c = {c, kLd};
     panel.steps = steps;
-    PairEngine::multiply_beside<1, 1, kWork, false>(panel, unstored_, work);
+    PairEngine::multiply_beside<kPieces, kScoreOrder, kWork, false>(panel, unstored_, work);
+  }
+  // Adds a product to panel.c.
+  template <int kWork, class Work>
+  SELFATTN_INLINE void add(Panel& panel, Work& work, SumsBeside& sums) {
+    if constexpr (kPieces == 1) {
+      PairEngine::multiply_beside<1, 1, kWork, true>(panel, unstored_, work);
+    } else {
+      PairEngine::add_beside<kPieces, kPieces, kWork>(panel, sums, unstored_, work);
+    }
   }
 
   // What a cell adds to dQ^T: panels of 32 columns of dQ.
   template <int kWork, class Work>
-  SELFATTN_INLINE void add_queries(const Cell& c, int64_t begin, int64_t end, Work& work) {
+  SELFATTN_INLINE void add_queries(const Cell& c, int64_t begin, int64_t end, Work& work, SumsBeside& sums) {
     const ColumnOperand<Pairs>& keys = *panel_.key_columns;
     Panel panel;
     panel.a_row = keys.row_stride;
     panel.a_second = 16 * keys.row_stride;
-    panel.a_piece = 0;
+    panel.a_piece = keys.piece_stride;
     panel.a_step = panel.a_turn = 16;
     panel.b = grad_lanes(c);
-    panel.b_row = kLd;
-    panel.b_piece = 0;
+    panel.b_row = kPieces * kLd;
+    panel.b_piece = kLd;
     panel.steps = kKeyBlock / 32;
     for (int64_t i = begin; i < end; ++i) {
       panel.a = keys.data + from(c.block) / kKeyBlock * keys.block_stride + i * 32 * keys.row_stride;
       panel.c = {panel_.grad_query_t[c.strip] + i * 32 * kLd, kLd};
-      PairEngine::multiply_beside<1, 1, kWork, true>(panel, unstored_, work);
+      add<kWork>(panel, work, sums);
     }
   }
 
   // What the strips of a block add to dV and dK: panels of 32 keys and 32 columns, those of dV first.
   int64_t key_panels() const { return kKeyBlock / 32 * (value_panels_ + head_panels_); }
   template <int kWork, class Work>
-  SELFATTN_INLINE void add_keys(int64_t number, int64_t begin, int64_t end, Work& work) {
+  SELFATTN_INLINE void add_keys(int64_t number, int64_t begin, int64_t end, Work& work, SumsBeside& sums) {
     const PanelBlock& block = blocks_.blocks[number];
     const int64_t of_values = kKeyBlock / 32 * value_panels_;
     Panel panel;
     panel.a_row = kRow;
     panel.a_second = 16 * kRow;
-    panel.a_piece = panel.b_piece = 0;
+    panel.a_piece = kRowPiece;
     panel.a_step = panel.a_turn = 16;
     panel.steps = block.end - block.first;
     for (int64_t i = begin; i < end; ++i) {
       const bool value = i < of_values;
       const VectorOperand<Pairs>& rows = value ? *panel_.grad_out_rows : *panel_.query_rows;
-      float* const sums = value ? panel_.grad_value : panel_.grad_key;
+      float* const to = value ? panel_.grad_value : panel_.grad_key;
       const int64_t stride = value ? panel_.value_stride : panel_.head_stride;
       const int64_t at = value ? i : i - of_values, panels = value ? value_panels_ : head_panels_;
       const int64_t row = at / panels * 32, column = at % panels * 32;
       panel.a = (value ? weight_rows(number) : grad_rows(number)) + row * kRow + block.first * (kLd / 2);
       panel.b = rows.data + block.first * (kLd / 2) * rows.pair_stride + column;
       panel.b_row = rows.pair_stride;
-      panel.c = {sums + (block.from + row) * stride + column, stride};
-      PairEngine::multiply_beside<1, 1, kWork, true>(panel, unstored_, work);
+      panel.b_piece = rows.piece_stride;
+      panel.c = {to + (block.from + row) * stride + column, stride};
+      add<kWork>(panel, work, sums);
     }
   }
   void store() { PairEngine::store_panel(unstored_); }
@@ -220,26 +264,34 @@ class GradientPipeline {
   GradientScratch<Pairs>& scratch_;
   const int64_t score_steps_, grad_steps_;  // of 32 columns
   const int64_t head_panels_, value_panels_;
-  PairEngine::Sums unstored_;  // where the tiles of the last product belong
+  TileSums unstored_;  // where the tiles of the last product belong
 };
 
 template <>
 inline bool adds_blocks<Pairs>(const AttentionParams& p) {
-  return Pairs::pieces(p) == 1 && p.mask.data == nullptr && p.value_dim > 0 &&
+  return p.mask.data == nullptr && p.alibi_slopes.data == nullptr && p.value_dim > 0 &&
          padded_rows(p.head_dim) % 32 == 0 && padded_rows(p.value_dim) % 32 == 0;
 }
 
 template <>
 inline void add_blocks<Pairs>(const AttentionParams& p, const GradientPanel<Pairs>& panel,
                               const PanelBlocks& blocks, GradientScratch<Pairs>& scratch) {
-  // With 64 dims there are ten times four products of tiles for the 16 steps of a group.
-  constexpr int64_t kManyDims = 192;
-  if (p.head_dim + p.value_dim >= kManyDims) {
-    GradientPipeline<true, 1>(p, panel, blocks, scratch).run();
+  const int pieces = Pairs::pieces(p);
+  const int64_t dims = padded_depth(p.head_dim) + padded_depth(p.value_dim);
+  if (pieces == 3) {
+    GradientPipeline<3, 3, true, 1>(p, panel, blocks, scratch).run();
+  } else if (pieces == 2 && Pairs::order_of_scores(p) == 3) {
+    GradientPipeline<2, 3, true, 1>(p, panel, blocks, scratch).run();
+  } else if (pieces == 2 && dims < 192) {  // twelve times four products of tiles or fewer, for 16 steps
+    GradientPipeline<2, 2, true, 2>(p, panel, blocks, scratch).run();
+  } else if (pieces == 2) {
+    GradientPipeline<2, 2, true, 1>(p, panel, blocks, scratch).run();
+  } else if (dims >= 192) {  // with 64 each there are ten times four products of tiles for 16 steps
+    GradientPipeline<1, 1, true, 1>(p, panel, blocks, scratch).run();
   } else if (panel.strips[blocks.blocks[0].first].rest_of_scale == 1.0f) {
-    GradientPipeline<false, 2>(p, panel, blocks, scratch).run();
+    GradientPipeline<1, 1, false, 2>(p, panel, blocks, scratch).run();
   } else {
-    GradientPipeline<true, 2>(p, panel, blocks, scratch).run();
+    GradientPipeline<1, 1, true, 2>(p, panel, blocks, scratch).run();
   }
 }
 

@@ -11,16 +11,23 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 // Where the weights and dS of some keys go, in bfloat16.
 struct PackedGradients {
-  uint32_t *weight_rows, *grad_rows;  // [key][pair of queries], as WeightOperand::rows
-  uint32_t* grad_lanes;               // [pair of keys][lane]
+  uint32_t *weight_rows, *grad_rows;  // [piece][key][pair of queries], as WeightOperand::rows
+  uint32_t* grad_lanes;               // [pair of keys][piece][lane]
 };
 
 // kScaled: scores have still to be multiplied by a part of the scale.
-template <bool kScaled>
+template <int kPieces, bool kScaled>
 class GradientWeigher {
  public:
+  // From one key to the next one, and from one piece to the next one. There are no panels of several pieces.
+  static constexpr int64_t kRow = (kPieces == 1 ? WeightOperand<Pairs>::kDepthOfRows : kLanes<Pairs>) / 2;
+  static constexpr int64_t kRowPiece = kKeyBlock * kRow;
+
   SELFATTN_INLINE GradientWeigher() {
-    __asm__("" : "+v"(one_), "+v"(least_), "+v"(to_power_), "+v"(columns_));
+    __asm__("" : "+v"(one_), "+v"(least_), "+v"(to_power_));
+    if constexpr (kPieces == 1) __asm__("" : "+v"(columns_));
+    if constexpr (kPieces > 1) __asm__("" : "+v"(kept_));
+    if constexpr (kPieces == 2) __asm__("" : "+v"(half_));
   }
 
   // Lanes past the last query have nothing that they could bring in.
@@ -41,17 +48,16 @@ class GradientWeigher {
     __m512 above_first, above_second, below_first, below_second;  // dS
     weigh(0, above_first, above_second);
     weigh(1, below_first, below_second);
-    const __m512i first = (__m512i)_mm512_cvtne2ps_pbh(below_first, above_first);
-    const __m512i second = (__m512i)_mm512_cvtne2ps_pbh(below_second, above_second);
-    _mm512_storeu_si512(to_.grad_rows, _mm512_inserti64x4(first, _mm512_castsi512_si256(second), 1));
-    _mm512_storeu_si512(to_.grad_rows + kRow, _mm512_shuffle_i64x2(first, second, 0xee));
-    _mm512_storeu_si512(to_.grad_lanes, _mm512_permutexvar_epi16(columns_, first));
-    _mm512_storeu_si512(to_.grad_lanes + 16, _mm512_permutexvar_epi16(columns_, second));
+    if constexpr (kPieces == 1) {
+      store_gradients(above_first, above_second, below_first, below_second);
+    } else {
+      store_pieces_of_gradients<0>(above_first, above_second, below_first, below_second);
+    }
     scores_ += 2 * kLd;
     grads_ += 2 * kLd;
     to_.weight_rows += 2 * kRow;
     to_.grad_rows += 2 * kRow;
-    to_.grad_lanes += kLd;
+    to_.grad_lanes += kPieces * kLd;
   }
   SELFATTN_INLINE void finish() {
     while (more()) step();
@@ -63,7 +69,7 @@ class GradientWeigher {
   };
 
   static constexpr int64_t kLd = kLanes<Pairs>;
-  static constexpr int64_t kRow = WeightOperand<Pairs>::kDepthOfRows / 2;
+  static constexpr int kTerms = kPieces + 3;  // exp_terms
 
   template <int kVec>
   SELFATTN_INLINE Lanes& lanes_of() {
@@ -84,7 +90,11 @@ class GradientWeigher {
     const float *scores = scores_ + key * kLd, *grads = grads_ + key * kLd;
     const __m512 first = gradient(scores, grads, first_, grad_first);
     const __m512 second = gradient(scores + 16, grads + 16, second_, grad_second);
-    _mm512_storeu_si512(to_.weight_rows + key * kRow, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    if constexpr (kPieces == 1) {
+      _mm512_storeu_si512(to_.weight_rows + key * kRow, (__m512i)_mm512_cvtne2ps_pbh(second, first));
+    } else {
+      store_pieces_of_weights<0>(to_.weight_rows + key * kRow, first, second);
+    }
   }
   // weight_of times the inverse sum, and score_gradient: a weight of 0 has a dS of 0 whatever dP is.
   SELFATTN_INLINE __m512 gradient(const float* score, const float* grad, const Lanes& lanes,
@@ -100,16 +110,63 @@ class GradientWeigher {
     return weight;
   }
 
+  SELFATTN_INLINE void store_gradients(__m512 above_first, __m512 above_second, __m512 below_first,
+                                       __m512 below_second) const {
+    const __m512i first = (__m512i)_mm512_cvtne2ps_pbh(below_first, above_first);
+    const __m512i second = (__m512i)_mm512_cvtne2ps_pbh(below_second, above_second);
+    _mm512_storeu_si512(to_.grad_rows, _mm512_inserti64x4(first, _mm512_castsi512_si256(second), 1));
+    _mm512_storeu_si512(to_.grad_rows + kRow, _mm512_shuffle_i64x2(first, second, 0xee));
+    _mm512_storeu_si512(to_.grad_lanes, _mm512_permutexvar_epi16(columns_, first));
+    _mm512_storeu_si512(to_.grad_lanes + 16, _mm512_permutexvar_epi16(columns_, second));
+  }
+
+  // store_weight_pair, from piece kPiece on.
+  template <int kPiece>
+  SELFATTN_INLINE void store_pieces_of_weights(uint32_t* to, __m512 first, __m512 second) const {
+    if constexpr (kPiece < kPieces) {
+      const __m512i one = bits_of<kPiece>(first), other = bits_of<kPiece>(second);
+      _mm512_storeu_si512(to + kPiece * kRowPiece, join_.high_halves(one, other));
+      store_pieces_of_weights<kPiece + 1>(to, rest_of(first, one), rest_of(second, other));
+    }
+  }
+  // The same of dS, as pairs of queries and as pairs of keys.
+  template <int kPiece>
+  SELFATTN_INLINE void store_pieces_of_gradients(__m512 above_first, __m512 above_second, __m512 below_first,
+                                                 __m512 below_second) const {
+    if constexpr (kPiece < kPieces) {
+      uint32_t *rows = to_.grad_rows + kPiece * kRowPiece, *lanes = to_.grad_lanes + kPiece * kLd;
+      const __m512i a = bits_of<kPiece>(above_first), b = bits_of<kPiece>(above_second);
+      const __m512i c = bits_of<kPiece>(below_first), d = bits_of<kPiece>(below_second);
+      _mm512_storeu_si512(rows, join_.high_halves(a, b));
+      _mm512_storeu_si512(rows + kRow, join_.high_halves(c, d));
+      _mm512_storeu_si512(lanes, join_.high_halves(a, c));
+      _mm512_storeu_si512(lanes + 16, join_.high_halves(b, d));
+      store_pieces_of_gradients<kPiece + 1>(rest_of(above_first, a), rest_of(above_second, b),
+                                            rest_of(below_first, c), rest_of(below_second, d));
+    }
+  }
+  // The next piece in the high half; of two, the last one is rounded.
+  template <int kPiece>
+  SELFATTN_INLINE __m512i bits_of(__m512 x) const {
+    const __m512i bits = _mm512_castps_si512(x);
+    return kPieces == 2 && kPiece == 1 ? _mm512_add_epi32(bits, half_) : bits;
+  }
+  SELFATTN_INLINE __m512 rest_of(__m512 x, __m512i bits) const {
+    return _mm512_sub_ps(x, _mm512_castsi512_ps(_mm512_and_si512(bits, kept_)));
+  }
+
   const float *scores_ = nullptr, *grads_ = nullptr, *end_ = nullptr;
   PackedGradients to_{};
   Lanes first_, second_;
   __m512 scale_;
-  PowerTerms<exp_terms(Weigh::kOnePiece)> terms_;
+  PowerTerms<kTerms> terms_;
   __m512 one_ = _mm512_set1_ps(1.0f), least_ = _mm512_set1_ps(-80.0f);
   __m512 to_power_ = _mm512_set1_ps(static_cast<float>(kLog2E));
   // See interleave_halves.
   __m512i columns_ = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7, 22,
                                       6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
+  PairJoin join_;
+  __m512i kept_ = _mm512_set1_epi32(-65536), half_ = _mm512_set1_epi32(0x8000);
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -269,8 +269,8 @@ class ForwardPipeline {
   float* const masks_;       // [2 blocks][2 halves][kHalfKeys][kLd]
   BlockScratch<Pairs> block_;
   const int64_t score_steps_, value_panels_;
-  PairEngine::Sums unstored_;  // where the tiles of the last product belong
-  bool has_shifts_{};          // each lane of the strip has a maximum
+  TileSums unstored_;  // where the tiles of the last product belong
+  bool has_shifts_{};  // each lane of the strip has a maximum
   bool moved_{};
 };
 

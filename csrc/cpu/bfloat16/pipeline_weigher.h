@@ -30,6 +30,24 @@ struct PowerTerms<kTerms, kTerms - 1> {
   SELFATTN_INLINE __m512 at(__m512) const { return coefficient; }
 };
 
+// high_halves by a shuffle of bytes: it has a port of its own beside multiplications, which a shift takes
+// theirs from.
+class PairJoin {
+ public:
+  SELFATTN_INLINE PairJoin() {
+    const int64_t two = 0x0706070603020302, next_two = 0x0f0e0f0e0b0a0b0a;
+    halves_ = _mm512_setr_epi64(two, next_two, two, next_two, two, next_two, two, next_two);
+    __asm__("" : "+v"(halves_), "+Yk"(low_halves_));
+  }
+  SELFATTN_INLINE __m512i high_halves(__m512i above, __m512i below) const {
+    return _mm512_mask_shuffle_epi8(below, low_halves_, above, halves_);
+  }
+
+ private:
+  __m512i halves_;
+  __mmask64 low_halves_ = 0x3333333333333333;
+};
+
 // A single piece of a weight is cut off, not rounded: what divides the output is the sum of the weights that
 // met the values, so that what all of them lose cancels, and the rest is no larger than that of rounding.
 template <int kPieces>
@@ -37,11 +55,7 @@ class PipelineWeigher {
  public:
   uint32_t* pairs = nullptr;  // of the next step, [pair][piece][lane]
 
-  SELFATTN_INLINE PipelineWeigher() {
-    const int64_t two = 0x0706070603020302, next_two = 0x0f0e0f0e0b0a0b0a;
-    halves_ = _mm512_setr_epi64(two, next_two, two, next_two, two, next_two, two, next_two);
-    __asm__("" : "+v"(one_), "+v"(least_), "+v"(to_power_), "+v"(kept_), "+v"(halves_), "+Yk"(low_halves_));
-  }
+  SELFATTN_INLINE PipelineWeigher() { __asm__("" : "+v"(one_), "+v"(least_), "+v"(to_power_), "+v"(kept_)); }
 
   // Whether one of 16 maxima is one whose product with log2(e) is rounded by more than take_shift mends. That
   // of an infinite one is exact.
@@ -134,10 +148,7 @@ class PipelineWeigher {
     lanes.below = _mm512_add_ps(lanes.below, below);
     if constexpr (kPieces == 1) {
       lanes.used = _mm512_add_ps(lanes.used, _mm512_add_ps(cut_off(above), cut_off(below)));
-      // The high halves, by a shuffle of bytes: it has a port of its own beside multiplications, which a
-      // shift takes theirs from.
-      _mm512_storeu_si512(to, _mm512_mask_shuffle_epi8(_mm512_castps_si512(below), low_halves_,
-                                                       _mm512_castps_si512(above), halves_));
+      _mm512_storeu_si512(to, join_.high_halves(_mm512_castps_si512(above), _mm512_castps_si512(below)));
       __asm__ volatile("" : "+v"(lanes.above), "+v"(lanes.below), "+v"(lanes.used));
     } else {
       store_weight_pair<kPieces>(to, kLd, above, below);
@@ -175,8 +186,8 @@ class PipelineWeigher {
   PowerTerms<kTerms> terms_;
   __m512 one_ = _mm512_set1_ps(1.0f), least_ = _mm512_set1_ps(-80.0f);
   __m512 to_power_ = _mm512_set1_ps(static_cast<float>(kLog2E));
-  __m512i kept_ = _mm512_set1_epi32(-65536), halves_;
-  __mmask64 low_halves_ = 0x3333333333333333;
+  __m512i kept_ = _mm512_set1_epi32(-65536);
+  PairJoin join_;
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

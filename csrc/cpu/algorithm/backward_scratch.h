@@ -1,0 +1,86 @@
+// What a worker of the backward has in memory: a chunk of keys and values as the products take them, the
+// chunk's sums, and a panel of strips. And how long a chunk is, which that decides.
+#pragma once
+
+#include "gradient_panel.h"
+#include "gradient_results.h"
+#include "mask_sum.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// Keys per chunk: dK and dV of a chunk in T take so much of the level-2 cache at most. A function of the head
+// dims only, because the chunk is visible in the rounding of dQ.
+template <class P>
+int64_t chunk_keys(const AttentionParams& p) {
+  using T = Scalar<P>;
+  constexpr int64_t kMostKeys = 512;  // of narrow heads: longer chunks would leave threads without one
+  const int64_t row = (round_up_to_vector<T>(p.head_dim) + round_up_to_vector<T>(p.value_dim)) * sizeof(T);
+  const int64_t keys = row > 0 ? kChunkBytes<P> / row : kChunkBytes<P>;
+  return limited(keys / kKeyBlock * kKeyBlock, kKeyBlock, kMostKeys);
+}
+
+template <class P>
+int64_t chunk_count(const AttentionParams& p) {
+  const int64_t chunk = chunk_keys<P>(p);
+  return p.keys == 0 ? 1 : divide_up(p.keys, chunk);
+}
+
+template <class P>
+struct BackwardScratch {
+  using T = Scalar<P>;
+
+  // Up to whole tiles, which products may be made of.
+  static constexpr int64_t kPanelLanes = kPanelStrips<P> * kLanes<P>;
+
+  Arena arena;
+  Session<P> session;
+  GradientScratch<P> block;
+  GradientStrip<P> strips[kPanelStrips<P>];
+  int64_t head_stride, value_stride;           // padded row lengths
+  VectorOperand<P> query_rows, grad_out_rows;  // of a panel
+  T* grad_query_t[kPanelStrips<P>];            // [head_dim][kLanes]
+  RowOperand<P> key_rows, value_rows;
+  ColumnOperand<P> key_columns;
+  T *grad_key, *grad_value;        // [chunk][padded]
+  T* slope_rows[kPanelStrips<P>];  // [kLanes] the strip's share of grad_slopes_rows
+  QuerySums<P> query_sums;
+  typename MaskSum<P>::Scratch mask;
+
+  static int64_t grad_query_size(const AttentionParams& p) {
+    return round_up_to_vector<T>(p.head_dim) * kLanes<P>;
+  }
+  // `rows` of keys in a chunk, at most.
+  static int64_t bytes(const AttentionParams& p, int64_t rows, const MaskSum<P>& mask_sum) {
+    const int64_t e = round_up_to_vector<T>(p.head_dim), ev = round_up_to_vector<T>(p.value_dim);
+    return GradientScratch<P>::bytes(p) +
+           kPanelStrips<P> * (GradientStrip<P>::bytes(p) + Arena::bytes_for<T>(grad_query_size(p)) +
+                              Arena::bytes_for<T>(kLanes<P>)) +
+           VectorOperand<P>::bytes(p, kPanelLanes, p.head_dim) +
+           VectorOperand<P>::bytes(p, kPanelLanes, p.value_dim) + RowOperand<P>::bytes(p, rows, p.head_dim) +
+           RowOperand<P>::bytes(p, rows, p.value_dim) + ColumnOperand<P>::shared_bytes(p, rows, p.head_dim) +
+           Arena::bytes_for<T>(rows * e) + Arena::bytes_for<T>(rows * ev) + QuerySums<P>::bytes(p) +
+           MaskSum<P>::Scratch::bytes(mask_sum, rows);
+  }
+  BackwardScratch(const AttentionParams& p, int64_t rows, const MaskSum<P>& mask_sum)
+      : arena(bytes(p, rows, mask_sum)),
+        block(p, arena),
+        head_stride(round_up_to_vector<T>(p.head_dim)),
+        value_stride(round_up_to_vector<T>(p.value_dim)) {
+    for (int64_t i = 0; i < kPanelStrips<P>; ++i) {
+      strips[i].allocate(p, arena);
+      grad_query_t[i] = arena.take<T>(grad_query_size(p));
+      slope_rows[i] = arena.take<T>(kLanes<P>);
+    }
+    query_rows.allocate(p, kPanelLanes, p.head_dim, arena);
+    grad_out_rows.allocate(p, kPanelLanes, p.value_dim, arena);
+    key_rows.allocate(p, rows, p.head_dim, arena);
+    value_rows.allocate(p, rows, p.value_dim, arena);
+    key_columns.allocate_shared(p, rows, p.head_dim, arena);
+    grad_key = arena.take<T>(rows * head_stride);
+    grad_value = arena.take<T>(rows * value_stride);
+    query_sums.allocate(p, arena);
+    mask.allocate(mask_sum, rows, arena);
+  }
+};
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
