@@ -90,7 +90,9 @@ def run(name: str, step: Step, library: Path, arguments: list[str]) -> bool:
     """Whether the step's tests passed; prints what pytest prints. Tests of refusals make reports, too."""
     log = build.folder() / f"reports-{name}.txt"
     log.unlink(missing_ok=True)
-    environment = build.environment_for_torch(library, SELFATTN_PTX_LOG=str(log), **step.variables)
+    given = {name: value for name, value in os.environ.items() if name.startswith("SELFATTN_PTX_")}
+    variables = {**given, **step.variables, "SELFATTN_PTX_LOG": str(log)}
+    environment = build.environment_for_torch(library, **variables)
     if not environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]:
         del environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]  # it counts as set
     if importlib.util.find_spec("xdist") is not None:
