@@ -52,12 +52,6 @@ CHOSEN: list[Any] = [
         marks=pytest.mark.thorough,
     ),
     pytest.param("test_masks.py test_gradients.py", "not never_expanded", marks=pytest.mark.thorough),
-    # Every broadcast of a mask is among the cases, in sizes that take less time.
-    pytest.param(
-        "test_special_numbers.py test_double_backward.py test_mask_gradient.py",
-        "not broadcast and not groups and not scale_of",
-        marks=pytest.mark.thorough,
-    ),
     # A number for each row, one for each column, and one for all.
     pytest.param(
         "test_mask_sums.py",

@@ -6,6 +6,7 @@ These need nvcc, and no torch with CUDA. What runs under one is tests/ptx_machin
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 from pathlib import Path
@@ -80,6 +81,11 @@ def run(program: Path, *arguments: str, **options: object) -> subprocess.Complet
     )
 
 
+def flags_for_one_device() -> list[str]:
+    """Of nvcc, for a program of which there is PTX for compute capability 8.0 alone."""
+    return [flag for flag in build.program_flags(emulator.CSRC) if "compute_75" not in flag]
+
+
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kernel", [*REPORTS, *RACES])
 def test_report(kernel: str, schedule: int, wrong_kernels: Path) -> None:
@@ -119,6 +125,24 @@ def test_shared_memory_has_the_size_of_the_device(
         result = run(wrong_kernels, "neighbour_in_block", "right", str(size), capability=capability)
         assert (result.returncode == 0) == fits, result.stdout + result.stderr
         assert fits or "invalid argument" in result.stdout
+
+
+def test_devices_run_the_newest_ptx_that_is_for_them(features: Path) -> None:
+    for capability, found in ((75, 750), (80, 800), (89, 800), (120, 800)):
+        assert set(run(features, "generation", capability=capability).stdout.split()) == {str(found)}
+
+
+def test_a_device_does_not_run_what_is_for_later_ones(tmp_path: Path) -> None:
+    variables = {**os.environ, "PTX_NVCC": build.nvcc().command}
+    program = tmp_path / "features"
+    source = build.MACHINE / "programs" / "features.cu"
+    subprocess.run(
+        [build.NVCC_TO_PTX, *flags_for_one_device(), source, "-o", program], env=variables, check=True
+    )
+    assert run(program, "generation", capability=80).returncode == 0
+    refused = run(program, "generation", capability=75)
+    assert refused.returncode == 1
+    assert "of which there is no PTX" in refused.stderr
 
 
 def test_bank_conflicts_are_counted(wrong_kernels: Path) -> None:
@@ -161,6 +185,56 @@ def test_features(kernel: str, features: Path) -> None:
         result = run(features, kernel, schedule=schedule, races=1)
         assert result.stderr == ""
         assert list(map(int, result.stdout.split())) == FEATURES[kernel]
+
+
+#: What the machine says where these are used in a wrong way.
+MISUSES = {
+    "variables_beyond": r"is outside of (device memory|every memory)",
+    "arrival_early": RACE.replace("wrong_kernels", "features").format("(read|write)") + "|" + UNWRITTEN,
+    "arrival_missing": r"deadlock: 1 of 2 warps wait at barrier 1, and 1 have ended",
+    "guarded_for_all": r"lanes 16-31 never come|lanes 16-31, which take part, have ended",
+}
+
+
+@pytest.mark.parametrize("kernel", MISUSES)
+def test_misused_features(kernel: str, features: Path) -> None:
+    for schedule in SCHEDULES:
+        wrong = run(features, kernel, schedule=schedule, races=1)
+        assert wrong.returncode == 1, wrong.stdout
+        assert re.search(MISUSES[kernel], wrong.stderr), wrong.stderr
+
+
+#: How nvcc compresses PTX: by itself LZ4 before 12.8, zstd since.
+COMPRESSIONS = ([], ["--compress-mode=speed"])
+#: The last header of a fatbin in a program is that of its kernels; 16 bytes on is its first entry.
+FATBIN = 0xBA55ED50.to_bytes(4, "little")
+
+
+@pytest.mark.parametrize("compression", COMPRESSIONS, ids=lambda flags: "".join(flags) or "default")
+def test_compressed_ptx(compression: list[str], tmp_path: Path) -> None:
+    nvcc = cuda_build.find_nvcc()
+    assert nvcc is not None
+    if compression and nvcc.version < (12, 8):
+        pytest.skip("an nvcc that compresses in one way alone")
+    flags = [flag.replace("code=sm_", "code=compute_") for flag in flags_for_one_device()]
+    source = build.MACHINE / "programs" / "features.cu"
+    program = tmp_path / "features"
+    subprocess.run([nvcc.command, *flags, *compression, source, "-o", program], check=True)
+    result = run(program, "calls")
+    assert result.stderr == ""
+    assert list(map(int, result.stdout.split())) == FEATURES["calls"]
+
+    # With zeros in its midst nothing is executed, and the report says why.
+    content = bytearray(program.read_bytes())
+    entry = content.rindex(FATBIN) + 16
+    header, compressed = (int.from_bytes(content[entry + n :][:4], "little") for n in (4, 16))
+    assert compressed > 0
+    middle = entry + header + compressed // 2
+    content[middle : middle + 64] = bytes(64)
+    program.write_bytes(content)
+    broken = run(program, "calls")
+    assert broken.returncode == 1
+    assert "compressed PTX: " in broken.stderr
 
 
 def words_of(wrapper: str, count: int) -> dict[str, probe.Words]:

@@ -20,8 +20,8 @@ from selfattn_ext import cuda_build
 ROOT = emulator.ROOT
 MACHINE = ROOT / "tests" / "ptx_machine"
 NVCC_TO_PTX = MACHINE / "nvcc_to_ptx"
-#: What the kernels are compiled for: devices of later generations run the same PTX.
-ARCHITECTURE = "8.0"
+#: What programs are compiled for: devices of later generations run the same PTX.
+ARCHITECTURES = ("7.5", "8.0")
 
 #: Sums must be those of the program text; what looks at the host's errno and traps costs time in every loop.
 FLAGS = [
@@ -80,8 +80,8 @@ def library_of(home: Path, name: str) -> Path:
 
 def program_flags(headers: Path) -> list[str]:
     """What nvcc_to_ptx makes a program of, which includes the package's headers from that folder."""
-    number = ARCHITECTURE.replace(".", "")
     library = library_of(Path(nvcc().home), "libcudart.so")
+    numbers = [architecture.replace(".", "") for architecture in ARCHITECTURES]
     return [
         "-std=c++17",
         "-O3",
@@ -90,8 +90,7 @@ def program_flags(headers: Path) -> list[str]:
         "shared",
         "-Xlinker",
         f"-rpath={library.parent}",
-        "-gencode",
-        f"arch=compute_{number},code=sm_{number}",
+        *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers),
     ]
 
 
@@ -114,7 +113,7 @@ def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
     file.lines.append(f"build {refusals}: refuse {in_runtime} | {MACHINE / 'refusals.py'}")
     tensor_core = emulator.EMULATOR / "tensor_core.cpp"
     objects = file.objects([*sources, refusals, tensor_core], "machine", flags)
-    file.link("machine.so", objects, ["-shared"])
+    file.link("machine.so", objects, ["-shared", "-ldl"])
 
     headers = " ".join(str(path) for path in sorted((emulator.CSRC / "cuda" / "common").glob("*.cuh")))
     places = (emulator.EMULATOR, MACHINE)
@@ -151,17 +150,22 @@ def build(target: str) -> Path:
 
 
 def build_package() -> Path:
-    """Compiles the package's library with the PTX of its CUDA kernels, and returns its path.
+    """Compiles the package's library with the PTX of its CUDA kernels, and returns its path. For the newest
+    architecture that the device of SELFATTN_PTX_CAPABILITY runs, in a folder of its own.
 
     Raises:
         RuntimeError: something does not compile; the compilers have said what.
     """
+    capability = int(os.environ.get("SELFATTN_PTX_CAPABILITY", 90))
+    runs = [it for it in ARCHITECTURES if int(it.replace(".", "")) <= capability]
     place = ROOT / "build" / "ptx_machine"
+    if runs[-1] != ARCHITECTURES[-1]:
+        place /= f"for_{runs[-1]}"
     command = [sys.executable, "setup.py", "--quiet", "build_ext"]
     command += ["--build-lib", str(place / "package"), "--build-temp", str(place / "temp")]
     variables = {
         "SELFATTN_CUDA": "1",
-        cuda_build.ARCHITECTURES_VARIABLE: ARCHITECTURE,
+        cuda_build.ARCHITECTURES_VARIABLE: runs[-1],
         "PTX_NVCC": nvcc().command,
     }
     # torch's build calls this instead of nvcc.

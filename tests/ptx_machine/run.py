@@ -77,6 +77,12 @@ def quick_steps() -> dict[str, Step]:
     return {
         "cuda": Step(("test_cuda_capture.py", "test_cuda_switches.py", "test_cuda_runtime.py")),
         "numbers": Step(("test_cuda.py",), ("-k", "strides or layouts or see_nothing or refusals or seed")),
+        # Every broadcast of a mask takes minutes.
+        "device": Step(
+            ("test_special_numbers.py", "test_double_backward.py", "test_mask_gradient.py"),
+            ("-k", "not broadcast and not groups and not scale_of"),
+            ON_CUDA,
+        ),
     }
 
 
@@ -90,7 +96,11 @@ def run(name: str, step: Step, library: Path, arguments: list[str]) -> bool:
     """Whether the step's tests passed; prints what pytest prints. Tests of refusals make reports, too."""
     log = build.folder() / f"reports-{name}.txt"
     log.unlink(missing_ok=True)
-    environment = build.environment_for_torch(library, SELFATTN_PTX_LOG=str(log), **step.variables)
+    given = {
+        name: value for name, value in os.environ.items() if name.startswith("SELFATTN") and "_PTX_" in name
+    }
+    variables = {**given, **step.variables, "SELFATTN_PTX_LOG": str(log)}
+    environment = build.environment_for_torch(library, **variables)
     if not environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]:
         del environment["PYTORCH_NO_CUDA_MEMORY_CACHING"]  # it counts as set
     if importlib.util.find_spec("xdist") is not None:

@@ -216,6 +216,10 @@ Handler float_conversion(const Statement& statement, const std::string& to, cons
     if (to == "f16x2") return &binary<u32, float, float, ToSmall<float16_from_float>>;
     if (to == "bf16x2") return &binary<u32, float, float, ToSmall<bfloat16_from_float>>;
   }
+  if (from == "f32" && mode == 'z' && plain) {
+    if (to == "bf16") return &unary<u16, float, ToSmall<bfloat16_toward_zero>>;
+    if (to == "bf16x2") return &binary<u32, float, float, ToSmall<bfloat16_toward_zero>>;
+  }
   if (from == "f32" && to == "f32") return &to_integral_float;
   if (!plain) return nullptr;
   if (from == "f64" && to == "f64") return &to_integral_double;

@@ -1,4 +1,5 @@
-// float16 and bfloat16 from and to float32, to nearest even; without branches, for loops over lanes.
+// float16 and bfloat16 from and to float32, to nearest even where no name says otherwise; without branches,
+// for loops over lanes.
 #pragma once
 
 #include "types.h"
@@ -11,6 +12,10 @@ inline u16 bfloat16_from_float(float value) {
   const u32 bits = bits_as<u32>(value);
   const u32 rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
   return static_cast<u16>(value != value ? 0x7fff : rounded);
+}
+
+inline u16 bfloat16_toward_zero(float value) {
+  return static_cast<u16>(value != value ? 0x7fff : bits_as<u32>(value) >> 16);
 }
 
 inline float float_from_float16(u16 half) {

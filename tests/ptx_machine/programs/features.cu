@@ -21,38 +21,57 @@ __global__ void variables(uint32_t* out) {
   out[threadIdx.x] = squares[threadIdx.x % 8] + before + static_cast<uint32_t>(factors[1] * 8 + factors[2]);
 }
 
+// Wrong: the last threads read behind the end.
+__global__ void variables_beyond(uint32_t* out) { out[threadIdx.x] = squares[threadIdx.x / 7]; }
+
 // The first warp writes and arrives; the second waits for it.
-__global__ void arrival(uint32_t* out) {
+template <bool kEarly>
+__device__ void arrive(uint32_t* out) {
   __shared__ uint32_t words[32];
   if (threadIdx.x < 32) {
+    if (kEarly) asm volatile("bar.arrive 1, 64;" ::: "memory");
     words[threadIdx.x] = threadIdx.x + 1;
-    asm volatile("bar.arrive 1, 64;" ::: "memory");
+    if (!kEarly) asm volatile("bar.arrive 1, 64;" ::: "memory");
     out[threadIdx.x] = 0;
   } else {
     asm volatile("bar.sync 1, 64;" ::: "memory");
     out[threadIdx.x] = words[63 - threadIdx.x];
   }
 }
+__global__ void arrival(uint32_t* out) { arrive<false>(out); }
+// Wrong: what is written behind the arrival may come after what is read.
+__global__ void arrival_early(uint32_t* out) { arrive<true>(out); }
+// Wrong: nobody arrives.
+__global__ void arrival_missing(uint32_t* out) {
+  if (threadIdx.x >= 32) asm volatile("bar.sync 1, 64;" ::: "memory");
+  out[threadIdx.x] = 0;
+}
 
 // A .sync instruction behind a guard, which half of the lanes pass.
-__global__ void guarded(uint32_t* out) {
+template <uint32_t kMembers>
+__device__ void vote_of_half(uint32_t* out) {
   uint32_t votes = 5;
   asm volatile(
       "{\n .reg .pred %first, %odd;\n setp.lt.u32 %first, %1, 16;\n and.b32 %0, %1, 1;\n"
-      " setp.eq.u32 %odd, %0, 1;\n @%first vote.sync.ballot.b32 %0, %odd, 0xffff;\n}"
+      " setp.eq.u32 %odd, %0, 1;\n @%first vote.sync.ballot.b32 %0, %odd, %2;\n}"
       : "+r"(votes)
-      : "r"(threadIdx.x % 32));
+      : "r"(threadIdx.x % 32), "n"(kMembers));
   out[threadIdx.x] = votes;
 }
+__global__ void guarded(uint32_t* out) { vote_of_half<0xffff>(out); }
+// Wrong: the others are waited for, too.
+__global__ void guarded_for_all(uint32_t* out) { vote_of_half<kWholeWarp>(out); }
 
-// Both branches of an if have a collective of their own lanes.
+// Both branches of an if have a collective of their own lanes. Since compute capability 8.0.
 __global__ void parts(uint32_t* out) {
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
   const uint32_t lane = threadIdx.x % 32;
   if (lane < 8) {
     out[threadIdx.x] = __reduce_add_sync(0x000000ffu, lane);
   } else {
     out[threadIdx.x] = __reduce_max_sync(0xffffff00u, lane);
   }
+#endif
 }
 
 __noinline__ __device__ uint32_t called(uint32_t value, const uint32_t* table) {
@@ -74,13 +93,29 @@ __global__ void votes(uint32_t* out) {
   out[threadIdx.x] = static_cast<uint32_t>(count) + (__all_sync(kWholeWarp, 1) ? 1000 : 0);
 }
 
+// What the text was compiled for.
+__global__ void generation(uint32_t* out) {
+#ifdef __CUDA_ARCH__
+  out[threadIdx.x] = __CUDA_ARCH__;
+#endif
+}
+
 struct Named {
   const char* name;
   void (*kernel)(uint32_t*);
 };
 
-const Named kKernels[] = {{"variables", variables}, {"arrival", arrival}, {"guarded", guarded},
-                          {"parts", parts},         {"calls", calls},     {"votes", votes}};
+const Named kKernels[] = {{"variables", variables},
+                          {"variables_beyond", variables_beyond},
+                          {"arrival", arrival},
+                          {"arrival_early", arrival_early},
+                          {"arrival_missing", arrival_missing},
+                          {"guarded", guarded},
+                          {"guarded_for_all", guarded_for_all},
+                          {"parts", parts},
+                          {"calls", calls},
+                          {"votes", votes},
+                          {"generation", generation}};
 
 }  // namespace
 

@@ -1,5 +1,11 @@
 #include "runtime/binaries.h"
 
+#include <cstddef>
+#include <iterator>
+#include <map>
+
+#include "options.h"
+#include "runtime/compression.h"
 #include "runtime/runtime.h"
 
 namespace ptx_machine {
@@ -20,7 +26,15 @@ struct __attribute__((packed)) Entry {
   u32 header_bytes;
   u64 bytes;
   u32 compressed_bytes;
+  u64 other_unknown;
+  u32 capability;
+  u64 third_unknown;
+  u64 flags;
+  u64 more_unknown;
+  u64 text_bytes;  // where it is compressed
 };
+static_assert(offsetof(Entry, capability) == 28 && offsetof(Entry, flags) == 40 &&
+              offsetof(Entry, text_bytes) == 56);
 
 // Where __cudaRegisterFatBinary's argument has the address of the data.
 constexpr size_t kOffsetOfData = 8;
@@ -28,6 +42,13 @@ constexpr size_t kOffsetOfData = 8;
 std::unordered_map<const void*, Function>& functions() {
   static auto* const functions = new std::unordered_map<const void*, Function>;
   return *functions;
+}
+
+std::string text_of(const Entry& entry, const u8* data) {
+  const std::string text = entry.compressed_bytes == 0
+                               ? std::string(reinterpret_cast<const char*>(data), entry.bytes)
+                               : decompress(entry.flags, data, entry.compressed_bytes, entry.text_bytes);
+  return text.substr(0, text.find('\0'));  // filled up with zeros
 }
 
 void read(FatBinary& binary) {
@@ -38,16 +59,20 @@ void read(FatBinary& binary) {
   if (header.magic != kMagic) return;
   const u8* at = binary.data + header.header_bytes;
   const u8* const end = at + header.bytes;
+  std::map<u32, std::vector<const u8*>> texts;  // by the capability that they are for
   while (at < end) {
     Entry entry;
     std::memcpy(&entry, at, sizeof entry);
-    if (entry.kind == kPtx && entry.compressed_bytes == 0) {
-      const auto* text = reinterpret_cast<const char*>(at + entry.header_bytes);
-      binary.modules.push_back(read_module(std::string(text, strnlen(text, entry.bytes))));
-    } else if (entry.kind == kPtx) {
-      report("ptx machine: PTX that is compressed; nvcc leaves it as it is with --no-compress");
-    }
+    if (entry.kind == kPtx) texts[entry.capability].push_back(at);
     at += entry.header_bytes + entry.bytes;
+  }
+  // As CUDA does: the newest that the device can run, of which later devices run each.
+  const auto beyond = texts.upper_bound(static_cast<u32>(options().capability));
+  if (beyond == texts.begin()) return;
+  for (const u8* place : std::prev(beyond)->second) {
+    Entry entry;
+    std::memcpy(&entry, place, sizeof entry);
+    binary.modules.push_back(read_module(text_of(entry, place + entry.header_bytes)));
   }
 }
 
