@@ -193,3 +193,33 @@ def test_nothing_outside_the_rows_is_read(isa: str) -> None:
             packed = rows.clone(memory_format=torch.contiguous_format)
             assert torch.equal(result, scaled_dot_product_attention(packed[:, :, :3], packed, packed))
             assert result.isfinite().all()
+
+
+@pytest.mark.parametrize("queries", [1, 3])
+def test_rows_without_elements_that_all_lie_in_one_place(queries: int, isa: str) -> None:
+    """A step of no bytes is not a row's length of none."""
+    query, key = torch.randn(1, 4, queries, 8), torch.randn(1, 2, 300, 8)
+    nothing = torch.empty(1, 2, 1, 0).expand(1, 2, 300, 0)
+    out = scaled_dot_product_attention(query, key, nothing, enable_gqa=True)
+    assert out.shape == (1, 4, queries, 0)
+    # Scores of nothing are 0: the mean of the values.
+    value = torch.randn(1, 2, 300, 4)
+    out = scaled_dot_product_attention(query[..., :0], nothing, value, scale=1.0, enable_gqa=True)
+    mean = value.mean(2, keepdim=True).repeat_interleave(2, 1).expand_as(out)
+    torch.testing.assert_close(out, mean)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", [1, 2, 3, 4, 8, 13])
+def test_rows_without_gaps_meet_queries_in_another_order(group: int, dtype: torch.dtype, isa: str) -> None:
+    """Long runs of rows, and the same with gaps between them: the same bits."""
+    for keys, head_dim, value_dim in ((LONG, 64, 192), (514, 128, 64), (515, 192, 96)):
+        case = replace(
+            DECODE, heads=2 * group, keys=keys, head_dim=head_dim, value_dim=value_dim, dtype=dtype
+        )
+        check(case)
+        query = torch.randn(1, 2 * group, 1, head_dim, dtype=dtype)
+        rows = [torch.randn(1, 2, keys, dim, dtype=dtype) for dim in (head_dim, value_dim)]
+        gaps = [torch.empty(1, 2, keys, row.shape[-1] + 8, dtype=dtype)[..., :-8].copy_(row) for row in rows]
+        expected = scaled_dot_product_attention(query, *gaps, enable_gqa=True)
+        assert torch.equal(scaled_dot_product_attention(query, *rows, enable_gqa=True), expected)

@@ -77,7 +77,7 @@ struct FewQueryRows {
   // costs more than it saves: docs/performance.md.
   bool in_long_runs(int64_t row_bytes) const {
     constexpr int64_t kLongRun = 32768;  // bytes
-    return rows.step() == row_bytes && row_bytes % kLine == 0 && rows.even() > kLongRun / row_bytes;
+    return rows.step() == row_bytes && row_bytes % kLine == 0 && rows.even() * row_bytes > kLongRun;
   }
 
   // The next rows and those to be asked for, evenly spaced, at most `most`: an even number but for the last.
