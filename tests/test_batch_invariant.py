@@ -6,31 +6,26 @@ queries are computed as many are.
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
 from cases import Case, check
+from prompts import HEADS, KV_HEADS, LENGTH, Prompt, assert_cuts, assert_same, prompt
 from test_options_pairwise import CASES
 from torch import Tensor
 
-import selfattn_ext
 from selfattn_ext import (
     KVCache,
     attention_with_kvcache,
     backends,
     batch_invariant,
-    library,
     scaled_dot_product_attention,
     varlen_attention,
 )
-from selfattn_ext.arguments import batch_invariance, forced_kernel
-
-LENGTH = 163  # a prime: more than two blocks of keys, and three strips of queries of every width
-HEADS, KV_HEADS = 4, 2
+from selfattn_ext.arguments import forced_kernel
 
 #: Chunks around the widths of vectors, strips, tiles and blocks of keys, and around the number of queries
 #: that is computed as few.
@@ -86,78 +81,6 @@ def arithmetic(request: pytest.FixtureRequest) -> Iterator[Arithmetic]:
 def dtype(request: pytest.FixtureRequest) -> torch.dtype:
     result: torch.dtype = request.param
     return result
-
-
-@dataclass(frozen=True)
-class Prompt:
-    """What a sequence of LENGTH tokens attends with."""
-
-    query: Tensor
-    key: Tensor
-    value: Tensor
-    mask: Tensor | None = None
-    options: dict[str, Any] = field(default_factory=dict)
-
-    def attend(self, begin: int, end: int, keys: int | None = None) -> tuple[Tensor, ...]:
-        """out, weights and log-sum-exp of queries begin .. end - 1, which see what the causal rule shows."""
-        keys = end if keys is None else keys
-        mask = self.mask
-        if mask is not None:
-            mask = mask[..., :keys]
-            mask = mask if mask.shape[-2] == 1 else mask[..., begin:end, :]
-        results: tuple[Tensor, ...] = scaled_dot_product_attention(
-            self.query[:, :, begin:end],
-            self.key[:, :, :keys],
-            self.value[:, :, :keys],
-            mask,
-            is_causal=True,
-            enable_gqa=True,
-            query_offset=begin,
-            return_weights=True,
-            return_lse=True,
-            **self.options,
-        )
-        return results
-
-    def chunks(self, ends: list[int] | tuple[int, ...]) -> Iterator[tuple[int, int]]:
-        return zip([0, *ends[:-1]], ends, strict=True)
-
-
-def prompt(
-    dtype: torch.dtype, head_dim: int = 48, value_dim: int = 40, mask: Tensor | None = None, **options: Any
-) -> Prompt:
-    """Random tensors; the scale is no power of two, and neither are the head dims."""
-    query = torch.randn(1, HEADS, LENGTH, head_dim).to(dtype)
-    key = torch.randn(1, KV_HEADS, LENGTH, head_dim).to(dtype)
-    value = torch.randn(1, KV_HEADS, LENGTH, value_dim).to(dtype)
-    return Prompt(query, key, value, mask, options)
-
-
-def bits(tensor: Tensor) -> Tensor:
-    words = {8: torch.int64, 4: torch.int32, 2: torch.int16}[tensor.element_size()]
-    return tensor.contiguous().view(words)
-
-
-def assert_same(found: Tensor, expected: Tensor, what: object) -> None:
-    """Every bit, the signs of zeros too; one NaN is as good as another."""
-    assert found.shape == expected.shape
-    same = (bits(found) == bits(expected)) | (found.isnan() & expected.isnan())
-    assert bool(same.all()), f"{what}: {int((~same).sum())} of {same.numel()} differ"
-
-
-def assert_cuts(it: Prompt, cuts: list[list[int] | tuple[int, ...]]) -> None:
-    """Every cut of the prompt gives the rows of the whole, weights at the keys that they see."""
-    out, weights, lse = it.attend(0, LENGTH)
-    for ends in cuts:
-        for begin, end in it.chunks(ends):
-            rows = slice(begin, end)
-            part = it.attend(begin, end)
-            for name, found, whole in (
-                ("out", part[0], out[:, :, rows]),
-                ("weights", part[1].tril(begin), weights[:, :, rows, :end].tril(begin)),
-                ("lse", part[2], lse[:, :, rows]),
-            ):
-                assert_same(found, whole, f"{name} of rows {begin} to {end}")
 
 
 def test_every_kernel(kernel: str, dtype: torch.dtype) -> None:
@@ -428,98 +351,3 @@ def test_one_instruction_set_takes_all(queries: int, isa: str) -> None:
     """explain() tells what computes, which without it depends on the number of queries."""
     query = key = value = torch.randn(1, 1, queries, 64).bfloat16()
     assert backends.explain(query, key, value).isa == isa
-
-
-def test_it_is_a_function_and_a_context() -> None:
-    with batch_invariant(False):
-        batch_invariant()
-        assert batch_invariance.asked
-        batch_invariant(False)
-        assert not batch_invariance.asked
-        with batch_invariant():
-            assert batch_invariance.asked
-            with batch_invariant(False):
-                assert not batch_invariance.asked
-            assert batch_invariance.asked
-            with pytest.raises(KeyError), batch_invariant(False):
-                raise KeyError
-            assert batch_invariance.asked
-        assert not batch_invariance.asked
-        later = batch_invariant()
-        batch_invariant(False)
-        with later:
-            assert batch_invariance.asked
-        assert not batch_invariance.asked
-    assert batch_invariance.asked  # of the fixture
-    with pytest.raises(TypeError, match="enabled must be a bool, but it is a int"):
-        batch_invariant(1)  # type: ignore[arg-type]
-    assert batch_invariance.asked
-
-
-def test_it_holds_for_all_threads() -> None:
-    it = prompt(torch.float32)
-    found: list[tuple[Tensor, ...]] = []
-    thread = threading.Thread(target=lambda: found.append(it.attend(100, 101)))
-    thread.start()
-    thread.join()
-    assert_same(found[0][0], it.attend(0, LENGTH)[0][:, :, 100:101], "in another thread")
-
-
-@pytest.mark.cpu_only(reason="gradients of few queries are computed by other sums on the CPU alone")
-def test_a_gradient_keeps_what_its_forward_had(isa: str) -> None:
-    it = prompt(torch.float32)
-    query = it.query.requires_grad_()
-
-    def gradient(at_forward: bool, at_backward: bool) -> Tensor:
-        with batch_invariant(at_forward):
-            out = it.attend(100, 103)[0]
-        with batch_invariant(at_backward):
-            (grad,) = torch.autograd.grad(out.sum(), query)
-        return grad
-
-    for at_forward in (False, True):
-        same = gradient(at_forward, at_forward)
-        assert_same(gradient(at_forward, not at_forward), same, f"set {at_forward}, then the other way")
-
-
-def test_a_compiled_graph_follows_it() -> None:
-    it = prompt(torch.float32)
-
-    @torch.compile(backend="eager", fullgraph=True)
-    def attend(query: Tensor) -> Tensor:
-        result: Tensor = scaled_dot_product_attention(query, it.key, it.value, enable_gqa=True)
-        return result
-
-    whole = {on: rows_of(attend, it, on) for on in (True, False, True)}
-    eager = {
-        on: rows_of(lambda q: scaled_dot_product_attention(q, it.key, it.value, enable_gqa=True), it, on)
-        for on in (True, False)
-    }
-    for on, rows in whole.items():
-        assert_same(rows, eager[on], f"compiled, {on}")
-
-
-def rows_of(attend: Callable[[Tensor], Tensor], it: Prompt, on: bool) -> Tensor:
-    """A single row, which is decoded unless all rows are to be alike."""
-    with batch_invariant(on):
-        return attend(it.query[:, :, 7:8])
-
-
-@pytest.mark.parametrize(("value", "asked"), [("1", True), ("0", False), ("", False)])
-def test_the_environment_sets_it(value: str, asked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(batch_invariance.VARIABLE, value)
-    assert batch_invariance.of_environment() is asked
-
-
-def test_a_wrong_value_in_the_environment(run_python: Callable[..., str]) -> None:
-    script = "try:\n    import selfattn_ext\nexcept ValueError as error:\n    print(error)"
-    printed = run_python(script, SELFATTN_BATCH_INVARIANT="yes")
-    assert 'SELFATTN_BATCH_INVARIANT must be "0" or "1", but it is "yes"' in printed
-
-
-def test_every_kernel_declares_it() -> None:
-    """One that did not would refuse calls under it by name: Note [Declared options] in core/options.h."""
-    extension = library.extension()
-    for row in [*extension.kernel_table(), *extension.cuda_kernel_table(90)]:
-        assert "batch_invariant" in row["options"], row["name"]
-    assert selfattn_ext.batch_invariant is batch_invariant

@@ -79,7 +79,12 @@ def quick_steps() -> dict[str, Step]:
         "numbers": Step(("test_cuda.py",), ("-k", "strides or layouts or see_nothing or refusals or seed")),
         # Every broadcast of a mask takes minutes.
         "device": Step(
-            ("test_special_numbers.py", "test_double_backward.py", "test_mask_gradient.py"),
+            (
+                "test_special_numbers.py",
+                "test_large_values.py",
+                "test_double_backward.py",
+                "test_mask_gradient.py",
+            ),
             ("-k", "not broadcast and not groups and not scale_of"),
             ON_CUDA,
         ),
