@@ -1,5 +1,7 @@
 #include "decode/text.h"
 
+#include <cxxabi.h>
+
 #include <algorithm>
 #include <cstdlib>
 #include <cstring>
@@ -46,6 +48,14 @@ void TextReader::skip_braces() {
       return;
     }
   }
+}
+
+std::string demangled(const std::string& name) {
+  int status = 0;
+  char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);
+  std::string result = status == 0 ? text : name;
+  std::free(text);
+  return result;
 }
 
 std::string trimmed(const std::string& text) {

@@ -36,6 +36,8 @@ struct TextReader {
   void skip_braces();
 };
 
+// A name as C++ has it.
+std::string demangled(const std::string& name);
 std::string trimmed(const std::string& text);
 // At commas outside of brackets.
 std::vector<std::string> split(const std::string& text);

@@ -1,10 +1,8 @@
 #include "execute/counts.h"
 
-#include <cxxabi.h>
-
 #include <algorithm>
-#include <cstdlib>
 
+#include "decode/text.h"
 #include "options.h"
 
 namespace ptx_machine {
@@ -12,14 +10,6 @@ namespace ptx_machine {
 namespace {
 
 unsigned long long number(u64 value) { return value; }
-
-std::string demangled(const std::string& name) {
-  int status = 0;
-  char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);
-  std::string result = status == 0 ? text : name;
-  std::free(text);
-  return result;
-}
 
 // Whether the bit was not set yet.
 bool set_bit(u64* bits, u64 place) {

@@ -1,22 +1,12 @@
 // Texts of reports: who was where.
-#include <cxxabi.h>
-
-#include <cstdlib>
 #include <stdexcept>
 
+#include "decode/text.h"
 #include "execute/warp.h"
 
 namespace ptx_machine {
 
 namespace {
-
-std::string demangled(const std::string& name) {
-  int status = 0;
-  char* text = abi::__cxa_demangle(name.c_str(), nullptr, nullptr, &status);
-  std::string result = status == 0 ? text : name;
-  std::free(text);
-  return result;
-}
 
 std::string triple(const u32 (&of)[3]) {
   return "(" + std::to_string(of[0]) + ", " + std::to_string(of[1]) + ", " + std::to_string(of[2]) + ")";
