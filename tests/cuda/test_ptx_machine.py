@@ -280,6 +280,15 @@ def test_wrappers_answer_as_the_emulators_models(wrapper: str, capability: int) 
         assert probe.differences(recording, answers) == 0, name
 
 
+def test_the_variables_of_a_step_of_tests_come_before_those_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    from ptx_machine import run
+
+    monkeypatch.setattr(build, "build", lambda target: Path("somewhere", target))
+    for step in (*run.all_steps().values(), *run.quick_steps().values()):
+        environment = build.environment_for_torch(Path("library.so"), **step.variables)
+        assert step.variables.items() <= environment.items()
+
+
 def test_every_wrapper_is_asked() -> None:
     asked = test_wrappers_answer_as_the_emulators_models.pytestmark[0].args[1]
     assert sorted(asked) == sorted(probe.wrappers(emulator.build("probe")))

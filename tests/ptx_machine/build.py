@@ -187,13 +187,15 @@ def environment_for_torch(library: Path, **variables: str) -> dict[str, str]:
     build("operators.so")
     driver = build("driver/libcuda.so.1").parent
     path = [str(MACHINE / "operators" / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
-    return environment(
-        LD_LIBRARY_PATH=os.pathsep.join(filter(None, [str(driver), os.environ.get("LD_LIBRARY_PATH", "")])),
-        PYTHONPATH=os.pathsep.join(filter(None, path)),
+    defaults = {
+        "LD_LIBRARY_PATH": os.pathsep.join(
+            filter(None, [str(driver), os.environ.get("LD_LIBRARY_PATH", "")])
+        ),
+        "PYTHONPATH": os.pathsep.join(filter(None, path)),
         # Each tensor is an allocation of its own then, so that the first access beside it is seen.
-        PYTORCH_NO_CUDA_MEMORY_CACHING="1",
-        SELFATTN_LIBRARY=str(library),
-        SELFATTN_REQUIRE_CUDA="1",
-        SELFATTN_PTX_OPERATORS=str(folder() / "operators.so"),
-        **variables,
-    )
+        "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
+        "SELFATTN_LIBRARY": str(library),
+        "SELFATTN_REQUIRE_CUDA": "1",
+        "SELFATTN_PTX_OPERATORS": str(folder() / "operators.so"),
+    }
+    return environment(**{**defaults, **variables})
