@@ -15,7 +15,7 @@
 #
 # ARGS hands arguments on: make test ARGS="-k causal -x", make demo ARGS="--text book.txt".
 # The commands make .venv and install torch there. An activated environment with torch 2.11 or newer is used instead.
-# All checks together are .ci/run, 38 minutes on two cores. CONTRIBUTING.md says how to add a kernel, an option or
+# All checks together are .ci/run, 42 minutes on two cores. CONTRIBUTING.md says how to add a kernel, an option or
 # a test.
 # PYTHON3 chooses the Python that .venv is made with: make build PYTHON3=python3.12
 # TORCH chooses the torch of .venv, and may hold any options of pip: make test TORCH="torch==2.14.1"
@@ -141,7 +141,7 @@ cpp-test: $(STAMPS)/cpp-tools
 		-DCMAKE_MAKE_PROGRAM="$(abspath $(BIN))/ninja" $(if $(SANITIZE),-DCMAKE_BUILD_TYPE=RelWithDebInfo \
 		-DCMAKE_CXX_FLAGS="-fsanitize=$(SANITIZE) -fno-sanitize-recover=all")
 	"$(BIN)/cmake" --build $(CPP_BUILD)
-	cd $(CPP_BUILD) && "$(abspath $(BIN))/ctest" --output-on-failure
+	cd $(CPP_BUILD) && "$(abspath $(BIN))/ctest" --output-on-failure --parallel "$$(getconf _NPROCESSORS_ONLN)"
 
 # What nvcc makes of the CUDA kernels, for every architecture; needs no GPU.   (ARGS="--sparse" takes less time)
 cuda-check: $(STAMPS)/built

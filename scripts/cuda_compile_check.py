@@ -2,7 +2,8 @@
 
     python scripts/cuda_compile_check.py                     every source, every architecture
     python scripts/cuda_compile_check.py --archs 90a --jobs 1
-    python scripts/cuda_compile_check.py --sparse            two architectures per source, in turns
+    python scripts/cuda_compile_check.py --sparse            two architectures per source
+    python scripts/cuda_compile_check.py --sparse --turn 7   two for a third of them, one for the others
     python scripts/cuda_compile_check.py csrc/cuda/split/merge_splits.cu --json report.json
 
 It needs nvcc and, to read the machine code, nvdisasm (pip install nvidia-cuda-nvdisasm), but no GPU and no
@@ -39,6 +40,8 @@ terminal = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "termina
 ARCHITECTURES = tuple(name.replace(".", "") for name in cuda_build.DEFAULT_ARCHITECTURES)
 #: Whose machine code every source is checked in when not all pairs are.
 _EVERYWHERE = "80"
+#: So many turns it takes until every source has been compiled for another one.
+_TURNS = 3
 # The oldest with the instructions of the sm80 kernels; on older ones those are compiled, and never chosen.
 _AMPERE = 80
 
@@ -119,20 +122,29 @@ def _problems(
     return found
 
 
-def tasks(files: Sequence[Path], architectures: Sequence[str], sparse: bool) -> list[tuple[Path, str]]:
-    """What to compile for what: all pairs, or, sparse, every source for sm_80 and one other in turns.
+def tasks(
+    files: Sequence[Path], architectures: Sequence[str], sparse: bool, turn: int | None = None
+) -> list[tuple[Path, str]]:
+    """What to compile for what: all pairs, or, sparse, every source for sm_80 and one other.
 
     Sources are instances of few templates, so that what goes wrong on one architecture goes wrong in most.
+    With a turn only a third of the sources have the other architecture, and other ones in the next turn: all
+    pairs are met in three turns for each other architecture.
     """
     if not sparse or len(architectures) < 3:
         return [(file, architecture) for file in files for architecture in architectures]
     common = _EVERYWHERE if _EVERYWHERE in architectures else architectures[0]
     others = [architecture for architecture in architectures if architecture != common]
+    turns, number = (1, 0) if turn is None else (_TURNS, turn)
     return [
         (file, architecture)
         for index, file in enumerate(files)
         for architecture in architectures
-        if architecture in (common, others[index % len(others)])
+        if architecture == common
+        or (
+            index % turns == number % turns
+            and architecture == others[(index + number // turns) % len(others)]
+        )
     ]
 
 
@@ -240,7 +252,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return _usage_error(f"no such file: {', '.join(missing)}")
     start = time.perf_counter()
     compiler = nvcc.Compiler(found.command, nvdisasm, sources.cuda_flags(), parsed.cache)
-    verdicts = check(compiler, tasks(files, parsed.archs, parsed.sparse), parsed.jobs)
+    verdicts = check(compiler, tasks(files, parsed.archs, parsed.sparse, parsed.turn), parsed.jobs)
     print(text(verdicts), summary(verdicts, time.perf_counter() - start), sep="\n\n")
     if parsed.json is not None:
         parsed.json.write_text(json.dumps([asdict(v) for v in verdicts], indent=1) + "\n", encoding="utf-8")
@@ -267,7 +279,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--sparse",
         action="store_true",
-        help=f"every source for sm_{_EVERYWHERE} and one other architecture in turns, not for all of them",
+        help=f"every source for sm_{_EVERYWHERE} and one other architecture, not for all of them",
+    )
+    parser.add_argument(
+        "--turn", type=int, metavar="N", help="with --sparse: the other one for a third of the sources, by N"
     )
     parser.add_argument(
         "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compilers at once"

@@ -31,7 +31,7 @@ if gpu.DEVICE != "cpu":
 
 
 #: Modules of tests that take up to minutes each: they start first, so that no process is left alone with one.
-LONGEST = ("test_emulated_kernels.py", "test_jit.py", "test_emulated_engine.py")
+LONGEST = ("test_emulated_kernels.py", "test_jit.py", "test_emulated_engine.py", "test_amx_emulated.py")
 #: Modules of many quick tests that come right after the first of those, for another process, so that whoever
 #: waits sees some pass.
 QUICK = ("test_functional.py", "test_edge_cases.py")
@@ -56,7 +56,7 @@ def pytest_report_header(config: pytest.Config) -> list[str]:
     return [
         "order: one of the longest tests and some quick ones, then all of the longest, so that no process is "
         "left alone with one at the end: few dots in the first minutes, thousands in the last. With two "
-        "processes all take six to nine minutes."
+        "processes all take five to nine minutes."
     ]
 
 

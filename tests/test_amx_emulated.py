@@ -27,7 +27,7 @@ NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
 FEATURES = library.extension().cpu_features()
 #: Whether the vectors have to be emulated, too.
 EMULATES_VECTORS = not all(FEATURES[name] for name in NEEDED)
-#: Tests of the existing suite that take a few seconds in the emulator.
+#: Tests of the existing suite, and what of them.
 CHOSEN = {
     "test_amx_choice.py": "",
     "test_declared_options.py": "amx",
@@ -42,6 +42,16 @@ CHOSEN = {
     "test_sequences.py": "amx",
     "test_varlen_cache.py": "company and amx",
 }
+
+#: Of these, those that take over five seconds each in the emulator.
+LONG = (
+    "test_amx_choice.py",
+    "test_gradient_blocks.py",
+    "test_pieces.py",
+    "test_ragged_blocks.py",
+    "test_rising_scores.py",
+    "test_sequences.py",
+)
 
 #: Those for AVX-512 without tiles.
 VECTORS = {
@@ -198,7 +208,10 @@ def run_tests(module: str, chosen: str, isa: str, emulator: dict[str, str]) -> s
 
 
 @emulated
-@pytest.mark.parametrize("module", CHOSEN)
+@pytest.mark.parametrize(
+    "module",
+    [pytest.param(name, marks=pytest.mark.thorough) if name in LONG else name for name in CHOSEN],
+)
 def test_tests_pass_in_the_emulator(module: str, emulator: dict[str, str]) -> None:
     report = run_tests(module, CHOSEN[module], "amx", emulator)
     executed = re.search(r"amx_emulator:.* tdpbf16ps (\d+)", report)

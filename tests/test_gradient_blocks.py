@@ -98,8 +98,8 @@ def test_same_bits_around_numbers_that_are_none(
     isa: str, junk: float, dtype: torch.dtype, precision: str
 ) -> None:
     """In a query, a key, a value and a row of the output's gradient, where they are seen and where not."""
-    for which, row in itertools.product(range(4), (0, 70, 130, 255)):
-        tensors = inputs(256, 256, dtype=dtype)
+    for which, row in itertools.product(range(4), (0, 70, 130, -1)):
+        tensors = inputs(160, 192, dtype=dtype)
         tensors[which][..., row, 3] = junk
         assert_same(tensors, is_causal=True, float32_precision=precision)
         assert_same(tensors, float32_precision=precision)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import turns
 
 from selfattn_ext import jit, library, sources, toolchain
 
@@ -29,7 +30,13 @@ def check_against_installed(module, name):
 
 
 @pytest.mark.another_build
-@pytest.mark.parametrize("loader", ["jit.load", "torch's own"])
+@pytest.mark.parametrize(
+    "loader",
+    [
+        pytest.param("jit.load", marks=turns.only_in(0, 2)),
+        pytest.param("torch's own", marks=turns.only_in(1, 2)),
+    ],
+)
 def test_load(loader, tmp_path, monkeypatch, capfd):
     monkeypatch.setenv("MAX_JOBS", str(os.cpu_count()))
     if loader == "jit.load":

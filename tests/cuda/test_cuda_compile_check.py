@@ -290,6 +290,18 @@ def test_sparse_runs_meet_every_source_and_every_architecture() -> None:
     ]
 
 
+def test_turns_meet_every_pair() -> None:
+    files = [Path(name) for name in "abcdefgh"]
+    archs = cuda_compile_check.ARCHITECTURES
+    met = set()
+    for turn in range(3 * (len(archs) - 1)):
+        some = cuda_compile_check.tasks(files, archs, sparse=True, turn=turn)
+        assert {(file, "80") for file in files} < set(some)
+        assert len(some) in (len(files) + 2, len(files) + 3)
+        met |= set(some)
+    assert met == set(cuda_compile_check.tasks(files, archs, sparse=False))
+
+
 def test_names_of_functions() -> None:
     names = {
         "_Z5firstPf": "first",

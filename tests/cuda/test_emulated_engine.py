@@ -37,6 +37,7 @@ def test_the_operators_are_accurate_and_agree_in_layout_with_those_of_the_cpu() 
     assert calls_of("engine_cases") > 500
 
 
+@pytest.mark.thorough
 def test_the_gradient_of_a_mask_is_the_same_alone_packed_and_in_a_batch() -> None:
     assert calls_of("mask_alone") > 100
 

@@ -9,11 +9,11 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import modules
 import pytest
+import turns
 from emulator import build
 
 KERNELS = [name for name in ("simt", "sm80") if (build.CSRC / "cuda" / name).is_dir()]
@@ -26,9 +26,8 @@ CASES = ("forward_cases", "backward_cases", "sequence_cases", "split_cases")
 MAIN = "random:late"
 OTHERS = ["fifo:eager", "lifo:late", "sticky:random"]
 OTHERS_EVERY = 6
-#: Cases that are computed several times each, of which every third runs here, and the rest beside the
-#: sanitizers.
-SHARE = {"backward_cases": 3, "sequence_cases": 3}
+#: Of how many cases, which take longest, make test runs one. The rest run beside the sanitizers.
+SHARE = {"backward_cases": 6, "sequence_cases": 3, "split_cases": 3}
 RACE = "fifo:late"
 ASAN = "sticky:late"
 #: Of how many cases one runs under these two, which slow it down most, and the first of them.
@@ -37,27 +36,25 @@ SLOWED = {"forward_cases": (9, 0), "backward_cases": (9, 0), "sequence_cases": (
 MOST = 7
 
 #: Existing tests that say something about a kernel that is forced, and pytest's expression for which of them
-#: run. A line's modules share a process, as starting one takes longer than most of them.
-CHOSEN: list[Any] = [
-    # The emulator has one thread, and that runs give the same bits is what schedules are for.
-    (
-        "test_edge_cases.py test_determinism.py test_dropout.py",
-        "not threads_and_runs and not another_parallel_region",
-    ),
-    ("test_declared_options.py", ""),
-    ("test_batch_invariant.py", "every_kernel or packed_chunks"),
-    pytest.param(
-        "test_batch_invariant.py",
-        "together or another_way or caches or gradients_of or distances or behind",
-        marks=pytest.mark.thorough,
-    ),
-    pytest.param("test_masks.py test_gradients.py", "not never_expanded", marks=pytest.mark.thorough),
-    # A number for each row, one for each column, and one for all.
-    pytest.param(
-        "test_mask_sums.py",
-        "float32 and (2x4x70x1- or 1x1x1x1030- or 1x1x1x1-)",
-        marks=pytest.mark.thorough,
-    ),
+#: run, in two turns. A line's modules share a process, as starting one takes longer than most of them.
+CHOSEN: list[list[tuple[str, str]]] = [
+    [
+        (
+            "test_batch_invariant.py",
+            "together or another_way or caches or gradients_of or distances or behind",
+        ),
+        # A number for each row, one for each column, and one for all.
+        ("test_mask_sums.py", "float32 and (2x4x70x1- or 1x1x1x1030- or 1x1x1x1-)"),
+    ],
+    [
+        # The emulator has one thread, and that runs give the same bits is what schedules are for.
+        (
+            "test_edge_cases.py test_determinism.py test_dropout.py test_batch_invariant.py",
+            "not threads and not another_parallel_region and "
+            "(not test_batch_invariant or every_kernel or packed_chunks)",
+        ),
+        ("test_declared_options.py test_masks.py test_gradients.py", "not never_expanded"),
+    ],
 ]
 
 
@@ -97,36 +94,26 @@ def digests(
     schedule: str,
     every: int,
     first: int = 0,
+    *more: object,
     variant: str = "plain",
     **variables: str,
 ) -> dict[str, str]:
-    """Runs cases, and returns a digest of the results of each. Builds that are not the plain one, whose
-    digests are there, only compute.
-    """
-    choice: list[object] = [every, first, *([] if variant == "plain" else [MOST, "--again"])]
-    printed = lines(cases, environment(kernel, schedule, variant) | variables, *choice)
+    """Runs cases, and returns a digest of the results of each."""
+    printed = lines(cases, environment(kernel, schedule, variant) | variables, every, first, *more)
     return dict(line.rsplit(" ", 1) for line in printed)
 
 
-@functools.cache
-def all_results(cases: str, kernel: str) -> dict[str, str]:
-    """The digests of all cases; pytest may ask more than once for the fixture that wants them."""
-    return digests(cases, kernel, MAIN, SHARE.get(cases, 1))
+def slowed(cases: str, kernel: str, schedule: str, variant: str, **variables: str) -> dict[str, str]:
+    """The digests of the cases that run under the sanitizers. Nobody judges them: other tests judge the bits
+    that the plain build computes.
+    """
+    return digests(cases, kernel, schedule, *SLOWED[cases], MOST, "--again", variant=variant, **variables)
 
 
 @functools.cache
-def judged(cases: str, kernel: str) -> dict[str, str]:
-    """The digests of the cases that run under the sanitizers, by the plain build."""
-    return digests(cases, kernel, MAIN, *SLOWED[cases])
-
-
-@dataclass(frozen=True)
-class Expected:
-    """What a kernel computes of the cases, which is accurate."""
-
-    cases: str
-    kernel: str
-    results: dict[str, str]
+def of_plain_build(cases: str, kernel: str) -> dict[str, str]:
+    """What the sanitizers' builds must compute."""
+    return slowed(cases, kernel, MAIN, "plain")
 
 
 def of_each(cases: Iterable[str]) -> list[Any]:
@@ -138,68 +125,76 @@ def of_each(cases: Iterable[str]) -> list[Any]:
     ]
 
 
-@pytest.fixture(scope="module", params=of_each(CASES))
-def expected(request: pytest.FixtureRequest) -> Expected:
-    return Expected(*request.param, all_results(*request.param))
-
-
-def test_every_case_is_accurate(expected: Expected) -> None:
-    least = {"forward_cases": 100, "backward_cases": 70}
-    assert len(expected.results) > least.get(expected.cases, 15)
+@pytest.mark.parametrize("of", of_each(CASES))
+def test_every_case_is_accurate(of: tuple[str, str]) -> None:
+    cases, kernel = of
+    least = {"forward_cases": 100, "backward_cases": 35, "sequence_cases": 15}
+    assert len(digests(cases, kernel, MAIN, SHARE.get(cases, 1))) > least.get(cases, 5)
 
 
 @pytest.mark.thorough
-def test_schedules_do_not_change_a_bit(expected: Expected) -> None:
-    run = environment(expected.kernel, MAIN)
-    printed = lines(expected.cases, run, OTHERS_EVERY, "--again", "--schedules", *OTHERS)
-    met = set()
-    for line in printed:
+@pytest.mark.parametrize("of", of_each(CASES))
+def test_schedules_do_not_change_a_bit(of: tuple[str, str]) -> None:
+    """Those of the main one are accurate, as other tests say of the same cases."""
+    cases, kernel = of
+    others = turns.chosen(OTHERS)
+    run = environment(kernel, MAIN)
+    found: dict[str, dict[str, str]] = {schedule: {} for schedule in (MAIN, *others)}
+    for line in lines(cases, run, OTHERS_EVERY, "--again", "--schedules", MAIN, *others):
         schedule, case = line.split(" ", 1)
-        met.add(schedule)
         case, digest = case.rsplit(" ", 1)
-        assert digest == expected.results[case], line
-    assert met == set(OTHERS)
+        found[schedule][case] = digest
+    assert len(found[MAIN]) > 2
+    for schedule in others:
+        assert found[schedule] == found[MAIN], schedule
 
 
 @pytest.mark.sanitizers
 @pytest.mark.parametrize("of", of_each(SHARE))
 def test_the_other_cases_are_accurate(of: tuple[str, str]) -> None:
+    """Those that make test leaves out, a share of them in each turn."""
     cases, kernel = of
-    every, first = SLOWED[cases]
-    found = judged(cases, kernel)
-    for other in range(1, every):
-        if other != first:
-            found = found | digests(cases, kernel, MAIN, every, other)
-    assert len(found) > 30
+    for first in turns.chosen(range(1, SHARE[cases])):
+        assert len(digests(cases, kernel, MAIN, SHARE[cases], first)) > 5
 
 
+@turns.only_in(0, 2)
 @pytest.mark.sanitizers
 @pytest.mark.parametrize("of", of_each(CASES))
 def test_there_is_no_race(of: tuple[str, str]) -> None:
-    expected = judged(*of)
-    for case, digest in digests(*of, RACE, *SLOWED[of[0]], "race").items():
-        assert digest == expected[case], case
+    found = slowed(*of, RACE, "race")
+    assert len(found) > 4
+    assert found == of_plain_build(*of)
 
 
+@turns.only_in(1, 2)
 @pytest.mark.sanitizers
 @pytest.mark.skipif(build.sanitizers() is None, reason="the compiler has no libasan and libubsan to preload")
 @pytest.mark.parametrize("of", of_each(CASES))
 def test_sanitizers_find_nothing(of: tuple[str, str]) -> None:
     options = build.sanitizers()
     assert options is not None
-    expected = judged(*of)
-    found = digests(*of, ASAN, *SLOWED[of[0]], "asan", **options)
-    assert len(found) > 5
-    for case, digest in found.items():
-        assert digest == expected[case], case
+    found = slowed(*of, ASAN, "asan", **options)
+    assert len(found) > 4
+    assert found == of_plain_build(*of)
 
 
-@pytest.mark.parametrize(("names", "left_out"), CHOSEN, ids=lambda value: value.split(".")[0])
+def existing_tests() -> list[Any]:
+    """(modules, expression) as parameters."""
+    return [
+        pytest.param(*line, id=f"{line[0].split('.')[0]}-{turn}", marks=turns.only_in(turn, len(CHOSEN)))
+        for turn, lines in enumerate(CHOSEN)
+        for line in lines
+    ]
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize(("names", "chosen"), existing_tests())
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_existing_tests_pass(kernel: str, names: str, left_out: str) -> None:
+def test_existing_tests_pass(kernel: str, names: str, chosen: str) -> None:
     paths = [str(modules.paths()[name]) for name in names.split()]
     run = subprocess.run(
-        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, "-k", left_out],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *paths, "-k", chosen],
         env=environment(kernel, "fifo:late"),
         capture_output=True,
         text=True,

@@ -1,0 +1,33 @@
+"""Tests that repeat much of what others show run in turns in .ci/run, so that nobody waits for all of them.
+
+With SELFATTN_TEST_TURN, a number that .ci/run makes of the commit, one of each group runs; without it, all.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import TypeVar
+
+import pytest
+
+VARIABLE = "SELFATTN_TEST_TURN"
+
+Choice = TypeVar("Choice")
+
+
+def _number() -> int | None:
+    text = os.environ.get(VARIABLE)
+    return int(text) if text else None
+
+
+def chosen(group: Sequence[Choice]) -> list[Choice]:
+    """The one of the group whose turn it is, or all of them."""
+    number = _number()
+    return list(group) if number is None else [group[number % len(group)]]
+
+
+def only_in(turn: int, turns: int) -> pytest.MarkDecorator:
+    """Marks a test that runs in one of so many turns."""
+    other = turn not in chosen(range(turns))
+    return pytest.mark.skipif(other, reason=f"{VARIABLE}: runs in turn {turn} of {turns}")
