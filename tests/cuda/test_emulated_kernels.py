@@ -158,7 +158,6 @@ def test_the_other_cases_are_accurate(of: tuple[str, str]) -> None:
         assert len(digests(cases, kernel, MAIN, SHARE[cases], first)) > 5
 
 
-@turns.only_in(0, 2)
 @pytest.mark.sanitizers
 @pytest.mark.parametrize("of", of_each(CASES))
 def test_there_is_no_race(of: tuple[str, str]) -> None:
@@ -167,7 +166,6 @@ def test_there_is_no_race(of: tuple[str, str]) -> None:
     assert found == of_plain_build(*of)
 
 
-@turns.only_in(1, 2)
 @pytest.mark.sanitizers
 @pytest.mark.skipif(build.sanitizers() is None, reason="the compiler has no libasan and libubsan to preload")
 @pytest.mark.parametrize("of", of_each(CASES))
