@@ -83,6 +83,7 @@ MODULES = (
     "test_varlen_errors.py",
     "test_varlen_masks.py",
     "test_viz.py",
+    "test_viz_masks.py",
 )
 
 #: Why the others do not, for names that begin with these words.
@@ -110,6 +111,7 @@ ELSEWHERE = {
     "test_ptx": "is about the machine that runs PTX",
     "test_processes": "forks, which a process that uses CUDA cannot",
     "test_ratio": "is about the documents",
+    "test_score_functions": "is about the CPU: kernels of a GPU refuse functions of scores",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_troubleshooting": "is about the documents",

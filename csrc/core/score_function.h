@@ -26,12 +26,21 @@ struct CapturedTensor {
 // What a call brings to the function.
 struct FunctionInputs {
   const CapturedTensor* tensors;
-  const double* numbers;   // constants that are no part of the compiled code
-  int32_t* out_of_range;   // set to 1 where a score that is not hidden reads beside a tensor
+  const double* numbers;  // constants that are no part of the compiled code
+  // Set to 1 where a score that is not hidden reads beside a tensor. Threads write it at the same time: by an
+  // atomic store.
+  int32_t* out_of_range;
 };
 
-// Numbers are float, or double in a call of float64. All four may be called from several threads at once.
+// Numbers are float, or double in a call of float64. All four may be called from several threads at once, and
+// are nullable: apply where nothing changes a score, differentiate where its gradient does not change, ...
+// The last two need not know who is hidden: gradients of hidden scores are 0.
 struct ScoreFunctionTable {
+  // What it is compiled for; calls that bring something else are refused.
+  int64_t score_bytes;  // 4 or 8
+  const char* tensors;  // dtype and dimensions of each: "float32[2] int64[1]"
+  int64_t numbers;      // how many
+
   // Changes scores in place; -inf hides. `apply_unmasked` leaves out what may hide, in blocks that it does
   // not.
   void (*apply)(const FunctionInputs*, const ScoreTile*, void* scores);
@@ -47,9 +56,9 @@ struct ScoreFunctionTable {
 // Strides are 0 where batch elements or heads share the map. Queries and keys behind the last block are seen
 // by, and see, nobody.
 struct BlockMap {
-  const uint8_t* blocks = nullptr;  // nullable: `apply` concerns all scores
-  int64_t stride[3] = {0, 0, 0};    // batch, head, row; 1 from a block to the next in a row
-  int64_t query_size = 0, key_size = 0;      // of a block
+  const uint8_t* blocks = nullptr;       // nullable: `apply` concerns all scores
+  int64_t stride[3] = {0, 0, 0};         // batch, head, row; 1 from a block to the next in a row
+  int64_t query_size = 0, key_size = 0;  // of a block
   int64_t query_blocks = 0, key_blocks = 0;
 };
 
@@ -59,6 +68,12 @@ struct ScoreFunction {
   FunctionInputs inputs{};
   int64_t first_batch = 0;  // what the function calls the first batch element
   BlockMap map;
+
+  constexpr bool any() const { return table != nullptr || map.blocks != nullptr; }
+  // Whether gradients are made of the scores that the function was given.
+  constexpr bool keeps_scores() const {
+    return table != nullptr && (table->differentiate != nullptr || table->add_captured != nullptr);
+  }
 };
 
 }  // namespace selfattn

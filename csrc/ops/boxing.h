@@ -56,8 +56,19 @@ class Stack {
   double number() { return next<double>(); }
   std::optional<double> optional_number() { return next<std::optional<double>>(); }
   int64_t integer() { return next<int64_t>(); }
+  std::vector<int64_t> integers() { return next<std::vector<int64_t>>(); }
   std::optional<std::vector<int64_t>> optional_integers() {
     return next<std::optional<std::vector<int64_t>>>();
+  }
+  std::optional<std::vector<double>> optional_numbers() { return next<std::optional<std::vector<double>>>(); }
+  // Empty for none.
+  std::vector<TensorHandle> optional_tensors() {
+    std::vector<TensorHandle> tensors;
+    const auto handles = next<std::optional<std::vector<AtenTensorHandle>>>();
+    if (!handles) return tensors;
+    tensors.reserve(handles->size());
+    for (const AtenTensorHandle handle : *handles) tensors.emplace_back(handle);
+    return tensors;
   }
   bool flag() { return next<bool>(); }
 
