@@ -2,9 +2,9 @@
 
 Note [Three ways]
     A function that is made of operations on single numbers is recorded (:mod:`.tracing`), written as C++
-    (:mod:`.source`), compiled (:mod:`.compiler`) and called by the kernels for tiles of scores. Where nothing can be
-    compiled, and for other functions, torch computes the same in rows of tiles (:mod:`.formula`). Second derivatives,
-    forward mode and torch.func go through the formula with its (L, S) matrices.
+    (:mod:`.source`), compiled (:mod:`.compiler`) and called by the kernels for tiles of scores. Where nothing
+    can be compiled, and for other functions, torch computes the same in rows of tiles (:mod:`.formula`).
+    Second derivatives, forward mode and torch.func go through the formula with its (L, S) matrices.
 """
 
 from __future__ import annotations
@@ -18,11 +18,21 @@ from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from .. import ops
-from ..arguments import AttentionCall, AttentionOptions, Keywords, OptionalTensor, Tensors, call_checks, keywords_of, prepare
+from ..arguments import (
+    AttentionCall,
+    AttentionOptions,
+    Keywords,
+    OptionalTensor,
+    Tensors,
+    call_checks,
+    keywords_of,
+    prepare,
+)
 from ..attend import attend, dropout_seed
 from ..autograd import operator_calls
 from ..reference import accumulation_dtype
 from . import block_masks, compiler, formula
+from .graphs import outside_of_graphs
 from .recorder import UnsupportedFunctionError
 from .source import source_of
 from .tracing import Traced, trace
@@ -33,6 +43,7 @@ _TENSORS = len(Tensors._fields)
 _MASK = Tensors._fields.index("mask")
 
 
+@outside_of_graphs
 def flex_attention(
     query: Tensor,
     key: Tensor,
@@ -55,46 +66,46 @@ def flex_attention(
     query_offset: int = 0,
     return_weights: bool = False,
 ) -> Any:
-    """Attention whose scores go through a function of yours, with gradients, without holding the (L, S) matrix.
+    """Attention whose scores go through a function of yours, without holding the (L, S) matrix.
 
-    The arguments up to ``return_aux`` are those of :func:`torch.nn.attention.flex_attention.flex_attention`, in
-    meaning and order; the others are those of :func:`selfattn_ext.scaled_dot_product_attention`.
+    The arguments up to ``return_aux`` are those of :func:`torch.nn.attention.flex_attention.flex_attention`,
+    in meaning and order; the others are those of :func:`selfattn_ext.scaled_dot_product_attention`.
 
     Args:
         query: (B, H, L, E), float64, float32, bfloat16 or float16, on the CPU.
         key: (B | 1, Hk, S, E), same dtype.
         value: (B | 1, Hk, S, Ev), same dtype.
-        score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)`` returns the score to be used. It is called once,
-            with tensors of no dimensions: score in float32 (float64 for float64 inputs), the indices in int32. It may
-            use any of torch's operations on single numbers, and elements of other tensors (captured ones) that it
-            indexes. -inf hides a key from a query. It must not decide by a value in Python (``if q_idx > kv_idx``):
-            torch.where does that.
-        block_mask: a :class:`torch.nn.attention.flex_attention.BlockMask` of any block size. Blocks of scores that it
-            leaves out are not computed.
+        score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)`` returns the score to be used. It is called
+            once, with tensors of no dimensions: score in float32 (float64 for float64 inputs), the indices in
+            int32. It may use any of torch's operations on single numbers, and elements of other tensors
+            (captured ones) that it indexes. -inf hides a key from a query. It must not decide by a value in
+            Python (``if q_idx > kv_idx``): torch.where does that.
+        block_mask: a :class:`torch.nn.attention.flex_attention.BlockMask` of any block size. Blocks of scores
+            that it leaves out are not computed.
         scale: factor of the scores before score_mod, ``1 / sqrt(E)`` by default.
         enable_gqa: allows H query heads against Hk kv heads where Hk divides H.
         return_lse: also return the log-sum-exp of the scores (B, H, L).
         kernel_options: those of torch's kernels; they change no result and are ignored.
         return_aux: a :class:`torch.nn.attention.flex_attention.AuxRequest`: also return an AuxOutput with the
             log-sum-exp and the largest score of each query (B, H, L), in float32 (float64).
-        attn_mask, dropout_p, is_causal, window_size, softcap, alibi_slopes, sinks, query_offset, return_weights: as
-            there. softcap and ALiBi come before score_mod, masks behind it.
+        attn_mask, dropout_p, is_causal, window_size, softcap, alibi_slopes, sinks, query_offset,
+            return_weights: as there. softcap and ALiBi come before score_mod, masks behind it.
 
     Returns:
-        out (B, H, L, Ev) in the query's dtype; with others that were asked for a tuple: (out, weights, lse), or
-        (out, AuxOutput). Differentiable in query, key, value, attn_mask, alibi_slopes, sinks and every captured
-        tensor that requires a gradient; gradients have the same bits in each run. A query that sees no key has
-        output 0, lse -inf and gradient 0.
+        out (B, H, L, Ev) in the query's dtype, or a tuple with what else was asked for: (out, weights, lse),
+        (out, AuxOutput). Differentiable in query, key, value, attn_mask, alibi_slopes, sinks and every
+        captured tensor that requires a gradient; gradients have the same bits in each run. A query that sees
+        no key has output 0, lse -inf and gradient 0.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was given and what is allowed, or the line of the function
-            that decides by a value.
+        ValueError, TypeError: naming the argument, what was given and what is allowed, or the line of the
+            function that decides by a value.
         IndexError: a function reads beside a captured tensor, for a score that it does not hide.
 
     A function is compiled when it is first met, in a second or two, and kept on disk for other processes
-    (SELFATTN_FUNCTION_CACHE names the folder). Constants in it are no reason to compile again. Where there is no
-    compiler, or a function is more than operations on single numbers, torch computes the same in parts: a warning
-    says so. Second derivatives go through the formula with its (L, S) matrices.
+    (SELFATTN_FUNCTION_CACHE names the folder). Constants in it are no reason to compile again. Where there is
+    no compiler, or a function is more than operations on single numbers, torch computes the same in parts: a
+    warning says so. Second derivatives go through the formula with its (L, S) matrices.
 
     The language is that of Dong et al. (2024), "Flex Attention: A Programming Model for Generating Optimized
     Attention Kernels".
@@ -104,7 +115,7 @@ def flex_attention(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
         query_offset, return_weights, wants_lse,
     )  # fmt: skip
-    _check(query, key, value, score_mod, block_mask, return_lse, return_aux)
+    _check(query, key, value, score_mod, block_mask, enable_gqa, return_lse, return_aux)
     functions = _Functions(score_mod, None if block_mask is None else block_mask.mask_mod, block_mask)
     call = AttentionCall(query, key, value, options)
     results = attend(call, lambda given: _computed(given, functions), call_checks.attention)
@@ -125,22 +136,39 @@ class _Functions(NamedTuple):
 
 
 def _check(
-    query: Tensor, key: Tensor, value: Tensor, score_mod: Any, block_mask: Any, return_lse: bool, return_aux: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    score_mod: Any,
+    block_mask: Any,
+    enable_gqa: bool,
+    return_lse: bool,
+    return_aux: Any,
 ) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor) or tensor.dim() != 4:
             given = tuple(tensor.shape) if isinstance(tensor, Tensor) else type(tensor).__name__
-            raise ValueError(f"{name} must be a tensor of four dimensions, (batch, heads, rows, dim), but it is {given}")
+            raise ValueError(
+                f"{name} must be a tensor of four dimensions, (batch, heads, rows, dim), but it is {given}"
+            )
+    if query.size(1) != key.size(1) and not enable_gqa:
+        raise ValueError(
+            f"query has {query.size(1)} heads and key has {key.size(1)}: enable_gqa=True lets heads share"
+            " them"
+        )
     if score_mod is not None and not callable(score_mod):
         raise TypeError(f"score_mod must be a function, but it is {type(score_mod).__name__}")
     if return_lse and return_aux is not None:
-        raise ValueError("return_lse and return_aux must not be given both; return_aux=AuxRequest(lse=True) asks for it")
+        raise ValueError(
+            "return_lse and return_aux must not be given both; return_aux=AuxRequest(lse=True) asks for it"
+        )
     if query.device.type != "cpu":
         raise ValueError(f"flex_attention computes on the CPU, but query is on {query.device}")
     if block_mask is not None:
         if not hasattr(block_mask, "kv_num_blocks"):
             raise TypeError(
-                f"block_mask must be a BlockMask, as create_block_mask makes it, but it is {type(block_mask).__name__}"
+                "block_mask must be a BlockMask, as create_block_mask makes it, but it is "
+                f"{type(block_mask).__name__}"
             )
         block_masks.check_size(block_mask, query, key)
 
@@ -174,17 +202,18 @@ def _all_results(call: AttentionCall, functions: _Functions) -> tuple[Any, ...]:
         size = tuple(functions.block_mask.BLOCK_SIZE)
     dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
     requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    in_python = formula.PythonCall(tensors, scale, keywords, *functions[:2], blocks, size)
+    if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        return (*formula.at_once(in_python), None)
     try:
-        traced = trace(functions.score_mod, functions.mask_mod, dtype, device, requires_grad)
+        traced = trace(*functions[:2], dtype, device, requires_grad)
         wants = call.options.return_weights, call.options.return_lse
         whole = Call(scale, keywords, *wants, traced, blocks, size)
-        if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
-            return (*formula.of_traced(tensors, traced.tensors, whole), None)
         if traced.function.score.op != "score" or traced.function.mask is not None:
             keywords["score_function"] = compiler.load(source_of(traced.function))
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         _warn(reason)
-        return (*formula.in_rows(tensors, scale, keywords, *functions[:2], blocks, size), None)
+        return (*formula.in_rows(in_python), None)
     if torch.is_grad_enabled() and (requires_grad or any(traced.wanted())):
         results = _FlexAttention.apply(*tensors, *traced.tensors, whole)
         return results[0], results[1] if wants[0] else None, results[-1], None
@@ -200,8 +229,8 @@ def _warn(reason: Exception) -> None:
     if text not in _warned:
         _warned.add(text)
         warnings.warn(
-            f"selfattn_ext.flex_attention does not compile this function: {text}. torch computes it in parts, which "
-            "takes longer",
+            f"selfattn_ext.flex_attention does not compile this function: {text}. torch computes it in "
+            "parts, which takes longer",
             stacklevel=6,
         )
 
@@ -281,7 +310,9 @@ def _captured_gradients(
         return [None] * len(captured)
     query, key, value = tensors[:3]
     out, row_max, row_sum = saved[:3]
-    merged = operator_calls.backward_keywords(cotangents, tensors, saved, call.scale, _merged(tensors, call, captured))
+    merged = operator_calls.backward_keywords(
+        cotangents, tensors, saved, call.scale, _merged(tensors, call, captured)
+    )
     joined = ops.attention_captured_gradients(
         cotangents[0], query, key, value, out, row_max, row_sum, call.scale,
         captured_sizes=sizes, exclusive=call.traced.exclusive, **merged,
@@ -294,7 +325,7 @@ def _captured_gradients(
 
 
 def _largest_scores(call: AttentionCall, functions: _Functions) -> Tensor:
-    """(B, H, L), the largest score of each query. 16-bit kernels need not know it, so those of float32 tell."""
+    """(B, H, L), the largest score of each query. 16-bit kernels need not know it: those of float32 do."""
     dtype = accumulation_dtype(call.query.dtype)
     query, key, value = (tensor.detach().to(dtype) for tensor in (call.query, call.key, call.value[..., :0]))
     options = call.options._replace(dropout_p=0.0, sinks=None, return_weights=False)

@@ -14,11 +14,15 @@ HIDDEN, PARTIAL, FULL = 0, 1, 2
 
 
 def block_map(block_mask: Any) -> Tensor:
-    """(B | 1, H | 1, query blocks, key blocks) of a :class:`torch.nn.attention.flex_attention.BlockMask`, uint8."""
+    """(B | 1, H | 1, query blocks, key blocks) of a :class:`torch.nn.attention.flex_attention.BlockMask`,
+    uint8.
+    """
     result = _marked(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)
     if block_mask.full_kv_num_blocks is not None:
         # Where a block is in both lists, it is full.
-        result = torch.maximum(result, _marked(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL))
+        result = torch.maximum(
+            result, _marked(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL)
+        )
     return result
 
 
@@ -44,21 +48,26 @@ def check_size(block_mask: Any, query: Tensor, key: Tensor) -> None:
             return  # torch's for calls without one
         raise ValueError(
             f"block_mask was created for (Q_LEN, KV_LEN) = {tuple(block_mask.shape[-2:])}, but query has "
-            f"{query.size(-2)} rows and key has {key.size(-2)}: create it for these lengths, or crop it with its "
-            "method _adjust"
+            f"{query.size(-2)} rows and key has {key.size(-2)}: create it for these lengths, or crop it "
+            "with its method _adjust"
         )
     batch, heads = block_mask.kv_num_blocks.shape[:2]
     for name, given, needed in (("B", batch, query.size(0)), ("H", heads, query.size(1))):
         if given not in (1, needed):
-            raise ValueError(f"block_mask was created for {name} = {given}, but query has {needed}; 1 serves all")
+            raise ValueError(
+                f"block_mask was created for {name} = {given}, but query has {needed}; 1 serves all"
+            )
     if block_mask.kv_num_blocks.device != query.device:
         raise ValueError(
-            f"block_mask must be on the query's device, {query.device}, but it is on {block_mask.kv_num_blocks.device}"
+            f"block_mask must be on the query's device, {query.device}, but it is on "
+            f"{block_mask.kv_num_blocks.device}"
         )
 
 
-def visible_blocks(blocks: Tensor, block_size: tuple[int, int], length: int, keys: int) -> tuple[Tensor, Tensor]:
-    """Whether a score's block is visible, and whether it is full: bool (B | 1, H | 1, L, S), for the formula."""
+def visible_blocks(
+    blocks: Tensor, block_size: tuple[int, int], length: int, keys: int
+) -> tuple[Tensor, Tensor]:
+    """Whether a score's block is visible, and whether it is full: bool (B | 1, H | 1, L, S)."""
     rows = torch.arange(length, device=blocks.device) // block_size[0]
     columns = torch.arange(keys, device=blocks.device) // block_size[1]
     inside = (rows < blocks.size(-2)).unsqueeze(-1) & (columns < blocks.size(-1))

@@ -1,8 +1,9 @@
-"""Compiles functions of scores, once for all processes: libraries are kept in a folder, named by what made them.
+"""Compiles functions of scores, once for all processes: libraries are kept in a folder, named by what made
+them.
 
-The folder is SELFATTN_FUNCTION_CACHE, else selfattn_ext in XDG_CACHE_HOME or ~/.cache; where it cannot be written, a
-temporary one serves this process. Processes that compile the same function at once do not wait for each other: each
-writes a file of its own and gives it its name when it is complete.
+The folder is SELFATTN_FUNCTION_CACHE, else selfattn_ext in XDG_CACHE_HOME or ~/.cache; where it cannot be
+written, a temporary one serves this process. Processes that compile the same function at once do not wait for
+each other: each writes a file of its own and gives it its name when it is complete.
 """
 
 from __future__ import annotations
@@ -75,15 +76,23 @@ def _compiler_version() -> str:
 
 @functools.cache
 def _flags() -> list[str]:
-    """Scores must not depend on where in a vector they are, so products and sums stay apart; nobody looks at errno
-    or traps.
+    """Scores must not depend on where in a vector they are, so products and sums stay apart; nobody looks at
+    errno or traps.
     """
     flags = ["-std=c++17", "-O3", "-g0", "-fPIC", "-shared", "-fvisibility=hidden", "-ffp-contract=off"]
     flags += ["-fno-math-errno", "-fno-trapping-math"]
     features = {name for name, has in library.extension().cpu_features().items() if has}
     if "avx512f" in features:
-        return [*flags, "-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mprefer-vector-width=512"]
-    return [*flags, "-mavx2"] if "avx2" in features else flags
+        return [
+            *flags,
+            "-mfma",
+            "-mavx512f",
+            "-mavx512vl",
+            "-mavx512bw",
+            "-mavx512dq",
+            "-mprefer-vector-width=512",
+        ]
+    return [*flags, "-mavx2", "-mfma"] if {"avx2", "fma"} <= features else flags
 
 
 @functools.cache

@@ -1,36 +1,35 @@
-"""Attention with functions of scores in torch's own operations: the judge of the kernels, all of whose derivatives
-exist, and the way where a function cannot be compiled.
+"""Attention with functions of scores in torch's own operations: the judge of the kernels, all of whose
+derivatives exist, and the way where a function cannot be compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 from torch.utils.checkpoint import checkpoint
 
 from ..arguments import Keywords, OptionalTensor, Tensors
 from ..arguments import formula as plain_formula
 from ..reference import AttentionResult, accumulation_dtype
 from .block_masks import visible_blocks
-from .recorder import Load, Node, replay
+from .recorder import Indexing, Load, Node, replay
 
 if TYPE_CHECKING:
     from .attention import Call
 
-__all__ = ["gradients", "in_rows", "of_traced"]
+__all__ = ["PythonCall", "at_once", "gradients", "in_rows"]
 
 #: Scores that :func:`in_rows` holds at once, of all heads and batch elements.
 _SCORES_AT_ONCE = 1 << 24
 
-ScoreMod = Callable[..., Tensor]
+ScoreMod = Callable[..., Any]
 
 
-def of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> AttentionResult:
-    """A call whose functions have been recorded, with these captured tensors in place of the recorded ones."""
+def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> AttentionResult:
+    """A call whose functions have been recorded, with these captured tensors in place of the recorded."""
     function = call.traced.function
     batch, heads, length = tensors.query.shape[:3]
     keys = tensors.key.size(2)
@@ -65,68 +64,96 @@ def of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> Atten
 
 
 def gradients(
-    tensors: Tensors, captured: Sequence[Tensor], call: Call, cotangents: Sequence[OptionalTensor], needs: Sequence[bool]
+    tensors: Tensors,
+    captured: Sequence[Tensor],
+    call: Call,
+    cotangents: Sequence[OptionalTensor],
+    needs: Sequence[bool],
 ) -> list[OptionalTensor]:
     """The gradients of tensors and captured tensors where they are needed, differentiable in turn."""
     # Aliases: an input may have been made of another one, which is none of this function's business.
     with torch.enable_grad():
         aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in (*tensors, *captured)]
         size = len(Tensors._fields)
-        result = of_traced(Tensors(*aliases[:size]), aliases[size:], call)  # type: ignore[arg-type]
+        result = _of_traced(Tensors(*aliases[:size]), aliases[size:], call)  # type: ignore[arg-type]
         ends = [(end, given) for end, given in zip(result, cotangents, strict=True) if given is not None]
-        wanted = [alias for alias, need in zip(aliases, needs, strict=False) if need]
+        wanted = [alias for alias, need in zip(aliases, needs, strict=False) if alias is not None and need]
         found = iter(
             torch.autograd.grad(
-                [end for end, _ in ends], wanted, [given for _, given in ends], create_graph=True, allow_unused=True
+                [end for end, _ in ends],
+                wanted,
+                [given for _, given in ends],
+                create_graph=True,
+                allow_unused=True,
             )
         )
     return [next(found) if need else None for _, need in zip(aliases, needs, strict=False)]
 
 
-def in_rows(
-    tensors: Tensors,
-    scale: float,
-    keywords: Keywords,
-    score_mod: ScoreMod | None,
-    mask_mod: ScoreMod | None,
-    blocks: OptionalTensor,
-    block_size: tuple[int, int] | None,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """(out, weights, lse) with Python functions as they are, some queries at a time; gradients compute them again.
+class PythonCall(NamedTuple):
+    """A call whose functions are Python's as they were given."""
+
+    tensors: Tensors
+    scale: float
+    keywords: Keywords
+    score_mod: ScoreMod | None
+    mask_mod: ScoreMod | None
+    blocks: OptionalTensor
+    block_size: tuple[int, int] | None
+
+
+def at_once(call: PythonCall) -> AttentionResult:
+    """A call by the formula, differentiable in every mode and under torch.func."""
+    return _rows(call, 0, call.tensors.query.size(2))
+
+
+def in_rows(call: PythonCall) -> AttentionResult:
+    """The same, some queries at a time; gradients compute them again.
 
     With dropout, whose pattern counts queries, all at once.
     """
+    batch, heads, length = call.tensors.query.shape[:3]
+    at_a_time = max(_SCORES_AT_ONCE // max(batch * heads * call.tensors.key.size(2), 1), 1)
+    if "dropout_p" in call.keywords or length <= at_a_time:
+        return at_once(call)
+    parts = [
+        checkpoint(_rows, call, first, min(at_a_time, length - first), use_reentrant=False)
+        for first in range(0, length, at_a_time)
+    ]
+    return AttentionResult(*(torch.cat(each, 2) for each in zip(*parts, strict=True)))
+
+
+def _rows(call: PythonCall, first: int, count: int) -> AttentionResult:
+    """Queries first .. first + count - 1."""
+    tensors, score_mod, mask_mod = call.tensors, call.score_mod, call.mask_mod
     batch, heads, length = tensors.query.shape[:3]
     keys = tensors.key.size(2)
-    rows = length if "dropout_p" in keywords else max(_SCORES_AT_ONCE // max(batch * heads * keys, 1), 1)
-    parts: list[AttentionResult] = []
+    at = [index.flatten() for index in _indices(batch, heads, length, keys, tensors.query.device).values()]
+    at[2] = at[2][first : first + count]
 
-    def part(first: int, count: int) -> AttentionResult:
-        indices = _indices(batch, heads, length, keys, tensors.query.device)
-        rows = indices["q_idx"].flatten()[first : first + count]
-        at = [indices["batch"].flatten(), indices["head"].flatten(), rows, indices["kv_idx"].flatten()]
+    def modified(scores: Tensor) -> Tensor:
+        assert score_mod is not None
+        changed = _mapped(score_mod, True)(scores, *at)
+        if changed.shape != scores.shape:
+            raise ValueError(
+                "a function of scores must return one number for one score, but it returned a tensor of "
+                f"shape {tuple(changed.shape[4:])}"
+            )
+        return changed.to(scores.dtype)
+
+    with Indexing():
+        visible = None if mask_mod is None else _mapped(mask_mod, False)(*at)
+        if call.blocks is not None:
+            assert call.block_size is not None
+            of_blocks = visible_blocks(call.blocks, call.block_size, length, keys)
+            seen, full = (each[..., first : first + count, :] for each in of_blocks)
+            visible = seen if visible is None else seen & (full | visible)
         mask = tensors.mask
         if mask is not None and mask.size(2) > 1:
             mask = mask[:, :, first : first + count]
-        with TransformGetItemToIndex():
-            visible = None if mask_mod is None else _mapped(mask_mod, False)(*at)
-            if blocks is not None and block_size is not None:
-                seen, full = (
-                    each[..., first : first + count, :] for each in visible_blocks(blocks, block_size, length, keys)
-                )
-                visible = seen if visible is None else seen & (full | visible)
-            modify = None if score_mod is None else lambda scores: _mapped(score_mod, True)(scores, *at)
-            given = tensors._replace(query=tensors.query[:, :, first : first + count], mask=mask)
-            moved = {**keywords, "query_offset": keywords.get("query_offset", 0) + first}
-            return _attention(given, scale, moved, modify, visible)
-
-    for first in range(0, length, rows):
-        count = min(rows, length - first)
-        parts.append(checkpoint(part, first, count, use_reentrant=False))
-    if not parts:
-        parts.append(part(0, 0))
-    out, weights, lse = (torch.cat(each, 2) for each in zip(*parts, strict=True))
-    return out, weights, lse
+        part = tensors._replace(query=tensors.query[:, :, first : first + count], mask=mask)
+        moved = {**call.keywords, "query_offset": call.keywords.get("query_offset", 0) + first}
+        return _attention(part, call.scale, moved, None if score_mod is None else modified, visible)
 
 
 def _attention(

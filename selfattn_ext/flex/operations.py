@@ -36,24 +36,81 @@ _BITS = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
 _BITS |= {"bitwise_left_shift": "<<", "bitwise_right_shift": ">>"}
 #: Functions of C++.
 _STANDARD = {
-    *("sqrt", "exp2", "expm1", "log", "log2", "log10", "log1p", "sin", "cos", "tan", "asin", "acos", "atan", "atan2"),
+    *(
+        "sqrt",
+        "exp2",
+        "expm1",
+        "log",
+        "log2",
+        "log10",
+        "log1p",
+        "sin",
+        "cos",
+        "tan",
+        "asin",
+        "acos",
+        "atan",
+        "atan2",
+    ),
     *("sinh", "cosh", "asinh", "acosh", "atanh", "erf", "erfc", "hypot", "copysign"),
 }
 #: Functions of score_function_math.h.
 _OWN = {
-    *("abs", "neg", "sign", "sgn", "relu", "minimum", "maximum", "floor", "ceil", "trunc", "round", "square", "exp"),
-    *("tanh", "sigmoid", "rsqrt", "reciprocal", "floor_divide", "remainder", "fmod", "tanh_backward", "fmin", "fmax"),
+    *(
+        "abs",
+        "neg",
+        "sign",
+        "sgn",
+        "relu",
+        "minimum",
+        "maximum",
+        "floor",
+        "ceil",
+        "trunc",
+        "round",
+        "square",
+        "exp",
+    ),
+    *(
+        "tanh",
+        "sigmoid",
+        "rsqrt",
+        "reciprocal",
+        "floor_divide",
+        "remainder",
+        "fmod",
+        "tanh_backward",
+        "fmin",
+        "fmax",
+    ),
     *("sigmoid_backward", "frac"),
 }
 _OTHERS = {
-    *("rsub", "div", "pow", "where", "clamp", "clamp_min", "clamp_max", "_to_copy", "logical_not", "bitwise_not"),
+    *(
+        "rsub",
+        "div",
+        "pow",
+        "where",
+        "clamp",
+        "clamp_min",
+        "clamp_max",
+        "_to_copy",
+        "logical_not",
+        "bitwise_not",
+    ),
     *("isnan", "isinf", "masked_fill", "threshold_backward", "lerp", "addcmul", "addcdiv", "fill", "copy"),
 }
 
 
 def is_known(name: str) -> bool:
     """Whether :func:`expression` takes an operation."""
-    return name in _INFIX or name in _COMPARISONS or name in _LOGIC or name in _BITS or name in _STANDARD | _OWN | _OTHERS
+    return (
+        name in _INFIX
+        or name in _COMPARISONS
+        or name in _LOGIC
+        or name in _BITS
+        or name in _STANDARD | _OWN | _OTHERS
+    )
 
 
 def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:

@@ -1,8 +1,8 @@
 """A function of one score, as the list of operations that it is made of.
 
-The function is called once, with tensors of no dimensions. A dispatch mode sees every operation that depends on
-them and writes it down; operations on captured tensors alone are computed, with their gradients, and their results
-count as captured.
+The function is called once, with tensors of no dimensions. A dispatch mode sees every operation that depends
+on them and writes it down; operations on captured tensors alone are computed, with their gradients, and their
+results count as captured.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-__all__ = ["Load", "Node", "Number", "Recorder", "UnsupportedFunctionError", "replay"]
+__all__ = ["Indexing", "Load", "Node", "Number", "Recorder", "UnsupportedFunctionError", "replay"]
 
 aten = torch.ops.aten
 
@@ -75,6 +75,20 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
     return table
 
 
+class Indexing(TorchFunctionMode):
+    """``tensor[index, ...]`` by the operation for tensors of indices: Python's would ask for the index's
+    value.
+    """
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is Tensor.__getitem__:
+            tensor, index = args
+            indices = index if isinstance(index, tuple) else (index,)
+            if all(isinstance(each, Tensor) and each.dtype != torch.bool for each in indices):
+                return aten.index.Tensor(tensor, list(indices))
+        return func(*args, **(kwargs or {}))
+
+
 class Recorder(TorchDispatchMode):
     """Writes down what is computed from its inputs."""
 
@@ -96,7 +110,7 @@ class Recorder(TorchDispatchMode):
             if known is None:
                 if value.dim():
                     raise UnsupportedFunctionError(
-                        f"it computes with all of a tensor of shape {tuple(value.shape)}, not with an element of it"
+                        f"it computes with all of a tensor of {tuple(value.shape)}, not with one element"
                     )
                 known = Load("load", (), value.dtype, tensor=value)
                 self.know(value, known)
@@ -116,9 +130,11 @@ class Recorder(TorchDispatchMode):
             return result
         if name in ("_local_scalar_dense", "is_nonzero", "item", "equal"):
             raise ValueError(
-                "a function of scores must not decide by the value of a score or an index in Python, for it is "
-                "compiled once for all of them: use torch.where instead" + _place_of_caller()
+                "a function of scores must not decide by the value of a score or an index in Python, "
+                "for it is compiled once for all of them: use torch.where instead" + _place_of_caller()
             )
+        if name == "_has_same_storage_numel":
+            return func(*args)  # asked by forward mode
         if name == "index":
             return self._index(*args)
         if name in _SAME and tensors[0].dim() == 0:
@@ -156,15 +172,19 @@ class Recorder(TorchDispatchMode):
 
         if not is_known(name):
             decomposition = _decompositions().get(func)
+            if decomposition is None and func._can_decompose():
+                decomposition = func.decompose
             if decomposition is None:
-                raise UnsupportedFunctionError(f"it uses {func}, which is not one of the operations on single numbers")
+                raise UnsupportedFunctionError(
+                    f"it uses {func}, which is not one of the operations on single numbers"
+                )
             with self:
                 return decomposition(*args, **kwargs)
         result = func(*args, **kwargs)
         if not isinstance(result, Tensor) or result.dim():
             raise UnsupportedFunctionError(f"{func} makes more than a number")
         numbers = [arg for arg in args if isinstance(arg, (Tensor, int, float, bool))]
-        common = torch.result_type(*numbers[:2]) if len(numbers) == 2 else numbers[0].dtype
+        common = torch.result_type(numbers[0], numbers[-1])  # type: ignore[arg-type]
         if func._schema.is_mutable:
             result = args[0]
         operands = tuple(
@@ -180,12 +200,14 @@ def record(recorder: Recorder, function: Callable[..., Any], tensors: Sequence[T
         ValueError: it decides by a value, or returns no number.
         UnsupportedFunctionError: it cannot be written as operations on single numbers.
     """
-    with TransformGetItemToIndex(), recorder:
+    with Indexing(), recorder:
         result = function(*tensors)
     if isinstance(result, (bool, int, float)):
         return recorder.node(result)
     if not isinstance(result, Tensor):
-        raise ValueError(f"a function of scores must return a tensor, but it returned {type(result).__name__}")
+        raise ValueError(
+            f"a function of scores must return a tensor, but it returned {type(result).__name__}"
+        )
     if result.dim():
         raise ValueError(
             "a function of scores must return one number for one score, but it returned a tensor of shape "

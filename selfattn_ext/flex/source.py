@@ -1,9 +1,9 @@
 """From recorded operations to the C++ source of a function on tiles of scores.
 
 Note [Levels]
-    What depends on neither query nor key is computed once for a tile; what depends on the key alone, once for each
-    of its keys; what depends on the query alone, once for each of its queries, into an array. Only the rest is in the
-    loop over the queries of a key, in which compilers make a vector of neighbouring queries.
+    What depends on neither query nor key is computed once for a tile; what depends on the key alone, once for
+    each of its keys; what depends on the query alone, once for each of its queries, into an array. Only the
+    rest is in the loop over the queries of a key, in which compilers make a vector of neighbouring queries.
 """
 
 from __future__ import annotations
@@ -20,7 +20,14 @@ __all__ = ["Function", "source_of"]
 
 #: A node's level: what it depends on.
 _TILE, _KEY, _QUERY, _PAIR = 0, 1, 2, 3
-_LEVEL_OF_INPUT = {"batch": _TILE, "head": _TILE, "q_idx": _QUERY, "kv_idx": _KEY, "score": _PAIR, "grad": _PAIR}
+_LEVEL_OF_INPUT = {
+    "batch": _TILE,
+    "head": _TILE,
+    "q_idx": _QUERY,
+    "kv_idx": _KEY,
+    "score": _PAIR,
+    "grad": _PAIR,
+}
 
 _STORED = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
 
@@ -34,8 +41,8 @@ class Function:
     score: Node
     #: None where nothing is hidden.
     mask: Node | None
-    #: The gradient of the score given that of the result, and for each load whose gradient is wanted the tensor's
-    #: number, the load (in the graph of the gradients) and its gradient.
+    #: The gradient of the score given that of the result, and for each load whose gradient is wanted the
+    #: tensor's number, the load (in the graph of the gradients) and its gradient.
     grad_score: Node | None
     grad_loads: Sequence[tuple[int, Load, Node]]
     tensors: Sequence[torch.Tensor]
@@ -81,7 +88,14 @@ class _Body:
     def _emit(self, node: Node) -> str:
         level = self.level(node)
         kind = C_TYPES[node.dtype]
-        fixed = {"batch": "batch", "head": "head", "q_idx": "query", "kv_idx": "key", "score": "score", "grad": "grad"}
+        fixed = {
+            "batch": "batch",
+            "head": "head",
+            "q_idx": "query",
+            "kv_idx": "key",
+            "score": "score",
+            "grad": "grad",
+        }
         if node.op in fixed:
             self.names[node] = fixed[node.op]
             return self.names[node]
@@ -114,7 +128,9 @@ class _Body:
         if name is None:
             self.count += 1
             name = f"{'tkqp'[level]}{self.count}"
-            given = cast(self.use(index, level), index.dtype, torch.int64 if self.index == "int64_t" else torch.int32)
+            given = cast(
+                self.use(index, level), index.dtype, torch.int64 if self.index == "int64_t" else torch.int32
+            )
             size = f"size{tensor}_{dimension}"
             out = self.statements[level].append
             out(f"const {self.index} {name}_given = {given};")
@@ -140,7 +156,10 @@ class _Body:
         for number in used:
             tensor = self.function.tensors[number]
             stored = _STORED.get(tensor.dtype, C_TYPES[tensor.dtype])
-            lines.append(f"const auto* const data{number} = static_cast<const {stored}*>(inputs->tensors[{number}].data);")
+            lines.append(
+                f"const auto* const data{number} = "
+                f"static_cast<const {stored}*>(inputs->tensors[{number}].data);"
+            )
             for dimension in range(tensor.dim()):
                 for what in ("size", "stride"):
                     lines.append(
@@ -159,13 +178,11 @@ def _value_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def _text(function: Function, name: str, results: dict[str, Node], ending: list[str], arguments: str) -> str:
-    """One of the four functions. ``results`` are names that ``ending``, the end of the innermost loop, uses."""
+    """One of the functions. ``results`` are names that ``ending``, the end of the innermost loop, uses."""
     body = _Body(function)
     known = [f"const auto {key} = {body.use(node, _PAIR)};" for key, node in results.items()]
     beside = [body.beside[level] for level in range(4)]
-    used = sorted(
-        {body.position[id(node.tensor)] for node in body.names if isinstance(node, Load)}
-    )
+    used = sorted({body.position[id(node.tensor)] for node in body.names if isinstance(node, Load)})
     if beside[_QUERY]:
         body.arrays.append("bool beside_query[kAtOnce];")
         body.statements[_QUERY].append(f"beside_query[i] = {' | '.join(beside[_QUERY])};")
@@ -204,7 +221,13 @@ def _text(function: Function, name: str, results: dict[str, Node], ending: list[
     ]
     if flags:
         lines.append(f"beside_any |= static_cast<int32_t>(({' | '.join(flags)}) & seen);")
-    lines += ["}", "}", "}", "if (beside_any != 0) __atomic_store_n(inputs->out_of_range, 1, __ATOMIC_RELAXED);", "}"]
+    lines += [
+        "}",
+        "}",
+        "}",
+        "if (beside_any != 0) __atomic_store_n(inputs->out_of_range, 1, __ATOMIC_RELAXED);",
+        "}",
+    ]
     return "\n".join(lines)
 
 
@@ -242,32 +265,48 @@ def source_of(function: Function) -> str:
         parts.append(_text(function, "differentiate", {"result": function.grad_score}, ending, arguments))
     if function.grad_loads:
         entries["add_captured"] = "add_captured"
-        parts += [_captured_text(function, index, *wanted) for index, wanted in enumerate(function.grad_loads)]
-        calls = (f"add_captured_{index}(inputs, tile, before, gradient, sums);" for index in range(len(function.grad_loads)))
+        parts += [
+            _captured_text(function, index, *wanted) for index, wanted in enumerate(function.grad_loads)
+        ]
+        calls = (
+            f"add_captured_{index}(inputs, tile, before, gradient, sums);"
+            for index in range(len(function.grad_loads))
+        )
         arguments = f"{_ARGUMENTS}, const void* before, const void* gradient, double* const* sums"
         parts.append("\n".join([f"void add_captured({arguments}) {{", *calls, "}"]))
     dtypes = (f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.dim()}]" for tensor in function.tensors)
-    table = [str(function.dtype.itemsize), f'"{" ".join(dtypes)}"', str(len(function.numbers)), *entries.values()]
+    table = [
+        str(function.dtype.itemsize),
+        f'"{" ".join(dtypes)}"',
+        str(len(function.numbers)),
+        *entries.values(),
+    ]
     return _FRAME.format(parts="\n\n".join(parts), kind=kind, table=", ".join(table))
 
 
 def _captured_text(function: Function, index: int, tensor: int, load: Load, gradient: Node) -> str:
     """The function that adds the gradient of one load.
 
-    Where neighbouring queries read one element, there are partial sums for them, so that no chain of additions is as
-    long as the tile.
+    Where neighbouring queries read one element, there are partial sums for them, so that no chain of
+    additions is as long as the tile.
     """
     kind = C_TYPES[function.dtype]
     body = _Body(function)
     level = body.level(load)
     sizes = function.tensors[tensor].shape
-    strides = [" * ".join(["1", *(f"size{tensor}_{d}" for d in range(dimension + 1, len(sizes)))]) for dimension in range(len(sizes))]
+    strides = [
+        " * ".join(["1", *(f"size{tensor}_{d}" for d in range(dimension + 1, len(sizes)))])
+        for dimension in range(len(sizes))
+    ]
     place = body.offset(load, strides, level)
     value = body.use(gradient, _PAIR)
-    used = sorted({tensor, *(body.position[id(node.tensor)] for node in body.names if isinstance(node, Load))})
+    used = sorted(
+        {tensor, *(body.position[id(node.tensor)] for node in body.names if isinstance(node, Load))}
+    )
     value = cast(value, gradient.dtype, torch.float64)
     lines = [
-        f"void add_captured_{index}({_ARGUMENTS}, const void* before, const void* gradient, double* const* sums) {{",
+        f"void add_captured_{index}({_ARGUMENTS}, const void* before, const void* gradient,",
+        "                    double* const* sums) {",
         f"double* const to = sums[{tensor}];",
         "if (to == nullptr) return;",
         "const int32_t batch = static_cast<int32_t>(tile->batch), head = static_cast<int32_t>(tile->head);",

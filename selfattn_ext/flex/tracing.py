@@ -56,7 +56,8 @@ def trace(
 ) -> Traced:
     """Calls both functions once and writes down what they compute of a score of ``dtype``.
 
-    With gradients where a backward may come: grad mode is on, and the inputs or a captured tensor require one.
+    With gradients where a backward may come: grad mode is on, and the inputs or a captured tensor require
+        one.
 
     Raises:
         ValueError: a function decides by a value in Python, or returns no number.
@@ -72,9 +73,11 @@ def trace(
         mask = None
     if mask is not None and mask.dtype != torch.bool:
         raise ValueError(f"a mask function must return a bool, but it returned {mask.dtype}")
-    grad_score, grad_loads = None, []
+    grad_score: Node | None = None
+    grad_loads: list[tuple[Load, Node]] = []
     loads = [node for node in all_of([result]) if isinstance(node, Load)]
-    if torch.is_grad_enabled() and (inputs_require_grad or any(load.tensor.requires_grad for load in loads)):
+    captured_require_grad = any(load.tensor.requires_grad for load in loads)
+    if torch.is_grad_enabled() and (inputs_require_grad or captured_require_grad):
         grad_score, grad_loads = _derivatives(result, dtype, device)
     everything = list(all_of([result, mask, grad_score, *(node for pair in grad_loads for node in pair)]))
     tensors: list[Tensor] = []
@@ -101,7 +104,9 @@ def _inputs(recorder: Recorder, dtype: torch.dtype, device: torch.device, *first
     return tensors
 
 
-def _derivatives(result: Node, dtype: torch.dtype, device: torch.device) -> tuple[Node | None, list[tuple[Load, Node]]]:
+def _derivatives(
+    result: Node, dtype: torch.dtype, device: torch.device
+) -> tuple[Node | None, list[tuple[Load, Node]]]:
     """The gradients of the score and of what is loaded, by torch's own derivatives of the operations."""
     recorder = Recorder()
     values: dict[Node, Tensor] = {}
@@ -167,7 +172,9 @@ def _check_captured(tensor: Tensor, device: torch.device) -> None:
             f"{tensor.device}"
         )
     if tensor.numel() == 0:
-        raise ValueError(f"a function of scores reads a tensor without elements, of shape {tuple(tensor.shape)}")
+        raise ValueError(
+            f"a function of scores reads a tensor without elements, of shape {tuple(tensor.shape)}"
+        )
     from .operations import C_TYPES
 
     if tensor.dtype not in C_TYPES:

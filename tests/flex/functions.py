@@ -1,4 +1,5 @@
-"""Functions of scores that people use, as torch's flex_attention takes them, and attention with them by the formula.
+"""Functions of scores that people use, as torch's flex_attention takes them, and attention with them by the
+formula.
 
 Each is made for sizes (B, H, L, S) and a dtype of what it learns.
 """
@@ -12,9 +13,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo._trace_wrapped_higher_order_op import TransformGetItemToIndex
 
-from selfattn_ext import reference
+from selfattn_ext import flex, reference
+from selfattn_ext.flex.recorder import Indexing
 
 
 @dataclass
@@ -27,6 +28,8 @@ class Functions:
 
 
 Sizes = tuple[int, int, int, int]
+#: Without its signature, as tests hand on tensors and options in one.
+flex_attention: Any = flex.flex_attention
 
 
 def _learned(*shape: int, dtype: torch.dtype) -> Tensor:
@@ -62,8 +65,10 @@ def alibi(sizes: Sizes, dtype: torch.dtype) -> Functions:
 
 def learned_alibi(sizes: Sizes, dtype: torch.dtype) -> Functions:
     slopes = _learned(sizes[1], dtype=dtype)
-    return Functions(lambda score, b, h, q, kv: score - torch.nn.functional.softplus(slopes[h]) * (q - kv).abs(),
-                     learned=[slopes])
+    return Functions(
+        lambda score, b, h, q, kv: score - torch.nn.functional.softplus(slopes[h]) * (q - kv).abs(),
+        learned=[slopes],
+    )
 
 
 def softcap(sizes: Sizes, dtype: torch.dtype) -> Functions:
@@ -107,8 +112,10 @@ def neighbourhood(sizes: Sizes, dtype: torch.dtype) -> Functions:
 
 def temperature(sizes: Sizes, dtype: torch.dtype) -> Functions:
     of_heads, of_all = _learned(sizes[1], dtype=dtype), _learned(dtype=dtype)
-    return Functions(lambda score, b, h, q, kv: score * torch.exp(of_heads[h]) + of_all * 0.1 * score,
-                     learned=[of_heads, of_all])
+    return Functions(
+        lambda score, b, h, q, kv: score * torch.exp(of_heads[h]) + of_all * 0.1 * score,
+        learned=[of_heads, of_all],
+    )
 
 
 def full_bias(sizes: Sizes, dtype: torch.dtype) -> Functions:
@@ -129,13 +136,17 @@ def graph_distances(sizes: Sizes, dtype: torch.dtype) -> Functions:
 
 def of_queries_and_keys(sizes: Sizes, dtype: torch.dtype) -> Functions:
     query, key = _learned(sizes[2], dtype=dtype), _learned(sizes[0], sizes[3], dtype=dtype)
-    return Functions(lambda score, b, h, q, kv: score * torch.sigmoid(query[q] * key[b, kv]), learned=[query, key])
+    return Functions(
+        lambda score, b, h, q, kv: score * torch.sigmoid(query[q] * key[b, kv]), learned=[query, key]
+    )
 
 
 def conjunction(sizes: Sizes, dtype: torch.dtype) -> Functions:
     from torch.nn.attention.flex_attention import and_masks, or_masks
 
-    first, second, third = (make(sizes, dtype).mask_mod for make in (documents, sliding_window, neighbourhood))
+    first, second, third = (
+        make(sizes, dtype).mask_mod for make in (documents, sliding_window, neighbourhood)
+    )
     table = _learned(sizes[1], 64, dtype=dtype)
 
     def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
@@ -155,18 +166,28 @@ ALL: dict[str, Callable[[Sizes, torch.dtype], Functions]] = {
 
 
 def formula(
-    query: Tensor, key: Tensor, value: Tensor, functions: Functions, visible: Tensor | None = None, **options: Any
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    functions: Functions,
+    visible: Tensor | None = None,
+    **options: Any,
 ) -> reference.AttentionResult:
     """Attention with all scores at once. ``visible`` (B | 1, H | 1, L, S) hides more than mask_mod does."""
     indices = [torch.arange(size) for size in (*query.shape[:3], key.size(2))]
 
     def mapped(function: Callable[..., Any], *first: Tensor) -> Tensor:
-        for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
+        for dims in (
+            (None, None, None, 0),
+            (None, None, 0, None),
+            (None, 0, None, None),
+            (0, None, None, None),
+        ):
             function = torch.vmap(function, in_dims=(*(0 for _ in first), *dims))
         result: Tensor = function(*first, *indices)
         return result
 
-    with TransformGetItemToIndex():
+    with Indexing():
         if functions.mask_mod is not None:
             shown = mapped(functions.mask_mod)
             visible = shown if visible is None else visible & shown
