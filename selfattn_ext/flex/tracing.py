@@ -158,11 +158,18 @@ def all_of(roots: Sequence[Node | None]) -> Iterator[Node]:
 
 
 def _exclusive(loads: Sequence[Load]) -> int:
-    """Dimensions whose index every load has as an index of its own."""
-    common = sum(_EXCLUSIVE.values())
-    for load in loads:
-        common &= sum({_EXCLUSIVE.get(index.op, 0) for index in load.args})
-    return common
+    """The sum of the dimensions along which no two scores read one element of a tensor: each of its loads has
+    that index, and at the same place.
+    """
+    common = set(_EXCLUSIVE)
+    for tensor in {id(load.tensor) for load in loads}:
+        places = [
+            {(index.op, place) for place, index in enumerate(load.args) if index.op in _EXCLUSIVE}
+            for load in loads
+            if id(load.tensor) == tensor
+        ]
+        common &= {name for name, _ in set.intersection(*places)}
+    return sum(_EXCLUSIVE[name] for name in common)
 
 
 def _check_captured(tensor: Tensor, device: torch.device) -> None:

@@ -21,6 +21,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from selfattn_ext import backends
 from selfattn_ext.flex import attention, compiler
+from selfattn_ext.flex.tracing import trace
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext.flex_attention does not compile")
 
@@ -188,6 +189,16 @@ def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
     for other in results[1:]:
         for first, second in zip(results[0], other, strict=True):
             assert torch.equal(first, second)
+
+
+def test_elements_that_heads_share_in_other_places() -> None:
+    """table[h, kv] of one head is table[kv, h] of another."""
+    table = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    functions = Functions(lambda s, b, h, q, kv: s + table[h, kv] * table[kv, h], learned=[table])
+    given = tensors((2, 8, 300, 8), torch.float64)
+    assert trace(functions.score_mod, None, torch.float64, torch.device("cpu"), True).exclusive == 0
+    out = flex_attention(*given, functions.score_mod)
+    judge("shared", [out, *gradients(out, given, [table])], given, functions, torch.float64)
 
 
 def block_mask_of_lists(full: bool) -> BlockMask:
