@@ -57,7 +57,7 @@ void attention_captured_gradients(StableIValue* values, uint64_t, uint64_t) {
   const int64_t sum = checked_sum(sizes, options);
   const ScoreFunctionTable* table = call.params.function.table;
   if (sum > 0 && table->add_captured == nullptr) {
-    refuse("score_function \"", options.score_function.text, "\" has no gradient of captured tensors");
+    refuse("score_function \"", options.score_function->text, "\" has no gradient of captured tensors");
   }
   if (exclusive < 0 || exclusive > 7) refuse("exclusive must lie between 0 and 7, but it is ", exclusive);
   Output sums = allocate("the captured tensors' gradients", {sum}, DType::kFloat64, call.query.device);

@@ -40,7 +40,7 @@ struct Options {
   std::optional<std::vector<int64_t>> mask_shapes;
   // A function that load_score_function() has loaded, what it reads, and which blocks of scores anybody sees:
   // core/score_function.h.
-  Name score_function;
+  std::optional<Name> score_function;
   std::vector<TensorHandle> captured;
   std::optional<std::vector<double>> captured_numbers;
   TensorHandle block_map;                          // (B|1,H|1,query blocks,key blocks), uint8

@@ -72,17 +72,10 @@ class Stack {
   }
   bool flag() { return next<bool>(); }
 
-  Name name() {
-    const auto string = next<StringHandle>();
-    Name name;
-    size_t length = 0;
-    const char* text = nullptr;
-    if (torch_string_length(string, &length) == TORCH_SUCCESS && length > 0 &&
-        torch_string_c_str(string, &text) == TORCH_SUCCESS) {
-      std::memcpy(name.text, text, length < sizeof(name.text) ? length : sizeof(name.text) - 1);
-    }
-    torch_delete_string(string);
-    return name;
+  Name name() { return text_of(next<StringHandle>()); }
+  std::optional<Name> optional_name() {
+    const auto string = next<std::optional<StringHandle>>();
+    return string ? std::optional<Name>(text_of(*string)) : std::nullopt;
   }
 
   // Results overwrite the arguments from the start of the stack.
@@ -94,6 +87,19 @@ class Stack {
   void put_text(const std::string& text) { values_[0] = torch::stable::detail::from(text); }
 
  private:
+  // Deletes the string.
+  static Name text_of(StringHandle string) {
+    Name name;
+    size_t length = 0;
+    const char* text = nullptr;
+    if (torch_string_length(string, &length) == TORCH_SUCCESS && length > 0 &&
+        torch_string_c_str(string, &text) == TORCH_SUCCESS) {
+      std::memcpy(name.text, text, length < sizeof(name.text) ? length : sizeof(name.text) - 1);
+    }
+    torch_delete_string(string);
+    return name;
+  }
+
   template <class T>
   T next() {
     return torch::stable::detail::to<T>(values_[index_++]);

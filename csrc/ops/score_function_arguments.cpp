@@ -23,9 +23,8 @@ std::string kinds_of(const std::vector<TensorHandle>& captured, const Input& que
   return kinds;
 }
 
-const ScoreFunctionTable* function_table(const AttentionParams& p, const Input& query, const Options& options,
-                                         size_t numbers) {
-  const char* key = options.score_function.text;
+const ScoreFunctionTable* function_table(const char* key, const AttentionParams& p, const Input& query,
+                                         const Options& options, size_t numbers) {
   const ScoreFunctionTable* table = find_score_function(key);
   if (table == nullptr) refuse("score_function \"", key, "\" has not been loaded");
   const int64_t bytes = size_of(accumulation_dtype(p.dtype));
@@ -85,8 +84,9 @@ std::vector<CapturedTensor> captured_tensors(const std::vector<TensorHandle>& ca
 
 void add_score_function(AttentionParams& p, const Input& query, const Options& options) {
   const size_t numbers = options.captured_numbers ? options.captured_numbers->size() : 0;
-  if (options.score_function.text[0] != '\0') {
-    p.function.table = function_table(p, query, options, numbers);
+  const char* key = options.score_function ? options.score_function->text : "";
+  if (key[0] != '\0') {
+    p.function.table = function_table(key, p, query, options, numbers);
     p.function.inputs.tensors = options.captured_tensors.data();
     p.function.inputs.numbers = numbers > 0 ? options.captured_numbers->data() : nullptr;
     p.function.inputs.out_of_range = &options.out_of_range;
