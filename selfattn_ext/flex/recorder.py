@@ -83,9 +83,12 @@ class Indexing(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is Tensor.__getitem__:
             tensor, index = args
-            indices = index if isinstance(index, tuple) else (index,)
+            indices = [
+                torch.scalar_tensor(each, dtype=torch.int64) if type(each) is int else each
+                for each in (index if isinstance(index, tuple) else (index,))
+            ]
             if all(isinstance(each, Tensor) and each.dtype != torch.bool for each in indices):
-                return aten.index.Tensor(tensor, list(indices))
+                return aten.index.Tensor(tensor, indices)
         return func(*args, **(kwargs or {}))
 
 
@@ -163,8 +166,8 @@ class Recorder(TorchDispatchMode):
             raise UnsupportedFunctionError("it takes more than an element of a tensor at once")
         tensor, before = (source, ()) if whole is None else (whole.tensor, whole.args)
         given = (*before, *(self.node(index) for index in indices))
-        # Not what is there: nobody knows yet whether there is anything.
-        result = source.new_zeros(()).expand(source.shape[len(indices) :])
+        # Not what is there: nobody knows yet whether there is anything. Integers may be divided by 1.
+        result = source.new_ones(()).expand(source.shape[len(indices) :])
         return self.know(result, Load("load", given, source.dtype, tensor=tensor))
 
     def _operation(self, func: Any, name: str, args: Any, kwargs: Any, tensors: list[Tensor]) -> Any:

@@ -118,12 +118,13 @@ def _derivatives(
     for node in all_of([result]):
         if isinstance(node, Load):
             wanted = node.tensor.requires_grad and node.dtype.is_floating_point
-            values[node] = torch.zeros((), dtype=node.dtype, device=device, requires_grad=wanted)
+            values[node] = torch.ones((), dtype=node.dtype, device=device, requires_grad=wanted)
             leaves += [values[node]] if wanted else []
         elif node.op in named:
             values[node] = named[node.op]
     score = named["score"].requires_grad_()
-    with torch.enable_grad(), recorder:
+    # Activation checkpointing has hooks that would compute the whole layer again to get at these numbers.
+    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself), torch.enable_grad(), recorder:
         for node in all_of([result]):
             if isinstance(node, Load):
                 indices = tuple(recorder.node(values[index]) for index in node.args)
@@ -141,6 +142,10 @@ def _derivatives(
         if gradient is not None and isinstance(load, Load):
             loads.append((load, node))
     return nodes[0], loads
+
+
+def _itself(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 def all_of(roots: Sequence[Node | None]) -> Iterator[Node]:
