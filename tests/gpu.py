@@ -98,6 +98,7 @@ ELSEWHERE = {
     "test_cuda": "is about the GPU anyway",
     "test_emulat": "is about the emulator",
     "test_environment": "is about the documents",
+    "test_functions_page": "is about the documents",
     "test_gpu": "is about scripts for the GPU",
     "test_gradient_blocks": "compares two ways that a kernel for the CPU has",
     "test_huge": "is about the memory of a CPU",
