@@ -76,7 +76,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("pair", itertools.combinations(OPTIONS, 2), ids="-".join)
+@pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="-".join)
 def test_pairs_of_options(pair: tuple[str, str]) -> None:
     checked("conjunction", (2, 2, 67, 71), block_size=32, **OPTIONS[pair[0]], **OPTIONS[pair[1]])
 
@@ -349,8 +349,9 @@ class TestRefusals:
 class TestCache:
     SCRIPT = """
 import torch
+from selfattn_ext import flex
 query = torch.ones(1, 1, 4, 8)
-print(flex_attention(query, query, query, lambda s, b, h, q, kv: s * 2 + kv).sum().item())
+print(flex.flex_attention(query, query, query, lambda s, b, h, q, kv: s * 2 + kv).sum().item())
 """
 
     def run(self, folder: Path) -> subprocess.Popen[str]:
