@@ -120,7 +120,9 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         "--distances", type=int, default=32, help="how many distances have a bias of their own"
     )
     parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--rate", type=float, default=1e-2, help="the learning rate")
+    parser.add_argument(
+        "--rate", type=float, default=5e-3, help="the learning rate; ten times that for biases"
+    )
     parser.add_argument("--bias", type=Path, help="a picture of what was learned for each distance")
     parser.add_argument("--mask", type=Path, help="a picture of who sees whom in the first row")
     given = parser.parse_args(argv)
@@ -135,7 +137,11 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     print(f"text     {len(documents)} paragraphs, {len(known)} different symbols: {source.origin}")
 
     model = Model(len(known), given.layers, given.width, given.heads, given.distances)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate)
+    # What is added to scores has to reach several units before it tells in a softmax: larger steps, no decay.
+    biases = [block.bias for block in model.blocks]
+    others = [parameter for parameter in model.parameters() if all(parameter is not bias for bias in biases)]
+    faster = {"params": biases, "lr": 10 * given.rate, "weight_decay": 0.0}
+    optimizer = torch.optim.AdamW([{"params": others}, faster], lr=given.rate)
     batches = packed(documents, given.batch, given.length, seed=0)
     losses: list[float] = []
     start = time.perf_counter()
@@ -151,19 +157,19 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
         if step == 1 or step % max(1, given.steps // 10) == 0:
             print(f"step {step:5d}   loss {losses[-1]:.3f}   {time.perf_counter() - start:.1f} s")
 
-    last = model.blocks[-1].bias.detach()
+    learned = model.blocks[0].bias.detach()
     shown = [distance for distance in (0, 1, 2, 3, 4, 8, 16, 31) if distance < given.distances]
-    print("learned bias of the last layer, by distance\n        " + "".join(f"{each:7d}" for each in shown))
-    for head, row in enumerate(last[:, shown].tolist()):
+    print("learned bias of the first layer, by distance\n        " + "".join(f"{each:7d}" for each in shown))
+    for head, row in enumerate(learned[:, shown].tolist()):
         print(f"head {head:3d}" + "".join(f"{value:7.2f}" for value in row))
     if given.bias:
-        largest = last.abs().max().item()
+        largest = learned.abs().max().item()
         names = [f"head {head}" for head in range(given.heads)]
         picture = viz.plot_attention(
-            last,
+            learned,
             names,
             key_tokens=[str(distance) for distance in range(given.distances)],
-            title="learned bias of the last layer",
+            title="learned bias of the first layer",
             cmap="PuOr",
             vmin=-largest,
             vmax=largest,
