@@ -9,6 +9,8 @@ Note [Three ways]
 
 from __future__ import annotations
 
+import os
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -229,10 +231,19 @@ def _warn(reason: Exception) -> None:
     if text not in _warned:
         _warned.add(text)
         warnings.warn(
-            f"selfattn_ext.flex_attention does not compile this function: {text}. torch computes it in "
-            "parts, which takes longer",
-            stacklevel=6,
+            f"selfattn_ext.flex_attention does not compile this function: {text.rstrip('.')}. torch computes "
+            "it in parts, which takes longer",
+            stacklevel=_frames_of_this_package(),
         )
+
+
+def _frames_of_this_package() -> int:
+    """How many frames are between the caller and the call that a user wrote, for a warning that names it."""
+    folder = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(folder):
+        level, frame = level + 1, frame.f_back
+    return level
 
 
 def _merged(tensors: Tensors, call: Call, captured: Sequence[Tensor]) -> Keywords:

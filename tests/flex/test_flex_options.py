@@ -299,8 +299,12 @@ class TestRefusals:
 
     def test_more_than_one_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(attention, "_warned", set())
-        with pytest.warns(UserWarning, match="takes longer"), pytest.raises(ValueError, match="one number"):
+        with (
+            pytest.warns(UserWarning, match="takes longer") as warned,
+            pytest.raises(ValueError, match="one number"),
+        ):
             flex_attention(*self.given, lambda s, b, h, q, kv: s + torch.ones(3))
+        assert warned[0].filename == __file__
 
     @pytest.mark.parametrize(
         ("score_mod", "message"),
