@@ -239,9 +239,10 @@ def _warn(reason: Exception) -> None:
 
 def _frames_of_this_package() -> int:
     """How many frames are between the caller and the call that a user wrote, for a warning that names it."""
-    folder = os.path.dirname(os.path.dirname(__file__)) + os.sep
+    # torch's own too: torch.compiler.disable calls from there.
+    folders = tuple(os.path.dirname(file) + os.sep for file in (os.path.dirname(__file__), torch.__file__))
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(folder):
+    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
         level, frame = level + 1, frame.f_back
     return level
 
