@@ -17,9 +17,11 @@ except ModuleNotFoundError as error:
 
 from . import backends, jit, masks, nn, reference, sources
 from .arguments.batch_invariance import batch_invariant
+from .flex import flex_attention
 from .functional import attention_weights, scaled_dot_product_attention
 from .integrations import flop_counter as _flops  # noqa: F401
 from .integrations import torch_sdpa as _torch_sdpa
+from .integrations.flex_mode import as_flex
 from .integrations.sdpa_mode import as_sdpa
 from .kv_cache import KVCache, attention_with_kvcache
 from .nn import MultiheadAttention, MultiHeadSelfAttention, SelfAttention, apply_rotary, rotary_factors
@@ -37,12 +39,14 @@ __all__ = [
     "SelfAttention",
     "__version__",
     "apply_rotary",
+    "as_flex",
     "as_sdpa",
     "attention_scores",
     "attention_weights",
     "attention_with_kvcache",
     "backends",
     "batch_invariant",
+    "flex_attention",
     "jit",
     "masked_softmax",
     "masks",

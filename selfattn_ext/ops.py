@@ -10,7 +10,7 @@ FakeTensorMode.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol, TypeVar
 
 import torch
@@ -23,6 +23,7 @@ __all__ = [
     "NAMESPACE",
     "append_to_cache",
     "attention_backward",
+    "attention_captured_gradients",
     "attention_forward",
     "attention_scores",
     "attention_scores_backward",
@@ -121,6 +122,32 @@ class _AttentionBackward(Protocol):
         scale: float,
         **options: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+
+
+class _AttentionCapturedGradients(Protocol):
+    """(grad_out, query, ..., *, captured_sizes, exclusive, out_residual, grad_row, grad_weights, options) ->
+    gradients (N,) of the tensors in ``captured``, in float64.
+
+    They lie one behind the other, each with so many elements as captured_sizes says; those with 0 are not
+    computed. ``exclusive`` is the sum of 1, 2 and 4 where scores of unlike batch elements, heads and queries
+    read unlike elements of each of these tensors.
+    """
+
+    def __call__(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        row_max: Tensor,
+        row_sum: Tensor,
+        scale: float,
+        *,
+        captured_sizes: Sequence[int],
+        exclusive: int = 0,
+        **options: Any,
+    ) -> Tensor: ...
 
 
 class _AttentionScores(Protocol):
@@ -222,6 +249,7 @@ attention_weights: _AttentionWeights = _ops.attention_weights.default
 append_to_cache: _AppendToCache = _ops.append_to_cache.default
 attention_with_cache: _AttentionWithCache = _ops.attention_with_cache.default
 attention_backward: _AttentionBackward = _ops.attention_backward.default
+attention_captured_gradients: _AttentionCapturedGradients = _ops.attention_captured_gradients.default
 attention_scores: _AttentionScores = _ops.attention_scores.default
 attention_scores_backward: _AttentionScoresBackward = _ops.attention_scores_backward.default
 masked_softmax: _MaskedSoftmax = _ops.masked_softmax.default
@@ -339,6 +367,25 @@ def _(
             for tensor, dtype in optional
         ),
     )
+
+
+@_fake("attention_captured_gradients")
+def _(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    scale: float,
+    *,
+    captured_sizes: Sequence[int],
+    exclusive: int = 0,
+    **options: Any,
+) -> Tensor:
+    _refuse_meta(grad_out, query, key, value, *options.values())
+    return query.new_empty(sum(captured_sizes), dtype=torch.float64)
 
 
 @_fake("plain_attention")

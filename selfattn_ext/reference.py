@@ -10,6 +10,7 @@ The formula, after Vaswani et al. (2017), with every option of the package in it
     s_ij = scale * <q_i, k_j>
     s_ij = softcap * tanh(s_ij / softcap)                  where softcap > 0       (Gemma 2, 2024)
     s_ij = s_ij - slope * |i + query_offset - j|           with ALiBi slopes       (Press et al. 2022)
+    s_ij = score_function(s)_ij                            with a function         (Dong et al. 2024)
     s_ij = s_ij + attn_mask_ij                             with a float mask
     s_ij = -inf                                            where i may not see j
     p_ij = exp(s_ij - m_i) / (sum_j exp(s_ij - m_i) + exp(sink - m_i)),  m_i = max(s_i*, sink)
@@ -20,7 +21,7 @@ The formula, after Vaswani et al. (2017), with every option of the package in it
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -88,6 +89,7 @@ def attention(
     dropout_seed: Tensor | None = None,
     compute_dtype: torch.dtype | None = None,
     first_batch: int = 0,
+    score_function: Callable[[Tensor], Tensor] | None = None,
 ) -> AttentionResult:
     """Exact attention by the formula of this module.
 
@@ -96,7 +98,8 @@ def attention(
     float; alibi_slopes and sinks broadcastable to (..., H). 2-D tensors are a single head. ``dropout_seed``
     is an int64 tensor of one element. ``compute_dtype`` replaces the accumulation dtype, to see what a
     formula written without care for 16-bit inputs would give. ``first_batch`` is the number that dropout
-    counts the first batch element as. Returns out and weights in the query's dtype, lse in the computation's.
+    counts the first batch element as. ``score_function`` is given all scores (..., H, L, S) and returns
+    others. Returns out and weights in the query's dtype, lse in the computation's.
     """
     if query.dim() == 2:
         result = attention(
@@ -115,6 +118,7 @@ def attention(
             dropout_seed=dropout_seed,
             compute_dtype=compute_dtype,
             first_batch=first_batch,
+            score_function=score_function,
         )
         return AttentionResult(*(part.squeeze(0) for part in result))
 
@@ -146,6 +150,8 @@ def attention(
         scores = softcap * torch.tanh(scores / softcap)
     if alibi_slopes is not None:
         scores = scores + alibi_bias(alibi_slopes.to(dtype), length, keys, query_offset)
+    if score_function is not None:
+        scores = score_function(scores)
     if bias is not None:
         scores = scores + bias
     if seen is not None:

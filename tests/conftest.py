@@ -20,6 +20,9 @@ import selfattn_ext
 from selfattn_ext import backends
 from selfattn_ext.arguments import forced_kernel
 
+# Functions of scores that tests compile: not where those of a user are, and kept for the next run.
+os.environ.setdefault("SELFATTN_FUNCTION_CACHE", str(modules.TESTS.parent / "build" / "functions"))
+
 if gpu.DEVICE != "cpu":
     # Before the test modules, some of which make tensors as they are imported.
     torch.set_default_device(gpu.DEVICE)

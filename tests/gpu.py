@@ -83,6 +83,7 @@ MODULES = (
     "test_varlen_errors.py",
     "test_varlen_masks.py",
     "test_viz.py",
+    "test_viz_masks.py",
 )
 
 #: Why the others do not, for names that begin with these words.
@@ -97,6 +98,7 @@ ELSEWHERE = {
     "test_cuda": "is about the GPU anyway",
     "test_emulat": "is about the emulator",
     "test_environment": "is about the documents",
+    "test_functions_page": "is about the documents",
     "test_gpu": "is about scripts for the GPU",
     "test_gradient_blocks": "compares two ways that a kernel for the CPU has",
     "test_huge": "is about the memory of a CPU",
@@ -110,6 +112,9 @@ ELSEWHERE = {
     "test_ptx": "is about the machine that runs PTX",
     "test_processes": "forks, which a process that uses CUDA cannot",
     "test_ratio": "is about the documents",
+    "test_as_flex": "is about the CPU: see test_score_functions",
+    "test_flex": "is about the CPU: see test_score_functions",
+    "test_score_functions": "is about the CPU: kernels of a GPU refuse functions of scores",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_troubleshooting": "is about the documents",

@@ -7,11 +7,14 @@ apply. That results are right is for other tests.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from typing import Any, NamedTuple
 
+import gpu
 import pytest
 import torch
+from compiled_functions import load
 from torch import Tensor
 
 from selfattn_ext import backends, library
@@ -22,6 +25,14 @@ QUERIES = (1, 3, 37)
 DTYPES = (torch.float32, torch.bfloat16)
 SCALE = 0.4
 
+#: Only some kernels have them: the option that those declare.
+DECLARED = {
+    "score_function": "score_function",
+    "captured": "score_function",
+    "captured_numbers": "score_function",
+    "block_map": "block_map",
+    "block_size": "block_map",
+}
 #: Not judged by results: who computes, and how exactly at least. Unknown names are refused.
 NAMES = ("kernel_name", "float32_precision")
 #: Not judged by results either, as it promises something about them: see test_batch_invariant.py.
@@ -62,6 +73,12 @@ def changes(queries: int) -> dict[str, Change]:
     lengths = (queries, KEYS - 9), (queries + 1, KEYS + 9)
     own_masks = torch.randn(sum(rows * keys for rows, keys in lengths))
     rows_shared = torch.randn(lengths[0][1] + lengths[1][1])
+    cap = {"score_function": load("Cap", torch.float32), "captured_numbers": [0.7]}
+    square = {
+        "score_function": load("Square", torch.float32),
+        "captured": [torch.linspace(-1, 1, KEYS), torch.linspace(0, 1, BATCH)],
+    }
+    blocks = integers(1, 0, 2, 2, 1, 0, 0, 2, 1, dtype=torch.uint8).reshape(1, 1, 3, 3)
     table = integers(0, 1, 2, 3, 4, 5, 6, 7, dtype=torch.int32).reshape(BATCH, -1)
     return {
         "attn_mask": Change({}, {"attn_mask": mask}),
@@ -86,6 +103,11 @@ def changes(queries: int) -> dict[str, Change]:
             packed | {"attn_mask": rows_shared, "mask_shapes": [1, 1, lengths[0][1], 1, 1, lengths[1][1]]},
             {"attn_mask": own_masks, "mask_shapes": [n for pair in lengths for n in (1, *pair)]},
         ),
+        "score_function": Change({}, cap),
+        "captured": Change(square, {"captured": [torch.linspace(1, -1, KEYS), torch.ones(BATCH)]}),
+        "captured_numbers": Change(cap, {"captured_numbers": [0.3]}),
+        "block_map": Change({}, {"block_map": blocks, "block_size": [16, 16]}),
+        "block_size": Change({"block_map": blocks, "block_size": [16, 16]}, {"block_size": [16, 9]}),
         # The longest lengths: what is longer is refused.
         "max_seqlen_q": Change(packed, {"max_seqlen_q": queries}),
         "max_seqlen_k": Change(packed, {"max_seqlen_k": KEYS}),
@@ -161,6 +183,19 @@ def backward(tensors: Inputs, of_forward: tuple[Tensor, ...], options: Options) 
     )
 
 
+def refused(name: str, run: Callable[[], Any]) -> bool:
+    """Whether the forced kernel does not declare the option; then it refuses a call that uses it."""
+    declaration = DECLARED.get(name)
+    if declaration is None:
+        return False
+    chosen = {} if gpu.DEVICE == "cuda" else library.extension().choose_kernel(backends.forced_kernel())
+    if declaration in chosen.get("options", ()):
+        return False
+    with pytest.raises(ValueError, match=declaration):
+        run()
+    return True
+
+
 def differ(first: Tensor, second: Tensor) -> bool:
     return first.shape != second.shape or not torch.equal(first.nan_to_num(), second.nan_to_num())
 
@@ -194,6 +229,8 @@ def test_every_option_of_the_schema_has_a_change() -> None:
 def test_forward_applies_every_option(kernel: str, dtype: torch.dtype, queries: int) -> None:
     for name, before, after in pairs("attention_forward", queries):
         tensors = inputs(queries, dtype, before)
+        if refused(name, partial(forward, tensors, after)):
+            continue
         first, second = forward(tensors, before)[0], forward(tensors, after)[0]
         assert differ(first, second), f"attention_forward ignores {name}"
 
@@ -202,6 +239,8 @@ def test_weights_apply_every_option(kernel: str, dtype: torch.dtype, queries: in
     """With equal statistics of rows, so that nothing of the forward's is mistaken for the weights'."""
     for name, before, after in pairs("attention_weights", queries):
         tensors = inputs(queries, dtype, before)
+        if refused(name, partial(forward, tensors, after)):
+            continue
         _, row_max, row_sum, _ = forward(tensors, before)
         if name == "sinks":
             # They are in the statistics, and nowhere else.
@@ -214,6 +253,8 @@ def test_backward_applies_every_option(kernel: str, dtype: torch.dtype, queries:
     """With equal results of the forward. Caches have no gradients."""
     for name, before, after in pairs("attention_backward", queries):
         tensors = inputs(queries, dtype, before)
+        if refused(name, partial(forward, tensors, after)):
+            continue
         of_forward = forward(tensors, before)
         _, row_max, _, residual = of_forward
         given = {
@@ -248,6 +289,8 @@ def test_steps_on_a_cache_apply_every_option(kernel: str, dtype: torch.dtype, qu
         if {"cu_seqlens_k", "mask_shapes"} & after.keys():
             continue  # refused: keys and values are a cache
         tensors = inputs(queries, dtype, before)
+        if refused(name, partial(forward, tensors, after)):
+            continue
         new = torch.ones(BATCH, KV_HEADS, 1, HEAD_DIM), torch.ones(BATCH, KV_HEADS, 1, VALUE_DIM)
         lengths = {"seqlens_k": integers(KEYS - 1, KEYS - 4)}
         results = []

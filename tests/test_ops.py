@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from cases import LAYOUTS, laid_out
+from compiled_functions import load
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -73,6 +74,7 @@ def calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ..
     return [
         *cache_calls(dtype, transposed),
         *everything,
+        *function_calls(dtype, transposed),
         (library.plain_attention.default, (query, key, value, 0.3, False, True), {}),
         (library.plain_attention_forward.default, (query, key, value, None, True, True), {}),
         (library.plain_attention_backward.default, (*saved, None, True), {}),
@@ -81,6 +83,26 @@ def calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ..
         (ops.masked_softmax, (scores, 0.3), {"mask": torch.rand(1, 1, 5, 6) < 0.5, "is_causal": True}),
         (ops.masked_softmax, (scores, 0.3), {}),
         (ops.masked_softmax_backward, (scores, scores.softmax(-1), 0.3), {}),
+    ]
+
+
+def function_calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """With a function of scores and a map of blocks, which only the CPU has."""
+    statistics = torch.float64 if dtype == torch.float64 else torch.float32
+    with torch.device("cpu"):
+        query, key, value = qkv(dtype, transposed)
+        keywords = {
+            "score_function": load("Square", dtype),
+            "captured": [torch.rand(6, dtype=statistics), torch.rand(2, dtype=statistics)],
+            "block_map": torch.ones(1, 4, 2, 1, dtype=torch.uint8),
+            "block_size": [3, 6],
+        }
+    out, row_max, row_sum, _ = ops.attention_forward(query, key, value, 0.3, **keywords)
+    given = (out, query, key, value, out, row_max, row_sum, 0.3)
+    return [
+        (ops.attention_forward, (*given[1:4], 0.3), keywords),
+        (ops.attention_backward, given, keywords),
+        (ops.attention_captured_gradients, given, {"captured_sizes": [6, 0], "exclusive": 1, **keywords}),
     ]
 
 

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "dtype.h"
+#include "score_function.h"
 
 namespace selfattn {
 
@@ -115,6 +116,9 @@ struct AttentionParams {
   // From one head to the next in arrays of row statistics: queries, or all rows of a packed query.
   int64_t rows_per_head = 0;
 
+  // Changes scores once they are scaled, capped and sloped; mask and windows come after it.
+  ScoreFunction function;
+
   // Where arrays of row statistics hold a query.
   SELFATTN_HOST_DEVICE int64_t row(int64_t batch_index, int64_t head, int64_t query_index) const {
     return (batch_index * heads + head) * rows_per_head + query_index;
@@ -162,6 +166,17 @@ struct BackwardArguments {
   void* grad_sinks_rows = nullptr;
   // Scratch of Kernel::backward_workspace() bytes, 64-byte aligned; nullable when that is 0.
   void* workspace = nullptr;
+};
+
+// Gradients of the tensors that the function of a call reads.
+struct CapturedGradients {
+  // [tensors of the function]: how many elements each gradient has, 0 where it is not wanted.
+  const int64_t* sizes = nullptr;
+  int64_t count = 0;       // of tensors
+  double* sums = nullptr;  // the wanted gradients, one behind the other; zeros on entry
+  // Scores of unlike batch elements, of unlike heads, of unlike queries read unlike elements of each tensor
+  // whose gradient is wanted.
+  bool exclusive_batch = false, exclusive_head = false, exclusive_query = false;
 };
 
 struct ScoresParams {

@@ -31,15 +31,18 @@ enum class Option : uint8_t {
   kQueryOffsets,
   kPages,
   kBatchInvariant,
+  kFunction,
+  kBlockMap,
   kCount
 };
 
 // As the operators' schema calls it.
 constexpr const char* name_of(Option option) {
-  constexpr const char* kNames[] = {"attn_mask",    "mask_shapes",           "alibi_slopes", "sinks",
-                                    "dropout_p",    "is_causal or a window", "query_offset", "softcap",
-                                    "cu_seqlens_q", "cu_seqlens_k",          "seqlens_k",    "query_offsets",
-                                    "block_table",  "batch_invariant"};
+  constexpr const char* kNames[] = {
+      "attn_mask",    "mask_shapes",           "alibi_slopes",   "sinks",
+      "dropout_p",    "is_causal or a window", "query_offset",   "softcap",
+      "cu_seqlens_q", "cu_seqlens_k",          "seqlens_k",      "query_offsets",
+      "block_table",  "batch_invariant",       "score_function", "block_map"};
   static_assert(sizeof(kNames) / sizeof(kNames[0]) == static_cast<size_t>(Option::kCount), "one name each");
   return kNames[static_cast<int>(option)];
 }
@@ -89,6 +92,8 @@ inline OptionSet options_of(const AttentionParams& p) {
   add_if(p.sequences.query_offsets != nullptr, Option::kQueryOffsets);
   add_if(p.pages.table != nullptr, Option::kPages);
   add_if(p.batch_invariant, Option::kBatchInvariant);
+  add_if(p.function.table != nullptr, Option::kFunction);
+  add_if(p.function.map.blocks != nullptr, Option::kBlockMap);
   return used;
 }
 

@@ -67,6 +67,14 @@ inline SELFATTN_HOST_DEVICE HeadScalars element_of(const HeadScalars& scalars, i
   return element;
 }
 
+// The function of element b, whose positions count from its own first query and key.
+inline SELFATTN_HOST_DEVICE ScoreFunction element_of(const ScoreFunction& function, int64_t b) {
+  ScoreFunction element = function;
+  element.first_batch = function.first_batch + b;
+  if (function.map.blocks != nullptr) element.map.blocks = function.map.blocks + b * function.map.stride[0];
+  return element;
+}
+
 // Of a mask or of its gradient. The buffer's stride of the batch is that of each: not 0 for gradients, which
 // sequences do not share.
 inline SELFATTN_HOST_DEVICE View mask_of(const View& view, const AttentionParams& p, int64_t b) {
@@ -111,6 +119,7 @@ inline SELFATTN_HOST_DEVICE AttentionParams element_of(const AttentionParams& p,
   element.alibi_slopes = element_of(p.alibi_slopes, b, statistics_dtype(p.dtype));
   element.sinks = element_of(p.sinks, b, statistics_dtype(p.dtype));
   element.dropout.first_batch = p.dropout.first_batch + b;
+  element.function = element_of(p.function, b);
   if (p.sequences.query_offsets != nullptr) element.query_offset = p.sequences.query_offsets[b];
   element.sequences = Sequences{};
   return element;
@@ -175,6 +184,7 @@ inline AttentionParams launch_of(const AttentionParams& p, int64_t b) {
   one.alibi_slopes = element_of(p.alibi_slopes, b, statistics_dtype(p.dtype));
   one.sinks = element_of(p.sinks, b, statistics_dtype(p.dtype));
   one.dropout.first_batch = p.dropout.first_batch + b;
+  one.function = element_of(p.function, b);
   one.sequences.query_starts = p.sequences.query_starts + b;
   one.sequences.key_starts = p.sequences.key_starts + b;
   if (p.sequences.key_lengths != nullptr) one.sequences.key_lengths = p.sequences.key_lengths + b;

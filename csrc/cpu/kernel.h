@@ -19,6 +19,9 @@ struct Kernel {
   void (*weights)(const AttentionParams&, const WeightsOutputs&, const ThreadPool&);
   size_t (*backward_workspace)(const AttentionParams&);
   void (*backward)(const AttentionParams&, const BackwardArguments&, const ThreadPool&);
+  // Adds; nullptr where functions are none of the options.
+  void (*captured_gradients)(const AttentionParams&, const BackwardArguments&, const CapturedGradients&,
+                             const ThreadPool&);
   void (*scores)(const ScoresParams&, const ThreadPool&);
   void (*scores_backward)(const ScoresParams&, const ThreadPool&);
   void (*masked_softmax)(const SoftmaxParams&, const ThreadPool&);

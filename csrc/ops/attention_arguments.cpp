@@ -183,6 +183,7 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
   if (options.is_causal) p.window_right = 0;
   p.query_offset = checked_query_offset(options.query_offset);
   p.batch_invariant = options.batch_invariant;
+  add_score_function(p, query, options);
   return p;
 }
 

@@ -18,6 +18,11 @@ void add_sequences(AttentionParams& params, const Input& query, const Input& key
 std::vector<OwnMask> own_masks(const std::vector<int64_t>& shapes);
 void add_own_masks(AttentionParams& params, const Input& mask, const Options& options, Device device);
 
+// In score_function_arguments.cpp: the function of scores and the map of blocks. What it borrows from the
+// options must outlive the call.
+std::vector<CapturedTensor> captured_tensors(const std::vector<TensorHandle>& captured);
+void add_score_function(AttentionParams& params, const Input& query, const Options& options);
+
 // Checks everything that the three ops share and describes it for a kernel. `value` is nullptr for the op
 // that does without.
 AttentionParams attention_params(const Input& query, const Input& key, const Input* value, double scale,

@@ -47,13 +47,14 @@ Output mask_gradient(const TensorHandle& mask_handle, bool needed, const Attenti
 
 }  // namespace
 
-Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, const Options& options) {
-  const Input query = inspect("query", t.query);
-  const Input key = inspect("key", t.key, query);
-  const Input value = inspect("value", t.value, query);
-  const AttentionParams p = attention_params(query, key, &value, scale, options);
-
-  BackwardArguments a;
+BackwardCall::BackwardCall(BackwardTensors& t, double scale, const Options& options)
+    : query(inspect("query", t.query)),
+      key(inspect("key", t.key, query)),
+      value(inspect("value", t.value, query)),
+      params(attention_params(query, key, &value, scale, options)) {
+  const AttentionParams& p = params;
+  BackwardArguments& a = arguments;
+  if (options.block_table) refuse("keys in pages (block_table) have no gradient");
   const auto output_like = [&](const char* name, TensorHandle& handle) {
     Input input = inspect(name, handle, query);
     check_shape(input, {query_batch(p), p.heads, query_rows(p), p.value_dim});
@@ -84,12 +85,18 @@ Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, co
     check_dtype(grad_weights, p.dtype);
     a.grad_weights = plain_view(grad_weights, p.dtype);
   }
+}
+
+Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, const Options& options) {
+  const BackwardCall call(t, scale, options);
+  const AttentionParams& p = call.params;
+  const Input &query = call.query, &key = call.key, &value = call.value;
+  BackwardArguments a = call.arguments;
 
   Gradients grads;
   grads.dtype = p.dtype;
   grads.device = query.device;
   grads.mask = mask_gradient(options.attn_mask, need_mask_grad, p, &a.grad_mask);
-  if (options.block_table) refuse("keys in pages (block_table) have no gradient");
   const auto gradient_of = [&](const char* name, const Input& input) {
     return allocate_like(name, {input.size[0], input.size[1], input.size[2], input.size[3]}, p.dtype, input);
   };

@@ -23,6 +23,16 @@ struct BackwardTensors {
   TensorHandle grad_weights;      // nullable
 };
 
+// What a kernel is told, but for results.
+struct BackwardCall {
+  Input query, key, value;
+  AttentionParams params;
+  BackwardArguments arguments;
+
+  // Copies inputs where a kernel needs another layout, which replaces their handles.
+  BackwardCall(BackwardTensors& tensors, double scale, const Options& options);
+};
+
 // Those of mask, slopes and sinks have no handle where there is no such gradient.
 struct Gradients {
   DType dtype = DType::kFloat32;
@@ -30,7 +40,6 @@ struct Gradients {
   Output query, key, value, mask, slopes, sinks;
 };
 
-// Copies inputs where a kernel needs another layout, which replaces their handles.
 Gradients run_backward(BackwardTensors& tensors, double scale, bool need_mask_grad, const Options& options);
 
 }  // namespace selfattn::ops

@@ -38,11 +38,21 @@ struct Options {
   // (3*B): attn_mask holds a mask for each packed sequence, one behind the other. These are heads, queries
   // and keys of each, those of the sequence or 1.
   std::optional<std::vector<int64_t>> mask_shapes;
+  // A function that load_score_function() has loaded, what it reads, and which blocks of scores anybody sees:
+  // core/score_function.h.
+  std::optional<Name> score_function;
+  std::vector<TensorHandle> captured;
+  std::optional<std::vector<double>> captured_numbers;
+  TensorHandle block_map;                          // (B|1,H|1,query blocks,key blocks), uint8
+  std::optional<std::vector<int64_t>> block_size;  // queries and keys of a block
   Name kernel_name;
   Name float32_precision = {"highest"};
   bool batch_invariant = false;
 
-  std::vector<OwnMask> own_masks;  // those of mask_shapes, for whoever describes the call to a kernel
+  // For whoever describes the call to a kernel.
+  std::vector<OwnMask> own_masks;                // those of mask_shapes
+  std::vector<CapturedTensor> captured_tensors;  // those of captured
+  mutable int32_t out_of_range = 0;              // set while kernels run
 
   Options() = default;
   explicit Options(bool is_causal) : is_causal(is_causal) {}
@@ -70,6 +80,11 @@ struct Options {
     visit("query_offsets", options.query_offsets);
     visit("block_table", options.block_table);
     visit("mask_shapes", options.mask_shapes);
+    visit("score_function", options.score_function);
+    visit("captured", options.captured);
+    visit("captured_numbers", options.captured_numbers);
+    visit("block_map", options.block_map);
+    visit("block_size", options.block_size);
     visit("kernel_name", options.kernel_name);
     visit("float32_precision", options.float32_precision);
     visit("batch_invariant", options.batch_invariant);

@@ -56,22 +56,26 @@ class Stack {
   double number() { return next<double>(); }
   std::optional<double> optional_number() { return next<std::optional<double>>(); }
   int64_t integer() { return next<int64_t>(); }
+  std::vector<int64_t> integers() { return next<std::vector<int64_t>>(); }
   std::optional<std::vector<int64_t>> optional_integers() {
     return next<std::optional<std::vector<int64_t>>>();
   }
+  std::optional<std::vector<double>> optional_numbers() { return next<std::optional<std::vector<double>>>(); }
+  // Empty for none.
+  std::vector<TensorHandle> optional_tensors() {
+    std::vector<TensorHandle> tensors;
+    const auto handles = next<std::optional<std::vector<AtenTensorHandle>>>();
+    if (!handles) return tensors;
+    tensors.reserve(handles->size());
+    for (const AtenTensorHandle handle : *handles) tensors.emplace_back(handle);
+    return tensors;
+  }
   bool flag() { return next<bool>(); }
 
-  Name name() {
-    const auto string = next<StringHandle>();
-    Name name;
-    size_t length = 0;
-    const char* text = nullptr;
-    if (torch_string_length(string, &length) == TORCH_SUCCESS && length > 0 &&
-        torch_string_c_str(string, &text) == TORCH_SUCCESS) {
-      std::memcpy(name.text, text, length < sizeof(name.text) ? length : sizeof(name.text) - 1);
-    }
-    torch_delete_string(string);
-    return name;
+  Name name() { return text_of(next<StringHandle>()); }
+  std::optional<Name> optional_name() {
+    const auto string = next<std::optional<StringHandle>>();
+    return string ? std::optional<Name>(text_of(*string)) : std::nullopt;
   }
 
   // Results overwrite the arguments from the start of the stack.
@@ -83,6 +87,19 @@ class Stack {
   void put_text(const std::string& text) { values_[0] = torch::stable::detail::from(text); }
 
  private:
+  // Deletes the string.
+  static Name text_of(StringHandle string) {
+    Name name;
+    size_t length = 0;
+    const char* text = nullptr;
+    if (torch_string_length(string, &length) == TORCH_SUCCESS && length > 0 &&
+        torch_string_c_str(string, &text) == TORCH_SUCCESS) {
+      std::memcpy(name.text, text, length < sizeof(name.text) ? length : sizeof(name.text) - 1);
+    }
+    torch_delete_string(string);
+    return name;
+  }
+
   template <class T>
   T next() {
     return torch::stable::detail::to<T>(values_[index_++]);

@@ -25,11 +25,17 @@ void for_each_call(const cpu::Kernel& kernel, const AttentionParams& p, const Ar
   if (p.batch * p.heads * p.queries == 0) return;
   const OptionSet used = options_of(p);
   require_declared(kernel, used.without(kSequenceOptions));
-  if (used.within(kernel.options)) return function(p, arguments);
-  for (int64_t b = 0; b < p.batch; ++b) {
-    const AttentionParams element = element_of(p, b);
-    require_declared(kernel, options_of(element));
-    if (element.queries > 0) function(element, element_of(arguments, p, b));
+  if (used.within(kernel.options)) {
+    function(p, arguments);
+  } else {
+    for (int64_t b = 0; b < p.batch; ++b) {
+      const AttentionParams element = element_of(p, b);
+      require_declared(kernel, options_of(element));
+      if (element.queries > 0) function(element, element_of(arguments, p, b));
+    }
+  }
+  if (p.function.table != nullptr && *p.function.inputs.out_of_range != 0) {
+    throw std::out_of_range("score_function reads beside a captured tensor, for a score that is not hidden");
   }
 }
 
@@ -64,6 +70,14 @@ void backward(const char* kernel, const AttentionParams& p, const BackwardArgume
     const Scratch workspace("the backward's workspace", chosen.backward_workspace(call), device);
     a.workspace = workspace.data();
     run_kernel(chosen.backward, call, a);
+  });
+}
+
+void captured_gradients(const char* kernel, const AttentionParams& p, const BackwardArguments& arguments,
+                        const CapturedGradients& gradients, Device) {
+  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
+  for_each_call(chosen, p, arguments, [&](const AttentionParams& call, const BackwardArguments& a) {
+    if (call.keys > 0) run_kernel(chosen.captured_gradients, call, a, gradients);
   });
 }
 
@@ -108,9 +122,9 @@ void append(const AppendParams& a, Device) {
   cpu::append_to_cache(a, thread_pool(static_cast<double>(copied) / 16));
 }
 
-constexpr Engine kCpuEngine = {&forward,  &weights,     &scores,          &masked_softmax,
-                               &backward, &sum_of_rows, &scores_backward, &masked_softmax_backward,
-                               &append};
+constexpr Engine kCpuEngine = {&forward,  &weights,           &scores,          &masked_softmax,
+                               &backward, &sum_of_rows,       &scores_backward, &masked_softmax_backward,
+                               &append,   &captured_gradients};
 
 const CudaPart* announced = nullptr;
 

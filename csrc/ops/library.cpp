@@ -29,6 +29,14 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       options +
       ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
       "Tensor grad_mask, Tensor grad_slopes, Tensor grad_sinks)");
+  // Of the tensors in `captured`: those with captured_sizes elements, 0 where a gradient is not wanted, one
+  // behind the other, in float64. exclusive: 1 + 2 + 4 where scores of unlike batch elements, heads, queries
+  // read unlike elements of each.
+  define(
+      "attention_captured_gradients(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor row_max, Tensor row_sum, float scale, *, SymInt[] captured_sizes, int exclusive=0, "
+      "Tensor? out_residual=None, Tensor? grad_row=None, Tensor? grad_weights=None, " +
+      options + ") -> Tensor");
   define(
       "plain_attention(Tensor query, Tensor key, Tensor value, float? scale, bool is_causal, bool "
       "enable_gqa) "

@@ -13,6 +13,7 @@
 #include "../ops/build_options.h"
 #include "../ops/engine.h"
 #include "../ops/run_kernel.h"
+#include "../ops/score_function_library.h"
 #include "../version.h"
 
 #include <torch/headeronly/version.h>
@@ -218,6 +219,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              py::arg("queries"), py::arg("head_dim"), py::arg("scale"), py::arg("alibi"),
              py::arg("batch_invariant"),
              "The instruction set whose kernel computes such a call in place of the chosen one, or None.");
+  module.def("load_score_function", &selfattn::ops::load_score_function, py::arg("name"), py::arg("path"),
+             "Load the shared library with a function of scores, so that operators find it by its name (1 to "
+             "31 characters); nothing happens for a known name. ValueError for what is no such library.");
   module.def("cpu_isa", &selfattn::cpu::forced_isa,
              "The forced instruction set, '' when the choice is automatic.");
   module.def(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -96,7 +96,12 @@ def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor
     )
 
 
-def formula(tensors: Tensors, scale: float, keywords: Keywords) -> reference.AttentionResult:
+def formula(
+    tensors: Tensors,
+    scale: float,
+    keywords: Keywords,
+    score_function: Callable[[Tensor], Tensor] | None = None,
+) -> reference.AttentionResult:
     """The same attention by the formula of :mod:`selfattn_ext.reference`."""
     query, key, value, mask, slopes, sinks, seed = tensors
     options: Keywords = {
@@ -109,6 +114,7 @@ def formula(tensors: Tensors, scale: float, keywords: Keywords) -> reference.Att
         "sinks": sinks,
         "dropout_p": keywords.get("dropout_p", 0.0),
         "dropout_seed": seed,
+        "score_function": score_function,
     }
     if not is_packed(keywords):
         return reference.attention(query, key, value, mask, **options)

@@ -10,7 +10,7 @@ from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of, refusals
 from ..arguments.shapes import dense_rows
 
-__all__ = ["Cotangents", "Saved", "backward", "dense", "forward", "is_differentiated"]
+__all__ = ["Cotangents", "Saved", "backward", "backward_keywords", "dense", "forward", "is_differentiated"]
 
 # Looked up once: an attribute chain costs as much as the call at its end.
 _is_grad_enabled = torch.is_grad_enabled
@@ -61,34 +61,45 @@ def backward(
     need_mask_grad: bool,
 ) -> tuple[Tensor, ...]:
     """The six gradients of the operator; see Note [Gradient of weights and lse] in attention.py."""
-    grad_out, grad_weights, grad_lse = cotangents
     query, key, value = tensors[:3]
-    out, row_max, row_sum, residual, weights = saved
-    merged = shared = keywords_of(tensors, keywords)
+    out, row_max, row_sum = saved[:3]
     try:
-        if residual is not None or grad_weights is not None or grad_lse is not None or need_mask_grad:
-            merged = dict(shared)
-            if residual is not None:
-                merged["out_residual"] = residual
-            grad_row = None
-            if grad_weights is not None:
-                if weights is None or query.dtype in ops.SIXTEEN_BITS:
-                    weights = ops.attention_weights(
-                        query.float(), key.float(), row_max, row_sum, scale, **shared
-                    )
-                merged["grad_weights"] = grad_weights
-                grad_row = (weights * grad_weights.to(weights.dtype)).sum(-1)
-                if "cu_seqlens_q" in keywords:
-                    grad_row = _packed_rows(grad_row, keywords["cu_seqlens_q"], query.shape[2])
-            if grad_lse is not None:
-                grad_row = grad_lse.neg() if grad_row is None else grad_row - grad_lse
-            if grad_row is not None:
-                merged["grad_row"] = grad_row
-            if need_mask_grad:
-                merged["need_mask_grad"] = True
-        return ops.attention_backward(grad_out, query, key, value, out, row_max, row_sum, scale, **merged)
+        merged = backward_keywords(cotangents, tensors, saved, scale, keywords)
+        if need_mask_grad:
+            merged = {**merged, "need_mask_grad": True}
+        return ops.attention_backward(
+            cotangents[0], query, key, value, out, row_max, row_sum, scale, **merged
+        )
     except MemoryError as error:
         raise refusals.out_of_memory(error, query) from None
+
+
+def backward_keywords(
+    cotangents: Cotangents, tensors: Tensors, saved: Saved, scale: float, keywords: Keywords
+) -> Keywords:
+    """The keyword arguments that the operators of the backward share."""
+    _, grad_weights, grad_lse = cotangents
+    query, key = tensors[:2]
+    _, row_max, row_sum, residual, weights = saved
+    merged = shared = keywords_of(tensors, keywords)
+    if residual is None and grad_weights is None and grad_lse is None:
+        return merged
+    merged = dict(shared)
+    if residual is not None:
+        merged["out_residual"] = residual
+    grad_row = None
+    if grad_weights is not None:
+        if weights is None or query.dtype in ops.SIXTEEN_BITS:
+            weights = ops.attention_weights(query.float(), key.float(), row_max, row_sum, scale, **shared)
+        merged["grad_weights"] = grad_weights
+        grad_row = (weights * grad_weights.to(weights.dtype)).sum(-1)
+        if "cu_seqlens_q" in keywords:
+            grad_row = _packed_rows(grad_row, keywords["cu_seqlens_q"], query.shape[2])
+    if grad_lse is not None:
+        grad_row = grad_lse.neg() if grad_row is None else grad_row - grad_lse
+    if grad_row is not None:
+        merged["grad_row"] = grad_row
+    return merged
 
 
 def _packed_rows(padded: Tensor, starts: Tensor, rows: int) -> Tensor:

@@ -172,6 +172,7 @@ struct AttentionCase {
   Options options;
   Buffer query, key, value, mask, slopes, sinks, grad_out, grad_weights, grad_row;
   int64_t seed = 1234567890123456789;
+  ScoreFunction function;  // of which in_float64() has none
 
   AttentionCase(DType type, const Shape& s, const Options& o, bool heads_inside = false)
       : dtype(type),
@@ -241,6 +242,7 @@ struct AttentionCase {
     p.window_left = options.window_left;
     p.window_right = options.window_right;
     p.query_offset = options.query_offset;
+    p.function = function;
     return p;
   }
 };

@@ -52,6 +52,23 @@ def test_train_packed(
         assert part in printed, part
 
 
+@pytest.mark.cpu_only("flex_attention computes on the CPU alone")
+def test_train_with_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    book, bias, mask = tmp_path / "book.txt", tmp_path / "bias.png", tmp_path / "mask.png"
+    book.write_text("\n\n".join(SENTENCES[:600].split(". ")), encoding="utf-8")
+    small = ["--layers", "1", "--heads", "2", "--width", "16", "--length", "96", "--distances", "20"]
+    given = ["--text", str(book), "--steps", "60", "--bias", str(bias), "--mask", str(mask), *small]
+    losses = runpy.run_path(str(EXAMPLES / "train_with_functions.py"))["main"](given)
+    # Chance is the logarithm of 14 or 15 symbols, 2.6 or 2.7.
+    assert len(losses) == 60
+    assert losses[0] > 2.2
+    assert losses[-1] < 1.5
+    printed = capsys.readouterr().out
+    for part in (str(book), "paragraphs", "step    60", "learned bias", "head   1", str(bias), str(mask)):
+        assert part in printed, part
+    assert bias.read_bytes()[:4] == mask.read_bytes()[:4] == b"\x89PNG"
+
+
 @pytest.mark.parametrize("script", ["train_gpt.py", "train_packed.py"])
 @pytest.mark.parametrize(
     ("content", "reason"), [(b"\x7fELF\0\0", "is not a text file"), (b"", r"has (0 characters|no paragraph)")]

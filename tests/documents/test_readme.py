@@ -26,6 +26,7 @@ def test_every_block_is_found() -> None:
 #: Examples that do not run on a GPU, by what stands in them.
 OF_THE_CPU = {
     "backends.use": "forces a kernel of the CPU",
+    "flex_attention": "computes on the CPU alone",
     "torch.export.load": "fails under torch.set_default_device of another device",
 }
 

@@ -14,7 +14,7 @@ import pytest
 import torch
 from pages import ROOT, text_of
 
-from selfattn_ext import backends, cuda_build, jit, library, toolchain
+from selfattn_ext import backends, cuda_build, flex_attention, jit, library, toolchain
 from selfattn_ext.arguments import checks
 
 QUOTES = re.findall(r"^> (.+)$", text_of("docs/troubleshooting.md"), re.M)
@@ -225,6 +225,30 @@ def _(here: Here) -> str:
 @says("kernel must be")
 def _(here: Here) -> str:
     return here.error_of(lambda: backends.use("fast").__enter__())
+
+
+def call_with(score_mod: Callable[..., Any]) -> torch.Tensor:
+    query = torch.zeros(1, 1, 2, 8, device="cpu")
+    return flex_attention(query, query, query, score_mod)
+
+
+@says("does not compile this function")
+def _(here: Here) -> str:
+    here.replace("flex.attention._warned", set())
+    with pytest.warns(UserWarning, match="flex_attention") as warned:
+        call_with(lambda score, b, h, q, kv: torch.stack([score, score]).sum())
+    return str(warned[0].message)
+
+
+@says("must not decide by the value")
+def _(here: Here) -> str:
+    return here.error_of(lambda: call_with(lambda score, b, h, q, kv: score if q < kv else -score))
+
+
+@says("reads beside a captured tensor")
+def _(here: Here) -> str:
+    table = torch.zeros(1, device="cpu")
+    return here.error_of(lambda: call_with(lambda score, b, h, q, kv: score + table[q]), IndexError)
 
 
 def in_the_source(path: str, begins: str) -> str:

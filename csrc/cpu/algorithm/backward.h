@@ -284,7 +284,7 @@ class BackwardTask {
   }
 
   // A strip of the panel against `count` keys of the block: adds to dQ^T and makes ready what add_rows takes.
-  // false if the mask hides all of them.
+  // false if all of them are hidden.
   bool add_strip(Scratch& s, const Item& item, int64_t i, int64_t from, int64_t count,
                  const PackedPlace& place, int64_t step, bool mark, bool direct) const {
     GradientStrip<P>& strip = s.strips[i];
@@ -294,8 +294,9 @@ class BackwardTask {
     if (!grad_score_block<P>(p, a, strip, block, s.block, mark, direct ? &place : nullptr)) return false;
     if (!direct) {
       T* grad = s.block.grad.block;
-      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, key, count, grad, s.slope_rows[i]);
       mask_sum.add_block(s.mask, strip, step, from, count, grad);
+      apply_function_gradient<P>(p.function, strip, key, count, s.block.block.given, grad);
+      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, key, count, grad, s.slope_rows[i]);
       if (p.softcap > 0.0) apply_softcap_gradient<P>(strip, count, s.block.block.capped, grad);
       s.block.weights.ready_as_rows(count, place.first_query, strip.count, place.rows);
       s.block.grad.ready_as_rows(count, place.first_query, strip.count, place.rows);

@@ -261,12 +261,12 @@ struct ForwardScratch {
   bool large_values;                // whether an operand has seen any; see overflow.h
 
   static int64_t bytes(const AttentionParams& p) {
-    return BlockScratch<P>::bytes(false) + RowOperand<P>::bytes(p, loaded_keys<P>(p), p.head_dim) +
+    return BlockScratch<P>::bytes(p, false) + RowOperand<P>::bytes(p, loaded_keys<P>(p), p.head_dim) +
            ColumnOperand<P>::bytes(p, loaded_keys<P>(p), p.value_dim) + WeightOperand<P>::bytes(p) +
            Arena::bytes_for<T>(kKeyBlock * kLanes<P>) + Arena::bytes_for<T>(kLanes<P>) +
            block_bytes(p, loaded_keys<P>(p), p.head_dim) + block_bytes(p, loaded_keys<P>(p), p.value_dim);
   }
-  ForwardScratch(const AttentionParams& p, Arena& arena) : block(arena, false) {
+  ForwardScratch(const AttentionParams& p, Arena& arena) : block(p, arena, false) {
     keys.allocate(p, loaded_keys<P>(p), p.head_dim, arena);
     values.allocate(p, loaded_keys<P>(p), p.value_dim, arena);
     weights.allocate(p, arena);

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "backward.h"
+#include "captured_gradient.h"
 #include "forward.h"
 #include "masked_softmax.h"
 #include "scores.h"
@@ -21,6 +22,11 @@ inline size_t fused_backward_workspace(const AttentionParams& p) {
 inline void fused_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   p.dtype == DType::kFloat64 ? attention_backward<double>(p, a, pool) : attention_backward<float>(p, a, pool);
 }
+inline void fused_captured_gradients(const AttentionParams& p, const BackwardArguments& a,
+                                     const CapturedGradients& g, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? captured_gradients<double>(p, a, g, pool)
+                             : captured_gradients<float>(p, a, g, pool);
+}
 inline void fused_scores(const ScoresParams& p, const ThreadPool& pool) {
   p.dtype == DType::kFloat64 ? attention_scores<double>(p, pool) : attention_scores<float>(p, pool);
 }
@@ -37,11 +43,11 @@ inline void fused_masked_softmax_backward(const SoftmaxParams& p, const ThreadPo
 }
 
 // Those of every pass over Simd<T>: forward and decoding, weights, backward.
-constexpr OptionSet kFusedOptions = {Option::kMask,        Option::kOwnMasks,      Option::kAlibiSlopes,
-                                     Option::kSinks,       Option::kDropout,       Option::kWindow,
-                                     Option::kQueryOffset, Option::kSoftcap,       Option::kPackedQueries,
-                                     Option::kPackedKeys,  Option::kKeyLengths,    Option::kQueryOffsets,
-                                     Option::kPages,       Option::kBatchInvariant};
+constexpr OptionSet kFusedOptions = {
+    Option::kMask,          Option::kOwnMasks,       Option::kAlibiSlopes, Option::kSinks,
+    Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
+    Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
+    Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
 
 constexpr Kernel fused_kernel(const char* isa, const char* description) {
   Kernel kernel{};
@@ -53,6 +59,7 @@ constexpr Kernel fused_kernel(const char* isa, const char* description) {
   kernel.weights = fused_weights;
   kernel.backward_workspace = fused_backward_workspace;
   kernel.backward = fused_backward;
+  kernel.captured_gradients = fused_captured_gradients;
   kernel.scores = fused_scores;
   kernel.scores_backward = fused_scores_backward;
   kernel.masked_softmax = fused_masked_softmax;

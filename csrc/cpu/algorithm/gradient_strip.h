@@ -73,10 +73,10 @@ struct GradientScratch {
   T* visible;                // [kKeyBlock][kLanes] see multiply_visible
 
   static int64_t bytes(const AttentionParams& p) {
-    return BlockScratch<P>::bytes(true) + 2 * WeightOperand<P>::bytes(p) +
+    return BlockScratch<P>::bytes(p, true) + 2 * WeightOperand<P>::bytes(p) +
            Arena::bytes_for<T>(kKeyBlock * kLanes<P>);
   }
-  GradientScratch(const AttentionParams& p, Arena& arena) : block(arena, true) {
+  GradientScratch(const AttentionParams& p, Arena& arena) : block(p, arena, true) {
     weights.allocate(p, arena);
     grad.allocate(p, arena);
     visible = arena.take<T>(kKeyBlock * kLanes<P>);
@@ -209,7 +209,7 @@ struct GradientBlock {
   const RowOperand<P>*keys, *values;
 };
 
-// Fills scratch.weights and scratch.grad for a block; false when the mask hides all of it. With a place, in
+// Fills scratch.weights and scratch.grad for a block; false when all of it is hidden. With a place, in
 // packed form alone: that is for calls within kPackedOptions, of ordinary strips.
 template <class P>
 bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, GradientStrip<P>& strip,

@@ -16,17 +16,20 @@ struct BlockScratch {
   T* first_key;  // [kLanes] first and one past the last key of the block that the lane's query may see, by
                  // position
   T* end_key;    // [kLanes]
-  T* capped;     // [kKeyBlock][kLanes] tanh of the softcap, kept for the backward; nullptr in the forward
+  // Kept for the backward, nullptr in the forward.
+  T* capped;  // [kKeyBlock][kLanes] tanh of the softcap
+  T* given;   // [kKeyBlock][kLanes] what the call's function is given; nullptr if its gradient needs none
 
-  static int64_t bytes(bool backward) {
-    return Arena::bytes_for<T>(kKeyBlock * kLanes<P>) * (backward ? 2 : 1) +
-           2 * Arena::bytes_for<T>(kLanes<P>);
+  static int64_t bytes(const AttentionParams& p, bool backward) {
+    const int64_t blocks = !backward ? 1 : p.function.keeps_scores() ? 3 : 2;
+    return Arena::bytes_for<T>(kKeyBlock * kLanes<P>) * blocks + 2 * Arena::bytes_for<T>(kLanes<P>);
   }
-  BlockScratch(Arena& arena, bool backward)
+  BlockScratch(const AttentionParams& p, Arena& arena, bool backward)
       : mask(arena.take<T>(kKeyBlock * kLanes<P>)),
         first_key(arena.take<T>(kLanes<P>)),
         end_key(arena.take<T>(kLanes<P>)),
-        capped(backward ? arena.take<T>(kKeyBlock * kLanes<P>) : nullptr) {}
+        capped(backward ? arena.take<T>(kKeyBlock * kLanes<P>) : nullptr),
+        given(backward && p.function.keeps_scores() ? arena.take<T>(kKeyBlock * kLanes<P>) : nullptr) {}
 };
 
 template <class P>

@@ -7,6 +7,7 @@
 #include "dropout.h"
 #include "mask_block.h"
 #include "query_strip.h"
+#include "score_function.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -44,25 +45,22 @@ void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, in
 
 // Whether scores are more than products times the scale, apart from windows.
 inline bool alters_scores(const AttentionParams& p) {
-  return p.mask.data != nullptr || p.softcap > 0.0 || p.alibi_slopes.data != nullptr;
+  return p.mask.data != nullptr || p.softcap > 0.0 || p.alibi_slopes.data != nullptr || p.function.any();
 }
 
-// What dot_block made of keys key .. key + keys - 1, final up to the softmax, -inf where hidden; a mask's
-// block is in scratch.mask. Returns what the scores must still be multiplied by: the softmax does that while
-// it has them in hand.
+// What is done to scores in one go, in this order.
+struct ScoreSteps {
+  bool scaled, capped, sloped, masked, windowed;
+};
+
 template <class P>
-Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
-                        const BlockScratch<P>& scratch, Scalar<P>* s) {
+void take_score_steps(const AttentionParams& p, const ScoreSteps& steps, const QueryStrip<P>& strip,
+                      int64_t key, int64_t keys, const BlockScratch<P>& scratch, Scalar<P>* s) {
   using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
   const T scale = strip.rest_of_scale;
-  const bool masked = p.mask.data != nullptr;
-  const bool windowed = window_of_block(p, strip, key, keys, scratch);
-  const bool capped = p.softcap > 0.0;
-  const bool sloped = p.alibi_slopes.data != nullptr;
-  if (!windowed && !alters_scores(p)) return scale;
-
+  const auto& [scaled, capped, sloped, masked, windowed] = steps;
   const auto hidden = S::set(-std::numeric_limits<T>::infinity());
   const auto cap = S::set(static_cast<T>(p.softcap));
   const auto inverse_cap = S::set(static_cast<T>(capped ? 1.0 / p.softcap : 0.0));
@@ -75,7 +73,7 @@ Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, in
     for (int64_t v = 0; v < strip.vecs; ++v) {
       T* at = s + j * ld + v * S::kWidth;
       auto x = S::load(at);
-      if (!kPlain<P>) x = S::mul(x, S::set(scale));  // in P itself it is 1
+      if (!kPlain<P> && scaled) x = S::mul(x, S::set(scale));
       if (capped) {
         const auto t = tanh<T>(S::mul(x, inverse_cap));
         if (scratch.capped != nullptr) S::store(scratch.capped + j * ld + v * S::kWidth, t);
@@ -97,16 +95,42 @@ Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, in
       S::store(at, x);
     }
   }
+}
+
+// What dot_block made of keys key .. key + keys - 1, final up to the softmax, -inf where hidden; a mask's
+// block is in scratch.mask. Returns what the scores must still be multiplied by: the softmax does that while
+// it has them in hand.
+template <class P>
+Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
+                        const BlockScratch<P>& scratch, Scalar<P>* s) {
+  using T = Scalar<P>;
+  const bool windowed = window_of_block(p, strip, key, keys, scratch);
+  if (!windowed && !alters_scores(p)) return strip.rest_of_scale;
+  const bool scaled = !kPlain<P>;  // in P itself the scale is in the queries
+  const bool capped = p.softcap > 0.0, sloped = p.alibi_slopes.data != nullptr;
+  const bool masked = p.mask.data != nullptr;
+  const auto take = [&](const ScoreSteps& steps) {
+    take_score_steps(p, steps, strip, key, keys, scratch, s);
+  };
+  if (!p.function.any()) {
+    take({scaled, capped, sloped, masked, windowed});
+    return T(1);
+  }
+  if (scaled || capped || sloped) take({scaled, capped, sloped, false, false});
+  if (scratch.given != nullptr) memcpy(scratch.given, s, static_cast<size_t>(keys * kLanes<P>) * sizeof(T));
+  apply_function(p.function, strip, key, keys, s);
+  if (masked || windowed) take({false, false, false, masked, windowed});
   return T(1);
 }
 
 // Scores of keys key .. key + keys - 1, which are rows `from` and on of key_rows: s[j][lane], leading
-// dimension kLanes. Returns false, with s untouched, when the mask hides the whole block. `factor`: see
-// finish_scores.
+// dimension kLanes. Returns false, with s untouched, when the map of blocks or the mask hides all of them.
+// `factor`: see finish_scores.
 template <class P>
 bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, int64_t keys,
                  const RowOperand<P>& key_rows, int64_t from, const BlockScratch<P>& scratch, Scalar<P>* s,
                  Scalar<P>* factor) {
+  if (p.function.map.blocks != nullptr && !map_shows_block(p.function, strip, key, keys)) return false;
   if (p.mask.data != nullptr && !load_mask_block(p, strip, key, keys, scratch.mask)) return false;
   dot_block(strip, key_rows, from, keys, p.head_dim, s);
   *factor = finish_scores(p, strip, key, keys, scratch, s);

@@ -30,12 +30,12 @@ struct WeightsTask {
     char* paged_keys;
 
     static int64_t bytes(const AttentionParams& p) {
-      return BlockScratch<P>::bytes(false) + QueryStrip<P>::bytes(p) +
+      return BlockScratch<P>::bytes(p, false) + QueryStrip<P>::bytes(p) +
              RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + Arena::bytes_for<T>(kKeyBlock * kLanes<P>) +
              3 * Arena::bytes_for<T>(kLanes<P>) + block_bytes(p, kKeyBlock, p.head_dim);
     }
     static int64_t bytes(const WeightsTask& task) { return bytes(task.p); }
-    explicit Scratch(const WeightsTask& task) : arena(bytes(task)), block(arena, false) {
+    explicit Scratch(const WeightsTask& task) : arena(bytes(task)), block(task.p, arena, false) {
       strip.allocate(task.p, arena);
       keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
       scores = arena.take<T>(kKeyBlock * kLanes<P>);

@@ -8,6 +8,7 @@
 #include "gradients_of_pairs.h"
 
 #include "../algorithm/backward.h"
+#include "../algorithm/captured_gradient.h"
 #include "../algorithm/decode.h"
 #include "../algorithm/forward.h"
 #include "../algorithm/weights.h"
@@ -139,6 +140,15 @@ void pair_backward(const AttentionParams& p, const BackwardArguments& a, const T
   attention_backward<Pairs>(elements_with(p, fewest, kAnyQueries), a, pool);
   kFusedAvx512.backward(elements_with(p, 0, fewest - 1), a, pool);
 }
+template <class Calls>
+void pair_captured_gradients(const AttentionParams& p, const BackwardArguments& a, const CapturedGradients& g,
+                             const ThreadPool& pool) {
+  const int64_t fewest = Calls::fewest_queries(p);
+  if (p.queries < fewest) return kFusedAvx512.captured_gradients(p, a, g, pool);
+  if (!p.sequences.any()) return captured_gradients<Pairs>(p, a, g, pool);
+  captured_gradients<Pairs>(elements_with(p, fewest, kAnyQueries), a, g, pool);
+  kFusedAvx512.captured_gradients(elements_with(p, 0, fewest - 1), a, g, pool);
+}
 inline void pair_scores(const ScoresParams& p, const ThreadPool& pool) { kFusedAvx512.scores(p, pool); }
 inline void pair_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
   kFusedAvx512.scores_backward(p, pool);
@@ -157,11 +167,11 @@ const Kernel* pair_hands_on_to(const AttentionParams& p) {
 }
 
 // Those of the passes over pairs, and of the kernel that other calls are handed on to.
-constexpr OptionSet kPairOptions = {Option::kMask,        Option::kOwnMasks,      Option::kAlibiSlopes,
-                                    Option::kSinks,       Option::kDropout,       Option::kWindow,
-                                    Option::kQueryOffset, Option::kSoftcap,       Option::kPackedQueries,
-                                    Option::kPackedKeys,  Option::kKeyLengths,    Option::kQueryOffsets,
-                                    Option::kPages,       Option::kBatchInvariant};
+constexpr OptionSet kPairOptions = {
+    Option::kMask,          Option::kOwnMasks,       Option::kAlibiSlopes, Option::kSinks,
+    Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
+    Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
+    Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
 
 template <class Calls>
 constexpr Kernel pair_kernel(const char* isa, const char* description, const Kernel* when_forced = nullptr) {
@@ -174,6 +184,7 @@ constexpr Kernel pair_kernel(const char* isa, const char* description, const Ker
   kernel.weights = pair_weights<Calls>;
   kernel.backward_workspace = pair_backward_workspace<Calls>;
   kernel.backward = pair_backward<Calls>;
+  kernel.captured_gradients = pair_captured_gradients<Calls>;
   kernel.scores = pair_scores;
   kernel.scores_backward = pair_scores_backward;
   kernel.masked_softmax = pair_masked_softmax;

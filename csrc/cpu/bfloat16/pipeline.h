@@ -278,7 +278,8 @@ class ForwardPipeline {
 // the pipeline. None where a row must not depend on its neighbours: see batch_invariant.
 inline PipelinedKeys pipelined_keys(const AttentionParams& p, ForwardStrip<Pairs>& strip, int64_t first,
                                     int64_t loaded) {
-  if (strip.vecs != 2 || p.value_dim % 32 != 0 || p.dropout.enabled || p.batch_invariant) {
+  if (strip.vecs != 2 || p.value_dim % 32 != 0 || p.dropout.enabled || p.batch_invariant ||
+      p.function.any()) {
     return {&strip, first, 0, 0, {0, 0}};
   }
   const KeyRange keys = loaded_keys_of(strip, first, loaded);

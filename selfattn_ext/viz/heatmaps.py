@@ -1,8 +1,5 @@
 """Heatmaps of attention weights: one head, a grid of heads, a grid of layers and heads.
 
-Drawing needs matplotlib and seaborn, the optional extra `viz` (`pip install selfattn_ext[viz]`). Importing
-this module imports neither of them, so that a program can offer pictures without depending on them.
-
 Weights may be a torch tensor (any float dtype and device, with or without a graph), a NumPy array or nested
 lists. Rows are queries, columns are keys, as in softmax(Q Kᵀ / √d_k) (Vaswani et al. 2017, "Attention Is All
 You Need", https://arxiv.org/abs/1706.03762).
@@ -11,27 +8,24 @@ You Need", https://arxiv.org/abs/1706.03762).
 from __future__ import annotations
 
 import math
-import os
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
+
+from .drawing import label_axes, labels_of, require, side
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["plot_attention", "plot_heads", "plot_layers", "save"]
+__all__ = ["plot_attention", "plot_heads", "plot_layers"]
 
 # A tensor, a NumPy array or nested sequences: whatever torch.as_tensor takes.
 Weights: TypeAlias = Any
 
-# Beyond this many labels on an axis they overlap, so that only every n-th is drawn.
-_MAX_LABELS = 48
 # Numbers written into cells are legible up to this many keys.
 _MAX_ANNOTATED = 12
-_CONTROL_CHARACTERS = str.maketrans({"\n": "↵", "\r": "␍", "\t": "⇥"})
 
 
 def plot_attention(
@@ -68,17 +62,17 @@ def plot_attention(
         TypeError: the weights are not numbers, or the tokens are not strings.
         ValueError: the weights are not one (L, S) matrix, or the number of labels differs from its size.
     """
-    pyplot, _ = _require()
+    pyplot, _ = require()
     matrix = _as_array(weights, 2, "weights", "plot_heads draws several heads")
     rows, columns = matrix.shape
-    row_labels, column_labels = _labels(tokens, key_tokens, rows, columns)
+    row_labels, column_labels = labels_of(tokens, key_tokens, rows, columns)
     if ax is None:
-        size = (_side(columns, 0.42, 3.2, 14.0) + (1.1 if colorbar else 0.0), _side(rows, 0.42, 2.6, 14.0))
+        size = (side(columns, 0.42, 3.2, 14.0) + (1.1 if colorbar else 0.0), side(rows, 0.42, 2.6, 14.0))
         _, ax = pyplot.subplots(figsize=size, layout="constrained")
     if annotate is None:
         annotate = max(rows, columns) <= _MAX_ANNOTATED
     _draw(ax, matrix, cmap=cmap, vmin=vmin, vmax=vmax, colorbar=colorbar, annotate=annotate)
-    _label_axes(ax, row_labels, column_labels)
+    label_axes(ax, row_labels, column_labels)
     ax.set(xlabel="key", ylabel="query")
     if title is not None:
         ax.set_title(title)
@@ -170,39 +164,6 @@ def plot_layers(
     return _draw_grid(grid, tokens, key_tokens, title, cmap, vmin, vmax)
 
 
-def save(drawing: Axes | Figure, path: str | os.PathLike[str], *, dpi: int = 120, close: bool = True) -> Path:
-    """Writes a picture to a file, in the format that the file's suffix names (png, svg, pdf).
-
-    Args:
-        drawing: what one of the plot functions returned.
-        path: the file; missing parent folders are made.
-        dpi: pixels in an inch.
-        close: whether to close the figure, so that a loop over many pictures does not keep all in memory.
-
-    Returns:
-        The absolute path of the file.
-    """
-    pyplot, _ = _require()
-    figure: Any = getattr(drawing, "figure", drawing)
-    target = Path(path).expanduser().absolute()
-    target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=dpi)
-    if close:
-        pyplot.close(figure)
-    return target
-
-
-def _require() -> tuple[Any, Any]:
-    try:
-        import matplotlib.pyplot as pyplot
-        import seaborn
-    except ImportError as error:
-        raise ImportError(
-            f"drawing attention weights needs matplotlib and seaborn ({error}): pip install selfattn_ext[viz]"
-        ) from error
-    return pyplot, seaborn
-
-
 def _as_array(weights: Weights, dims: int, name: str, hint: str) -> Any:
     """The weights as a float32 NumPy array of `dims` dimensions."""
     try:
@@ -230,31 +191,6 @@ def _choose(wanted: Sequence[int] | None, count: int, name: str) -> list[int]:
     return list(wanted)
 
 
-def _labels(
-    tokens: Sequence[str] | None, key_tokens: Sequence[str] | None, rows: int, columns: int
-) -> tuple[list[str] | None, list[str] | None]:
-    if key_tokens is None and tokens is not None and rows == columns:
-        key_tokens = tokens
-    return _check_tokens(tokens, rows, "tokens"), _check_tokens(key_tokens, columns, "key_tokens")
-
-
-def _check_tokens(tokens: Sequence[str] | None, count: int, name: str) -> list[str] | None:
-    if tokens is None:
-        return None
-    if not all(isinstance(token, str) for token in tokens):
-        raise TypeError(f"{name} must be strings, got {[type(token).__name__ for token in tokens]}")
-    if len(tokens) != count:
-        raise ValueError(f"{name} must have one label for each of {count} positions, got {len(tokens)}")
-    return [
-        "␣" * len(token) if token and not token.strip(" ") else token.translate(_CONTROL_CHARACTERS)
-        for token in tokens
-    ]
-
-
-def _side(cells: int, per_cell: float, smallest: float, largest: float) -> float:
-    return min(largest, max(smallest, 1.0 + per_cell * cells))
-
-
 def _draw(
     ax: Axes,
     matrix: Any,
@@ -265,7 +201,7 @@ def _draw(
     colorbar: bool,
     annotate: bool,
 ) -> None:
-    _, seaborn = _require()
+    _, seaborn = require()
     seaborn.heatmap(
         matrix,
         ax=ax,
@@ -283,21 +219,6 @@ def _draw(
     )
 
 
-def _label_axes(ax: Axes, row_labels: list[str] | None, column_labels: list[str] | None) -> None:
-    # parse_math=False: a token such as "$x$" is text, not a formula.
-    for labels, set_ticks, rotation in ((column_labels, ax.set_xticks, 90), (row_labels, ax.set_yticks, 0)):
-        if labels is not None:
-            step = math.ceil(len(labels) / _MAX_LABELS)
-            shown = range(0, len(labels), step)
-            set_ticks(
-                [i + 0.5 for i in shown],
-                [labels[i] for i in shown],
-                rotation=rotation,
-                fontsize="small",
-                parse_math=False,
-            )
-
-
 def _draw_grid(
     grid: list[list[tuple[Any, str]]],
     tokens: Sequence[str] | None,
@@ -308,14 +229,14 @@ def _draw_grid(
     vmax: float | None,
 ) -> Figure:
     """One picture for each (matrix, title) of the grid, labels at its left and lower edge, one colour bar."""
-    pyplot, _ = _require()
+    pyplot, _ = require()
     matrices = [matrix for line in grid for matrix, _ in line]
     rows, columns = matrices[0].shape
-    row_labels, column_labels = _labels(tokens, key_tokens, rows, columns)
+    row_labels, column_labels = labels_of(tokens, key_tokens, rows, columns)
     vmin = float(min(matrix.min() for matrix in matrices)) if vmin is None else vmin
     vmax = float(max(matrix.max() for matrix in matrices)) if vmax is None else vmax
     height, width = len(grid), max(len(line) for line in grid)
-    cell = (_side(columns, 0.16, 1.6, 4.0), _side(rows, 0.16, 1.6, 4.0))
+    cell = (side(columns, 0.16, 1.6, 4.0), side(rows, 0.16, 1.6, 4.0))
     figure, axes = pyplot.subplots(
         height,
         width,
@@ -331,7 +252,7 @@ def _draw_grid(
             matrix, name = grid[y][x]
             _draw(ax, matrix, cmap=cmap, vmin=vmin, vmax=vmax, colorbar=False, annotate=False)
             is_lowest = y + 1 == height or x >= len(grid[y + 1])
-            _label_axes(ax, row_labels if x == 0 else None, column_labels if is_lowest else None)
+            label_axes(ax, row_labels if x == 0 else None, column_labels if is_lowest else None)
             ax.set_title(name, fontsize="small")
     figure.colorbar(axes[0][0].collections[0], ax=axes, label="weight", shrink=0.8)
     if title is not None:

@@ -1,0 +1,79 @@
+// A function of scores that somebody else has compiled: what it is called with, and which blocks of scores it
+// concerns. Those functions are written by selfattn_ext/flex, one library for each; this file is all that
+// they know of the kernels, and all that the kernels know of them.
+#pragma once
+
+#include <cstdint>
+
+namespace selfattn {
+
+// Scores of neighbouring queries and keys of one (batch, head), transposed: that of query first_query + i and
+// key first_key + j is number j * stride + i. Positions count within the batch element.
+struct ScoreTile {
+  int64_t batch, head;
+  int64_t first_query, queries;
+  int64_t first_key, keys;
+  int64_t stride;
+};
+
+// A tensor that the function reads. Sizes and strides (in elements) have one number for each dimension.
+struct CapturedTensor {
+  const void* data;
+  const int64_t* size;
+  const int64_t* stride;
+};
+
+// What a call brings to the function.
+struct FunctionInputs {
+  const CapturedTensor* tensors;
+  const double* numbers;  // constants that are no part of the compiled code
+  // Set to 1 where a score that is not hidden reads beside a tensor. Threads write it at the same time: by an
+  // atomic store.
+  int32_t* out_of_range;
+};
+
+// Numbers are float, or double in a call of float64. All four may be called from several threads at once, and
+// are nullable: apply where nothing changes a score, differentiate where its gradient does not change, ...
+// The last two need not know who is hidden: gradients of hidden scores are 0.
+struct ScoreFunctionTable {
+  // What it is compiled for; calls that bring something else are refused.
+  int64_t score_bytes;  // 4 or 8
+  const char* tensors;  // dtype and dimensions of each: "float32[2] int64[1]"
+  int64_t numbers;      // how many
+
+  // Changes scores in place; -inf hides. `apply_unmasked` leaves out what may hide, in blocks that it does
+  // not.
+  void (*apply)(const FunctionInputs*, const ScoreTile*, void* scores);
+  void (*apply_unmasked)(const FunctionInputs*, const ScoreTile*, void* scores);
+  // From the gradient of what `apply` makes of `scores` to that of `scores`, in place. 0 stays 0.
+  void (*differentiate)(const FunctionInputs*, const ScoreTile*, const void* scores, void* gradient);
+  // Adds to sums[i] the gradient of captured tensor i, contiguous; nullptr where it is not wanted.
+  void (*add_captured)(const FunctionInputs*, const ScoreTile*, const void* scores, const void* gradient,
+                       double* const* sums);
+};
+
+// Which blocks of scores anybody sees: 0 nobody, 1 whom the function does not hide, 2 everybody.
+// Strides are 0 where batch elements or heads share the map. Queries and keys behind the last block are seen
+// by, and see, nobody.
+struct BlockMap {
+  const uint8_t* blocks = nullptr;       // nullable: `apply` concerns all scores
+  int64_t stride[3] = {0, 0, 0};         // batch, head, row; 1 from a block to the next in a row
+  int64_t query_size = 0, key_size = 0;  // of a block
+  int64_t query_blocks = 0, key_blocks = 0;
+};
+
+// The function of a call.
+struct ScoreFunction {
+  const ScoreFunctionTable* table = nullptr;  // nullable: there is none
+  FunctionInputs inputs{};
+  int64_t first_batch = 0;  // what the function calls the first batch element
+  BlockMap map;
+
+  constexpr bool any() const { return table != nullptr || map.blocks != nullptr; }
+  // Whether gradients are made of the scores that the function was given.
+  constexpr bool keeps_scores() const {
+    return table != nullptr && (table->differentiate != nullptr || table->add_captured != nullptr);
+  }
+};
+
+}  // namespace selfattn

@@ -1,0 +1,241 @@
+// The operations of torch on single numbers for functions of scores (score_function.h), where C++ has none or
+// means another: plain loops over them become vector instructions.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#include <limits>
+#include <type_traits>
+
+namespace selfattn::score_function {
+
+template <class To, class From>
+inline To bits_of(From x) {
+  static_assert(sizeof(To) == sizeof(From), "as many bits");
+  To result;
+  std::memcpy(&result, &x, sizeof(result));
+  return result;
+}
+
+inline float from_bfloat16(uint16_t x) { return bits_of<float>(static_cast<uint32_t>(x) << 16); }
+
+// To the nearest, ties to even.
+inline float round_to_bfloat16(float x) {
+  const uint32_t bits = bits_of<uint32_t>(x);
+  const uint32_t rounded = (bits + 0x7fff + ((bits >> 16) & 1)) & 0xffff0000u;
+  return x != x ? x : bits_of<float>(rounded);
+}
+
+inline float from_float16(uint16_t half) {
+  const uint32_t magnitude = static_cast<uint32_t>(half & 0x7fff) << 13;
+  const float scaled = bits_of<float>(magnitude) * 0x1p112f;  // subnormals too
+  const float special = bits_of<float>(magnitude | 0x7f800000u);
+  const float result = (half & 0x7c00) == 0x7c00 ? special : scaled;
+  return (half & 0x8000) != 0 ? -result : result;
+}
+
+// Adding a number whose last bit is the one to round to rounds there.
+inline float round_to_float16(float x) {
+  const float size = std::fabs(x);
+  const uint32_t exponent = bits_of<uint32_t>(size < 0x1p-14f ? 0x1p-14f : size) & 0x7f800000u;
+  const float magic = bits_of<float>(exponent + (13u << 23)) * 1.5f;
+  const float rounded = (size + magic) - magic;
+  const float limited = rounded >= 65520.0f ? std::numeric_limits<float>::infinity() : rounded;
+  return x != x ? x : std::copysign(size == std::numeric_limits<float>::infinity() ? size : limited, x);
+}
+
+template <class T>
+inline T minimum_of(T a, T b) {
+  return a != a ? a : (b < a || b != b ? b : a);
+}
+template <class T>
+inline T maximum_of(T a, T b) {
+  return a != a ? a : (b > a || b != b ? b : a);
+}
+template <class T>
+inline T fmin_of(T a, T b) {
+  return b < a || a != a ? b : a;
+}
+template <class T>
+inline T fmax_of(T a, T b) {
+  return b > a || a != a ? b : a;
+}
+template <class T>
+inline T neg_of(T x) {
+  return static_cast<T>(-x);
+}
+template <class T>
+inline T abs_of(T x) {
+  if constexpr (std::is_floating_point_v<T>) return std::fabs(x);
+  if constexpr (std::is_unsigned_v<T>) return x;
+  return static_cast<T>(x < 0 ? -x : x);
+}
+template <class T>
+inline T sign_of(T x) {
+  return static_cast<T>((x > T(0)) - (x < T(0)));
+}
+// torch's sgn and sign of real numbers differ in nothing.
+template <class T>
+inline T sgn_of(T x) {
+  return sign_of(x);
+}
+template <class T>
+inline T relu_of(T x) {
+  return x < T(0) ? T(0) : x;
+}
+template <class T>
+inline T square_of(T x) {
+  return static_cast<T>(x * x);
+}
+template <class T>
+inline bool is_infinite(T x) {
+  if constexpr (std::is_floating_point_v<T>) return std::fabs(x) == std::numeric_limits<T>::infinity();
+  return false;
+}
+
+// Rounding leaves integers what they are.
+template <class T>
+inline T floor_of(T x) {
+  if constexpr (std::is_floating_point_v<T>) return std::floor(x);
+  return x;
+}
+template <class T>
+inline T ceil_of(T x) {
+  if constexpr (std::is_floating_point_v<T>) return std::ceil(x);
+  return x;
+}
+template <class T>
+inline T trunc_of(T x) {
+  if constexpr (std::is_floating_point_v<T>) return std::trunc(x);
+  return x;
+}
+template <class T>
+inline T round_of(T x) {
+  if constexpr (std::is_floating_point_v<T>) return std::nearbyint(x);
+  return x;
+}
+template <class T>
+inline T frac_of(T x) {
+  return x - trunc_of(x);
+}
+
+// Python's division of integers; by 0 it is 0, where torch raises an error.
+template <class T>
+inline T truncate_divide(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return std::trunc(a / b);
+  if (b == T(0)) return T(0);
+  if (std::is_signed_v<T> && b == static_cast<T>(-1)) return static_cast<T>(0 - a);
+  return static_cast<T>(a / b);
+}
+template <class T>
+inline T fmod_of(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) return std::fmod(a, b);
+  return static_cast<T>(a - truncate_divide(a, b) * b);
+}
+template <class T>
+inline T remainder_of(T a, T b) {
+  const T rest = fmod_of(a, b);
+  return static_cast<T>(rest != T(0) && (rest < T(0)) != (b < T(0)) ? rest + b : rest);
+}
+template <class T>
+inline T floor_divide_of(T a, T b) {
+  if constexpr (std::is_floating_point_v<T>) {
+    if (b == T(0)) return a / b;
+    return std::floor((a - remainder_of(a, b)) / b + T(0.5));
+  }
+  const T quotient = truncate_divide(a, b);
+  const T rest = static_cast<T>(a - quotient * b);
+  return static_cast<T>(quotient - (rest != T(0) && (rest < T(0)) != (b < T(0))));
+}
+template <class T>
+inline T floor_divide(T a, T b) {
+  return floor_divide_of(a, b);
+}
+
+// a * b + c, rounded once where that is one instruction: compilers may not merge products and sums by themselves.
+inline float multiply_add(float a, float b, float c) {
+#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+// e^x to 1 unit in the last place: e^x = 2^n e^r with |r| below half of ln 2, and a polynomial for e^r
+// (Cody and Waite 1980). 2^n in two factors, so that results below the smallest normal number are rounded.
+inline float exp_of(float x) {
+  const float limited = x > 89.0f ? 89.0f : (x < -104.0f ? -104.0f : x);
+  const float shifted = multiply_add(limited, 1.44269504f, 12582912.0f);  // 1.5 * 2^23: the last bits are n
+  const float n = shifted - 12582912.0f;
+  const int32_t exponent = bits_of<int32_t>(shifted) - 0x4b400000;
+  const float r = multiply_add(n, 2.12194440e-4f, multiply_add(n, -0.693359375f, limited));
+  float p = multiply_add(1.9875691500e-4f, r, 1.3981999507e-3f);
+  p = multiply_add(p, r, 8.3334519073e-3f);
+  p = multiply_add(p, r, 4.1665795894e-2f);
+  p = multiply_add(p, r, 1.6666665459e-1f);
+  p = multiply_add(p, r, 5.0000001201e-1f);
+  const float e = multiply_add(p * r, r, r) + 1.0f;
+  const int32_t half = exponent >> 1;
+  const float low = bits_of<float>(static_cast<uint32_t>(half + 127) << 23);
+  const float high = bits_of<float>(static_cast<uint32_t>(exponent - half + 127) << 23);
+  return e * low * high;
+}
+inline double exp_of(double x) { return std::exp(x); }
+
+// By e^(-2|x|), and near 0 by its series, where the difference would lose digits.
+inline float tanh_of(float x) {
+  const float size = std::fabs(x);
+  const float e = exp_of(-2.0f * size);
+  const float far = (1.0f - e) / (1.0f + e);
+  const float square = size * size;
+  float p = multiply_add(-5.70498872745e-3f, square, 2.06390887954e-2f);
+  p = multiply_add(p, square, -5.37397155531e-2f);
+  p = multiply_add(p, square, 1.33314422036e-1f);
+  p = multiply_add(p, square, -3.33332819422e-1f);
+  const float near = multiply_add(size * square, p, size);
+  const float result = size < 0.625f ? near : far;
+  return x < 0.0f ? -result : result;
+}
+inline double tanh_of(double x) { return std::tanh(x); }
+
+template <class T>
+inline T sigmoid_of(T x) {
+  return T(1) / (T(1) + exp_of(-x));
+}
+template <class T>
+inline T tanh_backward_of(T grad, T result) {
+  return grad * (T(1) - result * result);
+}
+template <class T>
+inline T sigmoid_backward_of(T grad, T result) {
+  return grad * (T(1) - result) * result;
+}
+template <class T>
+inline T reciprocal_of(T x) {
+  return T(1) / x;
+}
+template <class T>
+inline T rsqrt_of(T x) {
+  return T(1) / std::sqrt(x);
+}
+template <class T>
+inline T power_of(T base, T exponent) {
+  if constexpr (std::is_floating_point_v<T>) return std::pow(base, exponent);
+  T result = 1;
+  for (; exponent > 0; exponent = static_cast<T>(exponent >> 1), base = static_cast<T>(base * base)) {
+    if (exponent & 1) result = static_cast<T>(result * base);
+  }
+  return result;
+}
+// What is read of a tensor of 16 bits.
+struct BFloat16 {
+  uint16_t bits;
+  operator float() const { return from_bfloat16(bits); }
+};
+struct Float16 {
+  uint16_t bits;
+  operator float() const { return from_float16(bits); }
+};
+
+}  // namespace selfattn::score_function

@@ -1,0 +1,208 @@
+// The gradients of tensors that the function of a call reads, in a pass of its own that computes dS again.
+// Which of their elements a score falls on only the function knows. So an item sums up what a range of
+// (batch, head, queries) adds: to the result itself where no other item adds to the same elements, and
+// otherwise to a copy, and the copies are added up in their order. How the work is divided, and with it the
+// order of every sum, depends on the shape alone.
+#pragma once
+
+#include "gradient_strip.h"
+#include "score_function.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// How many parts each dimension has, and how many copies the result.
+struct CapturedParts {
+  static constexpr int64_t kItems = 32;                         // about as many, if copies do not forbid it
+  static constexpr int64_t kCopyBytes = int64_t{64} * 1048576;  // of all copies, or twice the result's
+
+  int64_t batches = 1, heads = 1, queries = 1, copies = 1;
+
+  CapturedParts(const CapturedGradients& g, int64_t size, int64_t all_batches, int64_t all_heads,
+                int64_t strips) {
+    if (g.exclusive_batch) batches = all_batches;
+    if (g.exclusive_head) heads = all_heads;
+    if (g.exclusive_query) queries = smaller(strips, divide_up(kItems, batches * heads));
+    const int64_t bytes = size * static_cast<int64_t>(sizeof(double));
+    const int64_t most = 1 + larger(kCopyBytes, 2 * bytes) / bytes;
+    int64_t left = smaller(divide_up(kItems, batches * heads * queries), most);
+    const auto divide = [&left, this](bool exclusive, int64_t* parts, int64_t most_parts) {
+      if (exclusive) return;
+      *parts = smaller(left, most_parts);
+      left /= *parts;
+      copies *= *parts;
+    };
+    divide(g.exclusive_batch, &batches, all_batches);
+    divide(g.exclusive_head, &heads, all_heads);
+    divide(g.exclusive_query, &queries, strips);
+  }
+  int64_t items() const { return batches * heads * queries; }
+};
+
+template <class P>
+class CapturedGradientTask {
+  using T = Scalar<P>;
+  using Calls = std::vector<ElementCall<BackwardArguments>>;
+
+ public:
+  CapturedGradientTask(const AttentionParams& params, const BackwardArguments& arguments,
+                       const Calls* batch_elements, const CapturedGradients& gradients)
+      : p(params),
+        a(arguments),
+        elements(batch_elements),
+        g(gradients),
+        parts(gradients, size_of_gradients(), batches(), params.heads, most_strips()),
+        copies(static_cast<size_t>((parts.copies - 1) * size_of_gradients())) {}
+
+  int64_t items() const { return parts.items(); }
+
+  struct Scratch {
+    static constexpr int64_t kStrips = 4;  // that meet a block of keys one after the other
+
+    Arena arena;
+    Session<P> session;
+    GradientScratch<P> block;
+    GradientStrip<P> strips[kStrips];
+    RowOperand<P> keys, values;
+    std::vector<double*> sums;  // of each captured tensor
+
+    static int64_t bytes(const AttentionParams& p) {
+      return GradientScratch<P>::bytes(p) + kStrips * GradientStrip<P>::bytes(p) +
+             RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + RowOperand<P>::bytes(p, kKeyBlock, p.value_dim);
+    }
+    explicit Scratch(const CapturedGradientTask& task)
+        : arena(bytes(task.p)), block(task.p, arena), sums(static_cast<size_t>(task.g.count)) {
+      for (GradientStrip<P>& strip : strips) strip.allocate(task.p, arena);
+      keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
+      values.allocate(task.p, kKeyBlock, task.p.value_dim, arena);
+    }
+  };
+
+  void operator()(int64_t item, Scratch& s) const {
+    const int64_t query_part = item % parts.queries, head_part = item / parts.queries % parts.heads;
+    const int64_t batch_part = item / parts.queries / parts.heads;
+    place_sums(s, batch_part, head_part, query_part);
+    const Part of_batch = part(batch_part, parts.batches, batches());
+    const Part of_heads = part(head_part, parts.heads, p.heads);
+    for (int64_t b = of_batch.first; b < of_batch.end; ++b) {
+      const bool own = elements != nullptr;
+      const AttentionParams& params = own ? (*elements)[static_cast<size_t>(b)].params : p;
+      const BackwardArguments& arguments = own ? (*elements)[static_cast<size_t>(b)].results : a;
+      const Part strips = part(query_part, parts.queries, divide_up(params.queries, kLanes<P>));
+      for (int64_t head = of_heads.first; head < of_heads.end; ++head) {
+        for (int64_t first = strips.first; first < strips.end; first += Scratch::kStrips) {
+          const int64_t end = smaller(first + Scratch::kStrips, strips.end);
+          add_strips(s, params, arguments, own ? 0 : b, head, first, end);
+        }
+      }
+    }
+  }
+
+  // Adds the copies to the result, elements first .. end - 1.
+  void join(int64_t first, int64_t end) const {
+    const int64_t size = size_of_gradients();
+    for (int64_t copy = 1; copy < parts.copies; ++copy) {
+      const double* from = copies.data() + (copy - 1) * size;
+      for (int64_t i = first; i < end; ++i) g.sums[i] += from[i];
+    }
+  }
+  bool has_copies() const { return parts.copies > 1; }
+
+  int64_t size_of_gradients() const {
+    int64_t size = 0;
+    for (int64_t i = 0; i < g.count; ++i) size += g.sizes[i];
+    return size;
+  }
+
+ private:
+  const AttentionParams& p;
+  const BackwardArguments& a;
+  const Calls* elements;  // nullable; the calls of batch elements, instead of the batch
+  const CapturedGradients& g;
+  const CapturedParts parts;
+  mutable std::vector<double> copies;  // all but the first, which is the result
+
+  struct Part {
+    int64_t first, end;
+  };
+  static Part part(int64_t number, int64_t parts, int64_t size) {
+    return {number * size / parts, (number + 1) * size / parts};
+  }
+
+  int64_t batches() const { return elements != nullptr ? static_cast<int64_t>(elements->size()) : p.batch; }
+  int64_t most_strips() const {
+    int64_t queries = elements == nullptr ? p.queries : 1;
+    for (size_t i = 0; elements != nullptr && i < elements->size(); ++i) {
+      queries = larger(queries, (*elements)[i].params.queries);
+    }
+    return divide_up(queries, kLanes<P>);
+  }
+
+  void place_sums(Scratch& s, int64_t batch_part, int64_t head_part, int64_t query_part) const {
+    int64_t copy = 0;
+    if (!g.exclusive_batch) copy = batch_part;
+    if (!g.exclusive_head) copy = copy * parts.heads + head_part;
+    if (!g.exclusive_query) copy = copy * parts.queries + query_part;
+    double* sums = copy == 0 ? g.sums : copies.data() + (copy - 1) * size_of_gradients();
+    for (int64_t i = 0; i < g.count; ++i) {
+      s.sums[static_cast<size_t>(i)] = g.sizes[i] > 0 ? sums : nullptr;
+      sums += g.sizes[i];
+    }
+  }
+
+  // What strips first .. end - 1 of a head add.
+  static void add_strips(Scratch& s, const AttentionParams& p, const BackwardArguments& a, int64_t batch,
+                         int64_t head, int64_t first, int64_t end) {
+    for (int64_t i = first; i < end; ++i) {
+      const int64_t query = i * kLanes<P>;
+      s.strips[i - first].begin_gradient(p, a, batch, head, query, smaller(p.queries - query, kLanes<P>));
+    }
+    const int64_t kv_head = p.kv_head(head);
+    for (int64_t key = 0; key < p.keys; key += kKeyBlock) {
+      const int64_t keys = smaller(p.keys - key, kKeyBlock);
+      bool loaded = false;
+      for (int64_t i = 0; i < end - first; ++i) {
+        GradientStrip<P>& strip = s.strips[i];
+        if (key >= strip.keys.end || key + keys <= strip.keys.begin) continue;
+        if (!loaded) {
+          s.keys.load(row_source(p.key, p.dtype, batch, kv_head, key, keys, p.head_dim));
+          s.values.load(row_source(p.value, p.dtype, batch, kv_head, key, keys, p.value_dim));
+          loaded = true;
+        }
+        const GradientBlock<P> block{key, keys, 0, &s.keys, &s.values};
+        if (!grad_score_block<P>(p, a, strip, block, s.block, false)) continue;
+        add_captured_gradients<P>(p.function, strip, key, keys, s.block.block.given, s.block.grad.block,
+                                  s.sums.data());
+      }
+    }
+  }
+};
+
+template <class P>
+struct CapturedGradientJoin {
+  static constexpr int64_t kElements = 65536;  // of an item
+
+  const CapturedGradientTask<P>& task;
+
+  struct Scratch {
+    explicit Scratch(const CapturedGradientJoin&) {}
+  };
+  int64_t items() const { return task.has_copies() ? divide_up(task.size_of_gradients(), kElements) : 0; }
+  void operator()(int64_t item, Scratch&) const {
+    task.join(item * kElements, smaller((item + 1) * kElements, task.size_of_gradients()));
+  }
+};
+
+template <class P>
+void captured_gradients(const AttentionParams& p, const BackwardArguments& a, const CapturedGradients& g,
+                        const ThreadPool& pool) {
+  std::vector<ElementCall<BackwardArguments>> calls;
+  const bool own = p.sequences.any();
+  if (own) calls = element_calls(p, a, 1, kAnyQueries);
+  if (own && calls.empty()) return;
+  const CapturedGradientTask<P> task(p, a, own ? &calls : nullptr, g);
+  for_each_item(pool, task.items(), task, Items::kIndependent);
+  const CapturedGradientJoin<P> join{task};
+  for_each_item(pool, join.items(), join, Items::kIndependent);
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,0 +1,103 @@
+// The function of a call on a block of scores, and its gradients: core/score_function.h. What it does depends
+// on the map of blocks, whose blocks are of any size: a block of scores is taken in parts that each lie in
+// blocks of one kind.
+#pragma once
+
+#include "mask_block.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// What a BlockMap says of scores.
+enum class Seen : uint8_t { kByNobody, kByWhomTheFunctionShows, kByEverybody };
+
+inline Seen seen_in_block(const BlockMap& map, const uint8_t* row, int64_t key_block) {
+  if (row == nullptr || key_block >= map.key_blocks || row[key_block] == 0) return Seen::kByNobody;
+  return row[key_block] == 2 ? Seen::kByEverybody : Seen::kByWhomTheFunctionShows;
+}
+
+// Calls visit(seen, tile, at) for the parts of a block of scores, which cover it; `at` is the number of the
+// part's first score in it. Ends, and returns true, as soon as a visit returns true.
+template <class P, class Visit>
+bool for_each_part(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys,
+                   const Visit& visit) {
+  constexpr int64_t ld = kLanes<P>;
+  const BlockMap& map = function.map;
+  ScoreTile tile{function.first_batch + strip.batch, strip.head, strip.first, strip.count, key, keys, ld};
+  if (map.blocks == nullptr) return visit(Seen::kByWhomTheFunctionShows, tile, 0);
+  const uint8_t* blocks = map.blocks + strip.batch * map.stride[0] + strip.head * map.stride[1];
+  const int64_t end_query = strip.first + strip.count, end_key = key + keys;
+  for (int64_t query = strip.first, next_query; query < end_query; query = next_query) {
+    const int64_t query_block = query / map.query_size;
+    next_query = smaller((query_block + 1) * map.query_size, end_query);
+    const uint8_t* row = query_block < map.query_blocks ? blocks + query_block * map.stride[2] : nullptr;
+    tile.first_query = query;
+    tile.queries = next_query - query;
+    for (int64_t first = key, next; first < end_key; first = next) {
+      int64_t key_block = first / map.key_size;
+      const Seen seen = seen_in_block(map, row, key_block);
+      do {
+        next = smaller(++key_block * map.key_size, end_key);
+      } while (next < end_key && seen_in_block(map, row, key_block) == seen);
+      tile.first_key = first;
+      tile.keys = next - first;
+      if (visit(seen, tile, (first - key) * ld + query - strip.first)) return true;
+    }
+  }
+  return false;
+}
+
+// Whether the map leaves anything of a block to be seen.
+template <class P>
+bool map_shows_block(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys) {
+  return for_each_part(function, strip, key, keys,
+                       [](Seen seen, const ScoreTile&, int64_t) { return seen != Seen::kByNobody; });
+}
+
+// Scores s[j][lane] before the function to those behind it. Lanes past the last query keep theirs.
+template <class P>
+void apply_function(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys,
+                    Scalar<P>* s) {
+  using T = Scalar<P>;
+  for_each_part(function, strip, key, keys, [&](Seen seen, const ScoreTile& tile, int64_t at) {
+    if (seen == Seen::kByNobody) {
+      for (int64_t j = 0; j < tile.keys; ++j) {
+        for (int64_t i = 0; i < tile.queries; ++i) {
+          s[at + j * tile.stride + i] = -std::numeric_limits<T>::infinity();
+        }
+      }
+    } else if (function.table != nullptr) {
+      const auto apply = seen == Seen::kByEverybody ? function.table->apply_unmasked : function.table->apply;
+      if (apply != nullptr) apply(&function.inputs, &tile, s + at);
+    }
+    return false;
+  });
+}
+
+// From dS with respect to what apply_function made of `scores` to that with respect to `scores`, in place. dS
+// of hidden scores is 0 and stays so.
+template <class P>
+void apply_function_gradient(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key,
+                             int64_t keys, const Scalar<P>* scores, Scalar<P>* grad) {
+  if (function.table == nullptr || function.table->differentiate == nullptr) return;
+  for_each_part(function, strip, key, keys, [&](Seen seen, const ScoreTile& tile, int64_t at) {
+    if (seen != Seen::kByNobody) {
+      function.table->differentiate(&function.inputs, &tile, scores + at, grad + at);
+    }
+    return false;
+  });
+}
+
+// Adds what a block adds to the gradients of captured tensors: ScoreFunctionTable::add_captured.
+template <class P>
+void add_captured_gradients(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key,
+                            int64_t keys, const Scalar<P>* scores, const Scalar<P>* grad,
+                            double* const* sums) {
+  for_each_part(function, strip, key, keys, [&](Seen seen, const ScoreTile& tile, int64_t at) {
+    if (seen != Seen::kByNobody) {
+      function.table->add_captured(&function.inputs, &tile, scores + at, grad + at, sums);
+    }
+    return false;
+  });
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA

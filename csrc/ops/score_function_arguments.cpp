@@ -1,0 +1,103 @@
+// The function of scores of a call, what it reads, and its map of blocks: checked, and described for a
+// kernel.
+#include <algorithm>
+
+#include "attention_arguments.h"
+#include "score_function_library.h"
+
+namespace selfattn::ops {
+
+namespace {
+
+// As good as any longer block, and far from overflow.
+constexpr int64_t kMostBlockSize = int64_t{1} << 40;
+
+// As ScoreFunctionTable::tensors has it.
+std::string kinds_of(const std::vector<TensorHandle>& captured, const Input& query) {
+  std::string kinds;
+  for (const TensorHandle& handle : captured) {
+    const Input input = inspect("captured", handle, query);
+    kinds += (kinds.empty() ? "" : " ") + std::string(dtype_text(input.dtype_code)) + "[" +
+             std::to_string(input.rank) + "]";
+  }
+  return kinds;
+}
+
+const ScoreFunctionTable* function_table(const char* key, const AttentionParams& p, const Input& query,
+                                         const Options& options, size_t numbers) {
+  const ScoreFunctionTable* table = find_score_function(key);
+  if (table == nullptr) refuse("score_function \"", key, "\" has not been loaded");
+  const int64_t bytes = size_of(accumulation_dtype(p.dtype));
+  if (table->score_bytes != bytes) {
+    refuse("score_function \"", key, "\" is compiled for scores of ", table->score_bytes,
+           " bytes, but those of ", name_of(p.dtype), " inputs have ", bytes);
+  }
+  const std::string kinds = kinds_of(options.captured, query);
+  if (kinds != table->tensors || static_cast<int64_t>(numbers) != table->numbers) {
+    refuse("score_function \"", key, "\" reads the tensors (", table->tensors, ") and ", table->numbers,
+           " numbers, but captured are (", kinds, ") and ", numbers, " numbers");
+  }
+  return table;
+}
+
+BlockMap block_map(const AttentionParams& p, const Input& query, const Options& options) {
+  const Input map = inspect("block_map", options.block_map, query);
+  if (map.dtype_code != aoti_torch_dtype_uint8()) {
+    refuse("block_map must be uint8, but it is ", dtype_text(map.dtype_code));
+  }
+  check_rank(map, 4);
+  if ((map.size[0] != 1 && map.size[0] != p.batch) || (map.size[1] != 1 && map.size[1] != p.heads)) {
+    refuse("block_map must have the shape (1 or ", p.batch, ", 1 or ", p.heads,
+           ", query blocks, key blocks), but its shape is ", shape_text(map.size, map.rank));
+  }
+  check_last_stride(map);
+  if (!options.block_size || options.block_size->size() != 2) {
+    refuse("block_size must be given with block_map: how many queries and keys a block has");
+  }
+  const int64_t queries = (*options.block_size)[0], keys = (*options.block_size)[1];
+  if (queries < 1 || keys < 1) {
+    refuse("block_size must be two positive numbers, but they are ", queries, " and ", keys);
+  }
+  // A map without blocks has no memory, but hides all the same.
+  static constexpr uint8_t kNothing = 0;
+  BlockMap result;
+  result.blocks = map.data != nullptr ? static_cast<const uint8_t*>(map.data) : &kNothing;
+  for (int d = 0; d < 3; ++d) result.stride[d] = map.size[d] == 1 ? 0 : map.stride[d];
+  result.query_size = std::min(queries, kMostBlockSize);
+  result.key_size = std::min(keys, kMostBlockSize);
+  result.query_blocks = map.size[3] == 0 ? 0 : map.size[2];
+  result.key_blocks = map.size[3];
+  return result;
+}
+
+}  // namespace
+
+std::vector<CapturedTensor> captured_tensors(const std::vector<TensorHandle>& captured) {
+  std::vector<CapturedTensor> tensors;
+  tensors.reserve(captured.size());
+  for (const TensorHandle& handle : captured) {
+    const Input input = inspect("captured", handle);
+    tensors.push_back({input.data, input.size, input.stride});
+  }
+  return tensors;
+}
+
+void add_score_function(AttentionParams& p, const Input& query, const Options& options) {
+  const size_t numbers = options.captured_numbers ? options.captured_numbers->size() : 0;
+  const char* key = options.score_function ? options.score_function->text : "";
+  if (key[0] != '\0') {
+    p.function.table = function_table(key, p, query, options, numbers);
+    p.function.inputs.tensors = options.captured_tensors.data();
+    p.function.inputs.numbers = numbers > 0 ? options.captured_numbers->data() : nullptr;
+    p.function.inputs.out_of_range = &options.out_of_range;
+  } else if (!options.captured.empty() || numbers > 0) {
+    refuse("captured tensors or numbers were given without score_function");
+  }
+  if (options.block_map) {
+    p.function.map = block_map(p, query, options);
+  } else if (options.block_size) {
+    refuse("block_size was given without block_map");
+  }
+}
+
+}  // namespace selfattn::ops

@@ -1,0 +1,5 @@
+"""Functions of scores that users write: flex_attention."""
+
+from .attention import flex_attention
+
+__all__ = ["flex_attention"]

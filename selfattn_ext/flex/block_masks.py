@@ -1,0 +1,76 @@
+"""torch's BlockMask as the operators take it: a byte for each block of scores."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+__all__ = ["block_map", "check_size", "visible_blocks"]
+
+#: Of a block of scores: nobody sees anybody; the mask function says who sees whom; everybody sees everybody.
+HIDDEN, PARTIAL, FULL = 0, 1, 2
+
+
+def block_map(block_mask: Any) -> Tensor:
+    """(B | 1, H | 1, query blocks, key blocks) of a :class:`torch.nn.attention.flex_attention.BlockMask`,
+    uint8.
+    """
+    result = _marked(block_mask.kv_num_blocks, block_mask.kv_indices, PARTIAL)
+    if block_mask.full_kv_num_blocks is not None:
+        # Where a block is in both lists, it is full.
+        result = torch.maximum(
+            result, _marked(block_mask.full_kv_num_blocks, block_mask.full_kv_indices, FULL)
+        )
+    return result
+
+
+def _marked(counts: Tensor, indices: Tensor, mark: int) -> Tensor:
+    blocks = indices.size(-1)
+    listed = torch.arange(blocks, device=indices.device) < counts.unsqueeze(-1)
+    # What is not listed goes into a column that is cut off.
+    places = torch.where(listed, indices, blocks).long()
+    if bool((listed & ((indices < 0) | (indices >= blocks))).any()):
+        raise ValueError(f"block_mask lists key blocks beside its {blocks}")
+    marks = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.uint8, device=indices.device)
+    return marks.scatter_(-1, places, mark)[..., :blocks].contiguous()
+
+
+def check_size(block_mask: Any, query: Tensor, key: Tensor) -> None:
+    """Raises ValueError unless the mask is one for these lengths, this batch and these heads.
+
+    query (B, H, L, E), key (B, Hk, S, E).
+    """
+    if tuple(block_mask.shape[-2:]) != (query.size(-2), key.size(-2)):
+        wide = (1 << 30, 1 << 30)
+        if tuple(block_mask.BLOCK_SIZE) == wide:
+            return  # torch's for calls without one
+        raise ValueError(
+            f"block_mask was created for (Q_LEN, KV_LEN) = {tuple(block_mask.shape[-2:])}, but query has "
+            f"{query.size(-2)} rows and key has {key.size(-2)}: create it for these lengths, or crop it "
+            "with its method _adjust"
+        )
+    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    for name, given, needed in (("B", batch, query.size(0)), ("H", heads, query.size(1))):
+        if given not in (1, needed):
+            raise ValueError(
+                f"block_mask was created for {name} = {given}, but query has {needed}; 1 serves all"
+            )
+    if block_mask.kv_num_blocks.device != query.device:
+        raise ValueError(
+            f"block_mask must be on the query's device, {query.device}, but it is on "
+            f"{block_mask.kv_num_blocks.device}"
+        )
+
+
+def visible_blocks(
+    blocks: Tensor, block_size: tuple[int, int], length: int, keys: int
+) -> tuple[Tensor, Tensor]:
+    """Whether a score's block is visible, and whether it is full: bool (B | 1, H | 1, L, S)."""
+    rows = torch.arange(length, device=blocks.device) // block_size[0]
+    columns = torch.arange(keys, device=blocks.device) // block_size[1]
+    inside = (rows < blocks.size(-2)).unsqueeze(-1) & (columns < blocks.size(-1))
+    rows, columns = rows.clamp(max=blocks.size(-2) - 1), columns.clamp(max=blocks.size(-1) - 1)
+    each = blocks[..., rows.unsqueeze(-1), columns]
+    return inside & (each != HIDDEN), inside & (each == FULL)

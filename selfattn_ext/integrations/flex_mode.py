@@ -1,0 +1,42 @@
+"""``with selfattn_ext.as_flex():`` torch's flex_attention on this package's kernels, for a block."""
+
+from __future__ import annotations
+
+from contextlib import ContextDecorator
+from types import TracebackType
+
+from .torch_flex import switch
+
+__all__ = ["as_flex"]
+
+
+def as_flex() -> ContextDecorator:
+    """A context manager and decorator: torch's flex_attention runs, and trains, on this package's kernels.
+
+    Takes every call of :func:`torch.nn.attention.flex_attention.flex_attention` with tensors on the CPU,
+    by whatever name a program has bound it, eager and in functions that torch.compile compiles,
+    ``fullgraph=True`` included. Out comes what :func:`selfattn_ext.flex_attention` gives, with gradients
+    of query, key, value and captured tensors. Calls with tensors on other devices, of other dtypes or of
+    subclasses stay torch's own.
+
+    It holds for the whole process, in all threads, while any thread is in a block: torch's function is
+    one for all of them. Blocks may be nested, also with
+    ``selfattn_ext.integrations.torch_flex.activate()``, which is the same without an end. A function is
+    compiled once for use inside and once for use outside. Activation checkpointing recomputes in the
+    backward: that belongs into a block too. Enter blocks outside of compiled functions; inside they break
+    its graph.
+    """
+    return _Block()
+
+
+class _Block(ContextDecorator):
+    def __enter__(self) -> None:
+        switch.enter()
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        switch.leave()

@@ -1,0 +1,220 @@
+"""Who sees whom under a mask, a mask function, a BlockMask or the positional options, as a picture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..flex.block_masks import block_map, visible_blocks
+from ..masks import visible_pairs
+from .drawing import label_axes, labels_of, require, side
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
+__all__ = ["plot_mask"]
+
+# What a cell shows. Each is darker than the one before it, so that nobody needs to see colours.
+_IN_HIDDEN_BLOCK, _UNSEEN, _SEEN, _IN_FULL_BLOCK = range(4)
+_COLOURS = ("#ffffff", "#d9d9d9", "#56a0d3", "#08306b")
+_OF_BLOCKS = {
+    _IN_HIDDEN_BLOCK: "hidden block: not computed",
+    _UNSEEN: "hidden in a partial block",
+    _SEEN: "seen in a partial block",
+    _IN_FULL_BLOCK: "full block: all seen",
+}
+_OF_PAIRS = {_UNSEEN: "hidden", _SEEN: "seen"}
+_CELL_BORDER = "#8c8c8c"
+# Lines between cells help up to this many of them on a side.
+_MAX_OUTLINED = 32
+# Numbers beside an axis without tokens, at most.
+_MAX_NUMBERS = 8
+
+
+def plot_mask(
+    mask: Any = None,
+    sizes: tuple[int, int] | None = None,
+    *,
+    is_causal: bool = False,
+    window_size: Sequence[int] = (-1, -1),
+    query_offset: int = 0,
+    batch: int = 0,
+    head: int = 0,
+    tokens: Sequence[str] | None = None,
+    key_tokens: Sequence[str] | None = None,
+    title: str | None = None,
+    ax: Axes | None = None,
+    legend: bool = True,
+    device: torch.device | str | None = None,
+) -> Axes:
+    """Draws who sees whom: queries down, keys across, a cell for each pair.
+
+    Of a BlockMask it also shows the borders of the blocks, and which of them are hidden (their scores are
+    not computed), partial (its mask function is asked for each pair) and full (it is not asked). All colours
+    differ in lightness.
+
+    Args:
+        mask: what hides pairs beside the options: a mask function ``mask_mod(batch, head, q_idx, kv_idx)``;
+            a :class:`torch.nn.attention.flex_attention.BlockMask`; a tensor that broadcasts to (B, H, L, S),
+            bool (True is seen) or float (-inf is hidden); a rule of :mod:`selfattn_ext.masks`; None hides
+            nothing.
+        sizes: (L, S), the numbers of queries and keys. A BlockMask has its own; those of a tensor are the
+            default.
+        is_causal, window_size, query_offset: as in :func:`selfattn_ext.scaled_dot_product_attention`. A pair
+            is seen where these and the mask let it.
+        batch, head: which of them to draw, where the mask differs between them.
+        tokens: L labels of the queries, also those of the keys when L == S and key_tokens is not given.
+        key_tokens: S labels of the keys.
+        title: written above the picture.
+        ax: the axes to draw into; a new figure when not given.
+        legend: whether to say beside the picture what the colours mean.
+        device: where a mask function is asked; torch's default device when not given.
+
+    Returns:
+        The axes; `.figure` is the figure, `save` writes either of them.
+
+    The picture is made from a matrix (L, S): draw a mask for long sequences at a smaller size.
+
+    Raises:
+        ImportError: matplotlib or seaborn is missing.
+        TypeError: the mask is none of these, or the tokens are not strings.
+        ValueError: the sizes are missing or not those of the mask; there is no such batch or head; the number
+            of labels differs from the size.
+    """
+    pyplot, _ = require()
+    from matplotlib.colors import ListedColormap
+    from matplotlib.patches import Patch
+
+    length, keys = _sizes(mask, sizes)
+    is_of_blocks = _is_block_mask(mask)
+    cells, block_size = _cells(mask, length, keys, batch, head, device)
+    rule = visible_pairs(
+        length,
+        keys,
+        is_causal=is_causal,
+        window_size=window_size,
+        query_offset=query_offset,
+        device=cells.device,
+    )
+    if rule is not None:
+        cells = torch.where(rule, cells, cells.clamp(max=_UNSEEN))
+    labels = labels_of(tokens, key_tokens, length, keys)
+    if ax is None:
+        width, height = side(keys, 0.2, 3.2, 7.0), side(length, 0.2, 2.6, 7.0)
+        _, ax = pyplot.subplots(figsize=(width + (2.6 if legend else 0.0), height), layout="constrained")
+    ax.imshow(
+        cells.cpu().numpy(),
+        cmap=ListedColormap(_COLOURS),
+        vmin=-0.5,
+        vmax=len(_COLOURS) - 0.5,
+        extent=(0, keys, length, 0),
+        # Of many cells, a pixel shows the mixture of their colours.
+        interpolation_stage="rgba",
+    )
+    if max(length, keys) <= _MAX_OUTLINED:
+        _draw_borders(ax, (length, keys), (1, 1), color=_CELL_BORDER, linewidth=0.3)
+    if is_of_blocks:
+        _draw_borders(ax, (length, keys), block_size, color="#000000", linewidth=0.9)
+    _number(ax.set_xticks, keys, block_size[1])
+    _number(ax.set_yticks, length, block_size[0])
+    label_axes(ax, *labels)
+    ax.set(xlabel="key", ylabel="query")
+    if title is not None:
+        ax.set_title(title)
+    if legend:
+        names = _OF_BLOCKS if is_of_blocks else _OF_PAIRS
+        patches = [Patch(fc=_COLOURS[kind], ec=_CELL_BORDER, label=name) for kind, name in names.items()]
+        ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0, frameon=False)
+    return ax
+
+
+def _is_block_mask(mask: Any) -> bool:
+    return hasattr(mask, "kv_num_blocks")
+
+
+def _sizes(mask: Any, sizes: tuple[int, int] | None) -> tuple[int, int]:
+    own = None
+    if _is_block_mask(mask):
+        own = tuple(mask.shape[-2:])
+    elif isinstance(mask, Tensor):
+        if mask.dim() < 2 or mask.dim() > 4:
+            raise ValueError(f"mask must have two to four dimensions, (B, H, L, S), got {tuple(mask.shape)}")
+        own = tuple(mask.shape[-2:])
+    if sizes is None:
+        if own is None:
+            raise ValueError("sizes must be given as (L, S), as the mask has none of its own")
+        sizes = own
+    length, keys = sizes
+    if length < 1 or keys < 1:
+        raise ValueError(f"sizes must be at least (1, 1), got {tuple(sizes)}")
+    if own is not None:
+        broadcasts = (1,) if isinstance(mask, Tensor) else ()
+        if any(has not in (wanted, *broadcasts) for has, wanted in zip(own, sizes, strict=True)):
+            raise ValueError(f"sizes must be those of the mask, {own}, got {tuple(sizes)}")
+    return length, keys
+
+
+def _cells(
+    mask: Any, length: int, keys: int, batch: int, head: int, device: torch.device | str | None
+) -> tuple[Tensor, tuple[int, int]]:
+    """What each cell (L, S) shows, as uint8, and the size of the blocks: (1, 1) where there are none."""
+    if _is_block_mask(mask):
+        blocks = _chosen(block_map(mask), batch, head)
+        size: tuple[int, int] = tuple(mask.BLOCK_SIZE)
+        in_blocks, full = visible_blocks(blocks, size, length, keys)
+        seen = _asked(mask.mask_mod, length, keys, batch, head, blocks.device)
+        inside = torch.where(full, _IN_FULL_BLOCK, torch.where(seen, _SEEN, _UNSEEN))
+        return torch.where(in_blocks, inside, _IN_HIDDEN_BLOCK).to(torch.uint8), size
+    if mask is None:
+        seen = torch.ones(length, keys, dtype=torch.bool, device=device)
+    elif isinstance(mask, Tensor):
+        given = _chosen(mask.detach()[(None,) * (4 - mask.dim())], batch, head).expand(length, keys)
+        seen = given if given.dtype == torch.bool else given != -torch.inf
+    elif hasattr(mask, "visible"):
+        seen = mask.visible(length, keys, device)
+    elif callable(mask):
+        seen = _asked(mask, length, keys, batch, head, device or torch.get_default_device())
+    else:
+        raise TypeError(
+            "mask must be a mask function, a BlockMask, a tensor, a rule of selfattn_ext.masks or None, got "
+            f"{type(mask).__name__}"
+        )
+    return torch.where(seen, _SEEN, _UNSEEN).to(torch.uint8), (1, 1)
+
+
+def _chosen(of_all: Tensor, batch: int, head: int) -> Tensor:
+    """(rows, columns) of (B | 1, H | 1, rows, columns)."""
+    for name, index, size in (("batch", batch, of_all.size(0)), ("head", head, of_all.size(1))):
+        if size != 1 and not 0 <= index < size:
+            raise ValueError(f"{name} must lie in 0..{size - 1}, got {index}")
+    return of_all[batch if of_all.size(0) > 1 else 0, head if of_all.size(1) > 1 else 0]
+
+
+def _asked(
+    mask_mod: Callable[..., Any], length: int, keys: int, batch: int, head: int, device: torch.device | str
+) -> Tensor:
+    """What a mask function says of each pair, (L, S)."""
+    from torch.nn.attention.flex_attention import create_mask
+
+    def of_one(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
+        return mask_mod(b + batch, h + head, q_idx, kv_idx)
+
+    return create_mask(of_one, 1, 1, length, keys, device=device)[0, 0]
+
+
+def _draw_borders(ax: Axes, sizes: tuple[int, int], steps: tuple[int, int], **style: Any) -> None:
+    """Lines around groups of cells."""
+    (length, keys), (rows, columns) = sizes, steps
+    ax.hlines([*range(0, length, rows), length], 0, keys, **style)
+    ax.vlines([*range(0, keys, columns), keys], 0, length, **style)
+
+
+def _number(set_ticks: Callable[..., Any], count: int, step: int) -> None:
+    """Numbers beside an axis, at the first cell of each block if there are few."""
+    while count > step * _MAX_NUMBERS:
+        step *= 2
+    shown = range(0, count, step)
+    set_ticks([index + 0.5 for index in shown], [str(index) for index in shown])

@@ -1,0 +1,85 @@
+"""as_flex and programs that call torch's flex_attention: transformers with that attn_implementation."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ran
+import torch
+from tolerances import assert_accurate
+from torch import Tensor, nn
+from transformers_models import DECODERS, built, padding, tokens
+
+from selfattn_ext import as_flex
+
+#: Models of transformers, and on which side their tokens are padded.
+CASES = (("llama gqa", None), ("llama gqa", "left"), ("gemma2", "left"), ("mistral", "right"))
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """transformers compiles flex_attention: not by inductor, which test_as_flex_compiled.py has."""
+    compiled = torch.compile
+    monkeypatch.setattr(
+        torch, "compile", lambda *args, **kwargs: compiled(*args, **{"backend": "aot_eager", **kwargs})
+    )
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def step(model: nn.Module, implementation: str, dtype: torch.dtype, side: str | None) -> dict[str, Tensor]:
+    """The logits of what is not padding, and the gradient of every parameter."""
+    model.set_attn_implementation(implementation)  # type: ignore[operator]
+    model = model.to(dtype).train()
+    ids = tokens()
+    mask = torch.ones_like(ids) if side is None else padding(ids, side)
+    labels = ids.masked_fill(mask == 0, -100)
+    results = model(ids, attention_mask=mask, labels=labels, use_cache=False)
+    model.zero_grad()
+    results.loss.backward()
+    gradients = {name: each.grad for name, each in model.named_parameters() if each.grad is not None}
+    return {"logits": results.logits.detach()[mask.bool()], **gradients}
+
+
+@pytest.mark.parametrize(("name", "side"), CASES)
+def test_transformers_train(name: str, side: str | None) -> None:
+    model = built(DECODERS[name]())
+    exact = step(copy.deepcopy(model), "eager", torch.float64, side)
+    peer = step(copy.deepcopy(model), "eager", torch.float32, side)
+    with as_flex():
+        result = step(model, "flex_attention", torch.float32, side)
+    assert result.keys() == exact.keys()
+    for key, numbers in result.items():
+        size = float(exact[key].abs().max().clamp(min=1e-3))
+        assert_accurate(key, numbers / size, exact[key] / size, peer[key] / size, 8.0)
+
+
+def test_transformers_run_on_the_kernels() -> None:
+    """And without the switch torch refuses to train."""
+    model = built(DECODERS["llama gqa"]()).float()
+    with pytest.raises(Exception, match="does not support backward on CPU"):
+        step(model, "flex_attention", torch.float32, None)
+    with as_flex():
+        step(model, "flex_attention", torch.float32, None)
+        counted = ran.operators(lambda: step(model, "flex_attention", torch.float32, None))
+    layers = model.config.num_hidden_layers
+    assert counted["selfattn::attention_forward"] == counted["selfattn::attention_backward"] == layers
+
+
+def test_a_compiled_transformer() -> None:
+    model = built(DECODERS["llama gqa"]()).float()
+    model.set_attn_implementation("flex_attention")
+    ids = tokens()
+
+    def run(forward: Callable[..., Any]) -> list[Tensor]:
+        loss = forward(ids, labels=ids, use_cache=False).loss
+        return [loss, *torch.autograd.grad(loss, [each for each in model.parameters() if each.requires_grad])]
+
+    with as_flex():
+        eager, compiled = run(model), run(torch.compile(model))
+    for one, other in zip(compiled, eager, strict=True):
+        torch.testing.assert_close(one, other)

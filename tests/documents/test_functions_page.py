@@ -1,0 +1,35 @@
+"""The picture of docs/functions.md: it is what the example there draws."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from matplotlib.colors import to_rgb
+from matplotlib.image import imread
+from pages import ROOT, blocks
+
+from selfattn_ext.viz import mask_picture
+
+PICTURE = ROOT / "docs" / "pictures" / "masks.png"
+
+
+def kinds(path: Path) -> np.ndarray:
+    """Which of the colours of cells each pixel has, -1 where it has another."""
+    colours = np.array([to_rgb(colour) for colour in mask_picture._COLOURS])
+    distance = np.abs(imread(path)[:, :, None, :3] - colours).max(-1)
+    return np.where(distance.min(-1) < 0.02, distance.argmin(-1), -1)
+
+
+def test_the_committed_picture_is_what_the_example_draws(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """But for letters and lines, which differ between versions of matplotlib."""
+    monkeypatch.chdir(tmp_path)
+    (block,) = [block for block in blocks("docs/functions.md") if '"masks.png"' in block.code]
+    block.run()
+    drawn, committed = kinds(tmp_path / "masks.png"), kinds(PICTURE)
+    assert {*np.unique(drawn)} == {-1, 0, 1, 2, 3}
+    assert drawn.shape == committed.shape
+    assert ((drawn != committed) & (drawn >= 0) & (committed >= 0)).mean() < 0.004

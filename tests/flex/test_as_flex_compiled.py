@@ -1,0 +1,322 @@
+"""torch's flex_attention on this package's kernels in functions that torch.compile compiles."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import ran
+import torch
+from functions import ALL, Functions
+from torch import Tensor, nn
+from torch._dynamo.testing import CompileCounterWithBackend
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
+
+from selfattn_ext import as_flex
+from selfattn_ext.flex import attention as flex_module
+
+SIZES = (2, 3, 40, 45)
+BACKENDS = ("eager", "aot_eager")
+
+
+@pytest.fixture(autouse=True)
+def _nothing_compiled() -> Iterator[None]:
+    torch.compiler.reset()
+    yield
+    torch.compiler.reset()
+
+
+def tensors(dtype: torch.dtype = torch.float32, length: int = SIZES[2]) -> list[Tensor]:
+    batch, heads, _, keys = SIZES
+    shapes = ((batch, heads, length, 16), (batch, heads, keys, 16), (batch, heads, keys, 24))
+    return [torch.randn(shape).to(dtype).requires_grad_() for shape in shapes]
+
+
+def mask_of(functions: Functions) -> BlockMask | None:
+    if functions.mask_mod is None:
+        return None
+    return create_block_mask(functions.mask_mod, *SIZES, device="cpu", BLOCK_SIZE=16)
+
+
+def gradients(out: Tensor, leaves: list[Tensor]) -> list[Tensor]:
+    return list(torch.autograd.grad((out * (torch.arange(out.size(-1)) % 5 - 1)).sum(), leaves))
+
+
+def assert_same(first: list[Tensor], second: list[Tensor]) -> None:
+    assert len(first) == len(second)
+    for index, (one, other) in enumerate(zip(first, second, strict=True)):
+        assert torch.equal(one, other), index
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("name", ["documents", "swin_table", "of_queries_and_keys", "conjunction"])
+def test_trains_like_eager(name: str, backend: str) -> None:
+    functions, given = ALL[name](SIZES, torch.float32), tensors()
+    mask = mask_of(functions)
+    leaves = [*given, *functions.learned]
+    counter = CompileCounterWithBackend(backend)
+    with as_flex():
+        out = flex_attention(*given, functions.score_mod, mask)
+        compiled = torch.compile(flex_attention, backend=counter, fullgraph=True)
+        result = compiled(*given, functions.score_mod, mask)
+    assert_same([result, *gradients(result, leaves)], [out, *gradients(out, leaves)])
+    assert counter.frame_count == 1
+
+
+def test_kernels_are_the_steps_of_the_graph() -> None:
+    """AOTAutograd sees operators with shapes, not functions of Python."""
+    functions, given = ALL["conjunction"](SIZES, torch.float32), tensors()
+    mask = mask_of(functions)
+    graphs: list[list[str]] = []
+
+    def note(graph: torch.fx.GraphModule, _: Any) -> Any:
+        graphs.append([str(node.target) for node in graph.graph.nodes if node.op == "call_function"])
+        return graph.forward
+
+    def forget(graph: torch.fx.GraphModule, example: Any) -> Any:
+        from functorch.compile import make_boxed_func
+
+        return make_boxed_func(note(graph, example))
+
+    from torch._dynamo.backends.common import aot_autograd
+
+    with as_flex():
+        out = torch.compile(flex_attention, backend=aot_autograd(fw_compiler=forget), fullgraph=True)(
+            *given, functions.score_mod, mask
+        )
+        gradients(out, [*given, *functions.learned])
+    forward, backward = graphs
+    assert "selfattn.attention_forward.default" in forward
+    assert "selfattn.block_map.default" in forward
+    assert "selfattn.attention_backward.default" in backward
+    assert "selfattn.attention_captured_gradients.default" in backward
+    assert not any("flex" in step or "vmap" in step for step in forward + backward)
+
+
+def test_results_beside_the_output() -> None:
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(*given: Tensor) -> Any:
+        return flex_attention(*given, return_aux=AuxRequest(lse=True, max_scores=True))
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def with_lse(*given: Tensor) -> Any:
+        return flex_attention(*given, return_lse=True)
+
+    given = tensors(torch.bfloat16)
+    with as_flex():
+        out, aux = flex_attention(*given, return_aux=AuxRequest(lse=True, max_scores=True))
+        result, also = compiled(*given)
+        assert_same([result, also.lse, also.max_scores], [out, aux.lse, aux.max_scores])
+        assert_same(list(with_lse(*given)), [out, aux.lse])
+    assert_same(gradients(also.lse, given[:2]), gradients(aux.lse, given[:2]))
+
+
+class Block(nn.Module):
+    """Attention with a bias that is learned, in the middle of a model."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(32, 96)
+        self.slopes = nn.Parameter(torch.randn(4))
+        self.end = nn.Linear(32, 32)
+
+    def forward(self, x: Tensor, mask: BlockMask | None = None) -> Tensor:
+        query, key, value = self.qkv(x).view(*x.shape[:2], 3, 4, 8).permute(2, 0, 3, 1, 4)
+        slopes = self.slopes.exp()
+        out = flex_attention(query, key, value, lambda s, b, h, q, kv: s - slopes[h] * (q - kv).abs(), mask)
+        result: Tensor = self.end(out.transpose(1, 2).reshape(x.shape))
+        return result
+
+
+def step(
+    model: Callable[..., Tensor], parameters: Iterator[nn.Parameter], x: Tensor, *arguments: Any
+) -> list[Tensor]:
+    out = model(x, *arguments)
+    return [out, *torch.autograd.grad(out.square().sum(), list(parameters))]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_compiled_model(backend: str) -> None:
+    """Compiled before the block is entered; inside, and outside again, it has a form of its own."""
+    model, x = Block(), torch.randn(2, 24, 32)
+    counter = CompileCounterWithBackend(backend)
+    compiled = torch.compile(model, backend=counter, fullgraph=True)
+    with torch.no_grad():
+        outside = compiled(x)
+        assert ran.ours(lambda: compiled(x)) == (0, 0)
+        with as_flex():
+            inside = compiled(x)
+            assert ran.operators(lambda: compiled(x))["selfattn::attention_forward"] == 1
+        assert torch.equal(compiled(x), outside)
+        assert ran.ours(lambda: compiled(x)) == (0, 0)
+        with as_flex():
+            assert torch.equal(compiled(x), inside)
+        assert counter.frame_count == 2
+    torch.testing.assert_close(inside, outside)
+    with as_flex():
+        assert_same(step(compiled, model.parameters(), x), step(model, model.parameters(), x))
+    assert counter.frame_count == 3
+
+
+def test_a_function_compiled_inside_is_torchs_own_outside() -> None:
+    given = [tensor.detach() for tensor in tensors()]
+    counter = CompileCounterWithBackend("eager")
+    compiled = torch.compile(flex_attention, backend=counter)
+    for _ in range(2):
+        with as_flex():
+            compiled(*given)
+            assert ran.operators(lambda: compiled(*given))["selfattn::attention_forward"] == 1
+        compiled(*given)
+        assert ran.ours(lambda: compiled(*given)) == (0, 0)
+    assert counter.frame_count == 2
+
+
+def test_checkpointing_recomputes() -> None:
+    model, x = Block(), torch.randn(2, 24, 32)
+
+    def checkpointed(x: Tensor) -> Tensor:
+        result: Tensor = torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False)
+        return result
+
+    with as_flex():
+        right = step(model, model.parameters(), x)
+        assert_same(step(checkpointed, model.parameters(), x), right)
+        compiled = torch.compile(checkpointed, backend="aot_eager", fullgraph=True)
+        assert_same(step(compiled, model.parameters(), x), right)
+
+
+def test_lengths_and_numbers_that_change() -> None:
+    counter = CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(backend=counter, fullgraph=True, dynamic=True)
+    def compiled(query: Tensor, key: Tensor, value: Tensor, width: int) -> Any:
+        return flex_attention(query, key, value, lambda s, b, h, q, kv: s - (q - kv) // width)
+
+    for length, width in ((40, 3), (41, 5), (77, 8)):
+        given = tensors(length=length)
+        with as_flex():
+            result = compiled(*given, width)
+            out = flex_attention(*given, lambda s, b, h, q, kv, width=width: s - (q - kv) // width)
+        assert_same([result, *gradients(result, given)], [out, *gradients(out, given)])
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_without_gradients(mode: Any, backend: str) -> None:
+    functions = ALL["relative_bias"](SIZES, torch.float32)
+    with mode(), as_flex():
+        given = tensors()
+        out = flex_attention(*given, functions.score_mod)
+        result = torch.compile(flex_attention, backend=backend, fullgraph=True)(*given, functions.score_mod)
+    assert torch.equal(out, result)
+
+
+def test_autocast() -> None:
+    given = tensors()
+
+    def cast(*given: Tensor) -> Any:
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            return flex_attention(*given)
+
+    with as_flex():
+        out, result = cast(*given), torch.compile(cast, backend="aot_eager", fullgraph=True)(*given)
+    assert out.dtype == torch.bfloat16
+    assert_same([result, *gradients(result, given)], [out, *gradients(out, given)])
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_functions_that_cannot_be_compiled(backend: str) -> None:
+    """torch computes them, in graphs too, with the gradients that it refuses on the CPU."""
+    table = torch.randn(3, requires_grad=True)
+    given = tensors()
+    mask = mask_of(ALL["documents"](SIZES, torch.float32))
+
+    def compute(*given: Tensor) -> Any:
+        return flex_attention(
+            *given, lambda s, b, h, q, kv: s * torch.polygamma(1, table[h].abs() + 1), mask,
+            return_aux=AuxRequest(lse=True, max_scores=True),
+        )  # fmt: skip
+
+    flex_module._warned.clear()
+    with as_flex(), pytest.warns(UserWarning, match="does not compile this function: it uses aten.polygamma"):
+        result, also = torch.compile(compute, backend=backend, fullgraph=True)(*given)
+    with as_flex():
+        out, aux = compute(*given)
+    leaves = [*given, table]
+    for one, other in zip(
+        [result, also.lse, also.max_scores, *gradients(result, leaves)],
+        [out, aux.lse, aux.max_scores, *gradients(out, leaves)],
+        strict=True,
+    ):
+        torch.testing.assert_close(one, other)
+
+
+def test_mistakes_are_named() -> None:
+    given = tensors()
+    compiled = torch.compile(flex_attention, backend="eager", fullgraph=True)
+    mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 64, 64, device="cpu")
+    with as_flex():
+        with pytest.raises(Exception, match=r"block_mask was created for \(Q_LEN, KV_LEN\) = \(64, 64\)"):
+            compiled(*given, block_mask=mask)
+        with pytest.raises(Exception, match="query has 3 heads and key has 1"):
+            compiled(given[0], given[1][:, :1], given[2][:, :1])
+
+
+def test_packed_documents() -> None:
+    """As torchtune packs them: a mask of document numbers, anew for each step, and a compiled function."""
+    compiled = torch.compile(flex_attention, dynamic=False, backend="aot_eager")
+    given = [torch.randn(2, 4, 96, 16, requires_grad=True) for _ in range(3)]
+    with as_flex():
+        for lengths in (((40, 30, 26), (96, 0, 0)), ((1, 50, 45), (60, 20, 16))):
+            ids = torch.stack(
+                [torch.repeat_interleave(torch.arange(3), torch.tensor(each)) for each in lengths]
+            )
+
+            def document_causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor, ids: Tensor = ids) -> Tensor:
+                return (q >= kv) & (ids[b, q] == ids[b, kv])
+
+            mask = create_block_mask(document_causal, 2, None, 96, 96, device="cpu")
+            out = compiled(*given, block_mask=mask)
+            seen = (ids[:, None, :, None] == ids[:, None, None]) & torch.ones(96, 96).tril().bool()
+            right = nn.functional.scaled_dot_product_attention(*given, attn_mask=seen)
+            for one, other in zip(
+                [out, *gradients(out, given)], [right, *gradients(right, given)], strict=True
+            ):
+                torch.testing.assert_close(one, other)
+
+
+_STEP = """
+import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from selfattn_ext import as_flex
+from selfattn_ext.flex import attention as flex_module
+
+torch.manual_seed(0)
+table = torch.randn(4, 7, requires_grad=True)
+given = [torch.randn(1, 4, 24, 16, requires_grad=True) for _ in range(3)]
+mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 24, 24, device="cpu")
+
+def step(attention):
+    out = attention(*given, lambda s, b, h, q, kv: s + table.tanh()[h, (q - kv) % 7], mask)
+    return [out, *torch.autograd.grad(out.sin().sum(), [*given, table])]
+
+with as_flex():
+    compiled = step(torch.compile(flex_attention, fullgraph=True))
+    for one, other in zip(compiled, step(flex_attention)):
+        torch.testing.assert_close(one, other)
+print(sum(counters["aot_autograd"][name] for name in ("autograd_cache_hit", "autograd_cache_miss")) > 0,
+      counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_inductor_and_its_results_on_disk(run_python: Callable[..., str], tmp_path: Any) -> None:
+    """A second process takes the compiled graphs from disk, and loads the functions that they call."""
+    folders = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "SELFATTN_FUNCTION_CACHE": str(tmp_path / "functions"),
+    }
+    assert run_python(_STEP, **folders).split() == ["True", "0"]
+    assert run_python(_STEP, **folders).split() == ["True", "1"]

@@ -1,0 +1,399 @@
+"""flex_attention: edges, options of the package beside functions, block masks, other derivatives, what is
+refused.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+import torch
+from functions import ALL, Functions, flex_attention, formula
+from test_flex_functions import exact, gradients, judge, mask_of, tensors
+from tolerances import assert_accurate
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, noop_mask
+
+from selfattn_ext import backends
+from selfattn_ext.flex import attention, compiler
+from selfattn_ext.flex.tracing import trace
+
+pytestmark = pytest.mark.filterwarnings("error:selfattn_ext.flex_attention does not compile")
+
+
+def checked(
+    name: str, sizes: Any, dtype: torch.dtype = torch.float32, block_size: Any = 128, **options: Any
+) -> None:
+    # torch adds up gradients of 16 bits in 16 bits, and would be no judge of them.
+    functions = ALL[name](sizes, torch.float64 if dtype == torch.float64 else torch.float32)
+    given = tensors(sizes, dtype, options.pop("kv_heads", None))
+    mask = mask_of(functions, sizes, block_size)
+    out = flex_attention(
+        *given, functions.score_mod, mask, enable_gqa=given[0].size(1) != given[1].size(1), **options
+    )
+    judge(name, [out, *gradients(out, given, functions.learned)], given, functions, dtype, **options)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 63, 64, 65, 127, 131])
+@pytest.mark.parametrize("name", ["relative_bias", "documents"])
+def test_lengths(name: str, length: int) -> None:
+    for keys in (1, 63, 64, 65, 129):
+        checked(name, (1, 2, length, keys), torch.float64)
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 100, (64, 32), (32, 200)], ids=str)
+@pytest.mark.parametrize("name", ["causal", "documents", "conjunction", "neighbourhood"])
+def test_block_sizes(name: str, block_size: Any) -> None:
+    checked(name, (1, 2, 150, 133), torch.float64, block_size)
+
+
+@pytest.mark.parametrize("isa", backends.cpu_isas())
+def test_instruction_sets(isa: str) -> None:
+    with backends.use_cpu_isa(isa):
+        for name in ("relative_bias", "conjunction"):
+            checked(name, (2, 2, 70, 131))
+            checked(name, (2, 2, 70, 131), torch.bfloat16)
+
+
+@pytest.mark.parametrize("kv_heads", [1, 2])
+@pytest.mark.parametrize("name", ["of_queries_and_keys", "conjunction"])
+def test_groups_of_heads(name: str, kv_heads: int) -> None:
+    checked(name, (2, 4, 67, 71), kv_heads=kv_heads)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True, "query_offset": 3},
+    "window": {"window_size": (9, 4)},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3])},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0])},
+    "scale": {"scale": 0.7},
+}
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="-".join)
+def test_pairs_of_options(pair: tuple[str, str]) -> None:
+    checked("conjunction", (2, 2, 67, 71), block_size=32, **OPTIONS[pair[0]], **OPTIONS[pair[1]])
+
+
+def test_gradients_of_options() -> None:
+    sizes = (2, 2, 35, 41)
+    functions = ALL["relative_bias"](sizes, torch.float64)
+    given = tensors(sizes, torch.float64)
+    options = {
+        "attn_mask": torch.randn(2, 1, 35, 41, dtype=torch.float64, requires_grad=True),
+        "alibi_slopes": torch.rand(2, dtype=torch.float64, requires_grad=True),
+        "sinks": torch.randn(2, dtype=torch.float64, requires_grad=True),
+    }
+    results = []
+    for compute in (flex_attention, lambda q, k, v, f, **o: formula(q, k, v, functions, **o).out):
+        out = compute(*given, functions.score_mod, **options, softcap=2.0)
+        results.append(gradients(out, [*given, *options.values()], functions.learned))
+    for result, right in zip(*results, strict=True):
+        torch.testing.assert_close(result, right, rtol=1e-11, atol=1e-12)
+
+
+def test_dropout_has_the_pattern_of_plain_attention() -> None:
+    query, key, value = tensors((2, 2, 40, 50), torch.float32)
+    from selfattn_ext import scaled_dot_product_attention
+
+    torch.manual_seed(3)
+    plain = scaled_dot_product_attention(query, key, value, dropout_p=0.4, return_weights=True)[1]
+    torch.manual_seed(3)
+    out, weights = flex_attention(
+        query, key, value, lambda score, b, h, q, kv: score * 1.5, dropout_p=0.4, return_weights=True
+    )
+    assert torch.equal(weights == 0, plain == 0)
+    torch.testing.assert_close(out, weights @ value)
+
+
+def test_statistics() -> None:
+    sizes = (1, 2, 70, 90)
+    functions = ALL["conjunction"](sizes, torch.float64)
+    given = tensors(sizes, torch.float64)
+    mask = mask_of(functions, sizes, 16)
+    request = AuxRequest(lse=True, max_scores=True)
+    _, aux = flex_attention(*given, functions.score_mod, mask, return_aux=request)
+    _, weights, lse = flex_attention(*given, functions.score_mod, mask, return_lse=True, return_weights=True)
+    right = formula(*given, functions)
+    torch.testing.assert_close(weights, right.weights)
+    torch.testing.assert_close(lse, right.lse)
+    torch.testing.assert_close(aux.lse, right.lse)
+    largest = right.lse + right.weights.amax(-1).log()
+    torch.testing.assert_close(aux.max_scores, largest)
+    torch.testing.assert_close(
+        gradients(weights, given[:2], functions.learned),
+        gradients(right.weights, given[:2], functions.learned),
+    )
+    torch.testing.assert_close(
+        gradients(lse, given[:2], functions.learned), gradients(right.lse, given[:2], functions.learned)
+    )
+    for dtype in (torch.bfloat16, torch.float32):
+        aux = flex_attention(
+            *(t.detach().to(dtype) for t in given), functions.score_mod, mask, return_aux=request
+        )[1]
+        assert aux.lse.dtype == aux.max_scores.dtype == torch.float32
+        torch.testing.assert_close(aux.max_scores.double(), largest, rtol=0.03, atol=0.03)
+
+
+def test_what_is_hidden_may_be_nan() -> None:
+    """Keys, values and learned numbers that no visible score reads."""
+    sizes = (1, 2, 64, 70)
+    functions = ALL["causal"](sizes, torch.float32)
+    table = torch.randn(70)
+    table[64:] = torch.nan
+    table.requires_grad_()
+    functions.score_mod = lambda score, b, h, q, kv: score + table[kv]
+    given = tensors(sizes, torch.float32)
+    clean = flex_attention(*given, functions.score_mod, mask_of(functions, sizes, 16))
+    before = gradients(clean, given, [table])
+    with torch.no_grad():
+        given[1][:, :, 64:] = torch.nan
+        given[2][:, :, 64:] = torch.inf
+    out = flex_attention(*given, functions.score_mod, mask_of(functions, sizes, 16))
+    assert torch.equal(out, clean)
+    for after, then in zip(gradients(out, given, [table]), before, strict=True):
+        assert torch.equal(after, then)
+
+
+def test_rows_that_see_nothing() -> None:
+    query, key, value = tensors((1, 1, 20, 20), torch.float32)
+    out, lse = flex_attention(
+        query, key, value, lambda score, b, h, q, kv: torch.where(q < 3, -torch.inf, score), return_lse=True
+    )
+    assert (out[:, :, :3] == 0).all()
+    assert (lse[:, :, :3] == -torch.inf).all()
+    assert out.isfinite().all()
+    assert torch.autograd.grad(out.sum(), query)[0].isfinite().all()
+
+
+@pytest.mark.parametrize("name", ["relative_bias", "swin_table", "temperature", "full_bias"])
+def test_any_number_of_threads_gives_the_same_bits(name: str) -> None:
+    sizes = (2, 2, 300, 290)
+    functions = ALL[name](sizes, torch.float32)
+    given = tensors(sizes, torch.float32)
+    before = torch.get_num_threads()
+    results = []
+    try:
+        for threads in (1, 2, 3):
+            torch.set_num_threads(threads)
+            out = flex_attention(*given, functions.score_mod)
+            results.append([out, *gradients(out, given, functions.learned)])
+    finally:
+        torch.set_num_threads(before)
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            assert torch.equal(first, second)
+
+
+def test_elements_that_heads_share_in_other_places() -> None:
+    """table[h, kv] of one head is table[kv, h] of another."""
+    table = torch.randn(8, 8, dtype=torch.float64, requires_grad=True)
+    functions = Functions(lambda s, b, h, q, kv: s + table[h, kv] * table[kv, h], learned=[table])
+    given = tensors((2, 8, 300, 8), torch.float64)
+    assert trace(functions.score_mod, None, torch.float64, torch.device("cpu"), True).exclusive == 0
+    out = flex_attention(*given, functions.score_mod)
+    judge("shared", [out, *gradients(out, given, [table])], given, functions, torch.float64)
+
+
+def block_mask_of_lists(full: bool) -> BlockMask:
+    """Block (i, j) is listed where i + j is even; no function hides anything."""
+    rows = 5
+    listed = [[j for j in range(rows) if (i + j) % 2 == 0] for i in range(rows)]
+    counts = torch.tensor([[[len(row) for row in listed]]], dtype=torch.int32)
+    indices = torch.tensor([[[row + [0] * (rows - len(row)) for row in listed]]], dtype=torch.int32)
+    empty = torch.zeros_like(counts), torch.zeros_like(indices)
+    lists = (*empty, counts, indices) if full else (counts, indices, None, None)
+    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(16, 16), mask_mod=noop_mask)
+
+
+@pytest.mark.parametrize("full", [False, True])
+def test_blocks_that_are_not_listed_are_hidden(full: bool) -> None:
+    given = tensors((1, 2, 80, 80), torch.float64)
+    blocks = torch.arange(80) // 16
+    visible = ((blocks.unsqueeze(-1) + blocks) % 2 == 0).view(1, 1, 80, 80)
+    out = flex_attention(*given, None, block_mask_of_lists(full))
+    right = exact(given, Functions(), torch.float64, visible=visible)
+    for result, expected in zip([out, *gradients(out, given, [])], right, strict=True):
+        assert_accurate("blocks", result.detach(), expected.detach())
+
+
+def test_a_mask_that_was_cropped() -> None:
+    functions = ALL["causal"]((1, 1, 200, 200), torch.float64)
+    mask = create_block_mask(functions.mask_mod, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
+    given = tensors((2, 2, 130, 140), torch.float64)
+    with pytest.raises(ValueError, match=r"block_mask was created for .*256, 256.*_adjust"):
+        flex_attention(*given, None, mask)
+    out = flex_attention(*given, None, mask._adjust(130, 140))
+    assert_accurate("cropped", out.detach(), formula(*given, functions).out.detach())
+
+
+def test_second_derivatives_are_those_of_the_formula() -> None:
+    table = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, learned: Tensor) -> Tensor:
+        return flex_attention(
+            query, key, value, lambda s, b, h, q, kv: s * s * 0.3 + torch.tanh(learned)[h, q - kv + 4]
+        )
+
+    given = [tensor.detach()[..., :3].requires_grad_() for tensor in tensors((1, 2, 4, 5), torch.float64)]
+    assert torch.autograd.gradcheck(attend, (*given, table))
+    assert torch.autograd.gradgradcheck(attend, (*given, table))
+    assert torch.autograd.gradcheck(attend, (*given, table), check_forward_ad=True, check_backward_ad=False)
+    eager = torch.autograd.grad(attend(*given, table).sin().sum(), given)
+    transformed = torch.func.grad(lambda *a: attend(*a, table).sin().sum(), (0, 1, 2))(*given)
+    torch.testing.assert_close(transformed, eager)
+
+
+def test_compiled_programs_leave_it_out_of_their_graphs() -> None:
+    table = torch.randn(2, requires_grad=True)
+    given = tensors((1, 2, 20, 20), torch.float32)
+
+    def program(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return flex_attention(query * 2, key, value, lambda s, b, h, q, kv: s * table[h]).sin()
+
+    eager, compiled = program(*given), torch.compile(program, backend="aot_eager")(*given)
+    torch.testing.assert_close(compiled, eager)
+    torch.testing.assert_close(gradients(compiled, given, [table]), gradients(eager, given, [table]))
+
+
+class TestWithoutCompiledFunctions:
+    def test_the_same_without_a_compiler(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        def refuse(source: str) -> str:
+            raise compiler.CompilerError("no compiler today")
+
+        monkeypatch.setattr(compiler, "load", refuse)
+        monkeypatch.setattr(attention, "_warned", set())
+        monkeypatch.setattr("selfattn_ext.flex.formula._SCORES_AT_ONCE", 2 * 2 * 71 * 10)
+        with pytest.warns(UserWarning, match="no compiler today.*takes longer"):
+            checked("conjunction", (2, 2, 67, 71), block_size=32, window_size=(30, 20))
+
+    def test_functions_of_more_than_numbers(self) -> None:
+        """Places in space: a function that computes with rows of a tensor."""
+        places = torch.randn(30, 3, dtype=torch.float64, requires_grad=True)
+        functions = Functions(
+            lambda s, b, h, q, kv: s - ((places[q] - places[kv]) ** 2).sum(-1), learned=[places]
+        )
+        given = tensors((1, 2, 30, 30), torch.float64)
+        with pytest.warns(UserWarning, match="sub.Tensor makes more than a number"):
+            out = flex_attention(*given, functions.score_mod)
+        judge("places", [out, *gradients(out, given, [places])], given, functions, torch.float64)
+
+
+class TestRefusals:
+    given: ClassVar = [torch.randn(1, 2, 10, 8) for _ in range(3)]
+
+    def test_decisions_in_python(self) -> None:
+        def score_mod(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+            if q > kv:
+                return score
+            return score * 2
+
+        with pytest.raises(ValueError, match=r"torch.where.*test_flex_options.py, line \d+: if q > kv"):
+            flex_attention(*self.given, score_mod)
+
+    def test_more_than_one_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr(attention, "_warned", set())
+        with (
+            pytest.warns(UserWarning, match="takes longer") as warned,
+            pytest.raises(ValueError, match="one number"),
+        ):
+            flex_attention(*self.given, lambda s, b, h, q, kv: s + torch.ones(3))
+        assert warned[0].filename == __file__
+
+    @pytest.mark.parametrize(
+        ("score_mod", "message"),
+        [
+            (lambda *a: None, "must return a tensor, but it returned NoneType"),
+            (lambda s, b, h, q, kv: s + torch.ones(10, device="meta")[q], "on the query's device, cpu"),
+            (lambda s, b, h, q, kv: s + torch.ones(0)[q], "without elements"),
+        ],
+    )
+    def test_results_and_captured_tensors(self, score_mod: Any, message: str) -> None:
+        with pytest.raises(ValueError, match=message):
+            flex_attention(*self.given, score_mod)
+
+    def test_indices_beside_a_tensor(self) -> None:
+        table = torch.randn(9)
+        with pytest.raises(IndexError, match="beside"):
+            flex_attention(*self.given, lambda s, b, h, q, kv: s + table[q])
+        hidden = flex_attention(
+            *self.given, lambda s, b, h, q, kv: torch.where(q < 9, s + table[q], -torch.inf)
+        )
+        assert (hidden[:, :, 9] == 0).all()
+        negative = flex_attention(*self.given, lambda s, b, h, q, kv: s + table[(q % 9) - 9])
+        assert torch.equal(negative, flex_attention(*self.given, lambda s, b, h, q, kv: s + table[q % 9]))
+
+    def test_arguments(self) -> None:
+        query, key, value = self.given
+        with pytest.raises(ValueError, match="query must be a tensor of four dimensions"):
+            flex_attention(query[0], key[0], value[0])
+        with pytest.raises(TypeError, match="score_mod must be a function"):
+            flex_attention(query, key, value, torch.ones(3))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="BlockMask"):
+            flex_attention(query, key, value, None, torch.ones(10, 10))
+        with pytest.raises(ValueError, match="enable_gqa"):
+            flex_attention(query, key[:, :1], value[:, :1])
+        mask = create_block_mask(noop_mask, None, 3, 10, 10, device="cpu")
+        with pytest.raises(ValueError, match="H = 3"):
+            flex_attention(query, key, value, None, mask)
+        mask = create_block_mask(noop_mask, None, None, 10, 10, device="cpu")
+        bad = BlockMask.from_kv_blocks(
+            mask.kv_num_blocks, mask.kv_indices, mask_mod=lambda b, h, q, kv: q, seq_lengths=(10, 10)
+        )
+        with pytest.raises(ValueError, match="mask function must return a bool"):
+            flex_attention(query, key, value, None, bad)
+
+
+class TestCache:
+    SCRIPT = """
+import torch
+from selfattn_ext import flex
+query = torch.ones(1, 1, 4, 8)
+print(flex.flex_attention(query, query, query, lambda s, b, h, q, kv: s * 2 + kv).sum().item())
+"""
+
+    def run(self, folder: Path) -> subprocess.Popen[str]:
+        environment = {**os.environ, "SELFATTN_FUNCTION_CACHE": str(folder)}
+        return subprocess.Popen(
+            [sys.executable, "-c", self.SCRIPT], env=environment, text=True, stdout=subprocess.PIPE
+        )
+
+    def test_two_processes_compile_one_function_at_once(self, tmp_path: Path) -> None:
+        processes = [self.run(tmp_path) for _ in range(2)]
+        assert [process.communicate()[0].strip() for process in processes] == ["32.0", "32.0"]
+        (library,) = tmp_path.iterdir()
+        written = library.stat().st_mtime_ns
+        assert self.run(tmp_path).communicate()[0].strip() == "32.0"
+        assert library.stat().st_mtime_ns == written
+
+    def test_a_folder_that_cannot_be_written(self, tmp_path: Path) -> None:
+        (tmp_path / "file").touch()
+        assert self.run(tmp_path / "file" / "below").communicate()[0].strip() == "32.0"
+
+    def test_constants_are_no_reason_to_compile_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        query = torch.randn(1, 1, 4, 8)
+        sources = set()
+        original = compiler.load
+
+        def load(source: str) -> str:
+            sources.add(source)
+            return original(source)
+
+        monkeypatch.setattr(compiler, "load", load)
+        outs = [
+            flex_attention(query, query, query, lambda s, b, h, q, kv, c=c: s * c + (q - 3))
+            for c in (0.5, 2.25)
+        ]
+        assert len(sources) == 1
+        assert not torch.equal(*outs)
+
+    def test_what_the_compiler_says_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.setattr("selfattn_ext.toolchain.compiler", lambda: ["g++", "-no-such-flag"])
+        with pytest.raises(compiler.CompilerError, match="no-such-flag"):
+            compiler._compile("int x;", Path(compiler._folder()) / "never.so")
