@@ -114,7 +114,7 @@ ELSEWHERE = {
     "test_ratio": "is about the documents",
     "test_as_flex": "is about the CPU: see test_score_functions",
     "test_flex": "is about the CPU: see test_score_functions",
-    "test_score_functions": "is about the CPU: kernels of a GPU refuse functions of scores",
+    "test_score_function": "is about the CPU: kernels of a GPU refuse functions of scores",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_troubleshooting": "is about the documents",
