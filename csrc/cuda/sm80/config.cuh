@@ -70,6 +70,9 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>>> {
   // computed, and addresses of rows are worked out for every tile.
   static constexpr bool kParks = Config::kPlain && kDimOf == 128;
 
+  // Whether registers suffice for what follows from the number of a thread to be kept from tile to tile.
+  static constexpr bool kKeepsAddresses = Config::kPlain && kDimOf == 64;
+
   // Blocks for which the registers of a multiprocessor have to do: few queries wait for memory, and few
   // blocks ask for little of it at a time; tiles of 32 dims are small.
   static constexpr int least_blocks() {

@@ -25,11 +25,12 @@ class Forward : TileScores<C> {
     // length, as their bits differ.
     if (work_.rows <= 0 || counts_as_few(p_, work_.queries) != C::kFewQuery) return;
     this->start_queries();
-    bool careful = false;
-    for (;; careful = true) {
-      attend(careful);
+    for (;;) {
+      attend();
       // Once more where 0 * Inf or 0 * NaN of a hidden key may have shown in the result.
-      if (C::kFloat32 || careful || !__syncthreads_or(!is_finite(output_.at))) break;
+      if (C::kFloat32 || work_.careful || !__syncthreads_or(!is_finite(output_.at))) break;
+      if (threadIdx.x == 0) shared_.work().careful = true;
+      __syncthreads();
     }
     // A block that met no keys has not waited for its queries, whose place the results take.
     ptx::copy_async_wait<0>();
@@ -38,13 +39,13 @@ class Forward : TileScores<C> {
     __syncthreads();
     if (this->lane().thread >= kWarp * C::kRowWarps) return;
     if constexpr (!C::kFloat32) {
-      if (careful) add_non_finite_values(plan_, work_, this->lane(), output_);
+      if (work_.careful) add_non_finite_values(plan_, work_, this->lane(), output_);
     }
     write_rows(plan_, work_, this->lane(), shared_, softmax_, output_);
   }
 
  private:
-  __device__ __forceinline__ void attend(bool careful) {
+  __device__ __forceinline__ void attend() {
     reset();
     int tile = find_tile(work_.begin < work_.end ? (work_.end - 1) / C::kKeys : first_tile() - 1);
     if (tile >= first_tile()) {
@@ -58,20 +59,19 @@ class Forward : TileScores<C> {
     while (tile >= first_tile()) {
       if constexpr (C::kLean) {
         // Most tiles, in a loop of their own: branches among its products would keep the compiler from
-        // choosing their order.
-        if (!careful && p_.pages.table == nullptr && tile < work_.whole_end / C::kKeys) {
-          while (tile * C::kKeys >= work_.whole_begin) tile = attend_tile<true>(tile, false);
-          if (tile < first_tile()) break;
+        // choosing their order. The last one is none of them, so that each loads the next tile's keys.
+        if (!work_.careful && p_.pages.table == nullptr && tile < work_.whole_end / C::kKeys) {
+          while (tile >= work_.first_whole_tile) tile = attend_tile<true>(tile);
         }
       }
-      tile = attend_tile<false>(tile, careful);
+      tile = attend_tile<false>(tile);
     }
   }
 
   // Returns the next tile. kLean: every row sees every key of the tile, so that all of them exist, they are
-  // in no pages, and `careful` is false.
+  // in no pages, the block is not careful, and there is a next tile.
   template <bool kLean>
-  __device__ __forceinline__ int attend_tile(int tile, bool careful) {
+  __device__ __forceinline__ int attend_tile(int tile) {
     const int first_key = tile * C::kKeys;
     const bool special_scores = this->wait_for_keys();
     start_values<kLean>(tile);
@@ -79,8 +79,8 @@ class Forward : TileScores<C> {
     if (has_rows()) this->template compute_scores<kLean>(first_key, special_scores);
 
     tile = find_tile(tile - 1);
-    const bool special_values = wait_for_values(careful);
-    if (tile >= first_tile()) start_keys<kLean>(tile);
+    const bool special_values = wait_for_values<kLean>();
+    if (kLean || tile >= first_tile()) start_keys<kLean>(tile);
     ptx::copy_async_commit();
     if (has_rows()) {
       softmax_.step(shared_, plan_.scale_log2, scores_, output_);
@@ -122,7 +122,7 @@ class Forward : TileScores<C> {
   }
 
   // From shared memory whenever it is asked for: registers are scarcer than reads.
-  __device__ __forceinline__ int first_tile() const { return work_.begin / C::kKeys; }
+  __device__ __forceinline__ int first_tile() const { return work_.first_tile; }
 
   // The next tile, counting down from `tile`, of which the mask shows anything to some row; its bits are read
   // by then, long before they are needed.
@@ -161,13 +161,14 @@ class Forward : TileScores<C> {
   }
 
   // As wait_for_keys.
-  __device__ __forceinline__ bool wait_for_values(bool careful) {
+  template <bool kLean>
+  __device__ __forceinline__ bool wait_for_values() {
     ptx::copy_async_wait<0>();
     if constexpr (C::kFloat32) {
       __syncthreads();
       return __syncthreads_or(split_staged<C, true>(shared_, shared_.values(), shared_.value_flags())) != 0;
     }
-    if (careful) clear_non_finite_values(shared_);
+    if (!kLean && work_.careful) clear_non_finite_values(shared_);
     __syncthreads();
     return false;
   }

@@ -18,9 +18,16 @@ struct Output {
   float at[C::kStrips][C::kDimTiles][4];
 };
 
-// The number of this thread. What follows from it is worked out anew wherever it is asked for: registers are
-// scarcer than additions.
-__device__ __forceinline__ int this_thread() { return ptx::opaque(static_cast<int>(threadIdx.x)); }
+// A number that follows from that of the thread. Where registers are scarcer than additions, what follows
+// from it is worked out anew wherever it is asked for.
+template <class C>
+__device__ __forceinline__ int of_thread(int number) {
+  return C::kKeepsAddresses ? number : ptx::opaque(number);
+}
+template <class C>
+__device__ __forceinline__ int this_thread() {
+  return of_thread<C>(static_cast<int>(threadIdx.x));
+}
 
 // Where a thread stands.
 template <class C>
@@ -30,7 +37,7 @@ struct Lane {
   int first_column;
 
   __device__ __forceinline__ Lane()
-      : thread(this_thread()), lane(thread & 31), group(lane >> 2), quad(lane & 3) {
+      : thread(this_thread<C>()), lane(thread & 31), group(lane >> 2), quad(lane & 3) {
     const unsigned warp = static_cast<unsigned>(thread) / kWarp;
     const unsigned row_warp = C::kColumnWarps == 1 ? warp : warp % C::kRowWarps;
     const unsigned column_warp = C::kColumnWarps == 1 ? 0 : warp / C::kRowWarps;

@@ -24,7 +24,7 @@ struct TileShare {
 
   int row, lane;
   __device__ __forceinline__ TileShare() {
-    const unsigned thread = static_cast<unsigned>(this_thread());
+    const unsigned thread = static_cast<unsigned>(this_thread<C>());
     row = static_cast<int>(thread / kLanes);
     lane = static_cast<int>(thread % kLanes);
   }
@@ -69,6 +69,9 @@ __device__ __forceinline__ void copy_elements(unsigned char* shared, const Stora
   for (int i = 0; i < kCount; ++i) to[i] = column + i < dim ? row[column + i] : Storage(0);
 }
 
+template <class Storage>
+constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Storage));
+
 // Where a chunk of a tile of keys or values arrives: 16-bit elements in the swizzled tile, float32 in the
 // staging area, where every thread finds its own chunks again.
 template <class C>
@@ -76,16 +79,15 @@ __device__ __forceinline__ int arrival(int row, int chunk) {
   return C::kFloat32 ? row * (C::kDim * 4) + chunk * 16 : Swizzle<C::kDim>::offset(row, chunk);
 }
 
-// Starts to bring this thread's chunks of row `r` of a tile, or zeros.
+// Starts to bring this thread's chunks of a row, or zeros. The first of them is at `from` and goes to `to`.
 template <class C, class Share, class Storage>
-__device__ __forceinline__ void start_row(unsigned char* shared, const Share& share, int r,
-                                          const Storage* row, bool exists, int dim) {
-  constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Storage));
+__device__ __forceinline__ void start_row(unsigned char* to, const Share& share, const Storage* from,
+                                          bool exists, int dim) {
 #pragma unroll
   for (int i = 0; i < Share::kPerLane; ++i) {
-    const int chunk = share.lane + i * Share::kLanes;
-    ptx::copy_async_16(shared + arrival<C>(r, chunk), row + chunk * kPerChunk,
-                       exists && chunk * kPerChunk < dim);
+    const int column = (share.lane + i * Share::kLanes) * kPerChunk<Storage>;
+    ptx::copy_async_16(to + i * Share::kLanes * 16, from + i * Share::kLanes * kPerChunk<Storage>,
+                       exists && column < dim);
   }
 }
 
@@ -93,35 +95,37 @@ __device__ __forceinline__ void start_row(unsigned char* shared, const Share& sh
 template <class C, class Share, class Storage>
 __device__ __forceinline__ void copy_row(unsigned char* shared, const Share& share, int r, const Storage* row,
                                          bool exists, int dim) {
-  constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Storage));
 #pragma unroll 1
-  for (int chunk = share.lane; chunk < C::kDim / kPerChunk; chunk += Share::kLanes) {
-    copy_elements(shared + arrival<C>(r, chunk), row, chunk * kPerChunk, exists ? dim : 0);
+  for (int chunk = share.lane; chunk < C::kDim / kPerChunk<Storage>; chunk += Share::kLanes) {
+    copy_elements(shared + arrival<C>(r, chunk), row, chunk * kPerChunk<Storage>, exists ? dim : 0);
   }
 }
 
-// Starts to bring this thread's rows of a tile, the first of which is at `row`: 16 bytes at a time. kFull:
+// Starts to bring this thread's rows of a tile, 16 bytes at a time; its first chunk is at `from`. kFull:
 // all rows of the tile exist, and not `count` of them.
 template <class C, bool kFull, class Share, class Storage>
-__device__ __forceinline__ void start_vectors(unsigned char* shared, const Share& share, const Storage* row,
+__device__ __forceinline__ void start_vectors(unsigned char* shared, const Share& share, const Storage* from,
                                               int64_t stride, int count, int dim) {
+  unsigned char* to = shared + arrival<C>(share.row, share.lane);
 #pragma unroll
-  for (int pass = 0; pass < Share::kPasses; ++pass, row += Share::kStep * stride) {
+  for (int pass = 0; pass < Share::kPasses; ++pass, from += Share::kStep * stride) {
     const int r = share.row + pass * Share::kStep;
     if (Share::beyond(pass, r)) break;
-    start_row<C>(shared, share, r, row, kFull || r < count, dim);
+    start_row<C>(to + pass * Share::kStep * C::kDim * static_cast<int>(sizeof(Storage)), share, from,
+                 kFull || r < count, dim);
   }
 }
 
-// Starts to bring `count` rows of a matrix, and zeros for those of the tile that are not there.
+// Starts to bring `count` rows of a matrix from `first` on, and zeros for those of the tile that are not
+// there.
 template <class C, int kRowCount, class Storage>
 __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage* matrix, int64_t stride,
-                                           int count, int dim, bool vectors) {
+                                           int first, int count, int dim, bool vectors) {
   using Share = TileShare<C, kRowCount, C::kDim* static_cast<int>(sizeof(Storage)) / 16>;
   const Share share;
-  const Storage* row = matrix + share.row * stride;
+  const Storage* row = matrix + static_cast<uint32_t>(first + share.row) * stride;
   if (C::kPlain || vectors) {
-    start_vectors<C, false>(shared, share, row, stride, count, dim);
+    start_vectors<C, false>(shared, share, row + share.lane * kPerChunk<Storage>, stride, count, dim);
   } else {
 #pragma unroll 1
     for (int r = share.row; r < kRowCount; r += Share::kStep, row += Share::kStep * stride) {
@@ -161,7 +165,8 @@ __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const At
     for (int pass = 0; pass < Share::kPasses; ++pass) {
       const int r = share.row + pass * Share::kStep;
       const int64_t of_row = __shfl_sync(kWholeWarp, offset, pass * kAtOnce + lane / Share::kLanes);
-      start_row<C>(shared, share, r, head + of_row, r < count, rows.dim);
+      start_row<C>(shared + arrival<C>(r, share.lane), share, head + of_row + share.lane * kPerChunk<Storage>,
+                   r < count, rows.dim);
     }
   } else {
 #pragma unroll 1
@@ -180,34 +185,35 @@ __device__ __forceinline__ void start_keys(unsigned char* shared, const Attentio
   if (p.pages.table != nullptr) {
     start_paged_rows<C, Storage>(shared, p, work, rows);
   } else {
-    const auto* first = static_cast<const Storage*>(rows.first) + rows.first_key * rows.view.stride[2];
-    start_rows<C, C::kKeys>(shared, first, rows.view.stride[2], work.keys - rows.first_key, rows.dim,
-                            rows.vectors);
+    start_rows<C, C::kKeys>(shared, static_cast<const Storage*>(rows.first), rows.view.stride[2],
+                            rows.first_key, work.keys - rows.first_key, rows.dim, rows.vectors);
   }
 }
 
 // What a thread of the plain path brings of one tile of keys or values after another, last to first. It keeps
-// the address of its first row and moves it on, as 64-bit products for every tile would keep the warps from
+// the address of its first chunk and moves it on, as 64-bit products for every tile would keep the warps from
 // their matrix products; where registers are even scarcer, it works it out.
 template <class C, class Storage>
 class PassingRows {
  public:
   __device__ __forceinline__ void begin(const KeyRows& rows) {
     const Share share;
-    row_ = static_cast<const Storage*>(rows.first) + (rows.first_key + share.row) * rows.view.stride[2];
+    from_ = static_cast<const Storage*>(rows.first) +
+            static_cast<uint32_t>(rows.first_key + share.row) * rows.view.stride[2] +
+            share.lane * kPerChunk<Storage>;
   }
   // Starts to bring a tile, the first one or that before the last. kFull: all its rows exist.
   template <bool kFull>
   __device__ __forceinline__ void start(unsigned char* shared, const KeyRows& rows, const Work<C>& work) {
     const int64_t stride = rows.view.stride[2];
     if constexpr (C::kParks) begin(rows);
-    start_vectors<C, kFull>(shared, Share(), row_, stride, kFull ? 0 : work.keys - rows.first_key, rows.dim);
-    row_ -= C::kKeys * stride;
+    start_vectors<C, kFull>(shared, Share(), from_, stride, kFull ? 0 : work.keys - rows.first_key, rows.dim);
+    from_ -= C::kKeys * stride;
   }
 
  private:
-  using Share = TileShare<C, C::kKeys, C::kDim / 8>;
-  const Storage* row_;
+  using Share = TileShare<C, C::kKeys, C::kDim / kPerChunk<Storage>>;
+  const Storage* from_;
 };
 
 // Four numbers to the planes of their pieces. Returns whether one has none; with kLeaveOut that one becomes

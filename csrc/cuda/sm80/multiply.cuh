@@ -1,7 +1,8 @@
 // The two matrix products of a tile on tensor cores.
 //
 // Operands come from swizzled tiles by ldmatrix, four 8 x 8 matrices at a time. A lane's address is a
-// constant of the thread but for the step along the row, which the swizzle turns into one exclusive or.
+// constant of the thread but for the step along the row: an exclusive or within the bytes that the swizzle
+// permutes. All the rest is a constant of the instruction.
 #pragma once
 
 #include "loads.cuh"
@@ -12,19 +13,21 @@ namespace selfattn::cuda::sm80 {
 // lower rows (queries, values); otherwise the left and right columns (keys).
 template <class C, bool kRowsFirst>
 struct BlockReader {
-  const unsigned char* row;
-  int chunk;
+  using Swizzle = sm80::Swizzle<C::kDim>;
+  const unsigned char* tile;
+  int first;  // the offset of columns 0 .. 15 of the lane's row
 
-  __device__ __forceinline__ BlockReader(const unsigned char* tile, int first_row, int lane) {
+  __device__ __forceinline__ BlockReader(const unsigned char* tile_of_rows, int first_row, int lane)
+      : tile(tile_of_rows) {
     const int lower = (kRowsFirst ? lane >> 3 : lane >> 4) & 1,
               right = (kRowsFirst ? lane >> 4 : lane >> 3) & 1;
-    const int r = first_row + (lane & 7) + lower * 8;
-    row = tile + r * Swizzle<C::kDim>::kRowBytes;
-    chunk = ptx::opaque((right ^ Swizzle<C::kDim>::pattern(r)) << 4);
+    first = of_thread<C>(Swizzle::offset(first_row + (lane & 7) + lower * 8, right));
   }
   // The address for columns 16 * step .. and rows moved by a multiple of 16.
   __device__ __forceinline__ const unsigned char* at(int step, int rows) const {
-    return row + (chunk ^ (step << 5)) + rows * Swizzle<C::kDim>::kRowBytes;
+    constexpr int kSteps = Swizzle::kSpan / 32;
+    return tile + (first ^ (step % kSteps << 5)) +
+           (step / kSteps * Swizzle::kSpan + rows * Swizzle::kRowBytes);
   }
 };
 

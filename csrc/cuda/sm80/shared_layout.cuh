@@ -14,6 +14,7 @@ template <int kDim>
 struct Swizzle {
   static constexpr int kRowBytes = kDim * 2;
   static constexpr int kChunks = kDim / 8;
+  static constexpr int kSpan = kDim % 64 == 0 ? 128 : 64;  // bytes within which chunks change places
 
   static __host__ __device__ constexpr int pattern(int row) {
     return kDim % 64 == 0 ? row & 7 : (row >> 1) & 3;

@@ -24,7 +24,10 @@ struct Work {
   int first_row;                   // of the tile, in the unit
   int rows;                        // of the tile that exist; none where the block has nothing to do
   int begin, end;                  // keys that some row may see
+  int first_tile;                  // of these keys: tiles are visited from the last to this one
   int whole_begin, whole_end;      // keys that every row sees by its position
+  int first_whole_tile;            // of these keys, but not the last tile to be visited
+  bool careful = false;            // NaN and Inf of values are looked for
   int64_t seen_begin, seen_end;    // query i sees the keys i + seen_begin .. i + seen_end - 1 of these
   int64_t query_offset;            // of the sequence
   int64_t query_start, key_start;  // where the sequence begins in packed tensors
@@ -76,11 +79,13 @@ struct Work {
     const int64_t from = static_cast<int64_t>(split) * cuts.keys, to = from + cuts.keys;
     begin = static_cast<int>(max(range.begin, from));
     end = static_cast<int>(min(range.end, to));
+    first_tile = begin / C::kKeys;
 
     // Windows move with the query: the first ends earliest, the last begins latest.
     const int64_t first_end = visible_keys(positions, first, first).end;
     whole_begin = static_cast<int>(visible_keys(positions, last, last).begin);
     whole_end = static_cast<int>(min(first_end, int64_t{end}));
+    first_whole_tile = max(first_tile + 1, static_cast<int>(divide_up(whole_begin, C::kKeys)));
     constexpr int64_t kFar = int64_t{1} << 62;
     seen_begin = p.window_left >= 0 ? query_offset - p.window_left : -kFar;
     seen_end = p.window_right >= 0 ? query_offset + p.window_right + 1 : kFar;

@@ -64,6 +64,8 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>, kSideOf, kCare
   static constexpr int kQueries = Config::kOwnsQueries ? Config::kRows : Config::kColumns;
   static constexpr int kKeys = Config::kOwnsQueries ? Config::kColumns : Config::kRows;
 
+  static constexpr bool kKeepsAddresses = false;  // see the forward's
+
   // Whether a row's delta is read where the statistics kernel left it, and not from shared memory, which two
   // blocks of a multiprocessor fill: an A100's at 128 dims, a consumer device's at 64.
   static constexpr bool kReadsDelta = Config::kPlain && kSideOf == Side::kQuery && !kCarefulOf;

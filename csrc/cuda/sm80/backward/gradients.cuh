@@ -90,10 +90,10 @@ class Gradients {
 
   __device__ __forceinline__ void pass() {
     Passing passing = find(work_.first_passing());
-    bool special_second = false;
-    if (work_.holds(passing)) special_second = load_second<C>(plan_, work_, shared_, passing);
+    bool more = work_.holds(passing), special_second = false;
+    if (more) special_second = load_second<C>(plan_, work_, shared_, passing);
     ptx::copy_async_commit();
-    while (work_.holds(passing)) {
+    while (more) {
       ptx::copy_async_wait<0>();
       __syncthreads();  // the second tile is there; every warp is done with the first
       const bool special_first = load_first<C>(plan_, work_, shared_, passing);
@@ -107,10 +107,11 @@ class Gradients {
         if (has_rows()) accumulate_second(plan_, shared_, s_, second_);
       }
       passing = find(work_.next(passing));
+      more = work_.holds(passing);
       // The products of the second tile were done at the last barrier, its accumulation and its flags were
       // not.
       if (C::kSumsSecond || C::kCareful) __syncthreads();
-      if (work_.holds(passing)) special_second = load_second<C>(plan_, work_, shared_, passing);
+      if (more) special_second = load_second<C>(plan_, work_, shared_, passing);
       ptx::copy_async_commit();
       if (has_rows()) accumulate_first(plan_, shared_, dp_, first_);
     }

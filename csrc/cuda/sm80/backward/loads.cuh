@@ -6,26 +6,25 @@
 
 namespace selfattn::cuda::sm80::backward {
 
-// Rows of one of the four operands.
+// The rows of one of the four operands that belong to a head.
 struct Matrix {
-  const View& view;
-  int64_t offset;  // of the first row
-  int columns;     // head dim or value dim
-  bool vectors;    // rows can be read 16 bytes at a time
+  const void* rows;
+  int64_t stride;
+  int64_t columns;  // head dim or value dim
+  bool vectors;     // rows can be read 16 bytes at a time
 };
 
-// Brings the first `count` rows of a matrix into a tile; the rest of the tile becomes zeros.
+// Brings `count` rows of a matrix from `first` on into a tile; the rest of the tile becomes zeros.
 // 16-bit types are on their way when this returns. float32 is there, split into pieces: the products of six
 // pieces take so long that waiting is not felt, and shared memory has no room for a staging area. Numbers
 // without pieces become zero, and the rows that hold them are marked. Returns whether this thread met one.
 template <class C, int kRowCount>
-__device__ __forceinline__ bool load_tile(const Matrix& matrix, int count, unsigned char* tile,
+__device__ __forceinline__ bool load_tile(const Matrix& matrix, int first, int count, unsigned char* tile,
                                           unsigned char* flags) {
-  using Storage = typename Element<C::kDType>::Storage;
-  const int64_t stride = matrix.view.stride[2];
-  const Storage* rows = static_cast<const Storage*>(matrix.view.data) + matrix.offset;
+  const auto* rows = static_cast<const typename Element<C::kDType>::Storage*>(matrix.rows);
+  const int columns = static_cast<int>(matrix.columns);
   if constexpr (!C::kFloat32) {
-    start_rows<C, kRowCount>(tile, rows, stride, count, matrix.columns, matrix.vectors);
+    start_rows<C, kRowCount>(tile, rows, matrix.stride, first, count, columns, matrix.vectors);
     return false;
   } else {
     using Share = TileShare<C, kRowCount, C::kDim / 4>;
@@ -37,7 +36,7 @@ __device__ __forceinline__ bool load_tile(const Matrix& matrix, int count, unsig
       for (int i = 0; i < Share::kPerLane; ++i) {
         const int chunk = share.lane + i * Share::kLanes;
         const float4 x =
-            load_four(rows + r * stride, chunk * 4, r < count ? matrix.columns : 0, matrix.vectors);
+            load_four(rows + (first + r) * matrix.stride, chunk * 4, r < count ? columns : 0, matrix.vectors);
         special |= store_pieces<C, true>(tile, kPlane, r, chunk, x);
       }
       return special;
@@ -45,31 +44,37 @@ __device__ __forceinline__ bool load_tile(const Matrix& matrix, int count, unsig
   }
 }
 
-// From a query or a key on.
-template <class C>
-__device__ __forceinline__ Matrix query_matrix(const Plan& plan, const Work<C>& work, int head, int query) {
-  const View& view = plan.params.query;
-  return {view, work.offset_of_query(view, head, query), static_cast<int>(plan.params.head_dim),
-          plan.query_vectors};
+// Queries or keys, dO or values.
+struct Source {
+  const View& view;
+  int64_t columns;
+  bool vectors;
+};
+template <bool kOfQueries>
+__device__ __forceinline__ Source first_operand(const Plan& plan) {
+  const AttentionParams& p = plan.params;
+  if (kOfQueries) return {p.query, p.head_dim, plan.query_vectors};
+  return {p.key, p.head_dim, plan.key_vectors};
 }
-template <class C>
-__device__ __forceinline__ Matrix key_matrix(const Plan& plan, const Work<C>& work, int key) {
-  const View& view = plan.params.key;
-  return {view, work.offset_of_key(view, work.kv_head, key), static_cast<int>(plan.params.head_dim),
-          plan.key_vectors};
+template <bool kOfQueries>
+__device__ __forceinline__ Source second_operand(const Plan& plan) {
+  const AttentionParams& p = plan.params;
+  if (kOfQueries) return {plan.arguments.grad_out, p.value_dim, plan.grad_out_vectors};
+  return {p.value, p.value_dim, plan.value_vectors};
 }
+
 template <class C>
-__device__ __forceinline__ Matrix value_matrix(const Plan& plan, const Work<C>& work, int key) {
-  const View& view = plan.params.value;
-  return {view, work.offset_of_key(view, work.kv_head, key), static_cast<int>(plan.params.value_dim),
-          plan.value_vectors};
+__device__ __forceinline__ Matrix own_matrix(const Source& operand, const Work<C>& work) {
+  const auto* rows = work.template rows_of<C::kOwnsQueries>(operand.view);
+  return {rows, operand.view.stride[2], operand.columns, operand.vectors};
 }
+// `rows`: of the first head, as Work has them.
 template <class C>
-__device__ __forceinline__ Matrix grad_out_matrix(const Plan& plan, const Work<C>& work, int head,
-                                                  int query) {
-  const View& view = plan.arguments.grad_out;
-  return {view, work.offset_of_query(view, head, query), static_cast<int>(plan.params.value_dim),
-          plan.grad_out_vectors};
+__device__ __forceinline__ Matrix passing_matrix(const Source& operand, const Work<C>& work, const void* rows,
+                                                 int head) {
+  const auto* first = static_cast<const typename Element<C::kDType>::Storage*>(rows);
+  if (!C::kOwnsQueries) first += (head - work.head) * operand.view.stride[1];
+  return {first, operand.view.stride[2], operand.columns, operand.vectors};
 }
 
 // Starts to bring the numbers of a tile of queries.
@@ -78,7 +83,7 @@ __device__ __forceinline__ void start_statistics(const Plan& plan, const Work<C>
                                                  const SharedMemory<C>& shared, int head, int first_query) {
   const Statistics& statistics = plan.statistics;
   const int64_t at = work.first_statistic + head * statistics.queries + first_query;
-  const int chunk = ptx::opaque(static_cast<int>(threadIdx.x)) * 4;
+  const int chunk = this_thread<C>() * 4;
   static_assert(C::kQueries / 4 <= C::kThreads, "a chunk for each thread");
   if (chunk >= C::kQueries) return;
   ptx::copy_async_16(shared.shift() + chunk, statistics.shift + at + chunk, true);
@@ -91,14 +96,12 @@ template <class C>
 __device__ __forceinline__ bool load_own(const Plan& plan, const Work<C>& work,
                                          const SharedMemory<C>& shared) {
   const int row = work.first_row;
-  const Matrix first =
-      C::kOwnsQueries ? query_matrix(plan, work, work.head, row) : key_matrix(plan, work, row);
-  const Matrix second =
-      C::kOwnsQueries ? grad_out_matrix(plan, work, work.head, row) : value_matrix(plan, work, row);
   if (C::kOwnsQueries) start_statistics<C>(plan, work, shared, work.head, row);
-  bool special = load_tile<C, C::kRows>(first, work.rows, shared.own_first(), shared.own_first_flags());
+  bool special = load_tile<C, C::kRows>(own_matrix(first_operand<C::kOwnsQueries>(plan), work), row,
+                                        work.rows, shared.own_first(), shared.own_first_flags());
   if constexpr (C::kNeedsSecondDots) {
-    special |= load_tile<C, C::kRows>(second, work.rows, shared.own_second(), shared.own_second_flags());
+    special |= load_tile<C, C::kRows>(own_matrix(second_operand<C::kOwnsQueries>(plan), work), row, work.rows,
+                                      shared.own_second(), shared.own_second_flags());
   }
   return special;
 }
@@ -107,10 +110,10 @@ __device__ __forceinline__ bool load_own(const Plan& plan, const Work<C>& work,
 template <class C>
 __device__ __forceinline__ bool load_first(const Plan& plan, const Work<C>& work,
                                            const SharedMemory<C>& shared, Passing passing) {
-  const Matrix matrix = C::kOwnsQueries ? key_matrix(plan, work, passing.first)
-                                        : query_matrix(plan, work, passing.head, passing.first);
+  const Matrix matrix =
+      passing_matrix(first_operand<!C::kOwnsQueries>(plan), work, work.passing_first, passing.head);
   if (!C::kOwnsQueries) start_statistics<C>(plan, work, shared, passing.head, passing.first);
-  return load_tile<C, C::kColumns>(matrix, work.count(passing), shared.passing_first(),
+  return load_tile<C, C::kColumns>(matrix, passing.first, work.count(passing), shared.passing_first(),
                                    shared.passing_first_flags());
 }
 
@@ -118,9 +121,9 @@ __device__ __forceinline__ bool load_first(const Plan& plan, const Work<C>& work
 template <class C>
 __device__ __forceinline__ bool load_second(const Plan& plan, const Work<C>& work,
                                             const SharedMemory<C>& shared, Passing passing) {
-  const Matrix matrix = C::kOwnsQueries ? value_matrix(plan, work, passing.first)
-                                        : grad_out_matrix(plan, work, passing.head, passing.first);
-  return load_tile<C, C::kColumns>(matrix, work.count(passing), shared.passing_second(),
+  const Matrix matrix =
+      passing_matrix(second_operand<!C::kOwnsQueries>(plan), work, work.passing_second, passing.head);
+  return load_tile<C, C::kColumns>(matrix, passing.first, work.count(passing), shared.passing_second(),
                                    shared.passing_second_flags());
 }
 

@@ -1,6 +1,7 @@
 // What a block of the backward computes: which rows, against which columns of which heads.
 #pragma once
 
+#include "../../common/element.cuh"
 #include "../../common/sequence.cuh"
 #include "config.cuh"
 #include "plan.h"
@@ -34,7 +35,7 @@ struct Work {
   RowTile tile;
   int64_t own_statistic;  // of the tile's first row, where rows are queries
   int batch, kv_head;
-  int head, last_head;         // whose queries own or pass
+  int head, last_head;         // whose queries own or pass, the last before the first if nothing is seen
   int first_row;               // of the tile: query or key
   int rows;                    // of the tile that exist: none beyond a sequence's end
   int begin, end;              // columns that some row may see by its position
@@ -42,8 +43,10 @@ struct Work {
   int query_batch, key_batch;  // in tensors, see Sequence
   int first_query, first_key;
   int64_t query_offset;
-  int seen_begin, seen_end;  // see SeenKeys
-  int64_t first_statistic;   // of the first head, see Statistics
+  int seen_begin, seen_end;    // see SeenKeys
+  int64_t first_statistic;     // of the first head, see Statistics
+  const void* passing_first;   // of row 0 of kv_head or of `head`: keys or queries
+  const void* passing_second;  // values or dO
 
   __device__ __forceinline__ Work(const Plan& plan, const RowTile& own) {
     const AttentionParams& p = plan.params;
@@ -84,6 +87,9 @@ struct Work {
       begin = static_cast<int>(range.begin);
       end = static_cast<int>(range.end);
     }
+    passing_first = rows_of<!C::kOwnsQueries>(C::kOwnsQueries ? p.key : p.query);
+    passing_second = rows_of<!C::kOwnsQueries>(C::kOwnsQueries ? p.value : plan.arguments.grad_out);
+    if (begin >= end) last_head = head - 1;
     const SeenKeys seen = seen_keys(p, sequence);
     seen_begin = seen.begin;
     seen_end = seen.end;
@@ -97,9 +103,7 @@ struct Work {
     passing.first += C::kColumns;
     return passing.first < end ? passing : Passing{passing.head + 1, begin / C::kColumns * C::kColumns};
   }
-  __device__ __forceinline__ bool holds(Passing passing) const {
-    return begin < end && passing.head <= last_head;
-  }
+  __device__ __forceinline__ bool holds(Passing passing) const { return passing.head <= last_head; }
 
   // The query and the key of an element. Neither needs to exist.
   __device__ __forceinline__ int query(Passing passing, int row, int column) const {
@@ -111,6 +115,12 @@ struct Work {
   // Columns of a tile that exist.
   __device__ __forceinline__ int count(Passing passing) const {
     return min((C::kOwnsQueries ? keys : queries) - passing.first, C::kColumns);
+  }
+
+  template <bool kOfQueries>
+  __device__ __forceinline__ const void* rows_of(const View& view) const {
+    return static_cast<const typename Element<C::kDType>::Storage*>(view.data) +
+           (kOfQueries ? offset_of_query(view, head, 0) : offset_of_key(view, kv_head, 0));
   }
 
   // Where tensors hold a query of a head, or a key of a kv head.
