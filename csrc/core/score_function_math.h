@@ -153,7 +153,8 @@ inline T floor_divide(T a, T b) {
   return floor_divide_of(a, b);
 }
 
-// a * b + c, rounded once where that is one instruction: compilers may not merge products and sums by themselves.
+// a * b + c, rounded once where that is one instruction: compilers may not merge products and sums by
+// themselves.
 inline float multiply_add(float a, float b, float c) {
 #if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   return __builtin_fmaf(a, b, c);
