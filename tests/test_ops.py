@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import itertools
 from typing import Any
 
@@ -156,7 +157,8 @@ def test_every_operator_is_checked() -> None:
 
 
 def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The operators of exported graphs, which have gradients."""
+    """The operators of graphs, made of the library's: those with gradients, and that of block masks."""
+    importlib.import_module("selfattn_ext.integrations.flex_graphs")
     library = getattr(torch.ops, ops.NAMESPACE)
     query, key, value = (tensor.requires_grad_() for tensor in qkv(torch.float64, True))
     given = options(torch.float64)
@@ -164,16 +166,20 @@ def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         given[name].requires_grad_()
     scores, mask = torch.randn(2, 4, 5, 6, requires_grad=True), torch.randn(1, 1, 5, 6, requires_grad=True)
     wanted = {"return_weights": True, "return_lse": True}
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
+    indices = torch.tensor([[[[0, 1, 2], [2, 1, 0]]]], dtype=torch.int32)
     return [
         (library.attention_with_gradient.default, (query, key, value, 0.3), {}),
         (library.attention_with_gradient.default, (query, key, value, 0.3), {**given, **wanted}),
         (library.attention_scores_with_gradient.default, (query, key, 0.3), {}),
         (library.masked_softmax_with_gradient.default, (scores, 0.3), {"mask": mask, "is_causal": True}),
+        (library.block_map.default, (counts, indices, None, None), {}),
+        (library.block_map.default, (counts, indices, counts, indices), {}),
     ]
 
 
-@pytest.mark.parametrize("index", range(4))
-def test_opcheck_of_operators_with_gradients(index: int) -> None:
+@pytest.mark.parametrize("index", range(6))
+def test_opcheck_of_operators_of_graphs(index: int) -> None:
     operator, arguments, keywords = composed_calls()[index]
     torch.library.opcheck(operator, arguments, keywords)
 
