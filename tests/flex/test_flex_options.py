@@ -14,7 +14,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from functions import ALL, Functions, flex_attention, formula
-from test_flex_functions import exact, gradients, judge, mask_of, tensors
+from test_flex_functions import exact, gradients, judge, mask_of, size_of_terms, tensors
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, noop_mask
@@ -82,20 +82,32 @@ def test_pairs_of_options(pair: tuple[str, str]) -> None:
 
 
 def test_gradients_of_options() -> None:
+    """Those of the mask, the slopes and the sinks, beside those of what is learned."""
     sizes = (2, 2, 35, 41)
-    functions = ALL["relative_bias"](sizes, torch.float64)
-    given = tensors(sizes, torch.float64)
-    options = {
-        "attn_mask": torch.randn(2, 1, 35, 41, dtype=torch.float64, requires_grad=True),
-        "alibi_slopes": torch.rand(2, dtype=torch.float64, requires_grad=True),
-        "sinks": torch.randn(2, dtype=torch.float64, requires_grad=True),
-    }
-    results = []
-    for compute in (flex_attention, lambda q, k, v, f, **o: formula(q, k, v, functions, **o).out):
-        out = compute(*given, functions.score_mod, **options, softcap=2.0)
-        results.append(gradients(out, [*given, *options.values()], functions.learned))
-    for result, right in zip(*results, strict=True):
-        torch.testing.assert_close(result, right, rtol=1e-11, atol=1e-12)
+    functions = ALL["relative_bias"](sizes, torch.float32)
+    given = tensors(sizes, torch.float32)
+    shapes = {"attn_mask": (2, 1, 35, 41), "alibi_slopes": (2,), "sinks": (2,)}
+    options = {name: torch.rand(shape, requires_grad=True) for name, shape in shapes.items()}
+
+    def results(compute: Any, dtype: torch.dtype) -> list[Tensor]:
+        of_call = [tensor.detach().to(dtype).requires_grad_() for tensor in given]
+        named = {name: tensor.detach().to(dtype).requires_grad_() for name, tensor in options.items()}
+        out = compute(*of_call, **named, softcap=2.0)
+        return gradients(out, [*of_call, *named.values()], functions.learned)
+
+    found = results(
+        lambda *given, **named: flex_attention(*given, functions.score_mod, **named), torch.float32
+    )
+    exactly, peer = (
+        results(lambda *given, **named: formula(*given, functions, **named).out, dtype)
+        for dtype in (torch.float64, torch.float32)
+    )
+    terms = size_of_terms(given, functions, alibi_slopes=options["alibi_slopes"].detach().double())
+    for index, (result, right, other) in enumerate(zip(found, exactly, peer, strict=True)):
+        of_sum = (
+            max(float(right.abs().max()), terms / right.numel()) if index > 2 else float(right.abs().max())
+        )
+        assert_accurate(f"gradient {index}", result, right, other, of_sum)
 
 
 def test_dropout_has_the_pattern_of_plain_attention() -> None:
@@ -133,12 +145,17 @@ def test_statistics() -> None:
     torch.testing.assert_close(
         gradients(lse, given[:2], functions.learned), gradients(right.lse, given[:2], functions.learned)
     )
+    functions = ALL["conjunction"](sizes, torch.float32)
     for dtype in (torch.bfloat16, torch.float32):
-        aux = flex_attention(
-            *(t.detach().to(dtype) for t in given), functions.score_mod, mask, return_aux=request
-        )[1]
+        rounded = [tensor.detach().to(dtype) for tensor in given]
+        aux = flex_attention(*rounded, functions.score_mod, mask, return_aux=request)[1]
         assert aux.lse.dtype == aux.max_scores.dtype == torch.float32
-        torch.testing.assert_close(aux.max_scores.double(), largest, rtol=0.03, atol=0.03)
+        exactly, peer = (
+            formula(*(tensor.to(of) for tensor in rounded), functions)
+            for of in (torch.float64, torch.float32)
+        )
+        largest, other = (result.lse + result.weights.amax(-1).log() for result in (exactly, peer))
+        assert_accurate("max_scores", aux.max_scores, largest.detach(), other.detach())
 
 
 def test_what_is_hidden_may_be_nan() -> None:
