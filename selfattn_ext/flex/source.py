@@ -8,7 +8,7 @@ Note [Levels]
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -47,6 +47,18 @@ class Function:
     grad_loads: Sequence[tuple[int, Load, Node]]
     tensors: Sequence[torch.Tensor]
     numbers: Sequence[Number]
+
+
+_POSITION = (
+    "const int32_t batch = static_cast<int32_t>(tile->batch), head = static_cast<int32_t>(tile->head);"
+)
+#: Begins the innermost loop.
+_OVER_QUERIES = (
+    "VECTOR_LOOP",
+    "for (int64_t i = 0; i < count; ++i) {",
+    "const int32_t query = first_query + static_cast<int32_t>(i);",
+    "(void)query;",
+)
 
 
 class _Body:
@@ -150,10 +162,11 @@ class _Body:
         strides = [f"stride{tensor}_{dimension}" for dimension in range(len(load.args))]
         return f"data{tensor}[{self.offset(load, strides, self.level(load))}]"
 
-    def tensors_text(self, used: Iterable[int]) -> list[str]:
-        """Declarations of what is known about tensors."""
-        lines = []
-        for number in used:
+    def beginning(self, *others: int) -> list[str]:
+        """What comes before all loops, with what is known of the tensors that are read, and of ``others``."""
+        lines = [_POSITION, "(void)batch, (void)head, (void)inputs;"]
+        read = {self.position[id(node.tensor)] for node in self.names if isinstance(node, Load)}
+        for number in sorted(read.union(others)):
             tensor = self.function.tensors[number]
             stored = _STORED.get(tensor.dtype, C_TYPES[tensor.dtype])
             lines.append(
@@ -166,7 +179,31 @@ class _Body:
                         f"const {self.index} {what}{number}_{dimension} = "
                         f"static_cast<{self.index}>(inputs->tensors[{number}].{what}[{dimension}]);"
                     )
-        return lines
+        return [*lines, *self.statements[_TILE]]
+
+    def queries_at_once(self) -> list[str]:
+        """Begins the loop over parts of the tile's queries."""
+        return [
+            "for (int64_t first = 0; first < tile->queries; first += kAtOnce) {",
+            "const int64_t count = tile->queries - first < kAtOnce ? tile->queries - first : kAtOnce;",
+            "const int32_t first_query = static_cast<int32_t>(tile->first_query + first);",
+            "(void)first_query;",
+            *self.arrays,
+        ]
+
+    def loop_over_queries(self) -> list[str]:
+        """All that depends on queries alone."""
+        return [*_OVER_QUERIES, *self.statements[_QUERY], "}"] if self.statements[_QUERY] else []
+
+    def loop_over_keys(self) -> list[str]:
+        """Begins the loop over the tile's keys."""
+        return [
+            "for (int64_t j = 0; j < tile->keys; ++j) {",
+            "const int32_t key = static_cast<int32_t>(tile->first_key + j);",
+            "(void)key;",
+            *self.statements[_KEY],
+            "const int64_t row = j * tile->stride + first;",
+        ]
 
 
 def _extent(tensor: torch.Tensor) -> int:
@@ -182,38 +219,20 @@ def _text(function: Function, name: str, results: dict[str, Node], ending: list[
     body = _Body(function)
     known = [f"const auto {key} = {body.use(node, _PAIR)};" for key, node in results.items()]
     beside = [body.beside[level] for level in range(4)]
-    used = sorted({body.position[id(node.tensor)] for node in body.names if isinstance(node, Load)})
     if beside[_QUERY]:
         body.arrays.append("bool beside_query[kAtOnce];")
         body.statements[_QUERY].append(f"beside_query[i] = {' | '.join(beside[_QUERY])};")
     flags = [*beside[_PAIR], *(["beside_query[i]"] if beside[_QUERY] else []), *beside[_KEY], *beside[_TILE]]
     lines = [
         f"void {name}({arguments}) {{",
-        "const int32_t batch = static_cast<int32_t>(tile->batch), head = static_cast<int32_t>(tile->head);",
-        "(void)batch, (void)head, (void)inputs;",
-        *body.tensors_text(used),
-        *body.statements[_TILE],
+        *body.beginning(),
         "int32_t beside_any = 0;",
-        "for (int64_t first = 0; first < tile->queries; first += kAtOnce) {",
-        "const int64_t count = tile->queries - first < kAtOnce ? tile->queries - first : kAtOnce;",
-        "const int32_t first_query = static_cast<int32_t>(tile->first_query + first);",
-        "(void)first_query;",
-        *body.arrays,
+        *body.queries_at_once(),
     ]
-    if body.statements[_QUERY]:
-        lines += ["VECTOR_LOOP", "for (int64_t i = 0; i < count; ++i) {"]
-        lines += ["const int32_t query = first_query + static_cast<int32_t>(i);", "(void)query;"]
-        lines += [*body.statements[_QUERY], "}"]
+    lines += body.loop_over_queries()
     lines += [
-        "for (int64_t j = 0; j < tile->keys; ++j) {",
-        "const int32_t key = static_cast<int32_t>(tile->first_key + j);",
-        "(void)key;",
-        *body.statements[_KEY],
-        "const int64_t row = j * tile->stride + first;",
-        "VECTOR_LOOP",
-        "for (int64_t i = 0; i < count; ++i) {",
-        "const int32_t query = first_query + static_cast<int32_t>(i);",
-        "(void)query;",
+        *body.loop_over_keys(),
+        *_OVER_QUERIES,
         *ending[:1],
         *body.statements[_PAIR],
         *known,
@@ -300,30 +319,19 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
     ]
     place = body.offset(load, strides, level)
     value = body.use(gradient, _PAIR)
-    used = sorted(
-        {tensor, *(body.position[id(node.tensor)] for node in body.names if isinstance(node, Load))}
-    )
     value = cast(value, gradient.dtype, torch.float64)
     lines = [
         f"void add_captured_{index}({_ARGUMENTS}, const void* before, const void* gradient,",
         "                    double* const* sums) {",
         f"double* const to = sums[{tensor}];",
         "if (to == nullptr) return;",
-        "const int32_t batch = static_cast<int32_t>(tile->batch), head = static_cast<int32_t>(tile->head);",
-        "(void)batch, (void)head, (void)inputs;",
-        *body.tensors_text(used),
-        *body.statements[_TILE],
+        *body.beginning(tensor),
     ]
-    where = "place_at"
     offset_line = f"const {body.index} place_at = {place};"
     if level == _TILE:
         lines.append(offset_line)
     lines += [
-        "for (int64_t first = 0; first < tile->queries; first += kAtOnce) {",
-        "const int64_t count = tile->queries - first < kAtOnce ? tile->queries - first : kAtOnce;",
-        "const int32_t first_query = static_cast<int32_t>(tile->first_query + first);",
-        "(void)first_query;",
-        *body.arrays,
+        *body.queries_at_once(),
     ]
     gathered = level in (_TILE, _QUERY)
     if gathered:
@@ -331,16 +339,9 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
     if level == _QUERY:
         lines.append(f"{body.index} places[kAtOnce];")
         body.statements[_QUERY] += [offset_line, "places[i] = place_at;"]
-    if body.statements[_QUERY]:
-        lines += ["VECTOR_LOOP", "for (int64_t i = 0; i < count; ++i) {"]
-        lines += ["const int32_t query = first_query + static_cast<int32_t>(i);", "(void)query;"]
-        lines += [*body.statements[_QUERY], "}"]
+    lines += body.loop_over_queries()
     lines += [
-        "for (int64_t j = 0; j < tile->keys; ++j) {",
-        "const int32_t key = static_cast<int32_t>(tile->first_key + j);",
-        "(void)key;",
-        *body.statements[_KEY],
-        "const int64_t row = j * tile->stride + first;",
+        *body.loop_over_keys(),
     ]
     if level == _KEY:
         lines += [offset_line, "double partial[kAtOnce] = {};"]
@@ -348,10 +349,7 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
         lines += [f"{body.index} places[kAtOnce];", "double partial[kAtOnce];"]
         body.statements[_PAIR] += [offset_line, "places[i] = place_at;"]
     lines += [
-        "VECTOR_LOOP",
-        "for (int64_t i = 0; i < count; ++i) {",
-        "const int32_t query = first_query + static_cast<int32_t>(i);",
-        "(void)query;",
+        *_OVER_QUERIES,
         f"const {kind} score = static_cast<const {kind}*>(before)[row + i]; (void)score;",
         f"const {kind} grad = static_cast<const {kind}*>(gradient)[row + i];",
         *body.statements[_PAIR],
@@ -362,11 +360,11 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
     if level == _PAIR:
         lines += ["for (int64_t i = 0; i < count; ++i) to[places[i]] += partial[i];", "}"]
     elif level == _KEY:
-        lines += [f"to[{where}] += sum_of(partial, count);", "}"]
+        lines += ["to[place_at] += sum_of(partial, count);", "}"]
     elif level == _QUERY:
         lines += ["}", "for (int64_t i = 0; i < count; ++i) to[places[i]] += partial[i];"]
     else:
-        lines += ["}", f"to[{where}] += sum_of(partial, count);"]
+        lines += ["}", "to[place_at] += sum_of(partial, count);"]
     lines += ["}", "}"]
     return "\n".join(lines)
 
