@@ -313,10 +313,8 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
     body = _Body(function)
     level = body.level(load)
     sizes = function.tensors[tensor].shape
-    strides = [
-        " * ".join(["1", *(f"size{tensor}_{d}" for d in range(dimension + 1, len(sizes)))])
-        for dimension in range(len(sizes))
-    ]
+    behind = (range(dimension + 1, len(sizes)) for dimension in range(len(sizes)))
+    strides = [" * ".join(["1", *(f"size{tensor}_{d}" for d in of)]) for of in behind]
     place = body.offset(load, strides, level)
     value = body.use(gradient, _PAIR)
     value = cast(value, gradient.dtype, torch.float64)
@@ -333,8 +331,7 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
     lines += [
         *body.queries_at_once(),
     ]
-    gathered = level in (_TILE, _QUERY)
-    if gathered:
+    if level in (_TILE, _QUERY):
         lines.append("double partial[kAtOnce] = {};")
     if level == _QUERY:
         lines.append(f"{body.index} places[kAtOnce];")
