@@ -90,6 +90,7 @@ def attention(
     compute_dtype: torch.dtype | None = None,
     first_batch: int = 0,
     score_function: Callable[[Tensor], Tensor] | None = None,
+    visible: Tensor | None = None,
 ) -> AttentionResult:
     """Exact attention by the formula of this module.
 
@@ -99,7 +100,8 @@ def attention(
     is an int64 tensor of one element. ``compute_dtype`` replaces the accumulation dtype, to see what a
     formula written without care for 16-bit inputs would give. ``first_batch`` is the number that dropout
     counts the first batch element as. ``score_function`` is given all scores (..., H, L, S) and returns
-    others. Returns out and weights in the query's dtype, lse in the computation's.
+    others. ``visible``, bool and broadcastable to them, hides beside attn_mask. Returns out and weights in
+    the query's dtype, lse in the computation's.
     """
     if query.dim() == 2:
         result = attention(
@@ -119,6 +121,7 @@ def attention(
             compute_dtype=compute_dtype,
             first_batch=first_batch,
             score_function=score_function,
+            visible=visible,
         )
         return AttentionResult(*(part.squeeze(0) for part in result))
 
@@ -139,7 +142,7 @@ def attention(
         device=q.device,
     )
     shown, bias = _split_mask(attn_mask, dtype)
-    seen = _both(seen, shown)
+    seen = _both(_both(seen, shown), visible)
     # Once 0 * NaN can arise, the products must leave hidden pairs out one by one.
     apart = None if seen is None or _all_finite(q, k, v) else seen
 
@@ -178,6 +181,8 @@ def varlen_attention(
     query_offset: int | Tensor = 0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
+    score_function: Callable[[Tensor, int], Tensor] | None = None,
+    visible: Callable[[int, int, int], Tensor] | None = None,
     **options: Any,
 ) -> AttentionResult:
     """The same for sequences packed one behind the other: :func:`attention` of each, one after the other.
@@ -185,8 +190,10 @@ def varlen_attention(
     Shapes: query (total_q, H, E), key (total_k, Hk, E), value (total_k, Hk, Ev); sequence b has the rows
     from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. attn_mask is broadcastable to (B, H, max_seqlen_q,
     max_seqlen_k), or there is one for each sequence; alibi_slopes and sinks are (H,) or (B | 1, H),
-    query_offset an int or (B,). The other options are those of :func:`attention`. Returns out (total_q, H,
-    Ev), weights (B, H, max_seqlen_q, max_seqlen_k) and lse (H, total_q); rows of no sequence have 0 and -inf.
+    query_offset an int or (B,). ``score_function`` is given the scores (H, L, S) of a sequence and its
+    number, ``visible`` its number, L and S. The other options are those of :func:`attention`. Returns out
+    (total_q, H, Ev), weights (B, H, max_seqlen_q, max_seqlen_k) and lse (H, total_q); rows of no sequence
+    have 0 and -inf.
     """
     starts_q, starts_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
     batch = len(starts_q) - 1
@@ -204,6 +211,8 @@ def varlen_attention(
             alibi_slopes=_numbers_of_sequence(alibi_slopes, b),
             sinks=_numbers_of_sequence(sinks, b),
             first_batch=b,
+            score_function=None if score_function is None else lambda scores, b=b: score_function(scores, b),
+            visible=None if visible is None else visible(b, q.size(1), k.size(1)),
             **options,
         )
         outs.append(result.out.transpose(0, 1))

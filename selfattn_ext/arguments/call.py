@@ -70,6 +70,8 @@ class PackedCall(NamedTuple):
     max_seqlen_k: int
     seqused_k: OptionalTensor
     block_table: OptionalTensor
+    score_mod: Any
+    mask_mod: Any
     options: AttentionOptions
 
 
@@ -84,4 +86,6 @@ class KVCacheCall(NamedTuple):
     cache_seqlens: int | Tensor | None
     block_table: OptionalTensor
     layout: str | None
+    score_mod: Any
+    mask_mod: Any
     options: AttentionOptions

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -100,9 +100,12 @@ def formula(
     tensors: Tensors,
     scale: float,
     keywords: Keywords,
-    score_function: Callable[[Tensor], Tensor] | None = None,
+    score_function: Callable[..., Tensor] | None = None,
+    visible: Any = None,
 ) -> reference.AttentionResult:
-    """The same attention by the formula of :mod:`selfattn_ext.reference`."""
+    """The same attention by the formula of :mod:`selfattn_ext.reference`; the last two are as the function
+    there takes them that is for one batch or for packed sequences.
+    """
     query, key, value, mask, slopes, sinks, seed = tensors
     options: Keywords = {
         "scale": scale,
@@ -115,6 +118,7 @@ def formula(
         "dropout_p": keywords.get("dropout_p", 0.0),
         "dropout_seed": seed,
         "score_function": score_function,
+        "visible": visible,
     }
     if not is_packed(keywords):
         return reference.attention(query, key, value, mask, **options)

@@ -25,10 +25,12 @@ from ..arguments import (
     AttentionOptions,
     Keywords,
     OptionalTensor,
+    Prepared,
     Tensors,
     call_checks,
     keywords_of,
     prepare,
+    shapes,
 )
 from ..attend import attend, dropout_seed
 from ..autograd import operator_calls
@@ -118,9 +120,11 @@ def flex_attention(
         query_offset, return_weights, wants_lse,
     )  # fmt: skip
     _check(query, key, value, score_mod, block_mask, enable_gqa, return_lse, return_aux)
-    functions = _Functions(score_mod, None if block_mask is None else block_mask.mask_mod, block_mask)
+    functions = Functions(score_mod, None if block_mask is None else block_mask.mask_mod, block_mask)
     call = AttentionCall(query, key, value, options)
-    results = attend(call, lambda given: _computed(given, functions), call_checks.attention)
+    results = attend(
+        call, lambda given: with_functions(prepare(given), options, functions), call_checks.attention
+    )
     if return_aux is None:
         return results
     out, *rest = results if isinstance(results, tuple) else (results,)
@@ -131,10 +135,12 @@ def flex_attention(
     return (out, *rest[:1], aux) if return_weights else (out, aux)
 
 
-class _Functions(NamedTuple):
+class Functions(NamedTuple):
+    """What a call has beside the options."""
+
     score_mod: Callable[..., Any] | None
     mask_mod: Callable[..., Any] | None
-    block_mask: Any
+    block_mask: Any = None
 
 
 def _check(
@@ -158,14 +164,11 @@ def _check(
             f"query has {query.size(1)} heads and key has {key.size(1)}: enable_gqa=True lets heads share"
             " them"
         )
-    if score_mod is not None and not callable(score_mod):
-        raise TypeError(f"score_mod must be a function, but it is {type(score_mod).__name__}")
+    check_functions(query, score_mod)
     if return_lse and return_aux is not None:
         raise ValueError(
             "return_lse and return_aux must not be given both; return_aux=AuxRequest(lse=True) asks for it"
         )
-    if query.device.type != "cpu":
-        raise ValueError(f"flex_attention computes on the CPU, but query is on {query.device}")
     if block_mask is not None:
         if not hasattr(block_mask, "kv_num_blocks"):
             raise TypeError(
@@ -173,6 +176,20 @@ def _check(
                 f"{type(block_mask).__name__}"
             )
         block_masks.check_size(block_mask, query, key)
+
+
+def check_functions(query: Tensor, score_mod: Any, mask_mod: Any = None) -> None:
+    """Raises ValueError or TypeError unless these are functions, or None, and are computed there."""
+    if hasattr(mask_mod, "kv_num_blocks"):
+        raise TypeError(
+            "mask_mod must be a function, but it is a BlockMask, whose blocks are those of one pair of "
+            "lengths: pass its mask_mod"
+        )
+    for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
+        if function is not None and not callable(function):
+            raise TypeError(f"{name} must be a function, but it is {type(function).__name__}")
+    if isinstance(query, Tensor) and query.device.type != "cpu":
+        raise ValueError(f"functions of scores are computed on the CPU, but query is on {query.device}")
 
 
 class Call(NamedTuple):
@@ -187,15 +204,17 @@ class Call(NamedTuple):
     block_size: tuple[int, int] | None
 
 
-def _computed(call: AttentionCall, functions: _Functions) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
-    want_weights, want_lse = call.options.return_weights, call.options.return_lse
-    out, weights, lse, _ = _all_results(call, functions)
-    return out, weights if want_weights else None, lse if want_lse else None
+def with_functions(prepared: Prepared, options: AttentionOptions, functions: Functions) -> shapes.Results:
+    """Differentiable attention of a batch or of packed sequences."""
+    out, weights, lse, _ = _all_results(prepared, options, functions)
+    form = prepared[3]
+    results = out, weights if options.return_weights else None, lse if options.return_lse else None
+    return shapes.restored(form, *results) if form.packed else results
 
 
-def _all_results(call: AttentionCall, functions: _Functions) -> tuple[Any, ...]:
+def _all_results(prepared: Prepared, options: AttentionOptions, functions: Functions) -> tuple[Any, ...]:
     """out, and what there is of weights, lse and row_max."""
-    tensors, scale, keywords, _ = prepare(call)
+    tensors, scale, keywords, _ = prepared
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(tensors.query))
     blocks = size = None
@@ -209,12 +228,11 @@ def _all_results(call: AttentionCall, functions: _Functions) -> tuple[Any, ...]:
         return (*formula.at_once(in_python), None)
     try:
         traced = trace(*functions[:2], dtype, device, requires_grad)
-        wants = call.options.return_weights, call.options.return_lse
+        wants = options.return_weights, options.return_lse
         whole = Call(scale, keywords, *wants, traced, blocks, size)
-        if traced.function.score.op != "score" or traced.function.mask is not None:
-            keywords["score_function"] = compiler.load(source_of(traced.function))
+        keywords |= loaded(traced)
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
-        _warn(reason)
+        warn(reason)
         return (*formula.in_rows(in_python), None)
     if torch.is_grad_enabled() and (requires_grad or any(traced.wanted())):
         results = _FlexAttention.apply(*tensors, *traced.tensors, whole)
@@ -226,12 +244,22 @@ def _all_results(call: AttentionCall, functions: _Functions) -> tuple[Any, ...]:
 _warned: set[str] = set()
 
 
-def _warn(reason: Exception) -> None:
+def loaded(traced: Traced) -> Keywords:
+    """The keyword that names recorded functions to the operators, compiled and loaded.
+
+    None for those that do nothing.
+    """
+    if traced.function.score.op == "score" and traced.function.mask is None:
+        return {}
+    return {"score_function": compiler.load(source_of(traced.function))}
+
+
+def warn(reason: Exception) -> None:
     text = str(reason)
     if text not in _warned:
         _warned.add(text)
         warnings.warn(
-            f"selfattn_ext.flex_attention does not compile this function: {text.rstrip('.')}. torch computes "
+            f"selfattn_ext does not compile this function: {text.rstrip('.')}. torch computes "
             "it in parts, which takes longer",
             stacklevel=_frames_of_this_package(),
         )
@@ -249,13 +277,17 @@ def _frames_of_this_package() -> int:
 
 def _merged(tensors: Tensors, call: Call, captured: Sequence[Tensor]) -> Keywords:
     merged = dict(keywords_of(tensors, call.keywords))
-    if "score_function" in merged and captured:
-        merged["captured"] = list(captured)
-    if "score_function" in merged and call.traced.numbers:
-        merged["captured_numbers"] = call.traced.numbers
+    if "score_function" in merged:
+        merged |= inputs_of(call.traced, captured)
     if call.blocks is not None:
         merged["block_map"], merged["block_size"] = call.blocks, list(call.block_size or ())
     return merged
+
+
+def inputs_of(traced: Traced, captured: Sequence[Tensor]) -> Keywords:
+    """The keywords of what a loaded function reads, beside scores."""
+    given = {"captured": list(captured), "captured_numbers": traced.numbers}
+    return {name: read for name, read in given.items() if read}
 
 
 def _forward(tensors: Tensors, call: Call, captured: Sequence[Tensor]) -> tuple[Any, ...]:
@@ -336,13 +368,15 @@ def _captured_gradients(
     ]
 
 
-def _largest_scores(call: AttentionCall, functions: _Functions) -> Tensor:
+def _largest_scores(call: AttentionCall, functions: Functions) -> Tensor:
     """(B, H, L), the largest score of each query. 16-bit kernels need not know it: those of float32 do."""
     dtype = accumulation_dtype(call.query.dtype)
     query, key, value = (tensor.detach().to(dtype) for tensor in (call.query, call.key, call.value[..., :0]))
     options = call.options._replace(dropout_p=0.0, sinks=None, return_weights=False)
     with torch.no_grad():
-        _, weights, lse, largest = _all_results(AttentionCall(query, key, value, options), functions)
+        _, weights, lse, largest = _all_results(
+            prepare(AttentionCall(query, key, value, options)), options, functions
+        )
         if largest is None:
             largest = lse + torch.log(weights.amax(-1))
     return largest

@@ -65,11 +65,12 @@ def check_size(block_mask: Any, query: Tensor, key: Tensor) -> None:
 
 
 def visible_blocks(
-    blocks: Tensor, block_size: tuple[int, int], length: int, keys: int
+    blocks: Tensor, block_size: tuple[int, int], queries: Tensor, keys: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """Whether a score's block is visible, and whether it is full: bool (B | 1, H | 1, L, S)."""
-    rows = torch.arange(length, device=blocks.device) // block_size[0]
-    columns = torch.arange(keys, device=blocks.device) // block_size[1]
+    """Whether the blocks of the scores of these queries and keys are visible, and whether they are full: bool
+    (B | 1, H | 1, L, S).
+    """
+    rows, columns = queries // block_size[0], keys // block_size[1]
     inside = (rows < blocks.size(-2)).unsqueeze(-1) & (columns < blocks.size(-1))
     rows, columns = rows.clamp(max=blocks.size(-2) - 1), columns.clamp(max=blocks.size(-1) - 1)
     each = blocks[..., rows.unsqueeze(-1), columns]

@@ -4,6 +4,7 @@ derivatives exist, and the way where a function cannot be compiled.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from ..arguments import Keywords, OptionalTensor, Tensors
+from ..arguments import Keywords, OptionalTensor, Tensors, is_packed
 from ..arguments import formula as plain_formula
 from ..reference import AttentionResult, accumulation_dtype
 from .block_masks import visible_blocks
@@ -28,39 +29,49 @@ _SCORES_AT_ONCE = 1 << 24
 ScoreMod = Callable[..., Any]
 
 
+#: Where scores stand: the indices that functions are called with, each along a dimension of its own.
+Places = dict[str, Tensor]
+
+
+class _OfAllScores(NamedTuple):
+    """The functions of a call, for all scores of some places at once."""
+
+    score: Callable[[Tensor, Places], Tensor] | None
+    visible: Callable[[Places], Tensor] | None
+
+
 def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> AttentionResult:
     """A call whose functions have been recorded, with these captured tensors in place of the recorded."""
     function = call.traced.function
-    batch, heads, length = tensors.query.shape[:3]
-    keys = tensors.key.size(2)
-    indices = _indices(batch, heads, length, keys, tensors.query.device)
     position = {id(tensor): index for index, tensor in enumerate(function.tensors)}
-    values: dict[Node, Tensor] = {}
-    for node in call.traced.inputs():
-        if node.op in indices:
-            values[node] = indices[node.op]
 
-    def element(load: Load) -> Tensor:
+    def known(places: Places) -> dict[Node, Tensor]:
+        return {node: places[node.op] for node in call.traced.inputs() if node.op in places}
+
+    def element(load: Load, values: dict[Node, Tensor]) -> Tensor:
         tensor = captured[position[id(load.tensor)]]
-        places = []
+        at = []
         for index, size in zip(load.args, tensor.shape, strict=True):
             # As in the kernels: what a hidden score reads is nobody's business.
-            places.append(replay(index, values, element).long().clamp(-size, size - 1))
-        return torch.ops.aten.index(tensor, places) if places else tensor
+            at.append(_replayed(index, values).long().clamp(-size, size - 1))
+        return torch.ops.aten.index(tensor, at) if at else tensor
 
-    def modified(scores: Tensor) -> Tensor:
-        known = {node: scores for node in call.traced.inputs() if node.op == "score"}
-        return _full(replay(function.score, {**values, **known}, element), scores)
+    def _replayed(node: Node, values: dict[Node, Tensor]) -> Tensor:
+        return replay(node, values, lambda load: element(load, values))
 
-    visible = None
-    if function.mask is not None:
-        visible = replay(function.mask, dict(values), element).bool()
-    if call.blocks is not None:
-        assert call.block_size is not None
-        seen, full = visible_blocks(call.blocks, call.block_size, length, keys)
-        visible = seen if visible is None else seen & (full | visible)
-    modify = None if function.score.op == "score" else modified
-    return _attention(tensors, call.scale, call.keywords, modify, visible)
+    def modified(scores: Tensor, places: Places) -> Tensor:
+        given = {node: scores for node in call.traced.inputs() if node.op == "score"}
+        changed = _replayed(function.score, {**known(places), **given})
+        return changed.to(accumulation_dtype(scores.dtype)).expand_as(scores)
+
+    def shown(places: Places) -> Tensor:
+        assert function.mask is not None
+        return _replayed(function.mask, known(places)).bool()
+
+    functions = _OfAllScores(
+        None if function.score.op == "score" else modified, None if function.mask is None else shown
+    )
+    return _attention(tensors, call, functions)
 
 
 def gradients(
@@ -104,17 +115,17 @@ class PythonCall(NamedTuple):
 
 def at_once(call: PythonCall) -> AttentionResult:
     """A call by the formula, differentiable in every mode and under torch.func."""
-    return _rows(call, 0, call.tensors.query.size(2))
+    return _attention(call.tensors, call, _python(call))
 
 
 def in_rows(call: PythonCall) -> AttentionResult:
     """The same, some queries at a time; gradients compute them again.
 
-    With dropout, whose pattern counts queries, all at once.
+    With dropout, whose pattern counts queries, all at once, and one packed sequence after the other.
     """
     batch, heads, length = call.tensors.query.shape[:3]
     at_a_time = max(_SCORES_AT_ONCE // max(batch * heads * call.tensors.key.size(2), 1), 1)
-    if "dropout_p" in call.keywords or length <= at_a_time:
+    if "dropout_p" in call.keywords or length <= at_a_time or is_packed(call.keywords):
         return at_once(call)
     parts = [
         checkpoint(_rows, call, first, min(at_a_time, length - first), use_reentrant=False)
@@ -125,15 +136,23 @@ def in_rows(call: PythonCall) -> AttentionResult:
 
 def _rows(call: PythonCall, first: int, count: int) -> AttentionResult:
     """Queries first .. first + count - 1."""
-    tensors, score_mod, mask_mod = call.tensors, call.score_mod, call.mask_mod
-    batch, heads, length = tensors.query.shape[:3]
-    keys = tensors.key.size(2)
-    at = [index.flatten() for index in _indices(batch, heads, length, keys, tensors.query.device).values()]
-    at[2] = at[2][first : first + count]
+    mask = call.tensors.mask
+    if mask is not None and mask.size(2) > 1:
+        mask = mask[:, :, first : first + count]
+    part = call.tensors._replace(query=call.tensors.query[:, :, first : first + count], mask=mask)
+    moved = {**call.keywords, "query_offset": call.keywords.get("query_offset", 0) + first}
+    return _attention(part, call._replace(keywords=moved), _python(call), first)
 
-    def modified(scores: Tensor) -> Tensor:
+
+def _python(call: PythonCall) -> _OfAllScores:
+    score_mod, mask_mod = call.score_mod, call.mask_mod
+
+    def modified(scores: Tensor, places: Places) -> Tensor:
         assert score_mod is not None
-        changed = _mapped(score_mod, True)(scores, *at)
+        if scores.numel() == 0:
+            return scores  # of which vmap makes no function
+        with Indexing():
+            changed = _mapped(score_mod, True)(scores, *(index.flatten() for index in places.values()))
         if changed.shape != scores.shape:
             raise ValueError(
                 "a function of scores must return one number for one score, but it returned a tensor of "
@@ -141,46 +160,69 @@ def _rows(call: PythonCall, first: int, count: int) -> AttentionResult:
             )
         return changed.to(scores.dtype)
 
-    with Indexing():
-        visible = None if mask_mod is None else _mapped(mask_mod, False)(*at)
-        if call.blocks is not None:
-            assert call.block_size is not None
-            of_blocks = visible_blocks(call.blocks, call.block_size, length, keys)
-            seen, full = (each[..., first : first + count, :] for each in of_blocks)
-            visible = seen if visible is None else seen & (full | visible)
-        mask = tensors.mask
-        if mask is not None and mask.size(2) > 1:
-            mask = mask[:, :, first : first + count]
-        part = tensors._replace(query=tensors.query[:, :, first : first + count], mask=mask)
-        moved = {**call.keywords, "query_offset": call.keywords.get("query_offset", 0) + first}
-        return _attention(part, call.scale, moved, None if score_mod is None else modified, visible)
+    def shown(places: Places) -> Tensor:
+        assert mask_mod is not None
+        sizes = [index.numel() for index in places.values()]
+        if 0 in sizes:
+            return torch.ones(sizes, dtype=torch.bool, device=places["batch"].device)
+        with Indexing():
+            return _mapped(mask_mod, False)(*(index.flatten() for index in places.values()))
+
+    return _OfAllScores(None if score_mod is None else modified, None if mask_mod is None else shown)
 
 
 def _attention(
-    tensors: Tensors, scale: float, keywords: Keywords, modify: ScoreMod | None, visible: OptionalTensor
+    tensors: Tensors, call: Call | PythonCall, functions: _OfAllScores, first: int = 0
 ) -> AttentionResult:
-    if visible is not None:
-        mask = tensors.mask
-        if mask is None or mask.dtype == torch.bool:
-            tensors = tensors._replace(mask=visible if mask is None else mask & visible)
-        else:
-            tensors = tensors._replace(mask=torch.where(visible, mask, -torch.inf))
-    return plain_formula(tensors, scale, keywords, modify)
+    """Of a batch, whose query 0 is number ``first``, or of packed sequences one after the other."""
+    query, key = tensors.query, tensors.key
+    batch, heads, length = query.shape[:3]
+
+    def visible(places: Places) -> OptionalTensor:
+        shown = None if functions.visible is None else functions.visible(places)
+        if call.blocks is None:
+            return shown
+        assert call.block_size is not None
+        rows, columns = places["q_idx"].flatten(), places["kv_idx"].flatten()
+        seen, full = visible_blocks(call.blocks, call.block_size, rows, columns)
+        return seen if shown is None else seen & (full | shown)
+
+    if not is_packed(call.keywords):
+        places = _places(0, batch, heads, first, length, key.size(2), query.device)
+        modify = functions.score and functools.partial(functions.score, places=places)
+        return plain_formula(tensors, call.scale, call.keywords, modify, visible(places))
+
+    def of_sequence(number: int, length: int, keys: int) -> Places:
+        return _places(number, 1, heads, 0, length, keys, query.device)
+
+    def modified(scores: Tensor, number: int) -> Tensor:
+        assert functions.score is not None
+        return functions.score(scores.unsqueeze(0), of_sequence(number, *scores.shape[1:])).squeeze(0)
+
+    def shown(number: int, length: int, keys: int) -> Tensor:
+        assert functions.visible is not None
+        return functions.visible(of_sequence(number, length, keys)).squeeze(0)
+
+    return plain_formula(
+        tensors, call.scale, call.keywords, functions.score and modified, functions.visible and shown
+    )
 
 
-def _indices(batch: int, heads: int, length: int, keys: int, device: torch.device) -> dict[str, Tensor]:
-    """The indices that functions are called with, each along a dimension of its own."""
-    sizes = {"batch": batch, "head": heads, "q_idx": length, "kv_idx": keys}
+def _places(
+    first_batch: int, batch: int, heads: int, first: int, length: int, keys: int, device: torch.device
+) -> Places:
+    ranges = {
+        "batch": (first_batch, batch),
+        "head": (0, heads),
+        "q_idx": (first, length),
+        "kv_idx": (0, keys),
+    }
     result = {}
-    for dimension, (name, size) in enumerate(sizes.items()):
+    for dimension, (name, (begin, size)) in enumerate(ranges.items()):
         shape = [1, 1, 1, 1]
         shape[dimension] = size
-        result[name] = torch.arange(size, dtype=torch.int32, device=device).view(shape)
+        result[name] = torch.arange(begin, begin + size, dtype=torch.int32, device=device).view(shape)
     return result
-
-
-def _full(changed: Tensor, scores: Tensor) -> Tensor:
-    return changed.to(accumulation_dtype(scores.dtype)).expand_as(scores)
 
 
 def _mapped(function: Callable[..., Any], has_score: bool) -> ScoreMod:

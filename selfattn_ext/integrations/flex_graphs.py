@@ -38,7 +38,6 @@ from ..attend import attend
 from ..flex import attention as flex
 from ..flex import block_masks, compiler
 from ..flex.recorder import UnsupportedFunctionError
-from ..flex.source import source_of
 from ..flex.tracing import Traced, trace
 from ..reference import accumulation_dtype
 
@@ -216,10 +215,9 @@ def _computed(
     tensors, scale, keywords, _ = prepare(call)
     try:
         traced, captured = _recorded(tensors, functions)
-        if traced.function.score.op != "score" or traced.function.mask is not None:
-            keywords["score_function"] = compiler.load(source_of(traced.function))
+        keywords |= flex.loaded(traced)
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
-        flex._warn(reason)
+        flex.warn(reason)
         return _torchs(tensors, scale, functions, blocks)
     block_map, size = (None, None) if blocks.lists is None else (_block_map(*blocks.lists), blocks.size)
     whole = flex.Call(scale, keywords, False, True, traced, block_map, size)

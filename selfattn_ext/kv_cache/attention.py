@@ -39,7 +39,7 @@ from . import checks as cache_checks
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse, MaskMod, ScoreMod
 
 __all__ = ["append_to_cache", "attend_to_cache", "attention_with_kvcache", "page_numbers"]
 
@@ -63,7 +63,7 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    **options: Unpack[ForOut],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForOut],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
@@ -71,7 +71,7 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    **options: Unpack[ForWeights],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeights],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
@@ -79,7 +79,7 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    **options: Unpack[ForLse],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForLse],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
@@ -87,7 +87,7 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    **options: Unpack[ForWeightsAndLse],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeightsAndLse],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def attention_with_kvcache(
@@ -95,7 +95,7 @@ def attention_with_kvcache(
     value: Tensor | None = ..., cache_seqlens: int | Tensor | None = ..., block_table: Tensor | None = ...,
     attn_mask: Tensor | None = ..., dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
     enable_gqa: bool = ..., *, layout: str | None = ..., query_offset: int | Tensor | None = ...,
-    **options: Unpack[ForAny],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAny],
 ) -> Any: ...  # fmt: skip
 
 
@@ -119,6 +119,8 @@ def attention_with_kvcache(
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
     query_offset: int | Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -152,6 +154,12 @@ def attention_with_kvcache(
             both do.
         query_offset: position of query 0 of each sequence among its keys, an int or an integer tensor (B,).
             None counts from the end: the length with the new keys, minus L.
+        score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)`` returns the score to be used, as in
+            :func:`selfattn_ext.flex_attention`. q_idx is the query's position among the keys, which
+            query_offset moves: what was written for a whole sequence holds for each of its steps. It is
+            given pages as one sequence.
+        mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)`` returns whether the query sees the key; not a
+            BlockMask, but such a function.
 
     Returns:
         out (B, H, L, Ev) in the layout of query, or (out, weights), (out, lse), (out, weights, lse) with
@@ -179,7 +187,7 @@ def attention_with_kvcache(
     if _is_overridden(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks):
         tensors = (query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
         if relevant := overrides.overriding_arguments(*tensors):
-            call = KVCacheCall(*tensors[:5], cache_seqlens, block_table, layout, options)
+            call = KVCacheCall(*tensors[:5], cache_seqlens, block_table, layout, score_mod, mask_mod, options)
             return overrides.call(attention_with_kvcache, relevant, call)
     transposed = False
     try:
@@ -213,11 +221,19 @@ def attention_with_kvcache(
             del keywords["is_causal"]
         elif is_causal or alibi_slopes is not None or window_size is not DEFAULT_WINDOW:
             _add_end(keywords, length, q.size(2), alibi_slopes is not None)
-        out, weights, lse = attend_to_cache(q, keys, values, k, v, q.size(0), options, keywords)
+        step = (q, keys, values, k, v, q.size(0), options, keywords)
+        if score_mod is None and mask_mod is None:
+            out, weights, lse = attend_to_cache(*step)
+        else:
+            from .functions import attend_with_functions  # which imports this module
+
+            first = length - q.size(2) if query_offset is None else query_offset
+            out, weights, lse = attend_with_functions(*step, score_mod, mask_mod, first)
     except REFUSALS as refusal:
         call = KVCacheCall(
-            query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, options
-        )
+            query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, score_mod,
+            mask_mod, options,
+        )  # fmt: skip
         raise explained(refusal, query, cache_checks.attention, call, transposed) from None
     if transposed:
         out = out.transpose(1, 2)

@@ -32,12 +32,13 @@ from ..attend import results
 from . import checks as cache_checks
 from . import huge_pages
 from .attention import append_to_cache, attend_to_cache
+from .functions import attend_with_functions
 from .page_pool import PagePool
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse, MaskMod, ScoreMod
 
 __all__ = ["KVCache"]
 
@@ -226,31 +227,31 @@ class KVCache:
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        **options: Unpack[ForOut],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForOut],
     ) -> Tensor: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        **options: Unpack[ForWeights],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeights],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        **options: Unpack[ForLse],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForLse],
     ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        **options: Unpack[ForWeightsAndLse],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeightsAndLse],
     ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
     @overload
     def attend(
         self, layer: int, query: Tensor, key: Tensor, value: Tensor, *, attn_mask: Tensor | None = ...,
         dropout_p: float = ..., is_causal: bool = ..., scale: float | None = ...,
-        **options: Unpack[ForAny],
+        score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAny],
     ) -> Any: ...  # fmt: skip
 
     def attend(
@@ -268,6 +269,8 @@ class KVCache:
         softcap: float = DEFAULT_SOFTCAP,
         alibi_slopes: Tensor | None = None,
         sinks: Tensor | None = None,
+        score_mod: ScoreMod | None = None,
+        mask_mod: MaskMod | None = None,
         return_weights: bool = False,
         return_lse: bool = False,
     ) -> Any:
@@ -278,8 +281,9 @@ class KVCache:
             query: (B, H, L, E) in the cache's layout, for B sequences with L new tokens each; or packed
                 (total, H, E), for any numbers of tokens. Hk divides H.
             key, value: the same with Hk heads.
-            attn_mask, dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks, return_weights,
-                return_lse: as in :func:`selfattn_ext.attention_with_kvcache`, but is_causal by default.
+            attn_mask, dropout_p, is_causal, scale, window_size, softcap, alibi_slopes, sinks, score_mod,
+                mask_mod, return_weights, return_lse: as in :func:`selfattn_ext.attention_with_kvcache`, but
+                is_causal by default.
 
         Returns:
             out, shaped as query with the value's head dim; with the weights (B, H, L, capacity) and the lse,
@@ -302,7 +306,11 @@ class KVCache:
             keywords["seqlens_k"], keywords["query_offsets"] = self._seqlens, self.cache_seqlens
             if self.block_table is not None:
                 keywords["block_table"] = self.block_table
-            step = attend_to_cache(q, keys, values, k, v, self._step.batch, options, keywords)
+            given = (q, keys, values, k, v, self._step.batch, options, keywords)
+            if score_mod is None and mask_mod is None:
+                step = attend_to_cache(*given)
+            else:
+                step = attend_with_functions(*given, score_mod, mask_mod, self.cache_seqlens)
         except REFUSALS as refusal:
             call = AttentionCall(query, key, value, options)
             raise explained(refusal, query, cache_checks.attend, self, self._step, layer, call) from None

@@ -202,7 +202,7 @@ def attention(call: KVCacheCall, transposed: bool) -> None:
     """Every argument of :func:`selfattn_ext.attention_with_kvcache`; ``transposed`` says what a layout of
     None was taken for.
     """
-    query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, options = call
+    query, key_cache, value_cache, key, value, cache_seqlens, block_table, layout, _, _, options = call
     if layout not in (None, "bhld", "blhd"):
         raise ValueError(f'layout must be "bhld", "blhd" or None, got {layout!r}')
     if (key is None) != (value is None):

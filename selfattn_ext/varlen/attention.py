@@ -29,12 +29,13 @@ from ..arguments import (
     with_options,
 )
 from ..attend import attend, with_gradients
+from ..flex import attention as flex
 from . import cached_keys
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse, MaskMod, ScoreMod
 
 __all__ = ["packed_attention", "varlen_attention"]
 
@@ -48,7 +49,7 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    **options: Unpack[ForOut],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForOut],
 ) -> Tensor: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -56,7 +57,7 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    **options: Unpack[ForWeights],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeights],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -64,7 +65,7 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    **options: Unpack[ForLse],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForLse],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -72,7 +73,7 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    **options: Unpack[ForWeightsAndLse],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForWeightsAndLse],
 ) -> tuple[Tensor, Tensor, Tensor]: ...  # fmt: skip
 @overload
 def varlen_attention(
@@ -80,7 +81,7 @@ def varlen_attention(
     max_seqlen_q: int, max_seqlen_k: int, attn_mask: Masks | None = ..., dropout_p: float = ...,
     is_causal: bool = ..., scale: float | None = ..., enable_gqa: bool = ..., *,
     query_offset: int | Tensor = ..., seqused_k: Tensor | None = ..., block_table: Tensor | None = ...,
-    **options: Unpack[ForAny],
+    score_mod: ScoreMod | None = ..., mask_mod: MaskMod | None = ..., **options: Unpack[ForAny],
 ) -> Any: ...  # fmt: skip
 
 
@@ -105,6 +106,8 @@ def varlen_attention(
     query_offset: int | Tensor = DEFAULT_QUERY_OFFSET,
     seqused_k: Tensor | None = None,
     block_table: Tensor | None = None,
+    score_mod: ScoreMod | None = None,
+    mask_mod: MaskMod | None = None,
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Any:
@@ -153,6 +156,12 @@ def varlen_attention(
             page block_table[b, j // page_size]. key and value are then pages, (N, page_size, Hk, E) and
             (N, page_size, Hk, Ev); the lengths are seqused_k, or without it ``cu_seqlens_k.diff()``. Masks
             and weights have pages of a sequence * page_size keys in place of max_seqlen_k.
+        score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)`` returns the score to be used, as in
+            :func:`selfattn_ext.flex_attention`. batch is the number of the sequence; q_idx and kv_idx count
+            its queries and its keys from 0 on, whatever query_offset is.
+        mask_mod: ``mask_mod(batch, head, q_idx, kv_idx)`` returns whether the query sees the key; not a
+            BlockMask, but such a function. Tensors that either function reads get gradients if they require
+            them.
         return_weights: also return the weights (B, H, max_seqlen_q, max_seqlen_k), after dropout, in the
             query's dtype, 0 outside of the sequences. They are padded: for tests and pictures.
         return_lse: also return the log-sum-exp of the scores (H, total_q), sinks included, float64 for
@@ -165,6 +174,7 @@ def varlen_attention(
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed. Offsets are checked
             before anything reads by them.
+        IndexError: a function reads beside a captured tensor, for a score that it does not hide.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
     On CUDA the check of offsets waits for the GPU once per tensor; it remembers those that it has seen and
@@ -181,7 +191,7 @@ def varlen_attention(
     )  # fmt: skip
     call = PackedCall(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, block_table,
-        options,
+        score_mod, mask_mod, options,
     )  # fmt: skip
     masks = attn_mask if isinstance(attn_mask, (list, tuple)) else (attn_mask,)
     tensors = (*call[:5], *masks, alibi_slopes, sinks, query_offset, seqused_k, block_table)
@@ -219,4 +229,8 @@ def _computed(call: PackedCall) -> shapes.Results:
         raise TypeError("a CausalBias is for one length")
     form = shapes.packed(autocast(*call[:3]), call.cu_seqlens_q.shape[0] - 1, options.enable_gqa)
     keywords |= keywords_for(options, form.query)
-    return with_gradients(with_options(form, options, keywords), options)
+    prepared = with_options(form, options, keywords)
+    if call.score_mod is None and call.mask_mod is None:
+        return with_gradients(prepared, options)
+    flex.check_functions(call.query, call.score_mod, call.mask_mod)
+    return flex.with_functions(prepared, options, flex.Functions(call.score_mod, call.mask_mod))

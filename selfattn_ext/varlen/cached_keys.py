@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from ..arguments import Keywords, PackedCall, checks, keywords_for, position, sequence_checks, shapes
 from ..kv_cache import checks as cache_checks
 from ..kv_cache.attention import attend_to_cache, page_numbers
+from ..kv_cache.functions import attend_with_functions
 
 __all__ = ["check", "computed"]
 
@@ -49,8 +50,10 @@ def computed(call: PackedCall) -> shapes.Results:
     keywords |= position(options.query_offset)
     keywords |= keywords_for(options, keys)
     batch = call.cu_seqlens_q.shape[0] - 1
-    step = attend_to_cache(shapes.of_packed(query), keys, values, None, None, batch, options, keywords)
-    return shapes.restored_packed(*step)
+    step = (shapes.of_packed(query), keys, values, None, None, batch, options, keywords)
+    if call.score_mod is None and call.mask_mod is None:
+        return shapes.restored_packed(*attend_to_cache(*step))
+    return shapes.restored_packed(*attend_with_functions(*step, call.score_mod, call.mask_mod))
 
 
 def check(call: PackedCall) -> None:

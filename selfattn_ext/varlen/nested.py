@@ -36,9 +36,10 @@ def attention(call: AttentionCall) -> Any:
     q, k, v = _packed(query), _packed(call.key), _packed(call.value)
     if not heads_apart and isinstance(mask, Tensor) and mask.dim() == 3:
         options = options._replace(attn_mask=mask.unsqueeze(1))
-    results: Any = packed_attention(
-        PackedCall(q.rows, k.rows, v.rows, q.starts, k.starts, q.longest, k.longest, None, None, options)
+    packed = PackedCall(
+        q.rows, k.rows, v.rows, q.starts, k.starts, q.longest, k.longest, None, None, None, None, options
     )
+    results: Any = packed_attention(packed)
     out, *rest = results if isinstance(results, tuple) else (results,)
     out = _jagged(out.transpose(0, 1) if heads_apart else out.squeeze(1), query, q.places)
     if options.return_weights and not heads_apart:

@@ -164,7 +164,8 @@ def _cells(
     if _is_block_mask(mask):
         blocks = _chosen(block_map(mask), batch, head)
         size: tuple[int, int] = tuple(mask.BLOCK_SIZE)
-        in_blocks, full = visible_blocks(blocks, size, length, keys)
+        places = (torch.arange(count, device=blocks.device) for count in (length, keys))
+        in_blocks, full = visible_blocks(blocks, size, *places)
         seen = _asked(mask.mask_mod, length, keys, batch, head, blocks.device)
         inside = torch.where(full, _IN_FULL_BLOCK, torch.where(seen, _SEEN, _UNSEEN))
         return torch.where(in_blocks, inside, _IN_HIDDEN_BLOCK).to(torch.uint8), size

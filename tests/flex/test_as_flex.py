@@ -231,7 +231,7 @@ def test_checkpointing_computes_gradients_of_captured_tensors() -> None:
     assert all(torch.equal(one, other) for one, other in zip(result, right, strict=True))
 
 
-@pytest.mark.filterwarnings("error:selfattn_ext.flex_attention does not compile")
+@pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 def test_functions_as_programs_write_them() -> None:
     """Indices one by one, some of them numbers; division by integers that are captured."""
     given = [tensor.detach() for tensor in tensors()]

@@ -11,7 +11,7 @@ from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, create_block_mask
 
-pytestmark = pytest.mark.filterwarnings("error:selfattn_ext.flex_attention does not compile")
+pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 

@@ -23,7 +23,7 @@ from selfattn_ext import backends
 from selfattn_ext.flex import attention, compiler
 from selfattn_ext.flex.tracing import trace
 
-pytestmark = pytest.mark.filterwarnings("error:selfattn_ext.flex_attention does not compile")
+pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 
 
 def checked(

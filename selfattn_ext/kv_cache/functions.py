@@ -1,0 +1,136 @@
+"""Functions of scores in calls on a cache."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import AttentionOptions, Keywords, OptionalTensor, Tensors, autocast, shapes, with_options
+from ..attend import dropout_seed
+from ..flex import attention as flex
+from ..flex import compiler, formula
+from ..flex.recorder import UnsupportedFunctionError
+from ..flex.tracing import trace
+from ..reference import accumulation_dtype
+from . import checks as cache_checks
+from .attention import append_to_cache, attend_to_cache
+
+__all__ = ["attend_with_functions"]
+
+
+def attend_with_functions(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    batch: int,
+    options: AttentionOptions,
+    keywords: Keywords,
+    score_mod: Any,
+    mask_mod: Any,
+    first: int | Tensor | None = None,
+) -> shapes.Results:
+    """:func:`.attention.attend_to_cache` with functions of scores.
+
+    ``first`` is the q_idx of query 0, of all sequences or of each (B,); None is 0.
+    """
+    flex.check_functions(query, score_mod, mask_mod)
+    if first is not None:
+        positions = torch.as_tensor(first, device=query.device).to(torch.int32).expand(batch)
+        score_mod, mask_mod = (_moved(function, positions) for function in (score_mod, mask_mod))
+    given = (query, key_cache, value_cache, key, value)
+    try:
+        traced = trace(score_mod, mask_mod, accumulation_dtype(key_cache.dtype), query.device, False)
+        if loaded := flex.loaded(traced):
+            cache_checks.no_derivatives(traced.tensors)
+            keywords = {**keywords, **loaded, **flex.inputs_of(traced, traced.tensors)}
+    except (UnsupportedFunctionError, compiler.CompilerError) as reason:
+        flex.warn(reason)
+        results = _by_formula(*given, batch, options, keywords, score_mod, mask_mod)
+        cache_checks.no_derivatives(results)  # those of captured tensors
+        return results
+    return attend_to_cache(*given, batch, options, keywords)
+
+
+def _moved(function: Any, positions: Tensor) -> Any:
+    """A function of positions as one of the numbers of queries, which come before the number of the key."""
+    if function is None:
+        return None
+
+    def moved(*inputs: Tensor) -> Tensor:
+        *before, batch, head, query, key = inputs
+        result: Tensor = function(*before, batch, head, query + positions[batch], key)
+        return result
+
+    return moved
+
+
+def _by_formula(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    batch: int,
+    options: AttentionOptions,
+    keywords: Keywords,
+    score_mod: Any,
+    mask_mod: Any,
+) -> shapes.Results:
+    """The same by the formula, of packed sequences with a copy of the keys."""
+    (query,) = autocast(query, dtype=key_cache.dtype)
+    form = shapes.Canonical(query, key_cache, value_cache, (batch,), 4)
+    tensors, scale, _, _ = with_options(form, options, keywords)
+    if "dropout_p" in keywords:
+        tensors = tensors._replace(seed=dropout_seed(query))
+    table, starts_k = keywords.get("block_table"), keywords.get("cu_seqlens_k")
+    capacity = key_cache.size(2) if table is None else table.size(1) * key_cache.size(2)
+    after = keywords.get("seqlens_k", query.new_full((batch,), capacity, dtype=torch.int64))
+    starts_q = keywords.get("cu_seqlens_q")
+    if key is not None and value is not None:
+        # What is a view of the cache counts as it was.
+        tensors = Tensors(*(None if tensor is None else tensor.clone() for tensor in tensors))  # type: ignore[arg-type]
+        before = after - (key.size(2) if starts_q is None else starts_q.diff())
+        append_to_cache(key_cache, value_cache, key, value, before, starts_q, table)
+    rows = tensors.query
+    if starts_q is None:
+        starts_q = torch.arange(batch + 1) * query.size(2)
+        rows = rows.transpose(0, 1).flatten(1, 2).unsqueeze(0)
+    first = [0] * batch if starts_k is None else starts_k.tolist()
+    places = list(zip(first, after.tolist(), strict=False))
+    keys, values = (
+        _rows_of(cache, places, starts_k is not None, table) for cache in (key_cache, value_cache)
+    )
+    packing = {
+        "cu_seqlens_q": starts_q,
+        "cu_seqlens_k": torch.tensor([0, *itertools.accumulate(count for _, count in places)]),
+        "max_seqlen_q": keywords.get("max_seqlen_q", query.size(2)),
+        "max_seqlen_k": keywords.get("max_seqlen_k", capacity),
+    }
+    packed = tensors._replace(query=rows, key=keys, value=values)
+    call = formula.PythonCall(packed, scale, {**keywords, **packing}, score_mod, mask_mod, None, None)
+    out, weights, lse = formula.at_once(call)
+    if query.size(0) == batch and "cu_seqlens_q" not in keywords:
+        out, lse = (
+            result.squeeze(0).unflatten(1, (batch, query.size(2))).transpose(0, 1) for result in (out, lse)
+        )
+    return out, weights if options.return_weights else None, lse if options.return_lse else None
+
+
+def _rows_of(
+    cache: Tensor, places: Sequence[tuple[int, int]], is_packed: bool, table: OptionalTensor
+) -> Tensor:
+    """(1, Hk, rows, E), the rows of the sequences, of each as many behind the first as ``places`` say."""
+    parts = [cache.new_empty(cache.size(1), 0, cache.size(3))]
+    for b, (first, count) in enumerate(places):
+        if table is not None:
+            pages = cache[table[b, : -(-count // cache.size(2))].long()]
+            parts.append(pages.transpose(0, 1).flatten(1, 2)[:, :count])
+        else:
+            parts.append(cache[0 if is_packed else b, :, first : first + count])
+    return torch.cat(parts, 1).unsqueeze(0)

@@ -1,0 +1,418 @@
+"""Functions of scores in varlen_attention: each sequence as a call of its own, and as the formula."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from functions import Functions, flex_attention
+from functions import formula as formula_of_batch
+from tolerances import assert_accurate
+from torch import Tensor
+from torch.nn.attention.flex_attention import create_block_mask
+
+import selfattn_ext
+from selfattn_ext import backends
+from selfattn_ext.flex import attention, compiler
+
+pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
+
+#: Without its signature, as tests hand on tensors and options in one.
+varlen_attention: Any = selfattn_ext.varlen_attention
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+#: (queries, keys) of sequences: unlike, empty, of no key and of one.
+LENGTHS = ((33, 70), (0, 5), (4, 0), (67, 64), (1, 1), (130, 131), (0, 0))
+HEADS = 4
+
+
+@dataclass
+class Packed:
+    """Sequences, packed, with rows of NaN behind them that belong to none."""
+
+    lengths: Sequence[tuple[int, int]] = LENGTHS
+    dtype: torch.dtype = torch.float32
+    kv_heads: int = 2
+
+    def __post_init__(self) -> None:
+        rows = [sum(each) + 3 for each in zip(*self.lengths, strict=True)]
+        shapes = ((rows[0], HEADS, 16), (rows[1], self.kv_heads, 16), (rows[1], self.kv_heads, 24))
+        self.tensors = [torch.randn(shape).to(self.dtype) for shape in shapes]
+        for tensor in self.tensors:
+            tensor[-3:] = torch.nan
+            tensor.requires_grad_()
+        self.starts = [
+            torch.tensor([0, *itertools.accumulate(each)]) for each in zip(*self.lengths, strict=True)
+        ]
+        self.longest = [max(each) for each in zip(*self.lengths, strict=True)]
+
+    def run(self, functions: Functions, **options: Any) -> Any:
+        return varlen_attention(
+            *self.tensors,
+            *self.starts,
+            *self.longest,
+            enable_gqa=True,
+            score_mod=functions.score_mod,
+            mask_mod=functions.mask_mod,
+            **options,
+        )
+
+    def sequence(self, b: int, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """(1, H, L, E) of one."""
+        sides = (0, 1, 1)
+        first, end = ([int(starts[b + n]) for starts in self.starts] for n in range(2))
+        return [
+            tensor[first[side] : end[side]].transpose(0, 1).unsqueeze(0)
+            for side, tensor in zip(sides, tensors, strict=True)
+        ]
+
+    def alone(
+        self, functions: Functions, compute: Callable[..., Tensor], tensors: Sequence[Tensor], **options: Any
+    ) -> Tensor:
+        """out (total, H, Ev), of a call for each sequence."""
+        outs = [
+            compute(*self.sequence(b, tensors), _of_sequence(functions, b), **options)[0].transpose(0, 1)
+            for b in range(len(self.lengths))
+        ]
+        return torch.cat([*outs, outs[0].new_zeros(3, *outs[0].shape[1:])])
+
+
+def _of_sequence(functions: Functions, number: int) -> Functions:
+    """What the functions are for one sequence."""
+    score_mod, mask_mod = functions.score_mod, functions.mask_mod
+    return Functions(
+        score_mod and (lambda s, b, h, q, kv: score_mod(s, b + number, h, q, kv)),
+        mask_mod and (lambda b, h, q, kv: mask_mod(b + number, h, q, kv)),
+        functions.learned,
+    )
+
+
+def formula(query: Tensor, key: Tensor, value: Tensor, functions: Functions, **options: Any) -> Any:
+    """Of a batch of one, whose functions torch.vmap would not ask where there is no score."""
+    if 0 in (query.size(2), key.size(2)):
+        functions = Functions()
+    return formula_of_batch(query, key, value, functions, **options)
+
+
+def by_formula(*arguments: Any, **options: Any) -> Tensor:
+    out: Tensor = formula(*arguments, **options).out
+    return out
+
+
+def by_itself(query: Tensor, key: Tensor, value: Tensor, functions: Functions, **options: Any) -> Tensor:
+    """flex_attention of a batch of one."""
+    mask = None
+    sizes = (1, HEADS, query.size(2), key.size(2))
+    if functions.mask_mod is not None and query.size(2) and key.size(2):
+        mask = create_block_mask(functions.mask_mod, *sizes, device="cpu", BLOCK_SIZE=16)
+    out: Tensor = flex_attention(query, key, value, functions.score_mod, mask, enable_gqa=True, **options)
+    return out
+
+
+def gradients(out: Tensor, leaves: Sequence[Tensor]) -> list[Tensor]:
+    weights = torch.arange(out.size(-1)) % 5 - 1
+    found = torch.autograd.grad((out * weights).sum(), list(leaves), allow_unused=True, retain_graph=True)
+    return [
+        torch.zeros_like(leaf) if gradient is None else gradient
+        for gradient, leaf in zip(found, leaves, strict=True)
+    ]
+
+
+def learned(*shape: int, dtype: torch.dtype) -> Tensor:
+    return torch.randn(
+        shape, dtype=torch.float64 if dtype == torch.float64 else torch.float32
+    ).requires_grad_()
+
+
+def of_sequences(dtype: torch.dtype) -> Functions:
+    """Reads tensors by the number of the sequence, by query and by distance, and hides."""
+    prefix = torch.arange(len(LENGTHS)) * 3 + 1
+    factors, table = learned(len(LENGTHS), 200, dtype=dtype), learned(HEADS, 300, dtype=dtype)
+    return Functions(
+        lambda s, b, h, q, kv: s * torch.sigmoid(factors[b, q]) + table[h, q - kv + 150],
+        lambda b, h, q, kv: (kv < prefix[b]) | (q >= kv),
+        [factors, table],
+    )
+
+
+def of_scores(dtype: torch.dtype) -> Functions:
+    slopes = learned(HEADS, dtype=dtype)
+    return Functions(
+        lambda s, b, h, q, kv: 3 * torch.tanh(s / 3) - slopes[h] * (q - kv).abs() / 50, None, [slopes]
+    )
+
+
+def of_masks(dtype: torch.dtype) -> Functions:
+    """Documents within the sequences; a row in seven sees nobody."""
+    ids = torch.randint(0, 3, (len(LENGTHS), 200))
+    return Functions(None, lambda b, h, q, kv: (ids[b, q] == ids[b, kv]) & (q % 7 != 3))
+
+
+ALL = {make.__name__: make for make in (of_sequences, of_scores, of_masks)}
+
+
+def check(name: str, dtype: torch.dtype, kv_heads: int = 2, **options: Any) -> None:
+    packed, functions = Packed(dtype=dtype, kv_heads=kv_heads), ALL[name](dtype)
+    out = packed.run(functions, **options)
+    results = [out, *gradients(out, [*packed.tensors, *functions.learned])]
+    judges, terms = [], [1.0] * 4
+    for judge in (torch.float64, dtype):
+        given = [tensor.detach().to(judge).requires_grad_() for tensor in packed.tensors]
+        right = packed.alone(functions, by_formula, given, **options)
+        judges.append([right, *gradients(right, [*given, *functions.learned])])
+    if functions.learned:
+        # Gradients of what is learned are sums over many scores.
+        of_scores = sum(
+            float(gradients(by_formula(*each, part, attn_mask=scores, **options), [scores])[0].abs().sum())
+            for b in range(len(LENGTHS))
+            for each in [packed.sequence(b, [tensor.detach().double() for tensor in packed.tensors])]
+            for part in [_of_sequence(functions, b)]
+            for scores in [torch.zeros(1, HEADS, *packed.lengths[b], dtype=torch.float64, requires_grad=True)]
+        )
+        terms += [of_scores / tensor.numel() for tensor in functions.learned]
+    for index, (result, exact, peer, term) in enumerate(zip(results, *judges, terms, strict=True)):
+        largest = max(term, float(exact.abs().max()))
+        assert_accurate(f"{name} {index}", result.detach(), exact.detach(), peer.detach(), largest, dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
+    check(name, dtype)
+
+
+@pytest.mark.parametrize("isa", backends.cpu_isas())
+def test_instruction_sets(isa: str) -> None:
+    with backends.use_cpu_isa(isa):
+        for dtype in (torch.float32, torch.bfloat16):
+            check("of_sequences", dtype)
+
+
+@pytest.mark.parametrize("kv_heads", [1, HEADS])
+def test_heads(kv_heads: int) -> None:
+    check("of_sequences", torch.float32, kv_heads)
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "causal": {"is_causal": True, "query_offset": 3},
+    "window": {"window_size": (19, 14)},
+    "softcap": {"softcap": 1.5},
+    "alibi": {"alibi_slopes": torch.tensor([0.1, 0.3, 0.0, 0.2])},
+    "sinks": {"sinks": torch.tensor([0.5, -1.0, 2.0, 0.0])},
+    "scale": {"scale": 0.7},
+}
+
+
+@pytest.mark.parametrize("pair", list(itertools.combinations(OPTIONS, 2)), ids="-".join)
+def test_pairs_of_options(pair: tuple[str, str]) -> None:
+    check("of_sequences", torch.float32, **OPTIONS[pair[0]], **OPTIONS[pair[1]])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("name", ALL)
+def test_the_bits_of_calls_of_their_own(name: str, dtype: torch.dtype) -> None:
+    packed, functions = Packed(dtype=dtype), ALL[name](dtype)
+    for lengths in (LENGTHS, LENGTHS[:1], LENGTHS[3:4]):
+        packed = Packed(lengths, dtype)
+        out = packed.run(functions)
+        alone = packed.alone(functions, by_itself, packed.tensors)
+        assert torch.equal(out, alone), lengths
+        first, second = (gradients(each, packed.tensors) for each in (out, alone))
+        for one, other in zip(first, second, strict=True):
+            assert torch.equal(one, other), lengths
+
+
+def test_a_padded_batch_and_documents_of_one_sequence() -> None:
+    """The same tokens, as sequences, as a batch with padding, and as documents of one long sequence."""
+    lengths = [20, 33, 7]
+    packed = Packed([(n, n) for n in lengths], torch.float64, HEADS)
+    table = learned(3, 33, dtype=torch.float64)
+    rows = [tensor[:-3] for tensor in packed.tensors]
+    number = torch.arange(3).repeat_interleave(torch.tensor(lengths))
+    within = torch.cat([torch.arange(n) for n in lengths])
+
+    def score_mod(s: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return s + table[b, q] * kv
+
+    def causal(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return q >= kv
+
+    out = packed.run(Functions(score_mod, causal))[:-3]
+    padded = [torch.nn.utils.rnn.pad_sequence(list(t.split(lengths)), True).transpose(1, 2) for t in rows]
+    of_batch = flex_attention(
+        *padded, score_mod, create_block_mask(causal, None, None, 33, 33, device="cpu", BLOCK_SIZE=16)
+    )
+    of_batch = torch.cat([of_batch[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
+    mask = create_block_mask(
+        lambda b, h, q, kv: (number[q] == number[kv]) & (q >= kv), None, None, 60, 60, device="cpu"
+    )
+    of_documents = flex_attention(
+        *(t.transpose(0, 1).unsqueeze(0) for t in rows),
+        lambda s, b, h, q, kv: score_mod(s, number[q], h, within[q], within[kv]),
+        mask,
+    )[0].transpose(0, 1)
+    leaves = [*packed.tensors, table]
+    for other in (of_batch, of_documents):
+        torch.testing.assert_close(out, other, rtol=1e-12, atol=1e-12)
+        torch.testing.assert_close(gradients(out, leaves), gradients(other, leaves))
+
+
+def test_weights_and_statistics() -> None:
+    packed, functions = Packed(dtype=torch.float64), of_sequences(torch.float64)
+    out, weights, lse = packed.run(functions, return_weights=True, return_lse=True)
+    assert torch.equal(out, packed.run(functions))
+    given, inside = [], torch.zeros(weights.shape, dtype=torch.bool)
+    for b, (queries, keys) in enumerate(LENGTHS):
+        right = formula(*packed.sequence(b, packed.tensors), _of_sequence(functions, b))
+        first = int(packed.starts[0][b])
+        torch.testing.assert_close(weights[b, :, :queries, :keys], right.weights[0])
+        torch.testing.assert_close(lse[:, first : first + queries], right.lse[0])
+        inside[b, :, :queries, :keys] = True
+        given.append(
+            (
+                (weights[b, :, :queries, :keys], right.weights[0]),
+                (lse[:, first : first + queries], right.lse[0]),
+            )
+        )
+    assert (weights[~inside] == 0).all()
+    leaves = [*packed.tensors[:2], *functions.learned]
+    for which in (0, 1):
+        mine, other = (
+            torch.autograd.grad(
+                sum((each[which][side].nan_to_num(neginf=0.0) ** 2).sum() for each in given),
+                leaves,
+                retain_graph=True,
+            )
+            for side in (0, 1)
+        )
+        torch.testing.assert_close(mine, other)
+
+
+def test_masks_with_gradients_beside_functions() -> None:
+    """A mask for each sequence, which is not padded."""
+    packed, functions = Packed(dtype=torch.float64), of_sequences(torch.float64)
+    masks = [torch.randn(HEADS, *each, dtype=torch.float64, requires_grad=True) for each in LENGTHS]
+    out = packed.run(functions, attn_mask=masks)
+    outs = [
+        formula(*packed.sequence(b, packed.tensors), _of_sequence(functions, b), attn_mask=mask)
+        .out[0]
+        .transpose(0, 1)
+        for b, mask in enumerate(masks)
+    ]
+    right = torch.cat([*outs, outs[0].new_zeros(3, HEADS, 24)])
+    torch.testing.assert_close(out, right)
+    leaves = [*packed.tensors, *functions.learned, *masks]
+    torch.testing.assert_close(gradients(out, leaves), gradients(right, leaves))
+
+
+def test_dropout_has_the_pattern_of_plain_attention() -> None:
+    packed = Packed(dtype=torch.float32)
+    patterns = []
+    for functions in (Functions(), Functions(lambda s, b, h, q, kv: s * 1.5)):
+        torch.manual_seed(3)
+        out, weights = packed.run(functions, dropout_p=0.4, return_weights=True)
+        patterns.append(weights == 0)
+    assert torch.equal(*patterns)
+    value = packed.sequence(3, packed.tensors)[2]
+    mixed = weights[3, :, :67, :64] @ value[0].repeat_interleave(2, 0)
+    torch.testing.assert_close(out[37:104].transpose(0, 1), mixed)
+
+
+def test_what_is_hidden_may_be_nan() -> None:
+    packed = Packed([(40, 50), (30, 20)])
+    table = torch.randn(2, 50)
+    table[0, 45:], table[1, 20:] = torch.nan, torch.nan
+    table.requires_grad_()
+    hides = torch.tensor([45, 20])
+    functions = Functions(lambda s, b, h, q, kv: s + table[b, kv], lambda b, h, q, kv: kv < hides[b])
+    clean = packed.run(functions)
+    leaves = [*packed.tensors, table]
+    before = gradients(clean, leaves)
+    with torch.no_grad():
+        packed.tensors[1][45:50], packed.tensors[2][45:50] = torch.nan, torch.inf
+    out = packed.run(functions)
+    assert clean[:-3].isfinite().all()
+    assert torch.equal(out, clean)
+    for after, then in zip(gradients(out, leaves), before, strict=True):
+        assert torch.equal(after, then)
+
+
+def test_any_number_of_threads_gives_the_same_bits(one_thread: None) -> None:
+    packed, functions = Packed([(300, 290), (7, 70), (150, 300)]), of_sequences(torch.float32)
+    functions.learned = [learned(3, 300, dtype=torch.float32), learned(HEADS, 700, dtype=torch.float32)]
+    factors, table = functions.learned
+    functions.score_mod = lambda s, b, h, q, kv: s * factors[b, q] + table[h, q - kv + 350]
+    results = []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        out = packed.run(functions)
+        results.append([out, *gradients(out, [*packed.tensors, *functions.learned])])
+    for other in results[1:]:
+        for first, second in zip(results[0], other, strict=True):
+            assert torch.equal(first, second)
+
+
+def test_second_derivatives_are_those_of_the_formula() -> None:
+    table = torch.randn(2, 9, dtype=torch.float64, requires_grad=True)
+    given = [torch.randn(6, 2, 3, dtype=torch.float64, requires_grad=True) for _ in range(3)]
+    starts = torch.tensor([0, 4, 6])
+
+    def attend(query: Tensor, key: Tensor, value: Tensor, learned: Tensor) -> Tensor:
+        out: Tensor = varlen_attention(
+            query, key, value, starts, starts, 4, 4,
+            score_mod=lambda s, b, h, q, kv: s * s * 0.3 + torch.tanh(learned)[b, q - kv + 4],
+            mask_mod=lambda b, h, q, kv: q >= kv - 1,
+        )  # fmt: skip
+        return out
+
+    assert torch.autograd.gradcheck(attend, (*given, table))
+    assert torch.autograd.gradgradcheck(attend, (*given, table))
+    assert torch.autograd.gradcheck(attend, (*given, table), check_forward_ad=True, check_backward_ad=False)
+    eager = torch.autograd.grad(attend(*given, table).sin().sum(), given)
+    transformed = torch.func.grad(lambda *a: attend(*a, table).sin().sum(), (0, 1, 2))(*given)
+    torch.testing.assert_close(transformed, eager)
+
+
+def test_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(source: str) -> str:
+        raise compiler.CompilerError("no compiler today")
+
+    monkeypatch.setattr(compiler, "load", refuse)
+    monkeypatch.setattr(attention, "_warned", set())
+    with pytest.warns(UserWarning, match="no compiler today.*takes longer") as warned:
+        check("of_sequences", torch.float32, window_size=(30, 20))
+    assert warned[0].filename == __file__
+
+
+class TestRefusals:
+    packed = Packed([(3, 4), (2, 2)])
+
+    def test_functions(self) -> None:
+        mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 4, 4, device="cpu")
+        with pytest.raises(
+            TypeError, match=r"mask_mod must be a function, but it is a BlockMask.*pass its mask_mod"
+        ):
+            self.packed.run(Functions(None, mask))  # type: ignore[arg-type]
+        with pytest.raises(TypeError, match="score_mod must be a function, but it is int"):
+            self.packed.run(Functions(3))  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match=r"torch.where.*test_flex_sequences.py"):
+            self.packed.run(Functions(lambda s, b, h, q, kv: s if q > kv else s * 2))
+        with pytest.raises(ValueError, match="mask function must return a bool"):
+            self.packed.run(Functions(None, lambda b, h, q, kv: q))
+        with pytest.raises(ValueError, match="cu_seqlens_q must end within query"):
+            varlen_attention(
+                *self.packed.tensors, torch.tensor([0, 3, 90]), self.packed.starts[1], 90, 4,
+                enable_gqa=True, mask_mod=lambda b, h, q, kv: q >= kv,
+            )  # fmt: skip
+
+    def test_indices_beside_a_tensor(self) -> None:
+        two = torch.randn(2)
+        out = self.packed.run(Functions(lambda s, b, h, q, kv: s + two[b]))
+        assert out[:-3].isfinite().all()
+        with pytest.raises(IndexError, match="beside"):
+            self.packed.run(Functions(lambda s, b, h, q, kv: s + two[q]))
+        self.packed.run(Functions(lambda s, b, h, q, kv: s + two[q], lambda b, h, q, kv: q < 2))
