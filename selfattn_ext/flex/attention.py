@@ -35,7 +35,7 @@ from ..arguments import (
 from ..attend import attend, dropout_seed
 from ..autograd import operator_calls
 from ..reference import accumulation_dtype
-from . import block_masks, compiler, formula
+from . import block_masks, compiler, cuda_compiler, formula
 from .graphs import outside_of_graphs
 from .recorder import UnsupportedFunctionError
 from .source import source_of
@@ -188,8 +188,10 @@ def check_functions(query: Tensor, score_mod: Any, mask_mod: Any = None) -> None
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function, but it is {type(function).__name__}")
-    if isinstance(query, Tensor) and query.device.type != "cpu":
-        raise ValueError(f"functions of scores are computed on the CPU, but query is on {query.device}")
+    if isinstance(query, Tensor) and query.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"functions of scores are computed on the CPU and on CUDA, but query is on {query.device}"
+        )
 
 
 class Call(NamedTuple):
@@ -230,7 +232,7 @@ def _all_results(prepared: Prepared, options: AttentionOptions, functions: Funct
         traced = trace(*functions[:2], dtype, device, requires_grad)
         wants = options.return_weights, options.return_lse
         whole = Call(scale, keywords, *wants, traced, blocks, size)
-        keywords |= loaded(traced)
+        keywords |= loaded(traced, blocks is not None)
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         warn(reason)
         return (*formula.in_rows(in_python), None)
@@ -244,14 +246,17 @@ def _all_results(prepared: Prepared, options: AttentionOptions, functions: Funct
 _warned: set[str] = set()
 
 
-def loaded(traced: Traced) -> Keywords:
+def loaded(traced: Traced, has_blocks: bool = False) -> Keywords:
     """The keyword that names recorded functions to the operators, compiled and loaded.
 
     None for those that do nothing.
     """
-    if traced.function.score.op == "score" and traced.function.mask is None:
-        return {}
-    return {"score_function": compiler.load(source_of(traced.function))}
+    if traced.device.type == "cuda":
+        # With it come maps of blocks, which other kernels do not know.
+        if not has_blocks and traced.does_nothing():
+            return {}
+        return {"score_function": cuda_compiler.load(traced.function)}
+    return {} if traced.does_nothing() else {"score_function": compiler.load(source_of(traced.function))}
 
 
 def warn(reason: Exception) -> None:
@@ -352,6 +357,9 @@ def _captured_gradients(
     sizes = [tensor.numel() if want else 0 for tensor, want in zip(captured, wanted, strict=True)]
     if not any(sizes):
         return [None] * len(captured)
+    if cotangents[0].device.type == "cuda":  # whose kernels do not have them
+        found = formula.captured_gradients(tensors, captured, call, cotangents, wanted)
+        return [None if gradient is None else gradient.detach() for gradient in found]
     query, key, value = tensors[:3]
     out, row_max, row_sum = saved[:3]
     merged = operator_calls.backward_keywords(

@@ -19,10 +19,13 @@ from .source import Function, kinds_of
 __all__ = ["load"]
 
 #: The kernels that may have a function inside.
-_KERNELS = ("simt/forward", "simt/backward", "simt/mask_gradient", "simt/score_matrix")
+_KERNELS = (
+    *(f"simt/{name}" for name in ("forward", "backward", "mask_gradient", "score_matrix")),
+    *(f"sm80/{name}" for name in ("forward", "weights", "backward/gradients", "backward/mask_gradient")),
+)
 
-#: Products and sums stay apart, so that a score has the same bits in all kernels; what is to be one instruction
-#: is written as one. All functions are the device's.
+#: Products and sums stay apart, so that a score has the same bits in all kernels; what is to be one
+#: instruction is written as one. All functions are the device's.
 _OPTIONS = (
     "--std=c++17",
     "--fmad=false",

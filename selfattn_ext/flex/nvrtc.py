@@ -6,7 +6,7 @@ import ctypes
 import functools
 import glob
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
@@ -84,8 +84,8 @@ def compile_kernel(
         library.nvrtcDestroyProgram(ctypes.byref(program))
 
 
-def _strings(texts: Sequence[str] | Mapping[str, str] | object) -> ctypes.Array[ctypes.c_char_p]:
-    encoded = [text.encode() for text in texts]  # type: ignore[attr-defined]
+def _strings(texts: Iterable[str]) -> ctypes.Array[ctypes.c_char_p]:
+    encoded = [text.encode() for text in texts]
     return (ctypes.c_char_p * len(encoded))(*encoded)
 
 

@@ -43,12 +43,31 @@ class FunctionTile {
     return seen(row, column) != Seen::kByNobody;
   }
 
+  // Any of the first rows and columns.
+  __device__ __forceinline__ bool map_shows(int rows, int columns) const {
+    const BlockMap& map = function.map;
+    if (map.blocks == nullptr) return true;
+    const int last_query = block_of(first_query_ + rows - 1, map.query_size);
+    const int last_key = block_of(first_key_ + columns - 1, map.key_size);
+    for (int query = block_of(first_query_, map.query_size); query <= last_query; ++query) {
+      for (int key = block_of(first_key_, map.key_size); key <= last_key; ++key) {
+        if (seen_block(query, key) != Seen::kByNobody) return true;
+      }
+    }
+    return false;
+  }
+
   // From a score to what the function makes of it, -inf where it or the map hides.
   __device__ __forceinline__ T score(int row, int column, T given) const {
     const Seen by = seen(row, column);
     if (by == Seen::kByNobody) return -infinity<T>();
     return score_function::modified(function.arguments, by == Seen::kByEverybody, batch_, head_,
                                     first_query_ + row, first_key_ + column, given);
+  }
+  // Whether they hide an element whatever its score is: whether they hide one of 0, for functions whose -inf
+  // does not depend on the score.
+  __device__ __forceinline__ bool hides(int row, int column) const {
+    return score(row, column, T(0)) == -infinity<T>();
   }
   // From the gradient of what the function returned to that of `given`. Never -0.
   __device__ __forceinline__ T gradient(int row, int column, T given, T grad) const {
@@ -61,8 +80,11 @@ class FunctionTile {
   __device__ __forceinline__ Seen seen(int row, int column) const {
     const BlockMap& map = function.map;
     if (map.blocks == nullptr) return Seen::kByWhomTheFunctionShows;
-    const int query = block_of(first_query_ + row, map.query_size);
-    const int key = block_of(first_key_ + column, map.key_size);
+    return seen_block(block_of(first_query_ + row, map.query_size),
+                      block_of(first_key_ + column, map.key_size));
+  }
+  __device__ __forceinline__ Seen seen_block(int query, int key) const {
+    const BlockMap& map = function.map;
     if (query >= map.query_blocks || key >= map.key_blocks) return Seen::kByNobody;
     return static_cast<Seen>(blocks_[query * map.stride[2] + key]);
   }
@@ -90,9 +112,22 @@ class FunctionTile {
   __device__ __forceinline__ bool has_map() const { return false; }
   __device__ __forceinline__ bool shows(int, int) const { return true; }
   __device__ __forceinline__ T score(int, int, T given) const { return given; }
+  __device__ __forceinline__ bool hides(int, int) const { return false; }
   __device__ __forceinline__ T gradient(int, int, T, T grad) const { return grad; }
 };
 
 #endif
+
+// Whether the map shows any of these queries of a head any of these keys.
+template <class T>
+__device__ __forceinline__ bool map_shows(const ScoreFunction& function, int64_t batch, int64_t head,
+                                          int64_t first_query, int queries, int64_t first_key, int keys) {
+  if constexpr (FunctionTile<T>::kAny) {
+    FunctionTile<T> tile(function, batch, head, first_query);
+    tile.move_to(first_key);
+    return tile.map_shows(queries, keys);
+  }
+  return true;
+}
 
 }  // namespace selfattn::cuda

@@ -61,6 +61,17 @@ __device__ __forceinline__ Columns visible_columns(const Place<C>& at, int row_o
   return {min(max(begin, 0), C::kColumns), min(max(end, 0), C::kColumns)};
 }
 
+// Whether the function's map shows anything of a tile.
+template <class C>
+__device__ __forceinline__ bool map_shows_tile(const Work<C>& work, const ScoreFunction& function,
+                                               Passing passing) {
+  const int columns = work.count(passing);
+  return map_shows<float>(
+      function, work.batch, passing.head, C::kOwnsQueries ? work.first_row : passing.first,
+      C::kOwnsQueries ? work.rows : columns, C::kOwnsQueries ? passing.first : work.first_row,
+      C::kOwnsQueries ? columns : work.rows);
+}
+
 // Whether all rows of the block exist and see, or are seen by, every column of the tile by their positions.
 // Windows move with the row: the first ends earliest, the last begins latest.
 template <class C>
