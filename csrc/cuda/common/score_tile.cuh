@@ -40,6 +40,7 @@ class ScoreTile {
     window_end_ = p.window_right >= 0 ? clamp(corner_ + p.window_right) : kFar;
     mask_at_ = row_of_mask_ + first_key * p.mask.stride[3];
     function_.move_to(first_key);
+    function_.see(function_.seen_tile(kTallest, kTallest));
   }
 
   // Rows and columns of the tile that lie in the sequence.
@@ -112,6 +113,9 @@ class ScoreTile {
   }
 
  private:
+  // Of the rows and columns of a tile: as many as neighbouring elements are asked about.
+  static constexpr int kTallest = 64;
+
   // Beyond any tile, and far enough from the ends of int for sums of two.
   static constexpr int kFar = 1 << 29;
 

@@ -112,11 +112,12 @@ __device__ __forceinline__ void add_tensor(const Place& at, const View& tensor, 
 
 // The call's function on one element.
 template <class Place>
-__device__ __forceinline__ FunctionTile<float> function_at(const Place& at, int strip, int half, int tile,
-                                                           int i) {
+__device__ __forceinline__ FunctionTile<float> function_at(const Place& at, SeenTile seen, int strip,
+                                                           int half, int tile, int i) {
   const RowOf row = at.query(strip, half, tile, i);
   FunctionTile<float> function(at.params().function, at.batch(), row.head, row.query);
   function.move_to(at.key(strip, half, tile, i));
+  function.see(seen);
   return function;
 }
 
@@ -147,9 +148,10 @@ __device__ __forceinline__ void apply_options(const Place& at, float scale, bool
     });
   }
   if constexpr (FunctionTile<float>::kAny) {
+    const SeenTile seen = at.seen();
     for_each_element(scores, [&](int strip, int half, int tile, int i, float& s) {
       given(strip, half, tile, i, s);
-      s = function_at(at, strip, half, tile, i).score(0, 0, s);
+      s = function_at(at, seen, strip, half, tile, i).score(0, 0, s);
     });
   }
   if (p.mask.data == nullptr) return;

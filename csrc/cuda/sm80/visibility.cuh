@@ -46,23 +46,26 @@ __device__ __forceinline__ bool mask_hides(const View& mask, int64_t element) {
 // Whether the call's function hides them.
 __device__ __forceinline__ bool function_hides(const ScoreFunction& function, int batch, RowOf row, int key) {
   FunctionTile<float> tile(function, batch, row.head, row.query);
-  tile.move_to(key);
+  tile.move_to(key);  // so that the map is asked for this score
   return tile.hides(0, 0);
 }
 
-// Whether the function's map shows some row of the forward's block anything of a tile.
+// What the function's map says of a tile of the forward.
 template <class C>
-__device__ __forceinline__ bool map_shows_rows(const Work<C>& work, const ScoreFunction& function,
-                                               int first_key) {
+__device__ __forceinline__ SeenTile seen_tile(const Work<C>& work, const ScoreFunction& function,
+                                              int first_key) {
   const int keys = min(work.keys - first_key, C::kKeys);
   const RowOf first = work.row(0), last = work.row(work.rows - 1);
   if (first.head == last.head) {
-    return map_shows<float>(function, work.batch, first.head, first.query, work.rows, first_key, keys);
+    return cuda::seen_tile(function, work.batch, first.head, first.query, last.query - first.query + 1,
+                           first_key, keys);
   }
-  for (int head = first.head; head <= last.head; ++head) {
-    if (map_shows<float>(function, work.batch, head, 0, work.queries, first_key, keys)) return true;
+  SeenTile all = cuda::seen_tile(function, work.batch, first.head, 0, work.queries, first_key, keys);
+  for (int head = first.head + 1; head <= last.head && all.alike; ++head) {
+    const SeenTile seen = cuda::seen_tile(function, work.batch, head, 0, work.queries, first_key, keys);
+    all.alike = seen.alike && seen.by == all.by;
   }
-  return false;
+  return all;
 }
 
 // One query and key, by every rule.

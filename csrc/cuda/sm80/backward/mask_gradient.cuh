@@ -66,7 +66,7 @@ class MaskGradient {
       shared_.work() = Work<C>(plan_, RowTile{item.batch * p_.heads + item.head, first_row});
     }
     __syncthreads();
-    if (!map_shows_tile(shared_.work(), p_.function, passing)) return false;
+    if (hides_all(seen_tile(work_, p_.function, passing))) return false;
     if (p_.mask.data != nullptr) {
       const Lane<C> lane_of_mask;
       if (!__syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane_of_mask}, passing}))) return false;

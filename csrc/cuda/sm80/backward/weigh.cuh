@@ -227,7 +227,7 @@ __device__ __forceinline__ void weigh(const Place<C>& at, const SharedMemory<C>&
     hide(at, shared, mask, careful, s, dp);
     if constexpr (FunctionTile<float>::kAny && C::kSide != Side::kMask && C::kNeedsSecondDots) {
       for_each_pair(given, dp, [&](int strip, int half, int tile, int i, float& score, float& gradient) {
-        gradient = function_at(at, strip, half, tile, i).gradient(0, 0, score, gradient);
+        gradient = function_at(at, {}, strip, half, tile, i).gradient(0, 0, score, gradient);
       });
     }
     if constexpr (C::kSide == Side::kQuery) {
