@@ -76,7 +76,7 @@ def flex_attention(
     in meaning and order; the others are those of :func:`selfattn_ext.scaled_dot_product_attention`.
 
     Args:
-        query: (B, H, L, E), float64, float32, bfloat16 or float16, on the CPU.
+        query: (B, H, L, E), float64, float32, bfloat16 or float16, on the CPU or on CUDA.
         key: (B | 1, Hk, S, E), same dtype.
         value: (B | 1, Hk, S, Ev), same dtype.
         score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)`` returns the score to be used. It is called
@@ -104,7 +104,8 @@ def flex_attention(
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed, or the line of the
             function that decides by a value.
-        IndexError: a function reads beside a captured tensor, for a score that it does not hide.
+        IndexError: a function reads beside a captured tensor, for a score that it does not hide. On CUDA such
+            a score is NaN instead.
 
     A function is compiled when it is first met, in a second or two, and kept on disk for other processes
     (SELFATTN_FUNCTION_CACHE names the folder). Constants in it are no reason to compile again. Where there is

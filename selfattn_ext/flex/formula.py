@@ -40,9 +40,7 @@ class _OfAllScores(NamedTuple):
     visible: Callable[[Places], Tensor] | None
 
 
-def _of_traced(
-    tensors: Tensors, captured: Sequence[Tensor], call: Call, first: int = 0
-) -> AttentionResult:
+def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call, first: int = 0) -> AttentionResult:
     """A call whose functions have been recorded, with these captured tensors in place of the recorded."""
     function = call.traced.function
     position = {id(tensor): index for index, tensor in enumerate(function.tensors)}
