@@ -7,6 +7,7 @@ import itertools
 from collections.abc import Callable
 from typing import Any
 
+import gpu
 import pytest
 import torch
 from functions import Functions, flex_attention
@@ -146,7 +147,7 @@ def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
 
 
 def of_whole(tensors: list[Tensor]) -> Tensor:
-    mask = create_block_mask(mask_mod, None, None, *(tensors[0].size(2),) * 2, device="cpu")
+    mask = create_block_mask(mask_mod, None, None, *(tensors[0].size(2),) * 2, device=gpu.DEVICE)
     out: Tensor = flex_attention(*tensors, score_mod, mask)
     return out
 
@@ -298,7 +299,7 @@ def test_the_same_without_a_compiler(layout: str, page_size: int, monkeypatch: p
 class TestRefusals:
     def test_functions(self) -> None:
         tensors = whole()
-        mask = create_block_mask(mask_mod, None, None, 40, 40, device="cpu")
+        mask = create_block_mask(mask_mod, None, None, 40, 40, device=gpu.DEVICE)
         with pytest.raises(TypeError, match="mask_mod must be a function, but it is a BlockMask"):
             attention_with_kvcache(*tensors, mask_mod=mask)
         with pytest.raises(TypeError, match="score_mod must be a function, but it is float"):

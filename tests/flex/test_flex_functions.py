@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import gpu
 import pytest
 import torch
 from functions import ALL, Functions, Sizes, flex_attention, formula
@@ -26,7 +27,7 @@ def tensors(sizes: Sizes, dtype: torch.dtype, kv_heads: int | None = None) -> li
 def mask_of(functions: Functions, sizes: Sizes, block_size: int | tuple[int, int]) -> BlockMask | None:
     if functions.mask_mod is None:
         return None
-    return create_block_mask(functions.mask_mod, *sizes, device="cpu", BLOCK_SIZE=block_size)
+    return create_block_mask(functions.mask_mod, *sizes, device=gpu.DEVICE, BLOCK_SIZE=block_size)
 
 
 def gradients(out: Tensor, given: list[Tensor], learned: list[Tensor]) -> list[Tensor]:

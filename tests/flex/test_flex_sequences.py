@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import gpu
 import pytest
 import torch
 from functions import Functions, flex_attention
@@ -108,7 +109,7 @@ def by_itself(query: Tensor, key: Tensor, value: Tensor, functions: Functions, *
     mask = None
     sizes = (1, HEADS, query.size(2), key.size(2))
     if functions.mask_mod is not None and query.size(2) and key.size(2):
-        mask = create_block_mask(functions.mask_mod, *sizes, device="cpu", BLOCK_SIZE=16)
+        mask = create_block_mask(functions.mask_mod, *sizes, device=gpu.DEVICE, BLOCK_SIZE=16)
     out: Tensor = flex_attention(query, key, value, functions.score_mod, mask, enable_gqa=True, **options)
     return out
 
@@ -244,11 +245,11 @@ def test_a_padded_batch_and_documents_of_one_sequence() -> None:
     out = packed.run(Functions(score_mod, causal))[:-3]
     padded = [torch.nn.utils.rnn.pad_sequence(list(t.split(lengths)), True).transpose(1, 2) for t in rows]
     of_batch = flex_attention(
-        *padded, score_mod, create_block_mask(causal, None, None, 33, 33, device="cpu", BLOCK_SIZE=16)
+        *padded, score_mod, create_block_mask(causal, None, None, 33, 33, device=gpu.DEVICE, BLOCK_SIZE=16)
     )
     of_batch = torch.cat([of_batch[b, :, :n].transpose(0, 1) for b, n in enumerate(lengths)])
     mask = create_block_mask(
-        lambda b, h, q, kv: (number[q] == number[kv]) & (q >= kv), None, None, 60, 60, device="cpu"
+        lambda b, h, q, kv: (number[q] == number[kv]) & (q >= kv), None, None, 60, 60, device=gpu.DEVICE
     )
     of_documents = flex_attention(
         *(t.transpose(0, 1).unsqueeze(0) for t in rows),
@@ -392,7 +393,7 @@ class TestRefusals:
     packed = Packed([(3, 4), (2, 2)])
 
     def test_functions(self) -> None:
-        mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 4, 4, device="cpu")
+        mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 4, 4, device=gpu.DEVICE)
         with pytest.raises(
             TypeError, match=r"mask_mod must be a function, but it is a BlockMask.*pass its mask_mod"
         ):

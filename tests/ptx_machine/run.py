@@ -49,6 +49,7 @@ OF_CUDA = (
     "test_cuda_sequences.py",
     "test_cuda_capture.py",
     "test_cuda_switches.py",
+    "test_cuda_functions.py",
     "test_cuda_training.py",
     "test_aten_cuda.py",
 )

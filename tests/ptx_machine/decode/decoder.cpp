@@ -61,7 +61,7 @@ size_t Decoder::signature(const Module::Function& function, const std::vector<Pl
     } else if (c == '.') {
       ++in.at;
       const std::string word = in.word();
-      if (word == "entry" || word == "func" || word == "visible") continue;
+      if (word == "entry" || word == "func" || word == "visible" || word == "weak") continue;
       const std::string rest = in.until('\n');
       if (word == "maxntid" && function.is_kernel) {
         u32 threads = 1;
