@@ -14,9 +14,10 @@ from typing import Literal
 
 import torch
 
-from selfattn_ext.bench import kv_cache, varlen
+from selfattn_ext.bench import functions, kv_cache, varlen
 from selfattn_ext.bench.cases import Case
 from selfattn_ext.bench.contenders import TORCH
+from selfattn_ext.bench.functions import FunctionCase
 from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase
 
@@ -63,6 +64,7 @@ def lines(quick: bool = False, only: str = "") -> list[Line]:
         *_options(),
         *_varlen(),
         *_caches(),
+        *_functions(),
     ]
     return [line for line in every if (line.quick or not quick) and only in line.name]
 
@@ -211,3 +213,26 @@ def _in_pages_too(name: str, case: CacheCase, quick: bool) -> Iterable[Line]:
     yield Line(name, case, 0.85, 0.95, "of read", quick=quick)
     for peer in map(kv_cache.pages_name, kv_cache.PAGE_SIZES):
         yield Line(f"{name}, {peer}", case, 0.9, 0.98, "speed", peer, quick=quick)
+
+
+def _functions() -> Iterable[Line]:
+    """Functions of scores against options that say the same, torch's compiled flex_attention (forward), and
+    what it does without a compiler (forward and backward); a mask of documents against the call without it."""
+    names: tuple[functions.Name, ...] = ("causal", "alibi", "softcap", "documents", "relative bias")
+    for dtype in (FP32, BF16):
+        kind = "fp32 functions" if dtype == FP32 else "bf16 functions"
+        for name in names:
+            quick = dtype == FP32 and name in ("causal", "documents")
+            for backward in (False, True):
+                case = FunctionCase(1, HEADS, 2048, 64, dtype=dtype, function=name, backward=backward)
+                peer, target, goal = (functions.COMPILED, 2.0, 4.0)
+                if backward:
+                    peer, target, goal = (functions.EAGER, 5.0, 10.0)
+                yield Line(f"{kind}, over {peer.name}", case, target, goal, peer=peer.name, quick=quick)
+                if name == "documents":
+                    peer = functions.OPTIONS
+                    yield Line(f"{kind}, over no mask", case, 4.0, 6.0, peer=peer.name, quick=quick)
+                elif name != "relative bias":
+                    # At most 1.3 times their time.
+                    peer = functions.OPTIONS
+                    yield Line(f"{kind}, over options", case, 1 / 1.3, 1.0, peer=peer.name, quick=quick)

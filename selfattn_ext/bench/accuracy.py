@@ -40,8 +40,10 @@ class Truth:
 
 
 def truth(case: Case, tensors: Inputs) -> Truth | None:
-    """The exact results; None for dropout, whose pattern every implementation draws in its own way."""
-    if case.dropout:
+    """The exact results; None for dropout, whose pattern every implementation draws in its own way, and for
+    what the formula does not know.
+    """
+    if case.dropout or not case.has_formula:
         return None
     places = tuple(dict.fromkeys([(0, 0), (case.batch - 1, case.kv_head_count - 1)]))
     return Truth(places, tuple(_exact(case, tensors, *place) for place in places))

@@ -77,6 +77,11 @@ class Case:
         return str(self.dtype).removeprefix("torch.")
 
     @property
+    def has_formula(self) -> bool:
+        """Whether the fields are all that results depend on."""
+        return True
+
+    @property
     def direction(self) -> str:
         if not self.backward:
             return "forward"

@@ -1,0 +1,169 @@
+"""Functions of scores: written in Python, as options of this package, and by torch's flex_attention."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from selfattn_ext import flex_attention, scaled_dot_product_attention
+from selfattn_ext.bench.cases import Case, Inputs
+from selfattn_ext.bench.contenders import OURS, Call, Contender
+from selfattn_ext.terminal import describe
+
+Name = Literal["causal", "alibi", "softcap", "documents", "relative bias"]
+
+DOCUMENTS = 16
+SOFTCAP = 20.0
+
+
+@dataclass(frozen=True)
+class FunctionCase(Case):
+    """Self-attention with a function of scores: causal, ALiBi, softcap, 16 documents of one length that see
+    themselves, a learned bias of each head and distance.
+    """
+
+    function: Name = "causal"
+
+    @property
+    def has_formula(self) -> bool:
+        return False
+
+    def options(self) -> str:
+        return f"function={self.function} {super().options()}".strip()
+
+    def pairs(self) -> int:
+        if self.function == "documents":
+            return self.batch * self.length * self.length // DOCUMENTS
+        return super().pairs()
+
+    def further(self) -> dict[str, Any]:
+        return {"function": self.function}
+
+
+@dataclass(frozen=True)
+class _Function:
+    """What flex_attention is given, and the options of this package that say the same."""
+
+    score_mod: Callable[..., Tensor] | None = None
+    mask_mod: Callable[..., Tensor] | None = None
+    options: dict[str, Any] | None = None  # None: no option says it
+
+
+def _function(case: Case, tensors: Inputs) -> _Function:
+    assert isinstance(case, FunctionCase)
+    heads, device = case.heads, tensors.query.device
+    if case.function == "causal":
+        return _Function(mask_mod=lambda b, h, q, kv: q >= kv, options={"is_causal": True})
+    if case.function == "alibi":
+        slopes = torch.exp2(-torch.arange(1, heads + 1, device=device) * 8.0 / heads)
+        return _Function(
+            lambda score, b, h, q, kv: score - slopes[h] * (q - kv).abs(), options={"alibi_slopes": slopes}
+        )
+    if case.function == "softcap":
+        return _Function(
+            lambda score, b, h, q, kv: SOFTCAP * torch.tanh(score / SOFTCAP), options={"softcap": SOFTCAP}
+        )
+    if case.function == "documents":
+        numbers = torch.arange(case.length, device=device) // -(-case.length // DOCUMENTS)
+        return _Function(mask_mod=lambda b, h, q, kv: numbers[q] == numbers[kv])
+    table = torch.zeros(heads, 2 * case.length - 1, device=device, requires_grad=case.backward)
+    return _Function(lambda score, b, h, q, kv: score + table[h, q - kv + case.length - 1])
+
+
+def _block_mask(case: Case, function: _Function, tensors: Inputs) -> Any:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    if function.mask_mod is None:
+        return None
+    device = tensors.query.device.type
+    return create_block_mask(function.mask_mod, None, None, case.length, case.length, device=device)
+
+
+def _prepare(case: Case, tensors: Inputs) -> Call:
+    function = _function(case, tensors)
+    mask = _block_mask(case, function, tensors)
+
+    def call() -> Tensor:
+        out = flex_attention(tensors.query, tensors.key, tensors.value, function.score_mod, mask)
+        assert isinstance(out, Tensor)
+        return out
+
+    return call
+
+
+def _prepare_options(case: Case, tensors: Inputs) -> Call:
+    """The same by options; of documents, the call without a mask."""
+    function = _function(case, tensors)
+    options = {} if case.options().startswith("function=documents") else function.options
+    if options is None:
+        raise NotImplementedError("no option says the same")
+
+    def call() -> Tensor:
+        return scaled_dot_product_attention(tensors.query, tensors.key, tensors.value, **options)
+
+    return call
+
+
+def _prepare_eager(case: Case, tensors: Inputs) -> Call:
+    """What torch's flex_attention does when it is not compiled, with gradients, which it refuses on the CPU:
+    the matrix of scores through the function.
+    """
+    function = _function(case, tensors)
+    places = [torch.arange(size, device=tensors.query.device) for size in (1, case.heads, *[case.length] * 2)]
+    mapped: list[Callable[..., Tensor] | None] = []
+    for given, scores in ((function.score_mod, (0,)), (function.mask_mod, ())):
+        made: Any = given
+        for place in reversed(range(4)) if given is not None else ():
+            made = torch.vmap(made, in_dims=(*scores, *(0 if n == place else None for n in range(4))))
+        mapped.append(made)
+    score_mod, mask_mod = mapped
+
+    def call() -> Tensor:
+        query, key, value = tensors.query, tensors.key, tensors.value
+        scores = (query @ key.mT).float() * case.head_dim**-0.5
+        if score_mod is not None:
+            scores = score_mod(scores, *places)
+        if mask_mod is not None:
+            scores = scores.masked_fill(~mask_mod(*places), -torch.inf)
+        return scores.softmax(-1).to(query.dtype) @ value
+
+    return call
+
+
+def _prepare_compiled(case: Case, tensors: Inputs) -> Call:
+    """torch's, compiled. It has no gradients on the CPU."""
+    if case.backward:
+        raise NotImplementedError("no backward pass on the CPU")
+    from torch._inductor import config
+    from torch.nn.attention.flex_attention import flex_attention as of_torch
+
+    function = _function(case, tensors)
+    mask = _block_mask(case, function, tensors)
+    given = (tensors.query, tensors.key, tensors.value, function.score_mod, mask)
+    # The compiled loops have the number of threads written into them, and a new one is no reason for torch to
+    # compile again.
+    torch._dynamo.reset()
+    with config.patch({"cpp.threads": torch.get_num_threads()}):
+        compiled: Any = torch.compile(of_torch, dynamic=False)
+        try:
+            with torch.no_grad():
+                compiled(*given)
+        except Exception as error:  # whatever a compiler may say
+            raise NotImplementedError(f"does not compile: {describe(error)}") from error
+
+    def call() -> Tensor:
+        with torch.no_grad():
+            return compiled(*given)  # type: ignore[no-any-return]
+
+    return call
+
+
+OPTIONS = Contender("options", _prepare_options)
+EAGER = Contender("eager flex", _prepare_eager)
+COMPILED = Contender("compiled flex", _prepare_compiled)
+
+CONTENDERS = (Contender(OURS.name, _prepare), OPTIONS, EAGER, COMPILED)
