@@ -166,8 +166,9 @@ def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
         given[name].requires_grad_()
     scores, mask = torch.randn(2, 4, 5, 6, requires_grad=True), torch.randn(1, 1, 5, 6, requires_grad=True)
     wanted = {"return_weights": True, "return_lse": True}
-    counts = torch.tensor([[[1, 2]]], dtype=torch.int32)
-    indices = torch.tensor([[[[0, 1, 2], [2, 1, 0]]]], dtype=torch.int32)
+    # Functions of scores, which block masks belong to, are computed on the CPU.
+    counts = torch.tensor([[[1, 2]]], dtype=torch.int32, device="cpu")
+    indices = torch.tensor([[[[0, 1, 2], [2, 1, 0]]]], dtype=torch.int32, device="cpu")
     return [
         (library.attention_with_gradient.default, (query, key, value, 0.3), {}),
         (library.attention_with_gradient.default, (query, key, value, 0.3), {**given, **wanted}),

@@ -5,7 +5,17 @@
 
 #include <cstdint>
 
+// Kernels of a GPU that are compiled with a function inside: Note [Functions in kernels] in
+// cuda/function/function_tile.cuh.
+#if defined(SELFATTN_FUNCTION)
+#include "selfattn_function_arguments.h"
+#endif
+
 namespace selfattn {
+
+namespace cuda {
+class FunctionKernels;
+}
 
 // Scores of neighbouring queries and keys of one (batch, head), transposed: that of query first_query + i and
 // key first_key + j is number j * stride + i. Positions count within the batch element.
@@ -21,9 +31,10 @@ struct CapturedTensor {
   const void* data;
   const int64_t* size;
   const int64_t* stride;
+  int64_t rank;
 };
 
-// What a call brings to the function.
+// What a call brings to the function. A GPU's kernels get it in a form of their own, see `device`.
 struct FunctionInputs {
   const CapturedTensor* tensors;
   const double* numbers;  // constants that are no part of the compiled code
@@ -50,13 +61,19 @@ struct ScoreFunctionTable {
   // Adds to sums[i] the gradient of captured tensor i, contiguous; nullptr where it is not wanted.
   void (*add_captured)(const FunctionInputs*, const ScoreTile*, const void* scores, const void* gradient,
                        double* const* sums);
+
+  // Instead of these four: the kernels of a GPU that have the function inside. nullptr for calls on the CPU.
+  const cuda::FunctionKernels* device = nullptr;
 };
 
-// Which blocks of scores anybody sees: 0 nobody, 1 whom the function does not hide, 2 everybody.
+// Who sees a block of scores.
+enum class Seen : uint8_t { kByNobody, kByWhomTheFunctionShows, kByEverybody };
+
+// Who sees which blocks of scores.
 // Strides are 0 where batch elements or heads share the map. Queries and keys behind the last block are seen
 // by, and see, nobody.
 struct BlockMap {
-  const uint8_t* blocks = nullptr;       // nullable: `apply` concerns all scores
+  const uint8_t* blocks = nullptr;       // Seen; nullable: `apply` concerns all scores
   int64_t stride[3] = {0, 0, 0};         // batch, head, row; 1 from a block to the next in a row
   int64_t query_size = 0, key_size = 0;  // of a block
   int64_t query_blocks = 0, key_blocks = 0;
@@ -68,6 +85,9 @@ struct ScoreFunction {
   FunctionInputs inputs{};
   int64_t first_batch = 0;  // what the function calls the first batch element
   BlockMap map;
+#if defined(SELFATTN_FUNCTION)
+  FunctionArguments arguments;  // stays last: the launch writes it behind what the library knows
+#endif
 
   constexpr bool any() const { return table != nullptr || map.blocks != nullptr; }
   // Whether gradients are made of the scores that the function was given.

@@ -156,7 +156,9 @@ inline T floor_divide(T a, T b) {
 // a * b + c, rounded once where that is one instruction: compilers may not merge products and sums by
 // themselves.
 inline float multiply_add(float a, float b, float c) {
-#if defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+#if defined(__CUDA_ARCH__)
+  return fmaf(a, b, c);
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
   return __builtin_fmaf(a, b, c);
 #else
   return a * b + c;

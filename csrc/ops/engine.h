@@ -6,6 +6,7 @@
 
 #include "../core/append_params.h"
 #include "../cuda/cuda_kernel_table.h"
+#include "../cuda/function/function_kernels.h"
 #include "checks.h"
 
 namespace selfattn::ops {
@@ -42,6 +43,9 @@ struct CudaPart {
   const char* architectures;  // "7.5, 8.0": compute capabilities with machine code
   const cuda::Kernel* const* (*all_kernels)(int* count);
   std::string (*refusal_of)(const cuda::Kernel&, const AttentionParams&, int capability);
+  // They stay for good.
+  const cuda::FunctionKernels* (*function_kernels)(cuda::MakeCode, int64_t tensors, int64_t dims,
+                                                   int64_t numbers);
 };
 
 // nullptr in a build without CUDA.

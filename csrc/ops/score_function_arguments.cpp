@@ -27,6 +27,11 @@ const ScoreFunctionTable* function_table(const char* key, const AttentionParams&
                                          const Options& options, size_t numbers) {
   const ScoreFunctionTable* table = find_score_function(key);
   if (table == nullptr) refuse("score_function \"", key, "\" has not been loaded");
+  const bool on_cpu = query.device.type == aoti_torch_device_type_cpu();
+  if (on_cpu != (table->device == nullptr)) {
+    refuse("score_function \"", key, "\" is compiled for ", on_cpu ? "CUDA" : "the CPU", ", but query is on ",
+           on_cpu ? "the CPU" : "a GPU");
+  }
   const int64_t bytes = size_of(accumulation_dtype(p.dtype));
   if (table->score_bytes != bytes) {
     refuse("score_function \"", key, "\" is compiled for scores of ", table->score_bytes,
@@ -77,7 +82,7 @@ std::vector<CapturedTensor> captured_tensors(const std::vector<TensorHandle>& ca
   tensors.reserve(captured.size());
   for (const TensorHandle& handle : captured) {
     const Input input = inspect("captured", handle);
-    tensors.push_back({input.data, input.size, input.stride});
+    tensors.push_back({input.data, input.size, input.stride, input.rank});
   }
   return tensors;
 }
@@ -94,6 +99,9 @@ void add_score_function(AttentionParams& p, const Input& query, const Options& o
     refuse("captured tensors or numbers were given without score_function");
   }
   if (options.block_map) {
+    if (query.device.type != aoti_torch_device_type_cpu() && p.function.table == nullptr) {
+      refuse("block_map was given without score_function, which CUDA's kernels need for it");
+    }
     p.function.map = block_map(p, query, options);
   } else if (options.block_size) {
     refuse("block_size was given without block_map");

@@ -2,11 +2,14 @@
 
 #include <dlfcn.h>
 
+#include <algorithm>
 #include <mutex>
 #include <unordered_map>
+#include <utility>
 
 #include "boxing.h"
 #include "checks.h"
+#include "engine.h"
 
 namespace selfattn::ops {
 
@@ -30,13 +33,16 @@ std::string reason() {
   return text != nullptr ? text : "of an unknown reason";
 }
 
+void check_name(const std::string& name) {
+  if (!name.empty() && name.size() < sizeof(Name::text)) return;
+  refuse("the name of a score function must have 1 to ", sizeof(Name::text) - 1, " characters, but it is \"",
+         name, "\"");
+}
+
 }  // namespace
 
 void load_score_function(const std::string& name, const std::string& path) {
-  if (name.empty() || name.size() >= sizeof(Name::text)) {
-    refuse("the name of a score function must have 1 to ", sizeof(Name::text) - 1,
-           " characters, but it is \"", name, "\"");
-  }
+  check_name(name);
   Library& all = library();
   const std::lock_guard<std::mutex> lock(all.mutex);
   if (all.tables.count(name) != 0) return;
@@ -49,6 +55,25 @@ void load_score_function(const std::string& name, const std::string& path) {
     refuse("score function \"", name, "\" has no table: ", why);
   }
   all.tables[name] = static_cast<const ScoreFunctionTable*>(table);
+}
+
+void load_cuda_score_function(const std::string& name, int64_t score_bytes, const std::string& tensors,
+                              int64_t dims, int64_t numbers, cuda::MakeCode make_code) {
+  check_name(name);
+  if (cuda_part() == nullptr) {
+    refuse("score function \"", name, "\" is for CUDA, and this library has no CUDA kernels");
+  }
+  Library& all = library();
+  const std::lock_guard<std::mutex> lock(all.mutex);
+  if (all.tables.count(name) != 0) return;
+  auto* const kinds = new std::string(tensors);  // for good, as all of it
+  const int64_t count = kinds->empty() ? 0 : 1 + std::count(kinds->begin(), kinds->end(), ' ');
+  auto* const table = new ScoreFunctionTable{};
+  table->score_bytes = score_bytes;
+  table->tensors = kinds->c_str();
+  table->numbers = numbers;
+  table->device = cuda_part()->function_kernels(std::move(make_code), count, dims, numbers);
+  all.tables[name] = table;
 }
 
 const ScoreFunctionTable* find_score_function(const char* name) {

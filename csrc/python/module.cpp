@@ -2,10 +2,13 @@
 // themselves do not pass through here: loading the library registers them with torch, where `ops` looks them
 // up.
 #include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
 
 #include <algorithm>
 #include <iterator>
+#include <stdexcept>
 #include <string>
+#include <vector>
 
 #include "../cpu/cpu_features.h"
 #include "../cpu/kernel_table.h"
@@ -32,6 +35,26 @@ std::string compiler() {
 #else
   return "unknown";
 #endif
+}
+
+// Python's function as one that threads without Python may call.
+selfattn::cuda::MakeCode called_by_any_thread(const py::function& make_code) {
+  // For good, as the functions are; Python may have ended before C++ does.
+  auto* const held = new py::function(make_code);
+  return [held](const std::string& kernel, int capability) {
+    const py::gil_scoped_acquire turn;
+    try {
+      return (*held)(kernel, capability).cast<std::vector<std::string>>();
+    } catch (const py::error_already_set& error) {
+      throw std::runtime_error(error.what());
+    }
+  };
+}
+
+void load_cuda_score_function(const std::string& name, int64_t score_bytes, const std::string& tensors,
+                              int64_t dims, int64_t numbers, const py::function& make_code) {
+  selfattn::ops::load_cuda_score_function(name, score_bytes, tensors, dims, numbers,
+                                          called_by_any_thread(make_code));
 }
 
 std::string target_torch() {
@@ -222,6 +245,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("load_score_function", &selfattn::ops::load_score_function, py::arg("name"), py::arg("path"),
              "Load the shared library with a function of scores, so that operators find it by its name (1 to "
              "31 characters); nothing happens for a known name. ValueError for what is no such library.");
+  module.def(
+      "load_cuda_score_function", &load_cuda_score_function, py::arg("name"), py::arg("score_bytes"),
+      py::arg("tensors"), py::arg("dims"), py::arg("numbers"), py::arg("make_code"),
+      "The same for CUDA tensors: the function is for scores of 4 or 8 bytes and reads tensors of these "
+      "dtypes ('float32[2] int64[1]'), of at most `dims` dimensions, and so many numbers. "
+      "make_code(kernel, capability) returns the code (list of bytes, best first) of a kernel named as "
+      "in C++ for devices of compute capability major * 10 + minor.");
   module.def("cpu_isa", &selfattn::cpu::forced_isa,
              "The forced instruction set, '' when the choice is automatic.");
   module.def(

@@ -22,12 +22,15 @@ from ..arguments import (
     DEFAULT_WINDOW,
     AttentionCall,
     AttentionOptions,
+    Keywords,
     Prepared,
+    Tensors,
     call_checks,
     prepare,
     shapes,
 )
 from ..attend import attend, dropout_seed
+from ..autograd.graph_operators import is_tracing_graph
 from ..reference import accumulation_dtype
 from . import block_masks, calls, compiler, formula, graphs
 from .functions import Functions, ScoreMod, check_functions
@@ -65,7 +68,7 @@ def flex_attention(
     in meaning and order; the others are those of :func:`selfattn_ext.scaled_dot_product_attention`.
 
     Args:
-        query: (B, H, L, E), float64, float32, bfloat16 or float16, on the CPU.
+        query: (B, H, L, E), float64, float32, bfloat16 or float16, on the CPU or on CUDA.
         key: (B | 1, Hk, S, E), same dtype.
         value: (B | 1, Hk, S, Ev), same dtype.
         score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)`` returns the score to be used. It is called
@@ -93,7 +96,8 @@ def flex_attention(
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed, or the line of the
             function that decides by a value.
-        IndexError: a function reads beside a captured tensor, for a score that it does not hide.
+        IndexError: a function reads beside a captured tensor, for a score that it does not hide. On CUDA such
+            a score is NaN instead.
 
     A function is compiled when it is first met, in a second or two, and kept on disk for other processes
     (SELFATTN_FUNCTION_CACHE names the folder). Constants in it are no reason to compile again. Where there is
@@ -172,8 +176,15 @@ def _all_results(prepared: Prepared, options: AttentionOptions, functions: Funct
     tensors, scale, keywords, _ = prepared
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(tensors.query))
-    if torch.compiler.is_dynamo_compiling():
+    if torch.compiler.is_dynamo_compiling() and is_tracing_graph() and tensors.query.is_cpu:
         return graphs.all_results(tensors, scale, keywords, options, functions)
+    return _outside_of_graphs(tensors, scale, keywords, options, functions)
+
+
+@graphs.outside_of_graphs
+def _outside_of_graphs(
+    tensors: Tensors, scale: float, keywords: Keywords, options: AttentionOptions, functions: Functions
+) -> tuple[Any, ...]:
     blocks = size = None
     if functions.block_mask is not None:
         blocks = block_masks.block_map(functions.block_mask)
@@ -185,7 +196,7 @@ def _all_results(prepared: Prepared, options: AttentionOptions, functions: Funct
     try:
         requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
         traced = trace(*functions[:2], dtype, device, requires_grad)
-        keywords = {**keywords, **calls.loaded(traced)}
+        keywords = {**keywords, **calls.loaded(traced, blocks is not None)}
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         calls.warn(reason)
         return (*formula.in_rows(in_python), None)

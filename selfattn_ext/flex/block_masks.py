@@ -31,7 +31,10 @@ def _marked(counts: Tensor, indices: Tensor, mark: int) -> Tensor:
     listed = torch.arange(blocks, device=indices.device) < counts.unsqueeze(-1)
     # What is not listed goes into a column that is cut off.
     places = torch.where(listed, indices, blocks).long()
-    if bool((listed & ((indices < 0) | (indices >= blocks))).any()):
+    beside = listed & ((indices < 0) | (indices >= blocks))
+    if indices.device.type == "cuda":
+        places = torch.where(beside, blocks, places)  # without waiting for the GPU to raise an error
+    elif bool(beside.any()):
         raise ValueError(f"block_mask lists key blocks beside its {blocks}")
     marks = torch.zeros((*indices.shape[:-1], blocks + 1), dtype=torch.uint8, device=indices.device)
     return marks.scatter_(-1, places, mark)[..., :blocks].contiguous()

@@ -15,7 +15,7 @@ from torch.autograd import Function
 from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
 from ..autograd import operator_calls
-from . import compiler, formula
+from . import compiler, cuda_compiler, formula
 from .source import source_of
 from .tracing import Traced
 
@@ -60,14 +60,17 @@ def all_results(
 _warned: set[str] = set()
 
 
-def loaded(traced: Traced) -> Keywords:
+def loaded(traced: Traced, has_blocks: bool = False) -> Keywords:
     """The keyword that names recorded functions to the operators, compiled and loaded.
 
     None for those that do nothing.
     """
-    if traced.function.score.op == "score" and traced.function.mask is None:
-        return {}
-    return {"score_function": compiler.load(source_of(traced.function))}
+    if traced.device.type == "cuda":
+        # With it come maps of blocks, which other kernels do not know.
+        if not has_blocks and traced.does_nothing():
+            return {}
+        return {"score_function": cuda_compiler.load(traced.function)}
+    return {} if traced.does_nothing() else {"score_function": compiler.load(source_of(traced.function))}
 
 
 def warn(reason: Exception) -> None:
@@ -168,6 +171,9 @@ def _captured_gradients(
     sizes = [tensor.numel() if want else 0 for tensor, want in zip(captured, wanted, strict=True)]
     if not any(sizes):
         return [None] * len(captured)
+    if cotangents[0].device.type == "cuda":  # whose kernels do not have them
+        found = formula.captured_gradients(tensors, captured, call, cotangents, wanted)
+        return [None if gradient is None else gradient.detach() for gradient in found]
     query, key, value = tensors[:3]
     out, row_max, row_sum = saved[:3]
     merged = operator_calls.backward_keywords(

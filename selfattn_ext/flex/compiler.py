@@ -18,12 +18,12 @@ from pathlib import Path
 
 from .. import library, sources, toolchain
 
-__all__ = ["CompilerError", "load"]
+__all__ = ["KEY_LENGTH", "CompilerError", "folder", "load"]
 
 _VARIABLE = "SELFATTN_FUNCTION_CACHE"
 _HEADERS = ("core/score_function.h", "core/score_function_math.h")
 #: As many characters as the operators' names of functions have at most.
-_KEY_LENGTH = 31
+KEY_LENGTH = 31
 
 _loaded: set[str] = set()
 
@@ -40,7 +40,7 @@ def load(source: str) -> str:
     """
     key = _key(source)
     if key not in _loaded:
-        file = _folder() / f"{key}.so"
+        file = folder() / f"{key}.so"
         if not file.exists():
             _compile(source, file)
         library.extension().load_score_function(key, str(file))
@@ -52,7 +52,7 @@ def load(source: str) -> str:
 def _key(source: str) -> str:
     digest = hashlib.sha256(_surroundings().encode())
     digest.update(source.encode())
-    return digest.hexdigest()[:_KEY_LENGTH]
+    return digest.hexdigest()[:KEY_LENGTH]
 
 
 @functools.cache
@@ -96,7 +96,7 @@ def _flags() -> list[str]:
 
 
 @functools.cache
-def _folder() -> Path:
+def folder() -> Path:
     base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
     wanted = Path(os.environ.get(_VARIABLE) or os.path.join(base, "selfattn_ext"))
     try:

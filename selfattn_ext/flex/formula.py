@@ -20,7 +20,7 @@ from .recorder import Indexing, Load, Node, replay
 if TYPE_CHECKING:
     from .calls import Call
 
-__all__ = ["PythonCall", "at_once", "gradients", "in_rows"]
+__all__ = ["PythonCall", "at_once", "captured_gradients", "gradients", "in_rows"]
 
 #: Scores that :func:`in_rows` holds at once, of all heads and batch elements.
 _SCORES_AT_ONCE = 1 << 24
@@ -39,7 +39,7 @@ class _OfAllScores(NamedTuple):
     visible: Callable[[Places], Tensor] | None
 
 
-def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> AttentionResult:
+def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call, first: int = 0) -> AttentionResult:
     """A call whose functions have been recorded, with these captured tensors in place of the recorded."""
     function = call.traced.function
     position = {id(tensor): index for index, tensor in enumerate(function.tensors)}
@@ -70,7 +70,29 @@ def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> Atte
     functions = _OfAllScores(
         None if function.score.op == "score" else modified, None if function.mask is None else shown
     )
-    return _attention(tensors, call, functions)
+    return _attention(tensors, call, functions, first)
+
+
+def captured_gradients(
+    tensors: Tensors,
+    captured: Sequence[Tensor],
+    call: Call,
+    cotangents: Sequence[OptionalTensor],
+    needs: Sequence[bool],
+) -> list[OptionalTensor]:
+    """The gradients of captured tensors where they are needed, some queries at a time."""
+    needs = [*(False for _ in tensors), *needs]
+    sums: list[OptionalTensor] = []
+    for first, count in _parts(tensors, call.keywords):
+        part, keywords = _of_rows(tensors, call.keywords, first, count)
+        rows = [None if given is None else given[:, :, first : first + count] for given in cotangents]
+        found = gradients(part, captured, call._replace(keywords=keywords), rows, needs, first, False)
+        found = found[len(tensors) :]
+        if sums:
+            pairs = zip(sums, found, strict=True)
+            found = [None if sum is None or more is None else sum + more for sum, more in pairs]
+        sums = found
+    return sums
 
 
 def gradients(
@@ -79,13 +101,15 @@ def gradients(
     call: Call,
     cotangents: Sequence[OptionalTensor],
     needs: Sequence[bool],
+    first: int = 0,
+    differentiable: bool = True,
 ) -> list[OptionalTensor]:
     """The gradients of tensors and captured tensors where they are needed, differentiable in turn."""
     # Aliases: an input may have been made of another one, which is none of this function's business.
     with torch.enable_grad():
         aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in (*tensors, *captured)]
         size = len(Tensors._fields)
-        result = _of_traced(Tensors(*aliases[:size]), aliases[size:], call)  # type: ignore[arg-type]
+        result = _of_traced(Tensors(*aliases[:size]), aliases[size:], call, first)  # type: ignore[arg-type]
         ends = [(end, given) for end, given in zip(result, cotangents, strict=True) if given is not None]
         wanted = [alias for alias, need in zip(aliases, needs, strict=False) if alias is not None and need]
         found = iter(
@@ -93,7 +117,7 @@ def gradients(
                 [end for end, _ in ends],
                 wanted,
                 [given for _, given in ends],
-                create_graph=True,
+                create_graph=differentiable,
                 allow_unused=True,
             )
         )
@@ -122,25 +146,37 @@ def in_rows(call: PythonCall) -> AttentionResult:
 
     With dropout, whose pattern counts queries, all at once, and one packed sequence after the other.
     """
-    batch, heads, length = call.tensors.query.shape[:3]
-    at_a_time = max(_SCORES_AT_ONCE // max(batch * heads * call.tensors.key.size(2), 1), 1)
-    if "dropout_p" in call.keywords or length <= at_a_time or is_packed(call.keywords):
+    parts = _parts(call.tensors, call.keywords)
+    if len(parts) == 1:
         return at_once(call)
-    parts = [
-        checkpoint(_rows, call, first, min(at_a_time, length - first), use_reentrant=False)
-        for first in range(0, length, at_a_time)
-    ]
-    return AttentionResult(*(torch.cat(each, 2) for each in zip(*parts, strict=True)))
+    results = [checkpoint(_rows, call, first, count, use_reentrant=False) for first, count in parts]
+    return AttentionResult(*(torch.cat(each, 2) for each in zip(*results, strict=True)))
+
+
+def _parts(tensors: Tensors, keywords: Keywords) -> list[tuple[int, int]]:
+    """First and count of the queries that are computed at once."""
+    batch, heads, length = tensors.query.shape[:3]
+    at_a_time = max(_SCORES_AT_ONCE // max(batch * heads * tensors.key.size(2), 1), 1)
+    if "dropout_p" in keywords or length <= at_a_time or is_packed(keywords):
+        return [(0, length)]
+    return [(first, min(at_a_time, length - first)) for first in range(0, length, at_a_time)]
 
 
 def _rows(call: PythonCall, first: int, count: int) -> AttentionResult:
     """Queries first .. first + count - 1."""
-    mask = call.tensors.mask
+    part, keywords = _of_rows(call.tensors, call.keywords, first, count)
+    return _attention(part, call._replace(keywords=keywords), _python(call), first)
+
+
+def _of_rows(tensors: Tensors, keywords: Keywords, first: int, count: int) -> tuple[Tensors, Keywords]:
+    """What a call of these queries alone is given."""
+    if first == 0 and count == tensors.query.size(2):
+        return tensors, keywords
+    mask = tensors.mask
     if mask is not None and mask.size(2) > 1:
         mask = mask[:, :, first : first + count]
-    part = call.tensors._replace(query=call.tensors.query[:, :, first : first + count], mask=mask)
-    moved = {**call.keywords, "query_offset": call.keywords.get("query_offset", 0) + first}
-    return _attention(part, call._replace(keywords=moved), _python(call), first)
+    part = tensors._replace(query=tensors.query[:, :, first : first + count], mask=mask)
+    return part, {**keywords, "query_offset": keywords.get("query_offset", 0) + first}
 
 
 def _python(call: PythonCall) -> _OfAllScores:

@@ -33,5 +33,7 @@ def check_functions(query: Tensor, score_mod: Any, mask_mod: Any = None) -> None
     for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
         if function is not None and not callable(function):
             raise TypeError(f"{name} must be a function, but it is {type(function).__name__}")
-    if isinstance(query, Tensor) and query.device.type != "cpu":
-        raise ValueError(f"functions of scores are computed on the CPU, but query is on {query.device}")
+    if isinstance(query, Tensor) and query.device.type not in ("cpu", "cuda"):
+        raise ValueError(
+            f"functions of scores are computed on the CPU and on CUDA, but query is on {query.device}"
+        )

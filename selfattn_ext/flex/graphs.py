@@ -47,6 +47,8 @@ __all__ = ["all_results", "outside_of_graphs"]
 _NAME = "selfattn_flex_attention"
 _OF_SCORE = 5  # inputs of score_mod: the score and its indices
 _OF_MASK = 4
+#: Keywords that torch's operator may do without.
+_OF_PROCESS = {"float32_precision", "kernel_name", "batch_invariant"}
 _NOT_IN_GRAPHS = (
     "a function that is not compiled must stay out of the graphs of torch.compile where there are options or "
     "packed sequences: torch.compiler.disable does that to the function that calls"
@@ -211,7 +213,8 @@ def _computed(
         traced, captured = _recorded(tensors, functions)
         keywords |= calls.loaded(traced)
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
-        if keywords or any(tensor is not None for tensor in tensors[3:]) or given["wants"][0]:
+        has_options = any(tensor is not None for tensor in tensors[3:]) or given["wants"][0]
+        if has_options or keywords.keys() - _OF_PROCESS:
             raise UnsupportedFunctionError(_NOT_IN_GRAPHS) from reason
         calls.warn(reason)
         return _torchs(tensors, scale, functions, blocks)

@@ -12,7 +12,7 @@ import torch
 
 from .recorder import Node, Number, UnsupportedFunctionError
 
-__all__ = ["C_TYPES", "cast", "expression", "is_known"]
+__all__ = ["C_TYPES", "STANDARD", "cast", "expression", "is_known"]
 
 #: What a number of a dtype is computed as. Those of 16 bits are rounded after each operation.
 C_TYPES = {
@@ -35,7 +35,7 @@ _LOGIC = {"logical_and": "&", "logical_or": "|", "logical_xor": "!="}
 _BITS = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
 _BITS |= {"bitwise_left_shift": "<<", "bitwise_right_shift": ">>"}
 #: Functions of C++.
-_STANDARD = {
+STANDARD = {
     *(
         "sqrt",
         "exp2",
@@ -109,7 +109,7 @@ def is_known(name: str) -> bool:
         or name in _COMPARISONS
         or name in _LOGIC
         or name in _BITS
-        or name in _STANDARD | _OWN | _OTHERS
+        or name in STANDARD | _OWN | _OTHERS
     )
 
 
@@ -187,7 +187,7 @@ def _expression(name: str, node: Node, text_of: Callable[[Node], str]) -> str:
     if name in ("addcmul", "addcdiv"):
         factor = literal(node.kwargs.get("value", 1), node.dtype)
         return f"{operand(0)} + {factor} * ({operand(1)} {'*' if name == 'addcmul' else '/'} {operand(2)})"
-    if name in _STANDARD:
+    if name in STANDARD:
         return f"std::{name}({', '.join(operands())})"
     if name in _OWN:
         if name == "round" and node.kwargs.get("decimals"):

@@ -16,7 +16,7 @@ import torch
 from .operations import C_TYPES, cast, expression
 from .recorder import Load, Node, Number
 
-__all__ = ["Function", "source_of"]
+__all__ = ["Body", "Function", "kinds_of", "source_of"]
 
 #: A node's level: what it depends on.
 _TILE, _KEY, _QUERY, _PAIR = 0, 1, 2, 3
@@ -61,11 +61,14 @@ _OVER_QUERIES = (
 )
 
 
-class _Body:
-    """The text of one function; statements by level."""
+class Body:
+    """The text of one function; statements by level, or all of them on the first, where ``batch``, ``head``,
+    ``query`` and ``key`` are those of a single score.
+    """
 
-    def __init__(self, function: Function):
+    def __init__(self, function: Function, by_levels: bool = True):
         self.function = function
+        self.by_levels = by_levels
         self.position = {id(tensor): index for index, tensor in enumerate(function.tensors)}
         self.number = {node: index for index, node in enumerate(function.numbers)}
         self.names: dict[Node, str] = {}
@@ -80,6 +83,8 @@ class _Body:
         self.index = f"int{index_bits}_t"
 
     def level(self, node: Node) -> int:
+        if not self.by_levels:
+            return _TILE
         found = self.levels.get(node)
         if found is None:
             found = _LEVEL_OF_INPUT.get(node.op, _TILE) if isinstance(node.op, str) else _TILE
@@ -164,7 +169,7 @@ class _Body:
 
     def beginning(self, *others: int) -> list[str]:
         """What comes before all loops, with what is known of the tensors that are read, and of ``others``."""
-        lines = [_POSITION, "(void)batch, (void)head, (void)inputs;"]
+        lines = ["(void)batch, (void)head, (void)inputs;"]
         read = {self.position[id(node.tensor)] for node in self.names if isinstance(node, Load)}
         for number in sorted(read.union(others)):
             tensor = self.function.tensors[number]
@@ -216,7 +221,7 @@ def _value_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _text(function: Function, name: str, results: dict[str, Node], ending: list[str], arguments: str) -> str:
     """One of the functions. ``results`` are names that ``ending``, the end of the innermost loop, uses."""
-    body = _Body(function)
+    body = Body(function)
     known = [f"const auto {key} = {body.use(node, _PAIR)};" for key, node in results.items()]
     beside = [body.beside[level] for level in range(4)]
     if beside[_QUERY]:
@@ -225,6 +230,7 @@ def _text(function: Function, name: str, results: dict[str, Node], ending: list[
     flags = [*beside[_PAIR], *(["beside_query[i]"] if beside[_QUERY] else []), *beside[_KEY], *beside[_TILE]]
     lines = [
         f"void {name}({arguments}) {{",
+        _POSITION,
         *body.beginning(),
         "int32_t beside_any = 0;",
         *body.queries_at_once(),
@@ -293,14 +299,20 @@ def source_of(function: Function) -> str:
         )
         arguments = f"{_ARGUMENTS}, const void* before, const void* gradient, double* const* sums"
         parts.append("\n".join([f"void add_captured({arguments}) {{", *calls, "}"]))
-    dtypes = (f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.dim()}]" for tensor in function.tensors)
     table = [
         str(function.dtype.itemsize),
-        f'"{" ".join(dtypes)}"',
+        f'"{kinds_of(function)}"',
         str(len(function.numbers)),
         *entries.values(),
     ]
     return _FRAME.format(parts="\n\n".join(parts), kind=kind, table=", ".join(table))
+
+
+def kinds_of(function: Function) -> str:
+    """Of the captured tensors, as ScoreFunctionTable has them."""
+    return " ".join(
+        f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.dim()}]" for tensor in function.tensors
+    )
 
 
 def _captured_text(function: Function, index: int, tensor: int, load: Load, gradient: Node) -> str:
@@ -310,7 +322,7 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
     additions is as long as the tile.
     """
     kind = C_TYPES[function.dtype]
-    body = _Body(function)
+    body = Body(function)
     level = body.level(load)
     sizes = function.tensors[tensor].shape
     behind = (range(dimension + 1, len(sizes)) for dimension in range(len(sizes)))
@@ -323,6 +335,7 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
         "                    double* const* sums) {",
         f"double* const to = sums[{tensor}];",
         "if (to == nullptr) return;",
+        _POSITION,
         *body.beginning(tensor),
     ]
     offset_line = f"const {body.index} place_at = {place};"

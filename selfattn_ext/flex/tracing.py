@@ -23,6 +23,8 @@ class Traced:
     """A pair of functions of scores, ready to be compiled."""
 
     function: Function
+    #: What it is for.
+    device: torch.device
     #: What the operators call along which dimensions no two items write one element of a captured gradient.
     exclusive: int
 
@@ -35,6 +37,10 @@ class Traced:
     def numbers(self) -> list[float]:
         """Constants that are no part of the source."""
         return [float(number.value) for number in self.function.numbers]
+
+    def does_nothing(self) -> bool:
+        """Whether all scores stay as they are."""
+        return self.function.score.op == "score" and self.function.mask is None
 
     def inputs(self) -> list[Node]:
         """The score and the indices as nodes."""
@@ -92,7 +98,7 @@ def trace(
     for node in everything:
         if isinstance(node, Load) and len(node.args) != node.tensor.dim():
             raise UnsupportedFunctionError("it takes more than an element of a tensor at once")
-    return Traced(function, _exclusive([load for load, _ in grad_loads]))
+    return Traced(function, device, _exclusive([load for load, _ in grad_loads]))
 
 
 def _inputs(recorder: Recorder, dtype: torch.dtype, device: torch.device, *first: str) -> list[Tensor]:

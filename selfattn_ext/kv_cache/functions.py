@@ -101,7 +101,7 @@ def _by_formula(
         append_to_cache(key_cache, value_cache, key, value, before, starts_q, table)
     rows = tensors.query
     if starts_q is None:
-        starts_q = torch.arange(batch + 1) * query.size(2)
+        starts_q = torch.arange(batch + 1, device=query.device) * query.size(2)
         rows = rows.transpose(0, 1).flatten(1, 2).unsqueeze(0)
     first = [0] * batch if starts_k is None else starts_k.tolist()
     places = list(zip(first, after.tolist(), strict=False))
@@ -110,7 +110,9 @@ def _by_formula(
     )
     packing = {
         "cu_seqlens_q": starts_q,
-        "cu_seqlens_k": torch.tensor([0, *itertools.accumulate(count for _, count in places)]),
+        "cu_seqlens_k": torch.tensor(
+            [0, *itertools.accumulate(count for _, count in places)], device=query.device
+        ),
         "max_seqlen_q": keywords.get("max_seqlen_q", query.size(2)),
         "max_seqlen_k": keywords.get("max_seqlen_k", capacity),
     }

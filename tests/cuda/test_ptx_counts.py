@@ -41,6 +41,13 @@ INSTRUCTIONS = {
         "shuffle": WARPS,
         "atomic": BLOCKS,
     },
+    # A thread has 8 numbers. All but their last pieces are subtracted from them.
+    "pieces": {
+        "global_load": 2 * WARPS,
+        "conversion": 3 * 4 * WARPS,
+        "float32": 2 * 8 * WARPS,
+        "shared_store": 3 * 2 * WARPS,
+    },
     "arithmetic": {
         "float32": 4 * WARPS,
         "float32_choice": WARPS,
@@ -63,6 +70,7 @@ TRAFFIC = {
         "copy": {"accesses": BLOCKS, "bytes": BLOCKS * 512, "sectors": BLOCKS * 16},
         "atomic": {"accesses": BLOCKS, "bytes": BLOCKS * 4, "sectors": BLOCKS},
     },
+    "pieces": {"load": {"accesses": 2 * WARPS, "bytes": 2 * WARPS * 512, "sectors": 2 * WARPS * 16}},
     "arithmetic": {"store": {"accesses": WARPS, "bytes": WARPS * LINE, "sectors": WARPS * 4}},
 }
 #: Different sectors: all blocks read the same ones.
@@ -71,12 +79,15 @@ SECTORS = {
     "strided": {"read": 64 + 32 - 8, "written": 0, "loaded_by_blocks": BLOCKS * (64 + 32 - 8)},
     "conflicted": {"read": 0, "written": 0, "loaded_by_blocks": 0},
     "tensor": {"read": 16 + 1, "written": 1, "loaded_by_blocks": 0},
+    "pieces": {"read": 64, "written": 0, "loaded_by_blocks": BLOCKS * 64},
     "arithmetic": {"read": 0, "written": 8, "loaded_by_blocks": 0},
 }
-#: An access of 16 bytes by 32 lanes counts as four.
+#: An access of 16 bytes by 32 lanes counts as four. Pieces of float32 have no bank conflicts.
 SHARED = {
     # A store of 32 wavefronts, a load of one, and one whose four parts need the same words.
     "conflicted": {"accesses": WARPS * 6, "wavefronts": WARPS * (32 + 1 + 4), "least": WARPS * (32 + 1 + 1)},
+    # 8 bytes a lane count as two.
+    "pieces": {"accesses": WARPS * 12, "wavefronts": WARPS * 12, "least": WARPS * 12},
     "tensor": {"accesses": WARPS * 8, "wavefronts": WARPS * 8, "least": WARPS * 8},
 }
 

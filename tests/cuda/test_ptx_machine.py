@@ -173,6 +173,8 @@ FEATURES = {
     "variables": [n % 8 * (n % 8) + (100 if n == 0 else 0) + 16 for n in range(64)],
     "arrival": [0] * 32 + [32 - n for n in range(32)],
     "guarded": [0xAAAA if n % 32 < 16 else n % 2 for n in range(64)],
+    "halves": [n ^ 8 for n in range(64)],
+    "overwritten": [2 * n if n & 16 else n + 16 for n in range(64)],
     "parts": [28 if n % 32 < 8 else 31 for n in range(64)],
     "calls": [(n + 1) * sum(range(1, n % 4 + 2)) for n in range(64)],
     "votes": [1022] * 64,
@@ -187,11 +189,15 @@ def test_features(kernel: str, features: Path) -> None:
         assert list(map(int, result.stdout.split())) == FEATURES[kernel]
 
 
+RACE_OF_FEATURES = RACE.replace("wrong_kernels", "features")
 #: What the machine says where these are used in a wrong way.
 MISUSES = {
     "variables_beyond": r"is outside of (device memory|every memory)",
-    "arrival_early": RACE.replace("wrong_kernels", "features").format("(read|write)") + "|" + UNWRITTEN,
+    "arrival_early": RACE_OF_FEATURES.format("(read|write)") + "|" + UNWRITTEN,
     "arrival_missing": r"deadlock: 1 of 2 warps wait at barrier 1, and 1 have ended",
+    "halves_beyond": RACE_OF_FEATURES.format("write"),
+    "overwritten_early": RACE_OF_FEATURES.format("read"),
+    "masks_differ": r"a mask of members that differs between them",
     "guarded_for_all": r"lanes 16-31 never come|lanes 16-31, which take part, have ended",
 }
 

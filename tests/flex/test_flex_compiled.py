@@ -72,7 +72,7 @@ def test_packed_sequences(backend: str) -> None:
         return varlen_attention(
             query * 2, key, value, starts, starts, 9, 9, is_causal=True, alibi_slopes=slopes,
             score_mod=lambda s, b, h, q, kv: s + table.tanh()[b, q - kv + 20],
-            mask_mod=lambda b, h, q, kv: (kv < b + 1) | (q - kv < 4), return_weights=True, return_lse=True,
+            mask_mod=lambda b, h, q, kv: (kv < b + 1) | (q - kv < 4), return_lse=True,
         )  # fmt: skip
 
     leaves = [query, key, value, table, slopes]

@@ -413,4 +413,4 @@ print(flex.flex_attention(query, query, query, lambda s, b, h, q, kv: s * 2 + kv
     def test_what_the_compiler_says_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr("selfattn_ext.toolchain.compiler", lambda: ["g++", "-no-such-flag"])
         with pytest.raises(compiler.CompilerError, match="no-such-flag"):
-            compiler._compile("int x;", Path(compiler._folder()) / "never.so")
+            compiler._compile("int x;", Path(compiler.folder()) / "never.so")

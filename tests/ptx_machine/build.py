@@ -115,7 +115,10 @@ def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
     objects = file.objects([*sources, refusals, tensor_core], "machine", flags)
     file.link("machine.so", objects, ["-shared", "-ldl"])
 
-    headers = " ".join(str(path) for path in sorted((emulator.CSRC / "cuda" / "common").glob("*.cuh")))
+    cuda = emulator.CSRC / "cuda"
+    headers = " ".join(
+        str(path) for folder in ("common", "sm80") for path in sorted((cuda / folder).glob("*.cuh"))
+    )
     places = (emulator.EMULATOR, MACHINE)
     for program in sorted(path for place in places for path in (place / "programs").glob("*.cu")):
         file.lines += [

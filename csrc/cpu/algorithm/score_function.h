@@ -8,11 +8,8 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // What a BlockMap says of scores.
-enum class Seen : uint8_t { kByNobody, kByWhomTheFunctionShows, kByEverybody };
-
 inline Seen seen_in_block(const BlockMap& map, const uint8_t* row, int64_t key_block) {
-  if (row == nullptr || key_block >= map.key_blocks || row[key_block] == 0) return Seen::kByNobody;
-  return row[key_block] == 2 ? Seen::kByEverybody : Seen::kByWhomTheFunctionShows;
+  return row == nullptr || key_block >= map.key_blocks ? Seen::kByNobody : static_cast<Seen>(row[key_block]);
 }
 
 // Calls visit(seen, tile, at) for the parts of a block of scores, which cover it; `at` is the number of the

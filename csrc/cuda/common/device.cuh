@@ -11,10 +11,12 @@
 
 #else
 
+#if !defined(__CUDACC_RTC__)  // nvrtc knows CUDA by itself
 #include <cuda_runtime.h>
 
 #include <stdexcept>
 #include <string>
+#endif
 
 // A device function that is called rather than inlined: for rare code, whose registers the kernel is not to
 // pay for.
@@ -25,6 +27,15 @@
 
 namespace selfattn::cuda {
 
+#if defined(__CUDACC_RTC__)
+
+// Named by the hosts' part of what kernels include, which nvrtc need not understand.
+template <class... Parameters, class... Arguments>
+void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+            const Arguments&... arguments);
+
+#else
+
 inline void check_cuda(cudaError_t status, const char* doing) {
   if (status == cudaSuccess) return;
   cudaGetLastError();  // or the next launch, of whomever, would report it again
@@ -34,19 +45,23 @@ inline void check_cuda(cudaError_t status, const char* doing) {
 // Kernels may use this much dynamic shared memory without being allowed to.
 constexpr size_t kSharedMemoryUnasked = 48 * 1024;
 
+inline void allow_shared_memory(const void* kernel, size_t bytes) {
+  if (bytes <= kSharedMemoryUnasked) return;
+  check_cuda(
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
+      "give a kernel its shared memory");
+}
+
 // kernel<<<grid, block, shared_bytes, stream>>>(arguments...), with errors as std::runtime_error.
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             const Arguments&... arguments) {
-  if (shared_bytes > kSharedMemoryUnasked) {
-    check_cuda(
-        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                             cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared_bytes)),
-        "give a kernel its shared memory");
-  }
+  allow_shared_memory(reinterpret_cast<const void*>(kernel), shared_bytes);
   kernel<<<grid, block, shared_bytes, stream>>>(arguments...);
   check_cuda(cudaGetLastError(), "launch a kernel");
 }
+
+#endif
 
 }  // namespace selfattn::cuda
 

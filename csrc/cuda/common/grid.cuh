@@ -12,15 +12,22 @@ namespace selfattn::cuda {
 
 constexpr int64_t kLargestGrid = 2147483647;
 
-// Launches kernel(arguments..., first) for blocks first + blockIdx.x = 0 .. blocks - 1.
+// Calls start(grid, first) for blocks first + blockIdx.x = 0 .. blocks - 1.
+template <class Start>
+void for_each_grid(int64_t blocks, const Start& start) {
+  for (int64_t first = 0; first < blocks; first += kLargestGrid) {
+    start(dim3(static_cast<unsigned>(std::min(blocks - first, kLargestGrid))), first);
+  }
+}
+
+// Launches kernel(arguments..., first) for these.
 template <class... Parameters, class... Arguments>
 void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
                    const Launch& where, const Arguments&... arguments) {
-  for (int64_t first = 0; first < blocks; first += kLargestGrid) {
-    const int64_t count = std::min(blocks - first, kLargestGrid);
-    launch(kernel, dim3(static_cast<unsigned>(count)), dim3(static_cast<unsigned>(threads)), shared_bytes,
-           where.stream, arguments..., first);
-  }
+  for_each_grid(blocks, [&](dim3 grid, int64_t first) {
+    launch(kernel, grid, dim3(static_cast<unsigned>(threads)), shared_bytes, where.stream, arguments...,
+           first);
+  });
 }
 
 // A grid of so many blocks, in x alone where that can hold them. Kernels that launch it know how many there

@@ -1,4 +1,5 @@
-// What happens to a score between q·k and the softmax: scale, softcap, ALiBi, mask, and who sees whom.
+// What happens to a score between q·k and the softmax: scale, softcap, ALiBi, the call's function, mask, and
+// who sees whom.
 //
 // Kernels compute scores by tiles: rows are neighbouring queries, columns neighbouring keys. Positions are
 // 64-bit numbers, but within a tile 32 bits are enough: by its position a query in `row` sees the keys in
@@ -6,6 +7,7 @@
 #pragma once
 
 #include "../../core/attention_params.h"
+#include "../function/function_tile.cuh"
 #include "element.cuh"
 #include "elementary.cuh"
 #include "sequence.cuh"
@@ -25,7 +27,8 @@ class ScoreTile {
         row_of_mask_(p.mask.offset(sequence.batch, head, first_query)),
         position_(first_query + sequence.query_offset),
         keys_(sequence.keys),
-        rows_(clamp(sequence.queries - first_query)) {
+        rows_(clamp(sequence.queries - first_query)),
+        function_(p.function, sequence.batch, head, first_query) {
     move_to(0);
   }
 
@@ -36,6 +39,8 @@ class ScoreTile {
     window_begin_ = p.window_left >= 0 ? clamp(corner_ - p.window_left) : -kFar;
     window_end_ = p.window_right >= 0 ? clamp(corner_ + p.window_right) : kFar;
     mask_at_ = row_of_mask_ + first_key * p.mask.stride[3];
+    function_.move_to(first_key);
+    function_.see(function_.seen_tile(kTallest, kTallest));
   }
 
   // Rows and columns of the tile that lie in the sequence.
@@ -51,19 +56,24 @@ class ScoreTile {
   // Whether a score in the window is nothing but scale · q·k. Asked for each tile, so by fields: those of the
   // options that simt declares (simt.cpp) which score_in_window applies.
   __device__ __forceinline__ bool is_plain() const {
-    return p.mask.data == nullptr && p.softcap == 0.0 && slope_ == T(0);
+    return p.mask.data == nullptr && p.softcap == 0.0 && slope_ == T(0) && !FunctionTile<T>::kAny;
   }
 
-  __device__ __forceinline__ bool has_mask() const { return p.mask.data != nullptr; }
+  // Whether mask_shows says anything.
+  __device__ __forceinline__ bool has_mask() const { return p.mask.data != nullptr || function_.has_map(); }
 
   // By position alone; false outside of the sequence.
   __device__ __forceinline__ bool window_shows(int row, int column) const {
     return row < rows_ && column < columns_ && column - row >= window_begin_ && column - row <= window_end_;
   }
 
-  // By the mask alone, for elements that the window shows.
+  // By the mask and the function's map alone, for elements that the window shows.
   __device__ __forceinline__ bool mask_shows(int row, int column) const {
-    return p.mask.data == nullptr || bias(row, column) != -infinity<T>();
+    return (p.mask.data == nullptr || bias(row, column) != -infinity<T>()) && function_.shows(row, column);
+  }
+  // Whether the function has hidden an element, whose final score this is.
+  __device__ __forceinline__ bool function_hides(T score) const {
+    return FunctionTile<T>::kAny && score == -infinity<T>();
   }
 
   __device__ __forceinline__ T scale() const { return scale_; }
@@ -71,12 +81,7 @@ class ScoreTile {
 
   // The final score of an element that the window shows; -inf where the mask hides it, whatever `dot` is.
   __device__ __forceinline__ T score_in_window(int row, int column, T dot) const {
-    T s = scaled(dot);
-    if (p.softcap > 0.0) {
-      const T cap = static_cast<T>(p.softcap);
-      s = rounded_product(cap, hyperbolic_tangent(s / cap));
-    }
-    if (slope_ != T(0)) s -= rounded_product(slope_, distance(row, column));
+    T s = function_.score(row, column, sloped(row, column, dot));
     if (p.mask.data != nullptr) {
       const T b = bias(row, column);
       s = b == -infinity<T>() ? b : s + b;
@@ -88,6 +93,12 @@ class ScoreTile {
   __device__ __forceinline__ T distance(int row, int column) const {
     const int64_t distance = corner_ + (row - column);
     return static_cast<T>(distance < 0 ? -distance : distance);
+  }
+
+  // From the gradient of what the function returned to that of what it was given.
+  __device__ __forceinline__ T function_gradient(int row, int column, T dot, T grad) const {
+    if (!FunctionTile<T>::kAny) return grad;
+    return function_.gradient(row, column, sloped(row, column, dot), grad);
   }
 
   // d softcap(s) / ds where s is scaled(dot).
@@ -102,10 +113,24 @@ class ScoreTile {
   }
 
  private:
+  // Of the rows and columns of a tile: as many as neighbouring elements are asked about.
+  static constexpr int kTallest = 64;
+
   // Beyond any tile, and far enough from the ends of int for sums of two.
   static constexpr int kFar = 1 << 29;
 
   static __device__ __forceinline__ int clamp(int64_t n) { return static_cast<int>(limited(n, -kFar, kFar)); }
+
+  // The score before function and mask.
+  __device__ __forceinline__ T sloped(int row, int column, T dot) const {
+    T s = scaled(dot);
+    if (p.softcap > 0.0) {
+      const T cap = static_cast<T>(p.softcap);
+      s = rounded_product(cap, hyperbolic_tangent(s / cap));
+    }
+    if (slope_ != T(0)) s -= rounded_product(slope_, distance(row, column));
+    return s;
+  }
 
   // The mask as a number to add: of a boolean mask 0 or -inf.
   __device__ __forceinline__ T bias(int row, int column) const {
@@ -121,6 +146,7 @@ class ScoreTile {
   const int64_t position_;     // of row 0 among the keys
   const int64_t keys_;
   const int rows_;
+  FunctionTile<T> function_;
 
   // Of the current first key.
   int64_t corner_;  // position of row 0 minus that of column 0

@@ -3,6 +3,7 @@
 // inputs, so that nothing of size queries x keys exists and nobody adds to another block's sums.
 #pragma once
 
+#include "../function/launch_with_function.cuh"
 #include "gradient_tile.cuh"
 #include "store.cuh"
 
@@ -164,12 +165,12 @@ void backward(const AttentionParams& p, const BackwardArguments& a, const Launch
   const rows::RowGradients<T> rows = rows::row_gradients_in<T>(where.workspace, p);
   const int64_t query_blocks =
       p.batch * p.heads * divide_up(p.queries, kRows<T>) * GradientPanel<Side::kQuery>::parts(p);
-  launch_blocks(&gradient_kernel<kDType, Side::kQuery>, query_blocks, kThreads,
-                GradientShared<kDType, Side::kQuery>::kBytes, where, p, a, rows);
+  launch_blocks_with_function(p.function, &gradient_kernel<kDType, Side::kQuery>, query_blocks, kThreads,
+                              GradientShared<kDType, Side::kQuery>::kBytes, where, p, a, rows);
   const int64_t key_blocks =
       p.batch * p.kv_heads * divide_up(p.keys, kRows<T>) * GradientPanel<Side::kKey>::parts(p);
-  launch_blocks(&gradient_kernel<kDType, Side::kKey>, key_blocks, kThreads,
-                GradientShared<kDType, Side::kKey>::kBytes, where, p, a, rows);
+  launch_blocks_with_function(p.function, &gradient_kernel<kDType, Side::kKey>, key_blocks, kThreads,
+                              GradientShared<kDType, Side::kKey>::kBytes, where, p, a, rows);
 }
 
 }  // namespace selfattn::cuda::simt

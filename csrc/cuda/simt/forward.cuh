@@ -6,9 +6,9 @@
 #include <type_traits>
 
 #include "../../core/visible_range.h"
-#include "../common/grid.cuh"
 #include "../common/overflow.cuh"
 #include "../common/row_state.cuh"
+#include "../function/launch_with_function.cuh"
 #include "../split/merge_splits.h"
 #include "folded_rows.cuh"
 #include "key_rows.cuh"
@@ -366,8 +366,9 @@ void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Laun
     auto split_launch = first_split_launch<T>(p, where.workspace, /*rounds=*/false);
     const bool pairs = writable_by_pairs(p, outputs);
     do {
-      launch_blocks(&forward_kernel<kDType, true>, ForwardGrid<T, true>(p, split_launch).blocks(), kThreads,
-                    bytes, where, p, outputs, split_launch);
+      launch_blocks_with_function(p.function, &forward_kernel<kDType, true>,
+                                  ForwardGrid<T, true>(p, split_launch).blocks(), kThreads, bytes, where, p,
+                                  outputs, split_launch);
       if (split_launch.splits > 1) {
         run_merge<kDType>(MergePlan<T>{p, outputs, split_launch, T(1), pairs}, where.stream);
       }
@@ -375,8 +376,9 @@ void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Laun
   }
   if (has_few_queries(p)) return;
   const SplitLaunch<T> none;
-  launch_blocks(&forward_kernel<kDType, false>, ForwardGrid<T, false>(p, none).blocks(), kThreads, bytes,
-                where, p, outputs, none);
+  launch_blocks_with_function(p.function, &forward_kernel<kDType, false>,
+                              ForwardGrid<T, false>(p, none).blocks(), kThreads, bytes, where, p, outputs,
+                              none);
 }
 
 }  // namespace selfattn::cuda::simt

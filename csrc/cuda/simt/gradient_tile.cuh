@@ -128,11 +128,19 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
                                     (plan.first_key + key) * g.stride[3];
             weight_grad += Element<kDType>::widen(static_cast<const Storage*>(g.data)[element]);
           }
-          weight = numbers.weight(tile.score_in_window(query, key, dot));
+          const T score = tile.score_in_window(query, key, dot);
+          weight = numbers.weight(score);
           grad = numbers.score_grad(weight, weight_grad * keep);
           weight *= keep;
+          if (tile.function_hides(score)) {
+            weight = grad = -T(0);
+          } else if (kSide != Side::kMask) {
+            grad = tile.function_gradient(query, key, dot, grad);
+          }
           if (sum_slopes) slope = multiply_add(grad, -tile.distance(query, key), slope);
-          if (kSide != Side::kMask && p.softcap > 0.0) grad = grad * tile.softcap_slope(dot) + T(0);
+          if (kSide != Side::kMask && p.softcap > 0.0 && !tile.function_hides(score)) {
+            grad = grad * tile.softcap_slope(dot) + T(0);
+          }
         }
         weights[at] = weight;
         grads[at] = grad;
@@ -178,7 +186,7 @@ __device__ __forceinline__ bool gradient_tile(const AttentionParams& p, const Ba
                                               bool needs_score_grads) {
   using Plan = GradientPlan<kDType, kSide>;
   const Plan& plan = *shared.plan;
-  if (p.mask.data != nullptr) {
+  if (p.mask.data != nullptr || (FunctionTile<T>::kAny && p.function.map.blocks != nullptr)) {
     ScoreTile<T> tile(p, plan.sequence, plan.head, plan.first_query);
     tile.move_to(plan.first_key);
     if (!__syncthreads_or(share_is_seen<Plan::kQueries, Plan::kKeys>(tile))) return false;

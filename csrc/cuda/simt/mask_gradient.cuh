@@ -2,6 +2,7 @@
 // owns, and what falls on it, is in mask/mask_regions.h.
 #pragma once
 
+#include "../function/launch_with_function.cuh"
 #include "../mask/line_totals.cuh"
 #include "gradient_tile.cuh"
 
@@ -122,9 +123,9 @@ void mask_gradient(const AttentionParams& p, const BackwardArguments& a, const L
     regions.partial =
         reinterpret_cast<double*>(static_cast<char*>(where.workspace) + rows::row_gradients_bytes(p));
   }
-  launch_blocks(&mask_gradient_kernel<kDType>, regions.blocks(), kThreads,
-                GradientShared<kDType, Side::kMask>::kBytes, where, p, a,
-                rows::row_gradients_in<T>(where.workspace, p), regions);
+  launch_blocks_with_function(p.function, &mask_gradient_kernel<kDType>, regions.blocks(), kThreads,
+                              GradientShared<kDType, Side::kMask>::kBytes, where, p, a,
+                              rows::row_gradients_in<T>(where.workspace, p), regions);
   join_mask_splits(p, a, regions, where);
 }
 

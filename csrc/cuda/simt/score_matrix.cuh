@@ -3,8 +3,8 @@
 #pragma once
 
 #include "../../core/visible_range.h"
-#include "../common/grid.cuh"
 #include "../common/row_state.cuh"
+#include "../function/launch_with_function.cuh"
 #include "key_rows.cuh"
 #include "scores.cuh"
 #include "store.cuh"
@@ -86,8 +86,8 @@ void launch_score_matrix(const AttentionParams& p, const WeightsOutputs& statist
                          const Launch& where) {
   using T = typename Element<kDType>::Accumulation;
   const int64_t blocks = p.batch * p.heads * divide_up(p.queries, kRows<T>) * divide_up(p.keys, kColumns);
-  launch_blocks(&score_matrix_kernel<kDType>, blocks, kThreads, kScoreMatrixBytes<T>, where, p, statistics,
-                matrix);
+  launch_blocks_with_function(p.function, &score_matrix_kernel<kDType>, blocks, kThreads,
+                              kScoreMatrixBytes<T>, where, p, statistics, matrix);
 }
 
 template <DType kDType>

@@ -81,11 +81,11 @@ constexpr Kernel entry() {
   Kernel kernel;
   kernel.name = "simt";
   kernel.description = "plain multiply-adds in full precision, for every call";
-  kernel.options = {Option::kMask,        Option::kOwnMasks,      Option::kAlibiSlopes,
-                    Option::kSinks,       Option::kDropout,       Option::kWindow,
-                    Option::kQueryOffset, Option::kSoftcap,       Option::kPackedQueries,
-                    Option::kPackedKeys,  Option::kKeyLengths,    Option::kQueryOffsets,
-                    Option::kPages,       Option::kBatchInvariant};
+  kernel.options = {
+      Option::kMask,          Option::kOwnMasks,       Option::kAlibiSlopes, Option::kSinks,
+      Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
+      Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
+      Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
   kernel.refuses = &refuses;
   kernel.forward_workspace = &forward_workspace;
   kernel.forward = &forward_of_dtype;

@@ -128,7 +128,7 @@ class Forward : TileScores<C> {
   // by then, long before they are needed.
   __device__ __forceinline__ int find_tile(int tile) {
     if constexpr (!C::kPlain) {
-      if (p_.mask.data == nullptr) return tile;
+      if (!this->has_mask()) return tile;
       while (tile >= first_tile() && !this->load_mask(tile)) --tile;
     }
     return tile;

@@ -1,7 +1,7 @@
 // From a call to the kernels that compute it.
 #pragma once
 
-#include "../common/grid.cuh"
+#include "../function/launch_with_function.cuh"
 #include "../split/merge_splits.h"
 #include "forward.cuh"
 #include "instances.h"
@@ -15,8 +15,8 @@ void run_path(const AttentionParams& p, const ForwardOutputs& outputs, cudaStrea
   Plan plan = plan_forward(p, outputs, kTile, workspace);
   do {
     if (plan.blocks == 0) return;
-    launch(&forward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), SharedLayout<C>::kBytes, stream,
-           plan);
+    launch_with_function(p.function, &forward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads),
+                         SharedLayout<C>::kBytes, stream, plan);
     if (plan.split_launch.splits > 1) {
       run_merge<C::kDType>(
           MergePlan<float>{plan.params, plan.outputs, plan.split_launch, plan.dropout_scale, plan.out_pairs},
@@ -42,8 +42,8 @@ void run_weights(const AttentionParams& p, const WeightsOutputs& outputs, cudaSt
   using C = Config<kDType, kDim, Path::kOptions>;
   const Plan plan = plan_weights(p, outputs, {C::kRows, C::kKeys, C::kFewQuery});
   if (plan.blocks == 0) return;
-  launch(&weights_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), weights_shared_bytes<C>(), stream,
-         plan);
+  launch_with_function(p.function, &weights_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads),
+                       weights_shared_bytes<C>(), stream, plan);
 }
 
 }  // namespace selfattn::cuda::sm80

@@ -20,6 +20,8 @@ struct TileShare {
   static constexpr int kStep = C::kThreads / kLanes;       // rows at a time
   static constexpr int kPasses = static_cast<int>(divide_up(kRowCount, kStep));
   static constexpr int kPerLane = kChunks / kLanes;
+  // Whether neighbouring rows begin in the same bank, so that they take their chunks in different order.
+  static constexpr bool kAlternates = kChunks % 16 == 0;
   static_assert(kChunks % kLanes == 0 && kStep % 8 == 0, "the swizzle of a thread's chunks never changes");
 
   int row, lane;
@@ -27,6 +29,14 @@ struct TileShare {
     const unsigned thread = static_cast<unsigned>(this_thread<C>());
     row = static_cast<int>(thread / kLanes);
     lane = static_cast<int>(thread % kLanes);
+  }
+
+  // The chunk that a thread of float32 takes as its i-th: those of even and of odd rows are in different
+  // halves of 256 bytes. Two rows are stored at a time, and their pieces are half as long: they fill the
+  // banks.
+  __device__ __forceinline__ int chunk(int i) const {
+    const int odd = kAlternates ? row & 1 : 0;
+    return lane + ((i & ~1) + ((i & 1) ^ odd)) * kLanes;
   }
 
   // Whether this pass goes beyond the tile: known when compiling, but for the last.
@@ -274,7 +284,8 @@ __device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& w
     bool special = false;
 #pragma unroll 1
     for (int i = 0; i < Share::kPerLane && !beyond; ++i) {
-      const int chunk = share.lane + i * Share::kLanes, column = chunk * kPerChunk;
+      const int chunk = C::kFloat32 ? share.chunk(i) : share.lane + i * Share::kLanes;
+      const int column = chunk * kPerChunk;
       const int columns = r < work.rows ? dim : 0;  // that exist
       if constexpr (C::kFloat32) {
         const float4 x = load_four(from, column, columns, plan.query_vectors);
@@ -308,7 +319,7 @@ __device__ __forceinline__ bool split_staged(const SharedMemory<C>& shared, unsi
     bool special = false;
 #pragma unroll
     for (int i = 0; i < Share::kPerLane; ++i) {
-      const int chunk = share.lane + i * Share::kLanes;
+      const int chunk = share.chunk(i);
       const float4 x = *reinterpret_cast<const float4*>(shared.staging() + arrival<C>(r, chunk));
       special |= store_pieces<C, kLeaveOut>(planes, SharedLayout<C>::kTilePlane, r, chunk, x);
     }

@@ -34,6 +34,11 @@ struct Place : PlaceOfWork<C, Plan, Work<C>> {
   __device__ __forceinline__ RowOf row(int row_of_tile) const { return this->work.row(row_of_tile); }
   __device__ __forceinline__ int first_key_of_warp() const { return first_key + this->lane.first_column; }
 
+  // What the function's map says of the tile.
+  __device__ __forceinline__ SeenTile seen() const {
+    return seen_tile(this->work, this->params().function, first_key);
+  }
+
   // Of an element: its query (a row here), and its key.
   __device__ __forceinline__ RowOf query(int strip, int half, int /*tile*/, int /*i*/) const {
     return row(this->lane.row(strip, half));

@@ -18,7 +18,6 @@ namespace selfattn::cuda::sm80 {
 //
 // The host knows the longest sequence. What follows from the length of each is worked out by its blocks.
 struct Plan {
-  AttentionParams params;
   ForwardOutputs outputs;          // of the forward
   WeightsOutputs weights_outputs;  // of the weights
 
@@ -43,6 +42,8 @@ struct Plan {
   bool out_vectors = false;
   bool out_pairs = false;
   bool mask_pairs = false;
+
+  AttentionParams params;  // last: see FunctionArguments in core/score_function.h
 };
 
 constexpr int64_t kMaxDim = 256;

@@ -1,6 +1,7 @@
 // From dot products to final scores: what common/score_tile.cuh does to single elements, on accumulators.
 #pragma once
 
+#include "../function/function_tile.cuh"
 #include "fragments.cuh"
 #include "visibility.cuh"
 
@@ -109,12 +110,25 @@ __device__ __forceinline__ void add_tensor(const Place& at, const View& tensor, 
   }
 }
 
+// The call's function on one element.
+template <class Place>
+__device__ __forceinline__ FunctionTile<float> function_at(const Place& at, SeenTile seen, int strip,
+                                                           int half, int tile, int i) {
+  const RowOf row = at.query(strip, half, tile, i);
+  FunctionTile<float> function(at.params().function, at.batch(), row.head, row.query);
+  function.move_to(at.key(strip, half, tile, i));
+  function.see(seen);
+  return function;
+}
+
 // Every option but what hides, each in a pass of its own over the registers: a flag is asked once, not for
-// every element. `capped` is called as for_each_element's body with tanh(score / softcap) of every element,
-// for whoever needs the slope of the softcap.
-template <class Place, int kStrips, int kTiles, class Capped>
+// every element. A function makes -inf of what it hides. `capped` is called as for_each_element's body with
+// tanh(score / softcap) of every element, for whoever needs the slope of the softcap, and `given` with what
+// the function is given.
+template <class Place, int kStrips, int kTiles, class Capped, class Given>
 __device__ __forceinline__ void apply_options(const Place& at, float scale, bool mask_pairs,
-                                              float (&scores)[kStrips][kTiles][4], const Capped& capped) {
+                                              float (&scores)[kStrips][kTiles][4], const Capped& capped,
+                                              const Given& given) {
   const AttentionParams& p = at.params();
   for_each_element(scores, [&](int, int, int, int, float& s) { s = rounded_product(s, scale); });
   if (p.softcap != 0.0) {
@@ -131,6 +145,13 @@ __device__ __forceinline__ void apply_options(const Place& at, float scale, bool
       const RowOf row = at.query(strip, half, tile, i);
       s -= rounded_product(head_scalar<float>(p.alibi_slopes, at.batch(), row.head),
                            distance(at, row.query, at.key(strip, half, tile, i)));
+    });
+  }
+  if constexpr (FunctionTile<float>::kAny) {
+    const SeenTile seen = at.seen();
+    for_each_element(scores, [&](int strip, int half, int tile, int i, float& s) {
+      given(strip, half, tile, i, s);
+      s = function_at(at, seen, strip, half, tile, i).score(0, 0, s);
     });
   }
   if (p.mask.data == nullptr) return;

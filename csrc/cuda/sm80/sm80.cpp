@@ -91,11 +91,11 @@ constexpr Kernel entry() {
   Kernel kernel;
   kernel.name = "sm80";
   kernel.description = "tensor cores by mma.sync, tiles copied asynchronously";
-  kernel.options = {Option::kMask,        Option::kOwnMasks,      Option::kAlibiSlopes,
-                    Option::kSinks,       Option::kDropout,       Option::kWindow,
-                    Option::kQueryOffset, Option::kSoftcap,       Option::kPackedQueries,
-                    Option::kPackedKeys,  Option::kKeyLengths,    Option::kQueryOffsets,
-                    Option::kPages,       Option::kBatchInvariant};
+  kernel.options = {
+      Option::kMask,          Option::kOwnMasks,       Option::kAlibiSlopes, Option::kSinks,
+      Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
+      Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
+      Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
   kernel.refuses = &refuses;
   kernel.forward_workspace = &forward_workspace;
   kernel.forward = &forward;

@@ -47,8 +47,15 @@ class TileScores {
     return false;
   }
 
-  // Reads the mask of a tile. Returns whether it shows anything to some row of the block.
+  // Whether something else than positions may hide a whole tile.
+  __device__ __forceinline__ bool has_mask() const {
+    return p_.mask.data != nullptr || (FunctionTile<float>::kAny && p_.function.map.blocks != nullptr);
+  }
+  // Reads the mask of a tile. Returns whether it and the function's map show anything to some row of the
+  // block.
   __device__ __forceinline__ bool load_mask(int tile) {
+    if (hides_all(seen_tile(work_, p_.function, tile * C::kKeys))) return false;
+    if (p_.mask.data == nullptr) return true;
     const Lane<C> lane_of_mask;
     return __syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane_of_mask}, tile * C::kKeys})) != 0;
   }
@@ -66,7 +73,8 @@ class TileScores {
     if constexpr (!C::kPlain) {
       const Lane<C> lane_of_scores;
       const Place<C> place{{plan_, work_, lane_of_scores}, first_key};
-      apply_options(place, plan_.scale, plan_.mask_pairs, scores_.at, [](int, int, int, int, float) {});
+      const auto ignore = [](int, int, int, int, float) {};
+      apply_options(place, plan_.scale, plan_.mask_pairs, scores_.at, ignore, ignore);
       if (p_.mask.data != nullptr) hide_by_mask(lane_of_scores, mask_, scores_);
     }
     if (!kWhole && !sees_whole_tile(work_, first_key)) {

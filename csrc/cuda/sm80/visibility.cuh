@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/elementary.cuh"
+#include "../function/function_tile.cuh"
 #include "place.cuh"
 
 namespace selfattn::cuda::sm80 {
@@ -42,12 +43,38 @@ __device__ __forceinline__ bool mask_hides(const View& mask, int64_t element) {
   return false;
 }
 
+// Whether the call's function hides them.
+__device__ __forceinline__ bool function_hides(const ScoreFunction& function, int batch, RowOf row, int key) {
+  FunctionTile<float> tile(function, batch, row.head, row.query);
+  tile.move_to(key);  // so that the map is asked for this score
+  return tile.hides(0, 0);
+}
+
+// What the function's map says of a tile of the forward.
+template <class C>
+__device__ __forceinline__ SeenTile seen_tile(const Work<C>& work, const ScoreFunction& function,
+                                              int first_key) {
+  const int keys = min(work.keys - first_key, C::kKeys);
+  const RowOf first = work.row(0), last = work.row(work.rows - 1);
+  if (first.head == last.head) {
+    return cuda::seen_tile(function, work.batch, first.head, first.query, last.query - first.query + 1,
+                           first_key, keys);
+  }
+  SeenTile all = cuda::seen_tile(function, work.batch, first.head, 0, work.queries, first_key, keys);
+  for (int head = first.head + 1; head <= last.head && all.alike; ++head) {
+    const SeenTile seen = cuda::seen_tile(function, work.batch, head, 0, work.queries, first_key, keys);
+    all.alike = seen.alike && seen.by == all.by;
+  }
+  return all;
+}
+
 // One query and key, by every rule.
 template <bool kHasMask, class Work>
 __device__ __forceinline__ bool sees(const AttentionParams& p, const Work& work, RowOf row, int key) {
   return key >= row.query + work.seen_begin && key < row.query + work.seen_end && key < work.keys &&
          (!kHasMask || p.mask.data == nullptr ||
-          !mask_hides(p.mask, p.mask.offset(work.batch, row.head, row.query) + key * p.mask.stride[3]));
+          !mask_hides(p.mask, p.mask.offset(work.batch, row.head, row.query) + key * p.mask.stride[3])) &&
+         !function_hides(p.function, work.batch, row, key);
 }
 
 // Of a warp whose rows are queries and whose columns are keys, the bits of the rows that a lane owns: column

@@ -28,7 +28,7 @@ class Weights : TileScores<C> {
     if (work_.rows <= 0) return;
     const int first_key = tile_ * C::kKeys;
     const bool visible = first_key < work_.end && first_key + C::kKeys > work_.begin &&
-                         (p_.mask.data == nullptr || this->load_mask(tile_));
+                         (!this->has_mask() || this->load_mask(tile_));
     if (visible) {
       this->start_queries();
       this->start_keys(tile_);

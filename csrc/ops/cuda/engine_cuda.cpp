@@ -148,12 +148,18 @@ void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
   stack.put_text(lines);
 }
 
+const cuda::FunctionKernels* function_kernels(cuda::MakeCode make_code, int64_t tensors, int64_t dims,
+                                              int64_t numbers) {
+  return new cuda::FunctionKernels(std::move(make_code), tensors, dims, numbers);
+}
+
 const CudaPart kPart = {{&forward, &weights, &scores, &masked_softmax, &backward, &sum_of_rows,
                          &scores_backward, &masked_softmax_backward, &append},
                         cuda_compiler(),
                         cuda_architectures(),
                         &cuda::all_kernels,
-                        &cuda::refusal_of};
+                        &cuda::refusal_of,
+                        &function_kernels};
 const AnnounceCudaPart kAnnounced(kPart);
 
 }  // namespace

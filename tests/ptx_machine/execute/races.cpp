@@ -34,7 +34,8 @@ void Races::start_block(const Block& block) {
   reads_.resize(std::max(reads_.size(), words_.size() * warps_));
   clocks_.assign(warps_, Clock(warps_, 0));
   for (size_t n = 0; n < warps_; ++n) clocks_[n][n] = 1;
-  steps_.assign(warps_, 0);
+  lanes_.resize(std::max(lanes_.size(), warps_));
+  earlier_reads_.clear();
   for (Clock& clock : barriers_) clock.assign(warps_, 0);
 }
 
@@ -44,7 +45,7 @@ Races::Mark Races::mark(const Warp& warp, const Instruction& ins, int lane, u8 b
   mark.instruction = &ins;
   mark.lanes = 1u << lane;
   mark.epoch = clocks_[warp.index][warp.index];
-  mark.step = steps_[warp.index];
+  mark.step = lanes_[warp.index].step;
   mark.warp = static_cast<u16>(warp.index);
   mark.bytes = bytes;
   mark.atomic = access == Access::kAtomic;
@@ -54,8 +55,15 @@ Races::Mark Races::mark(const Warp& warp, const Instruction& ins, int lane, u8 b
 bool Races::ordered(const Mark& before, const Warp& warp, int lane) const {
   if (before.block != serial_) return before.block < first_of_grid_;
   if (before.warp != warp.index) return before.epoch < clocks_[warp.index][before.warp];
-  if (before.epoch < clocks_[warp.index][warp.index] || before.step < steps_[warp.index]) return true;
-  return before.lanes == 1u << lane;
+  return before.epoch < clocks_[warp.index][warp.index] || ordered_in_warp(before, lanes_[warp.index], lane);
+}
+
+bool Races::ordered_in_warp(const Mark& before, const Lanes& lanes, int lane) const {
+  if (before.step < lanes.whole) return true;
+  for (u32 rest = before.lanes & ~(1u << lane); rest != 0; rest &= rest - 1) {
+    if (before.step >= lanes.comes_after[lane][first_lane(rest)]) return false;
+  }
+  return true;
 }
 
 bool Races::conflicts(const Mark& before, const Mark& now, const Warp& warp, int lane) const {
@@ -82,6 +90,11 @@ void Races::check_write(const Warp& warp, const Instruction& ins, int lane, u32 
     if (read.block != serial_) continue;  // of another block's memory
     if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where, read, "a read");
   }
+  const auto earlier = earlier_reads_.find(word);
+  if (earlier == earlier_reads_.end()) return;
+  for (const Mark& read : earlier->second) {
+    if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where, read, "a read");
+  }
 }
 
 void Races::shared(const Warp& warp, const Instruction& ins, int lane, u32 offset, u32 bytes, Access access) {
@@ -104,12 +117,14 @@ void Races::shared(const Warp& warp, const Instruction& ins, int lane, u32 offse
     }
     if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where, known.write, "a write");
     Mark& read = reads_[word * warps_ + warp.index];
-    const bool same_time = read.block == serial_ && read.epoch == now.epoch && read.step == now.step;
+    const bool same_epoch = read.block == serial_ && read.epoch == now.epoch;
     const Mark before = read;
     read = now;
-    if (same_time) {
+    if (same_epoch && before.step == now.step) {
       read.lanes |= before.lanes;
       read.bytes |= before.bytes;
+    } else if (same_epoch && before.step >= lanes_[warp.index].whole) {
+      earlier_reads_[word].push_back(before);
     }
   }
 }
@@ -153,7 +168,24 @@ void Races::device(const Warp& warp, const Instruction& ins, int lane, u64 addre
   }
 }
 
-void Races::synchronise_lanes(const Warp& warp, u32) { ++steps_[warp.index]; }
+void Races::synchronise_lanes(const Warp& warp, u32 mask) {
+  Lanes& lanes = lanes_[warp.index];
+  ++lanes.step;
+  if (mask == kWholeWarp) {
+    lanes.whole = lanes.step;
+    return;
+  }
+  // What one of them comes after, all do now; and after each other.
+  u32 together[kLanes] = {};
+  for (u32 rest = mask; rest != 0; rest &= rest - 1) {
+    const u32* of_lane = lanes.comes_after[first_lane(rest)];
+    for (int l = 0; l < kLanes; ++l) together[l] = std::max(together[l], of_lane[l]);
+  }
+  for (u32 rest = mask; rest != 0; rest &= rest - 1) together[first_lane(rest)] = lanes.step;
+  for (u32 rest = mask; rest != 0; rest &= rest - 1) {
+    std::copy(together, together + kLanes, lanes.comes_after[first_lane(rest)]);
+  }
+}
 
 void Races::arrive(const Warp& warp, u32 barrier) {
   merge(barriers_[barrier], clocks_[warp.index]);

@@ -2,13 +2,13 @@
 // nobody wrote.
 //
 // Barriers order what their warps did before them and do after them; bar.warp.sync orders the lanes of its
-// warp (of all its lanes: masks of some lanes are taken for the whole warp). Waiting for asynchronous copies
-// makes them writes of the thread that waits; until then nobody may touch what they write. Shuffles, votes,
-// ldmatrix and mma order nothing: CUDA promises no more. Blocks are never ordered. Atomic accesses do not
-// race with each other.
+// mask. Waiting for asynchronous copies makes them writes of the thread that waits; until then nobody may
+// touch what they write. Shuffles, votes, ldmatrix and mma order nothing: CUDA promises no more. Blocks are
+// never ordered. Atomic accesses do not race with each other.
 //
-// Of shared memory each word knows its last write and the last reads of each warp; of device memory the last
-// write and the last read, and whether several blocks have read.
+// Of shared memory each word knows its last write and the last reads of each warp, and of a warp's earlier
+// reads those that some of its lanes do not come after; of device memory the last write and the last read,
+// and whether several blocks have read.
 #pragma once
 
 #include <memory>
@@ -37,7 +37,8 @@ class Races {
   void synchronise_warps(const std::vector<Warp*>& warps, u32 barrier);
 
  private:
-  // An access to a word, and when it was: by its warp's counts of barriers and of bar.warp.sync.
+  // An access to a word, and when it was: by its warp's counts of barriers (epochs) and of bar.warp.sync
+  // (steps).
   struct Mark {
     u64 block = 0;  // serial number, over all launches
     const Instruction* instruction = nullptr;
@@ -63,10 +64,18 @@ class Races {
   };
   // What a warp knows of the epochs of others.
   using Clock = std::vector<u32>;
+  // What lanes of a warp know of each other. Steps go on from block to block, so that nothing must be reset.
+  struct Lanes {
+    u32 step = 0;                       // the next bar.warp.sync begins another, whatever its mask
+    u32 whole = 0;                      // all lanes come after what all did before this step
+    u32 comes_after[kLanes][kLanes]{};  // [a][b]: lane a comes after what b did before this step
+  };
 
   Mark mark(const Warp& warp, const Instruction& ins, int lane, u8 bytes, Access access) const;
   // Whether the access comes before what lane `lane` of the warp does now.
   bool ordered(const Mark& before, const Warp& warp, int lane) const;
+  // The same of what lanes of the warp did since its last barrier.
+  bool ordered_in_warp(const Mark& before, const Lanes& lanes, int lane) const;
   bool conflicts(const Mark& before, const Mark& now, const Warp& warp, int lane) const;
   void check_write(const Warp& warp, const Instruction& ins, int lane, u32 word, const Mark& now);
   [[noreturn]] void report(const Warp& warp, const Instruction& ins, int lane, const std::string& where,
@@ -77,7 +86,9 @@ class Races {
   std::vector<Mark> reads_;  // of each word, one for each warp
   size_t warps_ = 0;
   std::vector<Clock> clocks_;
-  std::vector<u32> steps_;
+  std::vector<Lanes> lanes_;
+  // Reads of a word before the last ones of their warp, where lanes synchronise in parts.
+  std::unordered_map<u32, std::vector<Mark>> earlier_reads_;
   Clock barriers_[kBarriers];  // what arrivals brought
   std::unordered_map<u64, std::unique_ptr<Page>> pages_;
 };

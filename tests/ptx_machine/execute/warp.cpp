@@ -132,18 +132,33 @@ void Warp::some_lanes(const Instruction& instruction, u32 mask) {
     current = mask;
   }
   const u32* members = source<u32>(instruction, kMembers);
-  const u32 needed = members[first_lane(mask)];
-  for (u32 rest = mask; rest != 0; rest &= rest - 1) {
-    const int l = first_lane(rest);
-    if (members[l] == needed && on(needed, l)) continue;
-    fail(*this, instruction, 1u << l, "a mask of members that leaves out the lane, or differs between lanes");
-  }
+  const u32 needed = those_who_meet(instruction, mask, members);
   if (needed & ~alive) {
     fail(*this, instruction, mask, "lanes " + lanes_text(needed & ~alive) + ", which take part, have ended");
   }
   if (!together(instruction, needed)) return;
-  instruction.handler(*this, instruction, current & needed);
+  const u32 others = current & ~needed;  // they come to the same place with masks of their own
+  current = needed;
+  instruction.handler(*this, instruction, current);
+  if (others != 0) park(others, pc);
   ++pc;
+  if (others != 0) reschedule();
+}
+
+u32 Warp::those_who_meet(const Instruction& instruction, u32 mask, const u32* members) const {
+  u32 found = 0;
+  for (u32 rest = mask; rest != 0;) {
+    const int l = first_lane(rest);
+    if (!on(members[l], l)) fail(*this, instruction, 1u << l, "a mask of members that leaves out the lane");
+    const u32 group = members[l] & mask;
+    for (u32 other = group; other != 0; other &= other - 1) {
+      if (members[first_lane(other)] == members[l]) continue;
+      fail(*this, instruction, group, "a mask of members that differs between them");
+    }
+    if (found == 0 && group == members[l]) found = group;
+    rest &= ~group;
+  }
+  return found != 0 ? found : members[first_lane(mask)];
 }
 
 void Warp::run() {

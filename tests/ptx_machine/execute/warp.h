@@ -89,6 +89,8 @@ struct Warp {
   bool arrive(const Instruction& instruction, u32 mask);
   void whole_warp(const Instruction& instruction, u32 mask);
   void some_lanes(const Instruction& instruction, u32 mask);
+  // Of the lanes that come to a .sync together: a mask of members that are all here, else the first lane's.
+  u32 those_who_meet(const Instruction& instruction, u32 mask, const u32* members) const;
 };
 
 class Counts;

@@ -53,7 +53,7 @@ const std::set<std::string> kNative = {"aten::empty",
                                        "aten::detach",
                                        "aten::alias"};
 // site/fused_attention.py has these.
-constexpr const char* kFusedAttention = "aten::_scaled_dot_product_";
+constexpr const char* kFusedAttention[] = {"aten::_scaled_dot_product_", "aten::_efficient_attention_"};
 
 void call_on_host(const c10::OperatorHandle& op, Stack& stack) {
   at::AutoDispatchBelowAutograd guard;
@@ -148,9 +148,16 @@ void fallback(const c10::OperatorHandle& op, Stack* stack) {
   for (const auto& [device, host] : run(op, *stack, begin, call, false)) copy_elements(device, host);
 }
 
+// Nested tensors with padding: torch's way for the CPU is made of other operators, that for CUDA is a kernel.
+void as_of_nested_on_host(const c10::OperatorHandle& op, Stack* stack) {
+  op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::NestedTensorCPU), stack);
+}
+
 bool is_replaced(const c10::OperatorName& name) {
   if (name.name.rfind("aten::", 0) != 0 || kNative.count(name.name) != 0) return false;
-  if (name.name.rfind(kFusedAttention, 0) == 0) return false;
+  for (const char* fused : kFusedAttention) {
+    if (name.name.rfind(fused, 0) == 0) return false;
+  }
   const auto op = c10::Dispatcher::singleton().findOp(name);
   if (!op.has_value() || !op->hasSchema()) return false;
   if (!op->hasKernelForDispatchKey(c10::DispatchKey::CUDA) && name.name != "aten::copy_") return false;
@@ -171,8 +178,15 @@ torch::Library* replace_operators() {
   return library;
 }
 
+torch::Library* replace_operators_of_nested_tensors() {
+  auto* library = new torch::Library(torch::Library::IMPL, "aten", c10::DispatchKey::NestedTensorCUDA,
+                                     __FILE__, __LINE__);
+  library->impl("to_padded_tensor", torch::CppFunction::makeFromBoxedFunction<&as_of_nested_on_host>());
+  return library;
+}
+
 // As the library is loaded, for the rest of the process.
-torch::Library* const library = replace_operators();
+torch::Library* const libraries[] = {replace_operators(), replace_operators_of_nested_tensors()};
 
 }  // namespace
 

@@ -5,9 +5,10 @@
 #include <cstdio>
 #include <cstring>
 
-#include "cuda/common/ptx_sm80.cuh"
+#include "cuda/sm80/loads.cuh"
 
 namespace ptx = selfattn::cuda::ptx;
+namespace sm80 = selfattn::cuda::sm80;
 
 namespace {
 
@@ -76,16 +77,30 @@ __global__ void arithmetic(const uint32_t*, uint32_t* out) {
   out[threadIdx.x] = __float_as_uint(value);
 }
 
+// Eight rows of 64 numbers of float32, stored as the kernels for tensor cores store them: three pieces of
+// each.
+struct Pieces : sm80::Config<selfattn::DType::kFloat32, 64, sm80::Path::kOptions> {
+  static constexpr int kThreads = 64;
+};
+__global__ void pieces(const uint32_t* in, uint32_t*) {
+  SELFATTN_DYNAMIC_SHARED(memory);
+  constexpr int kRows = 8, kPlane = kRows * Pieces::kDim * 2;
+  const sm80::TileShare<Pieces, kRows, Pieces::kDim / 4> share;
+#pragma unroll
+  for (int i = 0; i < share.kPerLane; ++i) {
+    const int chunk = share.chunk(i);
+    const float4 x = reinterpret_cast<const float4*>(in)[share.row * (Pieces::kDim / 4) + chunk];
+    sm80::store_pieces<Pieces, false>(memory, kPlane, share.row, chunk, x);
+  }
+}
+
 struct Named {
   const char* name;
   void (*kernel)(const uint32_t*, uint32_t*);
 };
 
-const Named kKernels[] = {{"coalesced", coalesced},
-                          {"strided", strided},
-                          {"conflicted", conflicted},
-                          {"tensor", tensor},
-                          {"arithmetic", arithmetic}};
+const Named kKernels[] = {{"coalesced", coalesced}, {"strided", strided}, {"conflicted", conflicted},
+                          {"tensor", tensor},       {"pieces", pieces},   {"arithmetic", arithmetic}};
 
 }  // namespace
 

@@ -62,6 +62,43 @@ __global__ void guarded(uint32_t* out) { vote_of_half<0xffff>(out); }
 // Wrong: the others are waited for, too.
 __global__ void guarded_for_all(uint32_t* out) { vote_of_half<kWholeWarp>(out); }
 
+// The halves of each warp synchronise by themselves, in one place with masks of their own, and lanes read
+// what their neighbours have written.
+__device__ uint32_t half_of_warp() { return threadIdx.x % 32 < 16 ? 0x0000ffffu : 0xffff0000u; }
+__device__ void halves_read(uint32_t* out, uint32_t distance) {
+  __shared__ uint32_t words[kThreads];
+  words[threadIdx.x] = threadIdx.x;
+  __syncwarp(half_of_warp());
+  out[threadIdx.x] = words[threadIdx.x ^ distance];
+}
+__global__ void halves(uint32_t* out) { halves_read(out, 8); }
+// Wrong: the neighbour is in the other half.
+__global__ void halves_beyond(uint32_t* out) { halves_read(out, 16); }
+
+// Both halves read the upper half's words, that half twice, and then it overwrites them.
+template <bool kRight>
+__device__ void overwrite(uint32_t* out) {
+  __shared__ uint32_t words[kThreads];
+  const bool upper = (threadIdx.x & 16) != 0;
+  words[threadIdx.x] = threadIdx.x;
+  __syncwarp();
+  uint32_t sum = words[threadIdx.x | 16];
+  __syncwarp(half_of_warp());
+  if (upper) sum += words[threadIdx.x];
+  if (kRight) __syncwarp();
+  if (upper) words[threadIdx.x] = 0;
+  out[threadIdx.x] = sum;
+}
+__global__ void overwritten(uint32_t* out) { overwrite<true>(out); }
+// Wrong: nothing orders the lower half's reads, which are not the last ones, and the writes.
+__global__ void overwritten_early(uint32_t* out) { overwrite<false>(out); }
+
+// Wrong: lanes whose masks say that they meet have different ones.
+__global__ void masks_differ(uint32_t* out) {
+  __syncwarp(threadIdx.x % 32 < 16 ? kWholeWarp : 0xffff0000u);
+  out[threadIdx.x] = 0;
+}
+
 // Both branches of an if have a collective of their own lanes. Since compute capability 8.0.
 __global__ void parts(uint32_t* out) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 800
@@ -112,6 +149,11 @@ const Named kKernels[] = {{"variables", variables},
                           {"arrival_missing", arrival_missing},
                           {"guarded", guarded},
                           {"guarded_for_all", guarded_for_all},
+                          {"halves", halves},
+                          {"halves_beyond", halves_beyond},
+                          {"overwritten", overwritten},
+                          {"overwritten_early", overwritten_early},
+                          {"masks_differ", masks_differ},
                           {"parts", parts},
                           {"calls", calls},
                           {"votes", votes},

@@ -98,6 +98,8 @@ Function* find_function(const void* host) {
 
 const std::unordered_map<const void*, Function>& all_functions() { return functions(); }
 
+void add_function(const void* host, const Function& function) { functions()[host] = function; }
+
 }  // namespace ptx_machine
 
 using namespace ptx_machine;

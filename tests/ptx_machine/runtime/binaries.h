@@ -28,5 +28,6 @@ struct Function {
 // reported once.
 Function* find_function(const void* host);
 const std::unordered_map<const void*, Function>& all_functions();
+void add_function(const void* host, const Function& function);
 
 }  // namespace ptx_machine

@@ -69,14 +69,18 @@ class Gradients {
   // The first tile from `passing` on of which the mask shows anything to some row; its bits are read by then.
   __device__ __forceinline__ Passing find(Passing passing) {
     if constexpr (!C::kPlain) {
-      if (p_.mask.data == nullptr) return passing;
+      const bool has_map = FunctionTile<float>::kAny && p_.function.map.blocks != nullptr;
+      if (p_.mask.data == nullptr && !has_map) return passing;
       while (work_.holds(passing) && !shows(passing)) passing = work_.next(passing);
     }
     return passing;
   }
 
-  // Reads the mask of a tile. Returns whether it shows anything to some row of the block.
+  // Reads the mask of a tile. Returns whether it and the function's map show anything to some row of the
+  // block.
   __device__ __forceinline__ bool shows(Passing passing) {
+    if (hides_all(seen_tile(work_, p_.function, passing))) return false;
+    if (p_.mask.data == nullptr) return true;
     const Lane<C> lane;
     return __syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane}, passing})) != 0;
   }

@@ -1,7 +1,7 @@
 // From a call to the kernels that compute it.
 #pragma once
 
-#include "../../common/grid.cuh"
+#include "../../function/launch_with_function.cuh"
 #include "gradients.cuh"
 #include "instances.h"
 
@@ -12,7 +12,8 @@ void run_side(const AttentionParams& p, const BackwardArguments& a, const Statis
               CUstream_st* stream) {
   const Plan plan = plan_side(p, a, statistics, C::kRows, C::kOwnsQueries);
   if (plan.blocks == 0) return;
-  launch(&backward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads), SharedLayout<C>::kBytes, stream, plan);
+  launch_with_function(p.function, &backward_kernel<C>, grid_of(plan.blocks), dim3(C::kThreads),
+                       SharedLayout<C>::kBytes, stream, plan);
 }
 
 template <DType kDType, int kDim, Path kPath>

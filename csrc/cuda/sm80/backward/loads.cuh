@@ -34,7 +34,7 @@ __device__ __forceinline__ bool load_tile(const Matrix& matrix, int first, int c
       bool special = false;
 #pragma unroll 2
       for (int i = 0; i < Share::kPerLane; ++i) {
-        const int chunk = share.lane + i * Share::kLanes;
+        const int chunk = share.chunk(i);
         const float4 x =
             load_four(rows + (first + r) * matrix.stride, chunk * 4, r < count ? columns : 0, matrix.vectors);
         special |= store_pieces<C, true>(tile, kPlane, r, chunk, x);

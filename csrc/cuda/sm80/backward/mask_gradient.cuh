@@ -4,7 +4,7 @@
 // several tiles.
 #pragma once
 
-#include "../../common/grid.cuh"
+#include "../../function/launch_with_function.cuh"
 #include "../../mask/line_totals.cuh"
 #include "loads.cuh"
 #include "products.cuh"
@@ -66,6 +66,7 @@ class MaskGradient {
       shared_.work() = Work<C>(plan_, RowTile{item.batch * p_.heads + item.head, first_row});
     }
     __syncthreads();
+    if (hides_all(seen_tile(work_, p_.function, passing))) return false;
     if (p_.mask.data != nullptr) {
       const Lane<C> lane_of_mask;
       if (!__syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane_of_mask}, passing}))) return false;
@@ -167,8 +168,8 @@ void run_mask(const AttentionParams& p, const BackwardArguments& a, const Statis
   if (regions.splits > 1) regions.partial = static_cast<double*>(partial);
   if (regions.blocks() == 0) return;
   const Plan plan = plan_side(p, a, statistics, C::kRows, C::kOwnsQueries);
-  launch(&mask_gradient_kernel<C>, grid_of(regions.blocks()), dim3(C::kThreads), SharedLayout<C>::kBytes,
-         where.stream, plan, regions);
+  launch_with_function(p.function, &mask_gradient_kernel<C>, grid_of(regions.blocks()), dim3(C::kThreads),
+                       SharedLayout<C>::kBytes, where.stream, plan, regions);
   join_mask_splits(p, a, regions, where);
 }
 

@@ -34,6 +34,11 @@ struct Place : PlaceOfWork<C, Plan, Work<C>> {
     return this->work.key(passing, existing(this->lane.row(strip, half)), this->lane.column(tile) + i);
   }
 
+  // What the function's map says of the tile.
+  __device__ __forceinline__ SeenTile seen() const {
+    return seen_tile(this->work, this->params().function, passing);
+  }
+
   // Deltas of the queries of the tile.
   __device__ __forceinline__ const float* deltas(const SharedMemory<C>& shared) const {
     if constexpr (!C::kReadsDelta) return shared.delta();
@@ -59,6 +64,17 @@ __device__ __forceinline__ Columns visible_columns(const Place<C>& at, int row_o
   end = min(end, work.end - at.passing.first);
   if (row_of_tile >= work.rows) end = 0;
   return {min(max(begin, 0), C::kColumns), min(max(end, 0), C::kColumns)};
+}
+
+// What the function's map says of a tile.
+template <class C>
+__device__ __forceinline__ SeenTile seen_tile(const Work<C>& work, const ScoreFunction& function,
+                                              Passing passing) {
+  const int columns = work.count(passing);
+  return cuda::seen_tile(function, work.batch, passing.head, C::kOwnsQueries ? work.first_row : passing.first,
+                         C::kOwnsQueries ? work.rows : columns,
+                         C::kOwnsQueries ? passing.first : work.first_row,
+                         C::kOwnsQueries ? columns : work.rows);
 }
 
 // Whether all rows of the block exist and see, or are seen by, every column of the tile by their positions.

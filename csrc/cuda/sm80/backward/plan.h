@@ -38,7 +38,6 @@ inline int64_t padded_queries(const AttentionParams& p) {
 
 // Sides own tiles of rows of a unit: the queries of a head or the keys of a kv head.
 struct Plan {
-  AttentionParams params;
   BackwardArguments arguments;
   Statistics statistics;
 
@@ -64,6 +63,8 @@ struct Plan {
   bool grad_key_pairs = false;
   bool grad_value_pairs = false;
   bool mask_pairs = false;
+
+  AttentionParams params;  // last: see FunctionArguments in core/score_function.h
 };
 
 constexpr int64_t kMaxDim = 256;

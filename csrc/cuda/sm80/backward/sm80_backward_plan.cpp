@@ -9,11 +9,11 @@ namespace {
 
 // Those that the kernels of this folder apply: Note [Declared options] in core/options.h. Keys in pages have
 // no gradient.
-constexpr OptionSet kOptions = {Option::kMask,          Option::kOwnMasks,   Option::kAlibiSlopes,
-                                Option::kSinks,         Option::kDropout,    Option::kWindow,
-                                Option::kQueryOffset,   Option::kSoftcap,    Option::kPackedQueries,
-                                Option::kPackedKeys,    Option::kKeyLengths, Option::kQueryOffsets,
-                                Option::kBatchInvariant};
+constexpr OptionSet kOptions = {Option::kMask,           Option::kOwnMasks,   Option::kAlibiSlopes,
+                                Option::kSinks,          Option::kDropout,    Option::kWindow,
+                                Option::kQueryOffset,    Option::kSoftcap,    Option::kPackedQueries,
+                                Option::kPackedKeys,     Option::kKeyLengths, Option::kQueryOffsets,
+                                Option::kBatchInvariant, Option::kFunction,   Option::kBlockMap};
 
 // Of which statistics are kept.
 int64_t rows_of(const AttentionParams& p) {

@@ -129,27 +129,35 @@ __device__ __forceinline__ void centre_gradients(const Place<C>& at, const Share
 // Every option, by passes over the registers as in the forward.
 template <class C>
 __device__ __forceinline__ void weigh_options(const Place<C>& at, const SharedMemory<C>& shared, Scores<C>& s,
-                                              Scores<C>& dp, Scores<C>& cap_slope) {
+                                              Scores<C>& dp, Scores<C>& cap_slope, Scores<C>& given) {
   const AttentionParams& p = at.plan.params;
   Kept<C> kept;
   if (p.dropout.enabled) kept.make(at);
   if constexpr (C::kNeedsSecondDots) centre_gradients(at, shared, kept, dp);
-  apply_options(at, at.plan.scale, at.plan.mask_pairs, s.at,
-                [&](int strip, int half, int tile, int i, float tanh) {
-                  const float slope = fmaf(-tanh, tanh, 1.0f);
-                  // Queries want the gradient of the capped score too, for ALiBi's slopes. What is hidden is
-                  // 0 by the time that the two are multiplied: the maximum is 0 where its slope is NaN.
-                  if constexpr (C::kSide == Side::kQuery) {
-                    cap_slope.at[strip][tile][2 * half + i] = fmaxf(slope, 0.0f);
-                  }
-                  if constexpr (C::kSide != Side::kMask && C::kSide != Side::kQuery && C::kNeedsSecondDots) {
-                    dp.at[strip][tile][2 * half + i] *= slope;
-                  }
-                });
-  for_each_element(s.at, [&](int strip, int half, int tile, int i, float& score) {
+  apply_options(
+      at, at.plan.scale, at.plan.mask_pairs, s.at,
+      [&](int strip, int half, int tile, int i, float tanh) {
+        const float slope = fmaf(-tanh, tanh, 1.0f);
+        // Queries want the gradient of the capped score too, for ALiBi's slopes. What is hidden is
+        // 0 by the time that the two are multiplied: the maximum is 0 where its slope is NaN.
+        if constexpr (C::kSide == Side::kQuery) {
+          cap_slope.at[strip][tile][2 * half + i] = fmaxf(slope, 0.0f);
+        }
+        if constexpr (C::kSide != Side::kMask && C::kSide != Side::kQuery && C::kNeedsSecondDots) {
+          dp.at[strip][tile][2 * half + i] *= slope;
+        }
+      },
+      [&](int strip, int half, int tile, int i, float score) {
+        given.at[strip][tile][2 * half + i] = score;
+      });
+  for_each_pair(s, dp, [&](int strip, int half, int tile, int i, float& score, float& gradient) {
     const float shift = pick(at.of_queries(shared.shift(), strip, half, tile), i);
     const float inverse_sum = pick(at.of_queries(shared.inverse_sum(), strip, half, tile), i);
-    score = quick_exp(score - shift) * inverse_sum;
+    if (FunctionTile<float>::kAny && score == -infinity<float>()) {
+      score = gradient = 0.0f;  // hidden, whatever both products were
+    } else {
+      score = quick_exp(score - shift) * inverse_sum;
+    }
   });
   if constexpr (C::kNeedsSecondDots) {
     for_each_pair(s, dp, [](int, int, int, int, float& weight, float& gradient) { gradient *= weight; });
@@ -214,9 +222,14 @@ __device__ __forceinline__ void weigh(const Place<C>& at, const SharedMemory<C>&
     weigh_plain(at, shared, s, dp);
     hide(at, shared, mask, careful, s, dp);
   } else {
-    Scores<C> cap_slope;
-    weigh_options(at, shared, s, dp, cap_slope);
+    Scores<C> cap_slope, given;
+    weigh_options(at, shared, s, dp, cap_slope, given);
     hide(at, shared, mask, careful, s, dp);
+    if constexpr (FunctionTile<float>::kAny && C::kSide != Side::kMask && C::kNeedsSecondDots) {
+      for_each_pair(given, dp, [&](int strip, int half, int tile, int i, float& score, float& gradient) {
+        gradient = function_at(at, {}, strip, half, tile, i).gradient(0, 0, score, gradient);
+      });
+    }
     if constexpr (C::kSide == Side::kQuery) {
       if (at.plan.arguments.grad_slopes_rows != nullptr) slopes.add(at, dp);
       if (at.plan.params.softcap != 0.0) {

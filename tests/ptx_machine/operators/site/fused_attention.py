@@ -5,7 +5,8 @@ kernels have no PTX. Without dropout.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -203,6 +204,74 @@ def _cudnn_backward(
     return _backward(grad, query, key, value, out, logsumexp, attn_bias, is_causal, scale)[:3]
 
 
+def _sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[slice, slice]]:
+    starts = zip(cu_seqlens_q.tolist(), cu_seqlens_k.tolist(), strict=True)
+    for (first_query, first_key), (end_query, end_key) in pairwise(starts):
+        yield slice(first_query, end_query), slice(first_key, end_key)
+
+
+def _heads(tensor: Tensor, rows: slice) -> Tensor:
+    """(1, heads, rows, dim) of a sequence in (1, total, heads, dim)."""
+    return tensor[:, rows].transpose(1, 2)
+
+
+def _packed_efficient(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: None,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    dropout_p: float,
+    custom_mask_type: int,
+    compute_log_sumexp: bool = False,
+    *,
+    scale: float | None = None,
+) -> tuple[Any, ...]:
+    out = query.new_empty(*query.shape[:-1], value.shape[-1])
+    shape = (cu_seqlens_q.numel() - 1, query.shape[2], max_seqlen_q)
+    lse = query.new_zeros(shape, dtype=torch.float32)
+    for n, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+        of_sequence = (_heads(query, rows), _heads(key, keys), _heads(value, keys))
+        part, part_lse = _forward(*of_sequence, None, custom_mask_type == 1, scale, dropout_p)
+        _heads(out, rows).copy_(part)
+        lse[n, :, : part_lse.shape[2]] = part_lse[0]
+    return out, lse, *_random_state(query), max_seqlen_q, max_seqlen_k
+
+
+def _packed_efficient_backward(
+    grad_out_: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bias: None,
+    out: Tensor,
+    cu_seqlens_q: Tensor,
+    cu_seqlens_k: Tensor,
+    max_seqlen_q: int,
+    max_seqlen_k: int,
+    logsumexp: Tensor,
+    dropout_p: float,
+    philox_seed: Tensor,
+    philox_offset: Tensor,
+    custom_mask_type: int,
+    bias_requires_grad: bool,
+    *,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:
+    grads = tuple(torch.zeros_like(tensor) for tensor in (query, key, value))
+    for n, (rows, keys) in enumerate(_sequences(cu_seqlens_q, cu_seqlens_k)):
+        places = (rows, keys, keys)
+        of_sequence = [_heads(*pair) for pair in zip((query, key, value), places, strict=True)]
+        of_result = (_heads(out, rows), logsumexp[n : n + 1], None, custom_mask_type == 1, scale)
+        parts = _backward(_heads(grad_out_, rows), *of_sequence, *of_result)
+        for grad, place, part in zip(grads, places, parts, strict=False):
+            _heads(grad, place).copy_(part)
+    return *grads, query.new_empty(0)
+
+
 _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "flash": (_flash, _flash_backward),
     "efficient": (_efficient, _efficient_backward),
@@ -211,3 +280,6 @@ _IMPLEMENTATIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
 for _name, (_of_forward, _of_backward) in _IMPLEMENTATIONS.items():
     _LIBRARY.impl(f"_scaled_dot_product_{_name}_attention", _of_forward, "CUDA")
     _LIBRARY.impl(f"_scaled_dot_product_{_name}_attention_backward", _of_backward, "CUDA")
+# Of jagged tensors.
+_LIBRARY.impl("_efficient_attention_forward", _packed_efficient, "CUDA")
+_LIBRARY.impl("_efficient_attention_backward", _packed_efficient_backward, "CUDA")
