@@ -20,6 +20,7 @@ The formula, after Vaswani et al. (2017), with every option of the package in it
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -181,7 +182,7 @@ def varlen_attention(
     query_offset: int | Tensor = 0,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    score_function: Callable[[Tensor, int], Tensor] | None = None,
+    score_function: Callable[[int, Tensor], Tensor] | None = None,
     visible: Callable[[int, int, int], Tensor] | None = None,
     **options: Any,
 ) -> AttentionResult:
@@ -190,8 +191,8 @@ def varlen_attention(
     Shapes: query (total_q, H, E), key (total_k, Hk, E), value (total_k, Hk, Ev); sequence b has the rows
     from ``cu_seqlens[b]`` to ``cu_seqlens[b + 1]``. attn_mask is broadcastable to (B, H, max_seqlen_q,
     max_seqlen_k), or there is one for each sequence; alibi_slopes and sinks are (H,) or (B | 1, H),
-    query_offset an int or (B,). ``score_function`` is given the scores (H, L, S) of a sequence and its
-    number, ``visible`` its number, L and S. The other options are those of :func:`attention`. Returns out
+    query_offset an int or (B,). ``score_function`` is given the number of a sequence and its scores
+    (H, L, S), ``visible`` its number, L and S. The other options are those of :func:`attention`. Returns out
     (total_q, H, Ev), weights (B, H, max_seqlen_q, max_seqlen_k) and lse (H, total_q); rows of no sequence
     have 0 and -inf.
     """
@@ -211,7 +212,7 @@ def varlen_attention(
             alibi_slopes=_numbers_of_sequence(alibi_slopes, b),
             sinks=_numbers_of_sequence(sinks, b),
             first_batch=b,
-            score_function=None if score_function is None else lambda scores, b=b: score_function(scores, b),
+            score_function=score_function and functools.partial(score_function, b),
             visible=None if visible is None else visible(b, q.size(1), k.size(1)),
             **options,
         )

@@ -158,7 +158,7 @@ def test_every_operator_is_checked() -> None:
 
 def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """The operators of graphs, made of the library's: those with gradients, and that of block masks."""
-    importlib.import_module("selfattn_ext.integrations.flex_graphs")
+    importlib.import_module("selfattn_ext.flex.graphs")
     library = getattr(torch.ops, ops.NAMESPACE)
     query, key, value = (tensor.requires_grad_() for tensor in qkv(torch.float64, True))
     given = options(torch.float64)

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from . import batch_invariance, checks, forced_kernel, precision, sequence_checks, shapes
-from .call import DEFAULT_QUERY_OFFSET, DEFAULT_SOFTCAP, DEFAULT_WINDOW, AttentionOptions
+from .call import DEFAULT_QUERY_OFFSET, DEFAULT_WINDOW, AttentionOptions
 
 __all__ = ["Keywords", "causal_bias", "keywords_for", "position", "rules"]
 
@@ -31,7 +31,7 @@ def keywords_for(options: AttentionOptions, query: Tensor) -> Keywords:
     keywords: Keywords = {}
     if options.is_causal:
         keywords["is_causal"] = True
-    if options.window_size is not DEFAULT_WINDOW or options.softcap is not DEFAULT_SOFTCAP:
+    if options.window_size is not DEFAULT_WINDOW or _is_given(options.softcap):
         keywords |= rules(options.window_size, options.softcap)
     dropout_p = options.dropout_p
     # By its type first: False is no probability.
@@ -62,9 +62,14 @@ def rules(window_size: Sequence[int], softcap: float) -> Keywords:
             result["window_left"] = left
         if right >= 0:
             result["window_right"] = right
-    if softcap is not DEFAULT_SOFTCAP and (bound := checks.softcap(softcap)):
+    if _is_given(softcap) and (bound := checks.softcap(softcap)):
         result["softcap"] = bound
     return result
+
+
+def _is_given(softcap: Any) -> bool:
+    # Not by identity with the default, which Dynamo may take for a number that changes.
+    return type(softcap) is not float or bool(softcap)
 
 
 def position(query_offset: Any) -> Keywords:

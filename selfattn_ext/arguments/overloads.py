@@ -5,25 +5,13 @@ Each overload of a public function names its other arguments and takes one of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Literal, TypedDict
 
 from torch import Tensor
 from typing_extensions import Required
 
-__all__ = [
-    "ForAny",
-    "ForLse",
-    "ForOut",
-    "ForWeights",
-    "ForWeightsAndLse",
-    "MaskMod",
-    "Rules",
-    "ScoreMod",
-]
-
-ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
-MaskMod = Callable[[Tensor, Tensor, Tensor, Tensor], Tensor]
+__all__ = ["ForAny", "ForLse", "ForOut", "ForWeights", "ForWeightsAndLse", "Rules"]
 
 
 class Rules(TypedDict, total=False):

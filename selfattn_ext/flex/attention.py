@@ -9,50 +9,42 @@ Note [Three ways]
 
 from __future__ import annotations
 
-import os
-import sys
-import warnings
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import Function, forward_ad
+from torch.autograd import forward_ad
 
-from .. import ops
 from ..arguments import (
+    DEFAULT_QUERY_OFFSET,
+    DEFAULT_SOFTCAP,
+    DEFAULT_WINDOW,
     AttentionCall,
     AttentionOptions,
     Keywords,
-    OptionalTensor,
     Prepared,
     Tensors,
     call_checks,
-    keywords_of,
     prepare,
     shapes,
 )
 from ..attend import attend, dropout_seed
-from ..autograd import operator_calls
+from ..autograd.graph_operators import is_tracing_graph
 from ..reference import accumulation_dtype
-from . import block_masks, compiler, cuda_compiler, formula
-from .graphs import outside_of_graphs
+from . import block_masks, calls, compiler, formula, graphs
+from .functions import Functions, ScoreMod, check_functions
 from .recorder import UnsupportedFunctionError
-from .source import source_of
-from .tracing import Traced, trace
+from .tracing import trace
 
-__all__ = ["flex_attention"]
-
-_TENSORS = len(Tensors._fields)
-_MASK = Tensors._fields.index("mask")
+__all__ = ["flex_attention", "with_functions"]
 
 
-@outside_of_graphs
 def flex_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    score_mod: Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor] | None = None,
+    score_mod: ScoreMod | None = None,
     block_mask: Any = None,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -63,11 +55,11 @@ def flex_attention(
     attn_mask: Tensor | None = None,
     dropout_p: float = 0.0,
     is_causal: bool = False,
-    window_size: Sequence[int] = (-1, -1),
-    softcap: float = 0.0,
+    window_size: Sequence[int] = DEFAULT_WINDOW,
+    softcap: float = DEFAULT_SOFTCAP,
     alibi_slopes: Tensor | None = None,
     sinks: Tensor | None = None,
-    query_offset: int = 0,
+    query_offset: int = DEFAULT_QUERY_OFFSET,
     return_weights: bool = False,
 ) -> Any:
     """Attention whose scores go through a function of yours, without holding the (L, S) matrix.
@@ -136,14 +128,6 @@ def flex_attention(
     return (out, *rest[:1], aux) if return_weights else (out, aux)
 
 
-class Functions(NamedTuple):
-    """What a call has beside the options."""
-
-    score_mod: Callable[..., Any] | None
-    mask_mod: Callable[..., Any] | None
-    block_mask: Any = None
-
-
 def _check(
     query: Tensor,
     key: Tensor,
@@ -179,34 +163,6 @@ def _check(
         block_masks.check_size(block_mask, query, key)
 
 
-def check_functions(query: Tensor, score_mod: Any, mask_mod: Any = None) -> None:
-    """Raises ValueError or TypeError unless these are functions, or None, and are computed there."""
-    if hasattr(mask_mod, "kv_num_blocks"):
-        raise TypeError(
-            "mask_mod must be a function, but it is a BlockMask, whose blocks are those of one pair of "
-            "lengths: pass its mask_mod"
-        )
-    for name, function in (("score_mod", score_mod), ("mask_mod", mask_mod)):
-        if function is not None and not callable(function):
-            raise TypeError(f"{name} must be a function, but it is {type(function).__name__}")
-    if isinstance(query, Tensor) and query.device.type not in ("cpu", "cuda"):
-        raise ValueError(
-            f"functions of scores are computed on the CPU and on CUDA, but query is on {query.device}"
-        )
-
-
-class Call(NamedTuple):
-    """What a call is beside its tensors."""
-
-    scale: float
-    keywords: Keywords
-    want_weights: bool
-    want_lse: bool
-    traced: Traced
-    blocks: OptionalTensor
-    block_size: tuple[int, int] | None
-
-
 def with_functions(prepared: Prepared, options: AttentionOptions, functions: Functions) -> shapes.Results:
     """Differentiable attention of a batch or of packed sequences."""
     out, weights, lse, _ = _all_results(prepared, options, functions)
@@ -220,161 +176,34 @@ def _all_results(prepared: Prepared, options: AttentionOptions, functions: Funct
     tensors, scale, keywords, _ = prepared
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(tensors.query))
+    if torch.compiler.is_dynamo_compiling() and is_tracing_graph() and tensors.query.is_cpu:
+        return graphs.all_results(tensors, scale, keywords, options, functions)
+    return _outside_of_graphs(tensors, scale, keywords, options, functions)
+
+
+@graphs.outside_of_graphs
+def _outside_of_graphs(
+    tensors: Tensors, scale: float, keywords: Keywords, options: AttentionOptions, functions: Functions
+) -> tuple[Any, ...]:
     blocks = size = None
     if functions.block_mask is not None:
         blocks = block_masks.block_map(functions.block_mask)
         size = tuple(functions.block_mask.BLOCK_SIZE)
     dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
-    requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     in_python = formula.PythonCall(tensors, scale, keywords, *functions[:2], blocks, size)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         return (*formula.at_once(in_python), None)
     try:
+        requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
         traced = trace(*functions[:2], dtype, device, requires_grad)
-        wants = options.return_weights, options.return_lse
-        whole = Call(scale, keywords, *wants, traced, blocks, size)
-        keywords |= loaded(traced, blocks is not None)
+        keywords = {**keywords, **calls.loaded(traced, blocks is not None)}
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
-        warn(reason)
+        calls.warn(reason)
         return (*formula.in_rows(in_python), None)
-    if torch.is_grad_enabled() and (requires_grad or any(traced.wanted())):
-        results = _FlexAttention.apply(*tensors, *traced.tensors, whole)
-        return results[0], results[1] if wants[0] else None, results[-1], None
-    out, row_max, row_sum, weights, _ = _forward(tensors, whole, traced.tensors)
-    return out, weights, row_max + torch.log(row_sum), row_max
-
-
-_warned: set[str] = set()
-
-
-def loaded(traced: Traced, has_blocks: bool = False) -> Keywords:
-    """The keyword that names recorded functions to the operators, compiled and loaded.
-
-    None for those that do nothing.
-    """
-    if traced.device.type == "cuda":
-        # With it come maps of blocks, which other kernels do not know.
-        if not has_blocks and traced.does_nothing():
-            return {}
-        return {"score_function": cuda_compiler.load(traced.function)}
-    return {} if traced.does_nothing() else {"score_function": compiler.load(source_of(traced.function))}
-
-
-def warn(reason: Exception) -> None:
-    text = str(reason)
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(
-            f"selfattn_ext does not compile this function: {text.rstrip('.')}. torch computes "
-            "it in parts, which takes longer",
-            stacklevel=_frames_of_this_package(),
-        )
-
-
-def _frames_of_this_package() -> int:
-    """How many frames are between the caller and the call that a user wrote, for a warning that names it."""
-    # torch's own too: torch.compiler.disable calls from there.
-    folders = tuple(os.path.dirname(file) + os.sep for file in (os.path.dirname(__file__), torch.__file__))
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_code.co_filename.startswith(folders):
-        level, frame = level + 1, frame.f_back
-    return level
-
-
-def _merged(tensors: Tensors, call: Call, captured: Sequence[Tensor]) -> Keywords:
-    merged = dict(keywords_of(tensors, call.keywords))
-    if "score_function" in merged:
-        merged |= inputs_of(call.traced, captured)
-    if call.blocks is not None:
-        merged["block_map"], merged["block_size"] = call.blocks, list(call.block_size or ())
-    return merged
-
-
-def inputs_of(traced: Traced, captured: Sequence[Tensor]) -> Keywords:
-    """The keywords of what a loaded function reads, beside scores."""
-    given = {"captured": list(captured), "captured_numbers": traced.numbers}
-    return {name: read for name, read in given.items() if read}
-
-
-def _forward(tensors: Tensors, call: Call, captured: Sequence[Tensor]) -> tuple[Any, ...]:
-    """out, row_max, row_sum, weights if wanted, out_residual."""
-    query, key, value = tensors[:3]
-    merged = _merged(tensors, call, captured)
-    out, row_max, row_sum, residual = operator_calls.forward(
-        query, key, value, call.scale, merged, call.want_weights
+    wants = options.return_weights, options.return_lse
+    return calls.all_results(
+        tensors, calls.Call(scale, keywords, *wants, traced, blocks, size), traced.tensors
     )
-    weights = None
-    if call.want_weights:
-        weights = ops.attention_weights(query, key, row_max, row_sum, call.scale, **merged)
-    return out, row_max, row_sum, weights, residual
-
-
-class _FlexAttention(Function):
-    """Of the tensors of a call, the captured ones and the call; returns (out, [weights], [lse])."""
-
-    @staticmethod
-    def forward(ctx: Any, *inputs: Any) -> Any:
-        *given, call = inputs
-        tensors, captured = Tensors(*given[:_TENSORS]), given[_TENSORS:]
-        out, row_max, row_sum, weights, residual = _forward(tensors, call, captured)
-        saved_weights = None if out.dtype in ops.SIXTEEN_BITS else weights
-        ctx.save_for_backward(*given, out, row_max, row_sum, residual, saved_weights)
-        ctx.call = call
-        ctx.set_materialize_grads(False)
-        lse = [row_max + torch.log(row_sum)] if call.want_lse else []
-        return (out, *([] if weights is None else [weights]), *lse)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        call: Call = ctx.call
-        *given, out, row_max, row_sum, residual, weights = ctx.saved_tensors
-        tensors, captured = Tensors(*given[:_TENSORS]), given[_TENSORS:]
-        cotangents = (
-            torch.zeros_like(out) if grads[0] is None else grads[0],
-            grads[1] if call.want_weights else None,
-            grads[-1] if call.want_lse else None,
-        )
-        needs = ctx.needs_input_grad
-        if operator_calls.is_differentiated():
-            return (*formula.gradients(tensors, captured, call, cotangents, needs), None)
-        saved = (out, row_max, row_sum, residual, weights)
-        merged = _merged(tensors, call, captured)
-        results = operator_calls.backward(cotangents, tensors, saved, call.scale, merged, needs[_MASK])
-        of_captured = _captured_gradients(call, captured, needs[_TENSORS:], tensors, cotangents, saved)
-        gradients = (*results, None, *of_captured)
-        return (*(gradient if need else None for gradient, need in zip(gradients, needs, strict=False)), None)
-
-
-def _captured_gradients(
-    call: Call,
-    captured: Sequence[Tensor],
-    needs: Sequence[bool],
-    tensors: Tensors,
-    cotangents: operator_calls.Cotangents,
-    saved: operator_calls.Saved,
-) -> list[OptionalTensor]:
-    """The gradient of each captured tensor, None where it has none or is not needed."""
-    wanted = [has and need for has, need in zip(call.traced.wanted(), needs, strict=False)]
-    sizes = [tensor.numel() if want else 0 for tensor, want in zip(captured, wanted, strict=True)]
-    if not any(sizes):
-        return [None] * len(captured)
-    if cotangents[0].device.type == "cuda":  # whose kernels do not have them
-        found = formula.captured_gradients(tensors, captured, call, cotangents, wanted)
-        return [None if gradient is None else gradient.detach() for gradient in found]
-    query, key, value = tensors[:3]
-    out, row_max, row_sum = saved[:3]
-    merged = operator_calls.backward_keywords(
-        cotangents, tensors, saved, call.scale, _merged(tensors, call, captured)
-    )
-    joined = ops.attention_captured_gradients(
-        cotangents[0], query, key, value, out, row_max, row_sum, call.scale,
-        captured_sizes=sizes, exclusive=call.traced.exclusive, **merged,
-    )  # fmt: skip
-    parts = joined.split(sizes)
-    return [
-        part.view(tensor.shape).to(tensor.dtype) if want else None
-        for part, tensor, want in zip(parts, captured, wanted, strict=True)
-    ]
 
 
 def _largest_scores(call: AttentionCall, functions: Functions) -> Tensor:

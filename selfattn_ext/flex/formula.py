@@ -4,7 +4,6 @@ derivatives exist, and the way where a function cannot be compiled.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -19,7 +18,7 @@ from .block_masks import visible_blocks
 from .recorder import Indexing, Load, Node, replay
 
 if TYPE_CHECKING:
-    from .attention import Call
+    from .calls import Call
 
 __all__ = ["PythonCall", "at_once", "captured_gradients", "gradients", "in_rows"]
 
@@ -225,13 +224,14 @@ def _attention(
 
     if not is_packed(call.keywords):
         places = _places(0, batch, heads, first, length, key.size(2), query.device)
-        modify = functions.score and functools.partial(functions.score, places=places)
+        score = functions.score
+        modify = None if score is None else lambda scores: score(scores, places)
         return plain_formula(tensors, call.scale, call.keywords, modify, visible(places))
 
     def of_sequence(number: int, length: int, keys: int) -> Places:
         return _places(number, 1, heads, 0, length, keys, query.device)
 
-    def modified(scores: Tensor, number: int) -> Tensor:
+    def modified(number: int, scores: Tensor) -> Tensor:
         assert functions.score is not None
         return functions.score(scores.unsqueeze(0), of_sequence(number, *scores.shape[1:])).squeeze(0)
 

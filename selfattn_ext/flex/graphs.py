@@ -1,20 +1,302 @@
-"""Functions that torch.compile leaves out of its graphs."""
+"""Functions of scores in the graphs of torch.compile.
+
+Note [Functions in graphs]
+    Dynamo writes a call of flex_attention as one step with a graph of each function, and lists the
+    tensors that the functions capture. It does so for operators that it knows by name, and knows one
+    more: ours. Unlike torch's, our operator is no node of what comes after Dynamo: called with numbers or
+    with what stands for them, it records the functions and calls the operators of the compiled library,
+    which autograd, AOTAutograd and inductor know how to take. So a compiled training step holds the
+    forward kernel, the backward kernel and nothing that knows Python.
+
+    Inside a graph of a function, operations on captured tensors alone are computed for the whole tensors,
+    once, where the compiler sees them and has their gradients. The rest is recorded, with tensors of the
+    same form in the place of those that it reads, since a compiler's stand-ins have no numbers.
+
+Note [Compiled results on disk]
+    The operators name a compiled function by a digest of its source. torch may find a compiled graph on
+    disk that another process has made; Dynamo runs our operator before it looks, and that loads the
+    function under the same name, provided that the two processes had the same compiler and this package's
+    same version. So these are part of the step, and of what torch looks the graph up by.
+"""
 
 from __future__ import annotations
 
 import functools
+import hashlib
+import math
 import sys
-from collections.abc import Callable
-from typing import Any, TypeVar, cast
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
+from torch import Tensor
+from torch.fx import GraphModule, Interpreter, Node
+from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import _disable_current_modes
 
-__all__ = ["outside_of_graphs"]
+from .. import ops, sources
+from ..arguments import AttentionOptions, Keywords, OptionalTensor, Tensors
+from ..reference import accumulation_dtype
+from . import block_masks, calls, compiler
+from .functions import Functions
+from .recorder import UnsupportedFunctionError
+from .tracing import Traced, trace
 
-_Function = TypeVar("_Function", bound=Callable[..., Any])
+__all__ = ["all_results", "outside_of_graphs"]
+
+_NAME = "selfattn_flex_attention"
+_OF_SCORE = 5  # inputs of score_mod: the score and its indices
+_OF_MASK = 4
+#: Keywords that torch's operator may do without.
+_OF_PROCESS = {"float32_precision", "kernel_name", "batch_invariant"}
+_NOT_IN_GRAPHS = (
+    "a function that is not compiled must stay out of the graphs of torch.compile where there are options or "
+    "packed sequences: torch.compiler.disable does that to the function that calls"
+)
 
 
-def outside_of_graphs(function: _Function) -> _Function:
+def all_results(
+    tensors: Tensors, scale: float, keywords: Keywords, options: AttentionOptions, functions: Functions
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """What :func:`.calls.all_results` returns, as Dynamo traces it: with an empty tensor for what there is
+    not.
+    """
+    score_mod, mask_mod, block_mask = functions
+    blocks: tuple[Any, ...] = (None, None, None, None, 1, 1)
+    if block_mask is not None:
+        blocks = (
+            block_mask.kv_num_blocks, block_mask.kv_indices, block_mask.full_kv_num_blocks,
+            block_mask.full_kv_indices, *block_mask.BLOCK_SIZE,
+        )  # fmt: skip
+    query, key, value, *others = tensors
+    call = {
+        "others": others,
+        "keywords": keywords,
+        "wants": (options.return_weights, options.return_lse),
+        "made_by": _put_in_graphs(),
+    }
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _operator(
+        query,
+        key,
+        value,
+        _unchanged if score_mod is None else score_mod,
+        (*blocks, _everything if mask_mod is None else mask_mod),
+        scale,
+        call,
+    )
+    return results
+
+
+def _unchanged(score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return score
+
+
+def _everything(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
+    return batch.new_ones((), dtype=torch.bool)
+
+
+def _put_in_graphs() -> str:
+    """Makes the operator known to Dynamo. Returns what decides, beside a graph, how it is compiled."""
+    from torch._dynamo.variables import higher_order_ops as known
+
+    known._hop_name_to_variable_class.setdefault(_NAME, known.FlexAttentionHigherOrderVariable)
+    try:
+        surroundings = compiler._surroundings()
+    except compiler.CompilerError as reason:
+        surroundings = str(reason)
+    return hashlib.sha256(f"{sources.version()}\n{surroundings}".encode()).hexdigest()
+
+
+# Dynamo calls it while it traces, instead of tracing it.
+_put_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+class _Attention(torch._ops.HigherOrderOperator):
+    """One step of Dynamo's graph; see Note [Functions in graphs]."""
+
+    def __init__(self) -> None:
+        super().__init__(_NAME, cacheable=True)
+
+    def __call__(  # type: ignore[override]
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        score_mod: GraphModule,
+        block_mask: tuple[Any, ...],
+        scale: float,
+        call: dict[str, Any],
+        of_score: Sequence[Any],
+        of_mask: Sequence[Any],
+    ) -> tuple[Tensor, ...]:
+        *lists, rows, columns, mask_mod = block_mask
+        tensors = Tensors(query, key, value, *call["others"])
+        functions = _Functions(
+            _Function(score_mod, of_score, _OF_SCORE), _Function(mask_mod, of_mask, _OF_MASK)
+        )
+        blocks = _Blocks(None if lists[0] is None else _Lists(*lists), (rows, columns))
+        results = _computed(tensors, scale, call, functions, blocks)
+        return tuple(query.new_empty(0) if result is None else result for result in results)
+
+
+_operator: Any = _Attention()  # as Dynamo lets it be called, with functions
+
+
+class _Function:
+    """The graph of a function, parted in what it computes of captured tensors alone and the rest."""
+
+    def __init__(self, module: GraphModule, captured: Sequence[Any], inputs: int):
+        self.module = module
+        self.captured = tuple(captured)
+        self._placeholders = module.graph.find_nodes(op="placeholder")
+        #: What is known before there is a score.
+        self._known: dict[Node, Any] = {}
+        for node, given in zip(self._placeholders[inputs:], captured, strict=True):
+            self._known[node] = _as_tensor(given)
+        interpreter = Interpreter(module)
+        interpreter.env = self._known
+        for node in module.graph.nodes:
+            is_step = node.op not in ("placeholder", "output")
+            if is_step and all(each in self._known for each in node.all_input_nodes):
+                self._known[node] = interpreter.run_node(node)
+        self._used = {node for node in self._known if any(user not in self._known for user in node.users)}
+
+    def of(self, replace: Callable[[Tensor], Tensor]) -> Callable[..., Tensor]:
+        """The function of a score, or of indices, with others in the place of the tensors that it reads."""
+        known = {node: pytree.tree_map_only(Tensor, replace, self._known[node]) for node in self._used}
+
+        def function(*inputs: Tensor) -> Tensor:
+            given = dict(zip(self._placeholders, inputs, strict=False))
+            unused = dict.fromkeys(self._known)
+            interpreter = Interpreter(self.module, garbage_collect_values=False)
+            interpreter.extra_traceback = False
+            result: Tensor = interpreter.run(initial_env={**unused, **known, **given})
+            return result
+
+        return function
+
+
+class _Functions(NamedTuple):
+    score: _Function
+    mask: _Function
+
+
+def _as_tensor(given: Any) -> Any:
+    """A number that changes from call to call, as a tensor: so functions may capture it."""
+    if isinstance(given, torch.SymInt):
+        return torch.scalar_tensor(given, dtype=torch.int64)  # type: ignore[arg-type]
+    if isinstance(given, torch.SymFloat):
+        return torch.scalar_tensor(given, dtype=torch.float32)  # type: ignore[arg-type]
+    return given
+
+
+class _Lists(NamedTuple):
+    """The part of a BlockMask that says which blocks there are."""
+
+    kv_num_blocks: Tensor
+    kv_indices: Tensor
+    full_kv_num_blocks: OptionalTensor
+    full_kv_indices: OptionalTensor
+
+
+class _Blocks(NamedTuple):
+    lists: _Lists | None
+    size: tuple[int, int]
+
+
+def _computed(
+    tensors: Tensors, scale: float, given: dict[str, Any], functions: _Functions, blocks: _Blocks
+) -> tuple[Any, ...]:
+    keywords = dict(given["keywords"])
+    block_map, size = (None, None) if blocks.lists is None else (_block_map(*blocks.lists), blocks.size)
+    try:
+        traced, captured = _recorded(tensors, functions)
+        keywords |= calls.loaded(traced)
+    except (UnsupportedFunctionError, compiler.CompilerError) as reason:
+        has_options = any(tensor is not None for tensor in tensors[3:]) or given["wants"][0]
+        if has_options or keywords.keys() - _OF_PROCESS:
+            raise UnsupportedFunctionError(_NOT_IN_GRAPHS) from reason
+        calls.warn(reason)
+        return _torchs(tensors, scale, functions, blocks)
+    want_weights, want_lse = given["wants"]
+    call = calls.Call(scale, keywords, want_weights, want_lse, traced, block_map, size)
+    return calls.all_results(tensors, call, captured)
+
+
+def _torchs(tensors: Tensors, scale: float, functions: _Functions, blocks: _Blocks) -> tuple[Any, ...]:
+    """The same by torch's operator, which takes any function; inductor refuses its gradients on the CPU."""
+    from torch.nn.attention import flex_attention as torchs
+
+    query, key, value = tensors[:3]
+    if blocks.lists is None:
+        mask = torchs._create_empty_block_mask(query, key)
+    else:
+        lengths = query.size(2), key.size(2)
+        mask = torchs.BlockMask.from_kv_blocks(*blocks.lists, BLOCK_SIZE=blocks.size, seq_lengths=lengths)
+    out, lse, largest = torch.ops.higher_order.flex_attention(
+        query, key, value, functions.score.module, (*mask.as_tuple()[:-1], functions.mask.module), scale,
+        torchs._apply_kernel_options(query, key, value, False, None), functions.score.captured,
+        functions.mask.captured,
+    )  # fmt: skip
+    # It counts in powers of two.
+    return out, None, lse * math.log(2.0), largest * math.log(2.0)
+
+
+def _recorded(tensors: Tensors, functions: _Functions) -> tuple[Traced, list[Tensor]]:
+    """What the functions compute, and the captured tensors in the operators' order."""
+    of_stand_in: dict[int, Tensor] = {}
+    requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+
+    def stand_in(tensor: Tensor) -> Tensor:
+        made = _stand_in(tensor)
+        of_stand_in[id(made)] = tensor
+        return made
+
+    with _disable_current_modes():
+        score_mod, mask_mod = (function.of(stand_in) for function in functions)
+        dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
+        traced = trace(score_mod, mask_mod, dtype, device, requires_grad)
+    return traced, [of_stand_in.get(id(tensor), tensor) for tensor in traced.tensors]
+
+
+def _stand_in(tensor: Tensor) -> Tensor:
+    """A tensor of the same form, whose numbers nobody reads; those without dimensions may be divided by."""
+    sizes, strides = ([_hint(number) for number in each] for each in (tensor.shape, tensor.stride()))
+    made = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
+    if not sizes:
+        made.fill_(1)
+    return made.requires_grad_(tensor.requires_grad)
+
+
+def _hint(number: int | torch.SymInt) -> int:
+    """A number that a symbol may stand for; functions are compiled for any."""
+    if isinstance(number, int):
+        return number
+    return int(number.node.hint) if number.node.has_hint() else 2
+
+
+def _block_map_of_lists(*lists: Any) -> Tensor:
+    return block_masks.block_map(_Lists(*lists))
+
+
+# An operator, for it looks at numbers.
+_library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
+_library.define(
+    "block_map(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices) -> Tensor"
+)
+_library.impl("block_map", _block_map_of_lists, "CPU")
+_block_map = getattr(torch.ops, ops.NAMESPACE).block_map.default
+
+
+@torch.library.register_fake(f"{ops.NAMESPACE}::block_map")  # type: ignore[untyped-decorator]
+def _(counts: Tensor, indices: Tensor, *full: OptionalTensor) -> Tensor:
+    return indices.new_empty(indices.shape, dtype=torch.uint8)
+
+
+_Python = TypeVar("_Python", bound=Callable[..., Any])
+
+
+def outside_of_graphs(function: _Python) -> _Python:
     """What :func:`torch.compiler.disable` makes of a function, without loading the compiler, which takes
     seconds.
     """
@@ -30,4 +312,4 @@ def outside_of_graphs(function: _Function) -> _Function:
         return disabled(*args, **kwargs)
 
     call._torchdynamo_disable = True  # type: ignore[attr-defined]
-    return cast(_Function, call)
+    return cast(_Python, call)

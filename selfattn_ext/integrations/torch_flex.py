@@ -34,7 +34,6 @@ import torch
 from torch import Tensor
 
 from ..flex import flex_attention
-from . import flex_graphs
 
 __all__ = ["activate", "attention", "restore", "switch"]
 
@@ -77,10 +76,11 @@ def attention(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
             return_aux=return_aux,
         )  # fmt: skip
-    compute = flex_graphs.attention if torch.compiler.is_dynamo_compiling() else flex_attention
-    return compute(
+    return flex_attention(
         query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,
         return_aux=return_aux,
+        # Not by their defaults, which Dynamo would take for numbers that may change, and compile twice.
+        dropout_p=0.0, softcap=0.0,
     )  # fmt: skip
 
 

@@ -39,7 +39,8 @@ from . import checks as cache_checks
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse, MaskMod, ScoreMod
+    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+    from ..flex.functions import MaskMod, ScoreMod
 
 __all__ = ["append_to_cache", "attend_to_cache", "attention_with_kvcache", "page_numbers"]
 

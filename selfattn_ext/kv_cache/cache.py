@@ -38,7 +38,8 @@ from .page_pool import PagePool
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse, MaskMod, ScoreMod
+    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+    from ..flex.functions import MaskMod, ScoreMod
 
 __all__ = ["KVCache"]
 

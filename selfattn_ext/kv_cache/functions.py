@@ -11,8 +11,9 @@ from torch import Tensor
 
 from ..arguments import AttentionOptions, Keywords, OptionalTensor, Tensors, autocast, shapes, with_options
 from ..attend import dropout_seed
-from ..flex import attention as flex
-from ..flex import compiler, formula
+from ..flex import calls, compiler, formula
+from ..flex.functions import check_functions
+from ..flex.graphs import outside_of_graphs
 from ..flex.recorder import UnsupportedFunctionError
 from ..flex.tracing import trace
 from ..reference import accumulation_dtype
@@ -22,6 +23,7 @@ from .attention import append_to_cache, attend_to_cache
 __all__ = ["attend_with_functions"]
 
 
+@outside_of_graphs
 def attend_with_functions(
     query: Tensor,
     key_cache: Tensor,
@@ -39,18 +41,18 @@ def attend_with_functions(
 
     ``first`` is the q_idx of query 0, of all sequences or of each (B,); None is 0.
     """
-    flex.check_functions(query, score_mod, mask_mod)
+    check_functions(query, score_mod, mask_mod)
     if first is not None:
         positions = torch.as_tensor(first, device=query.device).to(torch.int32).expand(batch)
         score_mod, mask_mod = (_moved(function, positions) for function in (score_mod, mask_mod))
     given = (query, key_cache, value_cache, key, value)
     try:
         traced = trace(score_mod, mask_mod, accumulation_dtype(key_cache.dtype), query.device, False)
-        if loaded := flex.loaded(traced):
+        if loaded := calls.loaded(traced):
             cache_checks.no_derivatives(traced.tensors)
-            keywords = {**keywords, **loaded, **flex.inputs_of(traced, traced.tensors)}
+            keywords = {**keywords, **loaded, **calls.inputs_of(traced, traced.tensors)}
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
-        flex.warn(reason)
+        calls.warn(reason)
         results = _by_formula(*given, batch, options, keywords, score_mod, mask_mod)
         cache_checks.no_derivatives(results)  # those of captured tensors
         return results
@@ -99,7 +101,7 @@ def _by_formula(
         append_to_cache(key_cache, value_cache, key, value, before, starts_q, table)
     rows = tensors.query
     if starts_q is None:
-        starts_q = torch.arange(batch + 1) * query.size(2)
+        starts_q = torch.arange(batch + 1, device=query.device) * query.size(2)
         rows = rows.transpose(0, 1).flatten(1, 2).unsqueeze(0)
     first = [0] * batch if starts_k is None else starts_k.tolist()
     places = list(zip(first, after.tolist(), strict=False))
@@ -108,7 +110,9 @@ def _by_formula(
     )
     packing = {
         "cu_seqlens_q": starts_q,
-        "cu_seqlens_k": torch.tensor([0, *itertools.accumulate(count for _, count in places)]),
+        "cu_seqlens_k": torch.tensor(
+            [0, *itertools.accumulate(count for _, count in places)], device=query.device
+        ),
         "max_seqlen_q": keywords.get("max_seqlen_q", query.size(2)),
         "max_seqlen_k": keywords.get("max_seqlen_k", capacity),
     }

@@ -29,13 +29,15 @@ from ..arguments import (
     with_options,
 )
 from ..attend import attend, with_gradients
-from ..flex import attention as flex
+from ..flex.attention import with_functions
+from ..flex.functions import Functions, check_functions
 from . import cached_keys
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse, MaskMod, ScoreMod
+    from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
+    from ..flex.functions import MaskMod, ScoreMod
 
 __all__ = ["packed_attention", "varlen_attention"]
 
@@ -232,5 +234,5 @@ def _computed(call: PackedCall) -> shapes.Results:
     prepared = with_options(form, options, keywords)
     if call.score_mod is None and call.mask_mod is None:
         return with_gradients(prepared, options)
-    flex.check_functions(call.query, call.score_mod, call.mask_mod)
-    return flex.with_functions(prepared, options, flex.Functions(call.score_mod, call.mask_mod))
+    check_functions(call.query, call.score_mod, call.mask_mod)
+    return with_functions(prepared, options, Functions(call.score_mod, call.mask_mod))

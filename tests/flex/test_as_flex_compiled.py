@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from selfattn_ext import as_flex
-from selfattn_ext.flex import attention as flex_module
+from selfattn_ext.flex import calls
 
 SIZES = (2, 3, 40, 45)
 BACKENDS = ("eager", "aot_eager")
@@ -239,7 +239,7 @@ def test_functions_that_cannot_be_compiled(backend: str) -> None:
             return_aux=AuxRequest(lse=True, max_scores=True),
         )  # fmt: skip
 
-    flex_module._warned.clear()
+    calls._warned.clear()
     with as_flex(), pytest.warns(UserWarning, match="does not compile this function: it uses aten.polygamma"):
         result, also = torch.compile(compute, backend=backend, fullgraph=True)(*given)
     with as_flex():
@@ -292,7 +292,6 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from selfattn_ext import as_flex
-from selfattn_ext.flex import attention as flex_module
 
 torch.manual_seed(0)
 table = torch.randn(4, 7, requires_grad=True)

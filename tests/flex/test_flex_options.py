@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, noop_mask
 
 from selfattn_ext import backends
-from selfattn_ext.flex import attention, compiler
+from selfattn_ext.flex import calls, compiler
 from selfattn_ext.flex.tracing import trace
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
@@ -267,14 +267,14 @@ def test_second_derivatives_are_those_of_the_formula() -> None:
     torch.testing.assert_close(transformed, eager)
 
 
-def test_compiled_programs_leave_it_out_of_their_graphs() -> None:
+def test_compiled_programs_have_it_in_their_graphs() -> None:
     table = torch.randn(2, requires_grad=True)
     given = tensors((1, 2, 20, 20), torch.float32)
 
     def program(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return flex_attention(query * 2, key, value, lambda s, b, h, q, kv: s * table[h]).sin()
 
-    eager, compiled = program(*given), torch.compile(program, backend="aot_eager")(*given)
+    eager, compiled = program(*given), torch.compile(program, backend="aot_eager", fullgraph=True)(*given)
     torch.testing.assert_close(compiled, eager)
     torch.testing.assert_close(gradients(compiled, given, [table]), gradients(eager, given, [table]))
 
@@ -285,7 +285,7 @@ class TestWithoutCompiledFunctions:
             raise compiler.CompilerError("no compiler today")
 
         monkeypatch.setattr(compiler, "load", refuse)
-        monkeypatch.setattr(attention, "_warned", set())
+        monkeypatch.setattr(calls, "_warned", set())
         monkeypatch.setattr("selfattn_ext.flex.formula._SCORES_AT_ONCE", 2 * 2 * 71 * 10)
         with pytest.warns(UserWarning, match="no compiler today.*takes longer"):
             checked("conjunction", (2, 2, 67, 71), block_size=32, window_size=(30, 20))
@@ -315,7 +315,7 @@ class TestRefusals:
             flex_attention(*self.given, score_mod)
 
     def test_more_than_one_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(attention, "_warned", set())
+        monkeypatch.setattr(calls, "_warned", set())
         with (
             pytest.warns(UserWarning, match="takes longer") as warned,
             pytest.raises(ValueError, match="one number"),
