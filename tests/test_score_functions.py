@@ -106,7 +106,22 @@ OPTIONS: dict[str, Callable[[Call], Options]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("function", [None, *TAME])
 def test_with_other_options(function: str | None, option: str, isa: str) -> None:
-    for lengths, dtype in itertools.product(((3, 130), (67, 211)), DTYPES):
+    """Each dtype with few queries or with many; other options and functions have it the other way."""
+    check_option(function, option, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("function", [None, *TAME])
+def test_with_other_options_and_both_lengths(function: str | None, option: str, isa: str) -> None:
+    check_option(function, option, 1)
+
+
+def check_option(function: str | None, option: str, turn: int) -> None:
+    few, many = (3, 130), (67, 211)
+    first = [None, *TAME].index(function) + list(OPTIONS).index(option) + turn
+    for place, dtype in enumerate(DTYPES, first):
+        lengths = few if place % 2 else many
         call = Call(function, lengths, dtype, block_size=(20, 48) if option != "alibi" else None)
         if function is None and call.block_size is None:
             continue
