@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
+import turns
 from cases import DTYPES, LAYOUTS, Case, check, cotangents_of, gradients
 from torch import Tensor
 
@@ -209,11 +211,29 @@ def test_rows_without_elements_that_all_lie_in_one_place(queries: int, isa: str)
     torch.testing.assert_close(out, mean)
 
 
+#: Keys, head dim and width of the values of long runs of rows.
+RUNS = ((LONG, 64, 192), (514, 128, 64), (515, 192, 96))
+GROUPS = (2, 4, 8, 13)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("group", [2, 4, 8, 13])
+@pytest.mark.parametrize("group", GROUPS)
 def test_rows_without_gaps_meet_queries_in_another_order(group: int, dtype: torch.dtype, isa: str) -> None:
-    """Long runs of rows, and the same with gaps between them: the same bits."""
-    for keys, head_dim, value_dim in ((LONG, 64, 192), (514, 128, 64), (515, 192, 96)):
+    """Long runs of rows, and the same with gaps between them: the same bits. Every run with each group and
+    dtype; test_any_group_dtype_and_run has all three together.
+    """
+    check_runs(group, dtype, [RUNS[(GROUPS.index(group) + DTYPES.index(dtype)) % len(RUNS)]])
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("group", GROUPS)
+def test_any_group_dtype_and_run(group: int, dtype: torch.dtype, isa: str) -> None:
+    check_runs(group, dtype, turns.chosen(RUNS))
+
+
+def check_runs(group: int, dtype: torch.dtype, runs: Sequence[tuple[int, int, int]]) -> None:
+    for keys, head_dim, value_dim in runs:
         case = replace(
             DECODE, heads=2 * group, keys=keys, head_dim=head_dim, value_dim=value_dim, dtype=dtype
         )

@@ -6,7 +6,6 @@ which a mask of zeros makes it.
 from __future__ import annotations
 
 import itertools
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -27,6 +26,7 @@ ARITHMETICS = (
     (torch.float32, "high"),
     (torch.float32, "highest"),
 )
+TYPES = (torch.bfloat16, torch.float16, torch.float32)
 WINDOWS: tuple[dict[str, Any], ...] = (
     {"is_causal": True, "query_offset": 37},
     {"window_left": 45, "window_right": 20},
@@ -118,10 +118,20 @@ def test_same_bits_of_all_magnitudes(isa: str, dtype: torch.dtype, precision: st
     assert_same([query, rising, value, grad_out], float32_precision=precision)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
-@pytest.mark.parametrize("is_causal", [False, True])
+def check_sizes(queries: int, dtype: torch.dtype, turn: int) -> None:
+    """Every number of keys, some of them causal; the others in another turn."""
+    for place, keys in enumerate((64, 128, 129), QUERIES.index(queries) + TYPES.index(dtype) + turn):
+        check(Case(1, 2, 1, queries, keys, 64, 32, dtype, is_causal=place % 2 == 1))
+
+
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
 @pytest.mark.parametrize("queries", QUERIES)
-def test_gradients_of_all_sizes(isa: str, queries: int, is_causal: bool, dtype: torch.dtype) -> None:
-    case = Case(1, 2, 1, queries, 64, 64, 32, dtype, is_causal=is_causal)
-    for keys in (64, 128, 129):
-        check(replace(case, keys=keys))
+def test_gradients_of_all_sizes(isa: str, queries: int, dtype: torch.dtype) -> None:
+    check_sizes(queries, dtype, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("dtype", TYPES, ids=str)
+@pytest.mark.parametrize("queries", QUERIES)
+def test_gradients_with_and_without_the_causal_rule(isa: str, queries: int, dtype: torch.dtype) -> None:
+    check_sizes(queries, dtype, 1)

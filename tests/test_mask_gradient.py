@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import turns
 from cases import remembered
 from tolerances import assert_accurate
 from torch import Tensor
@@ -111,14 +112,32 @@ def test_every_broadcast(shape: tuple[int, ...], isa: str, one_thread: None) -> 
         check(shape, (torch.float32, torch.float32, 2), options)
 
 
+def check_kind(shape: tuple[int, ...], number: int) -> None:
+    check(shape, KINDS[number], POSITIONS[(SHAPES.index(shape) + number) % len(POSITIONS)])
+
+
+def of_kind(number: int) -> str:
+    return "-".join(map(str, KINDS[number])).replace("torch.", "")
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=of_kind)
+@pytest.mark.parametrize("shape", SHAPES[::3], ids=lambda shape: "x".join(map(str, shape)))
+def test_dtypes_and_groups(shape: tuple[int, ...], number: int, isa: str, one_thread: None) -> None:
+    """Every third of the shapes: among them are all pairs of two sizes."""
+    check_kind(shape, number)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=of_kind)
 @pytest.mark.parametrize(
-    "kind", KINDS, ids=lambda kind: f"{kind[0]}-{kind[1]}-{kind[2]}".replace("torch.", "")
+    "shape",
+    [shape for index, shape in enumerate(SHAPES) if index % 3 in turns.chosen((1, 2))],
+    ids=lambda shape: "x".join(map(str, shape)),
 )
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
-def test_dtypes_and_groups(
-    shape: tuple[int, ...], kind: tuple[torch.dtype, torch.dtype, int], isa: str, one_thread: None
+def test_dtypes_and_groups_of_the_other_shapes(
+    shape: tuple[int, ...], number: int, isa: str, one_thread: None
 ) -> None:
-    check(shape, kind, POSITIONS[(SHAPES.index(shape) + KINDS.index(kind)) % len(POSITIONS)])
+    check_kind(shape, number)
 
 
 @pytest.mark.parametrize(

@@ -13,15 +13,28 @@ from selfattn_ext import scaled_dot_product_attention
 BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 70, 1030, 8  # strips of queries and chunks of keys with a rest
 
 
-@pytest.mark.parametrize("mask_dtype", [torch.float32, torch.float64], ids=str)
-@pytest.mark.parametrize(
-    "shape",
-    [
-        *itertools.product((BATCH, 1), (HEADS, 1), (QUERIES,), (1,)),
-        *itertools.product((BATCH, 1), (HEADS, 1), (1,), (KEYS, 1)),
-    ],
-    ids=lambda shape: "x".join(map(str, shape)),
-)
+#: A number for each row, or one for each column or for all.
+SHAPES = [
+    *itertools.product((BATCH, 1), (HEADS, 1), (QUERIES,), (1,)),
+    *itertools.product((BATCH, 1), (HEADS, 1), (1,), (KEYS, 1)),
+]
+#: All of them of float32; of float64 a third here, and the others in .ci/run.
+KINDS = [
+    *((shape, torch.float32) for shape in SHAPES),
+    *((shape, torch.float64) for shape in SHAPES[::3]),
+    *(
+        pytest.param(shape, torch.float64, marks=pytest.mark.thorough)
+        for index, shape in enumerate(SHAPES)
+        if index % 3
+    ),
+]
+
+
+def named(value: object) -> str:
+    return "x".join(map(str, value)) if isinstance(value, tuple) else str(value)
+
+
+@pytest.mark.parametrize(("shape", "mask_dtype"), KINDS, ids=named)
 def test_sums_are_as_accurate_as_torchs(
     shape: tuple[int, ...], mask_dtype: torch.dtype, kernel: str, one_thread: None
 ) -> None:

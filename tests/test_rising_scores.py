@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 import torch
+import turns
+from cases import remembered
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn import functional
@@ -24,6 +26,15 @@ TERMS = 8.0
 #: One strip of queries, full or not; several, the last of which is short.
 QUERIES = (32, 31, 97)
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+#: Where scores rise, by the number of keys.
+STEPS: tuple[Callable[[int], list[int]], ...] = (
+    lambda keys: [],
+    lambda keys: [1],
+    lambda keys: [keys // 2],
+    lambda keys: [keys - 1],
+    lambda keys: [*range(64, keys, 64)],
+    lambda keys: [130, 200],
+)
 
 
 def rising(queries: int, keys: int, steps: list[int], dtype: torch.dtype, head_dim: int = 64) -> list[Tensor]:
@@ -48,11 +59,11 @@ def results(
     return [result.detach() for result in (out, *gradients, *others)]
 
 
-def check(tensors: list[Tensor], **options: Any) -> None:
-    """Output, gradients and log-sum-exp against the formula; the peer is torch's own attention."""
-
-    def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
-        return scaled_dot_product_attention(*tensors, return_lse=True, **options)
+@remembered
+def judges(
+    tensors: list[Tensor], incoming: Tensor, options: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor]]:
+    """The formula in float64, and torch's own attention in the dtype of the tensors."""
 
     def formula(*tensors: Tensor) -> tuple[Tensor, ...]:
         found = reference.attention(*tensors, **options)
@@ -61,20 +72,38 @@ def check(tensors: list[Tensor], **options: Any) -> None:
     def torchs(*tensors: Tensor) -> tuple[Tensor, ...]:
         return functional.scaled_dot_product_attention(*tensors, **options), formula(*tensors)[1]
 
+    exact = results(formula, [tensor.double() for tensor in tensors], incoming)
+    return exact, results(torchs, tensors, incoming)
+
+
+def check(tensors: list[Tensor], **options: Any) -> None:
+    """Output, gradients and log-sum-exp against the formula; the peer is torch's own attention."""
+
+    def ours(*tensors: Tensor) -> tuple[Tensor, ...]:
+        return scaled_dot_product_attention(*tensors, return_lse=True, **options)
+
     incoming = torch.randn(*tensors[0].shape[:-1], tensors[2].shape[-1], dtype=torch.float64)
     found = results(ours, tensors, incoming)
-    exact = results(formula, [tensor.double() for tensor in tensors], incoming)
-    peer = results(torchs, tensors, incoming)
+    exact, peer = judges(tensors, incoming, options)
     for name, *three in zip(("out", "query", "key", "value", "lse"), found, exact, peer, strict=True):
         terms = {"query": TERMS, "key": TERMS * tensors[0].size(-2) ** 0.5}.get(name, 1.0)
         assert_accurate(name, *three, terms, tensors[0].dtype)
 
 
+@pytest.mark.parametrize("keys", KEYS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_at_every_block(kernel: str, dtype: torch.dtype) -> None:
-    for queries, keys in itertools.product(QUERIES, KEYS):
-        for steps in ([], [1], [keys // 2], [keys - 1], [*range(64, keys, 64)], [130, 200]):
-            check(rising(queries, keys, steps, dtype))
+def test_at_every_block(kernel: str, dtype: torch.dtype, keys: int) -> None:
+    """Every number of queries meets every number of keys and each of the steps."""
+    for number, steps in enumerate(STEPS, KEYS.index(keys)):
+        check(rising(QUERIES[number % len(QUERIES)], keys, steps(keys), dtype))
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("keys", KEYS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_at_every_block_with_any_number_of_queries(kernel: str, dtype: torch.dtype, keys: int) -> None:
+    for queries, steps in itertools.product(turns.chosen(QUERIES), STEPS):
+        check(rising(queries, keys, steps(keys), dtype))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

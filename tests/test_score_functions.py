@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+import turns
 from cases import normal
 from function_cases import FUNCTIONS, SCALE, Call, Options, Results, check, cotangents, run, same, wild
 from tolerances import assert_accurate
@@ -30,13 +31,31 @@ def test_functions(function: str, lengths: tuple[int, int], isa: str) -> None:
         check(Call(function, lengths, dtype))
 
 
-@pytest.mark.parametrize("block_size", [(16, 16), (100, 100), (128, 128), (128, 16), (7, 5), (1, 1)], ids=str)
+BLOCK_SIZES = [(16, 16), (100, 100), (128, 128), (128, 16), (7, 5), (1, 1)]
+
+
+def check_maps(function: str | None, block_size: tuple[int, int], turn: int) -> None:
+    """Each length with one of three dtypes, which another turn or another function exchanges."""
+    shared = list(itertools.product((False, True), repeat=2))
+    first = [None, *TAME].index(function) + BLOCK_SIZES.index(block_size)
+    for place, lengths in enumerate(((2, 130), (67, 211), (130, 40)), first):
+        dtype = (torch.float64, torch.float32, torch.bfloat16)[(place + turn) % 3]
+        call = Call(function, lengths, dtype, block_size=block_size, map_shared=shared[(place + turn) % 4])
+        check(call)
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
 @pytest.mark.parametrize("function", [None, *TAME])
 def test_maps_of_blocks(function: str | None, block_size: tuple[int, int], isa: str) -> None:
-    shared = itertools.cycle(itertools.product((False, True), repeat=2))
-    for lengths in ((2, 130), (67, 211), (130, 40)):
-        for dtype in (torch.float64, torch.float32, torch.bfloat16):
-            check(Call(function, lengths, dtype, block_size=block_size, map_shared=next(shared)))
+    check_maps(function, block_size, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("block_size", BLOCK_SIZES, ids=str)
+@pytest.mark.parametrize("function", [None, *TAME])
+def test_maps_of_blocks_in_other_dtypes(function: str | None, block_size: tuple[int, int], isa: str) -> None:
+    for turn in turns.chosen((1, 2)):
+        check_maps(function, block_size, turn)
 
 
 def test_beyond_a_map_nobody_sees_anybody(kernel: str) -> None:
@@ -87,7 +106,22 @@ OPTIONS: dict[str, Callable[[Call], Options]] = {
 @pytest.mark.parametrize("option", OPTIONS)
 @pytest.mark.parametrize("function", [None, *TAME])
 def test_with_other_options(function: str | None, option: str, isa: str) -> None:
-    for lengths, dtype in itertools.product(((3, 130), (67, 211)), DTYPES):
+    """Each dtype with few queries or with many; other options and functions have it the other way."""
+    check_option(function, option, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("option", OPTIONS)
+@pytest.mark.parametrize("function", [None, *TAME])
+def test_with_other_options_and_both_lengths(function: str | None, option: str, isa: str) -> None:
+    check_option(function, option, 1)
+
+
+def check_option(function: str | None, option: str, turn: int) -> None:
+    few, many = (3, 130), (67, 211)
+    first = [None, *TAME].index(function) + list(OPTIONS).index(option) + turn
+    for place, dtype in enumerate(DTYPES, first):
+        lengths = few if place % 2 else many
         call = Call(function, lengths, dtype, block_size=(20, 48) if option != "alibi" else None)
         if function is None and call.block_size is None:
             continue

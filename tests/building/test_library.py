@@ -152,6 +152,7 @@ class TestSupportedTorch:
 
 
 class TestCheckoutWithoutLibrary:
+    @pytest.mark.another_build
     def test_compiles_and_says_so(self, small_checkout):
         code = """
             from selfattn_ext import library

@@ -70,3 +70,38 @@ def test_compiled_code_gets_the_strides_that_it_expects(order: tuple[int, ...]) 
     with activated():
         assert ran.ours(results) == (1, 1)
         torch.testing.assert_close(results(), expected)
+
+
+FLEX_STEP = """
+import torch
+from torch._dynamo.utils import counters
+from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+from selfattn_ext import as_flex
+from selfattn_ext.flex import attention as flex_module
+
+torch.manual_seed(0)
+table = torch.randn(4, 7, requires_grad=True)
+given = [torch.randn(1, 4, 24, 16, requires_grad=True) for _ in range(3)]
+mask = create_block_mask(lambda b, h, q, kv: q >= kv, None, None, 24, 24, device="cpu")
+
+def step(attention):
+    out = attention(*given, lambda s, b, h, q, kv: s + table.tanh()[h, (q - kv) % 7], mask)
+    return [out, *torch.autograd.grad(out.sin().sum(), [*given, table])]
+
+with as_flex():
+    compiled = step(torch.compile(flex_attention, fullgraph=True))
+    for one, other in zip(compiled, step(flex_attention)):
+        torch.testing.assert_close(one, other)
+print(sum(counters["aot_autograd"][name] for name in ("autograd_cache_hit", "autograd_cache_miss")) > 0,
+      counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_flex_attention_and_its_results_on_disk(run_python: Callable[..., str], tmp_path: Path) -> None:
+    """A second process takes the compiled graphs from disk, and loads the functions that they call."""
+    folders = {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "inductor"),
+        "SELFATTN_FUNCTION_CACHE": str(tmp_path / "functions"),
+    }
+    assert run_python(FLEX_STEP, **folders).split() == ["True", "0"]
+    assert run_python(FLEX_STEP, **folders).split() == ["True", "1"]

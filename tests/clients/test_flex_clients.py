@@ -21,7 +21,7 @@ CASES = (("llama gqa", None), ("llama gqa", "left"), ("gemma2", "left"), ("mistr
 
 @pytest.fixture(autouse=True)
 def _nothing_compiled(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """transformers compiles flex_attention: not by inductor, which test_as_flex_compiled.py has."""
+    """transformers compiles flex_attention: not by inductor, which test_compiled_switches.py has."""
     compiled = torch.compile
     monkeypatch.setattr(
         torch, "compile", lambda *args, **kwargs: compiled(*args, **{"backend": "aot_eager", **kwargs})

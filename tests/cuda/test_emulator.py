@@ -79,6 +79,7 @@ def test_report(kernel: str, schedule: str, plain: Path) -> None:
     assert right.returncode == 0, right.stdout
 
 
+@pytest.mark.sanitizers
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("kernel", RACES)
 def test_race(kernel: str, schedule: str, race: Path) -> None:
@@ -127,6 +128,7 @@ def test_a_write_within_the_last_page_is_seen(plain: Path) -> None:
     assert "has written outside its 252 bytes of shared memory, at byte 252" in result.stdout
 
 
+@pytest.mark.sanitizers
 def test_race_build_knows_every_byte(race: Path) -> None:
     result = run(race, "write_beyond_shared", "right", "252")
     assert re.search(r"thread 63 .* accesses the byte 252 of 252 bytes of shared memory", result.stdout)

@@ -5,6 +5,7 @@
 
 #include "core/sequences.h"
 #include "cpu/kernel_table.h"
+#include "cpu/loops/loops.h"
 #include "cuda/cuda_kernel_table.h"
 #include "cuda/rows/rows.h"
 #include "device_memory.h"
@@ -123,9 +124,18 @@ struct Emulated {
 }  // namespace
 
 // Declared in csrc/cpu/kernel_table.cpp.
+extern const Kernel kFusedScalar;
 extern const Kernel kEmulatedSm80;
 extern const Kernel kEmulatedSimt;
 const Kernel kEmulatedSm80 = Emulated<kSm80>::row("the CUDA kernel with tensor cores, in the emulator");
+// What the CPU chooses by itself here: the loops, as nothing that is tested here asks for the kernel of that
+// name, which takes a tenth of the time of the whole build to compile.
+const Kernel kFusedScalar = [] {
+  Kernel kernel = kLoops;
+  kernel.name = "fused";
+  kernel.automatic = true;
+  return kernel;
+}();
 const Kernel kEmulatedSimt = Emulated<kSimt>::row("the portable CUDA kernel, in the emulator");
 
 }  // namespace selfattn::cpu

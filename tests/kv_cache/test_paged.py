@@ -16,6 +16,8 @@ from selfattn_ext import ops
 
 PAGE_SIZES = (1, 7, 16, 64, 257)
 
+QUERIES = (1, 3, 5, 50)
+
 #: Nothing, one key, around the blocks and chunks of few queries (512, 1024) and of many (64).
 LENGTHS = (0, 1, 15, 63, 64, 65, 256, 512, 513, 1031)
 
@@ -137,18 +139,30 @@ def check_pages(cache: Cache, page_size: int, name: str, causal: bool) -> None:
             assert torch.equal(found, expected), f"{field}, {name}, pages of {page_size}"
 
 
-@pytest.mark.parametrize("queries", [1, 3, 5, 50])
+@pytest.mark.parametrize("queries", QUERIES)
 @pytest.mark.parametrize("page_size", PAGE_SIZES)
 def test_pages_change_no_bit(page_size: int, queries: int, kernel: str) -> None:
+    """Every pair of a size, a number of queries and a dtype with the causal rule or without."""
+    check_dtypes(page_size, queries, kernel, 0)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("queries", QUERIES)
+@pytest.mark.parametrize("page_size", PAGE_SIZES)
+def test_pages_change_no_bit_with_and_without_the_causal_rule(
+    page_size: int, queries: int, kernel: str
+) -> None:
+    check_dtypes(page_size, queries, kernel, 1)
+
+
+def check_dtypes(page_size: int, queries: int, kernel: str, turn: int) -> None:
     # The plain loops have no blocks to meet the edges of.
     lengths = (0, 1, 9, 70) if kernel == "loops" else LENGTHS
-    names = itertools.cycle(OPTIONS)
-    for _ in range(PAGE_SIZES.index(page_size) + queries):
-        next(names)
-    for dtype in DTYPES:
-        cache = Cache(queries, dtype, lengths)
-        for causal in (False, True):
-            check_pages(cache, page_size, next(names), causal)
+    size, number = PAGE_SIZES.index(page_size), QUERIES.index(queries)
+    for place, dtype in enumerate(DTYPES, size + number):
+        causal = bool((place + turn) % 2)
+        name = OPTIONS[(place + number + 4 * turn) % len(OPTIONS)]
+        check_pages(Cache(queries, dtype, lengths), page_size, name, causal)
 
 
 @pytest.mark.parametrize("page_size", [1, 7, 16, 33, 64, 257])
