@@ -27,14 +27,14 @@ class Forward : TileScores<C> {
     this->start_queries();
     for (;;) {
       attend();
-      // Once more where 0 * Inf or 0 * NaN of a hidden key may have shown in the result, or scores are large.
-      if (C::kFloat32 || work_.careful || !__syncthreads_or(needs_care())) break;
+      // Once more where 0 * Inf or 0 * NaN of a hidden key may have shown in the result.
+      if (C::kFloat32 || work_.careful || !__syncthreads_or(!is_finite(output_.at))) break;
       if (threadIdx.x == 0) shared_.work().careful = true;
       __syncthreads();
     }
     // A block that met no keys has not waited for its queries, whose place the results take.
     ptx::copy_async_wait<0>();
-    softmax_.finish(shared_, plan_.scale, plan_.scale_log2, work_.careful, output_);
+    softmax_.finish(shared_, plan_.scale, plan_.scale_log2, output_);
     if constexpr (C::kColumnWarps > 1) merge_key_warps(shared_, this->lane(), softmax_, output_);
     __syncthreads();
     if (this->lane().thread >= kWarp * C::kRowWarps) return;
@@ -83,7 +83,7 @@ class Forward : TileScores<C> {
     if (kLean || tile >= first_tile()) start_keys<kLean>(tile);
     ptx::copy_async_commit();
     if (has_rows()) {
-      softmax_.step(shared_, plan_.scale_log2, !kLean && work_.careful, scores_, output_);
+      softmax_.step(shared_, plan_.scale_log2, scores_, output_);
       multiply_values(first_key, special_values);
     }
     return tile;
@@ -113,10 +113,6 @@ class Forward : TileScores<C> {
   __device__ __forceinline__ void reset() {
     softmax_.reset(shared_);
     clear(output_.at);
-  }
-
-  __device__ __forceinline__ bool needs_care() {
-    return !is_finite(output_.at) || (C::kPlain && softmax_.meets_large(shared_, plan_.scale_log2));
   }
 
   // Warps without rows help to load. On the plain path they compute, too, what nobody wants: each warp has a

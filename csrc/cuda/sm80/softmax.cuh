@@ -65,52 +65,38 @@ struct Softmax {
   }
 
   // Scores become weights; sums and output so far are brought down to the new maximum. The maxima of all rows
-  // come first, so that their shuffles wait for each other once. careful: rows may be too large for weight().
-  __device__ __forceinline__ void step(const SharedMemory<C>& shared, float scale_log2, bool careful,
-                                       Scores<C>& scores, Output<C>& output) {
+  // come first, so that their shuffles wait for each other once.
+  __device__ __forceinline__ void step(const SharedMemory<C>& shared, float scale_log2, Scores<C>& scores,
+                                       Output<C>& output) {
     float most[C::kStrips][2];
     find_maxima(shared, scores, most);
-    if (C::kPlain && careful) subtract_large(most, scale_log2, scores);
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
       take(shared, strip);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float shift = softmax_shift(most[strip][half]), before = max[strip][half];
-        if constexpr (C::kPlain) {
-          const bool large = careful && is_large(shift, scale_log2);
-          before -= large ? shift : 0.0f;
-          shift = large ? 0.0f : rounded_product(shift, scale_log2);
-        }
-        const float rescale = weight(before, shift, scale_log2);
+        const float shift = C::kPlain ? rounded_product(softmax_shift(most[strip][half]), scale_log2)
+                                      : softmax_shift(most[strip][half]);
+        const float rescale = weight(max[strip][half], shift, scale_log2);
         max[strip][half] = most[strip][half];
         // Of float32 a tile has a sum of its own: added to a large weight, each small one would be rounded.
         const float others = sum[strip][half] * rescale;
         float total = C::kFloat32 ? 0.0f : others;
-        for_each_of_row(scores, strip, half, [&](float& s) {
-          s = weight(s, shift, scale_log2);
-          total += s;
-        });
+#pragma unroll
+        for (int tile = 0; tile < C::kColumnTiles; ++tile) {
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            float& s = scores.at[strip][tile][2 * half + i];
+            s = weight(s, shift, scale_log2);
+            total += s;
+          }
+        }
         sum[strip][half] = C::kFloat32 ? others + total : total;
         if constexpr (!C::kFloat32) rounded[strip][half] *= rescale;
         scale_row(output.at, strip, half, rescale);
       }
       park(shared, strip);
     }
-  }
-
-  // Whether a row of the lane is too large for weight(): the block starts over then, and is careful.
-  __device__ __forceinline__ bool meets_large(const SharedMemory<C>& shared, float scale_log2) {
-    bool found = false;
-#pragma unroll
-    for (int strip = 0; strip < C::kStrips; ++strip) {
-      take(shared, strip, 1, max);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        found |= is_large(softmax_shift(max[strip][half]), scale_log2);
-      }
-    }
-    return found;
   }
 
   // Adds to `rounded`: a product of the weights with ones, in which every lane of a row gets all of it. So it
@@ -132,9 +118,10 @@ struct Softmax {
   }
 
   // The plain path subtracts the rounded product of maximum and scale from exact ones. Here sums and output
-  // become those of the exact maximum, or sums of large scores would be off by what that rounding was.
+  // become those of the exact maximum, or sums of large scores would be off by what that rounding was. Where
+  // it is more than a float's exponent, write_large_rows() computes the row anew.
   __device__ __forceinline__ void finish(const SharedMemory<C>& shared, float scale, float scale_log2,
-                                         bool careful, Output<C>& output) {
+                                         Output<C>& output) {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
       take(shared, strip);
@@ -144,9 +131,7 @@ struct Softmax {
         if constexpr (!C::kFloat32) rounded[strip][half] -= sum[strip][half];
         if constexpr (C::kPlain) {
           const float most = softmax_shift(max[strip][half]);
-          const bool large = careful && is_large(most, scale_log2);
-          const float correction =
-              large ? 1.0f : 1.0f / weight(most, rounded_product(most, scale_log2), scale_log2);
+          const float correction = 1.0f / weight(most, rounded_product(most, scale_log2), scale_log2);
           sum[strip][half] *= correction;
           rounded[strip][half] *= correction;
           scale_row(output.at, strip, half, correction);
@@ -157,37 +142,6 @@ struct Softmax {
   }
 
  private:
-  // Whether the rounding of the product with a row's maximum is more than half a power of two. It may then be
-  // more than the exponent of a float holds, so that the difference to the maximum has to come first.
-  static __device__ __forceinline__ bool is_large(float most, float scale_log2) {
-    return fabsf(most * scale_log2) > 0x1p24f;
-  }
-
-  // Takes the maxima from the scores of rows that are too large.
-  static __device__ __forceinline__ void subtract_large(const float (&most)[C::kStrips][2], float scale_log2,
-                                                        Scores<C>& scores) {
-#pragma unroll
-    for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float shift = softmax_shift(most[strip][half]);
-        if (is_large(shift, scale_log2)) {
-          for_each_of_row(scores, strip, half, [&](float& s) { s -= shift; });
-        }
-      }
-    }
-  }
-
-  template <class Body>
-  static __device__ __forceinline__ void for_each_of_row(Scores<C>& scores, int strip, int half,
-                                                         const Body& body) {
-#pragma unroll
-    for (int tile = 0; tile < C::kColumnTiles; ++tile) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) body(scores.at[strip][tile][2 * half + i]);
-    }
-  }
-
   // Of the scores and those before them. Collective.
   __device__ __forceinline__ void find_maxima(const SharedMemory<C>& shared, const Scores<C>& scores,
                                               float (&most)[C::kStrips][2]) {
