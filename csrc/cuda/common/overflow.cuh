@@ -1,8 +1,8 @@
-// Outputs whose sums overflowed. The forward adds up weights times values and divides by the sum of the
-// weights at the end: of values near the largest number such a sum overflows where the formula, which divides
-// the weights first, has a mean of them. Elements that are not finite are therefore computed once more, here,
-// in the formula's order. What the formula has as NaN or infinity comes out so again, and no finite element
-// changes a bit.
+// Outputs whose sums overflowed, and rows whose scores are too large for a kernel. The forward adds up
+// weights times values and divides by the sum of the weights at the end: of values near the largest number
+// such a sum overflows where the formula, which divides the weights first, has a mean of them. Elements that
+// are not finite are therefore computed once more, here, in the formula's order. What the formula has as NaN
+// or infinity comes out so again, and no finite element changes a bit.
 #pragma once
 
 #include "../../core/visible_range.h"
@@ -83,6 +83,23 @@ class FormulaRow {
     return sum;
   }
 
+  // Stores it where the lane wants that. Collective.
+  __device__ __forceinline__ void store_output(const ForwardOutputs& outputs, int64_t column, bool wants) {
+    const T sum = output(column);
+    if (!wants) return;
+    const int64_t at = offset(outputs.out) + column;
+    Storage& stored = static_cast<Storage*>(outputs.out.data)[at];
+    stored = E::narrow(sum);
+    if (outputs.out_residual == nullptr) return;
+    static_cast<Storage*>(outputs.out_residual)[at] = E::narrow(sum - E::widen(stored));
+  }
+
+  __device__ __forceinline__ void store_statistics(const ForwardOutputs& outputs, int64_t at) const {
+    if (lane() != 0) return;
+    static_cast<T*>(outputs.row_max)[at] = state_.max;
+    static_cast<T*>(outputs.row_sum)[at] = state_.sum;
+  }
+
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
@@ -123,8 +140,7 @@ __device__ SELFATTN_CALLED void mend_overflow(const AttentionParams& p, const Fo
   using E = Element<kDType>;
   using Storage = typename E::Storage;
   FormulaRow<kDType> row(p, batch, head, query);
-  const int64_t at = row.offset(outputs.out);
-  Storage* const out = static_cast<Storage*>(outputs.out.data) + at;
+  const Storage* const out = static_cast<const Storage*>(outputs.out.data) + row.offset(outputs.out);
   bool weighed = false;
   for (int64_t first = begin; first < end; first += kWarp) {
     const int64_t column = first + static_cast<int64_t>(threadIdx.x) % kWarp;
@@ -132,11 +148,20 @@ __device__ SELFATTN_CALLED void mend_overflow(const AttentionParams& p, const Fo
     if (!__any_sync(kWholeWarp, broken)) continue;
     if (!weighed) row.weigh();
     weighed = true;
-    const auto sum = row.output(column);
-    if (!broken) continue;
-    out[column] = E::narrow(sum);
-    if (outputs.out_residual == nullptr) continue;
-    static_cast<Storage*>(outputs.out_residual)[at + column] = E::narrow(sum - E::widen(out[column]));
+    row.store_output(outputs, column, broken);
+  }
+}
+
+// A whole row and its statistics, at `statistic`. Likewise.
+template <DType kDType>
+__device__ SELFATTN_CALLED void compute_row(const AttentionParams& p, const ForwardOutputs& outputs,
+                                            int64_t batch, int64_t head, int64_t query, int64_t statistic) {
+  FormulaRow<kDType> row(p, batch, head, query);
+  row.weigh();
+  row.store_statistics(outputs, statistic);
+  for (int64_t first = 0; first < p.value_dim; first += kWarp) {
+    const int64_t column = first + static_cast<int64_t>(threadIdx.x) % kWarp;
+    row.store_output(outputs, column, column < p.value_dim);
   }
 }
 

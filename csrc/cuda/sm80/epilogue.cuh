@@ -157,6 +157,34 @@ __device__ __forceinline__ bool write_pairs(const Plan& plan, const Work<C>& wor
   return finite;
 }
 
+// The plain path subtracts the rounded product of maximum and scale from exact ones: of scores beyond this it
+// may be off by half a power of two, and by more than the exponent of a float holds where they are larger
+// still. Such rows are computed once more, in the formula's order. Collective of the warp.
+constexpr float kLargeScore = 0x1p23f;
+
+template <class C>
+__device__ __forceinline__ void write_large_rows(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
+                                                 const Softmax<C>& softmax) {
+  __syncwarp();
+#pragma unroll
+  for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float most = fabsf(softmax.max[strip][half]);
+      const bool large = lane.row(strip, half) < work.rows && most > kLargeScore && most < infinity<float>();
+      const uint32_t found = __ballot_sync(kWholeWarp, large);  // four lanes have a row
+      if (found == 0) continue;
+#pragma unroll 1
+      for (int group = 0; group < 8; ++group) {
+        if ((found >> 4 * group & 1u) == 0) continue;
+        const RowOf row = work.row(lane.first_row + strip * 16 + half * 8 + group);
+        compute_row<C::kDType>(plan.params, plan.outputs, work.batch, row.head, row.query,
+                               work.statistic(plan.params, row));
+      }
+    }
+  }
+}
+
 template <class C>
 __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
                                            const SharedMemory<C>& shared, const Softmax<C>& softmax,
@@ -200,6 +228,7 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
     finite = !partial && plan.out_vectors ? write_chunks(plan, work, lane, rows, end)
                                           : write_pairs(plan, work, lane, rows, end, partial);
   }
+  if constexpr (C::kPlain) write_large_rows(plan, work, lane, softmax);
   if constexpr (kMayOverflow<C::kDType>) {
     if (__all_sync(kWholeWarp, finite)) return;
     __syncwarp();

@@ -79,7 +79,9 @@ struct Softmax {
                                       : softmax_shift(most[strip][half]);
         const float rescale = weight(max[strip][half], shift, scale_log2);
         max[strip][half] = most[strip][half];
-        float total = sum[strip][half] * rescale;
+        // Of float32 a tile has a sum of its own: added to a large weight, each small one would be rounded.
+        const float others = sum[strip][half] * rescale;
+        float total = C::kFloat32 ? 0.0f : others;
 #pragma unroll
         for (int tile = 0; tile < C::kColumnTiles; ++tile) {
 #pragma unroll
@@ -89,7 +91,7 @@ struct Softmax {
             total += s;
           }
         }
-        sum[strip][half] = total;
+        sum[strip][half] = C::kFloat32 ? others + total : total;
         if constexpr (!C::kFloat32) rounded[strip][half] *= rescale;
         scale_row(output.at, strip, half, rescale);
       }
@@ -116,7 +118,8 @@ struct Softmax {
   }
 
   // The plain path subtracts the rounded product of maximum and scale from exact ones. Here sums and output
-  // become those of the exact maximum, or sums of large scores would be off by what that rounding was.
+  // become those of the exact maximum, or sums of large scores would be off by what that rounding was. Where
+  // it is more than a float's exponent, write_large_rows() computes the row anew.
   __device__ __forceinline__ void finish(const SharedMemory<C>& shared, float scale, float scale_log2,
                                          Output<C>& output) {
 #pragma unroll
