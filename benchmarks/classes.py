@@ -217,7 +217,7 @@ def _in_pages_too(name: str, case: CacheCase, quick: bool) -> Iterable[Line]:
 
 def _functions() -> Iterable[Line]:
     """Functions of scores against options that say the same, torch's compiled flex_attention (forward), and
-    what it does without a compiler (forward and backward); a mask of documents against the call without it."""
+    what it does uncompiled (forward and backward); a mask of documents against the call without it."""
     names: tuple[functions.Name, ...] = ("causal", "alibi", "softcap", "documents", "relative bias")
     for dtype in (FP32, BF16):
         kind = "fp32 functions" if dtype == FP32 else "bf16 functions"

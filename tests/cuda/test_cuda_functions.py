@@ -1,4 +1,4 @@
-"""Functions of scores inside the kernels of a GPU: every kernel, edges of tiles, options, what is compiled."""
+"""Functions of scores inside the kernels of a GPU: every kernel, edges of tiles, options, kept code."""
 
 from __future__ import annotations
 
