@@ -123,9 +123,10 @@ def test_nothing_reads_by_offsets_that_were_refused() -> None:
     four = QUERY.transpose(0, 1).unsqueeze(0)
     for bad in (index(0, 2, 2**40), index(0, -(2**50), 9), index(-8, 2, 9), index(0, 9, 2)):
         for given in ({"cu_seqlens_q": bad, "cu_seqlens_k": bad}, {"cu_seqlens_q": bad}):
+            keys = four if "cu_seqlens_k" in given else four.expand(2, -1, -1, -1)
             # On a GPU nobody looks at offsets on the way; the sizes beside them are refused there.
             with pytest.raises((ValueError, RuntimeError), match=r"cu_seqlens|larger than memory"):
-                ops.attention_forward(four, four, four, 1.0, max_seqlen_q=2**41, max_seqlen_k=2**41, **given)
+                ops.attention_forward(four, keys, keys, 1.0, max_seqlen_q=2**41, max_seqlen_k=2**41, **given)
 
 
 def test_values_are_looked_at_once_for_as_long_as_they_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
