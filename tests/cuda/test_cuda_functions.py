@@ -83,7 +83,8 @@ def test_lengths(length: int) -> None:
     """Few queries, and tiles that are not full."""
     for keys in (1, 64, 65):
         checked("conjunction", (1, 4, length, keys), torch.float64, kv_heads=2)
-        checked("relative_bias", (1, 4, length, keys), torch.float32, kv_heads=2)
+        if keys > 1:  # the gradients of a single score are 0: nothing to judge float32 by
+            checked("relative_bias", (1, 4, length, keys), torch.float32, kv_heads=2)
 
 
 @pytest.mark.parametrize("block_size", [1, 16, 100, 128, (64, 32), (32, 200)], ids=str)
