@@ -104,7 +104,7 @@ def test_a_map_hides_without_a_function() -> None:
     torch.testing.assert_close(out, expected)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("way", ["mask_mod", "score_mod"])
 def test_what_is_hidden_has_no_influence(way: str, dtype: torch.dtype) -> None:
     """NaN in keys and values that a function hides, forward and backward, with the bits of keys without."""

@@ -81,6 +81,10 @@ def quick_steps() -> dict[str, Step]:
     return {
         "cuda": Step(("test_cuda_capture.py", "test_cuda_switches.py", "test_cuda_runtime.py")),
         "numbers": Step(("test_cuda.py",), ("-k", "strides or layouts or see_nothing or refusals or seed")),
+        # NVRTC takes seconds for each kernel.
+        "functions": Step(
+            ("test_cuda_functions.py",), ("-k", "hidden or beside or sequences or kept or refused or 64")
+        ),
         # Every broadcast of a mask takes minutes, and so do scores that rise at every block.
         "device": Step(
             (
