@@ -38,8 +38,8 @@ struct CapturedTensor {
 struct FunctionInputs {
   const CapturedTensor* tensors;
   const double* numbers;  // constants that are no part of the compiled code
-  // Set to 1 where a score that is not hidden reads beside a tensor. Threads write it at the same time: by an
-  // atomic store.
+  // Set to 1 where a score that neither function nor map hides reads beside a tensor; windows and masks come
+  // later. Threads write it at the same time: by an atomic store.
   int32_t* out_of_range;
 };
 
