@@ -222,7 +222,7 @@ def _functions() -> Iterable[Line]:
     for dtype in (FP32, BF16):
         kind = "fp32 functions" if dtype == FP32 else "bf16 functions"
         for name in names:
-            quick = dtype == FP32 and name in ("causal", "documents")
+            quick = name in ("causal", "documents")
             for backward in (False, True):
                 case = FunctionCase(1, HEADS, 2048, 64, dtype=dtype, function=name, backward=backward)
                 peer, target, goal = (functions.COMPILED, 2.0, 4.0)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -70,8 +70,18 @@ def _function(case: Case, tensors: Inputs) -> _Function:
     if case.function == "documents":
         numbers = torch.arange(case.length, device=device) // -(-case.length // DOCUMENTS)
         return _Function(mask_mod=lambda b, h, q, kv: numbers[q] == numbers[kv])
-    table = torch.zeros(heads, 2 * case.length - 1, device=device, requires_grad=case.backward)
+    table = tensors.mask
+    assert table is not None
     return _Function(lambda score, b, h, q, kv: score + table[h, q - kv + case.length - 1])
+
+
+def _with_table(case: Case, tensors: Inputs) -> Inputs:
+    """With the learned bias, if there is one, in the place of the mask: it gets a gradient, too."""
+    assert isinstance(case, FunctionCase)
+    if case.function != "relative bias":
+        return tensors
+    shape = case.heads, 2 * case.length - 1
+    return replace(tensors, mask=torch.zeros(shape, device=tensors.query.device, requires_grad=case.backward))
 
 
 def _block_mask(case: Case, function: _Function, tensors: Inputs) -> Any:
@@ -162,8 +172,8 @@ def _prepare_compiled(case: Case, tensors: Inputs) -> Call:
     return call
 
 
-OPTIONS = Contender("options", _prepare_options)
-EAGER = Contender("eager flex", _prepare_eager)
-COMPILED = Contender("compiled flex", _prepare_compiled)
+OPTIONS = Contender("options", _prepare_options, _with_table)
+EAGER = Contender("eager flex", _prepare_eager, _with_table)
+COMPILED = Contender("compiled flex", _prepare_compiled, _with_table)
 
-CONTENDERS = (Contender(OURS.name, _prepare), OPTIONS, EAGER, COMPILED)
+CONTENDERS = (Contender(OURS.name, _prepare, _with_table), OPTIONS, EAGER, COMPILED)

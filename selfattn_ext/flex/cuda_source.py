@@ -19,7 +19,7 @@ _MOST_BYTES = 2048
 
 
 class Headers(NamedTuple):
-    """selfattn_function_arguments.h and selfattn_function.h."""
+    """The texts of the two headers: what the function reads, and the function."""
 
     arguments: str
     function: str

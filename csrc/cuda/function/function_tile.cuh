@@ -4,9 +4,8 @@
 //     The kernels of the library have no function inside: FunctionTile is then empty, and costs nothing. For
 //     a call with a function, the kernels that it takes are compiled once more when they are first launched
 //     (function_kernels.h), from these very sources, with SELFATTN_FUNCTION defined and two headers that
-//     selfattn_ext/flex writes: selfattn_function_arguments.h, with what the function reads (it becomes the
-//     end of AttentionParams, and with it of a kernel's first parameter), and selfattn_function.h, with the
-//     function itself.
+//     selfattn_ext/flex writes: one with what the function reads (FunctionArguments becomes the end of
+//     AttentionParams, and with it of a kernel's first parameter), and one with the function itself.
 #pragma once
 
 #include "../common/elementary.cuh"
