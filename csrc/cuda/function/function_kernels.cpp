@@ -1,6 +1,8 @@
 #include "function_kernels.h"
 
+#if !defined(SELFATTN_CUDA_EMULATOR)  // which has no runtime
 #include <cuda_runtime_api.h>
+#endif
 #include <cxxabi.h>
 
 #include <algorithm>
@@ -11,7 +13,13 @@
 
 namespace selfattn::cuda {
 
+#if defined(CUDART_VERSION) && CUDART_VERSION >= 12080
+#define SELFATTN_LOADS_LIBRARIES
+#endif
+
 namespace {
+
+#if defined(SELFATTN_LOADS_LIBRARIES)
 
 void check(cudaError_t status, const char* doing) {
   if (status == cudaSuccess) return;
@@ -26,8 +34,6 @@ int current_capability() {
   check(cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device), "describe the device");
   return major * 10 + minor;
 }
-
-#if CUDART_VERSION >= 12080
 
 // "void name<arguments>(parameters)" without what is before the name and behind its template's arguments.
 std::string name_in_cpp(const char* mangled) {
@@ -84,7 +90,7 @@ std::vector<char> FunctionKernels::arguments_of(const ScoreFunction& function) c
 }
 
 const void* FunctionKernels::find(const void* kernel) const {
-#if CUDART_VERSION >= 12080
+#if defined(SELFATTN_LOADS_LIBRARIES)
   const int capability = current_capability();
   const std::pair<int, const void*> key(capability, kernel);
   {
