@@ -9,9 +9,16 @@
 #include <utility>
 #include <vector>
 
-#include "../../core/score_function.h"
+#include "../../core/options.h"
 
 namespace selfattn::cuda {
+
+// What kernels that are launched with functions apply.
+#if defined(SELFATTN_CUDA_EMULATOR)  // compiles kernels once
+constexpr OptionSet kFunctionOptions;
+#else
+constexpr OptionSet kFunctionOptions = {Option::kFunction, Option::kBlockMap};
+#endif
 
 // Makes code of a kernel, named as in C++ ("selfattn::cuda::simt::forward_kernel<...>"), for devices of
 // compute capability major*10 + minor: all there is, best first, as CUDA loads it (machine code or PTX).

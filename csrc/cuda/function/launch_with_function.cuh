@@ -14,7 +14,7 @@ namespace selfattn::cuda {
 
 #if defined(SELFATTN_CUDA_EMULATOR) || defined(__CUDACC_RTC__)
 
-// The host's compiler makes kernels and host of one piece: what is launched has the function.
+// Without functions: see kFunctionOptions. Kernels of nvrtc launch nothing.
 template <class... Parameters, class... Arguments>
 void launch_with_function(const ScoreFunction&, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                           size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {

@@ -2,6 +2,7 @@
 #include "simt.h"
 
 #include "../common/call_for_dtype.h"
+#include "../function/function_kernels.h"
 #include "../rows/rows.h"
 #include "../split/split_keys.h"
 
@@ -81,11 +82,12 @@ constexpr Kernel entry() {
   Kernel kernel;
   kernel.name = "simt";
   kernel.description = "plain multiply-adds in full precision, for every call";
-  kernel.options = {
-      Option::kMask,          Option::kOwnMasks,       Option::kAlibiSlopes, Option::kSinks,
-      Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
-      Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
-      Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
+  kernel.options =
+      OptionSet{Option::kMask,          Option::kOwnMasks,      Option::kAlibiSlopes, Option::kSinks,
+                Option::kDropout,       Option::kWindow,        Option::kQueryOffset, Option::kSoftcap,
+                Option::kPackedQueries, Option::kPackedKeys,    Option::kKeyLengths,  Option::kQueryOffsets,
+                Option::kPages,         Option::kBatchInvariant}
+          .with(kFunctionOptions);
   kernel.refuses = &refuses;
   kernel.forward_workspace = &forward_workspace;
   kernel.forward = &forward_of_dtype;

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "../function/function_kernels.h"
 #include "../simt/simt.h"
 #include "backward/instances.h"
 #include "instances.h"
@@ -91,11 +92,12 @@ constexpr Kernel entry() {
   Kernel kernel;
   kernel.name = "sm80";
   kernel.description = "tensor cores by mma.sync, tiles copied asynchronously";
-  kernel.options = {
-      Option::kMask,          Option::kOwnMasks,       Option::kAlibiSlopes, Option::kSinks,
-      Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
-      Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
-      Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
+  kernel.options =
+      OptionSet{Option::kMask,          Option::kOwnMasks,      Option::kAlibiSlopes, Option::kSinks,
+                Option::kDropout,       Option::kWindow,        Option::kQueryOffset, Option::kSoftcap,
+                Option::kPackedQueries, Option::kPackedKeys,    Option::kKeyLengths,  Option::kQueryOffsets,
+                Option::kPages,         Option::kBatchInvariant}
+          .with(kFunctionOptions);
   kernel.refuses = &refuses;
   kernel.forward_workspace = &forward_workspace;
   kernel.forward = &forward;

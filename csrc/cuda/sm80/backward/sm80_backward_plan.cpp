@@ -1,4 +1,5 @@
 #include "../../../core/options.h"
+#include "../../function/function_kernels.h"
 #include "../../rows/rows.h"
 #include "../plan.h"
 #include "plan.h"
@@ -9,11 +10,12 @@ namespace {
 
 // Those that the kernels of this folder apply: Note [Declared options] in core/options.h. Keys in pages have
 // no gradient.
-constexpr OptionSet kOptions = {Option::kMask,           Option::kOwnMasks,   Option::kAlibiSlopes,
-                                Option::kSinks,          Option::kDropout,    Option::kWindow,
-                                Option::kQueryOffset,    Option::kSoftcap,    Option::kPackedQueries,
-                                Option::kPackedKeys,     Option::kKeyLengths, Option::kQueryOffsets,
-                                Option::kBatchInvariant, Option::kFunction,   Option::kBlockMap};
+constexpr OptionSet kOptions =
+    OptionSet{Option::kMask,          Option::kOwnMasks,   Option::kAlibiSlopes, Option::kSinks,
+              Option::kDropout,       Option::kWindow,     Option::kQueryOffset, Option::kSoftcap,
+              Option::kPackedQueries, Option::kPackedKeys, Option::kKeyLengths,  Option::kQueryOffsets,
+              Option::kBatchInvariant}
+        .with(kFunctionOptions);
 
 // Of which statistics are kept.
 int64_t rows_of(const AttentionParams& p) {
