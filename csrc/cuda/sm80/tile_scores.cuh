@@ -54,8 +54,10 @@ class TileScores {
   // Reads the mask of a tile. Returns whether it and the function's map show anything to some row of the
   // block.
   __device__ __forceinline__ bool load_mask(int tile) {
-    if (hides_all(seen_tile(work_, p_.function, tile * C::kKeys))) return false;
-    if (p_.mask.data == nullptr) return true;
+    if constexpr (FunctionTile<float>::kAny) {
+      if (hides_all(seen_tile(work_, p_.function, tile * C::kKeys))) return false;
+      if (p_.mask.data == nullptr) return true;
+    }
     const Lane<C> lane_of_mask;
     return __syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane_of_mask}, tile * C::kKeys})) != 0;
   }

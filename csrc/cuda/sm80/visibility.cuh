@@ -74,7 +74,7 @@ __device__ __forceinline__ bool sees(const AttentionParams& p, const Work& work,
   return key >= row.query + work.seen_begin && key < row.query + work.seen_end && key < work.keys &&
          (!kHasMask || p.mask.data == nullptr ||
           !mask_hides(p.mask, p.mask.offset(work.batch, row.head, row.query) + key * p.mask.stride[3])) &&
-         !function_hides(p.function, work.batch, row, key);
+         (!FunctionTile<float>::kAny || !function_hides(p.function, work.batch, row, key));
 }
 
 // Of a warp whose rows are queries and whose columns are keys, the bits of the rows that a lane owns: column

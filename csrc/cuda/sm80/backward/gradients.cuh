@@ -79,8 +79,10 @@ class Gradients {
   // Reads the mask of a tile. Returns whether it and the function's map show anything to some row of the
   // block.
   __device__ __forceinline__ bool shows(Passing passing) {
-    if (hides_all(seen_tile(work_, p_.function, passing))) return false;
-    if (p_.mask.data == nullptr) return true;
+    if constexpr (FunctionTile<float>::kAny) {
+      if (hides_all(seen_tile(work_, p_.function, passing))) return false;
+      if (p_.mask.data == nullptr) return true;
+    }
     const Lane<C> lane;
     return __syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane}, passing})) != 0;
   }
