@@ -125,6 +125,49 @@ def test_of_any_magnitude(kernel: str, dtype: torch.dtype, scale: float) -> None
     assert_accurate("lse", lse, exact.lse, peer.lse, dtype=dtype)
 
 
+@pytest.mark.parametrize(
+    ("dtype", "scale"),
+    [
+        *((dtype, sign * 40.0) for dtype in DTYPES for sign in (1, -1)),
+        # Gradients have the scale as a factor, which is more than float16 holds.
+        *((dtype, scale) for dtype in DTYPES[:2] for scale in (1e5, -1e5, 1e8, 1e20)),
+    ],
+)
+def test_gradients_of_any_magnitude(kernel: str, dtype: torch.dtype, scale: float) -> None:
+    """Of scores that are all equal, so that the weights are known whatever their magnitude, in every other
+    query; of those of the others one is above the rest.
+    """
+    query, key, value = (torch.zeros(1, 2, rows, 64) for rows in (65, 300, 300))
+    query[..., 0], key[..., 0] = 128.0, 1.0
+    query[:, :, ::2, 1], key[:, :, 70, 1] = 1.0, scale / abs(scale)
+    for tensor in (key[..., 2:], value):
+        tensor.copy_(torch.randn(tensor.shape))
+    incoming = torch.randn(1, 2, 65, 64).to(dtype)
+    tensors = [tensor.to(dtype) for tensor in (query, key, value)]
+    doubles = [tensor.double() for tensor in tensors]
+    everything = torch.ones(65, 300, dtype=torch.bool)
+    for options in ({}, {"is_causal": True, "query_offset": 235}, {"attn_mask": everything}):
+
+        def formula(*tensors: Tensor, options: dict[str, Any] = options) -> tuple[Tensor, ...]:
+            return (reference.attention(*tensors, scale=scale, **options).out,)
+
+        def ours(*tensors: Tensor, options: dict[str, Any] = options) -> tuple[Tensor, ...]:
+            return (scaled_dot_product_attention(*tensors, scale=scale, **options),)
+
+        found, peer = results(ours, tensors, incoming), results(formula, tensors, incoming)
+        exact = results(formula, doubles, incoming)
+        for name, unit, *three in zip(
+            ("out", "query", "key", "value"),
+            (1.0, scale, 128.0 * scale, 1.0),
+            found,
+            exact,
+            peer,
+            strict=True,
+        ):
+            in_units = [result.double() / unit for result in three]
+            assert_accurate(f"{name}, {list(options)}", *in_units, TERMS, dtype)
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_large_scores_of_one_strip(kernel: str, dtype: torch.dtype) -> None:
     """Strips of ordinary queries before and after one whose scores are beyond a million."""

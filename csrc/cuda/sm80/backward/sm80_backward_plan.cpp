@@ -40,7 +40,7 @@ bool is_plain(const AttentionParams& p, const BackwardArguments& a) {
 }
 
 size_t statistics_bytes(const AttentionParams& p) {
-  return rows::row_gradients_bytes(p) + static_cast<size_t>(3 * rows_of(p)) * sizeof(float);
+  return rows::row_gradients_bytes(p) + static_cast<size_t>(4 * rows_of(p)) * sizeof(float);
 }
 
 Statistics statistics_in(void* workspace, const AttentionParams& p) {
@@ -50,6 +50,7 @@ Statistics statistics_in(void* workspace, const AttentionParams& p) {
   statistics.shift = reinterpret_cast<float*>(static_cast<char*>(workspace) + rows::row_gradients_bytes(p));
   statistics.inverse_sum = statistics.shift + count;
   statistics.delta = statistics.inverse_sum + count;
+  statistics.large_shift = statistics.delta + count;
   return statistics;
 }
 

@@ -13,9 +13,14 @@ namespace selfattn::cuda::sm80::backward {
 
 constexpr int kStatisticsThreads = 256;
 
+// Beyond this a float's rounding of a row's log2 of the sum is more than 2^-12 of the weights: an eighth of
+// bfloat16's own, as much as float16's.
+constexpr float kLargeScore = 2048.0f;
+
 // A thread for each of `rows_of_head` queries of every head, as many as the longest sequence has, padded.
 // Queries that do not exist get a weight of 0. Plain kernels raise 2 to a power, and need one number for
-// shift and sum: of a row that saw nothing, +inf.
+// shift and sum: of a row that saw nothing, +inf. Of a row of large scores its rounding would be a factor of
+// all weights; there it is NaN, so that the block starts over and asks for shift and sum (weigh_plain).
 template <bool kPlain>
 __global__ void __launch_bounds__(kStatisticsThreads, 1)
     statistics_kernel(const AttentionParams p, const rows::RowGradients<float> from, const Statistics to,
@@ -32,12 +37,14 @@ __global__ void __launch_bounds__(kStatisticsThreads, 1)
   const float shift = exists ? from.shift[at] : 0.0f;
   const float inverse_sum = exists ? from.inverse_sum[at] : 0.0f;
   if (kPlain) {
-    to.shift[n] = inverse_sum == 0.0f ? infinity<float>()
-                                      : fmaf(shift, static_cast<float>(kLog2E), -log2f(inverse_sum));
+    const float log2_sum = fmaf(shift, static_cast<float>(kLog2E), -log2f(inverse_sum));
+    const bool large = fabsf(shift) > kLargeScore;
+    to.shift[n] = inverse_sum == 0.0f ? infinity<float>() : large ? nanf("") : log2_sum;
+    to.large_shift[n] = shift;
   } else {
     to.shift[n] = shift;
-    to.inverse_sum[n] = inverse_sum;
   }
+  to.inverse_sum[n] = inverse_sum;
   to.delta[n] = exists ? from.delta[at] : 0.0f;
 }
 

@@ -79,6 +79,26 @@ __device__ __forceinline__ bool is_dead(const SharedMemory<C>& shared, int query
                    : shared.inverse_sum()[query_of_tile] == 0.0f;
 }
 
+// exp(score - shift) / sum of a query. Products that another order of summation made larger than the row's
+// maximum count as that: where scores are large, a rounding error of theirs may be any number of powers of
+// two.
+__device__ __forceinline__ float formula_weight(float score, float shift, float inverse_sum) {
+  const float difference = score - shift;
+  return quick_exp(difference > 0.0f ? 0.0f : difference) * inverse_sum;
+}
+
+// Of an element whose query has large scores.
+template <class C>
+__device__ __forceinline__ float large_weight(const Place<C>& at, int strip, int half, int tile, int i,
+                                              float dot) {
+  const Statistics& statistics = at.plan.statistics;
+  const int64_t query = C::kOwnsQueries ? at.work.own_statistic + at.lane.row(strip, half)
+                                        : at.work.first_statistic + at.passing.head * statistics.queries +
+                                              at.passing.first + at.lane.column(tile) + i;
+  return formula_weight(rounded_product(dot, at.plan.scale), statistics.large_shift[query],
+                        statistics.inverse_sum[query]);
+}
+
 // Calls for nothing but scale and window: scale and log2(e) are one factor, sum and maximum one number.
 template <class C>
 __device__ __forceinline__ void weigh_plain(const Place<C>& at, const SharedMemory<C>& shared, Scores<C>& s,
@@ -96,7 +116,9 @@ __device__ __forceinline__ void weigh_plain(const Place<C>& at, const SharedMemo
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           float& weight = s.at[strip][tile][2 * half + i];
-          weight = ptx::exp2_approx(fmaf(weight, at.plan.scale_log2, -pick(shift, i)));
+          const float exponent = fmaf(weight, at.plan.scale_log2, -pick(shift, i));
+          const bool large = C::kCareful && pick(shift, i) != pick(shift, i);
+          weight = large ? large_weight(at, strip, half, tile, i, weight) : ptx::exp2_approx(exponent);
           if constexpr (C::kNeedsSecondDots) {
             float& gradient = dp.at[strip][tile][2 * half + i];
             gradient = weight * (gradient - pick(delta, i));
@@ -156,7 +178,7 @@ __device__ __forceinline__ void weigh_options(const Place<C>& at, const SharedMe
     if (FunctionTile<float>::kAny && score == -infinity<float>()) {
       score = gradient = 0.0f;  // hidden, whatever both products were
     } else {
-      score = quick_exp(score - shift) * inverse_sum;
+      score = formula_weight(score, shift, inverse_sum);
     }
   });
   if constexpr (C::kNeedsSecondDots) {
