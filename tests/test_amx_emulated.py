@@ -32,6 +32,7 @@ CHOSEN = {
     "test_amx_choice.py": "",
     "test_declared_options.py": "amx",
     "test_determinism.py": "amx",
+    "test_flex_options.py": "statistics or every_kind and amx",
     "test_rising_scores.py": "fused-amx and not any_number",
     "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
     "test_gradient_blocks.py": "amx and not with_and_without",

@@ -51,6 +51,39 @@ def test_block_sizes(name: str, block_size: Any) -> None:
     checked(name, (1, 2, 150, 133), torch.float64, block_size)
 
 
+@pytest.mark.parametrize("block_size", [(64, 32), (128, 128), (96, 200)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("isa", backends.cpu_isas())
+def test_blocks_of_every_kind(isa: str, dtype: torch.dtype, block_size: tuple[int, int]) -> None:
+    """Full, partial and hidden ones side by side, with a scale that is no power of two, where values are of
+    whole vectors; keys that no query sees hold NaN, and their values infinities.
+    """
+    kinds = torch.randint(3, (2, 5, 14))
+    kinds[:, 1], kinds[:, 3, 2:12] = 0, 2
+    hidden = torch.zeros(430, dtype=torch.bool)
+    hidden[:70], hidden[200:264] = True, True
+
+    def shows(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        kind = kinds[h, q // block_size[0], kv // block_size[1]]
+        return ~hidden[kv] & ((kind == 2) | ((kind == 1) & ((q + kv) % 3 != 0)))
+
+    given = [torch.randn(2, 2, rows, dim).to(dtype) for rows, dim in ((300, 48), (430, 48), (430, 64))]
+    for tensor in given:
+        tensor.requires_grad_()
+    mask = mask_of(Functions(mask_mod=shows), (2, 2, 300, 430), block_size)
+    for score_mod in (None, lambda score, b, h, q, kv: 0.5 * score + 0.01 * kv):
+        functions = Functions(score_mod, shows)
+        poisoned = [tensor.detach().clone() for tensor in given]
+        poisoned[1][:, :, hidden], poisoned[2][:, :, hidden] = torch.nan, torch.inf
+        for tensor in poisoned:
+            tensor.requires_grad_()
+        for name, tensors_of in (("clean", given), ("poisoned", poisoned)):
+            with backends.use_cpu_isa(isa):
+                out = flex_attention(*tensors_of, score_mod, mask)
+                results = [out, *gradients(out, tensors_of, [])]
+            judge(name, results, given, functions, dtype)
+
+
 @pytest.mark.parametrize("isa", backends.cpu_isas())
 def test_instruction_sets(isa: str) -> None:
     with backends.use_cpu_isa(isa):

@@ -176,7 +176,7 @@ def check(name: str, dtype: torch.dtype, kv_heads: int = 2, **options: Any) -> N
         )
         terms += [of_scores / tensor.numel() for tensor in functions.learned]
     for index, (result, exact, peer, term) in enumerate(zip(results, *judges, terms, strict=True)):
-        largest = max(term, float(exact.abs().max()))
+        largest = max(term, float(exact.detach().abs().max()))
         assert_accurate(f"{name} {index}", result.detach(), exact.detach(), peer.detach(), largest, dtype)
 
 

@@ -14,7 +14,9 @@ struct ForwardTask {
   const AttentionParams& p;
   const ForwardOutputs& outputs;
   int64_t strips_per_item;
+  int64_t queries_per_item;
   int64_t items_per_head;
+  bool ends_with_blocks;  // strips end where blocks of the function's map do: they see fewer keys then
 
   // All strips that the call has.
   static int64_t strips(const AttentionParams& p) {
@@ -25,8 +27,18 @@ struct ForwardTask {
       : p(params), outputs(out) {
     const int64_t in_head = divide_up(p.queries, kLanes<P>);
     strips_per_item = smaller(strips_for(all_strips, threads), in_head);
-    const int64_t queries = strips_per_item * kLanes<P>;
-    items_per_head = divide_up(p.queries, queries);
+    queries_per_item = strips_per_item * kLanes<P>;
+    const BlockMap& map = p.function.map;
+    const int64_t strips_of_block = map.blocks != nullptr ? divide_up(map.query_size, kLanes<P>) : 0;
+    ends_with_blocks = map.query_size >= kLanes<P> && strips_of_block <= strips_per_item;
+    if (ends_with_blocks) queries_per_item = strips_per_item / strips_of_block * map.query_size;
+    items_per_head = divide_up(p.queries, queries_per_item);
+  }
+
+  // Of the strip that begins with query `first`, in an item that ends with `end` - 1.
+  int64_t queries_of_strip(int64_t first, int64_t end) const {
+    const int64_t size = p.function.map.query_size;
+    return strip_queries<P>(first, ends_with_blocks ? smaller(end, (first / size + 1) * size) : end);
   }
 
   // Strips of one item share the key and value blocks that they pull through the cache, and their conversion
@@ -57,11 +69,11 @@ struct ForwardTask {
     // memory, where the processor fetches ahead.
     const int64_t all_heads = p.batch * p.heads;
     const int64_t head_index = item % all_heads, group = items_per_head - 1 - item / all_heads;
-    const int64_t begin = group * strips_per_item * kLanes<P>;
-    const int64_t end = smaller(begin + strips_per_item * kLanes<P>, p.queries);
+    const int64_t begin = group * queries_per_item;
+    const int64_t end = smaller(begin + queries_per_item, p.queries);
     int64_t strips = 0;
     for (int64_t first = begin; first < end; ++strips) {
-      const int64_t count = strip_queries<P>(first, end);
+      const int64_t count = queries_of_strip(first, end);
       scratch.strips[strips].begin(p, head_index / p.heads, head_index % p.heads, first, count);
       first += count;
     }

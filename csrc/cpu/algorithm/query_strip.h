@@ -7,6 +7,7 @@
 #include "../products/elementary.h"
 #include "../products/few_query_rows.h"
 #include "../products/operands.h"
+#include "block_map.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -17,7 +18,7 @@ struct QueryStrip {
 
   int64_t batch, head, first, count;
   int64_t vecs;          // vectors in use
-  KeyRange keys;         // all keys that some query of the strip may see by position
+  KeyRange keys;         // all keys that some query of the strip may see by position and map
   bool few_queries;      // so few that lanes run over the head dim, see products/few_query_rows.h
   LaneOperand<P> query;  // of few queries [count][padded head_dim] scale * Q
   T rest_of_scale;       // what of the scale is not part of query
@@ -32,7 +33,7 @@ struct QueryStrip {
     first = first_query;
     count = queries;
     vecs = divide_up(queries, Simd<T>::kWidth);
-    keys = visible_keys(p, first, first + count - 1);
+    keys = shown_keys(p, batch, head, first, first + count - 1);
     few_queries = kPlain<P> && p.queries <= kFewQueries && !p.batch_invariant;
     const RowSource rows = source(p, p.query, p.head_dim);
     rest_of_scale = T(1);

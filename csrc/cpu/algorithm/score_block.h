@@ -43,9 +43,17 @@ void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, in
   multiply_lanes<P>(keys, from, count, strip.query, head_dim, strip.vecs, s);
 }
 
-// Whether scores are more than products times the scale, apart from windows.
-inline bool alters_scores(const AttentionParams& p) {
-  return p.mask.data != nullptr || p.softcap > 0.0 || p.alibi_slopes.data != nullptr || p.function.any();
+// Whether scores are more than products times the scale, apart from windows: by options other than functions,
+// by all.
+inline bool has_other_options(const AttentionParams& p) {
+  return p.mask.data != nullptr || p.softcap > 0.0 || p.alibi_slopes.data != nullptr;
+}
+inline bool alters_scores(const AttentionParams& p) { return has_other_options(p) || p.function.any(); }
+
+// The same of the keys key .. key + keys - 1 of a strip, of which the function may leave them as they are.
+template <class P>
+bool alters_scores_of(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys) {
+  return has_other_options(p) || (p.function.any() && alters_block(p.function, strip, key, keys));
 }
 
 // What is done to scores in one go, in this order.
@@ -105,7 +113,8 @@ Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, in
                         const BlockScratch<P>& scratch, Scalar<P>* s) {
   using T = Scalar<P>;
   const bool windowed = window_of_block(p, strip, key, keys, scratch);
-  if (!windowed && !alters_scores(p)) return strip.rest_of_scale;
+  const bool altered = scratch.given != nullptr || alters_scores_of(p, strip, key, keys);
+  if (!windowed && !altered) return strip.rest_of_scale;
   const bool scaled = !kPlain<P>;  // in P itself the scale is in the queries
   const bool capped = p.softcap > 0.0, sloped = p.alibi_slopes.data != nullptr;
   const bool masked = p.mask.data != nullptr;
@@ -116,11 +125,19 @@ Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, in
     take({scaled, capped, sloped, masked, windowed});
     return T(1);
   }
-  if (scaled || capped || sloped) take({scaled, capped, sloped, false, false});
+  if (strip.rest_of_scale != T(1) || capped || sloped) take({scaled, capped, sloped, false, false});
   if (scratch.given != nullptr) memcpy(scratch.given, s, static_cast<size_t>(keys * kLanes<P>) * sizeof(T));
   apply_function(p.function, strip, key, keys, s);
   if (masked || windowed) take({false, false, false, masked, windowed});
   return T(1);
+}
+
+// Whether map and mask leave anything of a block to be seen. Loads the mask's.
+template <class P>
+bool shows_block(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
+                 Scalar<P>* mask) {
+  if (p.function.map.blocks != nullptr && !map_shows_block(p.function, strip, key, keys)) return false;
+  return p.mask.data == nullptr || load_mask_block(p, strip, key, keys, mask);
 }
 
 // Scores of keys key .. key + keys - 1, which are rows `from` and on of key_rows: s[j][lane], leading
@@ -130,8 +147,7 @@ template <class P>
 bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, int64_t keys,
                  const RowOperand<P>& key_rows, int64_t from, const BlockScratch<P>& scratch, Scalar<P>* s,
                  Scalar<P>* factor) {
-  if (p.function.map.blocks != nullptr && !map_shows_block(p.function, strip, key, keys)) return false;
-  if (p.mask.data != nullptr && !load_mask_block(p, strip, key, keys, scratch.mask)) return false;
+  if (!shows_block(p, strip, key, keys, scratch.mask)) return false;
   dot_block(strip, key_rows, from, keys, p.head_dim, s);
   *factor = finish_scores(p, strip, key, keys, scratch, s);
   return true;

@@ -7,11 +7,6 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// What a BlockMap says of scores.
-inline Seen seen_in_block(const BlockMap& map, const uint8_t* row, int64_t key_block) {
-  return row == nullptr || key_block >= map.key_blocks ? Seen::kByNobody : static_cast<Seen>(row[key_block]);
-}
-
 // Calls visit(seen, tile, at) for the parts of a block of scores, which cover it; `at` is the number of the
 // part's first score in it. Ends, and returns true, as soon as a visit returns true.
 template <class P, class Visit>
@@ -21,12 +16,11 @@ bool for_each_part(const ScoreFunction& function, const QueryStrip<P>& strip, in
   const BlockMap& map = function.map;
   ScoreTile tile{function.first_batch + strip.batch, strip.head, strip.first, strip.count, key, keys, ld};
   if (map.blocks == nullptr) return visit(Seen::kByWhomTheFunctionShows, tile, 0);
-  const uint8_t* blocks = map.blocks + strip.batch * map.stride[0] + strip.head * map.stride[1];
   const int64_t end_query = strip.first + strip.count, end_key = key + keys;
   for (int64_t query = strip.first, next_query; query < end_query; query = next_query) {
     const int64_t query_block = query / map.query_size;
     next_query = smaller((query_block + 1) * map.query_size, end_query);
-    const uint8_t* row = query_block < map.query_blocks ? blocks + query_block * map.stride[2] : nullptr;
+    const uint8_t* row = row_of_blocks(map, strip.batch, strip.head, query_block);
     tile.first_query = query;
     tile.queries = next_query - query;
     for (int64_t first = key, next; first < end_key; first = next) {
@@ -48,6 +42,16 @@ template <class P>
 bool map_shows_block(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys) {
   return for_each_part(function, strip, key, keys,
                        [](Seen seen, const ScoreTile&, int64_t) { return seen != Seen::kByNobody; });
+}
+
+// Whether the function changes a score of a block, or may hide one.
+template <class P>
+bool alters_block(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys) {
+  const ScoreFunctionTable* table = function.table;
+  return for_each_part(function, strip, key, keys, [&](Seen seen, const ScoreTile&, int64_t) {
+    if (seen == Seen::kByEverybody) return table != nullptr && table->apply_unmasked != nullptr;
+    return seen == Seen::kByNobody || (table != nullptr && table->apply != nullptr);
+  });
 }
 
 // Scores s[j][lane] before the function to those behind it. Lanes past the last query keep theirs.

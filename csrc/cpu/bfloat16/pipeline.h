@@ -63,14 +63,14 @@ class ForwardPipeline {
     Weigher work;
     unstored_ = {};  // tiles hold whatever was multiplied since the last run
     Place before{}, here{keys, keys->from, keys->end_of_block(keys->from), 0};
-    if (p_.mask.data != nullptr) load_visible_masks(p_, here, end, masks_of(here));
+    load_visible_masks(p_, here, end, masks_of(here));
     if (here) two_scores<0>(here, 0, none);
     while (here) {
       here.keys->from = here.from;
       if (before.keys != here.keys) has_shifts_ = false;
       if (!make_ready(here, 0, work)) break;
       Place next = here.next(end);
-      if (p_.mask.data != nullptr) load_visible_masks(p_, next, end, masks_of(next));
+      load_visible_masks(p_, next, end, masks_of(next));
       const bool ready = weigh_beside<kBeside>(before, here, next, work);
       const uint32_t higher = ready ? work.lanes_too_high() : 0;
       if (higher != 0) move_maxima(here, higher);
@@ -208,8 +208,7 @@ class ForwardPipeline {
     __m512 max = _mm512_loadu_ps(strip.row_max + lane);
     const __mmask16 none = _mm512_cmp_ps_mask(max, nothing, _CMP_EQ_OQ);
     if (none != 0) {
-      const __m512 most =
-          _mm512_mul_ps(most_of_lanes<Pairs>(keys, scores_ + lane), _mm512_set1_ps(strip.rest_of_scale));
+      const __m512 most = _mm512_mul_ps(most_of_lanes<Pairs>(keys, scores_ + lane), scale_of(strip));
       max = _mm512_mask_blend_ps(none, max, most);
       _mm512_storeu_ps(strip.row_max + lane, max);
     }
@@ -275,14 +274,17 @@ class ForwardPipeline {
 };
 
 // The keys of a strip among the `loaded` ones that the operands hold from key `first` on, if they go through
-// the pipeline. None where a row must not depend on its neighbours: see batch_invariant.
+// the pipeline. None where a row must not depend on its neighbours: see batch_invariant. The pipeline asks
+// masks and positions from whom special rows of values are hidden, and no function.
 inline PipelinedKeys pipelined_keys(const AttentionParams& p, ForwardStrip<Pairs>& strip, int64_t first,
-                                    int64_t loaded) {
-  if (strip.vecs != 2 || p.value_dim % 32 != 0 || p.dropout.enabled || p.batch_invariant ||
-      p.function.any()) {
+                                    int64_t loaded, const ColumnOperand<Pairs>& values) {
+  const KeyRange keys = loaded_keys_of(strip, first, loaded);
+  const bool in_panels = p.value_dim > 0 && p.value_dim % 32 == 0;
+  if (strip.vecs != 2 || !in_panels || p.dropout.enabled || p.batch_invariant ||
+      (p.function.any() && keys.begin < keys.end &&
+       values.special(keys.begin - first, keys.end - keys.begin))) {
     return {&strip, first, 0, 0, {0, 0}};
   }
-  const KeyRange keys = loaded_keys_of(strip, first, loaded);
   // Windows move with the query: the last query's begins latest and the first query's ends earliest.
   const int64_t last = strip.first + strip.count - 1;
   const int64_t seen_from = visible_keys(p, last, last).begin;
@@ -313,7 +315,7 @@ inline void forward_loaded<Pairs>(const AttentionParams& p, ForwardStrip<Pairs>*
   PipelinedKeys pipelined[kMostStrips<Pairs>];
   int64_t some = 0;
   for (int64_t i = 0; i < count; ++i) {
-    const PipelinedKeys keys = pipelined_keys(p, strips[i], first, loaded);
+    const PipelinedKeys keys = pipelined_keys(p, strips[i], first, loaded, scratch.values);
     if (keys.any()) {
       pipelined[some++] = keys;
     } else {

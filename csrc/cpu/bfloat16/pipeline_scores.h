@@ -70,15 +70,15 @@ class HalfBlock {
         real_(smaller(place.end - from_, kHalfKeys)) {}
 
   int64_t rows() const { return count_; }
-  bool is_finished() const { return !alters_scores(p_) && !has_hidden() && !has_special(); }
+  bool is_finished() const { return !is_altered() && !has_hidden() && !has_special(); }
 
   // scores: [rows()][kLanes]; a mask's are in scratch.mask.
   __attribute__((noinline)) void finish(const BlockScratch<Pairs>& scratch, float* scores) const {
     if (has_special()) {
       replace_special_scores(rows_, from_, real_, keys_.strip->query, p_.head_dim, keys_.strip->vecs, scores);
     }
-    if (alters_scores(p_)) {
-      finish_scores<Pairs>(p_, *keys_.strip, keys_.first + from_, real_, scratch, scores);
+    if (is_altered()) {
+      multiply(finish_scores<Pairs>(p_, *keys_.strip, keys_.first + from_, real_, scratch, scores), scores);
       hide(real_, scores);
     } else {
       hide(0, scores);
@@ -86,12 +86,24 @@ class HalfBlock {
   }
 
  private:
+  // Scores of a call are all multiplied by the rest of the scale, or none of them.
+  bool is_altered() const {
+    const QueryStrip<Pairs>& strip = *keys_.strip;
+    return (alters_scores(p_) && strip.rest_of_scale != 1.0f) ||
+           alters_scores_of(p_, strip, keys_.first + from_, real_);
+  }
   bool has_hidden() const {
     return from_ < keys_.seen_by_all.begin || from_ + count_ > keys_.seen_by_all.end;
   }
   // As scores, a single piece holds every number.
   bool has_special() const {
     return rows_.pieces > 1 && (keys_.strip->query.special || rows_.special(from_, real_));
+  }
+  void multiply(float factor, float* scores) const {
+    if (factor == 1.0f) return;
+    for (int64_t i = 0; i < real_ * kLanes<Pairs>; i += 16) {
+      _mm512_storeu_ps(scores + i, _mm512_mul_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(factor)));
+    }
   }
   // By position, from `row` on.
   void hide(int64_t row, float* scores) const {
@@ -115,16 +127,17 @@ class HalfBlock {
   int64_t from_, count_, real_;  // rows of the operand, whole groups of them, and those that are keys
 };
 
-// Takes halves that a mask hides off the next blocks, and loads the mask of the block that is left:
+// Takes halves that a map or mask hides off the next blocks, and loads the mask of the block that is left:
 // [half][kHalfKeys][kLanes].
 inline void load_visible_masks(const AttentionParams& p, PipelinePlace& place, const PipelinedKeys* last,
                                float* masks) {
+  if (p.mask.data == nullptr && p.function.map.blocks == nullptr) return;
   const int64_t number = place.number;
   while (place) {
     const int64_t first = place.keys->first;
     const auto loads = [&](int64_t half) {
       const int64_t from = place.from + half * kHalfKeys, keys = smaller(place.end - from, kHalfKeys);
-      return load_mask_block(p, place.strip(), first + from, keys, masks + half * kHalfKeys * kLanes<Pairs>);
+      return shows_block(p, place.strip(), first + from, keys, masks + half * kHalfKeys * kLanes<Pairs>);
     };
     if (loads(0)) {
       if (place.halves() == 2 && !loads(1)) place.end = place.from + kHalfKeys;

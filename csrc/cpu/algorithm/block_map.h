@@ -1,0 +1,38 @@
+// What a map of blocks says of scores: core/score_function.h.
+#pragma once
+
+#include "../../core/score_function.h"
+#include "../../core/visible_range.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// Of a row of the map, nullptr behind the last one.
+inline Seen seen_in_block(const BlockMap& map, const uint8_t* row, int64_t key_block) {
+  return row == nullptr || key_block >= map.key_blocks ? Seen::kByNobody : static_cast<Seen>(row[key_block]);
+}
+
+inline const uint8_t* row_of_blocks(const BlockMap& map, int64_t batch, int64_t head, int64_t query_block) {
+  if (query_block >= map.query_blocks) return nullptr;
+  return map.blocks + batch * map.stride[0] + head * map.stride[1] + query_block * map.stride[2];
+}
+
+// The keys that some query of [first, last] may see: those of visible_keys that the map does not leave out.
+// It may leave out some between them.
+inline KeyRange shown_keys(const AttentionParams& p, int64_t batch, int64_t head, int64_t first,
+                           int64_t last) {
+  const KeyRange range = visible_keys(p, first, last);
+  const BlockMap& map = p.function.map;
+  if (map.blocks == nullptr) return range;
+  int64_t begin = map.key_blocks, end = 0;
+  for (int64_t block = first / map.query_size; block <= last / map.query_size; ++block) {
+    const uint8_t* row = row_of_blocks(map, batch, head, block);
+    int64_t left = 0, right = map.key_blocks;
+    while (left < begin && seen_in_block(map, row, left) == Seen::kByNobody) ++left;
+    while (right > end && seen_in_block(map, row, right - 1) == Seen::kByNobody) --right;
+    begin = smaller(begin, left);
+    end = larger(end, right);
+  }
+  return {larger(range.begin, begin * map.key_size), smaller(range.end, end * map.key_size)};
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
