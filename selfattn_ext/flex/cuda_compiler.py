@@ -14,7 +14,8 @@ from .. import library, sources
 from . import compiler, nvrtc
 from .cuda_source import Headers, headers_of, most_dims
 from .operations import STANDARD
-from .source import Function, kinds_of
+from .source import kinds_of
+from .statements import Function
 
 __all__ = ["load"]
 

@@ -10,7 +10,7 @@ import torch
 
 from .operations import C_TYPES, cast
 from .recorder import Node, UnsupportedFunctionError
-from .source import Body, Function
+from .statements import Body, Function
 
 __all__ = ["Headers", "headers_of", "most_dims"]
 

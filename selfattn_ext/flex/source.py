@@ -1,255 +1,64 @@
-"""From recorded operations to the C++ source of a function on tiles of scores.
-
-Note [Levels]
-    What depends on neither query nor key is computed once for a tile; what depends on the key alone, once for
-    each of its keys; what depends on the query alone, once for each of its queries, into an array. Only the
-    rest is in the loop over the queries of a key, in which compilers make a vector of neighbouring queries.
-"""
+"""From recorded operations to the C++ source of a function on tiles of scores."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
 
 import torch
 
-from .operations import C_TYPES, cast, expression
-from .recorder import Load, Node, Number
+from .operations import C_TYPES, cast
+from .recorder import Load, Node
+from .statements import KEY, OVER_QUERIES, PAIR, QUERY, TILE, Body, Function
+from .straight import StraightBody
 
-__all__ = ["Body", "Function", "kinds_of", "source_of"]
-
-#: A node's level: what it depends on.
-_TILE, _KEY, _QUERY, _PAIR = 0, 1, 2, 3
-_LEVEL_OF_INPUT = {
-    "batch": _TILE,
-    "head": _TILE,
-    "q_idx": _QUERY,
-    "kv_idx": _KEY,
-    "score": _PAIR,
-    "grad": _PAIR,
-}
-
-_STORED = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
-
-
-@dataclass(frozen=True)
-class Function:
-    """What is compiled: nodes of the results, and what they read."""
-
-    #: torch.float32 or float64: what scores are computed in.
-    dtype: torch.dtype
-    score: Node
-    #: None where nothing is hidden.
-    mask: Node | None
-    #: The gradient of the score given that of the result, and for each load whose gradient is wanted the
-    #: tensor's number, the load (in the graph of the gradients) and its gradient.
-    grad_score: Node | None
-    grad_loads: Sequence[tuple[int, Load, Node]]
-    tensors: Sequence[torch.Tensor]
-    numbers: Sequence[Number]
-
+__all__ = ["kinds_of", "source_of"]
 
 _POSITION = (
     "const int32_t batch = static_cast<int32_t>(tile->batch), head = static_cast<int32_t>(tile->head);"
 )
-#: Begins the innermost loop.
-_OVER_QUERIES = (
-    "VECTOR_LOOP",
-    "for (int64_t i = 0; i < count; ++i) {",
-    "const int32_t query = first_query + static_cast<int32_t>(i);",
-    "(void)query;",
-)
 
 
-class Body:
-    """The text of one function; statements by level, or all of them on the first, where ``batch``, ``head``,
-    ``query`` and ``key`` are those of a single score.
+def _both(function: Function, inner: Callable[[Body], list[str] | None], *read: int) -> list[str]:
+    """The loops, with the statements of ``inner`` inside: for runs of memory where there are any, for others.
+
+    ``inner`` makes the statements of a body, or None where runs are no help; ``read`` are tensors whose sizes
+    it needs.
     """
-
-    def __init__(self, function: Function, by_levels: bool = True):
-        self.function = function
-        self.by_levels = by_levels
-        self.position = {id(tensor): index for index, tensor in enumerate(function.tensors)}
-        self.number = {node: index for index, node in enumerate(function.numbers)}
-        self.names: dict[Node, str] = {}
-        self.limited: dict[tuple[Node, int, int], str] = {}
-        self.count = 0
-        self.levels: dict[Node, int] = {}
-        self.statements: list[list[str]] = [[], [], [], []]
-        #: Names of flags, by level, that say whether a load is beside its tensor.
-        self.beside: list[list[str]] = [[], [], [], []]
-        self.arrays: list[str] = []
-        index_bits = 64 if any(_extent(tensor) >= 2**31 for tensor in function.tensors) else 32
-        self.index = f"int{index_bits}_t"
-
-    def level(self, node: Node) -> int:
-        if not self.by_levels:
-            return _TILE
-        found = self.levels.get(node)
-        if found is None:
-            found = _LEVEL_OF_INPUT.get(node.op, _TILE) if isinstance(node.op, str) else _TILE
-            for arg in node.args:
-                if isinstance(arg, Node):
-                    found |= self.level(arg)
-            self.levels[node] = found
-        return found
-
-    def use(self, node: Node, at: int) -> str:
-        """The name of what a node computes, for a statement of level ``at``."""
-        name = self.names.get(node)
-        if name is None:
-            name = self._emit(node)
-        in_array = at in (_QUERY, _PAIR) and self.level(node) == _QUERY and node.op != "q_idx"
-        return f"{name}[i]" if in_array else name
-
-    def _emit(self, node: Node) -> str:
-        level = self.level(node)
-        kind = C_TYPES[node.dtype]
-        fixed = {
-            "batch": "batch",
-            "head": "head",
-            "q_idx": "query",
-            "kv_idx": "key",
-            "score": "score",
-            "grad": "grad",
-        }
-        if node.op in fixed:
-            self.names[node] = fixed[node.op]
-            return self.names[node]
-        self.count += 1
-        name = f"{'tkqp'[level]}{self.count}"
-        if isinstance(node, Number):
-            text = f"static_cast<{kind}>(inputs->numbers[{self.number[node]}])"
-        elif isinstance(node, Load):
-            text = cast(self._load(node), _value_dtype(node.dtype), node.dtype)
-        else:
-            text = expression(node, lambda arg: self.use(arg, level))
-        self.names[node] = name
-        if level == _QUERY:
-            self.arrays.append(f"{kind} {name}[kAtOnce];")
-            self.statements[level].append(f"{name}[i] = {text};")
-        else:
-            self.statements[level].append(f"const {kind} {name} = {text};")
-        return name
-
-    def offset(self, load: Load, strides: Sequence[str], at: int) -> str:
-        """The place of an element, for a statement of level ``at``."""
-        tensor = self.position[id(load.tensor)]
-        parts = [self._limited(index, tensor, dimension, at) for dimension, index in enumerate(load.args)]
-        return " + ".join(f"{part} * {stride}" for part, stride in zip(parts, strides, strict=False)) or "0"
-
-    def _limited(self, index: Node, tensor: int, dimension: int, at: int) -> str:
-        """An index as torch understands it, 0 where it is beside the tensor."""
-        level = self.level(index)
-        name = self.limited.get((index, tensor, dimension))
-        if name is None:
-            self.count += 1
-            name = f"{'tkqp'[level]}{self.count}"
-            given = cast(
-                self.use(index, level), index.dtype, torch.int64 if self.index == "int64_t" else torch.int32
-            )
-            size = f"size{tensor}_{dimension}"
-            out = self.statements[level].append
-            out(f"const {self.index} {name}_given = {given};")
-            out(f"const {self.index} {name}_at = {name}_given < 0 ? {name}_given + {size} : {name}_given;")
-            out(f"const bool {name}_beside = {name}_at < 0 || {name}_at >= {size};")
-            self.beside[level].append(f"{name}_beside")
-            if level == _QUERY:
-                self.arrays.append(f"{self.index} {name}[kAtOnce];")
-                out(f"{name}[i] = {name}_beside ? 0 : {name}_at;")
-            else:
-                out(f"const {self.index} {name} = {name}_beside ? 0 : {name}_at;")
-            self.limited[index, tensor, dimension] = name
-        return f"{name}[i]" if level == _QUERY and at in (_QUERY, _PAIR) else name
-
-    def _load(self, load: Load) -> str:
-        tensor = self.position[id(load.tensor)]
-        strides = [f"stride{tensor}_{dimension}" for dimension in range(len(load.args))]
-        return f"data{tensor}[{self.offset(load, strides, self.level(load))}]"
-
-    def beginning(self, *others: int) -> list[str]:
-        """What comes before all loops, with what is known of the tensors that are read, and of ``others``."""
-        lines = ["(void)batch, (void)head, (void)inputs;"]
-        read = {self.position[id(node.tensor)] for node in self.names if isinstance(node, Load)}
-        for number in sorted(read.union(others)):
-            tensor = self.function.tensors[number]
-            stored = _STORED.get(tensor.dtype, C_TYPES[tensor.dtype])
-            lines.append(
-                f"const auto* const data{number} = "
-                f"static_cast<const {stored}*>(inputs->tensors[{number}].data);"
-            )
-            for dimension in range(tensor.dim()):
-                for what in ("size", "stride"):
-                    lines.append(
-                        f"const {self.index} {what}{number}_{dimension} = "
-                        f"static_cast<{self.index}>(inputs->tensors[{number}].{what}[{dimension}]);"
-                    )
-        return [*lines, *self.statements[_TILE]]
-
-    def queries_at_once(self) -> list[str]:
-        """Begins the loop over parts of the tile's queries."""
-        return [
-            "for (int64_t first = 0; first < tile->queries; first += kAtOnce) {",
-            "const int64_t count = tile->queries - first < kAtOnce ? tile->queries - first : kAtOnce;",
-            "const int32_t first_query = static_cast<int32_t>(tile->first_query + first);",
-            "(void)first_query;",
-            *self.arrays,
-        ]
-
-    def loop_over_queries(self) -> list[str]:
-        """All that depends on queries alone."""
-        return [*_OVER_QUERIES, *self.statements[_QUERY], "}"] if self.statements[_QUERY] else []
-
-    def loop_over_keys(self) -> list[str]:
-        """Begins the loop over the tile's keys."""
-        return [
-            "for (int64_t j = 0; j < tile->keys; ++j) {",
-            "const int32_t key = static_cast<int32_t>(tile->first_key + j);",
-            "(void)key;",
-            *self.statements[_KEY],
-            "const int64_t row = j * tile->stride + first;",
-        ]
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
-
-
-def _value_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float32 if dtype in _STORED else dtype
+    body, straight = Body(function), StraightBody(function)
+    statements, of_runs = inner(body), inner(straight)
+    assert statements is not None
+    has_runs = of_runs is not None and bool(straight.conditions)
+    bodies = [body, straight] if has_runs else [body]
+    lines = [*body.beginning(*read)]
+    for each in bodies[1:]:
+        lines += each.statements[TILE]
+    lines.append("int32_t beside_any = 0;")
+    lines += body.queries_at_once()
+    for each in bodies:
+        lines += [*each.arrays, *each.loop_over_queries()]
+    lines += body.loop_over_keys()
+    if of_runs is not None and has_runs:
+        conditions = " && ".join(dict.fromkeys(straight.conditions))
+        lines += ["{", *straight.statements[KEY], f"if ({conditions}) {{", *of_runs, "continue;", "}", "}"]
+    lines += [*body.statements[KEY], *statements, "}", *body.behind_keys, "}"]
+    return lines
 
 
 def _text(function: Function, name: str, results: dict[str, Node], ending: list[str], arguments: str) -> str:
     """One of the functions. ``results`` are names that ``ending``, the end of the innermost loop, uses."""
-    body = Body(function)
-    known = [f"const auto {key} = {body.use(node, _PAIR)};" for key, node in results.items()]
-    beside = [body.beside[level] for level in range(4)]
-    if beside[_QUERY]:
-        body.arrays.append("bool beside_query[kAtOnce];")
-        body.statements[_QUERY].append(f"beside_query[i] = {' | '.join(beside[_QUERY])};")
-    flags = [*beside[_PAIR], *(["beside_query[i]"] if beside[_QUERY] else []), *beside[_KEY], *beside[_TILE]]
+
+    def inner(body: Body) -> list[str]:
+        known = [f"const auto {key} = {body.use(node, PAIR)};" for key, node in results.items()]
+        flags = body.flags()
+        lines = [*OVER_QUERIES, *ending[:1], *body.statements[PAIR], *known, *ending[1:]]
+        if flags:
+            lines.append(f"beside_any |= static_cast<int32_t>(({' | '.join(flags)}) & seen);")
+        return [*lines, "}"]
+
     lines = [
         f"void {name}({arguments}) {{",
         _POSITION,
-        *body.beginning(),
-        "int32_t beside_any = 0;",
-        *body.queries_at_once(),
-    ]
-    lines += body.loop_over_queries()
-    lines += [
-        *body.loop_over_keys(),
-        *_OVER_QUERIES,
-        *ending[:1],
-        *body.statements[_PAIR],
-        *known,
-        *ending[1:],
-    ]
-    if flags:
-        lines.append(f"beside_any |= static_cast<int32_t>(({' | '.join(flags)}) & seen);")
-    lines += [
-        "}",
-        "}",
-        "}",
+        *_both(function, inner),
         "if (beside_any != 0) __atomic_store_n(inputs->out_of_range, 1, __ATOMIC_RELAXED);",
         "}",
     ]
@@ -322,60 +131,63 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
     additions is as long as the tile.
     """
     kind = C_TYPES[function.dtype]
-    body = Body(function)
-    level = body.level(load)
     sizes = function.tensors[tensor].shape
     behind = (range(dimension + 1, len(sizes)) for dimension in range(len(sizes)))
     strides = [" * ".join(["1", *(f"size{tensor}_{d}" for d in of)]) for of in behind]
-    place = body.offset(load, strides, level)
-    value = body.use(gradient, _PAIR)
-    value = cast(value, gradient.dtype, torch.float64)
+
+    def loop(body: Body, add: str) -> list[str]:
+        value = cast(body.use(gradient, PAIR), gradient.dtype, torch.float64)
+        return [
+            *OVER_QUERIES,
+            f"const {kind} score = static_cast<const {kind}*>(before)[row + i]; (void)score;",
+            f"const {kind} grad = static_cast<const {kind}*>(gradient)[row + i];",
+            *body.statements[PAIR],
+            f"const double added = grad == 0 ? 0.0 : {value};",
+            add,
+            "}",
+        ]
+
+    def inner(body: Body) -> list[str] | None:
+        level = body.level(load)
+        if isinstance(body, StraightBody):
+            run = body.run_of_last_dimension(load)
+            return None if run is None else loop(body, f"{body.element(load, run, 'to', strides)} += added;")
+        body.use(gradient, PAIR)
+        place = f"const {body.index} place_at = {body.offset(load, strides, level)};"
+        if level == PAIR:
+            body.statements[PAIR] += [place, "places[i] = place_at;"]
+            return [
+                f"{body.index} places[kAtOnce];",
+                "double partial[kAtOnce];",
+                *loop(body, "partial[i] = added;"),
+                "for (int64_t i = 0; i < count; ++i) to[places[i]] += partial[i];",
+            ]
+        if level == QUERY:
+            body.arrays.append(f"{body.index} places[kAtOnce];")
+            body.statements[QUERY] += [place, "places[i] = place_at;"]
+            body.arrays.append("double partial[kAtOnce] = {};")
+            body.behind_keys.append("for (int64_t i = 0; i < count; ++i) to[places[i]] += partial[i];")
+            return loop(body, "partial[i] += added;")
+        body.statements[level].append(place)
+        if level == KEY:
+            return [
+                "double partial[kAtOnce] = {};",
+                *loop(body, "partial[i] += added;"),
+                "to[place_at] += sum_of(partial, count);",
+            ]
+        body.arrays.append("double partial[kAtOnce] = {};")
+        body.behind_keys.append("to[place_at] += sum_of(partial, count);")
+        return loop(body, "partial[i] += added;")
+
     lines = [
         f"void add_captured_{index}({_ARGUMENTS}, const void* before, const void* gradient,",
         "                    double* const* sums) {",
         f"double* const to = sums[{tensor}];",
         "if (to == nullptr) return;",
         _POSITION,
-        *body.beginning(tensor),
-    ]
-    offset_line = f"const {body.index} place_at = {place};"
-    if level == _TILE:
-        lines.append(offset_line)
-    lines += [
-        *body.queries_at_once(),
-    ]
-    if level in (_TILE, _QUERY):
-        lines.append("double partial[kAtOnce] = {};")
-    if level == _QUERY:
-        lines.append(f"{body.index} places[kAtOnce];")
-        body.statements[_QUERY] += [offset_line, "places[i] = place_at;"]
-    lines += body.loop_over_queries()
-    lines += [
-        *body.loop_over_keys(),
-    ]
-    if level == _KEY:
-        lines += [offset_line, "double partial[kAtOnce] = {};"]
-    if level == _PAIR:
-        lines += [f"{body.index} places[kAtOnce];", "double partial[kAtOnce];"]
-        body.statements[_PAIR] += [offset_line, "places[i] = place_at;"]
-    lines += [
-        *_OVER_QUERIES,
-        f"const {kind} score = static_cast<const {kind}*>(before)[row + i]; (void)score;",
-        f"const {kind} grad = static_cast<const {kind}*>(gradient)[row + i];",
-        *body.statements[_PAIR],
-        f"const double added = grad == 0 ? 0.0 : {value};",
-        f"partial[i] {'=' if level == _PAIR else '+='} added;",
+        *_both(function, inner, tensor),
         "}",
     ]
-    if level == _PAIR:
-        lines += ["for (int64_t i = 0; i < count; ++i) to[places[i]] += partial[i];", "}"]
-    elif level == _KEY:
-        lines += ["to[place_at] += sum_of(partial, count);", "}"]
-    elif level == _QUERY:
-        lines += ["}", "for (int64_t i = 0; i < count; ++i) to[places[i]] += partial[i];"]
-    else:
-        lines += ["}", "to[place_at] += sum_of(partial, count);"]
-    lines += ["}", "}"]
     return "\n".join(lines)
 
 

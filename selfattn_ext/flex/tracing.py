@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from .recorder import Load, Node, Number, Recorder, UnsupportedFunctionError, record, replay
-from .source import Function
+from .statements import Function
 
 __all__ = ["Traced", "all_of", "trace"]
 

@@ -1,0 +1,227 @@
+"""The statements of a function on tiles of scores, by what they depend on.
+
+Note [Levels]
+    What depends on neither query nor key is computed once for a tile; what depends on the key alone, once for
+    each of its keys; what depends on the query alone, once for each of its queries, into an array. Only the
+    rest is in the loop over the queries of a key, in which compilers make a vector of neighbouring queries.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+import torch
+
+from .operations import C_TYPES, cast, expression
+from .recorder import Load, Node, Number
+
+__all__ = ["KEY", "OVER_QUERIES", "PAIR", "QUERY", "TILE", "Body", "Function"]
+
+#: A node's level: what it depends on.
+TILE, KEY, QUERY, PAIR = 0, 1, 2, 3
+_LEVEL_OF_INPUT = {
+    "batch": TILE,
+    "head": TILE,
+    "q_idx": QUERY,
+    "kv_idx": KEY,
+    "score": PAIR,
+    "grad": PAIR,
+}
+
+_STORED = {torch.bfloat16: "BFloat16", torch.float16: "Float16"}
+
+
+@dataclass(frozen=True)
+class Function:
+    """What is compiled: nodes of the results, and what they read."""
+
+    #: torch.float32 or float64: what scores are computed in.
+    dtype: torch.dtype
+    score: Node
+    #: None where nothing is hidden.
+    mask: Node | None
+    #: The gradient of the score given that of the result, and for each load whose gradient is wanted the
+    #: tensor's number, the load (in the graph of the gradients) and its gradient.
+    grad_score: Node | None
+    grad_loads: Sequence[tuple[int, Load, Node]]
+    tensors: Sequence[torch.Tensor]
+    numbers: Sequence[Number]
+
+
+#: Begins the innermost loop.
+OVER_QUERIES = (
+    "VECTOR_LOOP",
+    "for (int64_t i = 0; i < count; ++i) {",
+    "const int32_t query = first_query + static_cast<int32_t>(i);",
+    "(void)query;",
+)
+
+
+class Body:
+    """The text of one function; statements by level, or all of them on the first, where ``batch``, ``head``,
+    ``query`` and ``key`` are those of a single score.
+    """
+
+    LETTERS: ClassVar[str] = "tkqp"  # names of statements begin with, by level
+
+    def __init__(self, function: Function, by_levels: bool = True):
+        self.function = function
+        self.by_levels = by_levels
+        self.position = {id(tensor): index for index, tensor in enumerate(function.tensors)}
+        self.number = {node: index for index, node in enumerate(function.numbers)}
+        self.names: dict[Node, str] = {}
+        self.limited: dict[tuple[Node, int, int], str] = {}
+        self.count = 0
+        self.levels: dict[Node, int] = {}
+        self.statements: list[list[str]] = [[], [], [], []]
+        #: Names of flags, by level, that say whether a load is beside its tensor.
+        self.beside: list[list[str]] = [[], [], [], []]
+        self.arrays: list[str] = []
+        #: What follows the loop over keys.
+        self.behind_keys: list[str] = []
+        wide = any(_extent(tensor) >= 2**31 for tensor in function.tensors)
+        self.index, self.index_dtype = ("int64_t", torch.int64) if wide else ("int32_t", torch.int32)
+
+    def level(self, node: Node) -> int:
+        if not self.by_levels:
+            return TILE
+        found = self.levels.get(node)
+        if found is None:
+            found = _LEVEL_OF_INPUT.get(node.op, TILE) if isinstance(node.op, str) else TILE
+            for arg in node.args:
+                if isinstance(arg, Node):
+                    found |= self.level(arg)
+            self.levels[node] = found
+        return found
+
+    def use(self, node: Node, at: int) -> str:
+        """The name of what a node computes, for a statement of level ``at``."""
+        name = self.names.get(node)
+        if name is None:
+            name = self._emit(node)
+        in_array = at in (QUERY, PAIR) and self.level(node) == QUERY and node.op != "q_idx"
+        return f"{name}[i]" if in_array else name
+
+    def _emit(self, node: Node) -> str:
+        level = self.level(node)
+        kind = C_TYPES[node.dtype]
+        fixed = {
+            "batch": "batch",
+            "head": "head",
+            "q_idx": "query",
+            "kv_idx": "key",
+            "score": "score",
+            "grad": "grad",
+        }
+        if node.op in fixed:
+            self.names[node] = fixed[node.op]
+            return self.names[node]
+        self.count += 1
+        name = f"{self.LETTERS[level]}{self.count}"
+        if isinstance(node, Number):
+            text = f"static_cast<{kind}>(inputs->numbers[{self.number[node]}])"
+        elif isinstance(node, Load):
+            text = cast(self._load(node), _value_dtype(node.dtype), node.dtype)
+        else:
+            text = expression(node, lambda arg: self.use(arg, level))
+        self.names[node] = name
+        if level == QUERY:
+            self.arrays.append(f"{kind} {name}[kAtOnce];")
+            self.statements[level].append(f"{name}[i] = {text};")
+        else:
+            self.statements[level].append(f"const {kind} {name} = {text};")
+        return name
+
+    def offset(self, load: Load, strides: Sequence[str], at: int) -> str:
+        """The place of an element, for a statement of level ``at``."""
+        tensor = self.position[id(load.tensor)]
+        parts = [self._limited(index, tensor, dimension, at) for dimension, index in enumerate(load.args)]
+        return " + ".join(f"{part} * {stride}" for part, stride in zip(parts, strides, strict=False)) or "0"
+
+    def _limited(self, index: Node, tensor: int, dimension: int, at: int) -> str:
+        """An index as torch understands it, 0 where it is beside the tensor."""
+        level = self.level(index)
+        name = self.limited.get((index, tensor, dimension))
+        if name is None:
+            self.count += 1
+            name = f"{self.LETTERS[level]}{self.count}"
+            given = cast(self.use(index, level), index.dtype, self.index_dtype)
+            size = f"size{tensor}_{dimension}"
+            out = self.statements[level].append
+            out(f"const {self.index} {name}_given = {given};")
+            out(f"const {self.index} {name}_at = {name}_given < 0 ? {name}_given + {size} : {name}_given;")
+            out(f"const bool {name}_beside = {name}_at < 0 || {name}_at >= {size};")
+            self.beside[level].append(f"{name}_beside")
+            if level == QUERY:
+                self.arrays.append(f"{self.index} {name}[kAtOnce];")
+                out(f"{name}[i] = {name}_beside ? 0 : {name}_at;")
+            else:
+                out(f"const {self.index} {name} = {name}_beside ? 0 : {name}_at;")
+            self.limited[index, tensor, dimension] = name
+        return f"{name}[i]" if level == QUERY and at in (QUERY, PAIR) else name
+
+    def _load(self, load: Load) -> str:
+        tensor = self.position[id(load.tensor)]
+        strides = [f"stride{tensor}_{dimension}" for dimension in range(len(load.args))]
+        return f"data{tensor}[{self.offset(load, strides, self.level(load))}]"
+
+    def beginning(self, *others: int) -> list[str]:
+        """What comes before all loops, with what is known of the tensors that are read, and of ``others``."""
+        lines = ["(void)batch, (void)head, (void)inputs;"]
+        read = {self.position[id(node.tensor)] for node in self.names if isinstance(node, Load)}
+        for number in sorted(read.union(others)):
+            tensor = self.function.tensors[number]
+            stored = _STORED.get(tensor.dtype, C_TYPES[tensor.dtype])
+            lines.append(
+                f"const auto* const data{number} = "
+                f"static_cast<const {stored}*>(inputs->tensors[{number}].data);"
+            )
+            for dimension in range(tensor.dim()):
+                for what in ("size", "stride"):
+                    lines.append(
+                        f"const {self.index} {what}{number}_{dimension} = "
+                        f"static_cast<{self.index}>(inputs->tensors[{number}].{what}[{dimension}]);"
+                    )
+        return [*lines, *self.statements[TILE]]
+
+    def flags(self) -> list[str]:
+        """What tells, of a score, whether a load is beside its tensor."""
+        of_query = self.beside[QUERY]
+        if of_query:
+            name = f"{self.LETTERS[QUERY]}_beside"
+            self.arrays.append(f"bool {name}[kAtOnce];")
+            self.statements[QUERY].append(f"{name}[i] = {' | '.join(of_query)};")
+            of_query = [f"{name}[i]"]
+        return [*self.beside[PAIR], *of_query, *self.beside[KEY], *self.beside[TILE]]
+
+    def queries_at_once(self) -> list[str]:
+        """Begins the loop over parts of the tile's queries."""
+        return [
+            "for (int64_t first = 0; first < tile->queries; first += kAtOnce) {",
+            "const int64_t count = tile->queries - first < kAtOnce ? tile->queries - first : kAtOnce;",
+            "const int32_t first_query = static_cast<int32_t>(tile->first_query + first);",
+            "(void)first_query;",
+        ]
+
+    def loop_over_queries(self) -> list[str]:
+        """All that depends on queries alone."""
+        return [*OVER_QUERIES, *self.statements[QUERY], "}"] if self.statements[QUERY] else []
+
+    def loop_over_keys(self) -> list[str]:
+        """Begins the loop over the tile's keys; what depends on them alone comes next."""
+        return [
+            "for (int64_t j = 0; j < tile->keys; ++j) {",
+            "const int32_t key = static_cast<int32_t>(tile->first_key + j);",
+            "(void)key;",
+            "const int64_t row = j * tile->stride + first;",
+        ]
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+
+
+def _value_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float32 if dtype in _STORED else dtype
