@@ -118,6 +118,7 @@ ELSEWHERE = {
     "test_as_flex": "is about torch's function on the CPU",
     "test_flex_compiled": "is about graphs that calls with CUDA tensors end",
     "test_flex_runs": "is about the C++ that is written for the CPU",
+    "test_flex_blocks": "is about blocks, which test_cuda_functions.py has on a GPU",
     "test_flex_options": "is about the C++ compiler too; test_cuda_functions.py has options on a GPU",
     "test_score_function": "is about libraries for the CPU; test_cuda_functions.py has a GPU's part",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",

@@ -13,7 +13,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 from functions import ALL, Functions, flex_attention, formula
-from test_flex_functions import exact, gradients, judge, mask_of, size_of_terms, tensors
+from test_flex_functions import gradients, judge, mask_of, size_of_terms, tensors
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, noop_mask
@@ -43,45 +43,6 @@ def checked(
 def test_lengths(name: str, length: int) -> None:
     for keys in (1, 63, 64, 65, 129):
         checked(name, (1, 2, length, keys), torch.float64)
-
-
-@pytest.mark.parametrize("block_size", [1, 16, 100, (64, 32), (32, 200)], ids=str)
-@pytest.mark.parametrize("name", ["causal", "documents", "conjunction", "neighbourhood"])
-def test_block_sizes(name: str, block_size: Any) -> None:
-    checked(name, (1, 2, 150, 133), torch.float64, block_size)
-
-
-@pytest.mark.parametrize("block_size", [(64, 32), (128, 128), (96, 200)], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("isa", backends.cpu_isas())
-def test_blocks_of_every_kind(isa: str, dtype: torch.dtype, block_size: tuple[int, int]) -> None:
-    """Full, partial and hidden ones side by side, with a scale that is no power of two, where values are of
-    whole vectors; keys that no query sees hold NaN, and their values infinities.
-    """
-    kinds = torch.randint(3, (2, 5, 14))
-    kinds[:, 1], kinds[:, 3, 2:12] = 0, 2
-    hidden = torch.zeros(430, dtype=torch.bool)
-    hidden[:70], hidden[200:264] = True, True
-
-    def shows(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        kind = kinds[h, q // block_size[0], kv // block_size[1]]
-        return ~hidden[kv] & ((kind == 2) | ((kind == 1) & ((q + kv) % 3 != 0)))
-
-    given = [torch.randn(2, 2, rows, dim).to(dtype) for rows, dim in ((300, 48), (430, 48), (430, 64))]
-    for tensor in given:
-        tensor.requires_grad_()
-    mask = mask_of(Functions(mask_mod=shows), (2, 2, 300, 430), block_size)
-    for score_mod in (None, lambda score, b, h, q, kv: 0.5 * score + 0.01 * kv):
-        functions = Functions(score_mod, shows)
-        poisoned = [tensor.detach().clone() for tensor in given]
-        poisoned[1][:, :, hidden], poisoned[2][:, :, hidden] = torch.nan, torch.inf
-        for tensor in poisoned:
-            tensor.requires_grad_()
-        for name, tensors_of in (("clean", given), ("poisoned", poisoned)):
-            with backends.use_cpu_isa(isa):
-                out = flex_attention(*tensors_of, score_mod, mask)
-                results = [out, *gradients(out, tensors_of, [])]
-            judge(name, results, given, functions, dtype)
 
 
 @pytest.mark.parametrize("isa", backends.cpu_isas())
@@ -248,38 +209,6 @@ def test_elements_that_heads_share_in_other_places() -> None:
     assert trace(functions.score_mod, None, torch.float64, torch.device("cpu"), True).exclusive == 0
     out = flex_attention(*given, functions.score_mod)
     judge("shared", [out, *gradients(out, given, [table])], given, functions, torch.float64)
-
-
-def block_mask_of_lists(full: bool) -> BlockMask:
-    """Block (i, j) is listed where i + j is even; no function hides anything."""
-    rows = 5
-    listed = [[j for j in range(rows) if (i + j) % 2 == 0] for i in range(rows)]
-    counts = torch.tensor([[[len(row) for row in listed]]], dtype=torch.int32)
-    indices = torch.tensor([[[row + [0] * (rows - len(row)) for row in listed]]], dtype=torch.int32)
-    empty = torch.zeros_like(counts), torch.zeros_like(indices)
-    lists = (*empty, counts, indices) if full else (counts, indices, None, None)
-    return BlockMask.from_kv_blocks(*lists, BLOCK_SIZE=(16, 16), mask_mod=noop_mask)
-
-
-@pytest.mark.parametrize("full", [False, True])
-def test_blocks_that_are_not_listed_are_hidden(full: bool) -> None:
-    given = tensors((1, 2, 80, 80), torch.float64)
-    blocks = torch.arange(80) // 16
-    visible = ((blocks.unsqueeze(-1) + blocks) % 2 == 0).view(1, 1, 80, 80)
-    out = flex_attention(*given, None, block_mask_of_lists(full))
-    right = exact(given, Functions(), torch.float64, visible=visible)
-    for result, expected in zip([out, *gradients(out, given, [])], right, strict=True):
-        assert_accurate("blocks", result.detach(), expected.detach())
-
-
-def test_a_mask_that_was_cropped() -> None:
-    functions = ALL["causal"]((1, 1, 200, 200), torch.float64)
-    mask = create_block_mask(functions.mask_mod, None, None, 256, 256, device="cpu", BLOCK_SIZE=64)
-    given = tensors((2, 2, 130, 140), torch.float64)
-    with pytest.raises(ValueError, match=r"block_mask was created for .*256, 256.*_adjust"):
-        flex_attention(*given, None, mask)
-    out = flex_attention(*given, None, mask._adjust(130, 140))
-    assert_accurate("cropped", out.detach(), formula(*given, functions).out.detach())
 
 
 def test_second_derivatives_are_those_of_the_formula() -> None:

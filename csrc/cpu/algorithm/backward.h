@@ -79,7 +79,8 @@ class BackwardTask {
       for (; panel.strips < panel_strips() && first < p.queries; ++panel.strips) {
         const int64_t count = strip_queries<P>(first, p.queries);
         panel.counts[panel.strips] = count;
-        panel.contributes[panel.strips] = sees_chunk(at, first, count);
+        panel.contributes[panel.strips] =
+            some_head_sees(p, batch, kv_head, {first, first + count}, {begin, begin + keys});
         panel.contribute |= panel.contributes[panel.strips];
         first += count;
       }
@@ -142,17 +143,6 @@ class BackwardTask {
       if (P::pieces(p) == 1 && !MaskSum<P>::takes(a)) return kPanelStrips<P>;
     }
     return 1;
-  }
-
-  // Whether some head's queries first .. first + count - 1 may see keys of the chunk.
-  bool sees_chunk(const Item& item, int64_t first, int64_t count) const {
-    const int64_t group = p.heads / p.kv_heads;
-    for (int64_t head = item.kv_head * group; head < (item.kv_head + 1) * group; ++head) {
-      const KeyRange seen = shown_keys(p, item.batch, head, first, first + count - 1);
-      if (larger(seen.begin, item.begin) < smaller(seen.end, item.begin + item.keys)) return true;
-      if (p.function.map.blocks == nullptr) break;  // the others are no different
-    }
-    return false;
   }
 
   int64_t chunk_rows() const { return p.keys < chunk ? round_up(p.keys, 16) : chunk; }

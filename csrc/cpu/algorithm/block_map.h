@@ -35,4 +35,16 @@ inline KeyRange shown_keys(const AttentionParams& p, int64_t batch, int64_t head
   return {larger(range.begin, begin * map.key_size), smaller(range.end, end * map.key_size)};
 }
 
+// Whether these queries of some head of a kv head may see some of these keys, as far as shown_keys knows.
+inline bool some_head_sees(const AttentionParams& p, int64_t batch, int64_t kv_head, QueryRange queries,
+                           KeyRange keys) {
+  const int64_t group = p.heads / p.kv_heads, end = (kv_head + 1) * group;
+  for (int64_t head = kv_head * group; head < end; ++head) {
+    const KeyRange seen = shown_keys(p, batch, head, queries.begin, queries.end - 1);
+    if (larger(seen.begin, keys.begin) < smaller(seen.end, keys.end)) return true;
+    if (p.function.map.blocks == nullptr) break;  // the others are no different
+  }
+  return false;
+}
+
 }  // namespace selfattn::cpu::SELFATTN_ISA
