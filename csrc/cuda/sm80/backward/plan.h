@@ -21,7 +21,7 @@ struct Statistics {
   float* inverse_sum = nullptr;  // of rows::RowGradients; +0 beyond the last query
   float* delta = nullptr;
   float* large_shift = nullptr;  // of rows::RowGradients, where calls are plain: for rows of large scores
-  int64_t queries = 0;  // of a head, padded: of one batch element, or of all that are packed
+  int64_t queries = 0;           // of a head, padded: of one batch element, or of all that are packed
 
   // Where those of the first head of a batch element begin, whose queries begin at `first_query` where they
   // are packed. Wherever that is, sequences that do not overlap have places that do not.
