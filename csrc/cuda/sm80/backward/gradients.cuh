@@ -222,8 +222,9 @@ __device__ SELFATTN_CALLED void start_over(const Plan& plan, unsigned char* memo
                 "the same block can do it all again");
 #pragma unroll 1
   for (int part = 0; part < C::kRows / Careful::kRows; ++part) {
-    RowTile tile = SharedMemory<C>{memory}.work().tile;
-    if (part > 0) tile.first_row += Careful::kRows;
+    // By its numbers: a copy would read the bytes behind them, too, which nobody writes.
+    const RowTile& before = SharedMemory<C>{memory}.work().tile;
+    const RowTile tile{before.unit, before.first_row + (part > 0 ? Careful::kRows : 0)};
     __syncthreads();
     Gradients<Careful>(plan, tile, memory).run();
   }
