@@ -23,8 +23,10 @@ __all__ = [
     "NAMESPACE",
     "append_to_cache",
     "attention_backward",
+    "attention_backward_backward",
     "attention_captured_gradients",
     "attention_forward",
+    "attention_jvp",
     "attention_scores",
     "attention_scores_backward",
     "attention_weights",
@@ -122,6 +124,40 @@ class _AttentionBackward(Protocol):
         scale: float,
         **options: Any,
     ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+
+
+class _AttentionJvp(Protocol):
+    """(query, key, value, scale, *, tangent_query, tangent_key, tangent_value, tangent_mask, tangent_slopes,
+    tangent_sinks, need_residual, options) -> (out, row_max, row_sum, out_residual, tangent_out, tangent_lse).
+
+    A tangent that is missing is 0.
+    """
+
+    def __call__(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
+
+
+class _AttentionBackwardBackward(Protocol):
+    """(grad_out, query, ..., *, the same tangents, out_residual, grad_row, need_mask_grad, options) -> (six
+    gradients as of attention_backward, tangent_out, tangent_lse).
+
+    The gradients are those of ``(grad_out * tangent_out).sum() - (grad_row * tangent_lse).sum()``; Note
+    [Second derivatives] in csrc/core/tangents.h says what they are good for.
+    """
+
+    def __call__(
+        self,
+        grad_out: Tensor,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        out: Tensor,
+        row_max: Tensor,
+        row_sum: Tensor,
+        scale: float,
+        **options: Any,
+    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
 
 
 class _AttentionCapturedGradients(Protocol):
@@ -249,6 +285,8 @@ attention_weights: _AttentionWeights = _ops.attention_weights.default
 append_to_cache: _AppendToCache = _ops.append_to_cache.default
 attention_with_cache: _AttentionWithCache = _ops.attention_with_cache.default
 attention_backward: _AttentionBackward = _ops.attention_backward.default
+attention_jvp: _AttentionJvp = _ops.attention_jvp.default
+attention_backward_backward: _AttentionBackwardBackward = _ops.attention_backward_backward.default
 attention_captured_gradients: _AttentionCapturedGradients = _ops.attention_captured_gradients.default
 attention_scores: _AttentionScores = _ops.attention_scores.default
 attention_scores_backward: _AttentionScoresBackward = _ops.attention_scores_backward.default
@@ -336,29 +374,27 @@ def _(
     return (_empty_like(query, query.shape[2], value_cache.shape[3]), *statistics)
 
 
-@_fake("attention_backward")
-def _(
-    grad_out: Tensor,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    out: Tensor,
-    row_max: Tensor,
-    row_sum: Tensor,
-    scale: float,
-    *,
-    attn_mask: Tensor | None = None,
-    need_mask_grad: bool = False,
-    alibi_slopes: Tensor | None = None,
-    sinks: Tensor | None = None,
-    **options: Any,
-) -> tuple[Tensor, ...]:
-    _refuse_meta(grad_out, query, key, value, attn_mask, alibi_slopes, sinks, *options.values())
+def _rows(query: Tensor) -> Tensor:
+    """An empty row statistic."""
+    return query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
+
+
+@_fake("attention_jvp")
+def _(query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any) -> tuple[Tensor, ...]:
+    _refuse_meta(query, key, value, *options.values())
+    out = _empty_like(query, query.shape[2], value.shape[3])
+    rounds = options.get("need_residual", False) and query.dtype in SIXTEEN_BITS
+    residual = torch.empty_like(out) if rounds else query.new_empty(0)
+    return out, _rows(query), _rows(query), residual, torch.empty_like(out), _rows(query)
+
+
+def _gradients(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
+    """Empty gradients of a call."""
     statistics = accumulation_dtype(query.dtype)
     optional = (
-        (attn_mask if need_mask_grad else None, query.dtype),
-        (alibi_slopes, statistics),
-        (sinks, statistics),
+        (options.get("attn_mask") if options.get("need_mask_grad", False) else None, query.dtype),
+        (options.get("alibi_slopes"), statistics),
+        (options.get("sinks"), statistics),
     )
     return (
         *(_empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value)),
@@ -367,6 +403,23 @@ def _(
             for tensor, dtype in optional
         ),
     )
+
+
+@_fake("attention_backward")
+def _(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    _refuse_meta(grad_out, query, key, value, *options.values())
+    return _gradients(query, key, value, options)
+
+
+@_fake("attention_backward_backward")
+def _(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any, **options: Any
+) -> tuple[Tensor, ...]:
+    _refuse_meta(grad_out, query, key, value, *options.values())
+    out = _empty_like(query, query.shape[2], value.shape[3])
+    return *_gradients(query, key, value, options), out, _rows(query)
 
 
 @_fake("attention_captured_gradients")

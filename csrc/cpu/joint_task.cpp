@@ -42,6 +42,11 @@ template std::vector<ElementCall<WeightsOutputs>> element_calls(const AttentionP
 template std::vector<ElementCall<BackwardArguments>> element_calls(const AttentionParams&,
                                                                    const BackwardArguments&, int64_t,
                                                                    int64_t);
+template std::vector<ElementCall<JvpArguments>> element_calls(const AttentionParams&, const JvpArguments&,
+                                                              int64_t, int64_t);
+template std::vector<ElementCall<BackwardBackwardArguments>> element_calls(const AttentionParams&,
+                                                                           const BackwardBackwardArguments&,
+                                                                           int64_t, int64_t);
 
 void most_queries_first(std::vector<ElementCall<BackwardArguments>>& calls) {
   using Call = ElementCall<BackwardArguments>;

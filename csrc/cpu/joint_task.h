@@ -6,7 +6,7 @@
 #include <utility>
 #include <vector>
 
-#include "../core/sequences.h"
+#include "../core/tangents.h"
 #include "parallel.h"
 
 namespace selfattn::cpu {
@@ -24,7 +24,7 @@ struct ElementCall {
 // threads to end together: what they begin last is short.
 std::vector<int64_t> elements_by_work(const AttentionParams& p, int64_t least, int64_t most);
 
-// The calls of those. Results are ForwardOutputs, WeightsOutputs or BackwardArguments.
+// The calls of those. Results are what a kernel is told beside the parameters, such as ForwardOutputs.
 template <class Results>
 std::vector<ElementCall<Results>> element_calls(const AttentionParams& p, const Results& results,
                                                 int64_t least, int64_t most);

@@ -5,6 +5,7 @@
 
 #include "../core/attention_params.h"
 #include "../core/options.h"
+#include "../core/tangents.h"
 #include "parallel.h"
 
 namespace selfattn::cpu {
@@ -22,6 +23,10 @@ struct Kernel {
   // Adds; nullptr where functions are none of the options.
   void (*captured_gradients)(const AttentionParams&, const BackwardArguments&, const CapturedGradients&,
                              const ThreadPool&);
+  // Forward mode and second derivatives, of calls without functions of scores.
+  void (*jvp)(const AttentionParams&, const JvpArguments&, const ThreadPool&);
+  size_t (*backward_backward_workspace)(const AttentionParams&);
+  void (*backward_backward)(const AttentionParams&, const BackwardBackwardArguments&, const ThreadPool&);
   void (*scores)(const ScoresParams&, const ThreadPool&);
   void (*scores_backward)(const ScoresParams&, const ThreadPool&);
   void (*masked_softmax)(const SoftmaxParams&, const ThreadPool&);

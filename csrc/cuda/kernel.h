@@ -5,6 +5,7 @@
 
 #include "../core/attention_params.h"
 #include "../core/options.h"
+#include "../core/tangents.h"
 #include "common/launch.h"
 
 namespace selfattn::cuda {
@@ -34,6 +35,11 @@ struct Kernel {
   void (*backward)(const AttentionParams&, const BackwardArguments&, const Launch&) = nullptr;
 
   // Null for kernels that leave these to "simt", which has them all.
+  void (*jvp)(const AttentionParams&, const JvpArguments&, const Launch&) = nullptr;
+  // As backward: the memory is the launch's, of backward_backward_workspace() bytes.
+  size_t (*backward_backward_workspace)(const AttentionParams&, const BackwardBackwardArguments&) = nullptr;
+  void (*backward_backward)(const AttentionParams&, const BackwardBackwardArguments&,
+                            const Launch&) = nullptr;
   void (*scores)(const ScoresParams&, const Launch&) = nullptr;
   void (*scores_backward)(const ScoresParams&, const Launch&) = nullptr;
   void (*masked_softmax)(const SoftmaxParams&, const Launch&) = nullptr;

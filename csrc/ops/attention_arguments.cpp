@@ -20,20 +20,6 @@ int64_t checked_window(const char* name, int64_t window) {
   return std::min(window, kMaxWindow);
 }
 
-HeadScalars head_scalars(const char* name, const TensorHandle& handle, const AttentionParams& params,
-                         const Input& query) {
-  if (!handle) return {};
-  const Input input = inspect(name, handle, query);
-  check_dtype(input, accumulation_dtype(params.dtype));
-  check_rank(input, 2);
-  if ((input.size[0] != 1 && input.size[0] != params.batch) || input.size[1] != params.heads) {
-    refuse(name, " must have the shape (", params.heads > 0 ? "1 or " : "", params.batch, ", ", params.heads,
-           "), one number per head, but its shape is ", shape_text(input.size, input.rank));
-  }
-  if (!is_contiguous(input)) refuse(name, " must be contiguous");
-  return {input.data, input.size[0] == 1 ? 0 : input.stride[0], input.stride[1]};
-}
-
 Dropout dropout(double probability, const TensorHandle& seed, const Input& query) {
   if (!(probability >= 0.0 && probability <= 1.0)) {
     refuse("dropout_p must lie between 0 and 1, but it is ", probability);
@@ -95,6 +81,20 @@ double usable_softcap(double softcap, DType dtype) {
 }
 
 }  // namespace
+
+HeadScalars head_scalars(const char* name, const TensorHandle& handle, const AttentionParams& params,
+                         const Input& query) {
+  if (!handle) return {};
+  const Input input = inspect(name, handle, query);
+  check_dtype(input, accumulation_dtype(params.dtype));
+  check_rank(input, 2);
+  if ((input.size[0] != 1 && input.size[0] != params.batch) || input.size[1] != params.heads) {
+    refuse(name, " must have the shape (", params.heads > 0 ? "1 or " : "", params.batch, ", ", params.heads,
+           "), one number per head, but its shape is ", shape_text(input.size, input.rank));
+  }
+  if (!is_contiguous(input)) refuse(name, " must be contiguous");
+  return {input.data, input.size[0] == 1 ? 0 : input.stride[0], input.stride[1]};
+}
 
 double finite_scale(double scale, DType dtype) {
   if (!std::isfinite(scale)) refuse("scale must be a finite number, but it is ", scale);

@@ -63,6 +63,9 @@ const void* row_statistics(TensorHandle& handle, Input& input, const AttentionPa
 std::pair<const void*, const void*> pair_of_row_statistics(TensorHandle& handle, Input& input,
                                                            const AttentionParams& params);
 
+// A number for each head of each batch element, or of all, in the accumulation type.
+HeadScalars head_scalars(const char* name, const TensorHandle& handle, const AttentionParams& params,
+                         const Input& query);
 double finite_scale(double scale, DType dtype);
 int64_t checked_query_offset(int64_t query_offset);
 

@@ -87,52 +87,66 @@ BackwardCall::BackwardCall(BackwardTensors& t, double scale, const Options& opti
   }
 }
 
-Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, const Options& options) {
-  const BackwardCall call(t, scale, options);
+void Gradients::allocate_missing() {
+  const DType accumulation = accumulation_dtype(dtype);
+  if (!mask.handle) mask = allocate_nothing(dtype, device);
+  if (!slopes.handle) slopes = allocate_nothing(accumulation, device);
+  if (!sinks.handle) sinks = allocate_nothing(accumulation, device);
+}
+
+GradientResults::GradientResults(const BackwardCall& call, bool need_mask_grad, const Options& options,
+                                 BackwardArguments& a)
+    : call_(call), options_(options) {
   const AttentionParams& p = call.params;
   const Input &query = call.query, &key = call.key, &value = call.value;
-  BackwardArguments a = call.arguments;
-
-  Gradients grads;
-  grads.dtype = p.dtype;
-  grads.device = query.device;
-  grads.mask = mask_gradient(options.attn_mask, need_mask_grad, p, &a.grad_mask);
+  grads_.dtype = p.dtype;
+  grads_.device = query.device;
+  grads_.mask = mask_gradient(options.attn_mask, need_mask_grad, p, &a.grad_mask);
   const auto gradient_of = [&](const char* name, const Input& input) {
     return allocate_like(name, {input.size[0], input.size[1], input.size[2], input.size[3]}, p.dtype, input);
   };
-  grads.query = gradient_of("grad_query", query);
-  grads.key = gradient_of("grad_key", key);
-  grads.value = gradient_of("grad_value", value);
-  const DType accumulation = accumulation_dtype(p.dtype);
+  grads_.query = gradient_of("grad_query", query);
+  grads_.key = gradient_of("grad_key", key);
+  grads_.value = gradient_of("grad_value", value);
   const auto rows_of = [&](const char* name) {
-    return allocate(name, {query_batch(p), p.heads, query_rows(p)}, accumulation, query.device);
+    return allocate(name, {query_batch(p), p.heads, query_rows(p)}, accumulation_dtype(p.dtype),
+                    query.device);
   };
-  Output slopes_rows, sinks_rows;
   if (options.alibi_slopes) {
-    slopes_rows = rows_of("the slopes' row gradients");
+    slopes_rows_ = rows_of("the slopes' row gradients");
   }
   if (options.sinks) {
-    sinks_rows = rows_of("the sinks' row gradients");
+    sinks_rows_ = rows_of("the sinks' row gradients");
   }
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0;
   // Kernels pass over sequences without queries, and over keys that are in no sequence.
   if (nothing || options.has_lengths()) {
-    grads.key.fill_zero();
-    grads.value.fill_zero();
+    grads_.key.fill_zero();
+    grads_.value.fill_zero();
   }
-  if (leaves_rows_out(p, query.device)) grads.query.fill_zero();
+  if (leaves_rows_out(p, query.device)) grads_.query.fill_zero();
   if (!nothing) {
-    a.grad_query = grads.query.view(p.dtype);
-    a.grad_key = grads.key.view(p.dtype);
-    a.grad_value = grads.value.view(p.dtype);
-    a.grad_slopes_rows = slopes_rows.data;
-    a.grad_sinks_rows = sinks_rows.data;
+    a.grad_query = grads_.query.view(p.dtype);
+    a.grad_key = grads_.key.view(p.dtype);
+    a.grad_value = grads_.value.view(p.dtype);
+    a.grad_slopes_rows = slopes_rows_.data;
+    a.grad_sinks_rows = sinks_rows_.data;
   }
-  engine_of(query.device).backward(options.kernel_name.text, p, a, query.device);
-  grads.slopes = head_gradient("grad_slopes", options.alibi_slopes, slopes_rows, p);
-  grads.sinks = head_gradient("grad_sinks", options.sinks, sinks_rows, p);
-  return grads;
+}
+
+Gradients GradientResults::finish() {
+  grads_.slopes = head_gradient("grad_slopes", options_.alibi_slopes, slopes_rows_, call_.params);
+  grads_.sinks = head_gradient("grad_sinks", options_.sinks, sinks_rows_, call_.params);
+  return std::move(grads_);
+}
+
+Gradients run_backward(BackwardTensors& t, double scale, bool need_mask_grad, const Options& options) {
+  const BackwardCall call(t, scale, options);
+  BackwardArguments arguments = call.arguments;
+  GradientResults results(call, need_mask_grad, options, arguments);
+  engine_of(call.query.device).backward(options.kernel_name.text, call.params, arguments, call.query.device);
+  return results.finish();
 }
 
 void attention_backward(StableIValue* values, uint64_t, uint64_t) {
@@ -148,10 +162,7 @@ void attention_backward(StableIValue* values, uint64_t, uint64_t) {
   const Options options(stack);
 
   Gradients grads = run_backward(tensors, scale, need_mask_grad, options);
-  const DType accumulation = accumulation_dtype(grads.dtype);
-  if (!grads.mask.handle) grads.mask = allocate_nothing(grads.dtype, grads.device);
-  if (!grads.slopes.handle) grads.slopes = allocate_nothing(accumulation, grads.device);
-  if (!grads.sinks.handle) grads.sinks = allocate_nothing(accumulation, grads.device);
+  grads.allocate_missing();
   stack.put(grads.query.handle, grads.key.handle, grads.value.handle, grads.mask.handle, grads.slopes.handle,
             grads.sinks.handle);
 }

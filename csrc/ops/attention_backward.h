@@ -38,6 +38,25 @@ struct Gradients {
   DType dtype = DType::kFloat32;
   Device device;
   Output query, key, value, mask, slopes, sinks;
+
+  // Gives these handles of nothing, for the schema.
+  void allocate_missing();
+};
+
+// Where a kernel writes the gradients of a call, and their last step. Borrows from the call and the options.
+class GradientResults {
+ public:
+  // Allocates them and tells the arguments.
+  GradientResults(const BackwardCall& call, bool need_mask_grad, const Options& options,
+                  BackwardArguments& arguments);
+  // To be called once the kernel has run.
+  Gradients finish();
+
+ private:
+  const BackwardCall& call_;
+  const Options& options_;
+  Gradients grads_;
+  Output slopes_rows_, sinks_rows_;
 };
 
 Gradients run_backward(BackwardTensors& tensors, double scale, bool need_mask_grad, const Options& options);

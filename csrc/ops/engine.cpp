@@ -18,6 +18,15 @@ void require_declared(const cpu::Kernel& kernel, OptionSet used) {
          names_of(used.without(kernel.options)).c_str());
 }
 
+// Of forward mode and second derivatives, which take no functions of scores.
+void require_derivatives(const cpu::Kernel& kernel, const AttentionParams& p) {
+  const OptionSet used = options_of(p);
+  const OptionSet rest = used.without(used.without({Option::kFunction, Option::kBlockMap}));
+  if (rest.empty()) return;
+  refuse("kernel \"", kernel.name, "\" (", kernel.isa, ") has no forward mode and no second derivatives with ",
+         names_of(rest).c_str());
+}
+
 // Calls function(params, arguments) for the whole call, or for one element after the other.
 template <class Arguments, class Function>
 void for_each_call(const cpu::Kernel& kernel, const AttentionParams& p, const Arguments& arguments,
@@ -73,6 +82,26 @@ void backward(const char* kernel, const AttentionParams& p, const BackwardArgume
   });
 }
 
+void jvp(const char* kernel, const AttentionParams& p, const JvpArguments& arguments, Device) {
+  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
+  require_derivatives(chosen, p);
+  for_each_call(chosen, p, arguments, [&](const AttentionParams& call, const JvpArguments& a) {
+    run_kernel(chosen.jvp, call, a);
+  });
+}
+
+void backward_backward(const char* kernel, const AttentionParams& p,
+                       const BackwardBackwardArguments& arguments, Device device) {
+  const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
+  require_derivatives(chosen, p);
+  for_each_call(chosen, p, arguments, [&](const AttentionParams& call, BackwardBackwardArguments a) {
+    const Scratch workspace("the workspace of second derivatives", chosen.backward_backward_workspace(call),
+                            device);
+    a.backward.workspace = workspace.data();
+    run_kernel(chosen.backward_backward, call, a);
+  });
+}
+
 void captured_gradients(const char* kernel, const AttentionParams& p, const BackwardArguments& arguments,
                         const CapturedGradients& gradients, Device) {
   const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
@@ -122,9 +151,18 @@ void append(const AppendParams& a, Device) {
   cpu::append_to_cache(a, thread_pool(static_cast<double>(copied) / 16));
 }
 
-constexpr Engine kCpuEngine = {&forward,  &weights,           &scores,          &masked_softmax,
-                               &backward, &sum_of_rows,       &scores_backward, &masked_softmax_backward,
-                               &append,   &captured_gradients};
+constexpr Engine kCpuEngine = {&forward,
+                               &weights,
+                               &scores,
+                               &masked_softmax,
+                               &backward,
+                               &sum_of_rows,
+                               &scores_backward,
+                               &masked_softmax_backward,
+                               &append,
+                               &jvp,
+                               &backward_backward,
+                               &captured_gradients};
 
 const CudaPart* announced = nullptr;
 

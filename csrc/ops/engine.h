@@ -5,6 +5,7 @@
 #include <string>
 
 #include "../core/append_params.h"
+#include "../core/tangents.h"
 #include "../cuda/cuda_kernel_table.h"
 #include "../cuda/function/function_kernels.h"
 #include "checks.h"
@@ -28,6 +29,10 @@ struct Engine {
   void (*masked_softmax_backward)(const char* kernel, const SoftmaxParams&, Device);
   // Something is appended: no count is 0.
   void (*append)(const AppendParams&, Device);
+  void (*jvp)(const char* kernel, const AttentionParams&, const JvpArguments&, Device);
+  // Gives the arguments their workspace. Runs when backward does.
+  void (*backward_backward)(const char* kernel, const AttentionParams&, const BackwardBackwardArguments&,
+                            Device);
   // On the CPU alone, of calls whose function has such gradients. Adds.
   void (*captured_gradients)(const char* kernel, const AttentionParams&, const BackwardArguments&,
                              const CapturedGradients&, Device) = nullptr;

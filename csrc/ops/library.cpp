@@ -6,6 +6,7 @@
 
 #include "attention_options.h"
 #include "stable.h"
+#include "tangent_arguments.h"
 
 // need_weights: attention_weights will be called, so that the lack of memory for its result is an error now,
 // before anything is computed or written.
@@ -29,6 +30,20 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       options +
       ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
       "Tensor grad_mask, Tensor grad_slopes, Tensor grad_sinks)");
+  // attention_forward with its forward mode; a tangent that is missing is 0.
+  define("attention_jvp(Tensor query, Tensor key, Tensor value, float scale, *, " +
+         selfattn::ops::TangentTensors::schema() + "bool need_residual=False, " + options +
+         ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual, Tensor tangent_out, "
+         "Tensor tangent_lse)");
+  // Second derivatives, by Note [Second derivatives] in csrc/core/tangents.h: the gradients of <grad_out,
+  // tangent_out> - <grad_row, tangent_lse>. The tangents of a backward's results are its cotangents.
+  define(
+      "attention_backward_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "Tensor row_max, Tensor row_sum, float scale, *, " +
+      selfattn::ops::TangentTensors::schema() +
+      "Tensor? out_residual=None, Tensor? grad_row=None, bool need_mask_grad=False, " + options +
+      ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_slopes, "
+      "Tensor grad_sinks, Tensor tangent_out, Tensor tangent_lse)");
   // Of the tensors in `captured`: those with captured_sizes elements, 0 where a gradient is not wanted, one
   // behind the other, in float64. exclusive: 1 + 2 + 4 where scores of unlike batch elements, heads, queries
   // read unlike elements of each.

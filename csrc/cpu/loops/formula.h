@@ -87,6 +87,13 @@ class Formula {
     return 1 - t * t;
   }
 
+  // d² softcap(s) / ds²
+  T softcap_curvature(T s) const {
+    if (p.softcap == 0.0) return 0;
+    const T t = std::tanh(s / static_cast<T>(p.softcap));
+    return -2 * t * (1 - t * t) / static_cast<T>(p.softcap);
+  }
+
   // What ALiBi adds for a slope of 1.
   T distance_bias(int64_t i, int64_t j) const {
     const int64_t distance = i + p.query_offset - j;
@@ -123,13 +130,13 @@ class Formula {
     return words.word[j & 3] < threshold_ ? T(0) : keep_scale_;
   }
 
-  const AttentionParams& p;
-
- private:
   static T coefficient(const HeadScalars& scalars, int64_t b, int64_t h) {
     return static_cast<const T*>(scalars.data)[b * scalars.batch_stride + h * scalars.head_stride];
   }
 
+  const AttentionParams& p;
+
+ private:
   uint64_t seed_ = 0;
   uint64_t threshold_ = 0;
   T keep_scale_ = 1;

@@ -123,6 +123,34 @@ void masked_softmax_backward(const char* name, const SoftmaxParams& p, Device de
   run(&cuda::Kernel::masked_softmax_backward, name, p, device);
 }
 
+// The kernel asked for or chosen where it has forward mode and second derivatives, else "simt".
+const cuda::Kernel& choose_for_derivatives(const char* name, const AttentionParams& p, int capability) {
+  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, capability);
+  return kernel.jvp != nullptr ? kernel : cuda::choose_kernel("simt", p, capability);
+}
+
+void jvp(const char* name, const AttentionParams& p, const JvpArguments& arguments, Device device) {
+  const Turn turn(device);
+  const cuda::Kernel& kernel = choose_for_derivatives(name, p, turn.capability());
+  if (p.batch * p.heads * p.queries == 0) return;
+  for_each_launch(p, arguments, [&](const AttentionParams& call, const JvpArguments& a) {
+    kernel.jvp(call, a, turn.launch);
+  });
+}
+
+void backward_backward(const char* name, const AttentionParams& p, const BackwardBackwardArguments& arguments,
+                       Device device) {
+  Turn turn(device);
+  const cuda::Kernel& kernel = choose_for_derivatives(name, p, turn.capability());
+  if (p.batch * p.heads * p.queries == 0) return;
+  for_each_launch(p, arguments, [&](const AttentionParams& call, const BackwardBackwardArguments& a) {
+    const Scratch workspace("the workspace of second derivatives",
+                            kernel.backward_backward_workspace(call, a), device);
+    turn.launch.workspace = workspace.data();
+    kernel.backward_backward(call, a, turn.launch);
+  });
+}
+
 void append(const AppendParams& rows, Device device) {
   const Turn turn(device);
   cuda::append_to_cache(rows, turn.launch);
@@ -154,7 +182,7 @@ const cuda::FunctionKernels* function_kernels(cuda::MakeCode make_code, int64_t 
 }
 
 const CudaPart kPart = {{&forward, &weights, &scores, &masked_softmax, &backward, &sum_of_rows,
-                         &scores_backward, &masked_softmax_backward, &append},
+                         &scores_backward, &masked_softmax_backward, &append, &jvp, &backward_backward},
                         cuda_compiler(),
                         cuda_architectures(),
                         &cuda::all_kernels,
@@ -168,6 +196,8 @@ STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) {
   library.impl("attention_forward", &attention_forward);
   library.impl("attention_weights", &attention_weights);
   library.impl("attention_backward", &attention_backward);
+  library.impl("attention_jvp", &attention_jvp);
+  library.impl("attention_backward_backward", &attention_backward_backward);
   library.impl("append_to_cache", &append_to_cache);
   library.impl("attention_with_cache", &attention_with_cache);
   library.impl("attention_scores", &attention_scores);
