@@ -19,7 +19,7 @@ from typing import Any
 from emulator import build as emulator
 
 ROOT = emulator.ROOT
-# By path: importing the package would load the library that is about to be built, and build another one first.
+# By path: importing the package would load the library that is about to be built, after building another one.
 cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "cuda_build.py")))
 
 MACHINE = ROOT / "tests" / "ptx_machine"
