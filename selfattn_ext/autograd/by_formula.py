@@ -1,5 +1,5 @@
-"""Derivatives of attention by the formula of :mod:`selfattn_ext.reference`, with its (L, S) matrices: those of
-third order, and the others of weights. Each function takes :class:`Inputs`, and can be differentiated itself.
+"""Derivatives of attention by the formula of :mod:`selfattn_ext.reference`, with its (L, S) matrices: those
+of third order, and the others of weights. Each function takes :class:`Inputs`, and can be differentiated itself.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ..arguments import formula
 from .differentiated import COTANGENTS, SOURCES, TANGENTS, Inputs
+from .nested import pushed
 
 __all__ = ["attention", "gradients", "pull", "push", "second_gradients", "tangents"]
 
@@ -21,7 +22,7 @@ Formula = Callable[[Inputs], tuple[Tensor, ...]]
 
 def attention(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """out, weights, lse."""
-    return formula(given.tensors(), given.scale, given.keywords)
+    return tuple(formula(given.tensors(), given.scale, given.keywords))
 
 
 def _out_and_lse(given: Inputs) -> tuple[Tensor, Tensor]:
@@ -76,7 +77,7 @@ def _pulled(
 
 def pull(function: Formula, given: Inputs, cotangents: Sequence[Any]) -> Inputs:
     """The gradients of everything that a function may depend on; a missing cotangent is 0."""
-    names = given.present((*COTANGENTS, *SOURCES, *TANGENTS))
+    names = [*given.present(COTANGENTS), *given.wanted(), *given.present(TANGENTS)]
     results, pull_back = torch.func.vjp(_of_points(function, given, names), *given.all_of(names))
     pulled = pull_back(
         tuple(
@@ -88,12 +89,6 @@ def pull(function: Formula, given: Inputs, cotangents: Sequence[Any]) -> Inputs:
 
 
 def push(function: Formula, given: Inputs, directions: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The tangents of a function's results, from those of the inputs of these names.
-
-    They are the gradient of a gradient, which is linear in its cotangents: outside of torch.func levels of
-    forward mode cannot be nested.
-    """
+    """The tangents of a function's results, from those of the inputs of these names."""
     names = list(directions)
-    results, pull_back = torch.func.vjp(_of_points(function, given, names), *given.all_of(names))
-    at = tuple(torch.zeros_like(result) for result in results)
-    return torch.func.vjp(lambda *cotangents: pull_back(cotangents), *at)[1](tuple(directions.values()))
+    return pushed(_of_points(function, given, names), given.all_of(names), list(directions.values()))

@@ -10,13 +10,14 @@ Note [Nested forward mode]
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["nestable", "primals"]
+__all__ = ["nestable", "primals", "pushed"]
 
 
 def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,3 +34,16 @@ def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
 def primals(ctx: Any) -> list[Tensor | None]:
     """What was saved for forward mode, without tangents of this level."""
     return [None if tensor is None else forward_ad.unpack_dual(tensor).primal for tensor in ctx.saved_tensors]
+
+
+def pushed(
+    function: Callable[..., tuple[Tensor, ...]], points: Sequence[Tensor], directions: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """The tangents of a function's results, by gradients alone: outside of torch.func, which they do not need
+    to be in, forward mode has one level.
+
+    A gradient is linear in its cotangents, and the gradient of that is forward mode.
+    """
+    results, pull = torch.func.vjp(function, *points)
+    at = tuple(torch.zeros_like(result) for result in results)
+    return torch.func.vjp(lambda *cotangents: pull(cotangents), *at)[1](tuple(directions))

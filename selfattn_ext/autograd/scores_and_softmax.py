@@ -6,17 +6,19 @@ operator, so that it can be differentiated again, and each function has a cheape
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from .. import ops, reference
+from .. import ops
 from ..arguments import Keywords, OptionalTensor, refusals
 from ..arguments.shapes import dense_rows
 from ..reference import accumulation_dtype
 from . import operator_calls
+from .nested import nestable, primals, pushed
 from .vmap import fold, fold_optional, slice_batch, unfold
 
 __all__ = ["attention_scores", "masked_softmax"]
@@ -233,12 +235,14 @@ class _MaskedSoftmaxBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
-        return (*_softmax_gradient_pulled(ctx.scale, *ctx.saved_tensors, cotangent), None, None)
+        function = functools.partial(_softmax_gradient, ctx.scale)
+        return (*torch.func.vjp(function, *ctx.saved_tensors)[1]((cotangent,)), None, None)
 
     @staticmethod
     @nestable
     def jvp(ctx: Any, of_grad: Tensor, of_weights: Tensor, *rest: Any) -> Any:
-        raise NotImplementedError
+        function = functools.partial(_softmax_gradient, ctx.scale)
+        return pushed(function, primals(ctx), (of_grad, of_weights))[0]
 
     @staticmethod
     def vmap(
@@ -249,3 +253,11 @@ class _MaskedSoftmaxBackward(Function):
             fold(grad, in_dims[0], size), fold(weights, in_dims[1], size), scale, kernel
         )
         return unfold(result, size, batch), 0
+
+
+def _softmax_gradient(scale: float, grad: Tensor, weights: Tensor) -> tuple[Tensor]:
+    """:class:`_MaskedSoftmaxBackward` in torch's operations."""
+    dtype = accumulation_dtype(weights.dtype)
+    g, p = grad.to(dtype), weights.to(dtype)
+    products = torch.where(p == 0, 0.0, p * g)
+    return ((scale * (products - p * products.sum(-1, keepdim=True))).to(weights.dtype),)
