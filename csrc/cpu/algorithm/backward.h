@@ -295,7 +295,7 @@ class BackwardTask {
       T* grad = s.block.grad.block;
       mask_sum.add_block(s.mask, strip, step, from, count, grad);
       apply_function_gradient<P>(p.function, strip, key, count, s.block.block.given, grad);
-      if (a.grad_slopes_rows != nullptr) add_slope_rows(strip, key, count, grad, s.slope_rows[i]);
+      if (a.grad_slopes_rows != nullptr) add_slope_rows<P>(p, strip, key, count, grad, s.slope_rows[i]);
       if (p.softcap > 0.0) apply_softcap_gradient<P>(strip, count, s.block.block.capped, grad);
       s.block.weights.ready_as_rows(count, place.first_query, strip.count, place.rows);
       s.block.grad.ready_as_rows(count, place.first_query, strip.count, place.rows);
@@ -342,19 +342,6 @@ class BackwardTask {
     for (int64_t lane = 0; lane < strip.count; ++lane) {
       const T probability = std::exp(sink - strip.row_max[lane]) * strip.inverse_sum[lane];
       rows[lane] = probability == T(0) ? T(0) : -probability * strip.delta[lane];
-    }
-  }
-
-  // The bias is -slope * |distance|, so d(slope) is the sum of dS times -|distance|: one sum per query of the
-  // strip.
-  void add_slope_rows(const GradientStrip<P>& strip, int64_t key, int64_t keys, const T* grad,
-                      T* slope_rows) const {
-    for (int64_t j = 0; j < keys; ++j) {
-      const int64_t distance = strip.first + p.query_offset - key - j;
-      for (int64_t lane = 0; lane < strip.count; ++lane) {
-        const int64_t d = distance + lane;
-        slope_rows[lane] -= static_cast<T>(d < 0 ? -d : d) * grad[j * kLanes<P> + lane];
-      }
     }
   }
 };

@@ -99,10 +99,10 @@ class StripDropout : DropoutFactors<Scalar<P>> {
   Words query_product[S::kTileVecs];  // of the second
 };
 
-// Multiplies a block of weights by 0 or `keep`. `key` is a multiple of 4.
-template <class P>
+// Multiplies blocks of weights, one or more, by 0 or `keep`. `key` is a multiple of 4.
+template <class P, class... Blocks>
 void apply_dropout(const Dropout& dropout, const QueryStrip<P>& strip, int64_t key, int64_t keys,
-                   Scalar<P> keep, Scalar<P>* weights) {
+                   Scalar<P> keep, Blocks*... weights) {
   using S = Simd<Scalar<P>>;
   const StripDropout<P> pattern(dropout, strip, keep);
   for (int64_t j = 0; j < keys; j += 4) {
@@ -110,8 +110,8 @@ void apply_dropout(const Dropout& dropout, const QueryStrip<P>& strip, int64_t k
       typename S::Vec factor[4];
       pattern.factors(key + j, v, factor);
       for (int64_t i = 0; i < 4 && j + i < keys; ++i) {
-        Scalar<P>* at = weights + (j + i) * kLanes<P> + v * S::kWidth;
-        S::store(at, S::mul(S::load(at), factor[i]));
+        const int64_t at = (j + i) * kLanes<P> + v * S::kWidth;
+        (S::store(weights + at, S::mul(S::load(weights + at), factor[i])), ...);
       }
     }
   }

@@ -2,8 +2,10 @@
 #pragma once
 
 #include "backward.h"
+#include "backward_backward.h"
 #include "captured_gradient.h"
 #include "forward.h"
+#include "jvp.h"
 #include "masked_softmax.h"
 #include "scores.h"
 #include "weights.h"
@@ -21,6 +23,18 @@ inline size_t fused_backward_workspace(const AttentionParams& p) {
 }
 inline void fused_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   p.dtype == DType::kFloat64 ? attention_backward<double>(p, a, pool) : attention_backward<float>(p, a, pool);
+}
+inline void fused_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? attention_jvp<double>(p, a, pool) : attention_jvp<float>(p, a, pool);
+}
+inline size_t fused_backward_backward_workspace(const AttentionParams& p) {
+  return p.dtype == DType::kFloat64 ? backward_backward_workspace<double>(p)
+                                    : backward_backward_workspace<float>(p);
+}
+inline void fused_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
+                                    const ThreadPool& pool) {
+  p.dtype == DType::kFloat64 ? attention_backward_backward<double>(p, a, pool)
+                             : attention_backward_backward<float>(p, a, pool);
 }
 inline void fused_captured_gradients(const AttentionParams& p, const BackwardArguments& a,
                                      const CapturedGradients& g, const ThreadPool& pool) {
@@ -60,6 +74,9 @@ constexpr Kernel fused_kernel(const char* isa, const char* description) {
   kernel.backward_workspace = fused_backward_workspace;
   kernel.backward = fused_backward;
   kernel.captured_gradients = fused_captured_gradients;
+  kernel.jvp = fused_jvp;
+  kernel.backward_backward_workspace = fused_backward_backward_workspace;
+  kernel.backward_backward = fused_backward_backward;
   kernel.scores = fused_scores;
   kernel.scores_backward = fused_scores_backward;
   kernel.masked_softmax = fused_masked_softmax;

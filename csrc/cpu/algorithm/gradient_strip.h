@@ -161,6 +161,21 @@ void apply_softcap_gradient(const QueryStrip<P>& strip, int64_t keys, const Scal
   }
 }
 
+// The bias is -slope * |distance|, so d(slope) is the sum of dS times -|distance|: one sum per query of the
+// strip.
+template <class P>
+void add_slope_rows(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
+                    const Scalar<P>* grad, Scalar<P>* slope_rows) {
+  using T = Scalar<P>;
+  for (int64_t j = 0; j < keys; ++j) {
+    const int64_t distance = strip.first + p.query_offset - key - j;
+    for (int64_t lane = 0; lane < strip.count; ++lane) {
+      const int64_t d = distance + lane;
+      slope_rows[lane] -= static_cast<T>(d < 0 ? -d : d) * grad[j * kLanes<P> + lane];
+    }
+  }
+}
+
 // dS of the lanes past the last query, which may see keys that no query does: nothing of theirs belongs into
 // a sum over lanes.
 template <class P>

@@ -10,20 +10,52 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 constexpr int64_t kMaskGradientKeys = 4 * kKeyBlock;  // keys of one task; amortises the packing of its strips
 
+// dS of a strip and a block of keys. Other gradients of scores have the same members.
 template <class P>
+struct ScoreGradient {
+  using Arguments = BackwardArguments;
+  static const View& grad_mask(const Arguments& a) { return a.grad_mask; }
+
+  GradientStrip<P> strip;
+  GradientScratch<P> block;
+  RowOperand<P> keys, values;
+
+  static int64_t bytes(const AttentionParams& p) {
+    return GradientScratch<P>::bytes(p) + GradientStrip<P>::bytes(p) +
+           RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + RowOperand<P>::bytes(p, kKeyBlock, p.value_dim);
+  }
+  ScoreGradient(const AttentionParams& p, Arena& arena) : block(p, arena) {
+    strip.allocate(p, arena);
+    keys.allocate(p, kKeyBlock, p.head_dim, arena);
+    values.allocate(p, kKeyBlock, p.value_dim, arena);
+  }
+  void begin(const AttentionParams& p, const Arguments& a, int64_t batch, int64_t head, int64_t first,
+             int64_t count) {
+    strip.begin_gradient(p, a, batch, head, first, count);
+  }
+  // [count][kLanes]; nullptr if all of it is hidden.
+  Scalar<P>* of_block(const AttentionParams& p, const Arguments& a, int64_t key, int64_t count) {
+    const int64_t kv_head = p.kv_head(strip.head);
+    keys.load(row_source(p.key, p.dtype, strip.batch, kv_head, key, count, p.head_dim));
+    values.load(row_source(p.value, p.dtype, strip.batch, kv_head, key, count, p.value_dim));
+    const GradientBlock<P> keys_at_hand{key, count, 0, &keys, &values};
+    return grad_score_block<P>(p, a, strip, keys_at_hand, block, false) ? block.grad.block : nullptr;
+  }
+};
+
+template <class P, class Source>
 struct MaskGradientTask {
   using T = Scalar<P>;
-
-  using Calls = std::vector<ElementCall<BackwardArguments>>;
+  using Arguments = typename Source::Arguments;
+  using Calls = std::vector<ElementCall<Arguments>>;
 
   const AttentionParams& p;
-  const BackwardArguments& a;
+  const Arguments& a;
   const Calls* elements;  // nullable; the calls of batch elements that share their mask, instead of the batch
   int64_t batches, heads, strips,
       ranges;  // parts of the result along each dimension; 1 where it is summed over
 
-  MaskGradientTask(const AttentionParams& params, const BackwardArguments& arguments,
-                   const Calls* calls = nullptr)
+  MaskGradientTask(const AttentionParams& params, const Arguments& arguments, const Calls* calls = nullptr)
       : p(params),
         a(arguments),
         elements(calls),
@@ -31,28 +63,22 @@ struct MaskGradientTask {
         heads(kept(1) ? p.heads : 1),
         strips(kept(2) ? divide_up(p.queries, kLanes<P>) : 1),
         ranges(kept(3) ? divide_up(p.keys, kMaskGradientKeys) : 1) {}
-  bool kept(int dimension) const { return a.grad_mask.stride[dimension] != 0; }
+  bool kept(int dimension) const { return Source::grad_mask(a).stride[dimension] != 0; }
   int64_t items() const { return batches * heads * strips * ranges; }
 
   struct Scratch {
     Arena arena;
     Session<P> session;
-    GradientScratch<P> block;
-    GradientStrip<P> strip;
-    RowOperand<P> keys, values;
+    Source source;
     T *sum, *ones;  // sum: [kMaskGradientKeys][kLanes], or its first row
 
     static int64_t bytes(const AttentionParams& p) {
-      return GradientScratch<P>::bytes(p) + GradientStrip<P>::bytes(p) +
-             Arena::bytes_for<T>(kMaskGradientKeys * kLanes<P>) + Arena::bytes_for<T>(kLanes<P>) +
-             RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + RowOperand<P>::bytes(p, kKeyBlock, p.value_dim);
+      return Source::bytes(p) + Arena::bytes_for<T>(kMaskGradientKeys * kLanes<P>) +
+             Arena::bytes_for<T>(kLanes<P>);
     }
     static int64_t bytes(const MaskGradientTask& task) { return bytes(task.p); }
-    explicit Scratch(const MaskGradientTask& task) : arena(bytes(task)), block(task.p, arena) {
-      strip.allocate(task.p, arena);
+    explicit Scratch(const MaskGradientTask& task) : arena(bytes(task)), source(task.p, arena) {
       sum = arena.take<T>(kMaskGradientKeys * kLanes<P>);
-      keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
-      values.allocate(task.p, kKeyBlock, task.p.value_dim, arena);
       ones = arena.take<T>(kLanes<P>);
       for (int64_t lane = 0; lane < kLanes<P>; ++lane) ones[lane] = T(1);
     }
@@ -89,7 +115,7 @@ struct MaskGradientTask {
   }
 
   // What falls on the part of one element of the batch, which may be shorter than others.
-  static void add_batch(Scratch& s, const AttentionParams& p, const BackwardArguments& a, int64_t batch,
+  static void add_batch(Scratch& s, const AttentionParams& p, const Arguments& a, int64_t batch,
                         Span heads, Span queries, Span keys) {
     queries.end = smaller(queries.end, p.queries);
     keys.end = smaller(keys.end, p.keys);
@@ -101,22 +127,19 @@ struct MaskGradientTask {
     }
   }
 
-  static void add_strip(Scratch& s, const AttentionParams& p, const BackwardArguments& a, int64_t batch,
+  static void add_strip(Scratch& s, const AttentionParams& p, const Arguments& a, int64_t batch,
                         int64_t head, int64_t first, int64_t count, Span keys) {
     using S = Simd<T>;
-    const bool every_key = a.grad_mask.stride[3] != 0;
-    s.strip.begin_gradient(p, a, batch, head, first, count);
+    const bool every_key = Source::grad_mask(a).stride[3] != 0;
+    s.source.begin(p, a, batch, head, first, count);
+    const QueryStrip<P>& strip = s.source.strip;
     for (int64_t key = keys.first; key < keys.end; key += kKeyBlock) {
       const int64_t block = smaller(keys.end - key, kKeyBlock);
-      if (key >= s.strip.keys.end || key + block <= s.strip.keys.begin) continue;
-      const int64_t kv_head = p.kv_head(head);
-      s.keys.load(row_source(p.key, p.dtype, batch, kv_head, key, block, p.head_dim));
-      s.values.load(row_source(p.value, p.dtype, batch, kv_head, key, block, p.value_dim));
-      const GradientBlock<P> keys_at_hand{key, block, 0, &s.keys, &s.values};
-      if (!grad_score_block<P>(p, a, s.strip, keys_at_hand, s.block, false)) continue;
-      T* grads = s.block.grad.block;
-      clear_past_last<P>(s.strip, block, grads);
-      for (int64_t lane = 0; lane < s.strip.vecs * S::kWidth; lane += S::kWidth) {
+      if (key >= strip.keys.end || key + block <= strip.keys.begin) continue;
+      T* grads = s.source.of_block(p, a, key, block);
+      if (grads == nullptr) continue;
+      clear_past_last<P>(strip, block, grads);
+      for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
         if (!every_key) {
           const auto sum = sum_over_keys<T>(grads + lane, block, kLanes<P>);
           S::store(s.sum + lane, S::add(S::load(s.sum + lane), sum));
@@ -131,7 +154,7 @@ struct MaskGradientTask {
   }
 
   void store(Scratch& s, int64_t batch, int64_t head, Span queries, Span keys) const {
-    const View& g = a.grad_mask;
+    const View& g = Source::grad_mask(a);
     const int64_t rows = kept(3) ? keys.end - keys.first : 1;
     const int64_t key_at = kept(3) ? keys.first * g.stride[3] : 0;
     const auto at = [&](int64_t query, int64_t j) {
@@ -165,22 +188,24 @@ struct MaskGradientTask {
   }
 };
 
-template <class P>
-void mask_gradient(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  const MaskGradientTask<P> task(p, a);
+template <class P, class Source = ScoreGradient<P>>
+void mask_gradient(const AttentionParams& p, const typename Source::Arguments& a, const ThreadPool& pool) {
+  const MaskGradientTask<P, Source> task(p, a);
   for_each_item(pool, task.items(), task);
 }
 
 // The same for a batch whose elements have their own lengths, of which `calls` are.
-template <class P>
-void mask_gradient(const AttentionParams& p, const BackwardArguments& a,
-                   const std::vector<ElementCall<BackwardArguments>>& calls, const ThreadPool& pool) {
+template <class P, class Source = ScoreGradient<P>>
+void mask_gradient(const AttentionParams& p, const typename Source::Arguments& a,
+                   const std::vector<ElementCall<typename Source::Arguments>>& calls,
+                   const ThreadPool& pool) {
+  using Task = MaskGradientTask<P, Source>;
   if (calls.empty()) return;
-  if (a.grad_mask.stride[0] == 0) {
-    const MaskGradientTask<P> task(p, a, &calls);
+  if (Source::grad_mask(a).stride[0] == 0) {
+    const Task task(p, a, &calls);
     return for_each_item(pool, task.items(), task);
   }
-  const auto joint = joint_task<MaskGradientTask<P>>(calls);
+  const auto joint = joint_task<Task>(calls);
   for_each_item(pool, joint.items(), joint);
 }
 

@@ -149,6 +149,17 @@ void pair_captured_gradients(const AttentionParams& p, const BackwardArguments& 
   captured_gradients<Pairs>(elements_with(p, fewest, kAnyQueries), a, g, pool);
   kFusedAvx512.captured_gradients(elements_with(p, 0, fewest - 1), a, g, pool);
 }
+// In float: Note [Tangents in float].
+inline void pair_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
+  kFusedAvx512.jvp(p, a, pool);
+}
+inline size_t pair_backward_backward_workspace(const AttentionParams& p) {
+  return kFusedAvx512.backward_backward_workspace(p);
+}
+inline void pair_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
+                                   const ThreadPool& pool) {
+  kFusedAvx512.backward_backward(p, a, pool);
+}
 inline void pair_scores(const ScoresParams& p, const ThreadPool& pool) { kFusedAvx512.scores(p, pool); }
 inline void pair_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
   kFusedAvx512.scores_backward(p, pool);
@@ -185,6 +196,9 @@ constexpr Kernel pair_kernel(const char* isa, const char* description, const Ker
   kernel.backward_workspace = pair_backward_workspace<Calls>;
   kernel.backward = pair_backward<Calls>;
   kernel.captured_gradients = pair_captured_gradients<Calls>;
+  kernel.jvp = pair_jvp;
+  kernel.backward_backward_workspace = pair_backward_backward_workspace;
+  kernel.backward_backward = pair_backward_backward;
   kernel.scores = pair_scores;
   kernel.scores_backward = pair_scores_backward;
   kernel.masked_softmax = pair_masked_softmax;

@@ -1,0 +1,156 @@
+// The tangents of a block of scores: what forward mode and second derivatives are made of.
+//
+// Note [Tangents in float]
+//     They are computed in T itself, on instruction sets that multiply bfloat16 pieces too. What becomes of a
+//     tangent is its distance from the row's mean, and of numbers rounded to one or two pieces that distance
+//     would be the rounding.
+#pragma once
+
+#include "../products/key_rows.h"
+#include "forward_strip.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+// A call with its direction.
+struct TangentCall {
+  const AttentionParams& p;
+  const Tangents& t;
+  AttentionParams mask;  // the call whose mask is the mask's tangent
+
+  TangentCall(const AttentionParams& params, const Tangents& tangents) : p(params), t(tangents), mask(params) {
+    mask.mask = tangents.mask;
+  }
+};
+
+// Keys and values of a block, and their tangents where there are any.
+template <class T>
+struct TangentKeys {
+  ColumnOperand<T> keys, values, key_tangents, value_tangents;
+  char* pages[4];  // see key_source
+  int64_t first, count;
+
+  static int64_t bytes(const AttentionParams& p) {
+    return 2 * (RowOperand<T>::bytes(p, kKeyBlock, p.head_dim) + block_bytes(p, kKeyBlock, p.head_dim) +
+                RowOperand<T>::bytes(p, kKeyBlock, p.value_dim) + block_bytes(p, kKeyBlock, p.value_dim));
+  }
+  void allocate(const AttentionParams& p, Arena& arena) {
+    ColumnOperand<T>* const operands[4] = {&keys, &key_tangents, &values, &value_tangents};
+    for (int i = 0; i < 4; ++i) {
+      const int64_t columns = i < 2 ? p.head_dim : p.value_dim;
+      operands[i]->allocate(p, kKeyBlock, columns, arena);
+      pages[i] = arena.take<char>(block_bytes(p, kKeyBlock, columns));
+    }
+  }
+
+  // Keys first_key .. first_key + keys - 1.
+  void load(const TangentCall& call, int64_t batch, int64_t kv_head, int64_t first_key, int64_t keys_of_block) {
+    first = first_key;
+    count = keys_of_block;
+    const AttentionParams& p = call.p;
+    const auto load_one = [&](ColumnOperand<T>& operand, const View& view, int64_t columns, char* room) {
+      if (view.data == nullptr) return;
+      operand.load(key_source(p, view, batch, kv_head, first, count, columns, room));
+    };
+    load_one(keys, p.key, p.head_dim, pages[0]);
+    load_one(key_tangents, call.t.key, p.head_dim, pages[1]);
+    load_one(values, p.value, p.value_dim, pages[2]);
+    load_one(value_tangents, call.t.value, p.value_dim, pages[3]);
+  }
+
+  bool finite(const TangentCall& call) const {
+    const auto finite_one = [&](const ColumnOperand<T>& operand, const View& view, int64_t columns) {
+      return view.data == nullptr || all_finite(operand.rows.data, operand.rows.stride, count, columns);
+    };
+    const AttentionParams& p = call.p;
+    return finite_one(keys, p.key, p.head_dim) && finite_one(key_tangents, call.t.key, p.head_dim) &&
+           finite_one(values, p.value, p.value_dim) && finite_one(value_tangents, call.t.value, p.value_dim);
+  }
+};
+
+// The lanes that the tangents of a strip's scores take.
+template <class T>
+struct TangentLanes {
+  LaneOperand<T> tangent;  // scale * tangent of Q
+  LaneOperand<T> query;    // scale * Q, of few queries: their strips have it in another form
+
+  static int64_t bytes(const AttentionParams& p) { return 2 * LaneOperand<T>::bytes(p, p.head_dim); }
+  void allocate(const AttentionParams& p, Arena& arena) {
+    tangent.allocate(p, p.head_dim, arena);
+    query.allocate(p, p.head_dim, arena);
+  }
+  void begin(const TangentCall& call, const QueryStrip<T>& strip) {
+    const AttentionParams& p = call.p;
+    const T scale = static_cast<T>(p.scale);
+    if (call.t.query.data != nullptr) tangent.load(strip.source(p, call.t.query, p.head_dim), scale);
+    if (call.t.key.data != nullptr && strip.few_queries) {
+      query.load(strip.source(p, p.query, p.head_dim), scale);
+    }
+  }
+};
+
+// Tangents of final scores, result[j][lane], for a block whose scores have been made: scratch has what the
+// softcap made of them. `of_cap`, where given, gets the part that comes through the softcap. What belongs to
+// hidden scores may be anything.
+template <class T>
+void tangent_block(const TangentCall& call, const QueryStrip<T>& strip, const TangentLanes<T>& lanes,
+                   const TangentKeys<T>& block, const BlockScratch<T>& scratch, T* result, T* of_cap = nullptr) {
+  using S = Simd<T>;
+  constexpr int64_t ld = kLanes<T>;
+  const AttentionParams& p = call.p;
+  Update update = Update::kStore;
+  const auto add = [&](const RowOperand<T>& rows, const LaneOperand<T>& of_query) {
+    multiply<T, false>(
+        {p.head_dim, rows.rows.data, rows.rows.stride, of_query.data, ld, result, ld, update, nullptr},
+        block.count, strip.vecs);
+    update = Update::kAdd;
+  };
+  if (call.t.query.data != nullptr) add(block.keys, lanes.tangent);
+  if (call.t.key.data != nullptr) add(block.key_tangents, strip.few_queries ? lanes.query : strip.query);
+  const bool any = update == Update::kAdd, capped = p.softcap > 0.0;
+  const bool sloped = call.t.alibi_slopes.data != nullptr, masked = call.t.mask.data != nullptr;
+  if (any && !capped && !sloped && !masked) return;
+
+  if (masked) load_mask_block(call.mask, strip, block.first, block.count, scratch.mask);
+  const auto slope = S::set(sloped ? head_scalar<T>(call.t.alibi_slopes, strip.batch, strip.head) : T(0));
+  T lane_index[S::kWidth];
+  for (int i = 0; i < S::kWidth; ++i) lane_index[i] = static_cast<T>(i);
+  const auto lane_numbers = S::load(lane_index);
+  const int64_t corner = strip.first + p.query_offset - block.first;
+  for (int64_t j = 0; j < block.count; ++j) {
+    for (int64_t v = 0; v < strip.vecs; ++v) {
+      const int64_t at = j * ld + v * S::kWidth;
+      auto x = any ? S::load(result + at) : S::set(T(0));
+      if (capped) {
+        const auto t = S::load(scratch.capped + at);
+        x = S::mul(x, S::sub(S::set(T(1)), S::mul(t, t)));
+        if (of_cap != nullptr) S::store(of_cap + at, x);
+      }
+      if (sloped) x = S::sub(x, S::mul(slope, distances<T>(corner + v * S::kWidth - j, lane_numbers)));
+      if (masked) x = S::add(x, S::load(scratch.mask + at));
+      S::store(result + at, x);
+    }
+  }
+}
+
+// Sums of tangents lose what is common to all of a row's scores. Each row therefore counts its tangents from
+// a number of its own, their mean over the first block that it sees: NaN until then. Sets those of a vector of
+// queries that a block with these weights and tangents shows something to.
+template <class T>
+SELFATTN_INLINE typename Simd<T>::Vec tangent_origin(int64_t keys, const T* weights, const T* tangents,
+                                                     typename Simd<T>::Vec origin) {
+  using S = Simd<T>;
+  const auto unknown = S::select(S::equal(origin, origin), S::set(T(0)), S::set(T(1)));
+  if (!S::any(S::less(S::set(T(0)), unknown))) return origin;
+  const auto zero = S::set(T(0));
+  auto sum = zero, of_weights = zero;
+  for (int64_t j = 0; j < keys; ++j) {
+    const auto weight = S::abs(S::load(weights + j * kLanes<T>));
+    const auto term = S::mul(weight, S::load(tangents + j * kLanes<T>));
+    sum = S::add(sum, S::select(S::equal(weight, zero), zero, term));
+    of_weights = S::add(of_weights, weight);
+  }
+  // 0 / 0 leaves it unknown.
+  return S::select(S::equal(origin, origin), origin, S::div(sum, of_weights));
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
