@@ -157,7 +157,7 @@ def test_forward_mode() -> None:
     ids=["plain attention", "attention", "scores", "softmax"],
 )
 def test_forward_mode_of_a_graph_recorded_before(call: Any) -> None:
-    """The gradient is linear in its cotangent, so that its tangent is the gradient of that of the cotangent."""
+    """The gradient is linear in its cotangent: its tangent is the gradient from the cotangent's tangent."""
     x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     out = call(x, torch.randn(1, 2, 5, 4, dtype=torch.float64))
     cotangent, tangent = torch.randn_like(out), torch.randn_like(out)

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._C._functorch import TransformType, peek_interpreter_stack
+from torch._C._functorch import TransformType, is_legacy_batchedtensor, peek_interpreter_stack
 from torch.autograd import Function
 
 from ..arguments import Keywords, OptionalTensor, Tensors
@@ -23,15 +23,17 @@ __all__ = ["AttentionTangents", "attention_of_duals"]
 def attention_of_duals(
     tensors: Tensors, scale: float, keywords: Keywords, want_weights: bool
 ) -> tuple[Tensor, OptionalTensor, Tensor] | None:
-    """(out, weights if wanted, lse) with tangents, None if no input has one.
+    """(out, weights if wanted, lse) with tangents, by one operator; None if no input has a tangent.
 
-    None also where another transform lies on top of forward mode, which then comes to the functions' ``jvp``.
+    None also where that comes to the functions' ``jvp``: another transform lies on top of forward mode, or
+    tangents are batched as torch.autograd.gradcheck does it, which makes no duals.
     """
     if torch._C._are_functorch_transforms_active() and peek_interpreter_stack().key() != TransformType.Jvp:
         return None
     pairs = [(None, None) if tensor is None else unpack_dual(tensor) for tensor in tensors]
     tangents = dict(zip(TANGENTS, [tangent for _, tangent in pairs], strict=False))
-    if not any(tangent is not None for tangent in tangents.values()):
+    given = [tangent for tangent in tangents.values() if tangent is not None]
+    if not given or any(map(is_legacy_batchedtensor, given)):
         return None
     if want_weights:
         # They are (L, S) matrices themselves.
