@@ -7,10 +7,11 @@ Note [Two forms of one function]
     ``_TransformedAttention``, used while a torch.func transform is active.
 
 Note [Second derivatives]
-    The first-order gradient is a function of its own, ``_AttentionBackward``, whose forward is the fused
-    backward operator. So ``create_graph=True`` and ``torch.func.grad`` run the kernels. Only differentiating
-    that gradient goes through the formula of :mod:`selfattn_ext.reference`, with its (L, S) matrices. The
-    formula is differentiable any number of times, hence so is attention.
+    The first-order gradient is a function of its own, :class:`AttentionBackward`, whose forward is the fused
+    backward operator, and so are the gradients of that, :class:`AttentionBackwardBackward`, and attention
+    with its tangents, :class:`AttentionTangents`. Each is differentiated by the others: only third order,
+    and what depends on weights, goes through the formula of :mod:`selfattn_ext.reference`, with its (L, S)
+    matrices. The formula is differentiable any number of times, hence so is attention.
 
 Note [Gradient of weights and lse]
     With P the softmax, W the weights after dropout and dW, dl the gradients of W and lse, the score gradient
