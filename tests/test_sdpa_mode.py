@@ -286,7 +286,7 @@ def test_derivatives_that_torchs_fused_kernel_lacks() -> None:
         gradient = torch.func.grad(loss)
         return *torch.func.jvp(loss, (query,), (tangent,)), *torch.func.jvp(gradient, (query,), (tangent,))
 
-    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):
         expected = derivatives()
-    with selfattn_ext.as_sdpa():
+    with as_sdpa():
         torch.testing.assert_close(derivatives(), expected)

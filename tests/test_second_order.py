@@ -1,5 +1,5 @@
-"""Second derivatives by the operator attention_backward_backward, in every mode that asks for them; every pair of
-options is in test_forward_mode.py.
+"""Second derivatives by the operator attention_backward_backward, in every mode that asks for them; every pair
+of options is in test_forward_mode.py.
 """
 
 from __future__ import annotations
@@ -30,36 +30,40 @@ def exact(query: Tensor, key: Tensor, value: Tensor, mask: Tensor) -> Tensor:
     return out.sin().sum() + lse.cos().sum()
 
 
-POINTS = 4
-EVERY = tuple(range(POINTS))
+def every(points: tuple[Tensor, ...]) -> tuple[int, ...]:
+    return tuple(range(len(points)))
+
+
 #: name -> what is computed of a loss, its points and a direction.
 COMPOSITIONS: dict[str, Any] = {
-    "jvp of grad": lambda f, points, along: jvp(grad(f, EVERY), points, along),
-    "grad of jvp": lambda f, points, along: grad(lambda *p: jvp(f, p, along)[1], EVERY)(*points),
+    "jvp of grad": lambda f, points, along: jvp(grad(f, every(points)), points, along),
+    "grad of jvp": lambda f, points, along: grad(lambda *p: jvp(f, p, along)[1], every(points))(*points),
     "grad of grad": lambda f, points, along: grad(
-        lambda *p: sum((g * t).sum() for g, t in zip(grad(f, EVERY)(*p), along, strict=True)), EVERY
+        lambda *p: sum((g * t).sum() for g, t in zip(grad(f, every(points))(*p), along, strict=True)),
+        every(points),
     )(*points),
     "hessian": lambda f, points, along: hessian(f, 3)(*points),
     "jacrev of jacfwd": lambda f, points, along: jacrev(jacfwd(f, 3), 3)(*points),
     "jacrev of jacrev": lambda f, points, along: jacrev(jacrev(f, 3), 3)(*points),
-    "vmap of jvp of grad": lambda f, points, along: vmap(lambda *t: jvp(grad(f, EVERY), points, t))(
+    "vmap of jvp of grad": lambda f, points, along: vmap(lambda *t: jvp(grad(f, every(points)), points, t))(
         *(torch.stack([t, 2 * t]) for t in along)
     ),
     "jvp of vmap of grad": lambda f, points, along: jvp(
-        vmap(grad(f, EVERY)), *(tuple(torch.stack([t, 2 * t]) for t in given) for given in (points, along))
+        vmap(grad(f, every(points))),
+        *(tuple(torch.stack([t, 2 * t]) for t in given) for given in (points, along)),
     ),
 }
 #: Of third order, or forward mode in forward mode.
 BY_FORMULA: dict[str, Any] = {
     "jvp of jvp": lambda f, points, along: jvp(lambda *p: jvp(f, p, along)[1], points, along),
     "jvp of jvp of grad": lambda f, points, along: jvp(
-        lambda *p: jvp(grad(f, EVERY), p, along)[1], points, along
+        lambda *p: jvp(grad(f, every(points)), p, along)[1], points, along
     ),
     "grad of jvp of grad": lambda f, points, along: grad(
-        lambda *p: sum(t.sin().sum() for t in jvp(grad(f, EVERY), p, along)[1]), EVERY
+        lambda *p: sum(t.sin().sum() for t in jvp(grad(f, every(points)), p, along)[1]), every(points)
     )(*points),
     "jvp of grad of jvp": lambda f, points, along: jvp(
-        grad(lambda *p: jvp(f, p, along)[1], EVERY), points, along
+        grad(lambda *p: jvp(f, p, along)[1], every(points)), points, along
     ),
 }
 
@@ -108,12 +112,8 @@ def test_packed_sequences(no_formula: None) -> None:  # noqa: F811
         return sum(reference.attention(*part, is_causal=True).out.sin().sum() for part in parts)
 
     for compute in (COMPOSITIONS["jvp of grad"], COMPOSITIONS["grad of jvp"]):
-        results = [compute(_of_three(function), points, points) for function in (packed, apart)]
+        results = [compute(function, points, points) for function in (packed, apart)]
         torch.testing.assert_close(*results)
-
-
-def _of_three(function: Any) -> Any:
-    return lambda *points: function(*points[:3])
 
 
 def test_a_hidden_nan_stays_hidden(kernel: str) -> None:
