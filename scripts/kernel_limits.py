@@ -34,6 +34,7 @@ LIMITS = {
     "simt/simt_mask_gradient_float64/*": Limit(registers=240),
     "simt/*/mask_gradient*": Limit(registers=168),  # three blocks
     "simt/*/*gradient*": Limit(registers=240),  # two
+    "simt/*/tangent*": Limit(registers=240),  # two
     "simt/*/*": Limit(registers=128),
     "mask/*/*": Limit(registers=96),
     "backward/sm80_mask*": Limit(registers=248, tensor_cores=True),  # two blocks of 128 threads

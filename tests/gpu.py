@@ -16,8 +16,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from selfattn_ext import library
-
 #: Set to 1 where there is a GPU: that it cannot be used is then a failure.
 REQUIRE = "SELFATTN_REQUIRE_CUDA"
 
@@ -135,6 +133,9 @@ ELSEWHERE = {
 
 def missing() -> str | None:
     """What is missing for tests on a GPU, or None."""
+    # Here, as tests/ptx_machine/run.py wants MODULES before there is a library to load.
+    from selfattn_ext import library
+
     if not library.extension().build_info()["cuda"]:
         return "needs a GPU, and this build of selfattn_ext is for the CPU alone"
     return None if torch.cuda.is_available() else "needs a GPU, and torch finds none"

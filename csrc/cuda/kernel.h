@@ -34,7 +34,7 @@ struct Kernel {
   size_t (*backward_workspace)(const AttentionParams&, const BackwardArguments&) = nullptr;
   void (*backward)(const AttentionParams&, const BackwardArguments&, const Launch&) = nullptr;
 
-  // Null for kernels that leave these to "simt", which has them all.
+  // Null for kernels that leave these to "simt", which has them all. The workspace of jvp is the forward's.
   void (*jvp)(const AttentionParams&, const JvpArguments&, const Launch&) = nullptr;
   // As backward: the memory is the launch's, of backward_backward_workspace() bytes.
   size_t (*backward_backward_workspace)(const AttentionParams&, const BackwardBackwardArguments&) = nullptr;

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import pytest
 import transformers
+import turns
 
 if int(transformers.__version__.split(".")[0]) < 5:
     pytest.skip("the walk goes by the configurations of transformers 5", allow_module_level=True)
@@ -17,8 +18,15 @@ from transformers import AttentionInterface
 
 from selfattn_ext.integrations import transformers as integration
 
+#: How many turns it takes .ci/run to walk through all of them.
+TURNS = 3
+ARCHITECTURES = [
+    pytest.param(name, marks=turns.only_in(number % TURNS, TURNS))
+    for number, name in enumerate(zoo_models.architectures())
+]
 
-@pytest.mark.parametrize("model_type", zoo_models.architectures())
+
+@pytest.mark.parametrize("model_type", ARCHITECTURES)
 def test_right_or_refused(model_type: str) -> None:
     verdict = zoo_judge.judged(model_type)
     assert verdict.outcome not in ("wrong", "crash"), verdict.line()

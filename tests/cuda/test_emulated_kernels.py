@@ -19,7 +19,7 @@ from emulator import build
 KERNELS = [name for name in ("simt", "sm80") if (build.CSRC / "cuda" / name).is_dir()]
 
 #: The modules of tests/emulator that run cases.
-CASES = ("forward_cases", "backward_cases", "sequence_cases", "split_cases")
+CASES = ("forward_cases", "backward_cases", "sequence_cases", "split_cases", "tangent_cases")
 
 #: Order of threads and time of asynchronous copies, as a device hardly ever would: threads in any order,
 #: copies at the last moment. All cases run so, and every sixth under the others.
@@ -27,11 +27,17 @@ MAIN = "random:late"
 OTHERS = ["fifo:eager", "lifo:late", "sticky:random"]
 OTHERS_EVERY = 6
 #: Of how many cases, which take longest, make test runs one. The rest run beside the sanitizers.
-SHARE = {"forward_cases": 2, "backward_cases": 6, "sequence_cases": 3, "split_cases": 3}
+SHARE = {"forward_cases": 2, "backward_cases": 6, "sequence_cases": 3, "split_cases": 3, "tangent_cases": 6}
 RACE = "fifo:late"
 ASAN = "sticky:late"
 #: Of how many cases one runs under these two, which slow it down most, and the first of them.
-SLOWED = {"forward_cases": (9, 0), "backward_cases": (9, 0), "sequence_cases": (3, 1), "split_cases": (4, 1)}
+SLOWED = {
+    "forward_cases": (9, 0),
+    "backward_cases": (9, 0),
+    "sequence_cases": (3, 1),
+    "split_cases": (4, 1),
+    "tangent_cases": (9, 4),
+}
 #: Million products of the largest case that does.
 MOST = 7
 
@@ -122,6 +128,7 @@ def of_each(cases: Iterable[str]) -> list[Any]:
         pytest.param((it, kernel), id=f"{kernel}-{it}", marks=pytest.mark.xdist_group(f"{kernel} {it}"))
         for it in cases
         for kernel in KERNELS
+        if (it, kernel) != ("tangent_cases", "sm80")  # which leaves tangents to simt
     ]
 
 

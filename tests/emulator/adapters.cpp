@@ -70,6 +70,11 @@ struct Emulated {
     return cuda::refusal_of(kernel, p, capability).empty() ? kernel : cuda::choose_kernel("", p, capability);
   }
 
+  static const cuda::Kernel& derivatives_for(const AttentionParams& p) {
+    const cuda::Kernel& kernel = kernel_for(p);
+    return kernel.jvp != nullptr ? kernel : by_name(kSimt);
+  }
+
   static void forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool&) {
     const cuda::Kernel& kernel = kernel_for(p);
     for_each_launch(p, outputs, [&](const AttentionParams& call, const ForwardOutputs& results) {
@@ -102,6 +107,24 @@ struct Emulated {
     add_up_rows(p, p.sinks, arguments.grad_sinks_rows);
   }
 
+  static void jvp(const AttentionParams& p, const JvpArguments& arguments, const ThreadPool&) {
+    const cuda::Kernel& kernel = derivatives_for(p);
+    for_each_launch(p, arguments, [&](const AttentionParams& call, const JvpArguments& a) {
+      const Workspace workspace(kernel.forward_workspace(call));
+      kernel.jvp(call, a, {nullptr, workspace.memory.get()});
+    });
+  }
+  static void backward_backward(const AttentionParams& p, const BackwardBackwardArguments& arguments,
+                                const ThreadPool&) {
+    const cuda::Kernel& kernel = derivatives_for(p);
+    for_each_launch(p, arguments, [&](const AttentionParams& call, const BackwardBackwardArguments& a) {
+      const Workspace workspace(kernel.backward_backward_workspace(call, a));
+      kernel.backward_backward(call, a, {nullptr, workspace.memory.get()});
+    });
+    add_up_rows(p, p.alibi_slopes, arguments.backward.grad_slopes_rows);
+    add_up_rows(p, p.sinks, arguments.backward.grad_sinks_rows);
+  }
+
   static Kernel row(const char* description) {
     Kernel kernel{};
     kernel.name = kName;
@@ -112,6 +135,9 @@ struct Emulated {
     kernel.weights = &weights;
     kernel.backward_workspace = &backward_workspace;
     kernel.backward = &backward;
+    kernel.jvp = &jvp;
+    kernel.backward_backward_workspace = &backward_workspace;
+    kernel.backward_backward = &backward_backward;
     kernel.scores = &run<&cuda::Kernel::scores>;
     kernel.scores_backward = &run<&cuda::Kernel::scores_backward>;
     kernel.masked_softmax = &run<&cuda::Kernel::masked_softmax>;

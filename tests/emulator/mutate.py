@@ -57,6 +57,9 @@ BOUNDS = [
     ("sm80/backward/statistics.cuh", "query < sequence.queries", "true"),
     ("sm80/backward/statistics.cuh", "query >= round_up(sequence.queries, kQueryPadding)", "false"),
     ("rows/row_gradients.cuh", "query_of_sequence >= sequence.queries", "false"),
+    ("simt/tangents.cuh", "rows_left <= 0", "false"),
+    ("simt/tangents.cuh", "row >= rows_left", "false"),
+    ("simt/tangent_tile.cuh", "query < tile.rows()", "true"),
 ]
 
 #: Where a statement may go without any test noticing, and why: folder/file and statement -> reason.
@@ -96,6 +99,8 @@ RUNS = {
     # The last are those of wide heads, which have kernels of their own.
     "backward_cases": [("fifo", "late", 5, 0), ("sticky", "random", 11, 0), ("fifo", "late", 3, -10)],
     "sequence_cases": [("fifo", "late", 2, 0), ("fifo", "late", 2, 1)],
+    # The last are sequences.
+    "tangent_cases": [("fifo", "late", 7, 0), ("fifo", "late", 4, -30)],
 }
 #: Million products of the largest case.
 MOST = 7
@@ -139,6 +144,8 @@ def mutants() -> Iterator[Mutant]:
 
 def cases_of(file: Path) -> list[str]:
     """The modules that run a file's code; each backward comes after its forward."""
+    if file.stem.startswith("tangent"):
+        return ["tangent_cases"]
     if "backward" in file.parts or file.parts[1] in ("rows", "mask"):
         return ["backward_cases"]
     return ["backward_cases", "forward_cases"] if file.parts[1] == "simt" else ["forward_cases"]
@@ -159,7 +166,9 @@ class Way(NamedTuple):
 
 def ways(mutant: Mutant, variants: Iterable[str]) -> list[Way]:
     """The kernels with the cases that run a mutant's code; in the asan variant only those of bounds."""
-    cases = ["sequence_cases"] if mutant.instead else cases_of(mutant.file)
+    cases = cases_of(mutant.file)
+    if mutant.instead and cases != ["tangent_cases"]:
+        cases = ["sequence_cases"]
     used = [name for name in variants if name == "race" or mutant.instead]
     return [
         Way(variant, kernel, name) for variant in used for kernel in kernels_of(mutant.file) for name in cases

@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import functools
 import os
+import runpy
 import subprocess
 import sys
 import sysconfig
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 from emulator import build as emulator
 
-from selfattn_ext import cuda_build
-
 ROOT = emulator.ROOT
+# By path: importing the package would load the library that is about to be built, after building another one.
+cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "cuda_build.py")))
+
 MACHINE = ROOT / "tests" / "ptx_machine"
 NVCC_TO_PTX = MACHINE / "nvcc_to_ptx"
 #: What programs are compiled for: devices of later generations run the same PTX.
@@ -38,8 +42,8 @@ FLAGS = [
 ]
 
 
-def nvcc() -> cuda_build.Nvcc:
-    """The nvcc of this machine.
+def nvcc() -> Any:
+    """The nvcc of this machine, as cuda_build has it.
 
     Raises:
         RuntimeError: there is none.
@@ -61,13 +65,13 @@ def host_level() -> str:
 
 
 def folder() -> Path:
-    """Where everything that this Python and torch need lies."""
-    return (
-        ROOT
-        / "build"
-        / "ptx_machine"
-        / f"{sys.implementation.cache_tag}_torch{emulator.tools().torch_version}"
-    )
+    """Where the machine lies, which every torch shares."""
+    return ROOT / "build" / "ptx_machine"
+
+
+def of_torch() -> str:
+    """The folder in it for what this torch alone can use."""
+    return f"torch{emulator.tools().torch_version}"
 
 
 def library_of(home: Path, name: str) -> Path:
@@ -130,9 +134,9 @@ def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
     include = [f"-isystem {torch}/include", f"-isystem {torch}/include/torch/csrc/api/include"]
     link = [f"-L{torch}/lib", f"-Wl,-rpath,{torch}/lib"]
     libraries = ["-ltorch", "-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda"]
-    of_torch = ["-std=c++20", "-O1", "-fPIC", "-Wall", f"-I{MACHINE}", f"-isystem {home}/include", *include]
-    objects = file.objects(sorted((MACHINE / "operators").glob("*.cpp")), "operators", of_torch)
-    file.link("operators.so", objects, ["-shared", *link, *libraries])
+    flags = ["-std=c++20", "-O1", "-fPIC", "-Wall", f"-I{MACHINE}", f"-isystem {home}/include", *include]
+    objects = file.objects(sorted((MACHINE / "operators").glob("*.cpp")), f"{of_torch()}/operators", flags)
+    file.link(f"{of_torch()}/operators.so", objects, ["-shared", *link, *libraries])
     driver = file.objects([MACHINE / "driver" / "libcuda.cc"], "driver", ["-std=c++17", "-fPIC", "-Wall"])
     file.link("driver/libcuda.so.1", driver, ["-shared", "-Wl,-soname,libcuda.so.1"])
     return file
@@ -143,13 +147,13 @@ def build(target: str) -> Path:
     """Brings `target` up to date, once in a process, and returns its path.
 
     Args:
-        target: machine.so; operators.so; driver/libcuda.so.1; or the name of a program.
+        target: machine.so; driver/libcuda.so.1; operators.so in of_torch(); or the name of a program.
 
     Raises:
         RuntimeError: there is no nvcc, or something does not compile; the message holds what compilers said.
     """
     found = emulator.tools()
-    return emulator.run_ninja(found, folder(), "build.ninja", write_ninja(found), target, None)
+    return emulator.run_ninja(found, folder(), f"{of_torch()}.ninja", write_ninja(found), target, None)
 
 
 def build_package() -> Path:
@@ -161,7 +165,7 @@ def build_package() -> Path:
     """
     capability = int(os.environ.get("SELFATTN_PTX_CAPABILITY", 90))
     runs = [it for it in ARCHITECTURES if int(it.replace(".", "")) <= capability]
-    place = ROOT / "build" / "ptx_machine"
+    place = folder()
     if runs[-1] != ARCHITECTURES[-1]:
         place /= f"for_{runs[-1]}"
     command = [sys.executable, "setup.py", "--quiet", "build_ext"]
@@ -187,7 +191,7 @@ def environment(**variables: str) -> dict[str, str]:
 
 def environment_for_torch(library: Path, **variables: str) -> dict[str, str]:
     """The environment of a Python whose torch finds the machine as its GPU, with this library."""
-    build("operators.so")
+    operators = build(f"{of_torch()}/operators.so")
     driver = build("driver/libcuda.so.1").parent
     path = [str(MACHINE / "operators" / "site"), str(ROOT), os.environ.get("PYTHONPATH", "")]
     defaults = {
@@ -199,6 +203,6 @@ def environment_for_torch(library: Path, **variables: str) -> dict[str, str]:
         "PYTORCH_NO_CUDA_MEMORY_CACHING": "1",
         "SELFATTN_LIBRARY": str(library),
         "SELFATTN_REQUIRE_CUDA": "1",
-        "SELFATTN_PTX_OPERATORS": str(folder() / "operators.so"),
+        "SELFATTN_PTX_OPERATORS": str(operators),
     }
     return environment(**{**defaults, **variables})

@@ -107,6 +107,12 @@ class ScoreTile {
     return T(1) - t * t;
   }
 
+  // Its derivative.
+  __device__ __forceinline__ T softcap_curvature(T dot) const {
+    const T cap = static_cast<T>(p.softcap), t = hyperbolic_tangent(scaled(dot) / cap);
+    return T(-2) * t * (T(1) - t * t) / cap;
+  }
+
   // The final score of any element: -inf where it is hidden by whatever rule, or outside of the sequence.
   __device__ __forceinline__ T score(int row, int column, T dot) const {
     return window_shows(row, column) ? score_in_window(row, column, dot) : -infinity<T>();

@@ -11,19 +11,19 @@ namespace {
 
 constexpr int64_t kAlignment = 256;
 
-size_t bytes_of_array(const AttentionParams& p) {
+}  // namespace
+
+size_t row_array_bytes(const AttentionParams& p) {
   const int64_t size = size_of(statistics_dtype(p.dtype));
   const int64_t rows = p.row(p.sequences.query_starts != nullptr ? 1 : p.batch, 0, 0);
   return static_cast<size_t>(round_up(rows * size, kAlignment));
 }
 
-}  // namespace
-
-size_t row_gradients_bytes(const AttentionParams& p) { return 3 * bytes_of_array(p); }
+size_t row_gradients_bytes(const AttentionParams& p) { return 3 * row_array_bytes(p); }
 
 template <class T>
 RowGradients<T> row_gradients_in(void* memory, const AttentionParams& p) {
-  const size_t bytes = bytes_of_array(p);
+  const size_t bytes = row_array_bytes(p);
   char* const first = static_cast<char*>(memory);
   return {reinterpret_cast<T*>(first), reinterpret_cast<T*>(first + bytes),
           reinterpret_cast<T*>(first + 2 * bytes)};

@@ -15,7 +15,8 @@ struct RowGradients {
   T* delta;        // rowsum(grad_out * out) + grad_row
 };
 
-// Bytes of the three arrays, a multiple of 256.
+// Bytes of one such array, a multiple of 256, and of all three.
+size_t row_array_bytes(const AttentionParams& params);
 size_t row_gradients_bytes(const AttentionParams& params);
 
 template <class T>

@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   const bool sums_slopes = kSide == Side::kQuery && a.grad_slopes_rows != nullptr;
   if (sums_slopes && thread_column() == 0) {
 #pragma unroll
-    for (int r = 0; r < kRowsPerThread<T>; ++r) shared.slopes[fragment_row<T>(r)] = T(0);
+    for (int r = 0; r < kRowsPerThread<T>; ++r) shared.row_sums[fragment_row<T>(r)] = T(0);
   }
   __syncthreads();
 
@@ -153,7 +153,7 @@ __global__ void __launch_bounds__(kThreads, 2)
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
       const int row = fragment_row<T>(r);
-      if (row < rows_left) static_cast<T*>(a.grad_slopes_rows)[first + row] = shared.slopes[row];
+      if (row < rows_left) static_cast<T*>(a.grad_slopes_rows)[first + row] = shared.row_sums[row];
     }
   }
 }

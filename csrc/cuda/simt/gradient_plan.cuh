@@ -136,7 +136,7 @@ struct GradientShared {
   static_assert(kPanelsEnd % sizeof(double) == 0, "totals are aligned");
 
   Plan* plan;
-  T* slopes;        // kRows sums of ds times distance
+  T* row_sums;      // kRows: of ds times distance
   T* columns;       // kColumnPanel
   T* weights;       // kWeightPanel: weights after dropout
   T* score_grads;   // kWeightPanel: ds, with the slope of the softcap unless a mask's gradient is wanted
@@ -145,8 +145,8 @@ struct GradientShared {
 
   __device__ __forceinline__ explicit GradientShared(unsigned char* memory)
       : plan(reinterpret_cast<Plan*>(memory)),
-        slopes(reinterpret_cast<T*>(memory + kPlanBytes)),
-        columns(slopes + kRows<T>),
+        row_sums(reinterpret_cast<T*>(memory + kPlanBytes)),
+        columns(row_sums + kRows<T>),
         weights(columns + kColumnPanel<T>),
         score_grads(weights + kWeightPanel<T>),
         product_rows(score_grads),

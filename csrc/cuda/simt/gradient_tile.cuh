@@ -29,12 +29,11 @@ struct QueryNumbers {
   __device__ __forceinline__ T score_grad(T weight, T grad) const { return weight * (grad - delta) + T(0); }
 };
 
-// fragment(r, c) = row r of `left` · row c of `right`. Rows of both lie in memory as neighbouring elements.
-template <DType kDType, Side kSide, class Source, class T>
-__device__ __forceinline__ void multiply_rows(const GradientShared<kDType, kSide>& shared,
-                                              const RowRange<Source>& left, const RowRange<Source>& right,
-                                              int64_t dims, bool has_rows, Fragment<T>& fragment) {
-  clear<T>(fragment);
+// fragment(r, c) += row r of `left` · row c of `right`. Rows of both lie in memory as neighbouring elements.
+template <DType kDType, Side kSide, class Left, class Right, class T>
+__device__ __forceinline__ void add_product_of_rows(const GradientShared<kDType, kSide>& shared,
+                                                    const RowRange<Left>& left, const RowRange<Right>& right,
+                                                    int64_t dims, bool has_rows, Fragment<T>& fragment) {
   for (int64_t dim = 0; dim < dims; dim += kDepth<T>) {
     __syncthreads();  // everyone has finished with the panels
     load_transposed<kDType, kRows<T>>(shared.product_rows, left.source, left.first, left.end, dim, dims);
@@ -42,6 +41,14 @@ __device__ __forceinline__ void multiply_rows(const GradientShared<kDType, kSide
     __syncthreads();
     if (has_rows) multiply<T>(shared.product_rows, shared.columns, smaller(dims - dim, kDepth<T>), fragment);
   }
+}
+
+template <DType kDType, Side kSide, class Source, class T>
+__device__ __forceinline__ void multiply_rows(const GradientShared<kDType, kSide>& shared,
+                                              const RowRange<Source>& left, const RowRange<Source>& right,
+                                              int64_t dims, bool has_rows, Fragment<T>& fragment) {
+  clear<T>(fragment);
+  add_product_of_rows(shared, left, right, dims, has_rows, fragment);
 }
 
 // Whether the mask and the window show anything of the tile to this thread's share of it, which are keys that
@@ -60,6 +67,18 @@ __device__ __forceinline__ bool share_is_seen(const ScoreTile<T>& tile) {
     }
   }
   return any;
+}
+
+// Whether anybody sees anything of the tile that the walk has got to. All threads must call it.
+template <DType kDType, Side kSide>
+__device__ __forceinline__ bool tile_is_seen(const AttentionParams& p,
+                                             const GradientPlan<kDType, kSide>& plan) {
+  using Plan = GradientPlan<kDType, kSide>;
+  using T = typename Plan::T;
+  if (p.mask.data == nullptr && (!FunctionTile<T>::kAny || p.function.map.blocks == nullptr)) return true;
+  ScoreTile<T> tile(p, plan.sequence, plan.head, plan.first_query);
+  tile.move_to(plan.first_key);
+  return __syncthreads_or(share_is_seen<Plan::kQueries, Plan::kKeys>(tile)) != 0;
 }
 
 // Both products of a full tile become W and ds, by nothing but a scale.
@@ -148,7 +167,7 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
     }
     if (sum_slopes) {
       slope = sum_of_row(slope);
-      if (thread_column() == 0) shared.slopes[query] += slope;
+      if (thread_column() == 0) shared.row_sums[query] += slope;
     }
   }
 }
@@ -184,13 +203,8 @@ __device__ __forceinline__ bool gradient_tile(const AttentionParams& p, const Ba
                                               const rows::RowGradients<T>& rows,
                                               const GradientShared<kDType, kSide>& shared, bool has_rows,
                                               bool needs_score_grads) {
-  using Plan = GradientPlan<kDType, kSide>;
-  const Plan& plan = *shared.plan;
-  if (p.mask.data != nullptr || (FunctionTile<T>::kAny && p.function.map.blocks != nullptr)) {
-    ScoreTile<T> tile(p, plan.sequence, plan.head, plan.first_query);
-    tile.move_to(plan.first_key);
-    if (!__syncthreads_or(share_is_seen<Plan::kQueries, Plan::kKeys>(tile))) return false;
-  }
+  const GradientPlan<kDType, kSide>& plan = *shared.plan;
+  if (!tile_is_seen(p, plan)) return false;
   Fragment<T> s, grad;
   // Read from the plan where they are used: held over both products they take registers.
   const auto queries = [&plan] { return RowRange{plan.query_rows, plan.first_query, plan.sequence.queries}; };

@@ -37,20 +37,15 @@ __device__ __forceinline__ void store_mask_gradient(const AttentionParams& p, co
   store_element(grad_mask.data, grad_mask.dtype, index, sum);
 }
 
-// Blocks of a multiprocessor: its registers are enough for three, those of float64 would spill.
-template <DType kDType>
-constexpr int kMaskBlocks = kDType == DType::kFloat64 ? 2 : 3;
-
-template <DType kDType>
-__global__ void __launch_bounds__(kThreads, kMaskBlocks<kDType>)
-    mask_gradient_kernel(const AttentionParams p, const BackwardArguments a,
-                         const rows::RowGradients<typename Element<kDType>::Accumulation> rows,
-                         const MaskRegions regions, const int64_t first_block) {
+// What a block does: adds up the tiles of its split of a region. compute_tile() leaves the plan's in
+// shared.score_grads; false, and nothing is there, where the mask hides all of a tile.
+template <DType kDType, class ComputeTile>
+__device__ __forceinline__ void add_up_mask(const AttentionParams& p, const BackwardArguments& a,
+                                            const MaskRegions& regions, int64_t block,
+                                            const GradientShared<kDType, Side::kMask>& shared,
+                                            const ComputeTile& compute_tile) {
   using T = typename Element<kDType>::Accumulation;
-  SELFATTN_DYNAMIC_SHARED(memory);
-  const GradientShared<kDType, Side::kMask> shared(memory);
   GradientPlan<kDType, Side::kMask>& plan = *shared.plan;
-  const int64_t block = first_block + blockIdx.x;
   if (threadIdx.x == 0) plan = plan_of_mask<kDType>(p, a, regions, block);
   __syncthreads();
 
@@ -63,7 +58,7 @@ __global__ void __launch_bounds__(kThreads, kMaskBlocks<kDType>)
   clear<T>(sums);
   int tiles = 0;  // in them
   while (!plan.done()) {
-    if (gradient_tile<kDType, Side::kMask>(p, a, rows, shared, true, true)) {
+    if (compute_tile()) {
       Fragment<T> grad;
       get_fragment<T>(shared.score_grads, grad);
 #pragma unroll
@@ -103,10 +98,28 @@ __global__ void __launch_bounds__(kThreads, kMaskBlocks<kDType>)
   }
 }
 
+// Blocks of a multiprocessor: its registers are enough for three, those of float64 would spill.
 template <DType kDType>
-MaskRegions regions_of_mask(const AttentionParams& p, const BackwardArguments& a) {
+constexpr int kMaskBlocks = kDType == DType::kFloat64 ? 2 : 3;
+
+template <DType kDType>
+__global__ void __launch_bounds__(kThreads, kMaskBlocks<kDType>)
+    mask_gradient_kernel(const AttentionParams p, const BackwardArguments a,
+                         const rows::RowGradients<typename Element<kDType>::Accumulation> rows,
+                         const MaskRegions regions, const int64_t first_block) {
+  SELFATTN_DYNAMIC_SHARED(memory);
+  const GradientShared<kDType, Side::kMask> shared(memory);
+  add_up_mask<kDType>(p, a, regions, first_block + blockIdx.x, shared,
+                      [&] { return gradient_tile<kDType, Side::kMask>(p, a, rows, shared, true, true); });
+}
+
+// `partial` is where splits leave their sums.
+template <DType kDType>
+MaskRegions regions_of_mask(const AttentionParams& p, const BackwardArguments& a, void* partial = nullptr) {
   using Plan = GradientPlan<kDType, Side::kMask>;
-  return mask_regions(p, a, Plan::kQueries, Plan::kKeys);
+  MaskRegions regions = mask_regions(p, a, Plan::kQueries, Plan::kKeys);
+  if (regions.splits > 1) regions.partial = static_cast<double*>(partial);
+  return regions;
 }
 
 template <DType kDType>
@@ -118,11 +131,8 @@ size_t mask_workspace(const AttentionParams& p, const BackwardArguments& a) {
 template <DType kDType>
 void mask_gradient(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
   using T = typename Element<kDType>::Accumulation;
-  MaskRegions regions = regions_of_mask<kDType>(p, a);
-  if (regions.splits > 1) {
-    regions.partial =
-        reinterpret_cast<double*>(static_cast<char*>(where.workspace) + rows::row_gradients_bytes(p));
-  }
+  char* const workspace = static_cast<char*>(where.workspace);
+  const MaskRegions regions = regions_of_mask<kDType>(p, a, workspace + rows::row_gradients_bytes(p));
   launch_blocks_with_function(p.function, &mask_gradient_kernel<kDType>, regions.blocks(), kThreads,
                               GradientShared<kDType, Side::kMask>::kBytes, where, p, a,
                               rows::row_gradients_in<T>(where.workspace, p), regions);

@@ -3,7 +3,6 @@
 
 #include "../common/call_for_dtype.h"
 #include "../function/function_kernels.h"
-#include "../rows/rows.h"
 #include "../split/split_keys.h"
 
 namespace selfattn::cuda {
@@ -35,12 +34,15 @@ void weights_of_dtype(const AttentionParams& p, const WeightsOutputs& outputs, c
       &weights<DType::kFloat16>, outputs, where);
 }
 
+size_t mask_workspace_of_dtype(const AttentionParams& p, const BackwardArguments& a) {
+  if (a.grad_mask.data == nullptr) return 0;
+  return call_for_dtype<size_t, AttentionParams, const BackwardArguments&>(
+      p, &mask_workspace<DType::kFloat64>, &mask_workspace<DType::kFloat32>,
+      &mask_workspace<DType::kBFloat16>, &mask_workspace<DType::kFloat16>, a);
+}
+
 size_t backward_workspace(const AttentionParams& p, const BackwardArguments& a) {
-  const size_t rows = rows::row_gradients_bytes(p);
-  if (a.grad_mask.data == nullptr) return rows;
-  return rows + call_for_dtype<size_t, AttentionParams, const BackwardArguments&>(
-                    p, &mask_workspace<DType::kFloat64>, &mask_workspace<DType::kFloat32>,
-                    &mask_workspace<DType::kBFloat16>, &mask_workspace<DType::kFloat16>, a);
+  return rows::row_gradients_bytes(p) + mask_workspace_of_dtype(p, a);
 }
 
 void backward_of_dtype(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
@@ -52,6 +54,31 @@ void backward_of_dtype(const AttentionParams& p, const BackwardArguments& a, con
   call_for_dtype<void, AttentionParams, const BackwardArguments&, const Launch&>(
       p, &mask_gradient<DType::kFloat64>, &mask_gradient<DType::kFloat32>, &mask_gradient<DType::kBFloat16>,
       &mask_gradient<DType::kFloat16>, a, where);
+}
+
+void jvp_of_dtype(const AttentionParams& p, const JvpArguments& a, const Launch& where) {
+  forward_of_dtype(p, a.forward, where);
+  call_for_dtype<void, AttentionParams, const JvpArguments&, const Launch&>(
+      p, &jvp<DType::kFloat64>, &jvp<DType::kFloat32>, &jvp<DType::kBFloat16>, &jvp<DType::kFloat16>, a,
+      where);
+}
+
+size_t backward_backward_workspace(const AttentionParams& p, const BackwardBackwardArguments& a) {
+  return tangent_rows_bytes(p) + mask_workspace_of_dtype(p, a.backward);
+}
+
+void backward_backward_of_dtype(const AttentionParams& p, const BackwardBackwardArguments& a,
+                                const Launch& where) {
+  BackwardArguments first = a.backward;
+  first.grad_sinks_rows = nullptr;  // the first derivative's, which nobody wants
+  rows::prepare(p, first, where.workspace, where);
+  call_for_dtype<void, AttentionParams, const BackwardBackwardArguments&, const Launch&>(
+      p, &backward_backward<DType::kFloat64>, &backward_backward<DType::kFloat32>,
+      &backward_backward<DType::kBFloat16>, &backward_backward<DType::kFloat16>, a, where);
+  if (a.backward.grad_mask.data == nullptr) return;
+  call_for_dtype<void, AttentionParams, const BackwardBackwardArguments&, const Launch&>(
+      p, &tangent_mask<DType::kFloat64>, &tangent_mask<DType::kFloat32>, &tangent_mask<DType::kBFloat16>,
+      &tangent_mask<DType::kFloat16>, a, where);
 }
 
 void scores_of_dtype(const ScoresParams& p, const Launch& where) {
@@ -94,6 +121,9 @@ constexpr Kernel entry() {
   kernel.weights = &weights_of_dtype;
   kernel.backward_workspace = &backward_workspace;
   kernel.backward = &backward_of_dtype;
+  kernel.jvp = &jvp_of_dtype;
+  kernel.backward_backward_workspace = &backward_backward_workspace;
+  kernel.backward_backward = &backward_backward_of_dtype;
   kernel.scores = &scores_of_dtype;
   kernel.scores_backward = &scores_backward_of_dtype;
   kernel.masked_softmax = &masked_softmax_of_dtype;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../kernel.h"
+#include "../rows/rows.h"
 
 namespace selfattn::cuda {
 
@@ -22,6 +23,20 @@ template <DType kDType>
 size_t mask_workspace(const AttentionParams& params, const BackwardArguments& arguments);
 template <DType kDType>
 void mask_gradient(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
+// Forward mode of a forward that has run.
+template <DType kDType>
+void jvp(const AttentionParams& params, const JvpArguments& arguments, const Launch& where);
+// All second derivatives but those of a mask, from row gradients in the workspace.
+template <DType kDType>
+void backward_backward(const AttentionParams& params, const BackwardBackwardArguments& arguments,
+                       const Launch& where);
+template <DType kDType>
+void tangent_mask(const AttentionParams& params, const BackwardBackwardArguments& arguments,
+                  const Launch& where);
+// What these have in the workspace, before the partial sums of a mask: the row gradients and a number more.
+inline size_t tangent_rows_bytes(const AttentionParams& params) {
+  return rows::row_gradients_bytes(params) + rows::row_array_bytes(params);
+}
 template <DType kDType>
 void scores(const ScoresParams& params, const Launch& where);
 template <DType kDType>

@@ -130,10 +130,12 @@ const cuda::Kernel& choose_for_derivatives(const char* name, const AttentionPara
 }
 
 void jvp(const char* name, const AttentionParams& p, const JvpArguments& arguments, Device device) {
-  const Turn turn(device);
+  Turn turn(device);
   const cuda::Kernel& kernel = choose_for_derivatives(name, p, turn.capability());
   if (p.batch * p.heads * p.queries == 0) return;
   for_each_launch(p, arguments, [&](const AttentionParams& call, const JvpArguments& a) {
+    const Scratch workspace("the kernel's working space", kernel.forward_workspace(call), device);
+    turn.launch.workspace = workspace.data();
     kernel.jvp(call, a, turn.launch);
   });
 }

@@ -14,6 +14,11 @@ u8 bytes_in(u64 word, u64 begin, u32 bytes) {
   return static_cast<u8>((1u << end) - (1u << first));
 }
 
+// For reports alone: texts take longer than what else is done for a word.
+std::string in_shared_memory(u32 word) {
+  return "byte " + std::to_string(word * kWordBytes) + " of shared memory";
+}
+
 void merge(std::vector<u32>& into, const std::vector<u32>& from) {
   for (size_t n = 0; n < into.size() && n < from.size(); ++n) into[n] = std::max(into[n], from[n]);
 }
@@ -24,7 +29,9 @@ void Races::start_grid() {
   first_of_grid_ = serial_ + 1;
   // What earlier grids did is ordered; their words need not be kept.
   constexpr size_t kMostPages = 1 << 14;
-  if (pages_.size() > kMostPages) pages_.clear();
+  if (pages_.size() <= kMostPages) return;
+  pages_.clear();
+  last_page_ = nullptr;
 }
 
 void Races::start_block(const Block& block) {
@@ -83,17 +90,18 @@ void Races::report(const Warp& warp, const Instruction& ins, int lane, const std
 // A write of the lane against the reads and the last write of the word.
 void Races::check_write(const Warp& warp, const Instruction& ins, int lane, u32 word, const Mark& now) {
   const SharedWord& known = words_[word];
-  const std::string where = "byte " + std::to_string(word * kWordBytes) + " of shared memory";
-  if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where, known.write, "a write");
+  const auto where = [&] { return in_shared_memory(word); };
+  if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, "a write");
   for (size_t n = 0; n < warps_; ++n) {
     const Mark& read = reads_[word * warps_ + n];
     if (read.block != serial_) continue;  // of another block's memory
-    if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where, read, "a read");
+    if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where(), read, "a read");
   }
+  if (earlier_reads_.empty()) return;
   const auto earlier = earlier_reads_.find(word);
   if (earlier == earlier_reads_.end()) return;
   for (const Mark& read : earlier->second) {
-    if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where, read, "a read");
+    if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where(), read, "a read");
   }
 }
 
@@ -102,9 +110,9 @@ void Races::shared(const Warp& warp, const Instruction& ins, int lane, u32 offse
     SharedWord& known = words_[word];
     if (known.block != serial_) known = SharedWord{{}, serial_, 0, false};
     const Mark now = mark(warp, ins, lane, bytes_in(word * kWordBytes, offset, bytes), access);
-    const std::string where = "byte " + std::to_string(word * kWordBytes) + " of shared memory";
+    const auto where = [&] { return in_shared_memory(word); };
     if (known.in_flight && (known.write.bytes & now.bytes) != 0) {
-      report(warp, ins, lane, where, known.write, "an asynchronous copy that is on its way");
+      report(warp, ins, lane, where(), known.write, "an asynchronous copy that is on its way");
     }
     if (access != Access::kRead) {
       check_write(warp, ins, lane, word, now);
@@ -113,9 +121,9 @@ void Races::shared(const Warp& warp, const Instruction& ins, int lane, u32 offse
       continue;
     }
     if ((known.written & now.bytes) != now.bytes) {
-      fail(warp, ins, 1u << lane, "a read of " + where + ", which nobody has written");
+      fail(warp, ins, 1u << lane, "a read of " + where() + ", which nobody has written");
     }
-    if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where, known.write, "a write");
+    if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, "a write");
     Mark& read = reads_[word * warps_ + warp.index];
     const bool same_epoch = read.block == serial_ && read.epoch == now.epoch;
     const Mark before = read;
@@ -143,12 +151,21 @@ void Races::finish_copy(const Warp& warp, int lane, u32 offset, u32 bytes) {
   }
 }
 
+Races::DeviceWord& Races::device_word(u64 word) {
+  const u64 number = word / kWordsOfPage;
+  if (last_page_ == nullptr || number != last_number_) {
+    std::unique_ptr<Page>& page = pages_[number];
+    if (page == nullptr) page = std::make_unique<Page>();
+    last_page_ = page.get();
+    last_number_ = number;
+  }
+  return last_page_->words[word % kWordsOfPage];
+}
+
 void Races::device(const Warp& warp, const Instruction& ins, int lane, u64 address, u32 bytes,
                    Access access) {
   for (u64 word = address / kWordBytes; word <= (address + bytes - 1) / kWordBytes; ++word) {
-    std::unique_ptr<Page>& page = pages_[word / kWordsOfPage];
-    if (page == nullptr) page = std::make_unique<Page>();
-    DeviceWord& known = page->words[word % kWordsOfPage];
+    DeviceWord& known = device_word(word);
     const Mark now = mark(warp, ins, lane, bytes_in(word * kWordBytes, address, bytes), access);
     const auto where = [&] { return "device memory" + describe_memory(address); };
     if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, "a write");

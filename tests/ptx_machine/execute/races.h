@@ -77,6 +77,7 @@ class Races {
   // The same of what lanes of the warp did since its last barrier.
   bool ordered_in_warp(const Mark& before, const Lanes& lanes, int lane) const;
   bool conflicts(const Mark& before, const Mark& now, const Warp& warp, int lane) const;
+  DeviceWord& device_word(u64 word);
   void check_write(const Warp& warp, const Instruction& ins, int lane, u32 word, const Mark& now);
   [[noreturn]] void report(const Warp& warp, const Instruction& ins, int lane, const std::string& where,
                            const Mark& before, const char* what) const;
@@ -91,6 +92,8 @@ class Races {
   std::unordered_map<u32, std::vector<Mark>> earlier_reads_;
   Clock barriers_[kBarriers];  // what arrivals brought
   std::unordered_map<u64, std::unique_ptr<Page>> pages_;
+  Page* last_page_ = nullptr;  // neighbouring lanes touch neighbouring words
+  u64 last_number_ = 0;
 };
 
 }  // namespace ptx_machine
