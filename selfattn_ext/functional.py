@@ -148,16 +148,17 @@ def scaled_dot_product_attention(
 
     Returns:
         out (..., H, L, Ev), or (out, weights), (out, lse), (out, weights, lse). All are differentiable, any
-        number of times, and in forward mode (through the formula, with its (L, S) matrices). A query that
-        sees no key has output 0, weights 0, lse -inf and gradient 0. A key that a query may not see has no
-        influence on it, even if it holds NaN. out is contiguous in the query's order of dimensions.
+        number of times, and in forward mode; (L, S) matrices are made for third derivatives, and for second
+        ones and forward mode of weights. A query that sees no key has output 0, weights 0, lse -inf and
+        gradient 0. A key that a query may not see has no influence on it, even if it holds NaN. out is
+        contiguous in the query's order of dimensions.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
     On CUDA neither a call nor its gradient waits for the GPU, so that a CUDA graph can record a training
-    step. Two runs give the same bits on either device, gradients included. A second derivative looks whether
+    step. Two runs give the same bits on either device, gradients included. A third derivative looks whether
     inputs are finite where keys are hidden from queries; while a graph records it cannot, and takes memory
     for (L, S, E) products instead.
 

@@ -332,7 +332,7 @@ def exact_and_peer(
     return exact, peer
 
 
-def _in_another_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def in_another_order(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     """The same products of query and key; in float64 their terms in reverse order."""
     if tensors["query"].dtype != torch.float64:
         return tensors
@@ -355,7 +355,7 @@ class Judge:
         self.terms = 1.0
         with _one_thread():
             exact_tensors = exact_inputs(tensors)
-            self.exact, self.peer = case.formula(exact_tensors), case.formula(_in_another_order(tensors))
+            self.exact, self.peer = case.formula(exact_tensors), case.formula(in_another_order(tensors))
             if cotangents is not None:
                 self.exact |= gradients(self.exact, cotangents, exact_tensors)
                 self.peer |= gradients(self.peer, cotangents, tensors)

@@ -52,7 +52,18 @@ def calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ..
             query, key, value, 0.3, need_residual=True, **keywords
         )
         of_16_bits = {"out_residual": residual} if dtype in ops.SIXTEEN_BITS else {}
+        tangents = {"tangent_query": query, "tangent_value": value}
+        if keywords:
+            names = {"tangent_mask": "attn_mask", "tangent_slopes": "alibi_slopes", "tangent_sinks": "sinks"}
+            tangents |= {"tangent_key": key, **{name: keywords[of] for name, of in names.items()}}
         everything += [
+            (ops.attention_jvp, (query, key, value, 0.3), {**keywords, **tangents, "need_residual": True}),
+            (ops.attention_jvp, (query, key, value, 0.3), {**keywords, "tangent_key": key}),
+            (
+                ops.attention_backward_backward,
+                (out, query, key, value, out, row_max, row_sum, 0.3),
+                {**keywords, **of_16_bits, **tangents, "grad_row": row_max, "need_mask_grad": bool(keywords)},
+            ),
             (ops.attention_forward, (query, key, value, 0.3), keywords),
             (ops.attention_forward, (query, key, value, 0.3), {**keywords, "need_residual": True}),
             (ops.attention_weights, (query, key, row_max, row_sum, 0.3), keywords),

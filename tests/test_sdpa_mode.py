@@ -273,3 +273,20 @@ def test_causal_bias() -> None:
         assert sum(ran.ours(lambda: sdpa(query, key, value, causal_lower_right(5, 7)))) == 1
     mask = torch.ones(5, 7, dtype=torch.bool).tril(2)
     torch.testing.assert_close(out, sdpa(query, key, value, mask))
+
+
+def test_derivatives_that_torchs_fused_kernel_lacks() -> None:
+    """Forward mode and second derivatives, which torch refuses or computes by its formula."""
+    query, key, value, tangent = (torch.randn(1, 2, 5, 4, dtype=torch.float64) for _ in range(4))
+
+    def loss(query: torch.Tensor) -> torch.Tensor:
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True).sin().sum()
+
+    def derivatives() -> tuple[torch.Tensor, ...]:
+        gradient = torch.func.grad(loss)
+        return *torch.func.jvp(loss, (query,), (tangent,)), *torch.func.jvp(gradient, (query,), (tangent,))
+
+    with attention.sdpa_kernel(attention.SDPBackend.MATH):
+        expected = derivatives()
+    with as_sdpa():
+        torch.testing.assert_close(derivatives(), expected)

@@ -47,6 +47,36 @@ def test_every_option_for_shapes_that_change() -> None:
         torch.testing.assert_close(*outcomes)
 
 
+@pytest.mark.parametrize("mode", ["gradient penalty", "gradient penalty of torch.func", "jvp"])
+def test_training_steps_with_derivatives(mode: str) -> None:
+    """Losses that hold derivatives of attention, each step in one graph."""
+    shapes = ((2, 4, 5, 4), (2, 2, 7, 4), (2, 2, 7, 3))
+    tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
+    tangent = torch.randn(shapes[0], dtype=torch.float64)
+
+    def step(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+        def loss(query: torch.Tensor) -> torch.Tensor:
+            out = scaled_dot_product_attention(query * 2.0, key, value, enable_gqa=True, is_causal=True)
+            return out.sin().sum()
+
+        if mode == "jvp":
+            total, moved = torch.func.jvp(loss, (query,), (tangent,))
+            return total + moved.square()
+        total = loss(query)
+        if mode == "gradient penalty":
+            (force,) = torch.autograd.grad(total, query, create_graph=True)
+        else:
+            force = torch.func.grad(loss)(query)
+        return total + force.square().sum()
+
+    with torch._dynamo.config.patch(trace_autograd_ops=True):
+        result = torch.compile(step, fullgraph=True)(*tensors)
+    expected = step(*tensors)
+    torch.testing.assert_close(result, expected)
+    grads = (torch.autograd.grad(total, tensors) for total in (result, expected))
+    torch.testing.assert_close(*grads)
+
+
 def test_calls_of_one_shape_in_float64() -> None:
     shapes = ((2, 4, 5, 4), (2, 2, 7, 4), (2, 2, 7, 3), (5, 7))
     tensors = [torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes]
