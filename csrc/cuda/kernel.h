@@ -34,6 +34,12 @@ struct Kernel {
   void (*backward)(const AttentionParams&, const BackwardArguments&, const Launch&) = nullptr;
 
   // Null for kernels that leave these to "simt", which has them all.
+  //
+  // The gradients of what the call's function reads, added to the sums; some are wanted. The workspace is
+  // theirs.
+  size_t (*captured_workspace)(const AttentionParams&, const CapturedGradients&) = nullptr;
+  void (*captured_gradients)(const AttentionParams&, const BackwardArguments&, const CapturedGradients&,
+                             const Launch&) = nullptr;
   void (*scores)(const ScoresParams&, const Launch&) = nullptr;
   void (*scores_backward)(const ScoresParams&, const Launch&) = nullptr;
   void (*masked_softmax)(const SoftmaxParams&, const Launch&) = nullptr;

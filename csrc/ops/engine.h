@@ -28,9 +28,9 @@ struct Engine {
   void (*masked_softmax_backward)(const char* kernel, const SoftmaxParams&, Device);
   // Something is appended: no count is 0.
   void (*append)(const AppendParams&, Device);
-  // On the CPU alone, of calls whose function has such gradients. Adds.
+  // Of calls whose function has such gradients, some of which are wanted. Adds.
   void (*captured_gradients)(const char* kernel, const AttentionParams&, const BackwardArguments&,
-                             const CapturedGradients&, Device) = nullptr;
+                             const CapturedGradients&, Device);
 };
 
 const Engine& engine_of(Device device);

@@ -8,7 +8,7 @@ import torch
 
 from .operations import C_TYPES, cast
 from .recorder import Load, Node
-from .statements import KEY, OVER_QUERIES, PAIR, QUERY, TILE, Body, Function
+from .statements import KEY, OVER_QUERIES, PAIR, QUERY, TILE, Body, Function, contiguous_strides
 from .straight import StraightBody
 
 __all__ = ["kinds_of", "source_of"]
@@ -131,9 +131,7 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
     additions is as long as the tile.
     """
     kind = C_TYPES[function.dtype]
-    sizes = function.tensors[tensor].shape
-    behind = (range(dimension + 1, len(sizes)) for dimension in range(len(sizes)))
-    strides = [" * ".join(["1", *(f"size{tensor}_{d}" for d in of)]) for of in behind]
+    strides = contiguous_strides(function, tensor)
 
     def loop(body: Body, add: str) -> list[str]:
         value = cast(body.use(gradient, PAIR), gradient.dtype, torch.float64)

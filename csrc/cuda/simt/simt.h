@@ -22,6 +22,12 @@ template <DType kDType>
 size_t mask_workspace(const AttentionParams& params, const BackwardArguments& arguments);
 template <DType kDType>
 void mask_gradient(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
+// Bytes of the row gradients and of copies of the result.
+template <DType kDType>
+size_t captured_workspace(const AttentionParams& params, const CapturedGradients& gradients);
+template <DType kDType>
+void captured_gradients(const AttentionParams& params, const BackwardArguments& arguments,
+                        const CapturedGradients& gradients, const Launch& where);
 template <DType kDType>
 void scores(const ScoresParams& params, const Launch& where);
 template <DType kDType>
