@@ -26,6 +26,7 @@ LIMITS = {
     "cuda/device_code/*": Limit(registers=32),
     "rows/*": Limit(registers=64),
     "cache/*": Limit(registers=64),
+    "function/*": Limit(registers=64),
     # Three blocks of 128 threads: for what it calls where a sum has overflowed. float16's takes 56.
     "split/merge_splits/*": Limit(registers=168),
     "split/*": Limit(registers=72),  # seven blocks of 128 threads

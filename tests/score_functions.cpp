@@ -1,6 +1,7 @@
 // Functions of scores for test_score_functions.py, as somebody writes them by hand: compiled with FUNCTION,
 // one of the structures here, and NUMBER, float or double.
 #include "core/score_function.h"
+#include "core/score_function_math.h"
 
 #include <cmath>
 #include <limits>
@@ -22,7 +23,7 @@ int64_t offset(const FunctionInputs& in, int tensor, int64_t first, int64_t seco
 NUMBER read(const FunctionInputs& in, int tensor, int64_t offset) {
   if (offset < 0) {
     __atomic_store_n(in.out_of_range, 1, __ATOMIC_RELAXED);
-    return 0;
+    return score_function::bits_of<NUMBER>(beside_bits(NUMBER()));
   }
   return static_cast<const NUMBER*>(in.tensors[tensor].data)[offset];
 }

@@ -177,6 +177,13 @@ struct CapturedGradients {
   // Scores of unlike batch elements, of unlike heads, of unlike queries read unlike elements of each tensor
   // whose gradient is wanted.
   bool exclusive_batch = false, exclusive_head = false, exclusive_query = false;
+
+  // Of all sums.
+  int64_t size() const {
+    int64_t all = 0;
+    for (int64_t i = 0; i < count; ++i) all += sizes[i];
+    return all;
+  }
 };
 
 struct ScoresParams {

@@ -38,10 +38,15 @@ struct CapturedTensor {
 struct FunctionInputs {
   const CapturedTensor* tensors;
   const double* numbers;  // constants that are no part of the compiled code
-  // Set to 1 where a score that neither function nor map hides reads beside a tensor; windows and masks come
-  // later. Threads write it at the same time: by an atomic store.
+  // Set to 1 where a score that neither function nor map hides reads beside a tensor. Threads write it at the
+  // same time: by an atomic store. On the CPU such scores become the NaN of beside_bits, and what is set is a
+  // block's own: windows and masks, which come later, may hide them all.
   int32_t* out_of_range;
 };
+
+// Of a NaN that no arithmetic makes.
+constexpr uint32_t beside_bits(float) { return 0x7fc0be5du; }
+constexpr uint64_t beside_bits(double) { return 0x7ff800000000be5du; }
 
 // Numbers are float, or double in a call of float64. All four may be called from several threads at once, and
 // are nullable: apply where nothing changes a score, differentiate where its gradient does not change, ...

@@ -40,6 +40,11 @@ struct Kernel {
   size_t (*backward_backward_workspace)(const AttentionParams&, const BackwardBackwardArguments&) = nullptr;
   void (*backward_backward)(const AttentionParams&, const BackwardBackwardArguments&,
                             const Launch&) = nullptr;
+  // The gradients of what the call's function reads, added to the sums; some are wanted. The workspace is
+  // theirs.
+  size_t (*captured_workspace)(const AttentionParams&, const CapturedGradients&) = nullptr;
+  void (*captured_gradients)(const AttentionParams&, const BackwardArguments&, const CapturedGradients&,
+                             const Launch&) = nullptr;
   void (*scores)(const ScoresParams&, const Launch&) = nullptr;
   void (*scores_backward)(const ScoresParams&, const Launch&) = nullptr;
   void (*masked_softmax)(const SoftmaxParams&, const Launch&) = nullptr;

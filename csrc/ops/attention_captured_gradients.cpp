@@ -56,7 +56,8 @@ void attention_captured_gradients(StableIValue* values, uint64_t, uint64_t) {
   const BackwardCall call(tensors, scale, options);
   const int64_t sum = checked_sum(sizes, options);
   const ScoreFunctionTable* table = call.params.function.table;
-  if (sum > 0 && table->add_captured == nullptr) {
+  // That of a GPU's kernel adds nothing then.
+  if (sum > 0 && table->device == nullptr && table->add_captured == nullptr) {
     refuse("score_function \"", options.score_function->text, "\" has no gradient of captured tensors");
   }
   if (exclusive < 0 || exclusive > 7) refuse("exclusive must lie between 0 and 7, but it is ", exclusive);

@@ -33,9 +33,9 @@ struct Engine {
   // Gives the arguments their workspace. Runs when backward does.
   void (*backward_backward)(const char* kernel, const AttentionParams&, const BackwardBackwardArguments&,
                             Device);
-  // On the CPU alone, of calls whose function has such gradients. Adds.
+  // Of calls whose function has such gradients, some of which are wanted. Adds.
   void (*captured_gradients)(const char* kernel, const AttentionParams&, const BackwardArguments&,
-                             const CapturedGradients&, Device) = nullptr;
+                             const CapturedGradients&, Device);
 };
 
 const Engine& engine_of(Device device);

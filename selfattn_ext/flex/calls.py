@@ -171,9 +171,6 @@ def _captured_gradients(
     sizes = [tensor.numel() if want else 0 for tensor, want in zip(captured, wanted, strict=True)]
     if not any(sizes):
         return [None] * len(captured)
-    if cotangents[0].device.type == "cuda":  # whose kernels do not have them
-        found = formula.captured_gradients(tensors, captured, call, cotangents, wanted)
-        return [None if gradient is None else gradient.detach() for gradient in found]
     query, key, value = tensors[:3]
     out, row_max, row_sum = saved[:3]
     merged = operator_calls.backward_keywords(

@@ -19,9 +19,10 @@ from .statements import Function
 
 __all__ = ["load"]
 
+_SIMT = ("forward", "backward", "mask_gradient", "captured_gradient", "score_matrix")
 #: The kernels that may have a function inside.
 _KERNELS = (
-    *(f"simt/{name}" for name in ("forward", "backward", "mask_gradient", "score_matrix")),
+    *(f"simt/{name}" for name in _SIMT),
     *(f"sm80/{name}" for name in ("forward", "weights", "backward/gradients", "backward/mask_gradient")),
 )
 

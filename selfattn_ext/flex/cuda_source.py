@@ -9,8 +9,8 @@ from typing import NamedTuple
 import torch
 
 from .operations import C_TYPES, cast
-from .recorder import Node, UnsupportedFunctionError
-from .statements import Body, Function
+from .recorder import Load, Node, UnsupportedFunctionError
+from .statements import Body, Function, contiguous_strides
 
 __all__ = ["Headers", "headers_of", "most_dims"]
 
@@ -50,6 +50,10 @@ def headers_of(function: Function) -> Headers:
         scores="\n\n".join(filter(None, [shown, modified])),
         chosen=f"full ? shown{_GIVEN} : masked{_GIVEN}" if modified else f"shown{_GIVEN}",
         gradient=_gradient(function, gradient) if gradient is not None else "return grad;",
+        loads=len(function.grad_loads),
+        parts="\n".join(
+            _captured_part(function, number, *load) for number, load in enumerate(function.grad_loads)
+        ),
     )
     return Headers(arguments, text)
 
@@ -82,6 +86,16 @@ def _gradient(function: Function, grad_score: Node) -> str:
     body = Body(function, by_levels=False)
     result = cast(body.use(grad_score, 0), grad_score.dtype, function.dtype)
     return "\n".join([_UNUSED, *body.beginning(), f"return grad == 0 ? 0 : {result};"])
+
+
+def _captured_part(function: Function, number: int, tensor: int, load: Load, gradient: Node) -> str:
+    """A case: the place of an element in its tensor, and its gradient."""
+    body = Body(function, by_levels=False)
+    value = cast(body.use(gradient, 0), gradient.dtype, function.dtype)
+    place = body.offset(load, contiguous_strides(function, tensor), 0)
+    beside = f"{' | '.join(body.beside[0])} ? -1 : " if body.beside[0] else ""
+    lines = [*body.beginning(tensor), f"return {{{tensor}, {beside}{place}, {value}}};"]
+    return "\n".join([f"case {number}: {{", *lines, "}"])
 
 
 _PLACE = "int32_t batch, int32_t head, int32_t query, int32_t key"
@@ -125,6 +139,19 @@ inline {kind} gradient(const FunctionArguments& arguments, int32_t batch, int32_
                        int32_t key, {kind} score, {kind} grad) {{
 const FunctionArguments* const inputs = &arguments;
 {gradient}
+}}
+
+constexpr int captured_loads = {loads};
+
+inline CapturedPart<{kind}> captured_part(const FunctionArguments& arguments, int load, int32_t batch,
+                                          int32_t head, int32_t query, int32_t key, {kind} score,
+                                          {kind} grad) {{
+const FunctionArguments* const inputs = &arguments;
+(void)batch, (void)head, (void)query, (void)key, (void)score, (void)grad, (void)inputs;
+switch (load) {{
+{parts}
+default: return {{0, -1, 0}};
+}}
 }}
 
 }}  // namespace selfattn::score_function

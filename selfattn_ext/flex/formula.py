@@ -20,7 +20,7 @@ from .recorder import Indexing, Load, Node, replay
 if TYPE_CHECKING:
     from .calls import Call
 
-__all__ = ["PythonCall", "at_once", "captured_gradients", "gradients", "in_rows"]
+__all__ = ["PythonCall", "at_once", "gradients", "in_rows"]
 
 #: Scores that :func:`in_rows` holds at once, of all heads and batch elements.
 _SCORES_AT_ONCE = 1 << 24
@@ -39,7 +39,7 @@ class _OfAllScores(NamedTuple):
     visible: Callable[[Places], Tensor] | None
 
 
-def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call, first: int = 0) -> AttentionResult:
+def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> AttentionResult:
     """A call whose functions have been recorded, with these captured tensors in place of the recorded."""
     function = call.traced.function
     position = {id(tensor): index for index, tensor in enumerate(function.tensors)}
@@ -70,29 +70,7 @@ def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call, first: 
     functions = _OfAllScores(
         None if function.score.op == "score" else modified, None if function.mask is None else shown
     )
-    return _attention(tensors, call, functions, first)
-
-
-def captured_gradients(
-    tensors: Tensors,
-    captured: Sequence[Tensor],
-    call: Call,
-    cotangents: Sequence[OptionalTensor],
-    needs: Sequence[bool],
-) -> list[OptionalTensor]:
-    """The gradients of captured tensors where they are needed, some queries at a time."""
-    needs = [*(False for _ in tensors), *needs]
-    sums: list[OptionalTensor] = []
-    for first, count in _parts(tensors, call.keywords):
-        part, keywords = _of_rows(tensors, call.keywords, first, count)
-        rows = [None if given is None else given[:, :, first : first + count] for given in cotangents]
-        found = gradients(part, captured, call._replace(keywords=keywords), rows, needs, first, False)
-        found = found[len(tensors) :]
-        if sums:
-            pairs = zip(sums, found, strict=True)
-            found = [None if sum is None or more is None else sum + more for sum, more in pairs]
-        sums = found
-    return sums
+    return _attention(tensors, call, functions)
 
 
 def gradients(
@@ -101,15 +79,13 @@ def gradients(
     call: Call,
     cotangents: Sequence[OptionalTensor],
     needs: Sequence[bool],
-    first: int = 0,
-    differentiable: bool = True,
 ) -> list[OptionalTensor]:
     """The gradients of tensors and captured tensors where they are needed, differentiable in turn."""
     # Aliases: an input may have been made of another one, which is none of this function's business.
     with torch.enable_grad():
         aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in (*tensors, *captured)]
         size = len(Tensors._fields)
-        result = _of_traced(Tensors(*aliases[:size]), aliases[size:], call, first)  # type: ignore[arg-type]
+        result = _of_traced(Tensors(*aliases[:size]), aliases[size:], call)  # type: ignore[arg-type]
         ends = [(end, given) for end, given in zip(result, cotangents, strict=True) if given is not None]
         wanted = [alias for alias, need in zip(aliases, needs, strict=False) if alias is not None and need]
         found = iter(
@@ -117,7 +93,7 @@ def gradients(
                 [end for end, _ in ends],
                 wanted,
                 [given for _, given in ends],
-                create_graph=differentiable,
+                create_graph=True,
                 allow_unused=True,
             )
         )

@@ -8,7 +8,7 @@ import torch
 
 from .operations import C_TYPES, cast
 from .recorder import Load, Node
-from .statements import KEY, OVER_QUERIES, PAIR, QUERY, TILE, Body, Function
+from .statements import KEY, OVER_QUERIES, PAIR, QUERY, TILE, Body, Function, contiguous_strides
 from .straight import StraightBody
 
 __all__ = ["kinds_of", "source_of"]
@@ -49,10 +49,14 @@ def _text(function: Function, name: str, results: dict[str, Node], ending: list[
 
     def inner(body: Body) -> list[str]:
         known = [f"const auto {key} = {body.use(node, PAIR)};" for key, node in results.items()]
-        flags = body.flags()
+        flags = [] if name == "differentiate" else body.flags()
         lines = [*OVER_QUERIES, *ending[:1], *body.statements[PAIR], *known, *ending[1:]]
         if flags:
-            lines.append(f"beside_any |= static_cast<int32_t>(({' | '.join(flags)}) & seen);")
+            lines += [
+                f"const bool beside = ({' | '.join(flags)}) & (*at != hidden);",
+                "*at = beside ? beside_tensor : *at;",
+                "beside_any |= static_cast<int32_t>(beside);",
+            ]
         return [*lines, "}"]
 
     lines = [
@@ -74,17 +78,16 @@ def source_of(function: Function) -> str:
     scores = f"{_ARGUMENTS}, void* data"
     read = f"{kind}* const at = static_cast<{kind}*>(data) + row + i; const {kind} score = *at; (void)score;"
     result = cast("result", function.score.dtype, function.dtype)
-    seen = "const bool seen = *at != hidden; (void)seen;"
     parts: list[str] = []
     entries = dict.fromkeys(("apply", "apply_unmasked", "differentiate", "add_captured"), "nullptr")
     if function.score.op != "score":
         entries["apply"] = entries["apply_unmasked"] = "apply_unmasked"
-        ending = [read, f"*at = {result};", seen]
+        ending = [read, f"*at = {result};"]
         parts.append(_text(function, "apply_unmasked", {"result": function.score}, ending, scores))
     if function.mask is not None:
         entries["apply"] = "apply"
         visible = cast("visible", function.mask.dtype, torch.bool)
-        ending = [read, f"*at = {visible} ? {result} : hidden;", seen]
+        ending = [read, f"*at = {visible} ? {result} : hidden;"]
         named = {"visible": function.mask, "result": function.score}
         parts.append(_text(function, "apply", named, ending, scores))
     raw = f"const {kind} score = static_cast<const {kind}*>(before)[row + i]; (void)score;"
@@ -93,7 +96,6 @@ def source_of(function: Function) -> str:
         ending = [
             f"{kind}* const at = static_cast<{kind}*>(gradient) + row + i; const {kind} grad = *at; {raw}",
             f"*at = grad == 0 ? 0 : {cast('result', function.grad_score.dtype, function.dtype)};",
-            "const bool seen = false; (void)seen;",
         ]
         arguments = f"{_ARGUMENTS}, const void* before, void* gradient"
         parts.append(_text(function, "differentiate", {"result": function.grad_score}, ending, arguments))
@@ -131,9 +133,7 @@ def _captured_text(function: Function, index: int, tensor: int, load: Load, grad
     additions is as long as the tile.
     """
     kind = C_TYPES[function.dtype]
-    sizes = function.tensors[tensor].shape
-    behind = (range(dimension + 1, len(sizes)) for dimension in range(len(sizes)))
-    strides = [" * ".join(["1", *(f"size{tensor}_{d}" for d in of)]) for of in behind]
+    strides = contiguous_strides(function, tensor)
 
     def loop(body: Body, add: str) -> list[str]:
         value = cast(body.use(gradient, PAIR), gradient.dtype, torch.float64)
@@ -209,6 +209,7 @@ namespace {{
 
 constexpr int64_t kAtOnce = 64;
 constexpr {kind} hidden = -std::numeric_limits<{kind}>::infinity();
+const {kind} beside_tensor = bits_of<{kind}>(beside_bits({kind}()));
 
 [[maybe_unused]] double sum_of(const double* numbers, int64_t count) {{
   double sums[4] = {{}};

@@ -17,7 +17,7 @@ import torch
 from .operations import C_TYPES, cast, expression
 from .recorder import Load, Node, Number
 
-__all__ = ["KEY", "OVER_QUERIES", "PAIR", "QUERY", "TILE", "Body", "Function"]
+__all__ = ["KEY", "OVER_QUERIES", "PAIR", "QUERY", "TILE", "Body", "Function", "contiguous_strides"]
 
 #: A node's level: what it depends on.
 TILE, KEY, QUERY, PAIR = 0, 1, 2, 3
@@ -217,6 +217,12 @@ class Body:
             "(void)key;",
             "const int64_t row = j * tile->stride + first;",
         ]
+
+
+def contiguous_strides(function: Function, tensor: int) -> list[str]:
+    """Of a gradient of that tensor, as expressions of its sizes."""
+    dims = range(function.tensors[tensor].dim())
+    return [" * ".join(["1", *(f"size{tensor}_{behind}" for behind in dims[dim + 1 :])]) for dim in dims]
 
 
 def _extent(tensor: torch.Tensor) -> int:

@@ -178,6 +178,84 @@ def test_gradients_of_options() -> None:
             torch.testing.assert_close(result.double(), right.double(), rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    "name", ["temperature", "t5_buckets", "swin_table", "full_bias", "graph_distances", "of_queries_and_keys"]
+)
+def test_what_is_learned(name: str, dtype: torch.dtype) -> None:
+    """Elements that all scores read, those of a query or a key, single ones; one and several tensors."""
+    checked(name, (2, 4, 70, 133), dtype, kv_heads=2)
+
+
+def test_what_is_learned_with_options() -> None:
+    options = {
+        "attn_mask": torch.randn(2, 1, 67, 71).masked_fill(torch.rand(2, 1, 67, 71) < 0.3, -torch.inf),
+        "window_size": (40, 10),
+        "softcap": 1.5,
+        "alibi_slopes": torch.tensor([0.1, 0.3]),
+        "sinks": torch.tensor([0.5, -1.0]),
+    }
+    for kernel in ("", "simt"):
+        with backends.use(kernel):
+            checked("relative_bias", (2, 2, 67, 71), **options)
+
+
+def test_what_is_learned_with_dropout_and_gradients_of_weights() -> None:
+    query, key, value = leaves((1, 2, 40, 50), torch.float64)
+    table = torch.randn(2, 90, dtype=torch.float64, requires_grad=True)
+
+    def bias(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score + table[h, q - kv + 50]
+
+    torch.manual_seed(1)
+    out, dropped, lse = flex_attention(
+        query, key, value, bias, dropout_p=0.4, return_weights=True, return_lse=True
+    )
+    (found,) = torch.autograd.grad((out.sin().sum() + dropped.square().sum() + lse.sum()), table)
+    distance = torch.arange(40)[:, None] - torch.arange(50) + 50
+    scores = query @ key.mT / 4 + table[:, distance]
+    weights = scores.softmax(-1) * (dropped != 0) / 0.6
+    loss = (weights @ value).sin().sum() + weights.square().sum() + scores.logsumexp(-1).sum()
+    torch.testing.assert_close(found, torch.autograd.grad(loss, table)[0])
+
+
+def test_what_is_learned_of_sequences() -> None:
+    """What each of them would add, by the formula."""
+    lengths = (1, 70, 0, 17)
+    starts = torch.tensor([0, *lengths]).cumsum(0)
+    rows = torch.randn(3, int(starts[-1]), 2, 16, dtype=torch.float64)
+    strength = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    table = torch.randn(70, dtype=torch.float64, requires_grad=True)
+
+    def function(score: Tensor, b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        return score * table[q] - strength[b] * (q - kv).abs()
+
+    out = varlen_attention(*rows.unbind(), starts, starts, 70, 70, score_mod=function)
+    loss = torch.zeros((), dtype=torch.float64)
+    for number, (begin, end) in enumerate(zip(starts.tolist(), starts.tolist()[1:], strict=False)):
+        query, key, value = rows[:, begin:end].transpose(1, 2).unbind()
+        distance = (torch.arange(end - begin)[:, None] - torch.arange(end - begin)).abs()
+        scores = query @ key.mT / 4 * table[: end - begin, None] - strength[number] * distance
+        loss = loss + (scores.softmax(-1) @ value).sin().sum()
+    expected = torch.autograd.grad(loss, (table, strength))
+    for found, right in zip(torch.autograd.grad(out.sin().sum(), (table, strength)), expected, strict=True):
+        torch.testing.assert_close(found, right)
+
+
+def test_what_is_learned_has_nothing_of_hidden_scores() -> None:
+    """Not even where they are NaN, or read beside the tensor."""
+    query, key, value = leaves((1, 2, 20, 30), torch.float32)
+    with torch.no_grad():
+        key[:, :, 21], value[:, :, 22] = torch.nan, torch.inf
+    table = torch.randn(20, requires_grad=True)
+    mask = create_block_mask(lambda b, h, q, kv: kv < 20, None, None, 20, 30)
+    for hidden in ({"block_mask": mask}, {"attn_mask": (torch.arange(30) < 20).expand(20, 30)}):
+        out = flex_attention(query, key, value, lambda s, b, h, q, kv: s * table[kv], **hidden)
+        (found,) = torch.autograd.grad(out.sum(), table)
+        part = flex_attention(query, key[:, :, :20], value[:, :, :20], lambda s, b, h, q, kv: s * table[kv])
+        torch.testing.assert_close(found, torch.autograd.grad(part.sum(), table)[0])
+
+
 def test_weights_and_dropout() -> None:
     given = leaves((2, 2, 40, 50), torch.float32)
     function = lambda score, b, h, q, kv: score * (1 + 0.1 * h)  # noqa: E731

@@ -106,7 +106,7 @@ def kernel_sources(folder: Path = CSRC) -> list[Path]:
 
 def emulator_sources() -> list[Path]:
     """The emulator itself, without what joins it to the package."""
-    joints = ("adapters.cpp", "host_device.cpp")
+    joints = ("adapters.cpp", "host_device.cpp", "function_kernels.cpp")
     return sorted(path for path in EMULATOR.glob("*.cpp") if path.name not in joints)
 
 
@@ -159,23 +159,32 @@ class NinjaFile:
         return "\n".join([*self.lines, ""])
 
 
+#: Static variables of inline functions would be shared with another library of this code in the process.
+COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra")
+
+
+def emulated_flags(kernels_in: Path) -> list[str]:
+    return [*COMMON, "-O2", "-DSELFATTN_CUDA_EMULATOR", f"-I{kernels_in}", f"-I{EMULATOR}"]
+
+
+def emulator_objects(file: NinjaFile, variant: str, flags: list[str]) -> list[str]:
+    # Little to compile, and what runs most.
+    return file.objects(emulator_sources(), f"{variant}/emulator", [*flags, "-O3", *VARIANTS[variant][1]])
+
+
 def write_ninja(tools: Tools, variant: str, kernels_in: Path = CSRC) -> NinjaFile:
     """The library, as kernels of the CPU and as those of a device, and small programs, in one variant."""
     kernel_flags, emulator_flags = VARIANTS[variant]
-    # Static variables of inline functions would be shared with another library of this code in the process.
-    common = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wall", "-Wextra"]
-    include = [f"-I{kernels_in}", f"-I{EMULATOR}"]
-    emulated = [*common, "-O2", "-DSELFATTN_CUDA_EMULATOR", *include]
+    emulated = emulated_flags(kernels_in)
     link = [flag for flag in emulator_flags if flag.startswith("-fsanitize")]
 
     file = NinjaFile(tools)
-    # Little to compile, and what runs most.
-    emulator = file.objects(emulator_sources(), f"{variant}/emulator", [*emulated, "-O3", *emulator_flags])
+    emulator = emulator_objects(file, variant, emulated)
     kernels = file.objects(kernel_sources(kernels_in), f"{variant}/kernels", [*emulated, *kernel_flags])
     # The CPU's kernels are not what is tested: a quick build rather than quick kernels.
     python = ["-isystem", str(tools.torch / "include"), "-isystem", sysconfig.get_path("include")]
     names = [f"-DTORCH_EXTENSION_NAME={MODULE}", "-DSELFATTN_NAMESPACE=selfattn"]
-    plain = [*common, "-O1", "-DSELFATTN_CUDA_EMULATOR", f"-I{CSRC}", f"-I{EMULATOR}", *python, *names]
+    plain = [*COMMON, "-O1", "-DSELFATTN_CUDA_EMULATOR", f"-I{CSRC}", f"-I{EMULATOR}", *python, *names]
     # Half of the time of an operator's source goes into torch's headers.
     headers = file.precompiled(EMULATOR / "operators_headers.h", "package", plain)
     operators = [path for path in library_sources() if path.parent == CSRC / "ops"]
@@ -230,6 +239,38 @@ def run_ninja(
     return folder / output
 
 
+def build_function(name: str, headers: dict[str, str], variant: str = "plain") -> Path:
+    """A library of kernels with a function of scores inside, whose headers these are by file name.
+
+    Raises:
+        RuntimeError: something does not compile; the message holds the compiler's output.
+    """
+    found, place = tools(), objects_folder()
+    own = place / "functions" / name
+    own.mkdir(parents=True, exist_ok=True)
+    for header, text in headers.items():
+        if not (own / header).exists() or (own / header).read_text(encoding="utf-8") != text:
+            (own / header).write_text(text, encoding="utf-8")
+    file, flags = NinjaFile(found), emulated_flags(CSRC)
+    emulator = emulator_objects(file, variant, flags)
+    with_function = [*flags, "-DSELFATTN_FUNCTION", f"-I{own}", *VARIANTS[variant][0]]
+    needed = ("rows/*.cu", "rows/*.cpp", "function/*.cu", "split/*.cu", "sm80/**/*plan.cpp")
+    shared = [
+        path for pattern in (*needed, "sm80/**/*statistics.cu") for path in (CSRC / "cuda").glob(pattern)
+    ]
+    kernels = file.objects(
+        [*sorted(shared), EMULATOR / "function_kernels.cpp"], f"{variant}/functions/{name}", with_function
+    )
+    library = f"{variant}/functions/{name}.so"
+    file.link(library, [*kernels, *emulator], ["-shared", "-ldl"])
+    return run_ninja(found, place, f"{variant}_{name}.ninja", file, library, None)
+
+
+def objects_folder() -> Path:
+    """Of this Python and torch, in the checkout's build folder."""
+    return ROOT / "build" / "emulator" / f"{sys.implementation.cache_tag}_torch{tools().torch_version}"
+
+
 def build(
     target: str,
     variant: str = "plain",
@@ -244,15 +285,14 @@ def build(
         target: "library"; "device", for tensors on cuda:0; or the name of a program.
         variant: one of VARIANTS.
         kernels_in: the folder that holds ``cuda``, for builds of changed kernels.
-        folder: where object files go; by default one of this Python and torch in the checkout's build folder.
+        folder: where object files go; by default objects_folder().
         jobs: how many compilers run at a time; by default $MAX_JOBS or the number of processors.
 
     Raises:
         RuntimeError: something does not compile; the message holds the compiler's output.
     """
     found = tools()
-    if folder is None:
-        folder = ROOT / "build" / "emulator" / f"{sys.implementation.cache_tag}_torch{found.torch_version}"
+    folder = folder or objects_folder()
     libraries = {"library": f"{variant}/{MODULE}.so", "device": f"{variant}/device/{MODULE}.so"}
     output = libraries.get(target, f"{variant}/{target}")
     return run_ninja(found, folder, f"{variant}.ninja", write_ninja(found, variant, kernels_in), output, jobs)

@@ -1,42 +1,12 @@
 // The gradients of tensors that the function of a call reads, in a pass of its own that computes dS again.
-// Which of their elements a score falls on only the function knows. So an item sums up what a range of
-// (batch, head, queries) adds: to the result itself where no other item adds to the same elements, and
-// otherwise to a copy, and the copies are added up in their order. How the work is divided, and with it the
-// order of every sum, depends on the shape alone.
+// How it is divided into items is in core/captured_parts.h.
 #pragma once
 
+#include "../../core/captured_parts.h"
 #include "gradient_strip.h"
 #include "score_function.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
-
-// How many parts each dimension has, and how many copies the result.
-struct CapturedParts {
-  static constexpr int64_t kItems = 32;                         // about as many, if copies do not forbid it
-  static constexpr int64_t kCopyBytes = int64_t{64} * 1048576;  // of all copies, or twice the result's
-
-  int64_t batches = 1, heads = 1, queries = 1, copies = 1;
-
-  CapturedParts(const CapturedGradients& g, int64_t size, int64_t all_batches, int64_t all_heads,
-                int64_t strips) {
-    if (g.exclusive_batch) batches = all_batches;
-    if (g.exclusive_head) heads = all_heads;
-    if (g.exclusive_query) queries = smaller(strips, divide_up(kItems, batches * heads));
-    const int64_t bytes = size * static_cast<int64_t>(sizeof(double));
-    const int64_t most = 1 + larger(kCopyBytes, 2 * bytes) / bytes;
-    int64_t left = smaller(divide_up(kItems, batches * heads * queries), most);
-    const auto divide = [&left, this](bool exclusive, int64_t* parts, int64_t most_parts) {
-      if (exclusive) return;
-      *parts = smaller(left, most_parts);
-      left /= *parts;
-      copies *= *parts;
-    };
-    divide(g.exclusive_batch, &batches, all_batches);
-    divide(g.exclusive_head, &heads, all_heads);
-    divide(g.exclusive_query, &queries, strips);
-  }
-  int64_t items() const { return batches * heads * queries; }
-};
 
 template <class P>
 class CapturedGradientTask {
@@ -44,14 +14,16 @@ class CapturedGradientTask {
   using Calls = std::vector<ElementCall<BackwardArguments>>;
 
  public:
+  static constexpr int64_t kItems = 32;  // about as many
+
   CapturedGradientTask(const AttentionParams& params, const BackwardArguments& arguments,
                        const Calls* batch_elements, const CapturedGradients& gradients)
       : p(params),
         a(arguments),
         elements(batch_elements),
         g(gradients),
-        parts(gradients, size_of_gradients(), batches(), params.heads, most_strips()),
-        copies(static_cast<size_t>((parts.copies - 1) * size_of_gradients())) {}
+        parts(gradients, kItems, batches(), params.heads, most_strips()),
+        copies(static_cast<size_t>((parts.copies - 1) * gradients.size())) {}
 
   int64_t items() const { return parts.items(); }
 
@@ -78,19 +50,16 @@ class CapturedGradientTask {
   };
 
   void operator()(int64_t item, Scratch& s) const {
-    const int64_t query_part = item % parts.queries, head_part = item / parts.queries % parts.heads;
-    const int64_t batch_part = item / parts.queries / parts.heads;
-    place_sums(s, batch_part, head_part, query_part);
-    const Part of_batch = part(batch_part, parts.batches, batches());
-    const Part of_heads = part(head_part, parts.heads, p.heads);
-    for (int64_t b = of_batch.first; b < of_batch.end; ++b) {
+    const CapturedParts::Item part = parts.item(item);
+    place_sums(s, part.copy);
+    for (int64_t b = part.batches.first; b < part.batches.end; ++b) {
       const bool own = elements != nullptr;
       const AttentionParams& params = own ? (*elements)[static_cast<size_t>(b)].params : p;
       const BackwardArguments& arguments = own ? (*elements)[static_cast<size_t>(b)].results : a;
-      const Part strips = part(query_part, parts.queries, divide_up(params.queries, kLanes<P>));
-      for (int64_t head = of_heads.first; head < of_heads.end; ++head) {
-        for (int64_t first = strips.first; first < strips.end; first += Scratch::kStrips) {
-          const int64_t end = smaller(first + Scratch::kStrips, strips.end);
+      const int64_t last = smaller(part.strips.end, divide_up(params.queries, kLanes<P>));
+      for (int64_t head = part.heads.first; head < part.heads.end; ++head) {
+        for (int64_t first = part.strips.first; first < last; first += Scratch::kStrips) {
+          const int64_t end = smaller(first + Scratch::kStrips, last);
           add_strips(s, params, arguments, own ? 0 : b, head, first, end);
         }
       }
@@ -107,11 +76,7 @@ class CapturedGradientTask {
   }
   bool has_copies() const { return parts.copies > 1; }
 
-  int64_t size_of_gradients() const {
-    int64_t size = 0;
-    for (int64_t i = 0; i < g.count; ++i) size += g.sizes[i];
-    return size;
-  }
+  int64_t size_of_gradients() const { return g.size(); }
 
  private:
   const AttentionParams& p;
@@ -120,13 +85,6 @@ class CapturedGradientTask {
   const CapturedGradients& g;
   const CapturedParts parts;
   mutable std::vector<double> copies;  // all but the first, which is the result
-
-  struct Part {
-    int64_t first, end;
-  };
-  static Part part(int64_t number, int64_t parts, int64_t size) {
-    return {number * size / parts, (number + 1) * size / parts};
-  }
 
   int64_t batches() const { return elements != nullptr ? static_cast<int64_t>(elements->size()) : p.batch; }
   int64_t most_strips() const {
@@ -137,11 +95,7 @@ class CapturedGradientTask {
     return divide_up(queries, kLanes<P>);
   }
 
-  void place_sums(Scratch& s, int64_t batch_part, int64_t head_part, int64_t query_part) const {
-    int64_t copy = 0;
-    if (!g.exclusive_batch) copy = batch_part;
-    if (!g.exclusive_head) copy = copy * parts.heads + head_part;
-    if (!g.exclusive_query) copy = copy * parts.queries + query_part;
+  void place_sums(Scratch& s, int64_t copy) const {
     double* sums = copy == 0 ? g.sums : copies.data() + (copy - 1) * size_of_gradients();
     for (int64_t i = 0; i < g.count; ++i) {
       s.sums[static_cast<size_t>(i)] = g.sizes[i] > 0 ? sums : nullptr;

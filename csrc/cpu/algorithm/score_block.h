@@ -127,8 +127,9 @@ Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, in
   }
   if (strip.rest_of_scale != T(1) || capped || sloped) take({scaled, capped, sloped, false, false});
   if (scratch.given != nullptr) memcpy(scratch.given, s, static_cast<size_t>(keys * kLanes<P>) * sizeof(T));
-  apply_function(p.function, strip, key, keys, s);
+  const bool beside = apply_function(p.function, strip, key, keys, s);
   if (masked || windowed) take({false, false, false, masked, windowed});
+  if (beside) note_beside(p.function, strip, keys, s);
   return T(1);
 }
 

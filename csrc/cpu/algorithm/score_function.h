@@ -54,11 +54,15 @@ bool alters_block(const ScoreFunction& function, const QueryStrip<P>& strip, int
   });
 }
 
-// Scores s[j][lane] before the function to those behind it. Lanes past the last query keep theirs.
+// Scores s[j][lane] before the function to those behind it. Lanes past the last query keep theirs. Returns
+// whether any has become the NaN of beside_bits.
 template <class P>
-void apply_function(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys,
+bool apply_function(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys,
                     Scalar<P>* s) {
   using T = Scalar<P>;
+  int32_t beside = 0;
+  FunctionInputs inputs = function.inputs;
+  inputs.out_of_range = &beside;
   for_each_part(function, strip, key, keys, [&](Seen seen, const ScoreTile& tile, int64_t at) {
     if (seen == Seen::kByNobody) {
       for (int64_t j = 0; j < tile.keys; ++j) {
@@ -68,10 +72,25 @@ void apply_function(const ScoreFunction& function, const QueryStrip<P>& strip, i
       }
     } else if (function.table != nullptr) {
       const auto apply = seen == Seen::kByEverybody ? function.table->apply_unmasked : function.table->apply;
-      if (apply != nullptr) apply(&function.inputs, &tile, s + at);
+      if (apply != nullptr) apply(&inputs, &tile, s + at);
     }
     return false;
   });
+  return beside != 0;
+}
+
+// Of final scores, sets FunctionInputs::out_of_range where that NaN is left: where nothing has hidden it.
+template <class P>
+void note_beside(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t keys,
+                 const Scalar<P>* s) {
+  constexpr auto kBits = beside_bits(Scalar<P>());
+  for (int64_t j = 0; j < keys; ++j) {
+    for (int64_t i = 0; i < strip.count; ++i) {
+      auto bits = kBits;
+      memcpy(&bits, s + j * kLanes<P> + i, sizeof(bits));
+      if (bits == kBits) __atomic_store_n(function.inputs.out_of_range, 1, __ATOMIC_RELAXED);
+    }
+  }
 }
 
 // From dS with respect to what apply_function made of `scores` to that with respect to `scores`, in place. dS

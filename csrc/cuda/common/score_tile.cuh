@@ -81,7 +81,7 @@ class ScoreTile {
 
   // The final score of an element that the window shows; -inf where the mask hides it, whatever `dot` is.
   __device__ __forceinline__ T score_in_window(int row, int column, T dot) const {
-    T s = function_.score(row, column, sloped(row, column, dot));
+    T s = function_.score(row, column, score_given(row, column, dot));
     if (p.mask.data != nullptr) {
       const T b = bias(row, column);
       s = b == -infinity<T>() ? b : s + b;
@@ -98,7 +98,23 @@ class ScoreTile {
   // From the gradient of what the function returned to that of what it was given.
   __device__ __forceinline__ T function_gradient(int row, int column, T dot, T grad) const {
     if (!FunctionTile<T>::kAny) return grad;
-    return function_.gradient(row, column, sloped(row, column, dot), grad);
+    return function_.gradient(row, column, score_given(row, column, dot), grad);
+  }
+
+  // See FunctionTile.
+  __device__ __forceinline__ auto captured_part(int load, int row, int column, T given, T grad) const {
+    return function_.captured_part(load, row, column, given, grad);
+  }
+
+  // The score before function and mask.
+  __device__ __forceinline__ T score_given(int row, int column, T dot) const {
+    T s = scaled(dot);
+    if (p.softcap > 0.0) {
+      const T cap = static_cast<T>(p.softcap);
+      s = rounded_product(cap, hyperbolic_tangent(s / cap));
+    }
+    if (slope_ != T(0)) s -= rounded_product(slope_, distance(row, column));
+    return s;
   }
 
   // d softcap(s) / ds where s is scaled(dot).
@@ -126,17 +142,6 @@ class ScoreTile {
   static constexpr int kFar = 1 << 29;
 
   static __device__ __forceinline__ int clamp(int64_t n) { return static_cast<int>(limited(n, -kFar, kFar)); }
-
-  // The score before function and mask.
-  __device__ __forceinline__ T sloped(int row, int column, T dot) const {
-    T s = scaled(dot);
-    if (p.softcap > 0.0) {
-      const T cap = static_cast<T>(p.softcap);
-      s = rounded_product(cap, hyperbolic_tangent(s / cap));
-    }
-    if (slope_ != T(0)) s -= rounded_product(slope_, distance(row, column));
-    return s;
-  }
 
   // The mask as a number to add: of a boolean mask 0 or -inf.
   __device__ __forceinline__ T bias(int row, int column) const {

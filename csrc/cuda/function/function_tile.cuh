@@ -13,6 +13,19 @@
 #if defined(SELFATTN_FUNCTION)
 #include "../../core/integers.h"
 #include "../../core/score_function_math.h"
+
+namespace selfattn::score_function {
+
+// What a score adds to the gradient of a captured tensor: to which element, -1 for none.
+template <class T>
+struct CapturedPart {
+  int tensor;
+  int64_t place;
+  T gradient;
+};
+
+}  // namespace selfattn::score_function
+
 #include "selfattn_function.h"
 #endif
 
@@ -115,6 +128,13 @@ class FunctionTile {
     return score_function::gradient(function.arguments, batch_, head_, first_query_ + row,
                                     first_key_ + column, given, grad) +
            T(0);
+  }
+  // What the gradient of what the function returned means for the element that it has read by its load of
+  // this number.
+  __device__ __forceinline__ score_function::CapturedPart<T> captured_part(int load, int row, int column,
+                                                                           T given, T grad) const {
+    return score_function::captured_part(function.arguments, load, batch_, head_, first_query_ + row,
+                                         first_key_ + column, given, grad);
   }
 
  private:

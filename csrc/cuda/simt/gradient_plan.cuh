@@ -1,8 +1,9 @@
 // Which tiles of queries and keys a block of the backward goes through, and where it has got to.
 //
 // ds, the gradient of a score, is summed over keys for queries, over queries (of all heads that share them)
-// for keys and values, and for a mask over whatever it is shared by. These are three sides of one kernel: its
-// block owns what the sums belong to, and the tiles that are summed over pass by.
+// for keys and values, for a mask over whatever it is shared by, and for what a function of scores reads as
+// the function has it. These are four sides of one kernel: its block owns what the sums belong to, and the
+// tiles that are summed over pass by.
 #pragma once
 
 #include <algorithm>
@@ -14,11 +15,14 @@
 
 namespace selfattn::cuda::simt {
 
-enum class Side { kQuery, kKey, kMask };
+enum class Side { kQuery, kKey, kMask, kCaptured };
 
-// The rows of a tile are what the block owns. Those of a mask's tile are queries.
+// The rows of a tile are what the block owns. Those of tiles of masks and captured tensors are queries.
 template <Side kSide>
 constexpr bool kRowsAreKeys = kSide == Side::kKey;
+// Whether ds becomes the gradient of q·k, rather than that of what the function has returned.
+template <Side kSide>
+constexpr bool kOfProducts = kSide == Side::kQuery || kSide == Side::kKey;
 template <class T, Side kSide>
 constexpr int kTileQueries = kRowsAreKeys<kSide> ? kColumns : kRows<T>;
 template <class T, Side kSide>
@@ -138,8 +142,8 @@ struct GradientShared {
   Plan* plan;
   T* row_sums;      // kRows: of ds times distance
   T* columns;       // kColumnPanel
-  T* weights;       // kWeightPanel: weights after dropout
-  T* score_grads;   // kWeightPanel: ds, with the slope of the softcap unless a mask's gradient is wanted
+  T* weights;       // kWeightPanel: weights after dropout, of captured tensors what the function is given
+  T* score_grads;   // kWeightPanel: ds, of q·k where kOfProducts
   T* product_rows;  // kRowPanel, at the same place: both products are done when ds comes
   double* totals;   // kLines, of a mask: see ../mask/line_totals.cuh
 

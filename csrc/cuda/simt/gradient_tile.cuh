@@ -102,7 +102,8 @@ __device__ __forceinline__ void weigh_plain(const ScoreTile<T>& tile, const rows
 
 // The same with every option, in the panels, where both products lie: a loop over queries, as unrolled over
 // the registers of two fragments the code would be long and spill them. The softcap's slope is multiplied
-// into ds where that is to be multiplied by queries or keys.
+// into ds where that is to be multiplied by queries or keys. For captured tensors W makes room for the scores
+// that their function is given.
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ void weigh_options(const AttentionParams& p, const BackwardArguments& a,
                                               const ScoreTile<T>& tile, const rows::RowGradients<T>& rows,
@@ -153,13 +154,14 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
           weight *= keep;
           if (tile.function_hides(score)) {
             weight = grad = -T(0);
-          } else if (kSide != Side::kMask) {
+          } else if (kOfProducts<kSide>) {
             grad = tile.function_gradient(query, key, dot, grad);
           }
           if (sum_slopes) slope = multiply_add(grad, -tile.distance(query, key), slope);
-          if (kSide != Side::kMask && p.softcap > 0.0 && !tile.function_hides(score)) {
+          if (kOfProducts<kSide> && p.softcap > 0.0 && !tile.function_hides(score)) {
             grad = grad * tile.softcap_slope(dot) + T(0);
           }
+          if (kSide == Side::kCaptured) weight = tile.score_given(query, key, dot);
         }
         weights[at] = weight;
         grads[at] = grad;

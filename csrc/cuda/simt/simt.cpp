@@ -1,7 +1,10 @@
 // The entry in the kernel table, and the way from a dtype to its kernels.
 #include "simt.h"
 
+#include <stdexcept>
+
 #include "../common/call_for_dtype.h"
+#include "../function/captured_sums.h"
 #include "../function/function_kernels.h"
 #include "../split/split_keys.h"
 
@@ -81,6 +84,26 @@ void backward_backward_of_dtype(const AttentionParams& p, const BackwardBackward
       &tangent_mask<DType::kFloat16>, a, where);
 }
 
+size_t captured_workspace_of_dtype(const AttentionParams& p, const CapturedGradients& g) {
+  if (g.count > CapturedSums::kMostTensors) {
+    throw std::invalid_argument("a function of scores has gradients of more tensors than a kernel takes");
+  }
+  if (g.size() >= CapturedSums::kNowhere) {
+    throw std::invalid_argument("the captured tensors with a gradient have 2^32 elements or more");
+  }
+  return call_for_dtype<size_t, AttentionParams, const CapturedGradients&>(
+      p, &captured_workspace<DType::kFloat64>, &captured_workspace<DType::kFloat32>,
+      &captured_workspace<DType::kBFloat16>, &captured_workspace<DType::kFloat16>, g);
+}
+
+void captured_gradients_of_dtype(const AttentionParams& p, const BackwardArguments& a,
+                                 const CapturedGradients& g, const Launch& where) {
+  rows::prepare(p, a, where.workspace, where);
+  call_for_dtype<void, AttentionParams, const BackwardArguments&, const CapturedGradients&, const Launch&>(
+      p, &captured_gradients<DType::kFloat64>, &captured_gradients<DType::kFloat32>,
+      &captured_gradients<DType::kBFloat16>, &captured_gradients<DType::kFloat16>, a, g, where);
+}
+
 void scores_of_dtype(const ScoresParams& p, const Launch& where) {
   call_for_dtype<void, ScoresParams, const Launch&>(p, &scores<DType::kFloat64>, &scores<DType::kFloat32>,
                                                     &scores<DType::kBFloat16>, &scores<DType::kFloat16>,
@@ -124,6 +147,8 @@ constexpr Kernel entry() {
   kernel.jvp = &jvp_of_dtype;
   kernel.backward_backward_workspace = &backward_backward_workspace;
   kernel.backward_backward = &backward_backward_of_dtype;
+  kernel.captured_workspace = &captured_workspace_of_dtype;
+  kernel.captured_gradients = &captured_gradients_of_dtype;
   kernel.scores = &scores_of_dtype;
   kernel.scores_backward = &scores_backward_of_dtype;
   kernel.masked_softmax = &masked_softmax_of_dtype;

@@ -37,6 +37,12 @@ void tangent_mask(const AttentionParams& params, const BackwardBackwardArguments
 inline size_t tangent_rows_bytes(const AttentionParams& params) {
   return rows::row_gradients_bytes(params) + rows::row_array_bytes(params);
 }
+// Bytes of the row gradients and of copies of the result.
+template <DType kDType>
+size_t captured_workspace(const AttentionParams& params, const CapturedGradients& gradients);
+template <DType kDType>
+void captured_gradients(const AttentionParams& params, const BackwardArguments& arguments,
+                        const CapturedGradients& gradients, const Launch& where);
 template <DType kDType>
 void scores(const ScoresParams& params, const Launch& where);
 template <DType kDType>

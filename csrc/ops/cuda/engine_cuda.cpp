@@ -49,16 +49,16 @@ const cuda::Kernel* find_kernel(const char* name) {
   return nullptr;
 }
 
-// The function of an operator that not every kernel has: of the kernel asked for or chosen if it has it, else
-// of "simt". `like` is the attention that the operator is a part of.
+// For a function that not every kernel has: the kernel asked for or chosen if it has it, else "simt". `like`
+// is the attention that the operator is a part of.
 template <class Function>
-Function choose_function(Function cuda::Kernel::* field, const char* name, const AttentionParams& like,
-                         int capability) {
+const cuda::Kernel& choose_kernel_with(Function cuda::Kernel::* field, const char* name,
+                                       const AttentionParams& like, int capability) {
   const cuda::Kernel* kernel = find_kernel(name);
   // Throws for an unknown name.
   if (kernel == nullptr) kernel = &cuda::choose_kernel(name, like, capability);
   const bool takes = kernel->*field != nullptr && cuda::refusal_of(*kernel, like, capability).empty();
-  return takes ? kernel->*field : find_kernel("simt")->*field;
+  return takes ? *kernel : *find_kernel("simt");
 }
 
 void forward(const char* name, const AttentionParams& p, const ForwardOutputs& outputs, Device device) {
@@ -92,6 +92,21 @@ void backward(const char* name, const AttentionParams& p, const BackwardArgument
   });
 }
 
+void captured_gradients(const char* name, const AttentionParams& p, const BackwardArguments& arguments,
+                        const CapturedGradients& gradients, Device device) {
+  Turn turn(device);
+  const cuda::Kernel& kernel =
+      choose_kernel_with(&cuda::Kernel::captured_gradients, name, p, turn.capability());
+  if (p.batch * p.heads * p.queries == 0) return;
+  for_each_launch(p, arguments, [&](const AttentionParams& call, const BackwardArguments& a) {
+    if (call.keys == 0) return;
+    const Scratch workspace("the captured tensors' workspace", kernel.captured_workspace(call, gradients),
+                            device);
+    turn.launch.workspace = workspace.data();
+    kernel.captured_gradients(call, a, gradients, turn.launch);
+  });
+}
+
 void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool shared_by_batch,
                  Device device) {
   const Turn turn(device);
@@ -103,8 +118,8 @@ template <class Params>
 void run(void (*cuda::Kernel::*function)(const Params&, const cuda::Launch&), const char* name,
          const Params& p, Device device) {
   const Turn turn(device);
-  const auto chosen = choose_function(function, name, attention_of(p), turn.capability());
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) chosen(p, turn.launch);
+  const cuda::Kernel& chosen = choose_kernel_with(function, name, attention_of(p), turn.capability());
+  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) (chosen.*function)(p, turn.launch);
 }
 
 void scores(const char* name, const ScoresParams& p, Device device) {
@@ -184,7 +199,8 @@ const cuda::FunctionKernels* function_kernels(cuda::MakeCode make_code, int64_t 
 }
 
 const CudaPart kPart = {{&forward, &weights, &scores, &masked_softmax, &backward, &sum_of_rows,
-                         &scores_backward, &masked_softmax_backward, &append, &jvp, &backward_backward},
+                         &scores_backward, &masked_softmax_backward, &append, &jvp, &backward_backward,
+                         &captured_gradients},
                         cuda_compiler(),
                         cuda_architectures(),
                         &cuda::all_kernels,
@@ -200,6 +216,7 @@ STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) {
   library.impl("attention_backward", &attention_backward);
   library.impl("attention_jvp", &attention_jvp);
   library.impl("attention_backward_backward", &attention_backward_backward);
+  library.impl("attention_captured_gradients", &attention_captured_gradients);
   library.impl("append_to_cache", &append_to_cache);
   library.impl("attention_with_cache", &attention_with_cache);
   library.impl("attention_scores", &attention_scores);
