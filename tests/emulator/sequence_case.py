@@ -164,7 +164,7 @@ class SequenceCase(Case):
                     self.key_rows({name: filled}, name, b).copy_(self.key_rows(tensors, name, b))
             tensors[name] = filled
         if "grad_weights" in tensors:
-            parts = [self._pairs(tensors["grad_weights"], b) for b in everything]
+            parts = [self.pairs(tensors["grad_weights"], b) for b in everything]
             tensors["grad_weights"] = torch.cat(
                 [self.padded(b, part, torch.nan) for b, part in enumerate(parts)]
             )
@@ -177,7 +177,7 @@ class SequenceCase(Case):
             tensors["attn_mask"] = mask
         return tensors
 
-    def _pairs(self, tensor: Tensor, b: int) -> Tensor:
+    def pairs(self, tensor: Tensor, b: int) -> Tensor:
         """What belongs to the pairs of a sequence; what is the same for all stays so."""
         tensor = tensor[b : b + 1] if tensor.shape[0] > 1 else tensor
         queries, keys = self.lengths[b]
@@ -193,9 +193,9 @@ class SequenceCase(Case):
             one[name] = self.key_rows(tensors, name, b)
         mask = tensors.get("attn_mask")
         if mask is not None:
-            one["attn_mask"] = self._pairs(mask, b)
+            one["attn_mask"] = self.pairs(mask, b)
         if "grad_weights" in tensors:
-            one["grad_weights"] = self._pairs(tensors["grad_weights"], b)
+            one["grad_weights"] = self.pairs(tensors["grad_weights"], b)
         for name in tensors.keys() & {"alibi_slopes", "sinks"}:
             one[name] = tensors[name][b : b + 1] if tensors[name].shape[0] > 1 else tensors[name]
         return one
