@@ -156,14 +156,16 @@ def test_forward_mode() -> None:
     ],
     ids=["plain attention", "attention", "scores", "softmax"],
 )
-def test_forward_mode_of_a_graph_recorded_before_is_refused_clearly(call: Any) -> None:
-    """Rather than a derivative that lacks what the backward adds."""
+def test_forward_mode_of_a_graph_recorded_before(call: Any) -> None:
+    """The gradient is linear in its cotangent, so that its tangent is the gradient of that of the cotangent."""
     x = torch.randn(1, 2, 3, 4, dtype=torch.float64, requires_grad=True)
     out = call(x, torch.randn(1, 2, 5, 4, dtype=torch.float64))
+    cotangent, tangent = torch.randn_like(out), torch.randn_like(out)
+    expected = torch.autograd.grad(out, x, tangent, retain_graph=True)[0]
     with torch.autograd.forward_ad.dual_level():
-        dual = torch.autograd.forward_ad.make_dual(torch.ones_like(out), torch.ones_like(out))
-        with pytest.raises(NotImplementedError, match="jvp"):
-            torch.autograd.grad(out, x, dual)
+        dual = torch.autograd.forward_ad.make_dual(cotangent, tangent)
+        result = torch.autograd.forward_ad.unpack_dual(torch.autograd.grad(out, x, dual)[0])
+    torch.testing.assert_close(result.tangent, expected)
 
 
 def test_batched_gradients_of_autograd() -> None:

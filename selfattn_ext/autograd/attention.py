@@ -31,17 +31,21 @@ Note [Rounded outputs]
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
 from .. import ops
-from ..arguments import Keywords, OptionalTensor, Tensors, formula, is_packed, keywords_of, refusals
+from ..arguments import Keywords, OptionalTensor, Tensors, is_packed, keywords_of, refusals
 from ..reference import default_scale
-from . import operator_calls
-from .vmap import each_slice, fold, fold_optional, slice_batch, unfold, unfold_gradient
+from . import by_formula, operator_calls
+from .differentiated import SOURCES, Inputs
+from .first_order import AttentionBackward
+from .forward_mode import AttentionTangents, attention_of_duals
+from .nested import nestable, primals
+from .vmap import each_slice, fold, fold_optional, slice_batch, unfold
 
 __all__ = ["attention", "plain_attention"]
 
@@ -58,9 +62,9 @@ def attention(
     ``keywords`` are the operators' keyword arguments that are no tensors, those at their default left out.
     """
     if forward_ad._current_level >= 0:
-        # Forward-mode derivatives go through the formula, which has them for every option.
-        result = formula(tensors, scale, keywords)
-        return result.out, result.weights if want_weights else None, result.lse if want_lse else None
+        duals = attention_of_duals(tensors, scale, keywords, want_weights)
+        if duals is not None:
+            return *duals[:2], duals[2] if want_lse else None
     if torch._C._are_functorch_transforms_active():
         out, lse, _, _, *rest = _TransformedAttention.apply(*tensors, scale, keywords, want_weights)
         return out, rest[-1] if want_weights else None, lse if want_lse else None
@@ -124,8 +128,8 @@ class _PlainAttention(Function):
                 keywords = {**keywords, "is_causal": True}
             tensors = Tensors(query, key, value)
             saved: operator_calls.Saved = (out, *statistics, residual, None)
-            grads = _AttentionBackward.apply(grad_out, None, None, *tensors, *saved, scale, keywords, False)
-            return grads[0], grads[1], grads[2], None
+            inputs = _of_backward((grad_out, None, None), tensors, saved, scale, keywords, False)
+            return *AttentionBackward.apply(*inputs)[:3], None
         try:
             if keywords:
                 if residual is not None:
@@ -193,7 +197,9 @@ class _Attention(Function):
             grads[-1] if want_lse else None,
         )
         if operator_calls.is_differentiated():
-            results = _AttentionBackward.apply(*cotangents, *given, scale, keywords, need_mask_grad)
+            results = AttentionBackward.apply(
+                *_of_backward(cotangents, tensors, saved, scale, keywords, need_mask_grad)
+            )
         else:
             results = operator_calls.backward(cotangents, tensors, saved, scale, keywords, need_mask_grad)
         return _of_inputs(results, ctx.needs_input_grad)
@@ -206,6 +212,19 @@ def _of_inputs(results: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[Op
     """What a backward returns: of the six gradients those that are needed, and None for all other inputs."""
     gradients = [result if needed else None for result, needed in zip(results, needs, strict=False)]
     return (*gradients, *(None,) * (len(needs) - len(gradients)))
+
+
+def _of_backward(
+    cotangents: operator_calls.Cotangents,
+    tensors: Sequence[OptionalTensor],
+    saved: Any,
+    scale: float,
+    keywords: Keywords,
+    need_mask_grad: bool,
+) -> Inputs:
+    """The inputs of :class:`AttentionBackward`."""
+    no_direction = (None,) * len(SOURCES)
+    return Inputs(*cotangents, *tensors, *saved, *no_direction, scale, keywords, need_mask_grad)
 
 
 class _TransformedAttention(Function):
@@ -235,17 +254,36 @@ class _TransformedAttention(Function):
         residual = rest.pop(0) if out.dtype in ops.SIXTEEN_BITS else None
         ctx.mark_non_differentiable(row_max, row_sum, *([] if residual is None else [residual]))
         weights = rest[0] if rest else None
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(*inputs[:_TENSORS], out, row_max, row_sum, residual, weights)
+        ctx.save_for_forward(*inputs[:_TENSORS])
         ctx.call = inputs[_TENSORS:]
+        ctx.results = len(output)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         scale, keywords, want_weights = ctx.call
+        given, saved = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
         grad_out, grad_lse, grad_weights = grads[0], grads[1], grads[-1] if want_weights else None
-        results = _AttentionBackward.apply(
-            grad_out, grad_weights, grad_lse, *ctx.saved_tensors, scale, keywords, ctx.needs_input_grad[_MASK]
+        cotangents = (torch.zeros_like(saved[0]) if grad_out is None else grad_out, grad_weights, grad_lse)
+        need_mask_grad = ctx.needs_input_grad[_MASK]
+        inputs = _of_backward(cotangents, given, saved, scale, keywords, need_mask_grad)
+        return _of_inputs(AttentionBackward.apply(*inputs), ctx.needs_input_grad)
+
+    @staticmethod
+    @nestable
+    def jvp(ctx: Any, *tangents: Any) -> Any:
+        scale, keywords, want_weights = ctx.call
+        given = Inputs(
+            **dict(zip(Tensors._fields, primals(ctx), strict=True)), scale=scale, keywords=keywords
         )
-        return _of_inputs(results, ctx.needs_input_grad)
+        results: list[OptionalTensor] = [None] * ctx.results
+        if want_weights:
+            moving = {n: t for n, t in zip(SOURCES, tangents, strict=False) if t is not None}
+            results[0], results[-1], results[1] = by_formula.push(by_formula.attention, given, moving)
+        else:
+            results[:2] = AttentionTangents.apply(*given.along(tangents[: len(SOURCES)]))[2:4]
+        return tuple(results)
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
@@ -270,120 +308,3 @@ class _TransformedAttention(Function):
             want_weights,
         )
         return tuple(unfold(result, size, batch) for result in results), (0,) * len(results)
-
-
-class _BackwardInputs(NamedTuple):
-    """The inputs of :class:`_AttentionBackward`, or one thing for each: the cotangents, the tensors of the
-    call, what its forward saved, and the rest of the call.
-    """
-
-    grad_out: Any = None
-    grad_weights: Any = None
-    grad_lse: Any = None
-    query: Any = None
-    key: Any = None
-    value: Any = None
-    mask: Any = None
-    slopes: Any = None
-    sinks: Any = None
-    seed: Any = None
-    out: Any = None
-    row_max: Any = None
-    row_sum: Any = None
-    out_residual: Any = None
-    weights: Any = None
-    scale: Any = None
-    keywords: Any = None
-    need_mask_grad: Any = None
-
-
-_COTANGENTS = ("grad_out", "grad_weights", "grad_lse")
-_SAVED = ("out", "row_max", "row_sum", "out_residual", "weights")
-#: What has a gradient.
-_SOURCES = ("query", "key", "value", "mask", "slopes", "sinks")
-
-
-def _named(given: _BackwardInputs, names: Sequence[str]) -> tuple[Any, ...]:
-    return tuple(getattr(given, name) for name in names)
-
-
-class _AttentionBackward(Function):
-    """The gradient of attention as a function of its own; see Note [Second derivatives].
-
-    Differentiable in the cotangents and in the six inputs of attention. out, the row statistics and the
-    weights only spare the operator their recomputation: what depends on them is counted through the inputs.
-    """
-
-    @staticmethod
-    def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
-        given = _BackwardInputs(*inputs)
-        tensors = operator_calls.dense(Tensors(*_named(given, Tensors._fields)))
-        cotangents: Any = _named(given, _COTANGENTS)
-        saved: Any = _named(given, _SAVED)
-        return operator_calls.backward(
-            cotangents, tensors, saved, given.scale, given.keywords, given.need_mask_grad
-        )
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None:
-        given = _BackwardInputs(*inputs)
-        ctx.save_for_backward(*_named(given, _COTANGENTS), *_named(given, Tensors._fields))
-        ctx.call = (given.scale, given.keywords, given.need_mask_grad)
-
-    @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        scale, keywords, need_mask_grad = ctx.call
-        saved = dict(zip(_COTANGENTS + Tensors._fields, ctx.saved_tensors, strict=True))
-        incoming = [name for name in _COTANGENTS if saved[name] is not None]
-        sources = [
-            name for name in _SOURCES if saved[name] is not None and (name != "mask" or need_mask_grad)
-        ]
-
-        def gradients(*tensors: Tensor) -> tuple[Tensor, ...]:
-            grads, points = tensors[: len(incoming)], tensors[len(incoming) :]
-
-            def outputs(*points: Tensor) -> tuple[Tensor, ...]:
-                given = {**saved, **dict(zip(sources, points, strict=True))}
-                result = formula(Tensors(*(given[name] for name in Tensors._fields)), scale, keywords)
-                return tuple(
-                    of_result
-                    for name, of_result in zip(_COTANGENTS, result, strict=True)
-                    if saved[name] is not None
-                )
-
-            return torch.func.vjp(outputs, *points)[1](grads)
-
-        pull = torch.func.vjp(gradients, *(saved[name] for name in incoming + sources))[1]
-        given = dict(zip(_SOURCES, cotangents, strict=True))
-        pulled = pull(tuple(given[name] for name in sources))
-        return tuple(_BackwardInputs(**dict(zip(incoming + sources, pulled, strict=True))))
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        given, dims = _BackwardInputs(*inputs), _BackwardInputs(*in_dims)
-        if given.seed is not None or is_packed(given.keywords):
-            return each_slice(_AttentionBackward.apply, info.batch_size, in_dims, inputs)
-        size, batch = info.batch_size, slice_batch(given.query, dims.query)
-        folded: dict[str, OptionalTensor] = {
-            name: fold(getattr(given, name), getattr(dims, name), size)
-            for name in (*_COTANGENTS, "query", "key", "value", *_SAVED)
-            if getattr(given, name) is not None
-        }
-        has_gradient = {"mask": given.need_mask_grad, "slopes": True, "sinks": True}
-        for name, expand in has_gradient.items():
-            # Each slice has a gradient of its own, which needs an input of its own to be the gradient of.
-            tensor, dim = getattr(given, name), getattr(dims, name)
-            folded[name] = fold_optional(tensor, dim, size, batch, expand=expand)
-        results = _AttentionBackward.apply(*given._replace(**folded))
-        unfolded: list[Tensor] = []
-        out_dims: list[int | None] = []
-        for name, result in zip(_SOURCES, results, strict=True):
-            source = getattr(given, name)
-            if source is None or not has_gradient.get(name, True):
-                unfolded.append(result)
-                out_dims.append(None)
-            else:
-                original = slice_batch(source, getattr(dims, name))
-                unfolded.append(unfold_gradient(result, size, batch, original))
-                out_dims.append(0)
-        return tuple(unfolded), tuple(out_dims)

@@ -10,7 +10,17 @@ from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of, refusals
 from ..arguments.shapes import dense_rows
 
-__all__ = ["Cotangents", "Saved", "backward", "backward_keywords", "dense", "forward", "is_differentiated"]
+__all__ = [
+    "Cotangents",
+    "Saved",
+    "backward",
+    "backward_backward",
+    "backward_keywords",
+    "dense",
+    "forward",
+    "is_differentiated",
+    "jvp",
+]
 
 # Looked up once: an attribute chain costs as much as the call at its end.
 _is_grad_enabled = torch.is_grad_enabled
@@ -72,6 +82,41 @@ def backward(
         )
     except MemoryError as error:
         raise refusals.out_of_memory(error, query) from None
+
+
+def backward_backward(
+    cotangents: Cotangents,
+    tensors: Tensors,
+    saved: Saved,
+    tangents: Keywords,
+    scale: float,
+    keywords: Keywords,
+    need_mask_grad: bool,
+) -> tuple[Tensor, ...]:
+    """The six second derivatives along ``tangents``, tangent_out and tangent_lse."""
+    query, key, value = tensors[:3]
+    out, row_max, row_sum = saved[:3]
+    try:
+        merged = backward_keywords(cotangents, tensors, saved, scale, keywords) | tangents
+        return ops.attention_backward_backward(
+            cotangents[0], query, key, value, out, row_max, row_sum, scale,
+            need_mask_grad=need_mask_grad, **merged,
+        )  # fmt: skip
+    except MemoryError as error:
+        raise refusals.out_of_memory(error, query) from None
+
+
+def jvp(
+    tensors: Tensors, tangents: Keywords, scale: float, keywords: Keywords
+) -> tuple[Tensor, Tensor, Tensor, OptionalTensor, Tensor, Tensor]:
+    """What :func:`forward` gives, tangent_out and tangent_lse."""
+    query, key, value = tensors[:3]
+    rounds = query.dtype in ops.SIXTEEN_BITS
+    merged = keywords_of(tensors, keywords) | tangents
+    if rounds:
+        merged["need_residual"] = True
+    out, row_max, row_sum, residual, *results = ops.attention_jvp(query, key, value, scale, **merged)
+    return out, row_max, row_sum, residual if rounds else None, *results
 
 
 def backward_keywords(

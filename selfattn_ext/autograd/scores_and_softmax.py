@@ -6,17 +6,19 @@ operator, so that it can be differentiated again, and each function has a cheape
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd import Function, forward_ad
 
-from .. import ops, reference
+from .. import ops
 from ..arguments import Keywords, OptionalTensor, refusals
 from ..arguments.shapes import dense_rows
 from ..reference import accumulation_dtype
 from . import operator_calls
+from .nested import nestable, primals, pushed
 from .vmap import fold, fold_optional, slice_batch, unfold
 
 __all__ = ["attention_scores", "masked_softmax"]
@@ -38,11 +40,20 @@ def _eager_form(function: Any) -> Any:
     return Eager
 
 
+def _has_transforms() -> bool:
+    """Whether a call may have to do with forward mode or torch.func, which the eager form does not know."""
+    return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
+
+
+def _sum(*terms: OptionalTensor) -> OptionalTensor:
+    """That of the terms that are there."""
+    given = [term for term in terms if term is not None]
+    return sum(given[1:], given[0]) if given else None
+
+
 def attention_scores(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
     """Differentiable ``scale * query @ key^T`` on four-dimensional tensors."""
-    if forward_ad._current_level >= 0:
-        return reference.attention_scores(query, key, scale)
-    if torch._C._are_functorch_transforms_active():
+    if _has_transforms():
         return _Scores.apply(query, key, scale, kernel)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
         return _EagerScores.apply(query, key, scale, kernel)
@@ -57,7 +68,9 @@ class _Scores(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         query, key, *call = inputs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(query, key)
+        ctx.save_for_forward(query, key)
         ctx.call = call
 
     @staticmethod
@@ -67,6 +80,15 @@ class _Scores(Function):
         else:
             grads = _ScoresBackward.forward(grad, *ctx.saved_tensors, *ctx.call)
         return (*grads, None, None)
+
+    @staticmethod
+    @nestable
+    def jvp(ctx: Any, of_query: OptionalTensor, of_key: OptionalTensor, *rest: Any) -> Any:
+        query, key = primals(ctx)
+        return _sum(
+            None if of_query is None else _Scores.apply(of_query, key, *ctx.call),
+            None if of_key is None else _Scores.apply(query, of_key, *ctx.call),
+        )
 
     @staticmethod
     def vmap(
@@ -94,17 +116,24 @@ class _ScoresBackward(Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-        grad, query, key, ctx.scale, _ = inputs
+        grad, query, key, *ctx.call = inputs
         ctx.save_for_backward(grad, query, key)
+        ctx.save_for_forward(grad, query, key)
 
     @staticmethod
-    def backward(ctx: Any, *cotangents: Any) -> Any:
-        scale = ctx.scale
+    def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> Any:  # type: ignore[override]
+        """The scores of (query, key) and their gradients are parts of one trilinear function."""
+        grad, query, key = ctx.saved_tensors
+        of_grad = _Scores.apply(of_query, key, *ctx.call) + _Scores.apply(query, of_key, *ctx.call)
+        return (of_grad, *_ScoresBackward.apply(grad, of_query, of_key, *ctx.call), None, None)
 
-        def gradients(grad: Tensor, query: Tensor, key: Tensor) -> tuple[Tensor, ...]:
-            return torch.func.vjp(lambda q, k: reference.attention_scores(q, k, scale), query, key)[1](grad)
-
-        return (*torch.func.vjp(gradients, *ctx.saved_tensors)[1](cotangents), None, None)
+    @staticmethod
+    @nestable
+    def jvp(ctx: Any, of_grad: Tensor, of_query: Tensor, of_key: Tensor, *rest: Any) -> Any:
+        grad, query, key = primals(ctx)
+        first = _ScoresBackward.apply(of_grad, query, key, *ctx.call)
+        second = _ScoresBackward.apply(grad, of_query, of_key, *ctx.call)
+        return tuple(a + b for a, b in zip(first, second, strict=True))
 
     @staticmethod
     def vmap(
@@ -118,23 +147,11 @@ class _ScoresBackward(Function):
 
 def masked_softmax(scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords) -> Tensor:
     """Differentiable ``softmax(scale * scores + mask)`` over the last of four dimensions."""
-    if forward_ad._current_level >= 0:
-        return _softmax_formula(scores, mask, scale, keywords)
-    if torch._C._are_functorch_transforms_active():
+    if _has_transforms():
         return _MaskedSoftmax.apply(scores, mask, scale, keywords)
     if torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad)):
         return _EagerMaskedSoftmax.apply(scores, mask, scale, keywords)
     return ops.masked_softmax(scores, scale, mask=mask, **keywords)
-
-
-def _softmax_formula(scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords) -> Tensor:
-    return reference.masked_softmax(
-        scores,
-        mask,
-        scale=scale,
-        is_causal=keywords.get("is_causal", False),
-        query_offset=keywords.get("query_offset", 0),
-    )
 
 
 class _MaskedSoftmax(Function):
@@ -145,7 +162,9 @@ class _MaskedSoftmax(Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         _, mask, scale, keywords = inputs
+        ctx.set_materialize_grads(False)
         ctx.save_for_backward(output)
+        ctx.save_for_forward(output)
         ctx.call = (scale, keywords.get("kernel_name", ""))
         ctx.mask = None if mask is None else (mask.shape, mask.dtype)
 
@@ -165,6 +184,20 @@ class _MaskedSoftmax(Function):
             )
             grad_mask = unscaled.sum_to_size(shape).to(dtype)
         return grad_scores, grad_mask, None, None
+
+    @staticmethod
+    @nestable
+    def jvp(ctx: Any, of_scores: OptionalTensor, of_mask: OptionalTensor, *rest: Any) -> Any:
+        """The matrix of derivatives is symmetric, so that it is the backward's."""
+        (weights,) = primals(ctx)
+        scale, kernel = ctx.call
+        run = _MaskedSoftmaxBackward.apply
+        if of_mask is not None:
+            of_mask = of_mask.to(weights.dtype).expand_as(weights)
+        return _sum(
+            None if of_scores is None else run(of_scores, weights, scale, kernel),
+            None if of_mask is None else run(of_mask, weights, 1.0, kernel),
+        )
 
     @staticmethod
     def vmap(
@@ -198,18 +231,18 @@ class _MaskedSoftmaxBackward(Function):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         grad, weights, ctx.scale, _ = inputs
         ctx.save_for_backward(grad, weights)
+        ctx.save_for_forward(grad, weights)
 
     @staticmethod
     def backward(ctx: Any, cotangent: Tensor) -> Any:  # type: ignore[override]
-        scale = ctx.scale
+        function = functools.partial(_softmax_gradient, ctx.scale)
+        return (*torch.func.vjp(function, *ctx.saved_tensors)[1]((cotangent,)), None, None)
 
-        def gradient(grad: Tensor, weights: Tensor) -> Tensor:
-            dtype = accumulation_dtype(weights.dtype)
-            g, p = grad.to(dtype), weights.to(dtype)
-            products = torch.where(p == 0, 0.0, p * g)
-            return (scale * (products - p * products.sum(-1, keepdim=True))).to(weights.dtype)
-
-        return (*torch.func.vjp(gradient, *ctx.saved_tensors)[1](cotangent), None, None)
+    @staticmethod
+    @nestable
+    def jvp(ctx: Any, of_grad: Tensor, of_weights: Tensor, *rest: Any) -> Any:
+        function = functools.partial(_softmax_gradient, ctx.scale)
+        return pushed(function, primals(ctx), (of_grad, of_weights))[0]
 
     @staticmethod
     def vmap(
@@ -220,3 +253,11 @@ class _MaskedSoftmaxBackward(Function):
             fold(grad, in_dims[0], size), fold(weights, in_dims[1], size), scale, kernel
         )
         return unfold(result, size, batch), 0
+
+
+def _softmax_gradient(scale: float, grad: Tensor, weights: Tensor) -> tuple[Tensor]:
+    """:class:`_MaskedSoftmaxBackward` in torch's operations."""
+    dtype = accumulation_dtype(weights.dtype)
+    g, p = grad.to(dtype), weights.to(dtype)
+    products = torch.where(p == 0, 0.0, p * g)
+    return ((scale * (products - p * products.sum(-1, keepdim=True))).to(weights.dtype),)

@@ -1,0 +1,94 @@
+"""Derivatives of attention by the formula of :mod:`selfattn_ext.reference`, with its (L, S) matrices: those
+of third order, and the others of weights. Each function takes :class:`Inputs`, and can be differentiated itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..arguments import formula
+from .differentiated import COTANGENTS, SOURCES, TANGENTS, Inputs
+from .nested import pushed
+
+__all__ = ["attention", "gradients", "pull", "push", "second_gradients", "tangents"]
+
+#: Of the tensors that are there, in the order that the function promises.
+Formula = Callable[[Inputs], tuple[Tensor, ...]]
+
+
+def attention(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
+    """out, weights, lse."""
+    return tuple(formula(given.tensors(), given.scale, given.keywords))
+
+
+def _out_and_lse(given: Inputs) -> tuple[Tensor, Tensor]:
+    out, _, lse = attention(given)
+    return out, lse
+
+
+def gradients(given: Inputs, names: Sequence[str] | None = None) -> tuple[Tensor, ...]:
+    """Those of the sources of these names, or of all that are asked for."""
+    incoming = given.present(COTANGENTS)
+
+    def results(given: Inputs) -> tuple[Tensor, ...]:
+        named = dict(zip(COTANGENTS, attention(given), strict=True))
+        return tuple(named[name] for name in incoming)
+
+    return _pulled(results, given, given.wanted() if names is None else names, given.all_of(incoming))
+
+
+def second_gradients(given: Inputs) -> tuple[Tensor, ...]:
+    """What attention_backward_backward gives, of what is there: the gradients of the sources, tangent_out,
+    tangent_lse.
+    """
+    names, directions = _directions(given)
+
+    def along(given: Inputs) -> tuple[Tensor, ...]:
+        return gradients(given, names)
+
+    return _pulled(along, given, [*given.wanted(), *given.present(COTANGENTS)], directions)
+
+
+def tangents(given: Inputs) -> tuple[Tensor, ...]:
+    """out, lse, and their tangents."""
+    names, directions = _directions(given)
+    return *_out_and_lse(given), *push(_out_and_lse, given, dict(zip(names, directions, strict=True)))
+
+
+def _directions(given: Inputs) -> tuple[list[str], list[Tensor]]:
+    """The names of the sources that have a tangent, and these."""
+    names = [name for name in SOURCES if getattr(given, f"tangent_{name}") is not None]
+    return names, [getattr(given, f"tangent_{name}") for name in names]
+
+
+def _of_points(function: Formula, given: Inputs, names: Sequence[str]) -> Callable[..., tuple[Tensor, ...]]:
+    return lambda *points: function(given._replace(**dict(zip(names, points, strict=True))))
+
+
+def _pulled(
+    function: Formula, given: Inputs, names: Sequence[str], cotangents: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    return torch.func.vjp(_of_points(function, given, names), *given.all_of(names))[1](tuple(cotangents))
+
+
+def pull(function: Formula, given: Inputs, cotangents: Sequence[Any]) -> Inputs:
+    """The gradients of everything that a function may depend on; a missing cotangent is 0."""
+    names = [*given.present(COTANGENTS), *given.wanted(), *given.present(TANGENTS)]
+    results, pull_back = torch.func.vjp(_of_points(function, given, names), *given.all_of(names))
+    pulled = pull_back(
+        tuple(
+            torch.zeros_like(result) if cotangent is None else cotangent
+            for result, cotangent in zip(results, cotangents, strict=True)
+        )
+    )
+    return Inputs(**dict(zip(names, pulled, strict=True)))
+
+
+def push(function: Formula, given: Inputs, directions: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
+    """The tangents of a function's results, from those of the inputs of these names."""
+    names = list(directions)
+    return pushed(_of_points(function, given, names), given.all_of(names), list(directions.values()))
