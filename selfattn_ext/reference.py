@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .capture import is_capturing
 from .masks import alibi_bias, visible_pairs
@@ -312,8 +313,10 @@ def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def _all_finite(*tensors: Tensor) -> bool:
     """Whether every element is finite, asked of the stored data where torch.func has wrapped the tensors.
 
-    While a CUDA graph records, nobody knows: then the answer must be no.
+    While a CUDA graph records, or torch traces, nobody knows: then the answer must be no.
     """
+    if torch._guards.detect_fake_mode(tensors) is not None or get_proxy_mode() is not None:
+        return False
     for tensor in tensors:
         if is_capturing(tensor):
             return False

@@ -61,11 +61,12 @@ def attention(
 
     ``keywords`` are the operators' keyword arguments that are no tensors, those at their default left out.
     """
-    if forward_ad._current_level >= 0:
+    transformed = torch._C._are_functorch_transforms_active()
+    if transformed or forward_ad._current_level >= 0:
         duals = attention_of_duals(tensors, scale, keywords, want_weights)
         if duals is not None:
             return *duals[:2], duals[2] if want_lse else None
-    if torch._C._are_functorch_transforms_active():
+    if transformed:
         out, lse, _, _, *rest = _TransformedAttention.apply(*tensors, scale, keywords, want_weights)
         return out, rest[-1] if want_weights else None, lse if want_lse else None
     if torch.is_grad_enabled() and _any_requires_grad(tensors):

@@ -1,5 +1,6 @@
 """Derivatives of attention by the formula of :mod:`selfattn_ext.reference`, with its (L, S) matrices: those
-of third order, and the others of weights. Each function takes :class:`Inputs`, and can be differentiated itself.
+of third order, and the others of weights. Each function takes :class:`Inputs`, and can be differentiated
+itself.
 """
 
 from __future__ import annotations

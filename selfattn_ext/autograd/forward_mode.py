@@ -7,13 +7,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._C._functorch import TransformType, peek_interpreter_stack
-from torch.autograd import Function, forward_ad
+from torch.autograd import Function
 
 from ..arguments import Keywords, OptionalTensor, Tensors
 from . import by_formula, operator_calls
 from .differentiated import SAVED, SOURCES, TANGENTS, Inputs, fold_inputs
 from .first_order import AttentionBackward
-from .nested import nestable
+from .nested import make_dual, nestable, unpack_dual
 from .second_order import AttentionBackwardBackward
 from .vmap import each_slice, slice_batch, unfold
 
@@ -29,7 +29,7 @@ def attention_of_duals(
     """
     if torch._C._are_functorch_transforms_active() and peek_interpreter_stack().key() != TransformType.Jvp:
         return None
-    pairs = [(None, None) if tensor is None else forward_ad.unpack_dual(tensor) for tensor in tensors]
+    pairs = [(None, None) if tensor is None else unpack_dual(tensor) for tensor in tensors]
     tangents = dict(zip(TANGENTS, [tangent for _, tangent in pairs], strict=False))
     if not any(tangent is not None for tangent in tangents.values()):
         return None
@@ -41,7 +41,7 @@ def attention_of_duals(
     out, lse, tangent_out, tangent_lse, *_ = AttentionTangents.apply(
         *Inputs(**primals._asdict(), **tangents, scale=scale, keywords=keywords)
     )
-    return forward_ad.make_dual(out, tangent_out), None, forward_ad.make_dual(lse, tangent_lse)
+    return make_dual(out, tangent_out), None, make_dual(lse, tangent_lse)
 
 
 class AttentionTangents(Function):

@@ -7,6 +7,9 @@ Note [Gradients in graphs]
     given a tensor twice, as in self-attention without projections. So each differentiable function is an
     operator too, composed of the others in Python. The compiler looks into it; an exported graph keeps it,
     until run_decompositions or AOTInductor asks for the operators of the compiled library.
+
+    Within a transform of torch.func a graph holds a call of that function instead: the dispatcher would take
+    the transform off before it takes the operator apart.
 """
 
 from __future__ import annotations
@@ -96,31 +99,54 @@ def is_tracing_graph() -> bool:
     return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
+def _put_in_graphs() -> None:
+    """Tells Dynamo to take the functions as one step of its graph each, like torch's own."""
+    for function in (_attention, _attention_scores, _masked_softmax):
+        torch.compiler.allow_in_graph(function)
+
+
+# Dynamo calls it while it traces, instead of tracing it.
+_put_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _in_graph(operator: Any, function: Callable[..., Any]) -> Any:
+    """What stands for a function in the graph that is traced, None where none is; see Note [Gradients in
+    graphs].
+    """
+    if is_tracing_graph():
+        return operator
+    if not torch.compiler.is_dynamo_compiling():
+        return None
+    _put_in_graphs()
+    return function
+
+
 def attention_with_gradient(
     tensors: Tensors, scale: float, keywords: Keywords, want_weights: bool, want_lse: bool
 ) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
     """:func:`selfattn_ext.autograd.attention.attention`, in a graph as one operator."""
-    if not is_tracing_graph():
+    compute = _in_graph(_attention_operator, _attention)
+    if compute is None:
         return attention(tensors, scale, keywords, want_weights, want_lse)
     merged = keywords_of(tensors, keywords)
-    results = _attention_operator(
-        *tensors[:3], scale, return_weights=want_weights, return_lse=want_lse, **merged
-    )
+    results = compute(*tensors[:3], scale, return_weights=want_weights, return_lse=want_lse, **merged)
     return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
 
 
 def attention_scores_with_gradient(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
     """:func:`selfattn_ext.autograd.scores_and_softmax.attention_scores`, in a graph as one operator."""
-    if not is_tracing_graph():
+    compute = _in_graph(_attention_scores_operator, _attention_scores)
+    if compute is None:
         return attention_scores(query, key, scale, kernel)
-    return _attention_scores_operator(query, key, scale, kernel_name=kernel)
+    return compute(query, key, scale, kernel_name=kernel)
 
 
 def masked_softmax_with_gradient(
     scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords
 ) -> Tensor:
     """:func:`selfattn_ext.autograd.scores_and_softmax.masked_softmax`, in a graph as one operator."""
-    if not is_tracing_graph():
+    compute = _in_graph(_masked_softmax_operator, _masked_softmax)
+    if compute is None:
         return masked_softmax(scores, mask, scale, keywords)
     merged = keywords if mask is None else {**keywords, "mask": mask}
-    return _masked_softmax_operator(scores, scale, **merged)
+    return compute(scores, scale, **merged)

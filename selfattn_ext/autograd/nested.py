@@ -1,4 +1,4 @@
-"""What a function's ``jvp`` needs so that levels of forward mode may be nested.
+"""Tensors with tangents, and what a function's ``jvp`` needs so that levels of forward mode may be nested.
 
 Note [Nested forward mode]
     torch turns forward mode off while a ``jvp`` runs, so that tensors of its level, which have tangents, give
@@ -17,7 +17,12 @@ import torch
 from torch import Tensor
 from torch.autograd import forward_ad
 
-__all__ = ["nestable", "primals", "pushed"]
+__all__ = ["make_dual", "nestable", "primals", "pushed", "unpack_dual"]
+
+# torch has one level, and torch.func wraps tensors to have more. What else torch.autograd.forward_ad knows of
+# it is a number in Python, which the graphs of torch.compile do not set.
+unpack_dual = functools.partial(forward_ad.unpack_dual, level=0)
+make_dual = functools.partial(forward_ad.make_dual, level=0)
 
 
 def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
@@ -33,7 +38,7 @@ def nestable(jvp: Callable[..., Any]) -> Callable[..., Any]:
 
 def primals(ctx: Any) -> list[Tensor | None]:
     """What was saved for forward mode, without tangents of this level."""
-    return [None if tensor is None else forward_ad.unpack_dual(tensor).primal for tensor in ctx.saved_tensors]
+    return [None if tensor is None else unpack_dual(tensor).primal for tensor in ctx.saved_tensors]
 
 
 def pushed(
