@@ -1,8 +1,8 @@
 // Directions in which attention is differentiated, and what comes of it: forward mode and second derivatives.
 //
 // Note [Second derivatives]
-//     With t a direction (a tangent for each input), the forward mode gives tangent_out and tangent_lse, which
-//     are linear in t. The backward gives the gradients of F = <grad_out, tangent_out> + <grad_lse,
+//     With t a direction (a tangent for each input), the forward mode gives tangent_out and tangent_lse,
+//     which are linear in t. The backward gives the gradients of F = <grad_out, tangent_out> + <grad_lse,
 //     tangent_lse> with respect to t. Second derivatives are the gradients of F with respect to the inputs
 //     themselves: with t the cotangents of a backward's results they are the gradient of that backward, with
 //     t the tangents of its inputs its forward mode, and with t those of a forward mode the gradient of that.
@@ -55,7 +55,8 @@ inline SELFATTN_HOST_DEVICE Tangents element_of(const Tangents& t, const Attenti
   return element;
 }
 
-inline SELFATTN_HOST_DEVICE JvpArguments element_of(const JvpArguments& a, const AttentionParams& p, int64_t b) {
+inline SELFATTN_HOST_DEVICE JvpArguments element_of(const JvpArguments& a, const AttentionParams& p,
+                                                    int64_t b) {
   JvpArguments element = a;
   element.tangents = element_of(a.tangents, p, b);
   element.forward = element_of(a.forward, p, b);

@@ -1,4 +1,5 @@
-// attention_jvp: attention_forward together with its forward mode, the tangents of out and of the log-sum-exp.
+// attention_jvp: attention_forward together with its forward mode, the tangents of out and of the
+// log-sum-exp.
 #include "attention_forward.h"
 #include "engine.h"
 #include "operators.h"
@@ -27,8 +28,7 @@ void attention_jvp(StableIValue* values, uint64_t, uint64_t) {
   Output residual =
       has_residual ? call.allocate_out("out_residual") : allocate_nothing(p.dtype, call.query.device);
   ResultTangents results = allocate_tangents(p, call.query);
-  arguments.forward = {out.view(p.dtype), row_max.data, row_sum.data,
-                       has_residual ? residual.data : nullptr};
+  arguments.forward = {out.view(p.dtype), row_max.data, row_sum.data, has_residual ? residual.data : nullptr};
   arguments.tangent_out = results.out.view(p.dtype);
   arguments.tangent_lse = results.lse.data;
   engine_of(call.query.device).jvp(options.kernel_name.text, p, arguments, call.query.device);
@@ -36,8 +36,6 @@ void attention_jvp(StableIValue* values, uint64_t, uint64_t) {
             results.lse.handle);
 }
 
-STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("attention_jvp", &attention_jvp);
-}
+STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) { library.impl("attention_jvp", &attention_jvp); }
 
 }  // namespace selfattn::ops

@@ -23,8 +23,8 @@ void require_derivatives(const cpu::Kernel& kernel, const AttentionParams& p) {
   const OptionSet used = options_of(p);
   const OptionSet rest = used.without(used.without({Option::kFunction, Option::kBlockMap}));
   if (rest.empty()) return;
-  refuse("kernel \"", kernel.name, "\" (", kernel.isa, ") has no forward mode and no second derivatives with ",
-         names_of(rest).c_str());
+  refuse("kernel \"", kernel.name, "\" (", kernel.isa,
+         ") has no forward mode and no second derivatives with ", names_of(rest).c_str());
 }
 
 // Calls function(params, arguments) for the whole call, or for one element after the other.
@@ -85,9 +85,8 @@ void backward(const char* kernel, const AttentionParams& p, const BackwardArgume
 void jvp(const char* kernel, const AttentionParams& p, const JvpArguments& arguments, Device) {
   const cpu::Kernel& chosen = cpu::choose_kernel(kernel);
   require_derivatives(chosen, p);
-  for_each_call(chosen, p, arguments, [&](const AttentionParams& call, const JvpArguments& a) {
-    run_kernel(chosen.jvp, call, a);
-  });
+  for_each_call(chosen, p, arguments,
+                [&](const AttentionParams& call, const JvpArguments& a) { run_kernel(chosen.jvp, call, a); });
 }
 
 void backward_backward(const char* kernel, const AttentionParams& p,

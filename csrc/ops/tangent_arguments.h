@@ -30,8 +30,8 @@ struct TangentTensors {
 Tangents checked_tangents(TangentTensors& tangents, const AttentionParams& params, const Input& query,
                           const Input& key, const Input& value, const Options& options);
 
-// What both operators return of attention's results: (batch, heads, queries, value_dim) in the query's layout,
-// and row statistics. Zeros where kernels may leave rows out.
+// What both operators return of attention's results: (batch, heads, queries, value_dim) in the query's
+// layout, and row statistics. Zeros where kernels may leave rows out.
 struct ResultTangents {
   Output out, lse;
 };

@@ -160,13 +160,15 @@ struct JvpTask {
           tangent_origin<T>(keys, weights + lane, tangents + lane, S::load(strip.origin + lane));
       S::store(strip.origin + lane, origin);
       typename S::Vec sums[4] = {zero, zero, zero, zero};
-      for (int64_t j = 0; j < keys; ++j) {
-        const auto weight = S::load(weights + j * kLanes<T> + lane);
-        T* at = tangents + j * kLanes<T> + lane;
-        auto x = S::mul(weight, S::sub(S::load(at), origin));
-        x = S::select(S::equal(weight, zero), zero, x);
-        sums[j & 3] = S::add(sums[j & 3], x);
-        S::store(at, x);
+      for (int64_t first = 0; first < keys; first += 4) {
+        for (int64_t i = 0; i < 4 && first + i < keys; ++i) {
+          const int64_t at = (first + i) * kLanes<T> + lane;
+          const auto weight = S::load(weights + at);
+          auto x = S::mul(weight, S::sub(S::load(tangents + at), origin));
+          x = S::select(S::equal(weight, zero), zero, x);
+          sums[i] = S::add(sums[i], x);
+          S::store(tangents + at, x);
+        }
       }
       const auto sum = S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
       S::store(strip.tangent_sum + lane,
@@ -192,9 +194,8 @@ struct JvpTask {
 
     const bool has_sink = p.sinks.data != nullptr;
     const T sink = has_sink ? head_scalar<T>(p.sinks, strip.batch, strip.head) : T(0);
-    const T of_sink = a.tangents.sinks.data != nullptr
-                          ? head_scalar<T>(a.tangents.sinks, strip.batch, strip.head)
-                          : T(0);
+    const T of_sink =
+        a.tangents.sinks.data != nullptr ? head_scalar<T>(a.tangents.sinks, strip.batch, strip.head) : T(0);
     T* lse = static_cast<T*>(a.tangent_lse) + row;
     for (int64_t lane = 0; lane < strip.vecs * S::kWidth; ++lane) {
       const T origin = strip.origin[lane] == strip.origin[lane] ? strip.origin[lane] : T(0);

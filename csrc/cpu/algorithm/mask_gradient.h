@@ -115,8 +115,8 @@ struct MaskGradientTask {
   }
 
   // What falls on the part of one element of the batch, which may be shorter than others.
-  static void add_batch(Scratch& s, const AttentionParams& p, const Arguments& a, int64_t batch,
-                        Span heads, Span queries, Span keys) {
+  static void add_batch(Scratch& s, const AttentionParams& p, const Arguments& a, int64_t batch, Span heads,
+                        Span queries, Span keys) {
     queries.end = smaller(queries.end, p.queries);
     keys.end = smaller(keys.end, p.keys);
     for (int64_t head = heads.first; head < heads.end; ++head) {
@@ -127,8 +127,8 @@ struct MaskGradientTask {
     }
   }
 
-  static void add_strip(Scratch& s, const AttentionParams& p, const Arguments& a, int64_t batch,
-                        int64_t head, int64_t first, int64_t count, Span keys) {
+  static void add_strip(Scratch& s, const AttentionParams& p, const Arguments& a, int64_t batch, int64_t head,
+                        int64_t first, int64_t count, Span keys) {
     using S = Simd<T>;
     const bool every_key = Source::grad_mask(a).stride[3] != 0;
     s.source.begin(p, a, batch, head, first, count);

@@ -1,5 +1,6 @@
 // Second derivatives of a strip: the gradients of F = <dO, tangent_out> + <dlse, tangent_lse> (Note [Second
-// derivatives] in core/tangents.h). Per row, with the sink among the keys where there is one (it has no value):
+// derivatives] in core/tangents.h). Per row, with the sink among the keys where there is one (it has no
+// value):
 //
 //     m = sum(P T)                          tangent_lse
 //     dS = P (dP - delta)                   delta = rowsum(dO * O) - dlse, as in the backward
@@ -120,8 +121,8 @@ bool fill_tile(const TangentCall& call, SecondStrip<T>& strip, const TangentKeys
   return true;
 }
 
-// Takes a tile's numbers from the row's origin and delta, and adds to the row's sums. What a row does not see,
-// which may be NaN, becomes 0.
+// Takes a tile's numbers from the row's origin and delta, and adds to the row's sums. What a row does not
+// see, which may be NaN, becomes 0.
 template <class T>
 void centre_tile(const SecondStrip<T>& strip, int64_t keys, const SecondTile<T>& tile) {
   using S = Simd<T>;
@@ -131,9 +132,9 @@ void centre_tile(const SecondStrip<T>& strip, int64_t keys, const SecondTile<T>&
         tangent_origin<T>(keys, tile.weights + lane, tile.tangents + lane, S::load(strip.origin + lane));
     S::store(strip.origin + lane, origin);
     const auto delta = S::load(strip.delta + lane);
-    // Two sums of each: their errors grow with the terms.
+    // Of two halves each: their errors grow with the terms.
     typename S::Vec pt[2] = {zero, zero}, pgt[2] = {zero, zero}, pg[2] = {zero, zero}, pu[2] = {zero, zero};
-    for (int64_t j = 0; j < keys; ++j) {
+    const auto centre = [&](int64_t j, int half) {
       const int64_t at = j * kLanes<T> + lane;
       const auto weight = S::abs(S::load(tile.weights + at));
       const auto hidden = S::equal(weight, zero);
@@ -144,11 +145,17 @@ void centre_tile(const SecondStrip<T>& strip, int64_t keys, const SecondTile<T>&
       S::store(tile.gradients + at, g);
       S::store(tile.values + at, u);
       const auto weighted = S::mul(weight, g);
-      pt[j & 1] = S::fma(weight, x, pt[j & 1]);
-      pgt[j & 1] = S::fma(weighted, x, pgt[j & 1]);
-      pg[j & 1] = S::add(pg[j & 1], weighted);
-      pu[j & 1] = S::fma(weight, u, pu[j & 1]);
+      pt[half] = S::fma(weight, x, pt[half]);
+      pgt[half] = S::fma(weighted, x, pgt[half]);
+      pg[half] = S::add(pg[half], weighted);
+      pu[half] = S::fma(weight, u, pu[half]);
+    };
+    int64_t j = 0;
+    for (; j + 2 <= keys; j += 2) {
+      centre(j, 0);
+      centre(j + 1, 1);
     }
+    if (j < keys) centre(j, 0);
     const auto add = [lane](T* sums, const typename S::Vec(&parts)[2]) {
       S::store(sums + lane, S::add(S::load(sums + lane), S::add(parts[0], parts[1])));
     };

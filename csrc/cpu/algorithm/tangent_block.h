@@ -17,7 +17,8 @@ struct TangentCall {
   const Tangents& t;
   AttentionParams mask;  // the call whose mask is the mask's tangent
 
-  TangentCall(const AttentionParams& params, const Tangents& tangents) : p(params), t(tangents), mask(params) {
+  TangentCall(const AttentionParams& params, const Tangents& tangents)
+      : p(params), t(tangents), mask(params) {
     mask.mask = tangents.mask;
   }
 };
@@ -43,7 +44,8 @@ struct TangentKeys {
   }
 
   // Keys first_key .. first_key + keys - 1.
-  void load(const TangentCall& call, int64_t batch, int64_t kv_head, int64_t first_key, int64_t keys_of_block) {
+  void load(const TangentCall& call, int64_t batch, int64_t kv_head, int64_t first_key,
+            int64_t keys_of_block) {
     first = first_key;
     count = keys_of_block;
     const AttentionParams& p = call.p;
@@ -93,7 +95,8 @@ struct TangentLanes {
 // hidden scores may be anything.
 template <class T>
 void tangent_block(const TangentCall& call, const QueryStrip<T>& strip, const TangentLanes<T>& lanes,
-                   const TangentKeys<T>& block, const BlockScratch<T>& scratch, T* result, T* of_cap = nullptr) {
+                   const TangentKeys<T>& block, const BlockScratch<T>& scratch, T* result,
+                   T* of_cap = nullptr) {
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<T>;
   const AttentionParams& p = call.p;
@@ -133,8 +136,8 @@ void tangent_block(const TangentCall& call, const QueryStrip<T>& strip, const Ta
 }
 
 // Sums of tangents lose what is common to all of a row's scores. Each row therefore counts its tangents from
-// a number of its own, their mean over the first block that it sees: NaN until then. Sets those of a vector of
-// queries that a block with these weights and tangents shows something to.
+// a number of its own, their mean over the first block that it sees: NaN until then. Sets those of a vector
+// of queries that a block with these weights and tangents shows something to.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec tangent_origin(int64_t keys, const T* weights, const T* tangents,
                                                      typename Simd<T>::Vec origin) {

@@ -15,8 +15,7 @@ struct JvpTask {
 
   struct Scratch {
     std::vector<double> out;
-    explicit Scratch(const JvpTask& task)
-        : out(static_cast<size_t>(task.row.tangent.formula.p.value_dim)) {}
+    explicit Scratch(const JvpTask& task) : out(static_cast<size_t>(task.row.tangent.formula.p.value_dim)) {}
   };
 
   void operator()(int64_t item, Scratch& scratch) const {
