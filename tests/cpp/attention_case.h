@@ -247,6 +247,20 @@ struct AttentionCase {
   }
 };
 
+// What kernels ask for beside their arguments; nothing where that is no bytes.
+class Workspace {
+ public:
+  explicit Workspace(size_t bytes) : memory_(bytes > 0 ? ::operator new(bytes, kAlignment) : nullptr) {}
+  void* data() const { return memory_.get(); }
+
+ private:
+  static constexpr std::align_val_t kAlignment{64};
+  struct Free {
+    void operator()(void* memory) const { ::operator delete(memory, kAlignment); }
+  };
+  std::unique_ptr<void, Free> memory_;
+};
+
 // What forward, weights and backward of one kernel write.
 struct AttentionResults {
   Buffer out, out_residual, row_max, row_sum, weights;
@@ -291,9 +305,8 @@ struct AttentionResults {
     }
     if (c.options.slopes) a.grad_slopes_rows = grad_slopes_rows.data();
     if (c.options.sinks) a.grad_sinks_rows = grad_sinks_rows.data();
-    const size_t bytes = kernel.backward_workspace(p);
-    std::unique_ptr<void, FreeAligned> workspace(bytes > 0 ? ::operator new(bytes, kAlignment) : nullptr);
-    a.workspace = workspace.get();
+    const Workspace workspace(kernel.backward_workspace(p));
+    a.workspace = workspace.data();
     kernel.backward(p, a, pool);
   }
 
@@ -311,12 +324,6 @@ struct AttentionResults {
     if (options.sinks) list.push_back({"grad_sinks_rows", &grad_sinks_rows});
     return list;
   }
-
- private:
-  static constexpr std::align_val_t kAlignment{64};
-  struct FreeAligned {
-    void operator()(void* memory) const { ::operator delete(memory, kAlignment); }
-  };
 };
 
 }  // namespace selfattn::test
