@@ -80,6 +80,23 @@ def test_eager_level_and_its_gradients(no_formula: None) -> None:
     )
 
 
+def test_gradients_within_an_eager_level(no_formula: None) -> None:
+    """The tangents of gradients, which depend on those of the inputs."""
+    points = [tensor.requires_grad_() for tensor in qkv(3, 5)]
+    tangents = qkv(3, 5)
+
+    def moving_gradients(attend: Any) -> list[Tensor | None]:
+        with forward_ad.dual_level():
+            duals = [forward_ad.make_dual(*pair) for pair in zip(points, tangents, strict=True)]
+            grads = torch.autograd.grad(attend(*duals).sin().sum(), duals)
+            return [forward_ad.unpack_dual(grad).tangent for grad in grads]
+
+    torch.testing.assert_close(
+        moving_gradients(scaled_dot_product_attention),
+        moving_gradients(lambda *duals: reference.attention(*duals).out),
+    )
+
+
 def test_a_level_without_tangents() -> None:
     query, key, value = (tensor.requires_grad_() for tensor in qkv(3))
     with forward_ad.dual_level():

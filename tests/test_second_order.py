@@ -1,4 +1,4 @@
-"""Second derivatives by the operator attention_backward_backward, in every mode that asks for them; every pair
+"""Second derivatives by attention_backward_backward, in every mode that asks for them; every pair
 of options is in test_forward_mode.py.
 """
 

@@ -25,10 +25,13 @@ def attention_of_duals(
 ) -> tuple[Tensor, OptionalTensor, Tensor] | None:
     """(out, weights if wanted, lse) with tangents, by one operator; None if no input has a tangent.
 
-    None also where that comes to the functions' ``jvp``: another transform lies on top of forward mode, or
-    tangents are batched as torch.autograd.gradcheck does it, which makes no duals.
+    None also where that has to come to the functions' ``jvp``: another transform lies on top of forward mode;
+    this level records gradients, which have tangents themselves, and so need the inputs with theirs; or
+    tangents are batched as torch.autograd.gradcheck does it, for which there are no duals.
     """
     if torch._C._are_functorch_transforms_active() and peek_interpreter_stack().key() != TransformType.Jvp:
+        return None
+    if torch.is_grad_enabled() and any(tensor is not None and tensor.requires_grad for tensor in tensors):
         return None
     pairs = [(None, None) if tensor is None else unpack_dual(tensor) for tensor in tensors]
     tangents = dict(zip(TANGENTS, [tangent for _, tangent in pairs], strict=False))
