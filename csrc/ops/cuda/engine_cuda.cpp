@@ -198,14 +198,14 @@ const cuda::FunctionKernels* function_kernels(cuda::MakeCode make_code, int64_t 
   return new cuda::FunctionKernels(std::move(make_code), tensors, dims, numbers);
 }
 
-const CudaPart kPart = {{&forward, &weights, &scores, &masked_softmax, &backward, &sum_of_rows,
-                         &scores_backward, &masked_softmax_backward, &append, &jvp, &backward_backward,
-                         &captured_gradients},
-                        cuda_compiler(),
-                        cuda_architectures(),
-                        &cuda::all_kernels,
-                        &cuda::refusal_of,
-                        &function_kernels};
+const CudaPart kPart = {
+    {&forward, &weights, &scores, &masked_softmax, &backward, &sum_of_rows, &scores_backward,
+     &masked_softmax_backward, &append, &jvp, &backward_backward, &captured_gradients},
+    cuda_compiler(),
+    cuda_architectures(),
+    &cuda::all_kernels,
+    &cuda::refusal_of,
+    &function_kernels};
 const AnnounceCudaPart kAnnounced(kPart);
 
 }  // namespace
