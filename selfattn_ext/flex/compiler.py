@@ -3,7 +3,8 @@ them.
 
 The folder is SELFATTN_FUNCTION_CACHE, else selfattn_ext in XDG_CACHE_HOME or ~/.cache; where it cannot be
 written, a temporary one serves this process. Processes that compile the same function at once do not wait for
-each other: each writes a file of its own and gives it its name when it is complete.
+each other: each writes a file of its own and gives it its name when it is complete. Beside the libraries lies
+what the compiler says of itself, so that they are found where there is no compiler.
 """
 
 from __future__ import annotations
@@ -21,6 +22,8 @@ from .. import library, sources, toolchain
 __all__ = ["KEY_LENGTH", "CompilerError", "folder", "load"]
 
 _VARIABLE = "SELFATTN_FUNCTION_CACHE"
+#: What the compiler says of itself that was the last to make a library of the folder.
+_COMPILER = "compiler.txt"
 _HEADERS = ("core/score_function.h", "core/score_function_math.h")
 #: As many characters as the operators' names of functions have at most.
 KEY_LENGTH = 31
@@ -64,14 +67,30 @@ def _surroundings() -> str:
 
 @functools.cache
 def _compiler_version() -> str:
-    command = toolchain.compiler()
-    if command is None:
-        raise CompilerError(toolchain.compiler_problem() or "there is no C++ compiler")
+    """Of the compiler; where there is none, of the last that compiled for the folder."""
+    try:
+        return _asked_version()
+    except CompilerError:
+        kept = folder() / _COMPILER
+        if not kept.exists():
+            raise
+        return kept.read_text(encoding="utf-8")
+
+
+def _asked_version() -> str:
+    command = _compiler()
     try:
         done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
     except (OSError, subprocess.CalledProcessError) as error:
         raise CompilerError(f"{shlex.join(command)} does not run: {error}") from error
     return done.stdout
+
+
+def _compiler() -> list[str]:
+    command = toolchain.compiler()
+    if command is None:
+        raise CompilerError(toolchain.compiler_problem() or "there is no C++ compiler")
+    return command
 
 
 @functools.cache
@@ -113,9 +132,7 @@ def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
 
 
 def _compile(source: str, file: Path) -> None:
-    command = toolchain.compiler()
-    if command is None:
-        raise CompilerError(toolchain.compiler_problem() or "there is no C++ compiler")
+    command = _compiler()
     with tempfile.TemporaryDirectory(dir=file.parent, prefix="making_") as folder:
         text, made = Path(folder, f"{file.stem}.cpp"), Path(folder, file.name)
         text.write_text(source, encoding="utf-8")
@@ -127,3 +144,5 @@ def _compile(source: str, file: Path) -> None:
         if done.returncode != 0:
             raise CompilerError(f"{shlex.join(run)} failed:\n{done.stderr.strip()}")
         os.replace(made, file)
+        text.write_text(_compiler_version(), encoding="utf-8")
+        os.replace(text, file.with_name(_COMPILER))

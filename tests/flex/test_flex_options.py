@@ -350,32 +350,40 @@ class TestCache:
 import os, pathlib, sys, torch
 from selfattn_ext import flex
 
-def attend(folder, copies=1):
+def attend(folder, copies=1, **variables):
     processes = []
     for _ in range(copies):
         if (process := os.fork()) == 0:
-            os.environ["SELFATTN_FUNCTION_CACHE"] = folder
+            os.environ.update(variables, SELFATTN_FUNCTION_CACHE=folder)
             query = torch.ones(1, 1, 4, 8)
-            out = flex.flex_attention(query, query, query, lambda s, b, h, q, kv: s * 2 + kv)
+            function = lambda s, b, h, q, kv: s * 2 + kv
+            if variables.get("other"):
+                function = lambda s, b, h, q, kv: s * 2 - kv
+            out = flex.flex_attention(query, query, query, function)
             sys.exit(int(out.sum().item()))
         processes.append(process)
     return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
 
 folder = pathlib.Path(sys.argv[1])
 print(attend(str(folder), copies=2))
-(library,) = folder.iterdir()
+(library,) = folder.glob("*.so")
 written = library.stat().st_mtime_ns
 print(attend(str(folder)), library.stat().st_mtime_ns == written)
 (folder / "file").touch()
 print(attend(str(folder / "file" / "below")))
+print(attend(str(folder), CXX="no_such_compiler"), attend(str(folder), CXX="no_such_compiler", other="yes"))
 """
 
     def test_processes_share_what_one_has_compiled(self, tmp_path: Path) -> None:
-        """Two at once; one after them; one with a folder that cannot be written."""
+        """Two at once; one after them; one with a folder that cannot be written; without a compiler, what is
+        there and what is not.
+        """
         run = subprocess.run(
-            [sys.executable, "-c", self.SCRIPT, str(tmp_path)], text=True, capture_output=True, check=True
-        )
-        assert run.stdout.splitlines() == ["[32, 32]", "[32] True", "[32]"]
+            [sys.executable, "-W", "error::UserWarning", "-c", self.SCRIPT, str(tmp_path)],
+            text=True, capture_output=True, check=True,
+        )  # fmt: skip
+        assert run.stdout.splitlines() == ["[32, 32]", "[32] True", "[32]", "[32] [1]"]
+        assert "CXX=no_such_compiler is not a program" in run.stderr
 
     def test_constants_are_no_reason_to_compile_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
         query = torch.randn(1, 1, 4, 8)
