@@ -51,7 +51,8 @@ def size_of_terms(given: list[Tensor], functions: Functions, **options: Any) -> 
     """The sum of the absolute gradients of all scores: what gradients of learned numbers are sums of."""
     doubles = [tensor.detach().double() for tensor in given]
     scores = torch.zeros(*doubles[0].shape[:3], doubles[1].size(2), dtype=torch.float64, requires_grad=True)
-    out = formula(*doubles, functions, attn_mask=scores, **options).out
+    mask = scores + options.pop("attn_mask", 0.0)
+    out = formula(*doubles, functions, attn_mask=mask, **options).out
     return float(gradients(out, [scores], [])[0].abs().sum())
 
 
