@@ -31,7 +31,7 @@ out=${OUT:-gpu-results}
 steps=()
 quick=()
 gpu_tests=(tests/cuda/test_cuda.py tests/cuda/test_cuda_runtime.py tests/cuda/test_cuda_sequences.py tests/cuda/test_cuda_sizes.py
-  tests/cuda/test_cuda_training.py)
+  tests/cuda/test_cuda_tangents.py tests/cuda/test_cuda_training.py)
 # What needs the network or packages that such a machine may lack.
 elsewhere=(--ignore=tests/building/test_install.py --ignore=tests/documents/test_notebook.py --ignore=tests/documents/test_source_notebooks.py)
 summary=()

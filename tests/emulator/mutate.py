@@ -1,13 +1,14 @@
-"""Deletes each synchronisation statement of the CUDA kernels, and each bound that keeps sequences of a packed
-backward apart, in turn and looks whether the tests notice.
+"""Deletes each synchronisation statement of the CUDA kernels, each bound that keeps sequences of a packed
+backward apart and some terms of second derivatives, in turn, and looks whether the tests notice.
 
     python tests/emulator/mutate.py [--list] [--only TEXT] [--kernel simt|sm80] [--jobs N]
 
 A mutant is one statement less: a barrier, a __syncwarp, a commit of copies, a wait for them; or one bound
-less (BOUNDS). One build with the race detector, of a copy of the sources, holds all of them: each asks there
-first whether it is the one that SELFATTN_EMULATOR_LEFT_OUT numbers. A mutant runs a few problems under
-several schedules with copies as late as they may be. It is killed when a problem fails, hangs, or changes a
-bit; a mutant that survives either lacks a test, or was not needed: EQUIVALENT holds those, with the reason.
+less (BOUNDS), or one term (TERMS). One build with the race detector, of a copy of the sources, holds all of
+them: each asks there first whether it is the one that SELFATTN_EMULATOR_LEFT_OUT numbers. A mutant runs a
+few problems under several schedules with copies as late as they may be. It is killed when a problem fails,
+hangs, or changes a bit; a mutant that survives either lacks a test, or was not needed: EQUIVALENT holds those,
+with the reason.
 """
 
 from __future__ import annotations
@@ -60,6 +61,17 @@ BOUNDS = [
     ("simt/tangents.cuh", "rows_left <= 0", "false"),
     ("simt/tangents.cuh", "row >= rows_left", "false"),
     ("simt/tangent_tile.cuh", "query < tile.rows()", "true"),
+]
+
+#: Terms of second derivatives, in the same form.
+TERMS = [
+    ("simt/tangent_tile.cuh", "n.delta * pair.tangent", "T(0)"),
+    ("simt/tangent_tile.cuh", "pair.tangent - n.mean", "pair.tangent"),
+    ("simt/tangent_tile.cuh", "keep * of_tangent", "of_tangent"),
+    ("simt/tangent_tile.cuh", "a - n.correction", "a"),
+    ("simt/tangent_tile.cuh", "curvature * first * dot_tangent", "T(0)"),
+    ("simt/tangents.cuh", "multiply_add(weight, tangent, sum)", "sum"),
+    ("simt/tangents.cuh", "multiply_add(weight, of_sink, sum)", "sum"),
 ]
 
 #: Where a statement may go without any test noticing, and why: folder/file and statement -> reason.
@@ -121,8 +133,8 @@ class Mutant:
 
 
 def mutants() -> Iterator[Mutant]:
-    """Every synchronisation statement of csrc/cuda, and the bounds."""
-    for name, bound, instead in BOUNDS:
+    """Every synchronisation statement of csrc/cuda, the bounds and the terms."""
+    for name, bound, instead in [*BOUNDS, *TERMS]:
         path = build.CSRC / "cuda" / name
         source = path.read_text(encoding="utf-8")
         if source.count(bound) != 1:

@@ -50,6 +50,7 @@ OF_CUDA = (
     "test_cuda_capture.py",
     "test_cuda_switches.py",
     "test_cuda_functions.py",
+    "test_cuda_tangents.py",
     "test_cuda_training.py",
     "test_aten_cuda.py",
 )
@@ -82,7 +83,7 @@ def all_steps() -> dict[str, Step]:
 
     apart = {*LONG, *ERRORS.modules, "test_aten_cuda.py"}
     on_cuda = tuple(name for name in gpu.MODULES if name not in apart)
-    races = ("test_cuda.py", "test_cuda_sequences.py")
+    races = ("test_cuda.py", "test_cuda_sequences.py", "test_cuda_tangents.py")
     return {
         "cuda": Step(OF_CUDA, ("-k", "not memory")),
         "memory": MEMORY,
@@ -96,7 +97,9 @@ def all_steps() -> dict[str, Step]:
 
 def quick_steps() -> dict[str, Step]:
     return {
-        "cuda": Step(("test_cuda_capture.py", "test_cuda_switches.py", "test_cuda_runtime.py")),
+        "cuda": Step(
+            ("test_cuda_capture.py", "test_cuda_switches.py", "test_cuda_runtime.py", "test_cuda_tangents.py")
+        ),
         "numbers": Step(("test_cuda.py",), ("-k", "strides or layouts or see_nothing or refusals or seed")),
         # NVRTC takes seconds for each kernel.
         "functions": Step(
