@@ -74,7 +74,9 @@ class _Scores(Function):
         ctx.call = call
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: OptionalTensor) -> Any:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 4
         if operator_calls.is_differentiated():
             grads = _ScoresBackward.apply(grad, *ctx.saved_tensors, *ctx.call)
         else:
@@ -169,7 +171,9 @@ class _MaskedSoftmax(Function):
         ctx.mask = None if mask is None else (mask.shape, mask.dtype)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+    def backward(ctx: Any, grad: OptionalTensor) -> Any:  # type: ignore[override]
+        if grad is None:
+            return (None,) * 4
         (weights,) = ctx.saved_tensors
         scale, kernel = ctx.call
         run = _MaskedSoftmaxBackward.forward
