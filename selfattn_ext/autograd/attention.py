@@ -130,6 +130,7 @@ class _PlainAttention(Function):
             saved: operator_calls.Saved = (out, *statistics, residual, None)
             inputs = _of_backward((grad_out, None, None), tensors, saved, scale, keywords, False)
             return *AttentionBackward.apply(*inputs)[:3], None
+        grads: tuple[Tensor, ...]
         try:
             if keywords:
                 if residual is not None:
@@ -223,8 +224,8 @@ def _of_backward(
     need_mask_grad: bool,
 ) -> Inputs:
     """The inputs of :class:`AttentionBackward`."""
-    no_direction = (None,) * len(SOURCES)
-    return Inputs(*cotangents, *tensors, *saved, *no_direction, scale, keywords, need_mask_grad)
+    given: list[Any] = [*cotangents, *tensors, *saved, *(None,) * len(SOURCES)]
+    return Inputs._make([*given, scale, keywords, need_mask_grad])
 
 
 class _TransformedAttention(Function):

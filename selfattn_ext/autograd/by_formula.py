@@ -23,7 +23,8 @@ Formula = Callable[[Inputs], tuple[Tensor, ...]]
 
 def attention(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
     """out, weights, lse."""
-    return tuple(formula(given.tensors(), given.scale, given.keywords))
+    out, weights, lse = formula(given.tensors(), given.scale, given.keywords)
+    return out, weights, lse
 
 
 def _out_and_lse(given: Inputs) -> tuple[Tensor, Tensor]:
@@ -79,7 +80,10 @@ def _pulled(
 def pull(function: Formula, given: Inputs, cotangents: Sequence[Any]) -> Inputs:
     """The gradients of everything that a function may depend on; a missing cotangent is 0."""
     names = [*given.present(COTANGENTS), *given.wanted(), *given.present(TANGENTS)]
-    results, pull_back = torch.func.vjp(_of_points(function, given, names), *given.all_of(names))
+    pull_back: Any
+    results, pull_back = torch.func.vjp(  # type: ignore[misc]
+        _of_points(function, given, names), *given.all_of(names)
+    )
     pulled = pull_back(
         tuple(
             torch.zeros_like(result) if cotangent is None else cotangent

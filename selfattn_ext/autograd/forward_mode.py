@@ -42,7 +42,8 @@ def attention_of_duals(
         # They are (L, S) matrices themselves.
         out, weights, lse = by_formula.attention(Inputs(**tensors._asdict(), scale=scale, keywords=keywords))
         return out, weights, lse
-    primals = Tensors(*(primal for primal, _ in pairs))
+    of_call: Any = [primal for primal, _ in pairs]
+    primals = Tensors(*of_call)
     out, lse, tangent_out, tangent_lse, *_ = AttentionTangents.apply(
         *Inputs(**primals._asdict(), **tangents, scale=scale, keywords=keywords)
     )

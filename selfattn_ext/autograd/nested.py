@@ -49,6 +49,7 @@ def pushed(
 
     A gradient is linear in its cotangents, and the gradient of that is forward mode.
     """
-    results, pull = torch.func.vjp(function, *points)
+    pull: Any
+    results, pull = torch.func.vjp(function, *points)  # type: ignore[misc]
     at = tuple(torch.zeros_like(result) for result in results)
     return torch.func.vjp(lambda *cotangents: pull(cotangents), *at)[1](tuple(directions))

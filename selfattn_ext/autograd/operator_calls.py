@@ -115,8 +115,8 @@ def jvp(
     merged = keywords_of(tensors, keywords) | tangents
     if rounds:
         merged["need_residual"] = True
-    out, row_max, row_sum, residual, *results = ops.attention_jvp(query, key, value, scale, **merged)
-    return out, row_max, row_sum, residual if rounds else None, *results
+    out, row_max, row_sum, residual, *tangents_of = ops.attention_jvp(query, key, value, scale, **merged)
+    return out, row_max, row_sum, residual if rounds else None, tangents_of[0], tangents_of[1]
 
 
 def backward_keywords(

@@ -193,7 +193,7 @@ class _MaskedSoftmax(Function):
     @nestable
     def jvp(ctx: Any, of_scores: OptionalTensor, of_mask: OptionalTensor, *rest: Any) -> Any:
         """The matrix of derivatives is symmetric, so that it is the backward's."""
-        (weights,) = primals(ctx)
+        weights: Any = primals(ctx)[0]
         scale, kernel = ctx.call
         run = _MaskedSoftmaxBackward.apply
         if of_mask is not None:
@@ -246,7 +246,8 @@ class _MaskedSoftmaxBackward(Function):
     @nestable
     def jvp(ctx: Any, of_grad: Tensor, of_weights: Tensor, *rest: Any) -> Any:
         function = functools.partial(_softmax_gradient, ctx.scale)
-        return pushed(function, primals(ctx), (of_grad, of_weights))[0]
+        points: Any = primals(ctx)
+        return pushed(function, points, (of_grad, of_weights))[0]
 
     @staticmethod
     def vmap(
