@@ -7,8 +7,8 @@ A mutant is one statement less: a barrier, a __syncwarp, a commit of copies, a w
 less (BOUNDS), or one term (TERMS). One build with the race detector, of a copy of the sources, holds all of
 them: each asks there first whether it is the one that SELFATTN_EMULATOR_LEFT_OUT numbers. A mutant runs a
 few problems under several schedules with copies as late as they may be. It is killed when a problem fails,
-hangs, or changes a bit; a mutant that survives either lacks a test, or was not needed: EQUIVALENT holds those,
-with the reason.
+hangs, or changes a bit; a mutant that survives either lacks a test, or was not needed: EQUIVALENT holds
+those, with the reason.
 """
 
 from __future__ import annotations
@@ -77,6 +77,7 @@ TERMS = [
 #: Where a statement may go without any test noticing, and why: folder/file and statement -> reason.
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("simt/forward.cuh", "__syncwarp();"): "a barrier of the block comes before the weights are read",
+    ("simt/tangents.cuh", "rows_left <= 0"): "as that of the backward, below",
     (
         "backward/gradients.cuh",
         "work_.rows <= 0",
