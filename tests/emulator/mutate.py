@@ -77,6 +77,7 @@ TERMS = [
 #: Where a statement may go without any test noticing, and why: folder/file and statement -> reason.
 EQUIVALENT: dict[tuple[str, str], str] = {
     ("simt/forward.cuh", "__syncwarp();"): "a barrier of the block comes before the weights are read",
+    ("simt/tangents.cuh", "rows_left <= 0"): "as that of the backward, below",
     (
         "backward/gradients.cuh",
         "work_.rows <= 0",
