@@ -14,9 +14,10 @@ from typing import Literal
 
 import torch
 
-from selfattn_ext.bench import functions, kv_cache, varlen
+from selfattn_ext.bench import derivatives, functions, kv_cache, varlen
 from selfattn_ext.bench.cases import Case
 from selfattn_ext.bench.contenders import TORCH
+from selfattn_ext.bench.derivatives import DerivativeCase
 from selfattn_ext.bench.functions import FunctionCase
 from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.varlen import VarlenCase
@@ -65,6 +66,7 @@ def lines(quick: bool = False, only: str = "") -> list[Line]:
         *_varlen(),
         *_caches(),
         *_functions(),
+        *_derivatives(),
     ]
     return [line for line in every if (line.quick or not quick) and only in line.name]
 
@@ -236,3 +238,19 @@ def _functions() -> Iterable[Line]:
                     # At most 1.3 times their time.
                     peer = functions.OPTIONS
                     yield Line(f"{kind}, over options", case, 1 / 1.3, 1.0, peer=peer.name, quick=quick)
+
+
+def _derivatives() -> Iterable[Line]:
+    """Forward mode and second order, against torch's formula and our own forward and backward: at most 2.6
+    and 3.2 times their time, where 3 and 2.4 times as many products are."""
+    orders: tuple[derivatives.Order, ...] = ("jvp", "second order")
+    for dtype in (FP32, BF16):
+        kind = "fp32 derivatives" if dtype == FP32 else "bf16 derivatives"
+        for order in orders:
+            most, goal = (2.6, 2.3) if order == "jvp" else (3.2, 2.6)
+            for causal in (False, True):
+                case = DerivativeCase(1, HEADS, 2048, 64, dtype=dtype, causal=causal, order=order)
+                formula, plain = derivatives.FORMULA.name, derivatives.PLAIN.name
+                quick = not causal
+                yield Line(f"{kind}, over the formula", case, 4.0, 8.0, peer=formula, quick=quick)
+                yield Line(f"{kind}, over the plain pass", case, 1 / most, 1 / goal, peer=plain, quick=quick)

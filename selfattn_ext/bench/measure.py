@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from selfattn_ext import backends
-from selfattn_ext.bench import functions, kv_cache, peak, varlen
+from selfattn_ext.bench import derivatives, functions, kv_cache, peak, varlen
 from selfattn_ext.bench.accuracy import Truth, truth
 from selfattn_ext.bench.cases import Case, Precision, inputs
 from selfattn_ext.bench.contenders import OURS, Contender, results, runner
@@ -93,6 +93,7 @@ _OF_KINDS: dict[type[Case], Sequence[Contender]] = {
     varlen.VarlenCase: varlen.CONTENDERS,
     kv_cache.CacheCase: kv_cache.CONTENDERS,
     functions.FunctionCase: functions.CONTENDERS,
+    derivatives.DerivativeCase: derivatives.CONTENDERS,
 }
 
 

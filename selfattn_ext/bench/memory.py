@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import ctypes
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any, TypeVar
 
 import torch
 
 from selfattn_ext.bench.cases import Case, inputs
 from selfattn_ext.bench.contenders import OURS, Contender, results
 from selfattn_ext.bench.elsewhere import in_new_process
+
+T = TypeVar("T")
 
 # glibc then gives freed blocks back at once, so that none are there to be used again without being counted.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
@@ -47,12 +51,15 @@ def measure_memory(case: Case, peers: Sequence[Contender], threads: int) -> Memo
     """One call of each contender, each in a process of its own."""
     if case.keys is not None:
         raise ValueError("the length is doubled, and with it the keys: leave them out")
-    extra = {
-        contender.name: in_new_process(_ALLOCATOR, extra_bytes, contender, case, threads)
-        for contender in (OURS, *peers)
-    }
+    extra = {contender.name: alone(extra_bytes, contender, case, threads) for contender in (OURS, *peers)}
     longer = replace(case, length=2 * case.length)
-    return Memory(case, extra, in_new_process(_ALLOCATOR, extra_bytes, OURS, longer, threads))
+    return Memory(case, extra, alone(extra_bytes, OURS, longer, threads))
+
+
+def alone(measure: Callable[..., int], *arguments: Any) -> int:
+    """measure(*arguments) in a process of its own, whose allocator gives back what is freed. Both have to be
+    picklable."""
+    return in_new_process(_ALLOCATOR, measure, *arguments)
 
 
 def extra_bytes(contender: Contender, case: Case, threads: int) -> int:
@@ -66,11 +73,23 @@ def extra_bytes(contender: Contender, case: Case, threads: int) -> int:
     results(contender.prepare(small, tensors), small, tensors)
     tensors = inputs(case)
     call = contender.prepare(case, tensors)
+    found, grown = growth(lambda: results(call, case, tensors))
+    return max(0, grown - sum(tensor.nbytes for tensor in found))
+
+
+def growth(call: Callable[[], T]) -> tuple[T, int]:
+    """What a call returns, and by how many bytes the memory of this process grew during it, at its peak.
+
+    What was freed before is given back first, where the C library can do that: it would be used again without
+    being counted.
+    """
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
     _RESET.write_text("5", encoding="ascii")  # 5: the peak becomes the present
     before = _kilobytes(_RESIDENT)
-    found = results(call, case, tensors)
-    peak = _kilobytes(_PEAK)
-    return max(0, (peak - before) * 1024 - sum(tensor.nbytes for tensor in found))
+    result = call()
+    return result, (_kilobytes(_PEAK) - before) * 1024
 
 
 def _kilobytes(field: str) -> int:

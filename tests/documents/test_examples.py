@@ -96,3 +96,28 @@ def test_generate_refuses_nothing_to_do(given: list[str], capsys: pytest.Capture
     with pytest.raises(SystemExit):
         main(given)
     assert "error: " in capsys.readouterr().err
+
+
+@pytest.mark.cpu_only("the example computes on the CPU alone")
+def test_interatomic_potential(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    example = runpy.run_path(str(EXAMPLES / "interatomic_potential.py"))
+    for attention in example["ATTENTION"].values():
+        assert max(example["errors_of_gradients"](attention)) < 1e-6
+    ours, formula = example["main"](["--quick", "--dtype", "float64"]).values()
+    assert ours == pytest.approx(formula, rel=1e-8)
+    assert max(ours[-3:]) < 0.8 * ours[0]
+    printed = capsys.readouterr().out
+    for part in ("27 in each of 2, open", "in float64", "step   10", "ms for a step"):
+        assert part in printed, part
+
+
+@pytest.mark.cpu_only("the example computes on the CPU alone")
+def test_mean_flow(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    ours, formula = runpy.run_path(str(EXAMPLES / "mean_flow.py"))["main"](
+        ["--quick", "--dtype", "float64"]
+    ).values()
+    assert ours == pytest.approx(formula, rel=1e-8)
+    assert sum(ours[-10:]) < 0.9 * sum(ours[:10])
+    printed = capsys.readouterr().out
+    for part in ("step   30", "ms for a step", "one step from noise"):
+        assert part in printed, part
