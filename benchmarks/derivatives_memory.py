@@ -3,8 +3,8 @@
     python benchmarks/derivatives_memory.py                         # 16384 tokens
     python benchmarks/derivatives_memory.py --length 4096 --at 1024
 
-The formula's matrices would not fit: it is measured at the length --at, and what it takes there grows with the
-square of the length. Each figure is that of a process of its own, beyond the inputs and the direction.
+The formula's matrices would not fit: it is measured at the length --at, and what it takes there grows with
+the square of the length. Each figure is that of a process of its own, beyond the inputs and the direction.
 """
 
 from __future__ import annotations

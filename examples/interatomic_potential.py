@@ -53,7 +53,7 @@ def squared_distances(positions: Tensor, box: float) -> Tensor:
 
 
 class Potential(nn.Module):
-    """The energy of atoms as a sum over them. Every atom attends to those within the cutoff, and to itself."""
+    """The energy of atoms as a sum over them. Each attends to those within the cutoff, and to itself."""
 
     def __init__(self, attention: Attention, species: int, layers: int, heads: int, width: int) -> None:
         super().__init__()

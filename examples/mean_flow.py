@@ -4,8 +4,8 @@
     python examples/mean_flow.py --points 512 --steps 20
     python examples/mean_flow.py --quick                  # some seconds
 
-What it shows: MeanFlow (Geng et al. 2025, "Mean Flows for One-step Generative Modeling") trains u(z, r, t), the
-mean velocity between the times r and t, on a target that has the derivative of u along the path in it.
+What it shows: MeanFlow (Geng et al. 2025, "Mean Flows for One-step Generative Modeling") trains u(z, r, t),
+the mean velocity between the times r and t, on a target that has the derivative of u along the path in it.
 torch.func.jvp gives that in one forward pass, through attention without matrices of weights. A twin of the
 model attends by the formula, with these matrices: the losses are the same, and time and memory stand side by
 side. A sample is a ring of points, each of which is a token; at the end rings are drawn in one step.

@@ -1,4 +1,4 @@
-"""Forward mode and second derivatives: by these kernels, by torch's formula, and the pass that they extend."""
+"""Forward mode and second derivatives: by these kernels, by torch's formula, and the pass they extend."""
 
 from __future__ import annotations
 

@@ -12,6 +12,8 @@ SELFATTN_EMULATED bool compare(E a, E b, int predicate) {
       return a == b;
     case _CMP_LT_OQ:
       return a < b;
+    case _CMP_LE_OQ:
+      return a <= b;
     case _CMP_UNORD_Q:
       return std::isunordered(a, b);
     case _CMP_NLT_UQ:

@@ -45,11 +45,20 @@ OWN: dict[str, dict[str, Any]] = {
 }
 
 
+#: Those of them that ask from some version on: then test_transformers_zoo.py has them.
+LATER = ("CodeGen", "GPTJ")
+
+
+def asks(name: str) -> bool:
+    """Whether a model's module knows the table of attention functions."""
+    return hasattr(sys.modules[getattr(transformers, f"{name}Model").__module__], "ALL_ATTENTION_FUNCTIONS")
+
+
 def config_of(name: str, sizes: dict[str, Any]) -> Any:
     return getattr(transformers, f"{name}Config")(**sizes)
 
 
-@pytest.mark.parametrize("name", OWN)
+@pytest.mark.parametrize("name", [name for name in OWN if name not in LATER or not asks(name)])
 def test_a_model_that_asks_nobody_is_refused(name: str) -> None:
     config = config_of(name, OWN[name])
     kind = getattr(transformers, f"{name}Model")
