@@ -105,6 +105,19 @@ def test_first_derivative_with_a_graph_runs_the_kernel() -> None:
     assert all(grad.requires_grad for grad in with_graph)
 
 
+@pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"sinks": torch.zeros(2)}], ids=str)
+def test_the_second_derivative_alone_runs_its_kernel_alone(options: dict[str, Any]) -> None:
+    """The engine would visit the forward's node, too, if the graph of the gradients led back to its output."""
+    query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
+    out = scaled_dot_product_attention(query, key, value, **options)
+    out = out[0] if isinstance(out, tuple) else out
+    gradients = torch.autograd.grad(out.sum(), (query, key, value), create_graph=True)
+    with Operators() as operators:
+        torch.autograd.grad(sum(gradient.sum() for gradient in gradients), (query, key, value))
+    ours = [name for name in operators.names if "attention" in name]
+    assert ours == ["attention_backward_backward"]
+
+
 def test_gradient_penalty_step() -> None:
     """What people use it for: the norm of an input gradient in the loss."""
     tensors = Case(dtype=torch.float64).inputs()

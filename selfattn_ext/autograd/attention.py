@@ -225,7 +225,7 @@ def _of_backward(
 ) -> Inputs:
     """The inputs of :class:`AttentionBackward`."""
     given: list[Any] = [*cotangents, *tensors, *saved, *(None,) * len(SOURCES)]
-    return Inputs._make([*given, scale, keywords, need_mask_grad])
+    return Inputs._make([*given, scale, keywords, need_mask_grad]).counted_through_inputs()
 
 
 class _TransformedAttention(Function):

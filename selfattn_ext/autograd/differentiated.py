@@ -48,12 +48,19 @@ class Inputs(NamedTuple):
     @classmethod
     def saved(cls, ctx: Any) -> Inputs:
         """Those that :meth:`save` has saved, in a backward."""
-        return cls(*ctx.saved_tensors, *ctx.call)
+        return cls(*ctx.saved_tensors, *ctx.call).counted_through_inputs()
 
     @classmethod
     def saved_primals(cls, ctx: Any) -> Inputs:
         """The same in a jvp."""
         return cls(*primals(ctx), *ctx.call)
+
+    def counted_through_inputs(self) -> Inputs:
+        """The same where no graph leads from what the forward saved back to it: what depends on that is counted
+        through the inputs, and the engine would visit the forward's node for nothing.
+        """
+        saved = self.present(SAVED)
+        return self._replace(**{name: getattr(self, name).detach() for name in saved})
 
     def save(self, ctx: Any) -> None:
         """For a backward and for forward mode."""
