@@ -175,6 +175,7 @@ FEATURES = {
     "guarded": [0xAAAA if n % 32 < 16 else n % 2 for n in range(64)],
     "halves": [n ^ 8 for n in range(64)],
     "overwritten": [2 * n if n & 16 else n + 16 for n in range(64)],
+    "half_words": [2 * (n % 32) + 1 + ((2 * (n % 32) + 2) << 16) for n in range(64)],
     "parts": [28 if n % 32 < 8 else 31 for n in range(64)],
     "calls": [(n + 1) * sum(range(1, n % 4 + 2)) for n in range(64)],
     "votes": [1022] * 64,
@@ -197,6 +198,7 @@ MISUSES = {
     "arrival_missing": r"deadlock: 1 of 2 warps wait at barrier 1, and 1 have ended",
     "halves_beyond": RACE_OF_FEATURES.format("write"),
     "overwritten_early": RACE_OF_FEATURES.format("read"),
+    "half_words_of_neighbours": r"race on device memory.*nothing orders this and a (read|write) by warp \d",
     "masks_differ": r"a mask of members that differs between them",
     "guarded_for_all": r"lanes 16-31 never come|lanes 16-31, which take part, have ended",
 }

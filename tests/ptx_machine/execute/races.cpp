@@ -6,11 +6,11 @@ namespace ptx_machine {
 
 namespace {
 
-constexpr u32 kWordBytes = 4;
+constexpr u32 kWordBytes = 4, kHalfBytes = 2;
 
-// Which bytes of the word that begins at `word` an access of `bytes` at `begin` touches.
-u8 bytes_in(u64 word, u64 begin, u32 bytes) {
-  const u64 first = std::max(word, begin) - word, end = std::min(word + kWordBytes, begin + bytes) - word;
+// Which of the `size` bytes from `at` on an access of `bytes` at `begin` touches.
+u8 bytes_in(u64 at, u32 size, u64 begin, u32 bytes) {
+  const u64 first = std::max(at, begin) - at, end = std::min(at + size, begin + bytes) - at;
   return static_cast<u8>((1u << end) - (1u << first));
 }
 
@@ -27,7 +27,7 @@ void merge(std::vector<u32>& into, const std::vector<u32>& from) {
 
 void Races::start_grid() {
   first_of_grid_ = serial_ + 1;
-  // What earlier grids did is ordered; their words need not be kept.
+  // What earlier grids did is ordered; their marks need not be kept.
   constexpr size_t kMostPages = 1 << 14;
   if (pages_.size() <= kMostPages) return;
   pages_.clear();
@@ -109,7 +109,7 @@ void Races::shared(const Warp& warp, const Instruction& ins, int lane, u32 offse
   for (u32 word = offset / kWordBytes; word <= (offset + bytes - 1) / kWordBytes; ++word) {
     SharedWord& known = words_[word];
     if (known.block != serial_) known = SharedWord{{}, serial_, 0, false};
-    const Mark now = mark(warp, ins, lane, bytes_in(word * kWordBytes, offset, bytes), access);
+    const Mark now = mark(warp, ins, lane, bytes_in(word * kWordBytes, kWordBytes, offset, bytes), access);
     const auto where = [&] { return in_shared_memory(word); };
     if (known.in_flight && (known.write.bytes & now.bytes) != 0) {
       report(warp, ins, lane, where(), known.write, "an asynchronous copy that is on its way");
@@ -151,22 +151,22 @@ void Races::finish_copy(const Warp& warp, int lane, u32 offset, u32 bytes) {
   }
 }
 
-Races::DeviceWord& Races::device_word(u64 word) {
-  const u64 number = word / kWordsOfPage;
+Races::DeviceHalf& Races::device_half(u64 half) {
+  const u64 number = half / kHalvesOfPage;
   if (last_page_ == nullptr || number != last_number_) {
     std::unique_ptr<Page>& page = pages_[number];
     if (page == nullptr) page = std::make_unique<Page>();
     last_page_ = page.get();
     last_number_ = number;
   }
-  return last_page_->words[word % kWordsOfPage];
+  return last_page_->halves[half % kHalvesOfPage];
 }
 
 void Races::device(const Warp& warp, const Instruction& ins, int lane, u64 address, u32 bytes,
                    Access access) {
-  for (u64 word = address / kWordBytes; word <= (address + bytes - 1) / kWordBytes; ++word) {
-    DeviceWord& known = device_word(word);
-    const Mark now = mark(warp, ins, lane, bytes_in(word * kWordBytes, address, bytes), access);
+  for (u64 half = address / kHalfBytes; half <= (address + bytes - 1) / kHalfBytes; ++half) {
+    DeviceHalf& known = device_half(half);
+    const Mark now = mark(warp, ins, lane, bytes_in(half * kHalfBytes, kHalfBytes, address, bytes), access);
     const auto where = [&] { return "device memory" + describe_memory(address); };
     if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, "a write");
     if (access != Access::kRead) {

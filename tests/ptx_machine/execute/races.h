@@ -7,8 +7,8 @@
 // never ordered. Atomic accesses do not race with each other.
 //
 // Of shared memory each word knows its last write and the last reads of each warp, and of a warp's earlier
-// reads those that some of its lanes do not come after; of device memory the last write and the last read,
-// and whether several blocks have read.
+// reads those that some of its lanes do not come after; of device memory each half of a word, which lanes with
+// 16-bit numbers share, knows the last write and the last read, and whether several blocks have read.
 #pragma once
 
 #include <memory>
@@ -37,7 +37,7 @@ class Races {
   void synchronise_warps(const std::vector<Warp*>& warps, u32 barrier);
 
  private:
-  // An access to a word, and when it was: by its warp's counts of barriers (epochs) and of bar.warp.sync
+  // An access to a word or a half, and when it was: by its warp's counts of barriers (epochs) and of bar.warp.sync
   // (steps).
   struct Mark {
     u64 block = 0;  // serial number, over all launches
@@ -45,7 +45,7 @@ class Races {
     u32 lanes = 0;
     u32 epoch = 0, step = 0;
     u16 warp = 0;
-    u8 bytes = 0;  // of the word, a bit for each
+    u8 bytes = 0;  // of the word or its half, a bit for each
     bool atomic = false;
   };
   struct SharedWord {
@@ -54,13 +54,13 @@ class Races {
     u8 written = 0;          // bytes of the word
     bool in_flight = false;  // the write is an asynchronous copy
   };
-  struct DeviceWord {
+  struct DeviceHalf {
     Mark write, read;
     bool read_by_blocks = false;
   };
-  static constexpr u64 kWordsOfPage = 1024;
+  static constexpr u64 kHalvesOfPage = 1024;
   struct Page {
-    DeviceWord words[kWordsOfPage];
+    DeviceHalf halves[kHalvesOfPage];
   };
   // What a warp knows of the epochs of others.
   using Clock = std::vector<u32>;
@@ -77,7 +77,7 @@ class Races {
   // The same of what lanes of the warp did since its last barrier.
   bool ordered_in_warp(const Mark& before, const Lanes& lanes, int lane) const;
   bool conflicts(const Mark& before, const Mark& now, const Warp& warp, int lane) const;
-  DeviceWord& device_word(u64 word);
+  DeviceHalf& device_half(u64 half);
   void check_write(const Warp& warp, const Instruction& ins, int lane, u32 word, const Mark& now);
   [[noreturn]] void report(const Warp& warp, const Instruction& ins, int lane, const std::string& where,
                            const Mark& before, const char* what) const;

@@ -93,6 +93,19 @@ __global__ void overwritten(uint32_t* out) { overwrite<true>(out); }
 // Wrong: nothing orders the lower half's reads, which are not the last ones, and the writes.
 __global__ void overwritten_early(uint32_t* out) { overwrite<false>(out); }
 
+// Lanes write 16-bit numbers of device memory, two in a word, read them and write them again.
+template <uint32_t kDistance>
+__device__ void write_half_words(uint32_t* out) {
+  auto* numbers = reinterpret_cast<volatile uint16_t*>(out);
+  for (uint32_t round = 0; round < 2; ++round) {
+    numbers[threadIdx.x] = static_cast<uint16_t>(threadIdx.x + round);
+    numbers[kThreads + threadIdx.x] = numbers[threadIdx.x ^ kDistance];
+  }
+}
+__global__ void half_words(uint32_t* out) { write_half_words<0>(out); }
+// Wrong: nothing orders a lane's write and what its neighbour reads.
+__global__ void half_words_of_neighbours(uint32_t* out) { write_half_words<1>(out); }
+
 // Wrong: lanes whose masks say that they meet have different ones.
 __global__ void masks_differ(uint32_t* out) {
   __syncwarp(threadIdx.x % 32 < 16 ? kWholeWarp : 0xffff0000u);
@@ -153,6 +166,8 @@ const Named kKernels[] = {{"variables", variables},
                           {"halves_beyond", halves_beyond},
                           {"overwritten", overwritten},
                           {"overwritten_early", overwritten_early},
+                          {"half_words", half_words},
+                          {"half_words_of_neighbours", half_words_of_neighbours},
                           {"masks_differ", masks_differ},
                           {"parts", parts},
                           {"calls", calls},
