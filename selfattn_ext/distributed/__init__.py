@@ -1,0 +1,8 @@
+"""Attention over sequences that are split over processes, on torch.distributed."""
+
+from __future__ import annotations
+
+from .attention import ring_attention
+from .shard import shard_sequence, unshard_sequence
+
+__all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]

@@ -1,0 +1,83 @@
+"""Dealing a sequence out to ranks, and putting it together again."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.autograd import Function
+
+from .group import ranks_of
+from .layout import LAYOUTS, Layout
+
+__all__ = ["shard_sequence", "unshard_sequence"]
+
+
+def shard_sequence(
+    tensor: Tensor, dim: int, *, group: Any = None, layout: Literal["zigzag", "contiguous"] = "zigzag"
+) -> Tensor:
+    """This rank's rows of a tensor that every rank has whole: of tokens, position ids, a mask's queries.
+
+    Args:
+        tensor: any dtype and shape.
+        dim: the dimension of the sequence.
+        group, layout: as :func:`ring_attention` takes them.
+
+    Returns:
+        A tensor of its own, whose gradient is that of these rows.
+    """
+    ranks = ranks_of(group)
+    pieces = _checked(layout, tensor.size(dim), ranks.size).pieces(ranks.rank)
+    rows = [tensor.narrow(dim, piece.begin, piece.end - piece.begin) for piece in pieces]
+    return torch.cat(rows, dim) if rows else tensor.narrow(dim, 0, 0).clone()
+
+
+def unshard_sequence(
+    tensor: Tensor, dim: int, *, group: Any = None, layout: Literal["zigzag", "contiguous"] = "zigzag"
+) -> Tensor:
+    """The whole sequence, on every rank, of what each rank has of it; the inverse of :func:`shard_sequence`.
+
+    Its gradient is the sum over the ranks of what each gives this rank's rows. All ranks must call it.
+    """
+    ranks = ranks_of(group)
+    sizes = torch.tensor([tensor.size(dim)], device=tensor.device)
+    everybody = sizes.new_empty(ranks.size)
+    dist.all_gather_into_tensor(everybody, sizes, ranks.group)
+    found = _checked(layout, int(everybody.sum()), ranks.size)
+    if [found.size(rank) for rank in range(ranks.size)] != everybody.tolist():
+        raise ValueError(f"the ranks have {everybody.tolist()} rows, which is not the {layout} layout")
+    joined: Tensor = _Join.apply(tensor.movedim(dim, 0), ranks, found)
+    return joined.movedim(0, dim)
+
+
+def _checked(name: str, length: int, ranks: int) -> Layout:
+    if name not in LAYOUTS:
+        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, but it is {name!r}")
+    return Layout(name, length, ranks)
+
+
+class _Join(Function):
+    """(own rows, ...) to (rows of all, ...)."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, ranks: Any, layout: Layout) -> Tensor:  # type: ignore[override]
+        ctx.ranks, ctx.layout = ranks, layout
+        most = max(layout.size(rank) for rank in range(ranks.size))
+        filled = own.new_zeros(most, *own.shape[1:])
+        filled[: len(own)] = own
+        everybody = own.new_empty(ranks.size, *filled.shape)
+        dist.all_gather_into_tensor(everybody.view(-1), filled.view(-1), ranks.group)
+        joined = own.new_empty(layout.length, *own.shape[1:])
+        for rank in range(ranks.size):
+            for piece in layout.pieces(rank):
+                joined[piece.begin : piece.end] = everybody[rank, piece.rows]
+        return joined
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
+        total = grad.contiguous().clone()
+        dist.all_reduce(total, group=ctx.ranks.group)
+        rows = [total[piece.begin : piece.end] for piece in ctx.layout.pieces(ctx.ranks.rank)]
+        return torch.cat(rows) if rows else total[:0], None, None
