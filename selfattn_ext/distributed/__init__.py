@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .attention import ring_attention
+from .attention import ring_attention, ulysses_attention
 from .shard import shard_sequence, unshard_sequence
 
-__all__ = ["ring_attention", "shard_sequence", "unshard_sequence"]
+__all__ = ["ring_attention", "shard_sequence", "ulysses_attention", "unshard_sequence"]

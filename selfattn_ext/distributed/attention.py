@@ -8,27 +8,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ..arguments import (
-    REFUSALS,
-    AttentionCall,
-    AttentionOptions,
-    OptionalTensor,
-    Prepared,
-    call_checks,
-    checks,
-    prepare,
-    shapes,
-)
+from ..arguments import AttentionCall, AttentionOptions, OptionalTensor, Tensors, shapes
 from ..arguments.call import DEFAULT_QUERY_OFFSET, DEFAULT_SOFTCAP, DEFAULT_WINDOW
-from ..attend import attend, dropout_seed
-from .group import Ranks, agree, ranks_of
-from .layout import LAYOUTS, Layout
+from ..attend import attend
+from ..autograd import attention_with_gradient
+from .group import ranks_of
+from .heads import Deal, heads_of_rank, to_heads, to_rows
 from .plan import Plan
 from .ring import RingAttention
+from .split import Part, Split, check, check_columns, choices, part_of_call, split
 
-__all__ = ["ring_attention"]
-
-ROTATIONS = ("p2p", "allgather")
+__all__ = ["ring_attention", "ulysses_attention"]
 
 
 def ring_attention(
@@ -80,102 +70,166 @@ def ring_attention(
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed; on every rank where
             ranks make unlike calls, naming what differs, before keys and values are exchanged.
-        RuntimeError: torch.distributed is not initialised, or a rank does not come within the group's timeout.
+        RuntimeError: torch.distributed is not initialised, or a rank does not come within the group's
+            timeout.
 
     Every rank of the group has to call it, and to compute the gradient if one does. The method is that of Liu
     et al. (2023), "Ring Attention with Blockwise Transformers for Near-Infinite Context"; the zigzag layout
     is that of Zhu (2024), github.com/zhuzilin/ring-flash-attention.
     """
-    if layout not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, but it is {layout!r}")
-    if rotate not in ROTATIONS:
-        raise ValueError(f"rotate must be one of {', '.join(ROTATIONS)}, but it is {rotate!r}")
+    choices(layout, rotate)
     ranks = ranks_of(group)
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
         query_offset, False, return_lse,
     )  # fmt: skip
 
-    call = AttentionCall(query, key, value, options)
-    return attend(call, lambda call: _computed(call, ranks, layout, rotate), _check)
+    def compute(call: AttentionCall) -> shapes.Results:
+        part = part_of_call(call, ranks)
+        together = split(part, ranks, layout, rotate=rotate)
+        out, lse = _ring(part, together, rotate, together.seed, 0)
+        return shapes.restored(part.form, out, None, lse if return_lse else None)
+
+    return attend(AttentionCall(query, key, value, options), compute, check)
 
 
-def _computed(call: AttentionCall, ranks: Ranks, layout: str, rotate: str) -> shapes.Results:
-    given = call.options
-    try:
-        _check(call)
-        prepared = prepare(call._replace(options=given._replace(attn_mask=None, query_offset=0)))
-        tensors, scale, keywords, form = prepared
-        mask = None if given.attn_mask is None else shapes.mask_four_dimensional(given.attn_mask, form)
-        description = _description(prepared, mask, given) | {"layout": layout, "rotate": rotate}
-    except REFUSALS as refusal:
-        # The other ranks wait for this one: they have to know.
-        agree(ranks, _device_of(call), {"what is given": f"refused ({refusal})"}, (0, 0, 0))
-        raise
-    query, key, value, _, slopes, sinks, _ = tensors
-    seed = int(dropout_seed(query)) if "dropout_p" in keywords else 0
-    everybody = agree(ranks, query.device, description, (query.size(2), key.size(2), seed))
-    queries, keys = (_layout(layout, name, everybody[:, at]) for at, name in enumerate(("query", "key")))
-    if mask is not None:
-        scores = (query.size(0), query.size(1), query.size(2), keys.length)
-        checks.broadcasts("attn_mask", mask.shape, scores, "this rank's queries and the keys of all ranks")
-    offset = checks.integer("query_offset", given.query_offset)
+def ulysses_attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+    *,
+    group: Any = None,
+    ring_group: Any = None,
+    layout: Literal["zigzag", "contiguous"] = "zigzag",
+    rotate: Literal["p2p", "allgather"] = "p2p",
+    window_size: Sequence[int] = DEFAULT_WINDOW,
+    softcap: float = DEFAULT_SOFTCAP,
+    alibi_slopes: Tensor | None = None,
+    sinks: Tensor | None = None,
+    query_offset: int = DEFAULT_QUERY_OFFSET,
+    return_lse: bool = False,
+) -> Any:
+    """The same with an exchange of heads: for the time of the computation each rank has some of the heads and
+    the whole sequence.
+
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap,
+            alibi_slopes, sinks, query_offset, return_lse: as :func:`ring_attention` takes them.
+        group: the ranks that exchange heads, as there. Query heads are dealt out as evenly as they can be;
+            kv heads go where their query heads are, so that there may be fewer of them than ranks.
+        ring_group: both ways together, for a mesh of two dimensions: the ranks that stand where this one
+            stands in ``group``. The sequence is dealt out over this group by ``layout``, and what each gets
+            over ``group`` in order: ``shard_sequence(shard_sequence(x, dim, group=ring_group), dim,
+            group=group, layout="contiguous")``.
+        layout, rotate: as there; ``rotate`` is the ring's.
+
+    Returns:
+        out (..., H, L, Ev), this rank's rows, or (out, lse). Differentiable any number of times, or once with
+        a ring.
+
+    Raises:
+        as :func:`ring_attention`.
+
+    The method is that of Jacobs et al. (2023), "DeepSpeed Ulysses".
+    """
+    choices(layout, rotate)
+    ranks = ranks_of(group)
+    ring = None if ring_group is None else ranks_of(ring_group)
+    options = AttentionOptions(
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
+        query_offset, False, return_lse,
+    )  # fmt: skip
+
+    def compute(call: AttentionCall) -> shapes.Results:
+        part = part_of_call(call, ranks)
+        own = split(part, ranks, layout if ring is None else "contiguous")
+        heads = heads_of_rank(part.tensors.query.size(1), ranks.rank, ranks.size)
+        dealt = part._replace(tensors=_some_heads(part.tensors, own))
+        if ring is None:
+            out, lse = _whole(dealt, own, heads[0], return_lse)
+        else:
+            together = split(dealt, ring, layout, rotate=rotate)
+            out, lse = _ring(dealt, together, rotate, together.seed, heads[0])
+        deal = _deal(own, own.queries, part.tensors.query.size(1))
+        out = to_rows(out, deal)
+        lse = to_rows(lse.unsqueeze(-1), deal).squeeze(-1) if return_lse else None
+        return shapes.restored(part.form, out, None, lse)
+
+    return attend(AttentionCall(query, key, value, options), compute, check)
+
+
+def _ring(part: Part, together: Split, rotate: str, seed: int, first_head: int) -> tuple[Tensor, Tensor]:
+    query, key, value, mask, slopes, sinks, _ = part.tensors
+    check_columns(mask, query, together.keys.length)
     plan = Plan(
-        ranks, queries, keys, rotate, scale, keywords, offset, query.device, int(everybody[0, 2])
-    )
+        together.ranks, together.queries, together.keys, rotate, part.scale, part.keywords,
+        part.query_offset, query.device, seed, first_head,
+    )  # fmt: skip
     out, lse = RingAttention.apply(query, key, value, mask, slopes, sinks, plan)
-    return shapes.restored(form, out, None, lse if given.return_lse else None)
+    return out, lse
 
 
-def _check(call: AttentionCall) -> None:
-    """Every argument but the number of the mask's columns, which only all ranks together know."""
-    given = call.options
-    call_checks.flags(given)
-    call_checks.attention(call._replace(options=given._replace(attn_mask=None)))
-    mask = given.attn_mask
-    if mask is None:
-        return
-    checks.dense_tensor("attn_mask", checks.mask("attn_mask", mask))
-    checks.on_device("attn_mask", mask, "query", call.query.device)
-    if mask.dim() > 1 and mask.size(-2) not in (1, call.query.size(-2)):
-        raise ValueError(
-            f"attn_mask must have this rank's {call.query.size(-2)} rows, or 1, but its shape is {tuple(mask.shape)}"
-        )
+def _whole(part: Part, own: Split, first_head: int, want_lse: bool) -> tuple[Tensor, OptionalTensor]:
+    """Attention of this rank's heads over the whole sequence."""
+    tensors, keywords = part.tensors, part.keywords
+    check_columns(tensors.mask, tensors.query, own.keys.length)
+    if part.query_offset:
+        keywords = {**keywords, "query_offset": part.query_offset}
+    if "dropout_p" in keywords:
+        origin = torch.tensor([own.seed, 0, first_head, 0, 0], device=tensors.query.device)
+        tensors = tensors._replace(seed=origin)
+    out, _, lse = attention_with_gradient(tensors, part.scale, keywords, False, want_lse)
+    return out, lse
 
 
-def _device_of(call: AttentionCall) -> torch.device:
-    return call.query.device if isinstance(call.query, Tensor) else torch.device("cpu")
+def _deal(own: Split, layout: Any, heads: int) -> Deal:
+    """Heads dealt out evenly."""
+    size = own.ranks.size
+    return Deal(own.ranks, layout, tuple(heads_of_rank(heads, rank, size) for rank in range(size)), heads)
 
 
-def _description(prepared: Prepared, mask: OptionalTensor, given: AttentionOptions) -> dict[str, Any]:
-    """What ranks must have in common."""
-    tensors, scale, keywords, _ = prepared
-    query, key, value, _, slopes, sinks, _ = tensors
-    described: dict[str, Any] = {
-        "dtype": str(query.dtype),
-        "the batch": query.size(0),
-        "the number of query heads": query.size(1),
-        "the number of key heads": key.size(1),
-        "head_dim": query.size(3),
-        "the last dimension of value": value.size(3),
-        "scale": scale,
-        "query_offset": given.query_offset,
-        **keywords,
-    }
-    for name, numbers in (("alibi_slopes", slopes), ("sinks", sinks)):
-        described[name] = None if numbers is None else f"of shape {tuple(numbers.shape)}"
-    if mask is not None:
-        described["attn_mask"] = f"{mask.dtype} for {mask.size(3)} keys"
-    return described
+def _some_heads(tensors: Tensors, own: Split) -> Tensors:
+    """Of all rows those heads that this rank computes."""
+    query, key, value, mask, slopes, sinks, _ = tensors
+    heads, ranks = query.size(1), own.ranks
+    deal = _deal(own, own.queries, heads)
+    begin, end = deal.heads[ranks.rank]
+    of_keys = _deal_of_keys(deal, own, key.size(1))
+    if of_keys is None:
+        # Groups are cut in the middle: every query head gets a kv head of its own.
+        group = heads // key.size(1)
+        key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
+        of_keys = deal._replace(layout=own.keys)
+
+    def of_heads(numbers: OptionalTensor) -> OptionalTensor:
+        return None if numbers is None else numbers[:, begin:end].contiguous()
+
+    if mask is not None and mask.size(2) != 1:
+        everybody = deal if mask.size(1) != 1 else deal._replace(heads=((0, 1),) * ranks.size, count=1)
+        mask = to_heads(mask, everybody)
+    elif mask is not None and mask.size(1) != 1:
+        mask = mask[:, begin:end]
+    return Tensors(
+        to_heads(query, deal), to_heads(key, of_keys), to_heads(value, of_keys), mask, of_heads(slopes),
+        of_heads(sinks),
+    )  # fmt: skip
 
 
-def _layout(name: str, of: str, sizes: Tensor) -> Layout:
-    """The layout in which ranks have so many rows."""
-    layout = Layout(name, int(sizes.sum()), len(sizes))
-    expected = [layout.size(rank) for rank in range(layout.ranks)]
-    if expected != sizes.tolist():
-        raise ValueError(
-            f"the ranks have {sizes.tolist()} rows of {of}, but the {name} layout of {layout.length} rows "
-            f"gives them {expected}: see shard_sequence"
-        )
-    return layout
+def _deal_of_keys(deal: Deal, own: Split, kv_heads: int) -> Deal | None:
+    """The kv heads of each rank's query heads; None where ranks would have unlike groups."""
+    group = deal.count // kv_heads if kv_heads else 1
+    found = []
+    for begin, end in deal.heads:
+        first, last = begin // group, -(-end // group)
+        whole = begin % group == 0 and end % group == 0
+        if begin == end:
+            first = last = 0
+        elif not whole and last - first > 1:
+            return None
+        found.append((first, last))
+    return Deal(own.ranks, own.keys, tuple(found), kv_heads)

@@ -95,7 +95,7 @@ def _all_gather(plan: Plan, own: Sequence[Tensor]) -> list[list[Tensor]]:
         filled = tensor.new_zeros(*tensor.shape[:2], most, tensor.size(3))
         filled[:, :, : tensor.size(2)] = tensor
         everybody = tensor.new_empty(ranks.size, *filled.shape)
-        dist.all_gather_into_tensor(everybody.view(-1), filled.view(-1), ranks.group)
+        dist.all_gather(list(everybody.unbind()), filled, ranks.group)
         found.append([everybody[rank][:, :, : plan.keys.size(rank)] for rank in range(ranks.size)])
     return found
 

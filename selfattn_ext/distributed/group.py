@@ -67,7 +67,7 @@ def agree(ranks: Ranks, device: torch.device, call: Mapping[str, Any], own: tupl
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
     mine = torch.tensor([digest, *own], dtype=torch.int64, device=device)
     everybody = mine.new_empty(ranks.size, len(mine))
-    dist.all_gather_into_tensor(everybody.view(-1), mine, ranks.group)
+    dist.all_gather(list(everybody.unbind()), mine, ranks.group)
     found = everybody.cpu()
     if bool((found[:, 0] == digest).all()):
         return found[:, 1:]
@@ -82,5 +82,6 @@ def _difference(calls: list[Mapping[str, Any]]) -> str:
         values = [call.get(name) for call in calls]
         for rank, value in enumerate(values):
             if value != values[0]:
-                return f"ranks must make the same call, but {name} is {values[0]} on rank 0 and {value} on rank {rank}"
+                first, other = f"{values[0]} on rank 0", f"{value} on rank {rank}"
+                return f"ranks must make the same call, but {name} is {first} and {other}"
     return "ranks must make the same call, but their calls differ"

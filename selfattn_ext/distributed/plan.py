@@ -35,6 +35,7 @@ class Plan(NamedTuple):
     device: torch.device
     #: Of dropout: rank 0's.
     seed: int
+    first_head: int
 
     def pairs(self, source: int) -> list[Pair]:
         """Those of this rank's pieces of queries and a rank's pieces of keys that see each other."""
@@ -57,7 +58,7 @@ class Plan(NamedTuple):
         """The keywords of the operators for a pair."""
         result = {**self.keywords, "query_offset": pair.query.begin + self.query_offset - pair.key.begin}
         if "dropout_p" in self.keywords:
-            origin = [self.seed, 0, 0, pair.query.begin, pair.key.begin]
+            origin = [self.seed, 0, self.first_head, pair.query.begin, pair.key.begin]
             result["dropout_seed"] = torch.tensor(origin, dtype=torch.int64, device=self.device)
         return result
 

@@ -64,7 +64,9 @@ class RingAttention(Function):
                 columns = pair.key.rows
                 options = {**_options(plan, pair, mask, slopes), "need_mask_grad": of_mask}
                 keys, values = (tensor[:, :, columns] for tensor in block)
-                of_query, of_key, of_value, *others = rows.pull(query, keys, values, pair, plan.scale, options)
+                of_query, of_key, of_value, *others = rows.pull(
+                    query, keys, values, pair, plan.scale, options
+                )
                 found[0][:, :, columns] += of_key
                 found[1][:, :, columns] += of_value
                 own.add(pair, of_query, *others)

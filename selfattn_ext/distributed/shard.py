@@ -44,7 +44,7 @@ def unshard_sequence(
     ranks = ranks_of(group)
     sizes = torch.tensor([tensor.size(dim)], device=tensor.device)
     everybody = sizes.new_empty(ranks.size)
-    dist.all_gather_into_tensor(everybody, sizes, ranks.group)
+    dist.all_gather(list(everybody.split(1)), sizes, ranks.group)
     found = _checked(layout, int(everybody.sum()), ranks.size)
     if [found.size(rank) for rank in range(ranks.size)] != everybody.tolist():
         raise ValueError(f"the ranks have {everybody.tolist()} rows, which is not the {layout} layout")
@@ -68,7 +68,7 @@ class _Join(Function):
         filled = own.new_zeros(most, *own.shape[1:])
         filled[: len(own)] = own
         everybody = own.new_empty(ranks.size, *filled.shape)
-        dist.all_gather_into_tensor(everybody.view(-1), filled.view(-1), ranks.group)
+        dist.all_gather(list(everybody.unbind()), filled, ranks.group)
         joined = own.new_empty(layout.length, *own.shape[1:])
         for rank in range(ranks.size):
             for piece in layout.pieces(rank):
