@@ -107,7 +107,7 @@ def test_first_derivative_with_a_graph_runs_the_kernel() -> None:
 
 @pytest.mark.parametrize("options", [{}, {"return_lse": True}, {"sinks": torch.zeros(2)}], ids=str)
 def test_the_second_derivative_alone_runs_its_kernel_alone(options: dict[str, Any]) -> None:
-    """The engine would visit the forward's node, too, if the graph of the gradients led back to its output."""
+    """The engine would visit the forward's node, too, if the graph of the gradients led back to it."""
     query, key, value = (torch.randn(1, 2, 5, 4, requires_grad=True) for _ in range(3))
     out = scaled_dot_product_attention(query, key, value, **options)
     out = out[0] if isinstance(out, tuple) else out

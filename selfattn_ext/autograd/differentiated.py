@@ -56,8 +56,8 @@ class Inputs(NamedTuple):
         return cls(*primals(ctx), *ctx.call)
 
     def counted_through_inputs(self) -> Inputs:
-        """The same where no graph leads from what the forward saved back to it: what depends on that is counted
-        through the inputs, and the engine would visit the forward's node for nothing.
+        """The same where no graph leads from what the forward saved back to it: what depends on that is
+        counted through the inputs, and the engine would visit the forward's node for nothing.
         """
         saved = self.present(SAVED)
         return self._replace(**{name: getattr(self, name).detach() for name in saved})

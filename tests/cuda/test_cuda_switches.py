@@ -26,6 +26,10 @@ FLASH, EFFICIENT, CUDNN = (
     SDPBackend.CUDNN_ATTENTION,
 )
 
+since_ampere = pytest.mark.skipif(
+    torch.cuda.get_device_capability() < (8, 0), reason="torch takes its operator since 8.0"
+)
+
 
 def leaves(dtype: torch.dtype, count: int = 3) -> list[Tensor]:
     """Query, key, value and a mask."""
@@ -54,11 +58,11 @@ def exact(tensors: list[Tensor], **options: Any) -> list[Tensor]:
 @pytest.mark.parametrize(
     ("backend", "dtype", "masked", "causal"),
     [
-        (FLASH, torch.bfloat16, False, False),
-        (FLASH, torch.float16, False, True),
+        pytest.param(FLASH, torch.bfloat16, False, False, marks=since_ampere),
+        pytest.param(FLASH, torch.float16, False, True, marks=since_ampere),
         (EFFICIENT, torch.float16, False, True),
         (EFFICIENT, torch.float32, True, False),
-        (CUDNN, torch.bfloat16, False, True),
+        pytest.param(CUDNN, torch.bfloat16, False, True, marks=since_ampere),
     ],
 )
 def test_each_operator(backend: SDPBackend, dtype: torch.dtype, masked: bool, causal: bool) -> None:
@@ -99,7 +103,7 @@ def test_recomputation_in_the_threads_of_autograd() -> None:
         assert ran.ours(training_step) == (2, 1)
 
 
-@pytest.mark.parametrize("switch", [ran.activated, as_sdpa])
+@pytest.mark.parametrize("switch", [pytest.param(ran.activated, marks=since_ampere), as_sdpa])
 def test_transformer_encoder(switch: Any) -> None:
     layer = torch.nn.TransformerEncoderLayer(128, 2, 128, dropout=0.0, batch_first=True, device="cuda")
     model = torch.nn.TransformerEncoder(layer, 2, enable_nested_tensor=False).bfloat16()
@@ -110,7 +114,7 @@ def test_transformer_encoder(switch: Any) -> None:
             assert ran.ours(lambda: model(tokens))[0] == 2
 
 
-@pytest.mark.parametrize("switch", [ran.activated, as_sdpa])
+@pytest.mark.parametrize("switch", [pytest.param(ran.activated, marks=since_ampere), as_sdpa])
 def test_compiled(switch: Any) -> None:
     compiled = torch.compile(F.scaled_dot_product_attention, backend="aot_eager")
     tensors = leaves(torch.bfloat16)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def kernel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("JUPYTER_PATH", str(tmp_path / "share"))
     monkeypatch.setenv("JUPYTER_RUNTIME_DIR", str(tmp_path / "runtime"))
     monkeypatch.setenv("IPYTHONDIR", str(tmp_path / "ipython"))
-    monkeypatch.setenv("PYTHONPATH", str(Path(selfattn_ext.__file__).parents[1]))
+    monkeypatch.setenv("PYTHONPATH", str(Path(selfattn_ext.__file__).parents[1]), prepend=os.pathsep)
     return name
 
 
@@ -56,7 +57,10 @@ def test_notebook_runs(kernel: str, tmp_path: Path) -> None:
         notebook.cells.insert(0, nbformat.v4.new_code_cell(first))
         stored.insert(0, [])
     client = NotebookClient(
-        notebook, timeout=120, kernel_name=kernel, resources={"metadata": {"path": str(tmp_path)}}
+        notebook,
+        timeout=120 if gpu.DEVICE == "cpu" else 1800,
+        kernel_name=kernel,
+        resources={"metadata": {"path": str(tmp_path)}},
     )
     client.execute()
     executed = [list(dict.fromkeys(kinds)) for kinds in outputs(notebook)]

@@ -180,6 +180,7 @@ def test_two_dimensional_functional_with_an_additive_mask(masked):
             assert_accurate(name, result, *judges)
 
 
+@pytest.mark.cpu_only("loops are kernels for the CPU")
 @pytest.mark.parametrize("causal", [False, True])
 def test_loops_equal_the_vectorised_kernel_and_the_formula(causal):
     torch.manual_seed(0)
