@@ -73,8 +73,8 @@ def _prepare(attention: Attention) -> Callable[[Case, Inputs], Call]:
         primals = (tensors.query, tensors.key, tensors.value)
 
         def jvp() -> Tensor:
-            _, tangent = torch.func.jvp(lambda *given: attention(*given, **options), primals, tangents)
-            return tangent  # type: ignore[no-any-return]
+            pushed: Any = torch.func.jvp(lambda *given: attention(*given, **options), primals, tangents)
+            return pushed[1]  # type: ignore[no-any-return]
 
         if case.order == "jvp":
             return jvp
@@ -110,7 +110,8 @@ def _prepare_plain(case: Case, tensors: Inputs) -> Call:
     if case.order == "jvp":
         return lambda: scaled_dot_product_attention(tensors.query, tensors.key, tensors.value, **options)
     leaves = _leaves((tensors.query, tensors.key, tensors.value))
-    out = scaled_dot_product_attention(*leaves, **options)
+    query, key, value = leaves
+    out = scaled_dot_product_attention(query, key, value, **options)
     return lambda: torch.autograd.grad(out, leaves, tensors.grad_out, retain_graph=True)[0]
 
 

@@ -7,8 +7,8 @@
 // never ordered. Atomic accesses do not race with each other.
 //
 // Of shared memory each word knows its last write and the last reads of each warp, and of a warp's earlier
-// reads those that some of its lanes do not come after; of device memory each half of a word, which lanes with
-// 16-bit numbers share, knows the last write and the last read, and whether several blocks have read.
+// reads those that some of its lanes do not come after; of device memory each half of a word, which lanes
+// with 16-bit numbers share, knows the last write and the last read, and whether several blocks have read.
 #pragma once
 
 #include <memory>
@@ -37,8 +37,8 @@ class Races {
   void synchronise_warps(const std::vector<Warp*>& warps, u32 barrier);
 
  private:
-  // An access to a word or a half, and when it was: by its warp's counts of barriers (epochs) and of bar.warp.sync
-  // (steps).
+  // An access to a word or a half, and when it was: by its warp's counts of barriers (epochs) and of
+  // bar.warp.sync (steps).
   struct Mark {
     u64 block = 0;  // serial number, over all launches
     const Instruction* instruction = nullptr;
