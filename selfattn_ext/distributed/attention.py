@@ -151,6 +151,7 @@ def ulysses_attention(
         heads = heads_of_rank(part.tensors.query.size(1), ranks.rank, ranks.size)
         dealt = part._replace(tensors=_some_heads(part.tensors, own))
         if ring is None:
+            check_columns(part.tensors.mask, part.tensors.query, own.keys.length)
             out, lse = _whole(dealt, own, heads[0], return_lse)
         else:
             together = split(dealt, ring, layout, rotate=rotate)
@@ -177,7 +178,6 @@ def _ring(part: Part, together: Split, rotate: str, seed: int, first_head: int) 
 def _whole(part: Part, own: Split, first_head: int, want_lse: bool) -> tuple[Tensor, OptionalTensor]:
     """Attention of this rank's heads over the whole sequence."""
     tensors, keywords = part.tensors, part.keywords
-    check_columns(tensors.mask, tensors.query, own.keys.length)
     if part.query_offset:
         keywords = {**keywords, "query_offset": part.query_offset}
     if "dropout_p" in keywords:

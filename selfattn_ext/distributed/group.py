@@ -10,7 +10,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-__all__ = ["Ranks", "agree", "ranks_of"]
+__all__ = ["REFUSED", "Ranks", "agree", "ranks_of"]
+
+#: What a rank says instead of its call, with the reason.
+REFUSED = "refused"
 
 
 class Ranks(NamedTuple):
@@ -78,6 +81,9 @@ def agree(ranks: Ranks, device: torch.device, call: Mapping[str, Any], own: tupl
 
 def _difference(calls: list[Mapping[str, Any]]) -> str:
     """The first thing in which ranks differ."""
+    for rank, call in enumerate(calls):
+        if REFUSED in call:
+            return f"rank {rank} has made no call, as its arguments were refused: {call[REFUSED]}"
     for name in sorted(set().union(*calls)):
         values = [call.get(name) for call in calls]
         for rank, value in enumerate(values):

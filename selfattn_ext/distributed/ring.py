@@ -8,7 +8,6 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import Function
-from torch.autograd.function import once_differentiable
 
 from .. import ops
 from ..arguments import Keywords, OptionalTensor
@@ -50,7 +49,6 @@ class RingAttention(Function):
         return out, results.lse()
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, grad_out: OptionalTensor, grad_lse: OptionalTensor) -> Any:  # type: ignore[override]
         query, key, value, mask, slopes, sinks, *saved = ctx.saved_tensors
         plan, of_mask = ctx.plan, bool(ctx.needs_input_grad[_MASK])
@@ -76,9 +74,23 @@ class RingAttention(Function):
         gradients = (own.query, of_key, of_value, own.mask, own.slopes, rows.of_sinks(sinks))
         given = (query, key, value, mask, slopes, sinks)
         return *(
-            None if gradient is None else gradient.to(source.dtype)
+            None if gradient is None else _Last.apply(gradient.to(source.dtype), source, grad_out)
             for gradient, source in zip(gradients, given, strict=True)
         ), None
+
+
+class _Last(Function):
+    """A gradient that depends on others, and cannot be differentiated itself: torch's once_differentiable would
+    take it for a constant where the gradient of out is one.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, gradient: Tensor, *sources: OptionalTensor) -> Tensor:  # type: ignore[override]
+        return gradient.view_as(gradient)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        raise RuntimeError("ring_attention has first derivatives only; ulysses_attention has more")
 
 
 def _options(plan: Plan, pair: Pair, mask: OptionalTensor, slopes: OptionalTensor) -> Keywords:

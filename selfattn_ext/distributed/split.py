@@ -19,7 +19,7 @@ from ..arguments import (
     shapes,
 )
 from ..attend import dropout_seed
-from .group import Ranks, agree
+from .group import REFUSED, Ranks, agree
 from .layout import LAYOUTS, Layout
 
 __all__ = ["Part", "Split", "check", "check_columns", "choices", "part_of_call", "split"]
@@ -96,7 +96,7 @@ def part_of_call(call: AttentionCall, ranks: Ranks) -> Part:
         return Part(tensors, scale, keywords, checks.integer("query_offset", given.query_offset), form)
     except REFUSALS as refusal:
         device = call.query.device if isinstance(call.query, Tensor) else torch.device("cpu")
-        agree(ranks, device, {"what is given": f"refused ({refusal})"}, (0, 0, 0))
+        agree(ranks, device, {REFUSED: str(refusal)}, (0, 0, 0))
         raise
 
 
