@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 from .attention import ring_attention, ulysses_attention
+from .packed import ring_varlen_attention
 from .shard import shard_sequence, unshard_sequence
 
-__all__ = ["ring_attention", "shard_sequence", "ulysses_attention", "unshard_sequence"]
+__all__ = [
+    "ring_attention",
+    "ring_varlen_attention",
+    "shard_sequence",
+    "ulysses_attention",
+    "unshard_sequence",
+]

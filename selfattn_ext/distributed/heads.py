@@ -12,7 +12,7 @@ from torch.autograd import Function
 
 from ..reference import accumulation_dtype
 from .group import Ranks
-from .layout import Layout
+from .layout import Layout, put_rows, rows_of_rank
 
 __all__ = ["Deal", "heads_of_rank", "to_heads", "to_rows"]
 
@@ -58,8 +58,7 @@ class _ToHeads(Function):
         shapes = [(batch, deal.mine(), layout.size(rank), last) for rank in range(ranks.size)]
         result = tensor.new_empty(batch, deal.mine(), layout.length, last)
         for rank, part in enumerate(_all_to_all(ranks, sent, shapes)):
-            for piece in layout.pieces(rank):
-                result[:, :, piece.begin : piece.end] = part[:, :, piece.rows]
+            put_rows(result, part, layout, rank, 2)
         return result
 
     @staticmethod
@@ -72,12 +71,7 @@ class _ToRows(Function):
     def forward(ctx: Any, tensor: Tensor, deal: Deal) -> Tensor:  # type: ignore[override]
         ctx.deal = deal
         ranks, layout = deal.ranks, deal.layout
-        sent = [
-            torch.cat([tensor[:, :, piece.begin : piece.end] for piece in layout.pieces(rank)], dim=2)
-            if layout.size(rank)
-            else tensor[:, :, :0]
-            for rank in range(ranks.size)
-        ]
+        sent = [rows_of_rank(tensor, layout, rank, 2) for rank in range(ranks.size)]
         batch, _, _, last = tensor.shape
         rows = layout.size(ranks.rank)
         shapes = [(batch, end - begin, rows, last) for begin, end in deal.heads]

@@ -3,6 +3,7 @@ are computed with."""
 
 from __future__ import annotations
 
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -36,6 +37,8 @@ class Plan(NamedTuple):
     #: Of dropout: rank 0's.
     seed: int
     first_head: int
+    #: Whether rows are those of packed sequences.
+    packed: bool = False
 
     def pairs(self, source: int) -> list[Pair]:
         """Those of this rank's pieces of queries and a rank's pieces of keys that see each other."""
@@ -47,24 +50,50 @@ class Plan(NamedTuple):
         ]
 
     def _meet(self, query: Piece, key: Piece) -> bool:
-        first, last = query.begin + self.query_offset, query.end - 1 + self.query_offset
-        right = self.keywords.get("window_right", -1)
-        if self.keywords.get("is_causal", False):
-            right = 0
+        right = 0 if self.keywords.get("is_causal", False) else self.keywords.get("window_right", -1)
         left = self.keywords.get("window_left", -1)
-        return (right < 0 or key.begin <= last + right) and (left < 0 or key.end - 1 >= first - left)
+        offset = self.query_offset
+        return any(
+            q.begin < q.end
+            and k.begin < k.end
+            and (right < 0 or k.begin <= q.end - 1 + offset + right)
+            and (left < 0 or k.end - 1 >= q.begin + offset - left)
+            for q, k in zip(query.spans, key.spans, strict=True)
+        )
 
     def options(self, pair: Pair) -> Keywords:
         """The keywords of the operators for a pair."""
-        result = {**self.keywords, "query_offset": pair.query.begin + self.query_offset - pair.key.begin}
+        offsets = [
+            q.begin + self.query_offset - k.begin
+            for q, k in zip(pair.query.spans, pair.key.spans, strict=True)
+        ]
+        if self.packed:
+            return {
+                **self.keywords,
+                **_packed("q", pair.query, self.device),
+                **_packed("k", pair.key, self.device),
+                "query_offsets": torch.tensor(offsets, dtype=torch.int64, device=self.device),
+            }
+        result = {**self.keywords, "query_offset": offsets[0]}
         if "dropout_p" in self.keywords:
-            origin = [self.seed, 0, self.first_head, pair.query.begin, pair.key.begin]
+            first = [pair.query.spans[0].begin, pair.key.spans[0].begin]
+            origin = [self.seed, 0, self.first_head, *first]
             result["dropout_seed"] = torch.tensor(origin, dtype=torch.int64, device=self.device)
         return result
+
+
+def _packed(name: str, piece: Piece, device: torch.device) -> Keywords:
+    """Where the rows of each sequence are in a piece."""
+    sizes = [end - begin for begin, end in piece.spans]
+    starts = list(accumulate(sizes, initial=0))
+    return {
+        f"cu_seqlens_{name}": torch.tensor(starts, dtype=torch.int64, device=device),
+        f"max_seqlen_{name}": max(sizes),
+    }
 
 
 def part_of_mask(mask: Tensor, pair: Pair) -> Tensor:
     """A view of a mask (B | 1, H | 1, L | 1, S | 1) of this rank's queries and all keys."""
     rows = pair.query.rows if mask.size(2) != 1 else slice(None)
-    columns = slice(pair.key.begin, pair.key.end) if mask.size(3) != 1 else slice(None)
+    columns = slice(*pair.key.spans[0]) if mask.size(3) != 1 else slice(None)
     return mask[:, :, rows, columns]

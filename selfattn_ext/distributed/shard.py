@@ -10,13 +10,19 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .group import ranks_of
-from .layout import LAYOUTS, Layout
+from .layout import LAYOUTS, Layout, put_rows, rows_of_rank
+from .packed import checked_starts
 
 __all__ = ["shard_sequence", "unshard_sequence"]
 
 
 def shard_sequence(
-    tensor: Tensor, dim: int, *, group: Any = None, layout: Literal["zigzag", "contiguous"] = "zigzag"
+    tensor: Tensor,
+    dim: int,
+    *,
+    group: Any = None,
+    layout: Literal["zigzag", "contiguous"] = "zigzag",
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """This rank's rows of a tensor that every rank has whole: of tokens, position ids, a mask's queries.
 
@@ -24,18 +30,23 @@ def shard_sequence(
         tensor: any dtype and shape.
         dim: the dimension of the sequence.
         group, layout: as :func:`ring_attention` takes them.
+        cu_seqlens: (B + 1,) integers on the CPU, of packed sequences: where each begins, and where the last
+            one ends.
 
     Returns:
         A tensor of its own, whose gradient is that of these rows.
     """
     ranks = ranks_of(group)
-    pieces = _checked(layout, tensor.size(dim), ranks.size).pieces(ranks.rank)
-    rows = [tensor.narrow(dim, piece.begin, piece.end - piece.begin) for piece in pieces]
-    return torch.cat(rows, dim) if rows else tensor.narrow(dim, 0, 0).clone()
+    return rows_of_rank(tensor, _checked(layout, tensor.size(dim), ranks.size, cu_seqlens), ranks.rank, dim)
 
 
 def unshard_sequence(
-    tensor: Tensor, dim: int, *, group: Any = None, layout: Literal["zigzag", "contiguous"] = "zigzag"
+    tensor: Tensor,
+    dim: int,
+    *,
+    group: Any = None,
+    layout: Literal["zigzag", "contiguous"] = "zigzag",
+    cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The whole sequence, on every rank, of what each rank has of it; the inverse of :func:`shard_sequence`.
 
@@ -45,17 +56,20 @@ def unshard_sequence(
     sizes = torch.tensor([tensor.size(dim)], device=tensor.device)
     everybody = sizes.new_empty(ranks.size)
     dist.all_gather(list(everybody.split(1)), sizes, ranks.group)
-    found = _checked(layout, int(everybody.sum()), ranks.size)
+    found = _checked(layout, int(everybody.sum()), ranks.size, cu_seqlens)
     if [found.size(rank) for rank in range(ranks.size)] != everybody.tolist():
         raise ValueError(f"the ranks have {everybody.tolist()} rows, which is not the {layout} layout")
     joined: Tensor = _Join.apply(tensor.movedim(dim, 0), ranks, found)
     return joined.movedim(0, dim)
 
 
-def _checked(name: str, length: int, ranks: int) -> Layout:
+def _checked(name: str, length: int, ranks: int, cu_seqlens: Tensor | None) -> Layout:
     if name not in LAYOUTS:
         raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, but it is {name!r}")
-    return Layout(name, length, ranks)
+    starts = (0, length) if cu_seqlens is None else checked_starts(cu_seqlens)
+    if starts[-1] != length:
+        raise ValueError(f"cu_seqlens ends at {starts[-1]}, but there are {length} rows")
+    return Layout(name, starts, ranks)
 
 
 class _Join(Function):
@@ -71,13 +85,11 @@ class _Join(Function):
         dist.all_gather(list(everybody.unbind()), filled, ranks.group)
         joined = own.new_empty(layout.length, *own.shape[1:])
         for rank in range(ranks.size):
-            for piece in layout.pieces(rank):
-                joined[piece.begin : piece.end] = everybody[rank, piece.rows]
+            put_rows(joined, everybody[rank], layout, rank, 0)
         return joined
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
         total = grad.contiguous().clone()
         dist.all_reduce(total, group=ctx.ranks.group)
-        rows = [total[piece.begin : piece.end] for piece in ctx.layout.pieces(ctx.ranks.rank)]
-        return torch.cat(rows) if rows else total[:0], None, None
+        return rows_of_rank(total, ctx.layout, ctx.ranks.rank, 0), None, None

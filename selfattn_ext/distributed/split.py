@@ -130,7 +130,7 @@ def choices(layout: Any, rotate: Any) -> None:
 
 def _layout(name: str, of: str, sizes: Tensor) -> Layout:
     """The layout in which ranks have so many rows."""
-    layout = Layout(name, int(sizes.sum()), len(sizes))
+    layout = Layout(name, (0, int(sizes.sum())), len(sizes))
     expected = [layout.size(rank) for rank in range(layout.ranks)]
     if expected != sizes.tolist():
         raise ValueError(

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.distributed import init_device_mesh
 
 from selfattn_ext import distributed
-from selfattn_ext.distributed.layout import Layout
+from selfattn_ext.distributed.layout import Layout, put_rows
 
 # The ranks of a process are started once.
 pytestmark = pytest.mark.xdist_group("split_attention")
@@ -107,14 +107,12 @@ def joined(parts: list[dict[str, Tensor]], case: Case, way: dict[str, Any]) -> d
         size = sum(part.size(dim) for part in of_ranks)
         if way["name"] == "both":
             of_ranks = [torch.cat(of_ranks[at : at + 2], dim) for at in (0, 2)]
-        layout = Layout(way["layout"], size, len(of_ranks))
-        pieces = [
-            (piece.begin, part.movedim(dim, 0)[piece.rows])
-            for rank, part in enumerate(of_ranks)
-            for piece in layout.pieces(rank)
-        ]
-        rows = [part for _, part in sorted(pieces, key=lambda piece: piece[0])]
-        found[name] = torch.cat(rows).movedim(0, dim) if rows else first
+        layout = Layout(way["layout"], (0, size), len(of_ranks))
+        shape = [*first.shape]
+        shape[dim] = size
+        found[name] = first.new_empty(shape)
+        for rank, part in enumerate(of_ranks):
+            put_rows(found[name], part, layout, rank, dim)
     return found
 
 

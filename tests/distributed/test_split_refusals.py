@@ -71,7 +71,10 @@ def wrong_call(name: str, options: dict[str, Any]) -> Any:
         ({"rotate": "alltoall"}, r"rotate must be one of p2p, allgather, but it is 'alltoall'"),
         ({"group": "cp"}, r"group must be a ProcessGroup, a DeviceMesh or None, not str"),
         ({"attn_mask": torch.zeros(3, 16)}, r"attn_mask must have this rank's 8 rows, or one, but its shape"),
-        ({"attn_mask": torch.zeros(8, 8)}, r"attn_mask of shape \(1, 1, 8, 8\) does not broadcast to \(1, 2, 8, 16\)"),
+        (
+            {"attn_mask": torch.zeros(8, 8)},
+            r"attn_mask of shape \(1, 1, 8, 8\) does not broadcast to \(1, 2, 8, 16\)",
+        ),
         ({"dropout_p": 1.5}, r"dropout_p must lie between 0 and 1"),
         ({"window_size": (1,)}, r"window_size"),
     ],
@@ -96,7 +99,9 @@ def test_a_mesh_of_two_dimensions() -> None:
 
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_without_a_group(name: str) -> None:
-    with pytest.raises(RuntimeError, match=r"torch\.distributed is not initialised: call .*init_process_group"):
+    with pytest.raises(
+        RuntimeError, match=r"torch\.distributed is not initialised: call .*init_process_group"
+    ):
         call(name)
 
 
@@ -157,9 +162,7 @@ def second_along(function: Any, part: Any) -> torch.Tensor:
     """A second derivative of attention of numbers with themselves, along others."""
     generator = torch.Generator().manual_seed(1)
     shape = (1, 2, 13, 8)
-    x, weights, along = (
-        part(torch.randn(shape, generator=generator, dtype=torch.float64)) for _ in range(3)
-    )
+    x, weights, along = (part(torch.randn(shape, generator=generator, dtype=torch.float64)) for _ in range(3))
     x.requires_grad_()
     (grad,) = torch.autograd.grad((function(x, x, x) * weights).sum(), x, create_graph=True)
     (second,) = torch.autograd.grad((grad * along).sum(), x)
