@@ -11,12 +11,12 @@ FakeTensorMode.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from . import library
+from . import library, signatures
 from .reference import accumulation_dtype
 
 __all__ = [
@@ -40,237 +40,6 @@ __all__ = [
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
-
-class _AttentionForward(Protocol):
-    """(query (B,H,L,E), key (B,Hk,S,E), value (B,Hk,S,Ev), scale, *, need_residual, options)
-    -> (out, row_max, row_sum, out_residual).
-
-    out_residual is what rounding out to 16 bits took away; an empty tensor for other dtypes and where not
-    asked for.
-    """
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]: ...
-
-
-class _AttentionRefusals(Protocol):
-    """(query, key, value, scale, *, options) -> a line per CUDA kernel: why it does not take this call."""
-
-    def __call__(self, query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any) -> str: ...
-
-
-class _AttentionWeights(Protocol):
-    """(query, key, row_max, row_sum, scale, *, options) -> weights (B,H,L,S)."""
-
-    def __call__(
-        self, query: Tensor, key: Tensor, row_max: Tensor, row_sum: Tensor, scale: float, **options: Any
-    ) -> Tensor: ...
-
-
-class _AppendToCache(Protocol):
-    """(key_cache, value_cache, key, value, seqlens, *, cu_seqlens, block_table): writes key and value
-    (B,Hk,L,.) behind the seqlens (B,) rows that the caches hold.
-    """
-
-    def __call__(
-        self,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        key: Tensor,
-        value: Tensor,
-        seqlens: Tensor,
-        *,
-        cu_seqlens: Tensor | None = None,
-        block_table: Tensor | None = None,
-    ) -> None: ...
-
-
-class _AttentionWithCache(Protocol):
-    """(query, key_cache, value_cache, key, value, scale, *, options) -> (out, row_max, row_sum).
-
-    Appends key and value, then attends to the caches; seqlens_k are their lengths afterwards.
-    """
-
-    def __call__(
-        self,
-        query: Tensor,
-        key_cache: Tensor,
-        value_cache: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
-class _AttentionBackward(Protocol):
-    """(grad_out, query, ..., *, out_residual, grad_row, grad_weights, need_mask_grad, options) -> six
-    gradients.
-
-    They are those of query, key, value, attn_mask, alibi_slopes and sinks; an empty tensor stands for a
-    gradient that was not asked for.
-    """
-
-    def __call__(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        row_max: Tensor,
-        row_sum: Tensor,
-        scale: float,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
-
-
-class _AttentionJvp(Protocol):
-    """(query, key, value, scale, *, tangent_query, tangent_key, tangent_value, tangent_mask, tangent_slopes,
-    tangent_sinks, need_residual, options) -> (out, row_max, row_sum, out_residual, tangent_out, tangent_lse).
-
-    A tangent that is missing is 0.
-    """
-
-    def __call__(
-        self, query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
-
-
-class _AttentionBackwardBackward(Protocol):
-    """(grad_out, query, ..., *, the same tangents, out_residual, grad_row, need_mask_grad, options) -> (six
-    gradients as of attention_backward, tangent_out, tangent_lse).
-
-    The gradients are those of ``(grad_out * tangent_out).sum() - (grad_row * tangent_lse).sum()``; Note
-    [Second derivatives] in csrc/core/tangents.h says what they are good for.
-    """
-
-    def __call__(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        row_max: Tensor,
-        row_sum: Tensor,
-        scale: float,
-        **options: Any,
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]: ...
-
-
-class _AttentionCapturedGradients(Protocol):
-    """(grad_out, query, ..., *, captured_sizes, exclusive, out_residual, grad_row, grad_weights, options) ->
-    gradients (N,) of the tensors in ``captured``, in float64.
-
-    They lie one behind the other, each with so many elements as captured_sizes says; those with 0 are not
-    computed. ``exclusive`` is the sum of 1, 2 and 4 where scores of unlike batch elements, heads and queries
-    read unlike elements of each of these tensors.
-    """
-
-    def __call__(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        row_max: Tensor,
-        row_sum: Tensor,
-        scale: float,
-        *,
-        captured_sizes: Sequence[int],
-        exclusive: int = 0,
-        **options: Any,
-    ) -> Tensor: ...
-
-
-class _AttentionScores(Protocol):
-    """(query, key, scale) -> scale * query @ key^T (B,H,L,S)."""
-
-    def __call__(self, query: Tensor, key: Tensor, scale: float, *, kernel_name: str = "") -> Tensor: ...
-
-
-class _AttentionScoresBackward(Protocol):
-    """(grad_scores, query, key, scale) -> (grad_query, grad_key)."""
-
-    def __call__(
-        self, grad_scores: Tensor, query: Tensor, key: Tensor, scale: float, *, kernel_name: str = ""
-    ) -> tuple[Tensor, Tensor]: ...
-
-
-class _MaskedSoftmax(Protocol):
-    """(scores (B,H,L,S), scale, *, mask, is_causal, query_offset) -> softmax(scale * scores + mask)."""
-
-    def __call__(
-        self,
-        scores: Tensor,
-        scale: float,
-        *,
-        mask: Tensor | None = None,
-        is_causal: bool = False,
-        query_offset: int = 0,
-        kernel_name: str = "",
-    ) -> Tensor: ...
-
-
-class _MaskedSoftmaxBackward(Protocol):
-    """(grad_weights, weights, scale) -> scale * weights * (grad - rowsum(weights * grad))."""
-
-    def __call__(
-        self, grad_weights: Tensor, weights: Tensor, scale: float, *, kernel_name: str = ""
-    ) -> Tensor: ...
-
-
-class _PlainAttention(Protocol):
-    """(query, key, value, scale, is_causal, enable_gqa) -> out, the default scale for None."""
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        is_causal: bool,
-        enable_gqa: bool,
-    ) -> Tensor: ...
-
-
-class _PlainAttentionForward(Protocol):
-    """The same -> (out, statistics (2,B,H,L), out_residual).
-
-    statistics are row_max and row_sum; out_residual is None where the dtype has none.
-    """
-
-    def __call__(
-        self,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        scale: float | None,
-        is_causal: bool,
-        enable_gqa: bool,
-    ) -> tuple[Tensor, Tensor, Tensor | None]: ...
-
-
-class _PlainAttentionBackward(Protocol):
-    """(grad_out, query, ..., is_causal) -> the gradients of query, key and value."""
-
-    def __call__(
-        self,
-        grad_out: Tensor,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        out: Tensor,
-        statistics: Tensor,
-        out_residual: Tensor | None,
-        scale: float | None,
-        is_causal: bool,
-    ) -> tuple[Tensor, Tensor, Tensor]: ...
-
-
 #: The dtypes whose rounding is worth remembering.
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
@@ -279,19 +48,21 @@ _ops = library.ops()
 #: The dispatcher namespace of the operators: torch.ops.<NAMESPACE>.
 NAMESPACE: str = _ops.name
 
-attention_forward: _AttentionForward = _ops.attention_forward.default
-attention_refusals: _AttentionRefusals = _ops.attention_refusals.default
-attention_weights: _AttentionWeights = _ops.attention_weights.default
-append_to_cache: _AppendToCache = _ops.append_to_cache.default
-attention_with_cache: _AttentionWithCache = _ops.attention_with_cache.default
-attention_backward: _AttentionBackward = _ops.attention_backward.default
-attention_jvp: _AttentionJvp = _ops.attention_jvp.default
-attention_backward_backward: _AttentionBackwardBackward = _ops.attention_backward_backward.default
-attention_captured_gradients: _AttentionCapturedGradients = _ops.attention_captured_gradients.default
-attention_scores: _AttentionScores = _ops.attention_scores.default
-attention_scores_backward: _AttentionScoresBackward = _ops.attention_scores_backward.default
-masked_softmax: _MaskedSoftmax = _ops.masked_softmax.default
-masked_softmax_backward: _MaskedSoftmaxBackward = _ops.masked_softmax_backward.default
+attention_forward: signatures.AttentionForward = _ops.attention_forward.default
+attention_refusals: signatures.AttentionRefusals = _ops.attention_refusals.default
+attention_weights: signatures.AttentionWeights = _ops.attention_weights.default
+append_to_cache: signatures.AppendToCache = _ops.append_to_cache.default
+attention_with_cache: signatures.AttentionWithCache = _ops.attention_with_cache.default
+attention_backward: signatures.AttentionBackward = _ops.attention_backward.default
+attention_jvp: signatures.AttentionJvp = _ops.attention_jvp.default
+attention_backward_backward: signatures.AttentionBackwardBackward = _ops.attention_backward_backward.default
+attention_captured_gradients: signatures.AttentionCapturedGradients = (
+    _ops.attention_captured_gradients.default
+)
+attention_scores: signatures.AttentionScores = _ops.attention_scores.default
+attention_scores_backward: signatures.AttentionScoresBackward = _ops.attention_scores_backward.default
+masked_softmax: signatures.MaskedSoftmax = _ops.masked_softmax.default
+masked_softmax_backward: signatures.MaskedSoftmaxBackward = _ops.masked_softmax_backward.default
 
 
 def _direct(overload: Any) -> Any:
@@ -299,12 +70,12 @@ def _direct(overload: Any) -> Any:
     return getattr(overload, "_op", overload)
 
 
-direct_forward: _AttentionForward = _direct(attention_forward)
-direct_with_cache: _AttentionWithCache = _direct(attention_with_cache)
-direct_backward: _AttentionBackward = _direct(attention_backward)
-plain_attention: _PlainAttention = _direct(_ops.plain_attention.default)
-plain_attention_forward: _PlainAttentionForward = _direct(_ops.plain_attention_forward.default)
-plain_attention_backward: _PlainAttentionBackward = _direct(_ops.plain_attention_backward.default)
+direct_forward: signatures.AttentionForward = _direct(attention_forward)
+direct_with_cache: signatures.AttentionWithCache = _direct(attention_with_cache)
+direct_backward: signatures.AttentionBackward = _direct(attention_backward)
+plain_attention: signatures.PlainAttention = _direct(_ops.plain_attention.default)
+plain_attention_forward: signatures.PlainAttentionForward = _direct(_ops.plain_attention_forward.default)
+plain_attention_backward: signatures.PlainAttentionBackward = _direct(_ops.plain_attention_backward.default)
 
 
 def _refuse_meta(*arguments: Any) -> None:

@@ -58,7 +58,8 @@ def measure_memory(case: Case, peers: Sequence[Contender], threads: int) -> Memo
 
 def alone(measure: Callable[..., int], *arguments: Any) -> int:
     """measure(*arguments) in a process of its own, whose allocator gives back what is freed. Both have to be
-    picklable."""
+    picklable.
+    """
     return in_new_process(_ALLOCATOR, measure, *arguments)
 
 

@@ -10,6 +10,8 @@ SELFATTN_EMULATED bool compare(E a, E b, int predicate) {
   switch (predicate) {
     case _CMP_EQ_OQ:
       return a == b;
+    case _CMP_NEQ_UQ:
+      return !(a == b);
     case _CMP_LT_OQ:
       return a < b;
     case _CMP_LE_OQ:
