@@ -383,15 +383,16 @@ def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int], first
     """
     batch, heads, length, keys = shape
     origin = seed[1:] if seed.numel() == 5 else seed.new_zeros(4)
-    first = (origin[3] >> 2, origin[2], origin[1], origin[0] + first_batch)
     seed = seed.reshape(-1)[0]
 
     def along(size: int, dim: int) -> Tensor:
         return torch.arange(size, device=seed.device).reshape([-1 if d == dim else 1 for d in range(4)])
 
-    sizes = ((keys + 3) // 4, length, heads, batch)
-    counter = tuple(
-        along(size, 3 - at) + start for at, (size, start) in enumerate(zip(sizes, first, strict=True))
+    counter = (
+        along((keys + 3) // 4, 3) + (origin[3] >> 2),
+        along(length, 2) + origin[2],
+        along(heads, 1) + origin[1],
+        along(batch, 0) + (origin[0] + first_batch),
     )
     words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
     flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)

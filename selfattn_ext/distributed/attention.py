@@ -158,7 +158,7 @@ def ulysses_attention(
             out, lse = _ring(dealt, together, rotate, together.seed, heads[0])
         deal = _deal(own, own.queries, part.tensors.query.size(1))
         out = to_rows(out, deal)
-        lse = to_rows(lse.unsqueeze(-1), deal).squeeze(-1) if return_lse else None
+        lse = None if lse is None or not return_lse else to_rows(lse.unsqueeze(-1), deal).squeeze(-1)
         return shapes.restored(part.form, out, None, lse)
 
     return attend(AttentionCall(query, key, value, options), compute, check)
@@ -210,7 +210,7 @@ def _some_heads(tensors: Tensors, own: Split) -> Tensors:
         return None if numbers is None else numbers[:, begin:end].contiguous()
 
     if mask is not None and mask.size(2) != 1:
-        everybody = deal if mask.size(1) != 1 else deal._replace(heads=((0, 1),) * ranks.size, count=1)
+        everybody = deal if mask.size(1) != 1 else deal._replace(heads=((0, 1),) * ranks.size, total=1)
         mask = to_heads(mask, everybody)
     elif mask is not None and mask.size(1) != 1:
         mask = mask[:, begin:end]
@@ -222,7 +222,7 @@ def _some_heads(tensors: Tensors, own: Split) -> Tensors:
 
 def _deal_of_keys(deal: Deal, own: Split, kv_heads: int) -> Deal | None:
     """The kv heads of each rank's query heads; None where ranks would have unlike groups."""
-    group = deal.count // kv_heads if kv_heads else 1
+    group = deal.total // kv_heads if kv_heads else 1
     found = []
     for begin, end in deal.heads:
         first, last = begin // group, -(-end // group)

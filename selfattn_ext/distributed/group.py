@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 
 __all__ = ["REFUSED", "Ranks", "agree", "ranks_of"]
 
@@ -41,7 +42,7 @@ def ranks_of(group: Any) -> Ranks:
             "torch.distributed is not initialised: call torch.distributed.init_process_group first, in a "
             "program that torchrun starts"
         )
-    if isinstance(group, dist.DeviceMesh):
+    if isinstance(group, DeviceMesh):
         if group.ndim != 1:
             raise ValueError(
                 f"group must be a mesh of one dimension, but it has {group.ndim}: take one of them, as in "

@@ -23,7 +23,7 @@ class Deal(NamedTuple):
     ranks: Ranks
     layout: Layout
     heads: tuple[tuple[int, int], ...]
-    count: int
+    total: int
 
     def mine(self) -> int:
         """How many heads this rank gets."""
@@ -75,9 +75,9 @@ class _ToRows(Function):
         batch, _, _, last = tensor.shape
         rows = layout.size(ranks.rank)
         shapes = [(batch, end - begin, rows, last) for begin, end in deal.heads]
-        shared = sum(end - begin for begin, end in deal.heads) != deal.count
+        shared = sum(end - begin for begin, end in deal.heads) != deal.total
         dtype = accumulation_dtype(tensor.dtype) if shared else tensor.dtype
-        result = torch.zeros(batch, deal.count, rows, last, dtype=dtype, device=tensor.device)
+        result = torch.zeros(batch, deal.total, rows, last, dtype=dtype, device=tensor.device)
         for (begin, end), part in zip(deal.heads, _all_to_all(ranks, sent, shapes), strict=True):
             result[:, begin:end] += part
         return result.to(tensor.dtype)

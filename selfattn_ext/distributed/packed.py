@@ -138,7 +138,7 @@ def check_packed(call: AttentionCall) -> None:
     rows = query.size(0), key.size(0)
     starts = [torch.tensor([0, count], dtype=torch.int32) for count in rows]
     sequence_checks.packed_attention(
-        PackedCall(query, key, value, *starts, *rows, None, None, None, None, given)
+        PackedCall(query, key, value, starts[0], starts[1], *rows, None, None, None, None, given)
     )
 
 
@@ -146,6 +146,6 @@ def _check_rows(layout: Layout, rank: int, queries: int, keys: int) -> None:
     expected = layout.size(rank)
     if not queries == keys == expected:
         raise ValueError(
-            f"rank {rank} has {queries} rows of query and {keys} of key, but the {layout.name} layout of these "
-            f"sequences gives it {expected}: see shard_sequence"
+            f"rank {rank} has {queries} rows of query and {keys} of key, but the {layout.name} layout of "
+            f"these sequences gives it {expected}: see shard_sequence"
         )

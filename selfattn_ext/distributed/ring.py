@@ -80,8 +80,8 @@ class RingAttention(Function):
 
 
 class _Last(Function):
-    """A gradient that depends on others, and cannot be differentiated itself: torch's once_differentiable would
-    take it for a constant where the gradient of out is one.
+    """A gradient that depends on others, and cannot be differentiated itself: torch's once_differentiable
+    would take it for a constant where the gradient of out is one.
     """
 
     @staticmethod
