@@ -154,7 +154,7 @@ def ulysses_attention(
             check_columns(part.tensors.mask, part.tensors.query, own.keys.length)
             out, lse = _whole(dealt, own, heads[0], return_lse)
         else:
-            together = split(dealt, ring, layout, rotate=rotate)
+            together = split(dealt, ring, layout, own.seed, rotate=rotate)
             out, lse = _ring(dealt, together, rotate, together.seed, heads[0])
         deal = _deal(own, own.queries, part.tensors.query.size(1))
         out = to_rows(out, deal)

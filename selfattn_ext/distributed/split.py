@@ -100,14 +100,17 @@ def part_of_call(call: AttentionCall, ranks: Ranks) -> Part:
         raise
 
 
-def split(part: Part, ranks: Ranks, layout: str, **how: Any) -> Split:
+def split(part: Part, ranks: Ranks, layout: str, seed: int | None = None, **how: Any) -> Split:
     """What all ranks have together, once they agree about the call and ``how`` it is to be computed.
+
+    Dropout's seed is rank 0's, drawn from its generator where none is given.
 
     Raises:
         ValueError: on every rank, where they make unlike calls or have other rows than the layout gives them.
     """
     query, key = part.tensors[:2]
-    seed = int(dropout_seed(query)) if "dropout_p" in part.keywords else 0
+    if seed is None:
+        seed = int(dropout_seed(query)) if "dropout_p" in part.keywords else 0
     description = {**part.description(), "layout": layout, **how}
     everybody = agree(ranks, query.device, description, (query.size(2), key.size(2), seed))
     queries, keys = (_layout(layout, name, everybody[:, at]) for at, name in enumerate(("query", "key")))
