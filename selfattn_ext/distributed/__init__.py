@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from .attention import ring_attention, ulysses_attention
+from .context import context_parallel
 from .packed import ring_varlen_attention
 from .shard import shard_sequence, unshard_sequence
 
 __all__ = [
+    "context_parallel",
     "ring_attention",
     "ring_varlen_attention",
     "shard_sequence",

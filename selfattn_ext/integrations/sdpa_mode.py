@@ -36,7 +36,7 @@ from .. import backends, functional
 from ..arguments import precision
 from . import aten_multihead
 
-__all__ = ["as_sdpa"]
+__all__ = ["as_sdpa", "calling"]
 
 # Part of every build of torch, for C++ tests that include it by hand.
 _KEY = "TESTING_ONLY_GenericMode"
@@ -209,7 +209,7 @@ def _attention(
         )
 
 
-def _calling(function: Any, **others: Callable[..., Any]) -> Any:
+def calling(function: Any, **others: Callable[..., Any]) -> Any:
     """The same code with other functions under some of its global names."""
     copy = types.FunctionType(
         function.__code__,
@@ -222,7 +222,7 @@ def _calling(function: Any, **others: Callable[..., Any]) -> Any:
     return copy
 
 
-_multi_head_attention_forward = _calling(
+_multi_head_attention_forward = calling(
     F.multi_head_attention_forward, scaled_dot_product_attention=_attention
 )
 
