@@ -14,6 +14,7 @@ from ..attend import attend
 from ..autograd import attention_with_gradient
 from .group import ranks_of
 from .heads import Deal, heads_of_rank, to_heads, to_rows
+from .layout import LayoutName
 from .plan import Plan
 from .ring import RingAttention
 from .split import Part, Split, check, check_columns, choices, part_of_call, split
@@ -32,7 +33,7 @@ def ring_attention(
     enable_gqa: bool = False,
     *,
     group: Any = None,
-    layout: Literal["zigzag", "contiguous"] = "zigzag",
+    layout: LayoutName = "zigzag",
     rotate: Literal["p2p", "allgather"] = "p2p",
     window_size: Sequence[int] = DEFAULT_WINDOW,
     softcap: float = DEFAULT_SOFTCAP,
@@ -56,8 +57,9 @@ def ring_attention(
         dropout_p, is_causal, scale, enable_gqa, window_size, softcap, query_offset: as there, in positions of
             the whole sequence. Of dropout rank 0 draws the seed.
         group: a ProcessGroup or a DeviceMesh of one dimension; the default group by default.
-        layout: how the sequence is dealt out: in one piece for each rank, or in two, so that under the causal
-            rule all have as much to do.
+        layout: how the sequence is dealt out: in one piece for each rank (contiguous), or in two, so that
+            under the causal rule all have as much to do (zigzag). head-tail is the zigzag of torch's own
+            context parallelism, which begins pieces at any row: dropout needs multiples of 4.
         rotate: whether blocks of keys and values go around, so that a rank holds at most two beside its own,
             or all come at once.
         alibi_slopes, sinks: as there, the same on every rank. Each rank gets the part of their gradient that
@@ -105,7 +107,7 @@ def ulysses_attention(
     *,
     group: Any = None,
     ring_group: Any = None,
-    layout: Literal["zigzag", "contiguous"] = "zigzag",
+    layout: LayoutName = "zigzag",
     rotate: Literal["p2p", "allgather"] = "p2p",
     window_size: Sequence[int] = DEFAULT_WINDOW,
     softcap: float = DEFAULT_SOFTCAP,

@@ -27,6 +27,7 @@ from ..kv_cache import attention_with_kvcache
 from ..varlen import varlen_attention
 from .attention import ring_attention, ulysses_attention
 from .group import ranks_of
+from .layout import LayoutName
 from .packed import ring_varlen_attention
 from .split import choices
 
@@ -77,7 +78,7 @@ class context_parallel(TorchFunctionMode):
         mesh: Any = None,
         *,
         method: Literal["ring", "ulysses"] = "ring",
-        layout: Literal["zigzag", "contiguous"] = "zigzag",
+        layout: LayoutName = "zigzag",
         rotate: Literal["p2p", "allgather"] = "p2p",
     ) -> None:
         super().__init__()

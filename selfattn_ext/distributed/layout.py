@@ -4,7 +4,7 @@ A sequence is cut into pieces of almost equal length, one for each rank (contigu
 n has the pieces r and 2n - 1 - r, so that under the causal rule all ranks have the same work). Of sequences
 packed one behind the other each is cut so (zigzag), or all as if they were one (contiguous). Pieces begin at
 multiples of four rows, as random numbers of dropout are drawn for four keys at once; so the last pieces of a
-short sequence may be empty.
+short sequence may be empty. Those of torch's own context parallelism (head-tail) are zigzag's without that.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["LAYOUTS", "Layout", "Piece", "Span", "put_rows", "rows_of_rank"]
+__all__ = ["ALIGNMENT", "LAYOUTS", "Layout", "LayoutName", "Piece", "Span", "put_rows", "rows_of_rank"]
 
-LayoutName = Literal["zigzag", "contiguous"]
-LAYOUTS = ("zigzag", "contiguous")
+LayoutName = Literal["zigzag", "contiguous", "head-tail"]
+LAYOUTS = ("zigzag", "contiguous", "head-tail")
 
 #: What the rows at which pieces begin are multiples of.
 ALIGNMENT = 4
@@ -84,17 +84,17 @@ class Layout(NamedTuple):
 
     def _span(self, number: int, start: int, end: int) -> Span:
         """The rows of piece ``number`` of the sequence from ``start`` to ``end``."""
-        if self.name == "zigzag":
-            count = 2 * self.ranks
-            return Span(_cut(end - start, number, count), _cut(end - start, number + 1, count))
-        first, last = (_cut(self.length, at, self.ranks) for at in (number, number + 1))
+        if self.name != "contiguous":
+            count, rows = 2 * self.ranks, ALIGNMENT if self.name == "zigzag" else 1
+            return Span(_cut(end - start, number, count, rows), _cut(end - start, number + 1, count, rows))
+        first, last = (_cut(self.length, at, self.ranks, ALIGNMENT) for at in (number, number + 1))
         begin = min(max(first - start, 0), end - start)
         return Span(begin, max(begin, min(last, end) - start))
 
 
-def _cut(length: int, piece: int, count: int) -> int:
-    """Where a piece of so many begins."""
-    return length if piece == count else piece * length // count // ALIGNMENT * ALIGNMENT
+def _cut(length: int, piece: int, count: int, rows: int) -> int:
+    """Where a piece of so many begins: at a multiple of ``rows``."""
+    return length if piece == count else piece * length // count // rows * rows
 
 
 def rows_of_rank(whole: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:

@@ -23,7 +23,7 @@ from ..arguments import (
 from ..arguments.call import DEFAULT_SOFTCAP, DEFAULT_WINDOW
 from ..attend import attend
 from .group import REFUSED, Ranks, agree, ranks_of
-from .layout import Layout
+from .layout import Layout, LayoutName
 from .plan import Plan
 from .ring import RingAttention
 from .split import Part, choices
@@ -41,7 +41,7 @@ def ring_varlen_attention(
     enable_gqa: bool = False,
     *,
     group: Any = None,
-    layout: Literal["zigzag", "contiguous"] = "zigzag",
+    layout: LayoutName = "zigzag",
     rotate: Literal["p2p", "allgather"] = "p2p",
     window_size: Sequence[int] = DEFAULT_WINDOW,
     softcap: float = DEFAULT_SOFTCAP,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from .group import ranks_of
-from .layout import LAYOUTS, Layout, put_rows, rows_of_rank
+from .layout import LAYOUTS, Layout, LayoutName, put_rows, rows_of_rank
 from .packed import checked_starts
 
 __all__ = ["shard_sequence", "unshard_sequence"]
@@ -21,7 +21,7 @@ def shard_sequence(
     dim: int,
     *,
     group: Any = None,
-    layout: Literal["zigzag", "contiguous"] = "zigzag",
+    layout: LayoutName = "zigzag",
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """This rank's rows of a tensor that every rank has whole: of tokens, position ids, a mask's queries.
@@ -45,7 +45,7 @@ def unshard_sequence(
     dim: int,
     *,
     group: Any = None,
-    layout: Literal["zigzag", "contiguous"] = "zigzag",
+    layout: LayoutName = "zigzag",
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
     """The whole sequence, on every rank, of what each rank has of it; the inverse of :func:`shard_sequence`.

@@ -20,7 +20,7 @@ from ..arguments import (
 )
 from ..attend import dropout_seed
 from .group import REFUSED, Ranks, agree
-from .layout import LAYOUTS, Layout
+from .layout import ALIGNMENT, LAYOUTS, Layout, Span
 
 __all__ = ["Part", "Split", "check", "check_columns", "choices", "part_of_call", "split"]
 
@@ -114,6 +114,11 @@ def split(part: Part, ranks: Ranks, layout: str, seed: int | None = None, **how:
     description = {**part.description(), "layout": layout, **how}
     everybody = agree(ranks, query.device, description, (query.size(2), key.size(2), seed))
     queries, keys = (_layout(layout, name, everybody[:, at]) for at, name in enumerate(("query", "key")))
+    if "dropout_p" in part.keywords and any(span.begin % ALIGNMENT for span in _spans(keys)):
+        raise ValueError(
+            f"dropout needs pieces that begin at multiples of {ALIGNMENT} rows, which those of the {layout} "
+            f"layout of {keys.length} rows do not; those of zigzag do"
+        )
     return Split(ranks, queries, keys, int(everybody[0, 2]))
 
 
@@ -129,6 +134,11 @@ def choices(layout: Any, rotate: Any) -> None:
     for name, given, known in (("layout", layout, LAYOUTS), ("rotate", rotate, ROTATIONS)):
         if given not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, but it is {given!r}")
+
+
+def _spans(layout: Layout) -> list[Span]:
+    """All pieces of all ranks."""
+    return [span for rank in range(layout.ranks) for span in layout.whole_rows(rank)]
 
 
 def _layout(name: str, of: str, sizes: Tensor) -> Layout:

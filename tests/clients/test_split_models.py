@@ -1,4 +1,4 @@
-"""Hugging Face models under context_parallel: each rank has a part of the sequence, and the model is unchanged."""
+"""Hugging Face models under context_parallel: each rank has a part of the sequence, unchanged otherwise."""
 
 from __future__ import annotations
 

@@ -255,7 +255,7 @@ def wrong_arguments(how: dict[str, Any]) -> None:
     ("how", "message"),
     [
         ({"method": "tree"}, r"method must be one of ring, ulysses, but it is 'tree'"),
-        ({"layout": "striped"}, r"layout must be one of zigzag, contiguous, but it is 'striped'"),
+        ({"layout": "striped"}, r"layout must be one of zigzag, contiguous, head-tail, but it is 'striped'"),
         ({"mesh": "cp"}, r"group must be a ProcessGroup, a DeviceMesh or None, not str"),
     ],
     ids=str,

@@ -67,7 +67,7 @@ def wrong_call(name: str, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"layout": "stripes"}, r"layout must be one of zigzag, contiguous, but it is 'stripes'"),
+        ({"layout": "stripes"}, r"layout must be one of zigzag, contiguous, head-tail, but it is 'stripes'"),
         ({"rotate": "alltoall"}, r"rotate must be one of p2p, allgather, but it is 'alltoall'"),
         ({"group": "cp"}, r"group must be a ProcessGroup, a DeviceMesh or None, not str"),
         ({"attn_mask": torch.zeros(3, 16)}, r"attn_mask must have this rank's 8 rows, or one, but its shape"),
