@@ -6,8 +6,10 @@ from .attention import ring_attention, ulysses_attention
 from .context import context_parallel
 from .packed import ring_varlen_attention
 from .shard import shard_sequence, unshard_sequence
+from .traffic import bytes_sent
 
 __all__ = [
+    "bytes_sent",
     "context_parallel",
     "ring_attention",
     "ring_varlen_attention",

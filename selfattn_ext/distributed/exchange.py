@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from . import traffic
 from .plan import Plan
 
 __all__ = ["gather_gradients", "pass_around"]
@@ -67,6 +68,7 @@ class _Passing:
         self._received = [
             tensor.new_empty(*tensor.shape[:2], plan.keys.size(source), tensor.size(3)) for tensor in sent
         ]
+        traffic.note(self._sent)
         # Both sides know which parts have no rows.
         transfers = [
             dist.P2POp(send_or_receive, tensor, ranks.peer(peer), ranks.group)
@@ -94,6 +96,7 @@ def _all_gather(plan: Plan, own: Sequence[Tensor]) -> list[list[Tensor]]:
     for tensor in own:
         filled = tensor.new_zeros(*tensor.shape[:2], most, tensor.size(3))
         filled[:, :, : tensor.size(2)] = tensor
+        traffic.note([filled], ranks.size - 1)
         everybody = tensor.new_empty(ranks.size, *filled.shape)
         dist.all_gather(list(everybody.unbind()), filled, ranks.group)
         found.append([everybody[rank][:, :, : plan.keys.size(rank)] for rank in range(ranks.size)])
@@ -107,6 +110,7 @@ def _add_up(plan: Plan, parts: Sequence[Sequence[Tensor]]) -> list[Tensor]:
     sums = []
     for tensors in zip(*parts, strict=True):
         sent = torch.cat([tensor.reshape(-1) for tensor in tensors])
+        traffic.note(tensor for rank, tensor in enumerate(tensors) if rank != ranks.rank)
         shape = (*tensors[0].shape[:2], own, tensors[0].size(3))
         received = sent.new_empty(ranks.size, *shape)
         dist.all_to_all_single(

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..reference import accumulation_dtype
+from . import traffic
 from .group import Ranks
 from .layout import Layout, put_rows, rows_of_rank
 
@@ -90,6 +91,7 @@ class _ToRows(Function):
 def _all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
     """What each rank has for this one, of these shapes, for what this one has for each."""
     joined = torch.cat([tensor.reshape(-1) for tensor in sent])
+    traffic.note(tensor for rank, tensor in enumerate(sent) if rank != ranks.rank)
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]
     received = joined.new_empty(sum(sizes))
     dist.all_to_all_single(received, joined, sizes, [tensor.numel() for tensor in sent], ranks.group)
