@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import doctest
+import re
 from itertools import accumulate, pairwise
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -83,6 +85,42 @@ def test_bytes(count: int, backward: bool) -> None:
     assert set(ranks(count)(sent, "ring", 8, backward)) == {costs.ring_bytes(8, count, **shape)}
     expected = costs.ulysses_bytes(8, count, heads=6, **shape)
     assert set(ranks(count)(sent, "ulysses", 8, backward)) == {expected}
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "distributed.md"
+DOCUMENTS = [16384, 16384, 8192, 8192, 4096, 4096, 2048, 2048, *4 * [1024]]
+ROWS: dict[str, dict[str, Any]] = {
+    "every key": {"length": 65536},
+    "causal": {"length": 65536, "is_causal": True},
+    "window (4095, 0)": {"length": 65536, "window_size": (4095, 0)},
+    "documents, causal": {"length": DOCUMENTS, "is_causal": True},
+}
+
+
+@pytest.mark.parametrize("name", ROWS)
+def test_the_page_says_how_work_is_balanced(name: str) -> None:
+    shares = []
+    for count in (8, 64):
+        for layout in ("zigzag", "contiguous"):
+            work = costs.Work(layout, ranks=count, **ROWS[name])  # type: ignore[arg-type]
+            shares.append(f"{work.share_of_ideal():.0%}, {work.share_of_ideal(in_step=True):.0%}")
+    row = f"| {name} | {' | '.join(shares)} |".replace("%", " %")
+    assert row in PAGE.read_text(encoding="utf-8").splitlines()
+
+
+@pytest.mark.parametrize("count", [8, 64])
+def test_the_page_says_what_is_sent(count: int) -> None:
+    rows = 131072 // count
+    shape: dict[str, Any] = {"kv_heads": 8, "head_dim": 128, "backward": False}
+    by_ring = costs.ring_bytes(rows, count, **shape)
+    by_heads = costs.ulysses_bytes(rows, count, heads=32, **shape)
+    (row,) = re.findall(rf"^\| {count} \| {rows} \|.*$", PAGE.read_text(encoding="utf-8"), re.M)
+    numbers = [float(number) for number in re.findall(r"([\d.]+) M?(?:B|ms)", row)]
+    pairs = 4 * 128 * 32 * 131072**2 / 2 / count / 4e14
+    expected = [pairs * 1e3]
+    for sent_bytes in (by_ring, by_heads):
+        expected += [sent_bytes / 1e6, sent_bytes / 450e9 * 1e3, sent_bytes / 50e9 * 1e3]
+    assert numbers == [pytest.approx(wanted, abs=0.51 if wanted > 20 else 0.051) for wanted in expected]
 
 
 def test_examples_of_the_module() -> None:
