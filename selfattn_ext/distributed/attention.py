@@ -12,7 +12,7 @@ from ..arguments import AttentionCall, AttentionOptions, OptionalTensor, Tensors
 from ..arguments.call import DEFAULT_QUERY_OFFSET, DEFAULT_SOFTCAP, DEFAULT_WINDOW
 from ..attend import attend
 from ..autograd import attention_with_gradient
-from .group import ranks_of
+from .group import crossing, ranks_of
 from .heads import Deal, heads_of_rank, to_heads, to_rows
 from .layout import LayoutName
 from .plan import Plan
@@ -142,6 +142,8 @@ def ulysses_attention(
     choices(layout, rotate)
     ranks = ranks_of(group)
     ring = None if ring_group is None else ranks_of(ring_group)
+    if ring is not None:
+        crossing(ranks, ring)
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
         query_offset, False, return_lse,

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["REFUSED", "Ranks", "agree", "ranks_of"]
+__all__ = ["REFUSED", "Ranks", "agree", "crossing", "ranks_of"]
 
 #: What a rank says instead of its call, with the reason.
 REFUSED = "refused"
@@ -57,6 +57,20 @@ def ranks_of(group: Any) -> Ranks:
     if rank < 0:
         raise ValueError("this process is not in the group")
     return Ranks(group, rank, dist.get_world_size(group))
+
+
+def crossing(group: Ranks, ring: Ranks) -> None:
+    """That two groups are the dimensions of a mesh: they share this process alone.
+
+    Raises:
+        ValueError: they do not.
+    """
+    shared = {*dist.get_process_group_ranks(group.group)} & {*dist.get_process_group_ranks(ring.group)}
+    if len(shared) != 1:
+        raise ValueError(
+            "group and ring_group must be two dimensions of a mesh, which share one process, but they share "
+            f"{len(shared)}"
+        )
 
 
 def agree(ranks: Ranks, device: torch.device, call: Mapping[str, Any], own: tuple[int, ...]) -> Tensor:

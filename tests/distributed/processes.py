@@ -45,12 +45,20 @@ class Processes:
         """What each rank returns or raises."""
         for end in self._ends:
             end.send((function, arguments))
-        return [end.recv() for end in self._ends]
+        return [_answer(end) for end in self._ends]
 
     def close(self) -> None:
         for process in self._processes:
             process.kill()
             process.join()
+
+
+def _answer(end: Connection) -> Any:
+    """What a rank sends, or EOFError of one that is gone."""
+    try:
+        return end.recv()
+    except EOFError as error:
+        return error
 
 
 def _serve(rank: int, count: int, store: Path, timeout: float, end: Connection) -> None:

@@ -117,26 +117,63 @@ def test_second_derivatives_are_refused() -> None:
             raise outcome
 
 
-def leave_one_waiting(name: str, how: str) -> float:
+def leave_others_waiting(name: str, how: str) -> float:
+    """On a rank that waits: for how long. The last one dies, or does not call."""
     begin = time.monotonic()
-    if dist.get_rank() == 0:
+    tensor = torch.zeros(1, 2, 8, 8, requires_grad=True)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if how == "dies before the backward":
+        out = getattr(distributed, name)(tensor, tensor, tensor)
+        if not last:
+            with pytest.raises(RuntimeError):
+                out.sum().backward()
+    elif not last:
         with pytest.raises(RuntimeError):
             call(name)
-    elif how == "dies":
+    if last and how != "never comes":
         os._exit(1)
     return time.monotonic() - begin
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_rank_that_never_comes(name: str) -> None:
-    with group_of(2, timeout=3) as two:
-        waited, _ = two(leave_one_waiting, name, "never comes")
-    assert waited < 30
+@pytest.mark.parametrize(
+    ("name", "how", "count"),
+    [
+        ("ring_attention", "never comes", 2),
+        pytest.param("ulysses_attention", "never comes", 3, marks=pytest.mark.thorough),
+        ("ulysses_attention", "dies before the backward", 2),
+        pytest.param("ring_attention", "dies before the backward", 3, marks=pytest.mark.thorough),
+        pytest.param("ring_attention", "dies", 3, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_rank_is_missing(name: str, how: str, count: int) -> None:
+    """The others get an error, within the timeout of the group and what starts and ends take."""
+    with group_of(count, timeout=3) as several:
+        *waited, last = several.outcomes(leave_others_waiting, name, how)
+    assert isinstance(last, float if how == "never comes" else EOFError)
+    for outcome in waited:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert outcome < 20
 
 
-def test_a_rank_that_dies() -> None:
-    with group_of(2, timeout=3) as two, pytest.raises(EOFError):
-        two(leave_one_waiting, "ring_attention", "dies")
+def one_group_twice(name: str) -> None:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    call("ulysses_attention", group=mesh, ring_group=mesh if name == "the same" else None)
+    if name == "three dimensions":
+        distributed.context_parallel(dist.init_device_mesh("cpu", (1, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("the same", r"group and ring_group must be two dimensions of a mesh, .* but they share 2"),
+        ("three dimensions", r"group must be a mesh of one dimension, but it has 3"),
+    ],
+)
+def test_meshes_that_do_not_fit(name: str, message: str) -> None:
+    for outcome in ranks(2).outcomes(one_group_twice, name):
+        with pytest.raises(ValueError, match=message):
+            raise outcome
 
 
 def there_and_back(length: int, dim: int, layout: Any) -> None:
