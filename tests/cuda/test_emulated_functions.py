@@ -10,6 +10,7 @@ import struct
 
 import pytest
 import torch
+import turns
 from emulator import build
 from functions import ALL, Functions
 from test_flex_functions import judge
@@ -98,6 +99,7 @@ def test_results_and_gradients(name: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.sanitizers
+@turns.only_in(0, 3)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=["simt", "sm80"])
 def test_without_races_and_with_the_same_bits(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("SELFATTN_EMULATOR_SCHEDULE", "random")  # which is read when the library is first used
