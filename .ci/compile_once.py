@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""The C++ compiler of .ci/run, which builds the library twice: what is the same both times is compiled once.
+"""The C++ compiler of .ci/run, which builds the library four times: what is the same is compiled once.
 
 These are the sources of csrc/core and csrc/cpu, most of the work, as they see nothing of torch and Python.
 The second build still reads all their headers: an object file is copied if the text after the preprocessor
@@ -18,9 +18,11 @@ from pathlib import Path
 
 COMPILER = os.environ["ONCE_CXX"]
 #: Options of which the next argument is a path, and says nothing about the object file.
-OF_PATHS = ("-o", "-MF")
-#: What begins so has done its work when the text is there.
-OF_PREPROCESSOR = ("-I", "-D")
+OF_PATHS = ("-o", "-MF", "-MT", "-isystem")
+#: What begins so has done its work when the text is there, or changes what is said about it.
+WITHOUT_EFFECT = ("-I", "-isystem", "-D", "-W", "-M")
+#: Of what begins so, the last one counts; without any it is this one.
+LAST_COUNTS = {"-O": "-O0", "-g": "-g0", "-std=": ""}
 
 
 def source_of(arguments: list[str]) -> str | None:
@@ -37,9 +39,18 @@ def object_file(arguments: list[str], source: str) -> Path:
     text = _output([*arguments[:target], "-", *arguments[target + 1 :], "-E", "-P"])
     paths = {n + shift for n, it in enumerate(arguments) if it in OF_PATHS for shift in (0, 1)}
     rest = [it for n, it in enumerate(arguments) if n not in paths and it != source]
-    flags = [it.encode() for it in rest if not it.startswith(OF_PREPROCESSOR)]
+    flags = [it.encode() for it in effective([it for it in rest if not it.startswith(WITHOUT_EFFECT)])]
     digest = hashlib.sha256(b"\0".join([_output(["--version"]), *flags, text])).hexdigest()
     return Path(os.environ["ONCE_OBJECTS"]) / f"{digest}.o"
+
+
+def effective(flags: list[str]) -> list[str]:
+    """What the flags say, whatever their order and however often."""
+    last = {
+        start: next((it for it in reversed(flags) if it.startswith(start)), default)
+        for start, default in LAST_COUNTS.items()
+    }
+    return sorted({*last.values(), *(it for it in flags if not it.startswith(tuple(LAST_COUNTS)))})
 
 
 def _output(arguments: list[str]) -> bytes:

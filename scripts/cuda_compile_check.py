@@ -3,7 +3,7 @@
     python scripts/cuda_compile_check.py                     every source, every architecture
     python scripts/cuda_compile_check.py --archs 90a --jobs 1
     python scripts/cuda_compile_check.py --sparse            two architectures per source
-    python scripts/cuda_compile_check.py --sparse --turn 7   two for a third of them, one for the others
+    python scripts/cuda_compile_check.py --sparse --turn 7   sm_80 for half of them, another for a third
     python scripts/cuda_compile_check.py csrc/cuda/split/merge_splits.cu --json report.json
 
 It needs nvcc and, to read the machine code, nvdisasm (pip install nvidia-cuda-nvdisasm), but no GPU and no
@@ -40,8 +40,8 @@ terminal = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "termina
 ARCHITECTURES = tuple(name.replace(".", "") for name in cuda_build.DEFAULT_ARCHITECTURES)
 #: Whose machine code every source is checked in when not all pairs are.
 _EVERYWHERE = "80"
-#: So many turns it takes until every source has been compiled for another one.
-_TURNS = 3
+#: So many turns it takes until every source has been compiled for it, and for another one.
+_COMMON_TURNS, _OTHER_TURNS = 2, 3
 # The oldest with the instructions of the sm80 kernels; on older ones those are compiled, and never chosen.
 _AMPERE = 80
 
@@ -128,23 +128,27 @@ def tasks(
     """What to compile for what: all pairs, or, sparse, every source for sm_80 and one other.
 
     Sources are instances of few templates, so that what goes wrong on one architecture goes wrong in most.
-    With a turn only a third of the sources have the other architecture, and other ones in the next turn: all
-    pairs are met in three turns for each other architecture.
+    With a turn only half of the sources are for sm_80, a third for another one, and other sources in the
+    next turn: all pairs are met in three turns for each other architecture.
     """
     if not sparse or len(architectures) < 3:
         return [(file, architecture) for file in files for architecture in architectures]
     common = _EVERYWHERE if _EVERYWHERE in architectures else architectures[0]
     others = [architecture for architecture in architectures if architecture != common]
-    turns, number = (1, 0) if turn is None else (_TURNS, turn)
+
+    def chosen(index: int) -> set[str]:
+        if turn is None:
+            return {common, others[index % len(others)]}
+        found = {common} if (index + turn) % _COMMON_TURNS == 0 else set()
+        if (index - turn) % _OTHER_TURNS == 0:
+            found.add(others[(index + turn // _OTHER_TURNS) % len(others)])
+        return found
+
     return [
         (file, architecture)
         for index, file in enumerate(files)
         for architecture in architectures
-        if architecture == common
-        or (
-            index % turns == number % turns
-            and architecture == others[(index + number // turns) % len(others)]
-        )
+        if architecture in chosen(index)
     ]
 
 

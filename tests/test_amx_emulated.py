@@ -15,6 +15,7 @@ from pathlib import Path
 
 import modules
 import pytest
+import turns
 from avx512_emulator import build
 
 import selfattn_ext
@@ -211,11 +212,15 @@ def run_tests(module: str, chosen: str, isa: str, emulator: dict[str, str]) -> s
     return run.stderr
 
 
+def marks(module: str) -> list[pytest.MarkDecorator]:
+    """Compiling the vectors' emulator takes minutes, too, and no other test of .ci/run needs it."""
+    if module not in LONG:
+        return []
+    return [pytest.mark.thorough, *([turns.only_in(2, 3)] if EMULATES_VECTORS else [])]
+
+
 @emulated
-@pytest.mark.parametrize(
-    "module",
-    [pytest.param(name, marks=pytest.mark.thorough) if name in LONG else name for name in CHOSEN],
-)
+@pytest.mark.parametrize("module", [pytest.param(name, marks=marks(name)) for name in CHOSEN])
 def test_tests_pass_in_the_emulator(module: str, emulator: dict[str, str]) -> None:
     report = run_tests(module, CHOSEN[module], "amx", emulator)
     executed = re.search(r"amx_emulator:.* tdpbf16ps (\d+)", report)

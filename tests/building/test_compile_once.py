@@ -78,6 +78,17 @@ def test_what_differs_is_compiled(change: str, builds: tuple[Build, Build]) -> N
     assert (first.folder / "sum.o").read_bytes() != (second.folder / "sum.o").read_bytes()
 
 
+def test_flags_count_by_what_they_say(builds: tuple[Build, Build]) -> None:
+    first, second = builds
+    assert first.compile("cpu/sum.cpp", "-O1", "-fPIC", "-Wall", "-O2", "-g", "-fwrapv", "-g0") == 0
+    assert second.compile("cpu/sum.cpp", "-fwrapv", "-O2", "-MT", "sum.o", "-fPIC", "-fPIC") == 0
+    assert second.compiled() == 0
+    for others in (["-O2", "-O1"], ["-O2", "-g"], ["-O2", "-fno-wrapv"]):
+        before = second.compiled()
+        assert second.compile("cpu/sum.cpp", "-fwrapv", "-fPIC", *others) == 0
+        assert second.compiled() == before + 1
+
+
 def test_what_sees_torch_is_always_compiled(builds: tuple[Build, Build]) -> None:
     first, second = builds
     assert first.compile("ops/sum.cpp") == second.compile("ops/sum.cpp") == 0

@@ -42,13 +42,15 @@ SLOWED = {
 MOST = 7
 
 #: Existing tests that say something about a kernel that is forced, and pytest's expression for which of them
-#: run, in two turns. A line's modules share a process, as starting one takes longer than most of them.
+#: run, in turns. A line's modules share a process, as starting one takes longer than most of them.
 CHOSEN: list[list[tuple[str, str]]] = [
     [
         (
             "test_batch_invariant.py",
             "together or another_way or caches or gradients_of or distances or behind",
         ),
+    ],
+    [
         # A number for each row, one for each column, and one for all.
         ("test_mask_sums.py", "float32 and (2x4x70x1- or 1x1x1x1030- or 1x1x1x1-)"),
     ],
@@ -166,7 +168,7 @@ def test_the_other_cases_are_accurate(of: tuple[str, str]) -> None:
 
 
 @pytest.mark.sanitizers
-@turns.only_in(0, 2)
+@turns.only_in(0, 3)
 @pytest.mark.parametrize("of", of_each(CASES))
 def test_there_is_no_race(of: tuple[str, str]) -> None:
     found = slowed(*of, RACE, "race")
@@ -175,7 +177,7 @@ def test_there_is_no_race(of: tuple[str, str]) -> None:
 
 
 @pytest.mark.sanitizers
-@turns.only_in(1, 2)
+@turns.only_in(1, 3)
 @pytest.mark.skipif(build.sanitizers() is None, reason="the compiler has no libasan and libubsan to preload")
 @pytest.mark.parametrize("of", of_each(CASES))
 def test_sanitizers_find_nothing(of: tuple[str, str]) -> None:

@@ -20,6 +20,7 @@ from pathlib import Path
 sys.path[:0] = [str(folder) for folder in (Path(__file__).parents[1], Path(__file__).parents[2])]
 
 import modules  # noqa: E402
+import turns  # noqa: E402
 from ptx_machine import build  # noqa: E402
 
 TESTS = build.ROOT / "tests"
@@ -78,6 +79,10 @@ OF_NO_RACES = (
 )
 
 
+#: Tests of functions of scores, in turns.
+FUNCTIONS = ("hidden or beside or 64", "sequences or kept or refused")
+
+
 def all_steps() -> dict[str, Step]:
     import gpu
 
@@ -102,9 +107,7 @@ def quick_steps() -> dict[str, Step]:
         ),
         "numbers": Step(("test_cuda.py",), ("-k", "strides or layouts or see_nothing or refusals or seed")),
         # NVRTC takes seconds for each kernel.
-        "functions": Step(
-            ("test_cuda_functions.py",), ("-k", "hidden or beside or sequences or kept or refused or 64")
-        ),
+        "functions": Step(("test_cuda_functions.py",), ("-k", " or ".join(turns.chosen(FUNCTIONS)))),
         # Every broadcast of a mask takes minutes, and so do scores that rise at every block.
         "device": Step(
             (
