@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+PRELOADED = ["torch", "torch.testing", "torch.distributed.tensor", "selfattn_ext.distributed"]
 #: How long they wait for each other.
 TIMEOUT = 60
 
@@ -24,7 +25,9 @@ class Processes:
     """So many ranks. A call gives (function, arguments) to all of them, and returns what each returns."""
 
     def __init__(self, count: int, folder: Path, timeout: float = TIMEOUT) -> None:
-        context = mp.get_context("spawn")
+        # All are forks of a process that has imported what takes seconds, and computed nothing.
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(PRELOADED)
         self._ends, others = zip(*(context.Pipe() for _ in range(count)), strict=True)
         self._processes = [
             context.Process(target=_serve, args=(rank, count, folder / "store", timeout, end), daemon=True)
