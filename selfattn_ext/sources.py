@@ -99,8 +99,8 @@ def optimisation_flags() -> list[str]:
     """Compiler flags of every build by setup.py and jit.py, for gcc and clang.
 
     The instruction sets are chosen by regions in the sources and at run time, never by ``-march`` here.
-    ``-g0`` takes back the ``-g`` that many Python builds hand on, which makes the library ten times larger, and
-    ``-fwrapv`` is handed on by most: with it all builds are the same code.
+    ``-g0`` takes back the ``-g`` that many Python builds hand on, which makes the library ten times larger.
+    ``-fwrapv`` is handed on by most of them: with it all builds are the same code.
     """
     return ["-std=c++17", "-O3", "-g0", "-fwrapv", "-fvisibility=hidden"]
 
