@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from ..integrations.dtensor import register_sharding
 from .attention import ring_attention, ulysses_attention
 from .context import context_parallel
 from .packed import ring_varlen_attention
@@ -11,6 +12,7 @@ from .traffic import bytes_sent
 __all__ = [
     "bytes_sent",
     "context_parallel",
+    "register_sharding",
     "ring_attention",
     "ring_varlen_attention",
     "shard_sequence",

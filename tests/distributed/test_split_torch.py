@@ -12,11 +12,14 @@ import torch.nn.functional as F
 from processes import ranks
 from torch import Tensor, nn
 from torch.distributed import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.experimental import _attention as experimental
 from torch.distributed.tensor.experimental import context_parallel
 from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
 
+import selfattn_ext
 from selfattn_ext import as_sdpa
+from selfattn_ext.distributed import register_sharding
 
 pytestmark = pytest.mark.xdist_group("split_attention")
 
@@ -139,4 +142,72 @@ def masked() -> None:
 def test_what_is_refused(function: Any, arguments: tuple[Any, ...], message: str) -> None:
     for outcome in ranks(2).outcomes(function, *arguments):
         with pytest.raises(ValueError, match=message):
+            raise outcome
+
+
+def sharded(dim: int, dtype: torch.dtype, options: dict[str, Any], torchs: bool) -> None:
+    """On a rank: attention of DTensors, and its gradients, equal those of plain tensors."""
+    register_sharding()
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(2, heads, 12, 8, generator=generator).to(dtype).requires_grad_()
+
+    whole = [drawn(4), drawn(4 if torchs else 2), drawn(4 if torchs else 2)]
+    attention = F.scaled_dot_product_attention if torchs else selfattn_ext.scaled_dot_product_attention
+    grad = torch.randn(2, 4, 12, 8, generator=generator).to(dtype)
+    parts = [distribute_tensor(each.detach(), mesh, [Shard(dim)]).requires_grad_() for each in whole]
+    with activated():
+        expected = attention(*whole, **options)
+        expected.backward(grad)
+        found = attention(*parts, **options)
+        found.backward(distribute_tensor(grad, mesh, [Shard(dim)]))
+    if dim < 2:
+        assert found.placements == (Shard(dim),)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    for part, each in zip(parts, whole, strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), each.grad)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "options", "torchs"),
+    [
+        (torch.float32, {"is_causal": True}, True),
+        (torch.float32, {"is_causal": True, "enable_gqa": True}, False),
+        (torch.bfloat16, {"enable_gqa": True, "window_size": (3, 0), "softcap": 2.0}, False),
+    ],
+    ids=str,
+)
+def test_dtensors(dim: int, dtype: torch.dtype, options: dict[str, Any], torchs: bool) -> None:
+    ranks(2)(sharded, dim, dtype, options, torchs)
+
+
+def unevenly_sharded() -> None:
+    """Three heads on two ranks, and query heads of which ranks would have the wrong keys."""
+    register_sharding()
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+    for heads, kv_heads in ((3, 3), (6, 3), (4, 1)):
+        whole = [torch.randn(2, count, 12, 8, generator=generator) for count in (heads, kv_heads, kv_heads)]
+        parts = [distribute_tensor(each, mesh, [Shard(1)]) for each in whole]
+        found = selfattn_ext.scaled_dot_product_attention(*parts, enable_gqa=True)
+        expected = selfattn_ext.scaled_dot_product_attention(*whole, enable_gqa=True)
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_heads_that_ranks_do_not_divide() -> None:
+    ranks(2)(unevenly_sharded)
+
+
+def with_dropout() -> None:
+    register_sharding()
+    x = distribute_tensor(torch.zeros(2, 2, 8, 8), init_device_mesh("cpu", (2,)), [Shard(1)])
+    selfattn_ext.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+def test_dropout_of_dtensors_is_refused() -> None:
+    for outcome in ranks(2).outcomes(with_dropout):
+        with pytest.raises((ValueError, RuntimeError), match=r"dropout|mixed torch.Tensor and DTensor"):
             raise outcome
