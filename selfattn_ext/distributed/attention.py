@@ -12,7 +12,7 @@ from ..arguments import AttentionCall, AttentionOptions, OptionalTensor, Tensors
 from ..arguments.call import DEFAULT_QUERY_OFFSET, DEFAULT_SOFTCAP, DEFAULT_WINDOW
 from ..attend import attend
 from ..autograd import attention_with_gradient
-from .group import crossing, ranks_of
+from .group import crossing, eager, ranks_of
 from .heads import Deal, heads_of_rank, to_heads, to_rows
 from .layout import LayoutName
 from .plan import Plan
@@ -22,6 +22,7 @@ from .split import Part, Split, check, check_columns, choices, part_of_call, spl
 __all__ = ["ring_attention", "ulysses_attention"]
 
 
+@eager
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -95,6 +96,7 @@ def ring_attention(
     return attend(AttentionCall(query, key, value, options), compute, check)
 
 
+@eager
 def ulysses_attention(
     query: Tensor,
     key: Tensor,

@@ -2,9 +2,10 @@
 
 Note [A mode as the switch]
     The block is a torch function mode. Such a mode sees this package's functions as it sees torch's, so that
-    calls outside of blocks cost what they did. It sees every function of attention: what cannot be split is
-    refused there, as a rank would take its part of a sequence for the whole. While torch calls a mode, the
-    mode is off; so what computes gradients, where checkpoints recompute, is called with the mode on again.
+    calls outside of blocks cost what they did. Functions of attention that cannot be split ask whether a
+    block is open, and refuse, as a rank would take its part of a sequence for the whole. While torch calls a
+    mode, the mode is off; so what computes gradients, where checkpoints recompute, is called with the mode on
+    again.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.overrides import TorchFunctionMode
 
-from .. import functional, scores_and_softmax
+from .. import functional
 from ..arguments import checks, split_blocks
 from ..integrations.sdpa_mode import calling
-from ..kv_cache import attention_with_kvcache
 from ..varlen import varlen_attention
 from .attention import ring_attention, ulysses_attention
 from .group import ranks_of
@@ -37,10 +37,6 @@ METHODS = ("ring", "ulysses")
 
 #: Functions that take a part for the whole.
 _REFUSED: tuple[Any, ...] = (
-    functional.attention_weights,
-    scores_and_softmax.attention_scores,
-    scores_and_softmax.masked_softmax,
-    attention_with_kvcache,
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
 )

@@ -3,18 +3,27 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
-__all__ = ["REFUSED", "Ranks", "agree", "crossing", "ranks_of"]
+__all__ = ["REFUSED", "Ranks", "agree", "crossing", "eager", "ranks_of"]
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
 
 #: What a rank says instead of its call, with the reason.
 REFUSED = "refused"
+
+
+def eager(function: _Function) -> _Function:
+    """Keeps a function out of the graphs of torch.compile, which break there, or refuse to (fullgraph)."""
+    reason = "attention that is split over processes asks them whether they make the same call"
+    kept: _Function = torch.compiler.disable(function, reason=reason)
+    return kept
 
 
 class Ranks(NamedTuple):

@@ -22,7 +22,7 @@ from ..arguments import (
 )
 from ..arguments.call import DEFAULT_SOFTCAP, DEFAULT_WINDOW
 from ..attend import attend
-from .group import REFUSED, Ranks, agree, ranks_of
+from .group import REFUSED, Ranks, agree, eager, ranks_of
 from .layout import Layout, LayoutName
 from .plan import Plan
 from .ring import RingAttention
@@ -31,6 +31,7 @@ from .split import Part, choices
 __all__ = ["ring_varlen_attention"]
 
 
+@eager
 def ring_varlen_attention(
     query: Tensor,
     key: Tensor,

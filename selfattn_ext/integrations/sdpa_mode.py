@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import backends, functional
-from ..arguments import precision
+from ..arguments import precision, split_blocks
 from . import aten_multihead
 
 __all__ = ["as_sdpa", "calling"]
@@ -145,6 +145,7 @@ class _Traced(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is F.scaled_dot_product_attention:
+            split_blocks.refuse("as_sdpa() within a function that is compiled")
             return _attention(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             # It calls F.scaled_dot_product_attention where no mode sees it.

@@ -143,9 +143,11 @@ def packed(layout: Any) -> None:
     call = (starts, starts, 21, 21)
     expected = selfattn_ext.varlen_attention(rows, rows, rows, *call, is_causal=True)
     own = shard_sequence(rows, 0, layout=layout, cu_seqlens=starts)
-    with context_parallel(layout=layout):
-        found = selfattn_ext.varlen_attention(own, own, own, *call, is_causal=True)
-    torch.testing.assert_close(found, shard_sequence(expected, 0, layout=layout, cu_seqlens=starts))
+    torch._dynamo.reset()
+    for function in (selfattn_ext.varlen_attention, torch.compile(selfattn_ext.varlen_attention)):
+        with context_parallel(layout=layout):
+            found = function(own, own, own, *call, is_causal=True)
+        torch.testing.assert_close(found, shard_sequence(expected, 0, layout=layout, cu_seqlens=starts))
 
 
 @pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
@@ -220,6 +222,47 @@ def refused(name: str) -> None:
 def test_what_cannot_be_split(name: str) -> None:
     for outcome in ranks(2).outcomes(refused, name):
         with pytest.raises(NotImplementedError, match=REFUSED[name][1]):
+            raise outcome
+
+
+def compiled(call: Callable[[Tensor, nn.Module], Tensor]) -> None:
+    """Compiled before the block, the function is another one in it."""
+    torch._dynamo.reset()
+    layer, x = model(), torch.randn(2, 24, WIDTH, generator=torch.Generator().manual_seed(1)).double()
+    function = torch.compile(call, backend="aot_eager")
+    expected = call(x, layer)
+    torch.testing.assert_close(function(x, layer), expected)
+    dim = 2 if expected.dim() == 4 else 1
+    for _ in range(2):
+        with context_parallel():
+            found = function(shard_sequence(x, 1), layer)
+        torch.testing.assert_close(found, shard_sequence(expected, dim))
+        torch.testing.assert_close(function(x, layer), expected)
+
+
+@pytest.mark.parametrize("call", [ours, torchs, self_attention], ids=lambda call: call.__name__)
+def test_compiled_code_runs_split(call: Any) -> None:
+    ranks(2)(compiled, call)
+
+
+def compiled_and_refused(name: str) -> None:
+    torch._dynamo.reset()
+    calls: dict[str, Callable[[], Any]] = {
+        "whole": lambda: torch.compile(
+            lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x), backend="aot_eager", fullgraph=True
+        )(X),
+        "switch": lambda: torch.compile(switched, backend="aot_eager")(X[0], nn.ModuleList()),
+        "weights": lambda: torch.compile(selfattn_ext.attention_weights, backend="aot_eager")(X, X),
+    }
+    with context_parallel():
+        calls[name]()
+
+
+@pytest.mark.parametrize("name", ["whole", "switch", "weights"])
+def test_what_is_compiled_and_cannot_be_split(name: str) -> None:
+    says = r"cannot be split over processes|asks them whether they make the same call"
+    for outcome in ranks(2).outcomes(compiled_and_refused, name):
+        with pytest.raises(Exception, match=says):
             raise outcome
 
 
