@@ -20,6 +20,10 @@ _open = 0
 def open_one() -> None:
     """A block begins."""
     global _open
+    if not _kept_out:
+        # Here, as it imports torch's compiler.
+        reason = "attention that is split over processes asks them whether they make the same call"
+        _kept_out.append(torch.compiler.disable(_call, reason=reason))
     _open += 1
 
 
@@ -44,7 +48,9 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     return function(*args, **kwargs)
 
 
-#: Calls a function outside of the graphs of torch.compile.
-eagerly: Callable[..., Any] = torch.compiler.disable(
-    _call, reason="attention that is split over processes asks them whether they make the same call"
-)
+def eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function outside of the graphs of torch.compile; while a block is open."""
+    return _kept_out[0](function, *args, **kwargs)
+
+
+_kept_out: list[Callable[..., Any]] = []
