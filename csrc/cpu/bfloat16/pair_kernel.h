@@ -1,6 +1,6 @@
 // The entry points of an instruction set that multiplies pairs, for the calls that gain by it; all others go
 // to the kernel for plain AVX-512. Included last in a kernels_*.cpp, after what decodes by pairs there:
-// decode_by_vectors.h or decode_by_tiles.h.
+// decode_by_vectors.h or decode_by_tiles.h, and exact_by_vectors.h or exact_by_tiles.h.
 #pragma once
 
 #include "products_of_pairs.h"
@@ -8,9 +8,11 @@
 #include "gradients_of_pairs.h"
 
 #include "../algorithm/backward.h"
+#include "../algorithm/backward_backward.h"
 #include "../algorithm/captured_gradient.h"
 #include "../algorithm/decode.h"
 #include "../algorithm/forward.h"
+#include "../algorithm/jvp.h"
 #include "../algorithm/weights.h"
 
 namespace selfattn::cpu {
@@ -149,17 +151,39 @@ void pair_captured_gradients(const AttentionParams& p, const BackwardArguments& 
   captured_gradients<Pairs>(elements_with(p, fewest, kAnyQueries), a, g, pool);
   kFusedAvx512.captured_gradients(elements_with(p, 0, fewest - 1), a, g, pool);
 }
-// In float: Note [Tangents in float].
-inline void pair_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
-  kFusedAvx512.jvp(p, a, pool);
+
+// The fewest queries of a call whose tangents ExactPairs take.
+template <class Calls>
+int64_t fewest_moving_queries(const AttentionParams& p) {
+  return p.dtype == DType::kBFloat16 ? Calls::fewest_queries(p) : kAnyQueries;
 }
-inline size_t pair_backward_backward_workspace(const AttentionParams& p) {
-  return kFusedAvx512.backward_backward_workspace(p);
+template <class Calls>
+void pair_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
+  const int64_t fewest = fewest_moving_queries<Calls>(p);
+  if (p.queries < fewest) return kFusedAvx512.jvp(p, a, pool);
+  if (!p.sequences.any()) return attention_jvp<ExactPairs>(p, a, pool);
+  attention_jvp<ExactPairs>(elements_with(p, fewest, kAnyQueries), a, pool);
+  kFusedAvx512.jvp(elements_with(p, 0, fewest - 1), a, pool);
 }
-inline void pair_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
-                                   const ThreadPool& pool) {
-  kFusedAvx512.backward_backward(p, a, pool);
+// As pair_backward_workspace.
+template <class Calls>
+size_t pair_backward_backward_workspace(const AttentionParams& p) {
+  const int64_t fewest = fewest_moving_queries<Calls>(p);
+  if (p.queries < fewest) return kFusedAvx512.backward_backward_workspace(p);
+  if (!p.sequences.any()) return backward_backward_workspace<ExactPairs>(p);
+  return std::max(backward_backward_workspace<ExactPairs>(elements_with(p, fewest, kAnyQueries)),
+                  kFusedAvx512.backward_backward_workspace(elements_with(p, 0, fewest - 1)));
 }
+template <class Calls>
+void pair_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
+                            const ThreadPool& pool) {
+  const int64_t fewest = fewest_moving_queries<Calls>(p);
+  if (p.queries < fewest) return kFusedAvx512.backward_backward(p, a, pool);
+  if (!p.sequences.any()) return attention_backward_backward<ExactPairs>(p, a, pool);
+  attention_backward_backward<ExactPairs>(elements_with(p, fewest, kAnyQueries), a, pool);
+  kFusedAvx512.backward_backward(elements_with(p, 0, fewest - 1), a, pool);
+}
+
 inline void pair_scores(const ScoresParams& p, const ThreadPool& pool) { kFusedAvx512.scores(p, pool); }
 inline void pair_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
   kFusedAvx512.scores_backward(p, pool);
@@ -196,9 +220,9 @@ constexpr Kernel pair_kernel(const char* isa, const char* description, const Ker
   kernel.backward_workspace = pair_backward_workspace<Calls>;
   kernel.backward = pair_backward<Calls>;
   kernel.captured_gradients = pair_captured_gradients<Calls>;
-  kernel.jvp = pair_jvp;
-  kernel.backward_backward_workspace = pair_backward_backward_workspace;
-  kernel.backward_backward = pair_backward_backward;
+  kernel.jvp = pair_jvp<Calls>;
+  kernel.backward_backward_workspace = pair_backward_backward_workspace<Calls>;
+  kernel.backward_backward = pair_backward_backward<Calls>;
   kernel.scores = pair_scores;
   kernel.scores_backward = pair_scores_backward;
   kernel.masked_softmax = pair_masked_softmax;

@@ -14,6 +14,7 @@
 #include "../bfloat16/engine_amx.h"
 #include "../bfloat16/decode_by_tiles.h"
 #include "../bfloat16/decode_by_vectors.h"
+#include "../bfloat16/exact_by_tiles.h"
 #include "../bfloat16/pipeline.h"
 #include "../bfloat16/gradient_pipeline.h"
 #include "../bfloat16/pair_kernel.h"
