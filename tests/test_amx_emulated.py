@@ -31,6 +31,7 @@ EMULATES_VECTORS = not all(FEATURES[name] for name in NEEDED)
 #: Tests of the existing suite, and what of them.
 CHOSEN = {
     "test_amx_choice.py": "",
+    "test_bfloat16_derivatives.py": "amx",
     "test_declared_options.py": "amx",
     "test_determinism.py": "amx",
     "test_flex_blocks.py": "every_kind and amx",
@@ -49,6 +50,7 @@ CHOSEN = {
 #: Of these, those that take over four seconds each in the emulator.
 LONG = (
     "test_amx_choice.py",
+    "test_bfloat16_derivatives.py",
     "test_determinism.py",
     "test_gradient_blocks.py",
     "test_pieces.py",
@@ -60,6 +62,7 @@ LONG = (
 
 #: Those for AVX-512 without tiles.
 VECTORS = {
+    "test_bfloat16_derivatives.py": "avx512",
     "test_declared_options.py": "avx512",
     "test_determinism.py": "avx512",
     "test_rising_scores.py": "fused and not any_number",
@@ -175,6 +178,33 @@ def executed(dtype, precision, queries=64, head_dim=64, **options):
     # 64 keys by up to 16 queries, 4 x 1 tiles and 2 deep, and as many for the values.
     expected += [("amx", 16 if name[0] == "bfloat16" else 0, 0) for name in EXECUTED]
     assert ast.literal_eval(printed) == expected + [("avx512", 0, 0)] * len(elsewhere)
+
+
+@emulated
+def test_derivatives_execute_their_products(emulator: dict[str, str], run_python: Callable[..., str]) -> None:
+    """Forward mode has three products of inputs and three that weights take part in, which are three pieces;
+    second derivatives have five, with delta as above, and seven.
+    """
+    script = """
+from torch.func import jvp
+
+def executed(dtype):
+    points, tangents = (tuple(torch.randn(1, 1, 64, 64).to(dtype) for _ in range(3)) for _ in range(2))
+    start = count(b"tdpbf16ps")
+    jvp(scaled_dot_product_attention, points, tangents)
+    forward = count(b"tdpbf16ps") - start
+    for point in points:
+        point.requires_grad_()
+    grads = torch.autograd.grad(scaled_dot_product_attention(*points).sum(), points, create_graph=True)
+    start = count(b"tdpbf16ps")
+    torch.autograd.grad(grads, points, tangents)
+    return forward, count(b"tdpbf16ps") - start
+
+print([executed(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)])
+"""
+    printed = run_python(PRELUDE + script, **emulator, SELFATTN_CPU_ISA="amx")
+    of_pairs = ((3 + 3 * 3) * 32, 5 * 32 + 2 * 8 + 7 * 3 * 32)
+    assert ast.literal_eval(printed) == [of_pairs, (0, 0), (0, 0)]
 
 
 @pytest.mark.skipif("amx" not in backends.cpu_isas(), reason="this processor lacks AMX")

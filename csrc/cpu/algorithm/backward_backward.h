@@ -8,6 +8,7 @@
 #include "gradient_results.h"
 #include "mask_gradient.h"
 #include "second_tile.h"
+#include "second_workspace.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -18,40 +19,10 @@ constexpr int64_t kSecondStrips = limited(96 / kLanes<T>, 1, 8);
 // What tiles of a worker may take; those of other blocks are computed twice.
 constexpr int64_t kKeptTileBytes = int64_t{16} << 20;
 
-// What the workspace holds, in T: gradients of keys and values, in rows of whole vectors, and two numbers for
-// each query.
-template <class T>
-struct SecondWorkspace {
-  int64_t key_stride, value_stride, keys_size, values_size, rows_size;
-  T *grad_key, *grad_value, *mean, *correction;
-
-  explicit SecondWorkspace(const AttentionParams& p, void* memory = nullptr)
-      : key_stride(round_up_to_vector<T>(p.head_dim)),
-        value_stride(round_up_to_vector<T>(p.value_dim)),
-        keys_size(p.batch * p.kv_heads * p.keys * key_stride),
-        values_size(p.batch * p.kv_heads * p.keys * value_stride),
-        rows_size(p.batch * p.heads * p.queries),
-        grad_key(static_cast<T*>(memory)),
-        grad_value(grad_key + keys_size),
-        mean(grad_value + values_size),
-        correction(mean + rows_size) {}
-  size_t bytes() const {
-    return static_cast<size_t>(Arena::bytes_for<T>(keys_size + values_size + 2 * rows_size));
-  }
-};
-
-template <class T>
-size_t backward_backward_workspace(const AttentionParams& p) {
-  if (!p.sequences.any()) return SecondWorkspace<T>(p).bytes();
-  size_t bytes = 0;
-  for (const int64_t b : elements_by_work(p, 0, kAnyQueries)) {
-    bytes += SecondWorkspace<T>(element_of(p, b)).bytes();
-  }
-  return bytes;
-}
-
-template <class T>
+template <class P>
 class BackwardBackwardTask {
+  using T = Scalar<P>;
+
  public:
   BackwardBackwardTask(const AttentionParams& params, const BackwardBackwardArguments& arguments)
       : call_(params, arguments.tangents),
@@ -67,8 +38,8 @@ class BackwardBackwardTask {
   }
   int64_t items() const { return chains_ * length_; }
 
-  struct Strip : SecondStrip<T> {
-    VectorOperand<T> query_rows, tangent_rows, grad_out_rows;
+  struct Strip : SecondStrip<P> {
+    VectorOperand<P> query_rows, tangent_rows, grad_out_rows;
     T* grad_query_t;  // [head_dim][kLanes]
     T* tangent_t;     // [value_dim][kLanes]
     T* slope_rows;    // [kLanes]
@@ -78,14 +49,14 @@ class BackwardBackwardTask {
 
     static int64_t columns_size(int64_t columns) { return round_up_to_vector<T>(columns) * kLanes<T>; }
     static int64_t bytes(const AttentionParams& p) {
-      return SecondStrip<T>::bytes(p) + 2 * VectorOperand<T>::bytes(p, kLanes<T>, p.head_dim) +
-             VectorOperand<T>::bytes(p, kLanes<T>, p.value_dim) +
+      return SecondStrip<P>::bytes(p) + 2 * VectorOperand<P>::bytes(p, kLanes<T>, p.head_dim) +
+             VectorOperand<P>::bytes(p, kLanes<T>, p.value_dim) +
              Arena::bytes_for<T>(columns_size(p.head_dim)) + Arena::bytes_for<T>(columns_size(p.value_dim)) +
              Arena::bytes_for<T>(kLanes<T>) + Arena::bytes_for<T>(SecondTile<T>::kSize) +
              SecondTile<T>::bytes(p);
     }
     void allocate(const AttentionParams& p, Arena& arena) {
-      SecondStrip<T>::allocate(p, arena);
+      SecondStrip<P>::allocate(p, arena);
       query_rows.allocate(p, kLanes<T>, p.head_dim, arena);
       tangent_rows.allocate(p, kLanes<T>, p.head_dim, arena);
       grad_out_rows.allocate(p, kLanes<T>, p.value_dim, arena);
@@ -100,8 +71,10 @@ class BackwardBackwardTask {
   struct Scratch {
     int64_t kept_blocks;  // of a panel's
     Arena arena;
-    TangentKeys<T> keys;
-    SecondScratch<T> tiles;
+    Session<P> session;
+    TangentKeys<P> keys;
+    SecondScratch<P> tiles;
+    WeightOperand<P> weights;  // what a tile has for a product
     Strip strips[kSecondStrips<T>];
     T* kept;
     std::unique_ptr<bool[]> shown;  // of kept tiles
@@ -111,12 +84,13 @@ class BackwardBackwardTask {
       return smaller(t.blocks_, kKeptTileBytes / of_block);
     }
     static int64_t bytes(const BackwardBackwardTask& t) {
-      return TangentKeys<T>::bytes(t.p) + SecondScratch<T>::bytes(t.p) +
+      return TangentKeys<P>::bytes(t.p) + SecondScratch<P>::bytes(t.p) + WeightOperand<P>::bytes(t.p) +
              kSecondStrips<T> * (Strip::bytes(t.p) + blocks_to_keep(t) * SecondTile<T>::bytes(t.p));
     }
     explicit Scratch(const BackwardBackwardTask& t)
         : kept_blocks(blocks_to_keep(t)), arena(bytes(t)), tiles(t.p, arena) {
       keys.allocate(t.p, arena);
+      weights.allocate(t.p, arena);
       for (Strip& strip : strips) strip.allocate(t.p, arena);
       const int64_t count = kept_blocks * kSecondStrips<T>;
       kept = arena.take<T>(count * SecondTile<T>::arrays(t.p) * SecondTile<T>::kSize);
@@ -134,9 +108,9 @@ class BackwardBackwardTask {
       panel.finite = panel.finite && s.keys.finite(call_);
       for (int64_t i = 0; i < panel.strips; ++i) {
         const int64_t keys = seen_keys(s.strips[i], s.keys);
-        const bool shown = keys > 0 && fill_tile<T>(call_, s.strips[i], s.keys, keys, s.tiles,
+        const bool shown = keys > 0 && fill_tile<P>(call_, s.strips[i], s.keys, keys, s.tiles,
                                                     tile_of(s, panel, block, i), nullptr);
-        if (shown) centre_tile<T>(s.strips[i], keys, tile_of(s, panel, block, i));
+        if (shown) centre_tile<P>(s.strips[i], keys, tile_of(s, panel, block, i));
         if (is_kept(s, panel, block)) s.shown[kept_index(panel, block, i)] = shown;
       }
     }
@@ -151,7 +125,7 @@ class BackwardBackwardTask {
   TangentCall call_;
   const AttentionParams& p;
   const BackwardBackwardArguments& a;
-  SecondWorkspace<T> workspace_;
+  SecondWorkspace<P> workspace_;
   int64_t chains_, group_;  // (batch, kv head)s; query heads of each
   int64_t length_;          // items of a chain: panels, and within them heads
   int64_t blocks_;
@@ -185,12 +159,9 @@ class BackwardBackwardTask {
       if (a.tangents.query.data != nullptr) {
         strip.tangent_rows.load(strip.source(p, a.tangents.query, p.head_dim));
       }
-      const auto finite = [count](const VectorOperand<T>& rows, int64_t columns) {
-        return all_finite(rows.rows.data, rows.rows.stride, count, columns);
-      };
-      panel.finite = panel.finite && finite(strip.query_rows, p.head_dim) &&
-                     finite(strip.grad_out_rows, p.value_dim) &&
-                     (a.tangents.query.data == nullptr || finite(strip.tangent_rows, p.head_dim));
+      panel.finite = panel.finite && strip.query_rows.finite(count, p.head_dim) &&
+                     strip.grad_out_rows.finite(count, p.value_dim) &&
+                     (a.tangents.query.data == nullptr || strip.tangent_rows.finite(count, p.head_dim));
       memset(strip.grad_query_t, 0, static_cast<size_t>(p.head_dim * kLanes<T>) * sizeof(T));
       memset(strip.tangent_t, 0, static_cast<size_t>(p.value_dim * kLanes<T>) * sizeof(T));
       memset(strip.slope_rows, 0, static_cast<size_t>(kLanes<T>) * sizeof(T));
@@ -204,11 +175,12 @@ class BackwardBackwardTask {
 
   void load_block(Scratch& s, const Panel& panel, int64_t block) const {
     const int64_t first = block * kKeyBlock;
-    s.keys.load(call_, panel.batch, panel.kv_head, first, smaller(p.keys - first, kKeyBlock));
+    s.keys.load(call_, panel.batch, panel.kv_head, first, smaller(p.keys - first, kKeyBlock), Meets::kBoth,
+                Meets::kBoth);
   }
 
   // How many keys of a block there are for a strip; 0 if it sees none.
-  static int64_t seen_keys(const Strip& strip, const TangentKeys<T>& block) {
+  static int64_t seen_keys(const Strip& strip, const TangentKeys<P>& block) {
     if (block.first >= strip.keys.end || block.first + block.count <= strip.keys.begin) return 0;
     return smaller(strip.keys.end - block.first, block.count);
   }
@@ -230,7 +202,7 @@ class BackwardBackwardTask {
       const Strip& strip = s.strips[i];
       T* sinks = static_cast<T*>(a.backward.grad_sinks_rows);
       const int64_t row = strip.row(p);
-      finish_rows<T>(call_, strip, static_cast<T*>(a.tangent_lse) + row,
+      finish_rows<P>(call_, strip, static_cast<T*>(a.tangent_lse) + row,
                      sinks != nullptr ? sinks + row : nullptr);
       const int64_t at = (panel.batch * p.heads + panel.head) * p.queries + strip.first;
       for (int64_t lane = 0; lane < strip.count; ++lane) {
@@ -254,10 +226,10 @@ class BackwardBackwardTask {
           strip.shown = s.shown[kept_index(panel, block, i)];
         } else {
           T* visible = panel.finite ? nullptr : strip.visible;
-          strip.shown = keys > 0 && fill_tile<T>(call_, strip, s.keys, keys, s.tiles, tiles[i], visible);
-          if (strip.shown) centre_tile<T>(strip, keys, tiles[i]);
+          strip.shown = keys > 0 && fill_tile<P>(call_, strip, s.keys, keys, s.tiles, tiles[i], visible);
+          if (strip.shown) centre_tile<P>(strip, keys, tiles[i]);
         }
-        if (strip.shown) add_to_rows(s.keys, panel, strip, keys, tiles[i]);
+        if (strip.shown) add_to_rows(s, panel, strip, keys, tiles[i]);
       }
     }
     std::atomic<int64_t>* const own = &done_[panel.chain * length_ + panel.position];
@@ -268,15 +240,18 @@ class BackwardBackwardTask {
   }
 
   // To the gradient of queries and to tangent_out.
-  void add_to_rows(const TangentKeys<T>& block, const Panel& panel, const Strip& strip, int64_t keys,
+  void add_to_rows(Scratch& s, const Panel& panel, const Strip& strip, int64_t keys,
                    const SecondTile<T>& tile) const {
-    weigh_tile<T>(p, strip, keys, tile);
+    const TangentKeys<P>& block = s.keys;
+    weigh_tile<P>(p, strip, keys, tile);
     if (a.backward.grad_slopes_rows != nullptr) {
-      add_slope_rows<T>(p, strip, block.first, keys, tile.values, strip.slope_rows);
+      add_slope_rows<P>(p, strip, block.first, keys, tile.values, strip.slope_rows);
     }
-    if (p.softcap > 0.0) apply_second_softcap<T>(p, strip, keys, tile);
-    const auto add = [&](const ColumnOperand<T>& rows, int64_t columns, T* weights, T* sums) {
-      multiply_columns<T>(rows, 0, keys, columns, WeightOperand<T>{weights}, strip.vecs, {sums},
+    if (p.softcap > 0.0) apply_second_softcap<P>(p, strip, keys, tile);
+    const auto add = [&](const TangentRows<P>& rows, int64_t columns, T* weights, T* sums) {
+      s.weights.block = weights;
+      s.weights.ready_as_lanes(keys, strip.vecs);
+      multiply_columns<P>(rows.with_weights, 0, keys, columns, s.weights, strip.vecs, {sums},
                           panel.finite ? nullptr : strip.visible);
     };
     add(block.keys, p.head_dim, tile.values, strip.grad_query_t);
@@ -292,7 +267,7 @@ class BackwardBackwardTask {
   void add_to_keys(Scratch& s, const Panel& panel, int64_t block, bool seen,
                    const SecondTile<T>* tiles) const {
     const int64_t first = block * kKeyBlock, keys_of_block = smaller(p.keys - first, kKeyBlock);
-    const int64_t row = panel.chain * p.keys + first;
+    const int64_t row = panel.chain * workspace_.rows + first;
     T* const grad_key = workspace_.grad_key + row * workspace_.key_stride;
     T* const grad_value = workspace_.grad_value + row * workspace_.value_stride;
     if (panel.position == 0) {
@@ -303,8 +278,10 @@ class BackwardBackwardTask {
       const Strip& strip = s.strips[i];
       if (!strip.shown) continue;
       const int64_t keys = seen_keys(strip, s.keys);
-      const auto add = [&](T* weights, const VectorOperand<T>& rows, int64_t columns, T* sums) {
-        multiply_weights<T>(WeightOperand<T>{weights}, keys, 0, strip.count, rows, columns, sums,
+      const auto add = [&](T* weights, const VectorOperand<P>& rows, int64_t columns, T* sums) {
+        s.weights.block = weights;
+        s.weights.ready_as_rows(keys, 0, strip.count, keys);
+        multiply_weights<P>(s.weights, keys, 0, strip.count, rows, columns, sums,
                             panel.finite ? nullptr : strip.visible);
       };
       add(tiles[i].values, strip.query_rows, p.head_dim, grad_key);
@@ -336,18 +313,19 @@ class BackwardBackwardTask {
 };
 
 // dS2 for the gradient of the mask, from the rows' numbers in the workspace.
-template <class T>
+template <class P>
 struct SecondScoreGradient {
+  using T = Scalar<P>;
   using Arguments = BackwardBackwardArguments;
   static const View& grad_mask(const Arguments& a) { return a.backward.grad_mask; }
 
-  SecondStrip<T> strip;
-  TangentKeys<T> keys;
-  SecondScratch<T> tiles;
+  SecondStrip<P> strip;
+  TangentKeys<P> keys;
+  SecondScratch<P> tiles;
   SecondTile<T> tile;
 
   static int64_t bytes(const AttentionParams& p) {
-    return SecondStrip<T>::bytes(p) + TangentKeys<T>::bytes(p) + SecondScratch<T>::bytes(p) +
+    return SecondStrip<P>::bytes(p) + TangentKeys<P>::bytes(p) + SecondScratch<P>::bytes(p) +
            SecondTile<T>::bytes(p);
   }
   SecondScoreGradient(const AttentionParams& p, Arena& arena) : tiles(p, arena) {
@@ -358,7 +336,7 @@ struct SecondScoreGradient {
   void begin(const AttentionParams& p, const Arguments& a, int64_t batch, int64_t head, int64_t first,
              int64_t count) {
     const TangentCall call(p, a.tangents);
-    const SecondWorkspace<T> workspace(p, a.backward.workspace);
+    const SecondWorkspace<P> workspace(p, a.backward.workspace);
     strip.begin_second(call, a.backward, batch, head, first, count);
     const int64_t row = (batch * p.heads + head) * p.queries + first;
     for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
@@ -369,33 +347,33 @@ struct SecondScoreGradient {
   }
   T* of_block(const AttentionParams& p, const Arguments& a, int64_t key, int64_t count) {
     const TangentCall call(p, a.tangents);
-    keys.load(call, strip.batch, p.kv_head(strip.head), key, count);
-    if (!fill_tile<T>(call, strip, keys, count, tiles, tile, nullptr)) return nullptr;
-    centre_tile<T>(strip, count, tile);
-    weigh_tile<T>(p, strip, count, tile);
+    keys.load(call, strip.batch, p.kv_head(strip.head), key, count, Meets::kLanes, Meets::kLanes);
+    if (!fill_tile<P>(call, strip, keys, count, tiles, tile, nullptr)) return nullptr;
+    centre_tile<P>(strip, count, tile);
+    weigh_tile<P>(p, strip, count, tile);
     return tile.values;
   }
 };
 
-template <class T>
+template <class P>
 void attention_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
                                  const ThreadPool& pool) {
   const bool has_mask = a.backward.grad_mask.data != nullptr;
   if (!p.sequences.any()) {
-    const BackwardBackwardTask<T> task(p, a);
+    const BackwardBackwardTask<P> task(p, a);
     for_each_item(pool, task.items(), task);
-    if (has_mask) mask_gradient<T, SecondScoreGradient<T>>(p, a, pool);
+    if (has_mask) mask_gradient<P, SecondScoreGradient<P>>(p, a, pool);
     return;
   }
   auto calls = element_calls(p, a, 0, kAnyQueries);
   char* workspace = static_cast<char*>(a.backward.workspace);
   for (auto& call : calls) {
     call.results.backward.workspace = workspace;
-    workspace += SecondWorkspace<T>(call.params).bytes();
+    workspace += SecondWorkspace<P>(call.params).bytes();
   }
-  const auto joint = joint_task<BackwardBackwardTask<T>>(calls);
+  const auto joint = joint_task<BackwardBackwardTask<P>>(calls);
   for_each_item(pool, joint.items(), joint);
-  if (has_mask) mask_gradient<T, SecondScoreGradient<T>>(p, a, calls, pool);
+  if (has_mask) mask_gradient<P, SecondScoreGradient<P>>(p, a, calls, pool);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

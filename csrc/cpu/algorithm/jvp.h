@@ -12,26 +12,28 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // Strips of an item, which share the blocks of keys and values that they bring into the cache.
 constexpr int64_t kMostJvpStrips = 8;
 
-template <class T>
-struct JvpStrip : ForwardStrip<T> {
-  TangentLanes<T> lanes;
+template <class P>
+struct JvpStrip : ForwardStrip<P> {
+  using T = Scalar<P>;
+
+  TangentLanes<P> lanes;
   T* tangent_t;    // [value_dim][kLanes] sum of e (T - origin) v + e tv
   T* tangent_sum;  // [kLanes] sum of e (T - origin)
   T* origin;       // [kLanes] see tangent_origin
 
   static int64_t bytes(const AttentionParams& p) {
-    return ForwardStrip<T>::bytes(p) + TangentLanes<T>::bytes(p) +
-           Arena::bytes_for<T>(ForwardStrip<T>::out_size(p)) + 2 * Arena::bytes_for<T>(kLanes<T>);
+    return ForwardStrip<P>::bytes(p) + TangentLanes<P>::bytes(p) +
+           Arena::bytes_for<T>(ForwardStrip<P>::out_size(p)) + 2 * Arena::bytes_for<T>(kLanes<T>);
   }
   void allocate(const AttentionParams& p, Arena& arena) {
-    ForwardStrip<T>::allocate(p, arena);
+    ForwardStrip<P>::allocate(p, arena);
     lanes.allocate(p, arena);
-    tangent_t = arena.take<T>(ForwardStrip<T>::out_size(p));
+    tangent_t = arena.take<T>(ForwardStrip<P>::out_size(p));
     tangent_sum = arena.take<T>(kLanes<T>);
     origin = arena.take<T>(kLanes<T>);
   }
   void reset(const AttentionParams& p) {
-    ForwardStrip<T>::reset(p);
+    ForwardStrip<P>::reset(p);
     memset(tangent_t, 0, static_cast<size_t>(p.value_dim * kLanes<T>) * sizeof(T));
     for (int64_t lane = 0; lane < kLanes<T>; ++lane) {
       tangent_sum[lane] = T(0);
@@ -40,13 +42,15 @@ struct JvpStrip : ForwardStrip<T> {
   }
   bool finite(const AttentionParams& p) const {
     const int64_t lanes_in_use = this->vecs * Simd<T>::kWidth;
-    return ForwardStrip<T>::finite(p) && all_finite(tangent_t, kLanes<T>, p.value_dim, lanes_in_use) &&
+    return ForwardStrip<P>::finite(p) && all_finite(tangent_t, kLanes<T>, p.value_dim, lanes_in_use) &&
            all_finite(tangent_sum, kLanes<T>, 1, lanes_in_use);
   }
 };
 
-template <class T>
+template <class P>
 struct JvpTask {
+  using T = Scalar<P>;
+
   TangentCall call;
   const AttentionParams& p;
   const JvpArguments& a;
@@ -63,16 +67,17 @@ struct JvpTask {
 
   struct Scratch {
     Arena arena;
-    TangentKeys<T> keys;
-    BlockScratch<T> block;
-    WeightOperand<T> weights, tangents;
+    Session<P> session;
+    TangentKeys<P> keys;
+    BlockScratch<P> block;
+    WeightOperand<P> weights, tangents;
     T *visible, *scale;
-    JvpStrip<T> strips[kMostJvpStrips];
+    JvpStrip<P> strips[kMostJvpStrips];
 
     static int64_t bytes(const AttentionParams& p) {
-      return TangentKeys<T>::bytes(p) + BlockScratch<T>::bytes(p, true) + 2 * WeightOperand<T>::bytes(p) +
+      return TangentKeys<P>::bytes(p) + BlockScratch<P>::bytes(p, true) + 2 * WeightOperand<P>::bytes(p) +
              Arena::bytes_for<T>(kKeyBlock * kLanes<T>) + Arena::bytes_for<T>(kLanes<T>) +
-             kMostJvpStrips * JvpStrip<T>::bytes(p);
+             kMostJvpStrips * JvpStrip<P>::bytes(p);
     }
     static int64_t bytes(const JvpTask& task) { return bytes(task.p); }
     explicit Scratch(const JvpTask& task) : arena(bytes(task)), block(task.p, arena, true) {
@@ -81,7 +86,7 @@ struct JvpTask {
       tangents.allocate(task.p, arena);
       visible = arena.take<T>(kKeyBlock * kLanes<T>);
       scale = arena.take<T>(kLanes<T>);
-      for (JvpStrip<T>& strip : strips) strip.allocate(task.p, arena);
+      for (JvpStrip<P>& strip : strips) strip.allocate(task.p, arena);
     }
   };
 
@@ -113,46 +118,50 @@ struct JvpTask {
       range.end = larger(range.end, s.strips[i].keys.end);
     }
     for (int64_t key = range.begin / kKeyBlock * kKeyBlock; key < range.end; key += kKeyBlock) {
-      const JvpStrip<T>& any = s.strips[0];
-      s.keys.load(call, any.batch, p.kv_head(any.head), key, smaller(range.end - key, kKeyBlock));
+      const JvpStrip<P>& any = s.strips[0];
+      s.keys.load(call, any.batch, p.kv_head(any.head), key, smaller(range.end - key, kKeyBlock),
+                  Meets::kLanes, Meets::kWeights);
       for (int64_t i = 0; i < strips; ++i) {
-        JvpStrip<T>& strip = s.strips[i];
+        JvpStrip<P>& strip = s.strips[i];
         const int64_t count = smaller(strip.keys.end - key, s.keys.count);
         if (count > 0 && key + kKeyBlock > strip.keys.begin) add_block(s, strip, count, leave_hidden_out);
       }
     }
   }
 
-  void add_block(Scratch& s, JvpStrip<T>& strip, int64_t keys, bool leave_hidden_out) const {
+  void add_block(Scratch& s, JvpStrip<P>& strip, int64_t keys, bool leave_hidden_out) const {
     const int64_t key = s.keys.first;
     T factor;
     T* const weights = s.weights.block;
-    if (!score_block<T>(p, strip, key, keys, s.keys.keys, 0, s.block, weights, &factor)) return;
+    if (!score_block<P>(p, strip, key, keys, s.keys.keys.with_lanes, 0, s.block, weights, &factor)) return;
     T* visible = nullptr;
-    if (leave_hidden_out) {
+    const bool moves = a.tangents.value.data != nullptr;
+    if (leave_hidden_out || s.keys.values.with_weights.special(0, keys) ||
+        (moves && s.keys.value_tangents.with_weights.special(0, keys))) {
       visible = s.visible;
-      mark_visible<T>(strip, keys, weights, visible);
+      mark_visible<P>(strip, keys, weights, visible);
     }
-    tangent_block<T>(call, strip, strip.lanes, s.keys, s.block, s.tangents.block);
-    with_weighing<T>(p, factor, [&](auto weigh) {
-      softmax_block<T, weigh.kind, false>(strip, keys, weights, factor, s.weights);
+    tangent_block<P>(call, strip, strip.lanes, s.keys, s.block, s.tangents.block);
+    with_weighing<P>(p, factor, [&](auto weigh) {
+      softmax_block<P, weigh.kind, false>(strip, keys, weights, factor, s.weights);
     });
     weigh_tangents(strip, keys, weights, s.tangents.block);
     if (p.dropout.enabled) {
-      apply_dropout<T>(p.dropout, strip, key, keys, keep_scale<T>(p.dropout), weights, s.tangents.block);
+      apply_dropout<P>(p.dropout, strip, key, keys, keep_scale<T>(p.dropout), weights, s.tangents.block);
     }
-    const auto add = [&](const ColumnOperand<T>& rows, const WeightOperand<T>& w, T* sums, Update update) {
-      multiply_columns<T>(rows, 0, keys, p.value_dim, w, strip.vecs, {sums, update, strip.rescale}, visible);
+    s.weights.ready_as_lanes(keys, strip.vecs);
+    s.tangents.ready_as_lanes(keys, strip.vecs);
+    const auto add = [&](const TangentRows<P>& rows, const WeightOperand<P>& w, T* sums, Update update) {
+      multiply_columns<P>(rows.with_weights, 0, keys, p.value_dim, w, strip.vecs,
+                          {sums, update, strip.rescale}, visible);
     };
     add(s.keys.values, s.weights, strip.out_t, Update::kScaleAdd);
     add(s.keys.values, s.tangents, strip.tangent_t, Update::kScaleAdd);
-    if (a.tangents.value.data != nullptr) {
-      add(s.keys.value_tangents, s.weights, strip.tangent_t, Update::kAdd);
-    }
+    if (moves) add(s.keys.value_tangents, s.weights, strip.tangent_t, Update::kAdd);
   }
 
   // T to e (T - origin), and their sums; 0 where the weight is, whose tangent may be NaN.
-  static void weigh_tangents(const JvpStrip<T>& strip, int64_t keys, const T* weights, T* tangents) {
+  static void weigh_tangents(const JvpStrip<P>& strip, int64_t keys, const T* weights, T* tangents) {
     using S = Simd<T>;
     const auto zero = S::set(T(0));
     for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
@@ -176,7 +185,7 @@ struct JvpTask {
     }
   }
 
-  void finish(const JvpStrip<T>& strip, T* scale) const {
+  void finish(const JvpStrip<P>& strip, T* scale) const {
     using S = Simd<T>;
     const ForwardOutputs& o = a.forward;
     const int64_t row = p.row(strip.batch, strip.head, strip.first);
@@ -188,7 +197,7 @@ struct JvpTask {
     void* residual = o.out_residual != nullptr ? element(o.out_residual, p.dtype, at) : nullptr;
     store_transposed<T>(element(o.out.data, p.dtype, at), p.dtype, o.out.stride[2], strip.count, p.value_dim,
                         strip.out_t, kLanes<T>, scale, residual);
-    if (!strip.ForwardStrip<T>::finite(p)) {
+    if (!strip.template ForwardStrip<P>::finite(p)) {
       mend_overflow<T>(p, o, strip.batch, strip.head, strip.first, strip.count);
     }
 
@@ -222,14 +231,14 @@ struct JvpTask {
   }
 };
 
-template <class T>
+template <class P>
 void attention_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
   if (p.sequences.any()) {
     const auto calls = element_calls(p, a, 0, kAnyQueries);
-    const auto joint = joint_task<JvpTask<T>>(calls, pool.threads);
+    const auto joint = joint_task<JvpTask<P>>(calls, pool.threads);
     return for_each_item(pool, joint.items(), joint, Items::kIndependent);
   }
-  const JvpTask<T> task(p, a, pool.threads);
+  const JvpTask<P> task(p, a, pool.threads);
   for_each_item(pool, task.items(), task, Items::kIndependent);
 }
 

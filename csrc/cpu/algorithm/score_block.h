@@ -159,6 +159,8 @@ template <class P, class Body>
 void with_weighing(const AttentionParams& p, Scalar<P> factor, const Body& body) {
   if constexpr (kPlain<P>) {
     body(Weighing<Weigh::kPlain>{});
+  } else if constexpr (P::kFloatWeights) {
+    factor == 1 ? body(Weighing<Weigh::kThreePieces>{}) : body(Weighing<Weigh::kScaledThreePieces>{});
   } else if (P::pieces(p) == 1) {
     factor == 1 ? body(Weighing<Weigh::kOnePiece>{}) : body(Weighing<Weigh::kScaledOnePiece>{});
   } else if (P::pieces(p) == 2) {

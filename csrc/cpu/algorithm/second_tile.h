@@ -42,9 +42,11 @@ struct SecondTile {
         of_cap(p.softcap > 0.0 ? memory + 5 * kSize : nullptr) {}
 };
 
-template <class T>
-struct SecondStrip : GradientStrip<T> {
-  TangentLanes<T> lanes;
+template <class P>
+struct SecondStrip : GradientStrip<P> {
+  using T = Scalar<P>;
+
+  TangentLanes<P> lanes;
   T* origin;  // [kLanes] see tangent_origin
   // [kLanes] sums over the keys, with x' for T - origin and g' for dP - delta
   T *sum_pt, *sum_pgt, *sum_pg, *sum_pu;  // of P x', P g' x', P g', P U
@@ -52,10 +54,10 @@ struct SecondStrip : GradientStrip<T> {
   T* correction;                          // [kLanes] c
 
   static int64_t bytes(const AttentionParams& p) {
-    return GradientStrip<T>::bytes(p) + TangentLanes<T>::bytes(p) + 7 * Arena::bytes_for<T>(kLanes<T>);
+    return GradientStrip<P>::bytes(p) + TangentLanes<P>::bytes(p) + 7 * Arena::bytes_for<T>(kLanes<T>);
   }
   void allocate(const AttentionParams& p, Arena& arena) {
-    GradientStrip<T>::allocate(p, arena);
+    GradientStrip<P>::allocate(p, arena);
     lanes.allocate(p, arena);
     for (T** numbers : {&origin, &sum_pt, &sum_pgt, &sum_pg, &sum_pu, &mean, &correction}) {
       *numbers = arena.take<T>(kLanes<T>);
@@ -73,36 +75,40 @@ struct SecondStrip : GradientStrip<T> {
 };
 
 // Scratch that tiles share.
-template <class T>
+template <class P>
 struct SecondScratch {
-  BlockScratch<T> block;
+  BlockScratch<P> block;
 
-  static int64_t bytes(const AttentionParams& p) { return BlockScratch<T>::bytes(p, true); }
+  static int64_t bytes(const AttentionParams& p) { return BlockScratch<P>::bytes(p, true); }
   SecondScratch(const AttentionParams& p, Arena& arena) : block(p, arena, true) {}
 };
 
 // Makes a tile of the first `keys` keys of a block: P, T, dP and U, after dropout. false if all of it is
 // hidden. `visible` is nullable, see multiply_visible.
-template <class T>
-bool fill_tile(const TangentCall& call, SecondStrip<T>& strip, const TangentKeys<T>& block, int64_t keys,
-               SecondScratch<T>& scratch, const SecondTile<T>& tile, T* visible) {
+template <class P>
+bool fill_tile(const TangentCall& call, SecondStrip<P>& strip, const TangentKeys<P>& block, int64_t keys,
+               SecondScratch<P>& scratch, const SecondTile<Scalar<P>>& tile, Scalar<P>* visible) {
+  using T = Scalar<P>;
   using S = Simd<T>;
   const AttentionParams& p = call.p;
-  BlockScratch<T> own = scratch.block;
+  BlockScratch<P> own = scratch.block;
   if (tile.capped != nullptr) own.capped = tile.capped;
   T factor;
-  if (!score_block<T>(p, strip, block.first, keys, block.keys, 0, own, tile.weights, &factor)) return false;
-  if (visible != nullptr) mark_visible<T>(strip, keys, tile.weights, visible);
-  normalise_block<T>(p, strip, keys, strip.row_max, strip.inverse_sum, factor, !strip.ordinary, tile.weights);
-  tangent_block<T>(call, strip, strip.lanes, block, own, tile.tangents, tile.of_cap);
-  multiply_lanes<T>(block.values, 0, keys, strip.grad_out, p.value_dim, strip.vecs, tile.gradients);
+  if (!score_block<P>(p, strip, block.first, keys, block.keys.with_lanes, 0, own, tile.weights, &factor))
+    return false;
+  if (visible != nullptr) mark_visible<P>(strip, keys, tile.weights, visible);
+  normalise_block<P>(p, strip, keys, strip.row_max, strip.inverse_sum, factor, !strip.ordinary, tile.weights);
+  tangent_block<P>(call, strip, strip.lanes, block, own, tile.tangents, tile.of_cap);
+  multiply_lanes<P>(block.values.with_lanes, 0, keys, strip.grad_out, p.value_dim, strip.vecs,
+                    tile.gradients);
   if (call.t.value.data != nullptr) {
-    multiply_lanes<T>(block.value_tangents, 0, keys, strip.grad_out, p.value_dim, strip.vecs, tile.values);
+    multiply_lanes<P>(block.value_tangents.with_lanes, 0, keys, strip.grad_out, p.value_dim, strip.vecs,
+                      tile.values);
   } else {
     memset(tile.values, 0, static_cast<size_t>(keys * kLanes<T>) * sizeof(T));
   }
   if (!p.dropout.enabled) return true;
-  const StripDropout<T> pattern(p.dropout, strip, keep_scale<T>(p.dropout));
+  const StripDropout<P> pattern(p.dropout, strip, keep_scale<T>(p.dropout));
   const auto zero = S::set(T(0));
   for (int64_t j = 0; j < keys; j += 4) {
     for (int64_t v = 0; v < strip.vecs; ++v) {
@@ -123,8 +129,9 @@ bool fill_tile(const TangentCall& call, SecondStrip<T>& strip, const TangentKeys
 
 // Takes a tile's numbers from the row's origin and delta, and adds to the row's sums. What a row does not
 // see, which may be NaN, becomes 0.
-template <class T>
-void centre_tile(const SecondStrip<T>& strip, int64_t keys, const SecondTile<T>& tile) {
+template <class P>
+void centre_tile(const SecondStrip<P>& strip, int64_t keys, const SecondTile<Scalar<P>>& tile) {
+  using T = Scalar<P>;
   using S = Simd<T>;
   const auto zero = S::set(T(0));
   for (int64_t lane = 0; lane < strip.vecs * S::kWidth; lane += S::kWidth) {
@@ -168,8 +175,10 @@ void centre_tile(const SecondStrip<T>& strip, int64_t keys, const SecondTile<T>&
 
 // m and c of a strip that has met all keys. Where the results are given (nullable), tangent_lse and the
 // gradient of the sink.
-template <class T>
-void finish_rows(const TangentCall& call, const SecondStrip<T>& strip, T* tangent_lse, T* grad_sinks) {
+template <class P>
+void finish_rows(const TangentCall& call, const SecondStrip<P>& strip, Scalar<P>* tangent_lse,
+                 Scalar<P>* grad_sinks) {
+  using T = Scalar<P>;
   const AttentionParams& p = call.p;
   const bool has_sink = p.sinks.data != nullptr;
   const T sink = has_sink ? head_scalar<T>(p.sinks, strip.batch, strip.head) : T(0);
@@ -197,9 +206,10 @@ void finish_rows(const TangentCall& call, const SecondStrip<T>& strip, T* tangen
 }
 
 // A centred tile to what the products take; before the softcap's factors, if there is one.
-template <class T>
-void weigh_tile(const AttentionParams& p, const SecondStrip<T>& strip, int64_t keys,
-                const SecondTile<T>& tile) {
+template <class P>
+void weigh_tile(const AttentionParams& p, const SecondStrip<P>& strip, int64_t keys,
+                const SecondTile<Scalar<P>>& tile) {
+  using T = Scalar<P>;
   using S = Simd<T>;
   const auto zero = S::set(T(0));
   const auto keep = S::set(p.dropout.enabled ? keep_scale<T>(p.dropout) : T(1));
@@ -222,9 +232,10 @@ void weigh_tile(const AttentionParams& p, const SecondStrip<T>& strip, int64_t k
 
 // From gradients of final scores to those before the softcap: dS times 1 - t^2, and dS2 with what the
 // curvature of the tanh adds.
-template <class T>
-void apply_second_softcap(const AttentionParams& p, const SecondStrip<T>& strip, int64_t keys,
-                          const SecondTile<T>& tile) {
+template <class P>
+void apply_second_softcap(const AttentionParams& p, const SecondStrip<P>& strip, int64_t keys,
+                          const SecondTile<Scalar<P>>& tile) {
+  using T = Scalar<P>;
   using S = Simd<T>;
   const auto zero = S::set(T(0)), one = S::set(T(1));
   const auto curvature = S::set(static_cast<T>(-2.0 / p.softcap));

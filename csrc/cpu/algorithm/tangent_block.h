@@ -1,9 +1,12 @@
 // The tangents of a block of scores: what forward mode and second derivatives are made of.
 //
 // Note [Tangents in float]
-//     They are computed in T itself, on instruction sets that multiply bfloat16 pieces too. What becomes of a
-//     tangent is its distance from the row's mean, and of numbers rounded to one or two pieces that distance
-//     would be the rounding.
+//     Weights, tangents of scores and gradients of either are as exact as T = Scalar<P> is, on instruction
+//     sets that multiply bfloat16 pieces too. What becomes of a tangent is its distance from the row's mean,
+//     and of numbers rounded to one or two pieces that distance would be the rounding. Inputs of bfloat16 are
+//     one piece without any rounding, so products of two of them may be pairs; and a float is three pieces,
+//     which tiles multiply with inputs faster than vectors multiply it. That is P = ExactPairs
+//     (bfloat16/exact_pairs.h). Inputs of other types would be several pieces, too.
 #pragma once
 
 #include "../products/key_rows.h"
@@ -23,45 +26,71 @@ struct TangentCall {
   }
 };
 
+// What the rows of a block take part in: products with queries or gradients of the output, products with
+// weights, or both.
+enum class Meets { kLanes, kWeights, kBoth };
+
+// Rows in both of these roles, which plain arithmetic has in one place.
+template <class P>
+struct TangentRows {
+  RowOperand<P> with_lanes;
+  ColumnOperand<P> with_weights;
+  char* pages;  // see key_source
+
+  static int64_t bytes(const AttentionParams& p, int64_t columns) {
+    const int64_t once_more = kPlain<P> ? 0 : ColumnOperand<P>::bytes(p, kKeyBlock, columns);
+    return RowOperand<P>::bytes(p, kKeyBlock, columns) + once_more + block_bytes(p, kKeyBlock, columns);
+  }
+  void allocate(const AttentionParams& p, int64_t columns, Arena& arena) {
+    with_lanes.allocate(p, kKeyBlock, columns, arena);
+    if (!kPlain<P>) with_weights.allocate(p, kKeyBlock, columns, arena);
+    pages = arena.take<char>(block_bytes(p, kKeyBlock, columns));
+  }
+  void load(const RowSource& s, Meets meets) {
+    if constexpr (kPlain<P>) {
+      with_lanes.load(s);
+      with_weights.load_shared(s, with_lanes);
+    } else {
+      if (meets != Meets::kWeights) with_lanes.load(s);
+      if (meets != Meets::kLanes) with_weights.load(s);
+    }
+  }
+};
+
 // Keys and values of a block, and their tangents where there are any.
-template <class T>
+template <class P>
 struct TangentKeys {
-  ColumnOperand<T> keys, values, key_tangents, value_tangents;
-  char* pages[4];  // see key_source
+  TangentRows<P> keys, values, key_tangents, value_tangents;
   int64_t first, count;
 
   static int64_t bytes(const AttentionParams& p) {
-    return 2 * (RowOperand<T>::bytes(p, kKeyBlock, p.head_dim) + block_bytes(p, kKeyBlock, p.head_dim) +
-                RowOperand<T>::bytes(p, kKeyBlock, p.value_dim) + block_bytes(p, kKeyBlock, p.value_dim));
+    return 2 * (TangentRows<P>::bytes(p, p.head_dim) + TangentRows<P>::bytes(p, p.value_dim));
   }
   void allocate(const AttentionParams& p, Arena& arena) {
-    ColumnOperand<T>* const operands[4] = {&keys, &key_tangents, &values, &value_tangents};
-    for (int i = 0; i < 4; ++i) {
-      const int64_t columns = i < 2 ? p.head_dim : p.value_dim;
-      operands[i]->allocate(p, kKeyBlock, columns, arena);
-      pages[i] = arena.take<char>(block_bytes(p, kKeyBlock, columns));
-    }
+    for (TangentRows<P>* rows : {&keys, &key_tangents}) rows->allocate(p, p.head_dim, arena);
+    for (TangentRows<P>* rows : {&values, &value_tangents}) rows->allocate(p, p.value_dim, arena);
   }
 
   // Keys first_key .. first_key + keys - 1.
-  void load(const TangentCall& call, int64_t batch, int64_t kv_head, int64_t first_key,
-            int64_t keys_of_block) {
+  void load(const TangentCall& call, int64_t batch, int64_t kv_head, int64_t first_key, int64_t keys_of_block,
+            Meets of_keys, Meets of_values) {
     first = first_key;
     count = keys_of_block;
     const AttentionParams& p = call.p;
-    const auto load_one = [&](ColumnOperand<T>& operand, const View& view, int64_t columns, char* room) {
+    const auto load_one = [&](TangentRows<P>& rows, const View& view, int64_t columns, Meets meets) {
       if (view.data == nullptr) return;
-      operand.load(key_source(p, view, batch, kv_head, first, count, columns, room));
+      rows.load(key_source(p, view, batch, kv_head, first, count, columns, rows.pages), meets);
     };
-    load_one(keys, p.key, p.head_dim, pages[0]);
-    load_one(key_tangents, call.t.key, p.head_dim, pages[1]);
-    load_one(values, p.value, p.value_dim, pages[2]);
-    load_one(value_tangents, call.t.value, p.value_dim, pages[3]);
+    load_one(keys, p.key, p.head_dim, of_keys);
+    load_one(key_tangents, call.t.key, p.head_dim, of_keys);
+    load_one(values, p.value, p.value_dim, of_values);
+    load_one(value_tangents, call.t.value, p.value_dim, of_values);
   }
 
+  // Of rows that meet weights.
   bool finite(const TangentCall& call) const {
-    const auto finite_one = [&](const ColumnOperand<T>& operand, const View& view, int64_t columns) {
-      return view.data == nullptr || all_finite(operand.rows.data, operand.rows.stride, count, columns);
+    const auto finite_one = [&](const TangentRows<P>& rows, const View& view, int64_t columns) {
+      return view.data == nullptr || rows.with_weights.finite(count, columns);
     };
     const AttentionParams& p = call.p;
     return finite_one(keys, p.key, p.head_dim) && finite_one(key_tangents, call.t.key, p.head_dim) &&
@@ -70,19 +99,20 @@ struct TangentKeys {
 };
 
 // The lanes that the tangents of a strip's scores take.
-template <class T>
+template <class P>
 struct TangentLanes {
-  LaneOperand<T> tangent;  // scale * tangent of Q
-  LaneOperand<T> query;    // scale * Q, of few queries: their strips have it in another form
+  LaneOperand<P> tangent;  // scale * tangent of Q; the scale as far as it is in the strip's query
+  LaneOperand<P> query;    // scale * Q, of few queries: their strips have it in another form
 
-  static int64_t bytes(const AttentionParams& p) { return 2 * LaneOperand<T>::bytes(p, p.head_dim); }
+  static int64_t bytes(const AttentionParams& p) { return 2 * LaneOperand<P>::bytes(p, p.head_dim); }
   void allocate(const AttentionParams& p, Arena& arena) {
     tangent.allocate(p, p.head_dim, arena);
     query.allocate(p, p.head_dim, arena);
   }
-  void begin(const TangentCall& call, const QueryStrip<T>& strip) {
+  void begin(const TangentCall& call, const QueryStrip<P>& strip) {
+    using T = Scalar<P>;
     const AttentionParams& p = call.p;
-    const T scale = static_cast<T>(p.scale);
+    const T scale = strip.rest_of_scale == T(1) ? static_cast<T>(p.scale) : T(1);
     if (call.t.query.data != nullptr) tangent.load(strip.source(p, call.t.query, p.head_dim), scale);
     if (call.t.key.data != nullptr && strip.few_queries) {
       query.load(strip.source(p, p.query, p.head_dim), scale);
@@ -93,25 +123,25 @@ struct TangentLanes {
 // Tangents of final scores, result[j][lane], for a block whose scores have been made: scratch has what the
 // softcap made of them. `of_cap`, where given, gets the part that comes through the softcap. What belongs to
 // hidden scores may be anything.
-template <class T>
-void tangent_block(const TangentCall& call, const QueryStrip<T>& strip, const TangentLanes<T>& lanes,
-                   const TangentKeys<T>& block, const BlockScratch<T>& scratch, T* result,
-                   T* of_cap = nullptr) {
+template <class P>
+void tangent_block(const TangentCall& call, QueryStrip<P>& strip, TangentLanes<P>& lanes,
+                   const TangentKeys<P>& block, const BlockScratch<P>& scratch, Scalar<P>* result,
+                   Scalar<P>* of_cap = nullptr) {
+  using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<T>;
   const AttentionParams& p = call.p;
   Update update = Update::kStore;
-  const auto add = [&](const RowOperand<T>& rows, const LaneOperand<T>& of_query) {
-    multiply<T, false>(
-        {p.head_dim, rows.rows.data, rows.rows.stride, of_query.data, ld, result, ld, update, nullptr},
-        block.count, strip.vecs);
+  const auto add = [&](const TangentRows<P>& rows, LaneOperand<P>& of_query) {
+    multiply_lanes<P>(rows.with_lanes, 0, block.count, of_query, p.head_dim, strip.vecs, result, update);
     update = Update::kAdd;
   };
   if (call.t.query.data != nullptr) add(block.keys, lanes.tangent);
   if (call.t.key.data != nullptr) add(block.key_tangents, strip.few_queries ? lanes.query : strip.query);
   const bool any = update == Update::kAdd, capped = p.softcap > 0.0;
   const bool sloped = call.t.alibi_slopes.data != nullptr, masked = call.t.mask.data != nullptr;
-  if (any && !capped && !sloped && !masked) return;
+  const bool scaled = !kPlain<P> && strip.rest_of_scale != T(1);
+  if (any && !scaled && !capped && !sloped && !masked) return;
 
   if (masked) load_mask_block(call.mask, strip, block.first, block.count, scratch.mask);
   const auto slope = S::set(sloped ? head_scalar<T>(call.t.alibi_slopes, strip.batch, strip.head) : T(0));
@@ -123,6 +153,7 @@ void tangent_block(const TangentCall& call, const QueryStrip<T>& strip, const Ta
     for (int64_t v = 0; v < strip.vecs; ++v) {
       const int64_t at = j * ld + v * S::kWidth;
       auto x = any ? S::load(result + at) : S::set(T(0));
+      if (!kPlain<P> && scaled) x = S::mul(x, S::set(strip.rest_of_scale));
       if (capped) {
         const auto t = S::load(scratch.capped + at);
         x = S::mul(x, S::sub(S::set(T(1)), S::mul(t, t)));

@@ -37,7 +37,7 @@ class PairEngine {
  public:
   static constexpr bool kTiles = true;         // A has its pairs next to each other, and whole tiles of rows
   static constexpr int kMostPieces = 3;        // six products at 16 times the rate of a multiply-add
-  static constexpr bool kDecodesPlain = true;  // see SELFATTN_FETCH_INTO in kernels_amx.cpp
+  static constexpr bool kDecodesPlain = true;  // see SELFATTN_FETCH_INTO in begin_amx.h
 
   PairEngine() {
     __asm__ volatile("sttilecfg %0" : "=m"(before_) : : "memory");

@@ -13,6 +13,7 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 struct Pairs {
+  static constexpr bool kFloatWeights = false;  // see ExactPairs
   static int pieces(const AttentionParams& p) {
     switch (p.dtype) {
       case DType::kBFloat16:
@@ -277,6 +278,7 @@ struct ColumnOperand<Pairs> {
   }
   void load_shared(const RowSource& s, const RowOperand<Pairs>&) { load(s); }
   bool special(int64_t from, int64_t rows) const { return specials.any_of(from, rows); }
+  bool finite(int64_t, int64_t) const { return !specials.any; }  // of one piece
   bool large() const { return any_large; }
 };
 
@@ -315,6 +317,7 @@ struct VectorOperand<Pairs> {
     return seen;
   }
   bool special() const { return specials.any; }
+  bool finite(int64_t, int64_t) const { return !specials.any; }  // of one piece
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,38 +1,20 @@
 // The entry points of an instruction set that multiplies pairs, for the calls that gain by it; all others go
-// to the kernel for plain AVX-512. Included last in a kernels_*.cpp, after what decodes by pairs there:
-// decode_by_vectors.h or decode_by_tiles.h.
+// to the kernel for plain AVX-512. Included last in a kernels_*.cpp, after exact_by_vectors.h or
+// exact_by_tiles.h.
 #pragma once
 
-#include "products_of_pairs.h"
+#include "pair_calls.h"
 
 #include "gradients_of_pairs.h"
 
 #include "../algorithm/backward.h"
+#include "../algorithm/backward_backward.h"
 #include "../algorithm/captured_gradient.h"
-#include "../algorithm/decode.h"
 #include "../algorithm/forward.h"
+#include "../algorithm/jvp.h"
 #include "../algorithm/weights.h"
 
-namespace selfattn::cpu {
-extern const Kernel kFusedAvx512;
-}
-
 namespace selfattn::cpu::SELFATTN_ISA {
-
-// Far within what floats are, and so are the inverses.
-constexpr double kLeastScale = 1e-30, kMostScale = 1e30;
-
-// Decided by dtype, precision and shape of one batch element alone, so that all passes of a call decide alike
-// and nothing depends on the batch. With more pieces than the engine has an advantage for, float is faster; a
-// factor of the scores that is not positive cannot wait until after their maximum, and one is divided by,
-// too, so its inverse must be a float. The gradient of ALiBi slopes is a sum of dS times distances in which
-// nearly all cancels, if only the weights in O and in dS are the same numbers: rounding them for O alone
-// would leave far distances standing.
-inline bool multiplies_pairs(const AttentionParams& p) {
-  if (p.alibi_slopes.data != nullptr && Pairs::pieces(p) == 1) return false;
-  return p.dtype != DType::kFloat64 && Pairs::pieces(p) <= PairEngine::kMostPieces &&
-         p.head_dim >= kLeastHeadDim && p.scale > kLeastScale && p.scale < kMostScale;
-}
 
 // The fewest queries of a call that strips of pairs take, where pairs multiply its numbers at all. Keys and
 // values must be taken apart, and only queries share what that costs; keys and dims matter little. A row that
@@ -51,55 +33,8 @@ struct AllCalls {
   }
 };
 
-// With a few queries memory is the limit, unless numbers must be converted. Their gradient is computed in
-// float: its scores differ from those here by rounding, which a large scale makes more than exponents hold.
-constexpr double kMostDecodedScale = 1024.0;
-
-inline bool decodes_pairs(const AttentionParams& p) {
-  return p.dtype == DType::kBFloat16 && p.scale <= kMostDecodedScale && multiplies_pairs(p);
-}
-
-// Of a batch whose elements have their own numbers of queries, those with least .. most.
-inline AttentionParams elements_with(const AttentionParams& p, int64_t least, int64_t most) {
-  AttentionParams some = p;
-  some.sequences.least_queries = least;
-  some.sequences.most_queries = most;
-  return some;
-}
-
-template <class P>
-void decode_all(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
-  p.sequences.any() ? decode_sequences<P>(p, o, pool) : decode<P>(p, o, pool);
-}
-
-// Tiles gain nothing for a single row, and what loads them waits where vectors do not: measured, from memory
-// 73 % of the read bandwidth with tiles and 85 % with vectors for one row, as much for two, and 74 and 65 %
-// for four.
-constexpr int64_t kVectorRows = 2;
-
-template <class Engine = PairEngine>
-void decode_pairs(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
-  if constexpr (Engine::kTiles) {
-    const int64_t few = kVectorRows / (p.heads / p.kv_heads);  // queries whose rows of a kv head are as few
-    if (p.queries <= few) return decode_all<VectorPairs>(p, o, pool);
-    if (few == 0 || !p.sequences.any()) return decode_all<TilePairs>(p, o, pool);
-    decode_all<VectorPairs>(elements_with(p, 0, few), o, pool);
-    decode_all<TilePairs>(elements_with(p, few + 1, most_decoded(p)), o, pool);
-  } else {
-    decode_all<VectorPairs>(p, o, pool);
-  }
-}
-
-// A template, so that what is handed on is not compiled either.
-template <class Engine = PairEngine>
-void pair_decode(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
-  if (decodes_pairs(p)) return decode_pairs(p, o, pool);
-  if constexpr (Engine::kDecodesPlain) {
-    return p.dtype == DType::kFloat64 ? decode_all<double>(p, o, pool) : decode_all<float>(p, o, pool);
-  } else {
-    kFusedAvx512.forward(p, o, pool);
-  }
-}
+// Calls of few queries: pair_decode.h.
+void pair_decode(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool);
 
 // `Calls` is one of the two above.
 template <class Calls>
@@ -149,17 +84,39 @@ void pair_captured_gradients(const AttentionParams& p, const BackwardArguments& 
   captured_gradients<Pairs>(elements_with(p, fewest, kAnyQueries), a, g, pool);
   kFusedAvx512.captured_gradients(elements_with(p, 0, fewest - 1), a, g, pool);
 }
-// In float: Note [Tangents in float].
-inline void pair_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
-  kFusedAvx512.jvp(p, a, pool);
+
+// The fewest queries of a call whose tangents ExactPairs take.
+template <class Calls>
+int64_t fewest_moving_queries(const AttentionParams& p) {
+  return p.dtype == DType::kBFloat16 ? Calls::fewest_queries(p) : kAnyQueries;
 }
-inline size_t pair_backward_backward_workspace(const AttentionParams& p) {
-  return kFusedAvx512.backward_backward_workspace(p);
+template <class Calls>
+void pair_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
+  const int64_t fewest = fewest_moving_queries<Calls>(p);
+  if (p.queries < fewest) return kFusedAvx512.jvp(p, a, pool);
+  if (!p.sequences.any()) return attention_jvp<ExactPairs>(p, a, pool);
+  attention_jvp<ExactPairs>(elements_with(p, fewest, kAnyQueries), a, pool);
+  kFusedAvx512.jvp(elements_with(p, 0, fewest - 1), a, pool);
 }
-inline void pair_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
-                                   const ThreadPool& pool) {
-  kFusedAvx512.backward_backward(p, a, pool);
+// As pair_backward_workspace.
+template <class Calls>
+size_t pair_backward_backward_workspace(const AttentionParams& p) {
+  const int64_t fewest = fewest_moving_queries<Calls>(p);
+  if (p.queries < fewest) return kFusedAvx512.backward_backward_workspace(p);
+  if (!p.sequences.any()) return backward_backward_workspace<ExactPairs>(p);
+  return std::max(backward_backward_workspace<ExactPairs>(elements_with(p, fewest, kAnyQueries)),
+                  kFusedAvx512.backward_backward_workspace(elements_with(p, 0, fewest - 1)));
 }
+template <class Calls>
+void pair_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
+                            const ThreadPool& pool) {
+  const int64_t fewest = fewest_moving_queries<Calls>(p);
+  if (p.queries < fewest) return kFusedAvx512.backward_backward(p, a, pool);
+  if (!p.sequences.any()) return attention_backward_backward<ExactPairs>(p, a, pool);
+  attention_backward_backward<ExactPairs>(elements_with(p, fewest, kAnyQueries), a, pool);
+  kFusedAvx512.backward_backward(elements_with(p, 0, fewest - 1), a, pool);
+}
+
 inline void pair_scores(const ScoresParams& p, const ThreadPool& pool) { kFusedAvx512.scores(p, pool); }
 inline void pair_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
   kFusedAvx512.scores_backward(p, pool);
@@ -196,9 +153,9 @@ constexpr Kernel pair_kernel(const char* isa, const char* description, const Ker
   kernel.backward_workspace = pair_backward_workspace<Calls>;
   kernel.backward = pair_backward<Calls>;
   kernel.captured_gradients = pair_captured_gradients<Calls>;
-  kernel.jvp = pair_jvp;
-  kernel.backward_backward_workspace = pair_backward_backward_workspace;
-  kernel.backward_backward = pair_backward_backward;
+  kernel.jvp = pair_jvp<Calls>;
+  kernel.backward_backward_workspace = pair_backward_backward_workspace<Calls>;
+  kernel.backward_backward = pair_backward_backward<Calls>;
   kernel.scores = pair_scores;
   kernel.scores_backward = pair_scores_backward;
   kernel.masked_softmax = pair_masked_softmax;

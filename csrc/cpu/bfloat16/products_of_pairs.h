@@ -23,10 +23,10 @@ inline void replace_special_scores(const RowOperand<Pairs>& a, int64_t from, int
   }
 }
 
-// c = a * b of the pieces alone, for `vecs` vectors of lanes from `lane` on.
+// c = a * b, or c += a * b, of the pieces alone, for `vecs` vectors of lanes from `lane` on.
 inline void multiply_pieces(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
                             const LaneOperand<Pairs>& b, int64_t lane, int64_t columns, int64_t vecs,
-                            float* c) {
+                            float* c, Update update = Update::kStore) {
   constexpr int64_t ld = kLanes<Pairs>;
   PairProduct product;
   product.pieces = a.pieces;
@@ -40,20 +40,23 @@ inline void multiply_pieces(const RowOperand<Pairs>& a, int64_t from, int64_t ro
   product.b_piece = b.piece_stride;
   product.c = c;
   product.ldc = ld;
+  product.update = update;
   PairEngine::multiply(product, rows, vecs);
 }
 
+// Update::kAdd is for one piece alone, which has no special rows.
 template <>
 inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
-                                  LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
-  multiply_pieces(a, from, rows, b, 0, columns, vecs, c);
-  replace_special_scores(a, from, rows, b, columns, vecs, c);
+                                  LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c,
+                                  Update update) {
+  multiply_pieces(a, from, rows, b, 0, columns, vecs, c, update);
+  if (update == Update::kStore) replace_special_scores(a, from, rows, b, columns, vecs, c);
 }
 
-template <>
-inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys,
-                                    int64_t columns, const WeightOperand<Pairs>& w, int64_t vecs,
-                                    const ColumnSums<float>& c, const float* visible) {
+// c (updated by) a * w of the pieces alone. `w` has `pieces` for each pair of keys.
+inline void multiply_column_pieces(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys, int64_t columns,
+                                   const uint32_t* w, int64_t pieces, int64_t vecs,
+                                   const ColumnSums<float>& c) {
   constexpr int64_t ld = kLanes<Pairs>;
   PairProduct product;
   product.pieces = product.order = a.pieces;
@@ -62,43 +65,58 @@ inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from,
   product.a_row = a.row_stride;
   product.a_pair = a.pair_stride;
   product.a_piece = a.piece_stride;
-  product.b = w.lanes;
-  product.b_pair = w.pieces * ld;
+  product.b = w;
+  product.b_pair = pieces * ld;
   product.b_piece = ld;
   product.c = c.data;
   product.ldc = ld;
   product.update = c.update;
   product.lane_scale = c.lane_scale;
   PairEngine::multiply(product, columns, vecs);
-  if (w.in_float == nullptr && !a.special(from, keys)) return;
+}
+
+// Adds what special rows have, and all rows in the lanes of `in_float` (nullable; 1 or 0 each), from the
+// block of weights.
+inline void add_special_columns(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys, int64_t columns,
+                                const float* block, const float* in_float, int64_t vecs, float* c,
+                                const float* visible) {
+  constexpr int64_t ld = kLanes<Pairs>;
+  if (in_float == nullptr && !a.special(from, keys)) return;
   const SpecialRows& s = a.specials;
   int64_t count = 0;
   for (int64_t key = 0; key < keys; ++key) {
     const bool special = s.marks[from + key];
-    if (w.in_float == nullptr && !special) continue;
+    if (in_float == nullptr && !special) continue;
     s.convert(from + key, count);
-    memcpy(s.weights + count * ld, w.block + key * ld, static_cast<size_t>(ld) * sizeof(float));
+    memcpy(s.weights + count * ld, block + key * ld, static_cast<size_t>(ld) * sizeof(float));
     memcpy(s.visible + count * ld, visible + key * ld, static_cast<size_t>(ld) * sizeof(float));
-    for (int64_t lane = 0; !special && lane < ld; ++lane) s.visible[count * ld + lane] *= w.in_float[lane];
+    for (int64_t lane = 0; !special && lane < ld; ++lane) s.visible[count * ld + lane] *= in_float[lane];
     ++count;
   }
   multiply_visible<float, true>(
-      {count, s.values, round_up_to_vector<float>(columns), s.weights, ld, c.data, ld, Update::kAdd, nullptr},
+      {count, s.values, round_up_to_vector<float>(columns), s.weights, ld, c, ld, Update::kAdd, nullptr},
       columns, vecs, s.visible, ld);
 }
 
 template <>
-inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys, int64_t first,
-                                    int64_t queries, const VectorOperand<Pairs>& b, int64_t columns, float* c,
-                                    const float* visible) {
-  constexpr int64_t ld = kLanes<Pairs>;
+inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys,
+                                    int64_t columns, const WeightOperand<Pairs>& w, int64_t vecs,
+                                    const ColumnSums<float>& c, const float* visible) {
+  multiply_column_pieces(a, from, keys, columns, w.lanes, w.pieces, vecs, c);
+  add_special_columns(a, from, keys, columns, w.block, w.in_float, vecs, c.data, visible);
+}
+
+// c += w * b of the pieces alone. `w` has rows `row` and pieces `piece` words apart.
+inline void multiply_weight_pieces(const uint32_t* w, int64_t row, int64_t piece, int64_t keys, int64_t first,
+                                   int64_t queries, const VectorOperand<Pairs>& b, int64_t columns,
+                                   float* c) {
   const int64_t padded = round_up_to_vector<float>(columns);
   PairProduct product;
   product.pieces = product.order = b.pieces;
   product.pairs = product_pairs(queries);
-  product.a = w.row_pairs(0, first);
-  product.a_row = w.depth_of_rows / 2;
-  product.a_piece = w.row_pieces;
+  product.a = w;
+  product.a_row = row;
+  product.a_piece = piece;
   product.b = b.data + first / 2 * b.pair_stride;
   product.b_pair = b.pair_stride;
   product.b_piece = b.piece_stride;
@@ -106,6 +124,14 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
   product.ldc = padded;
   product.update = Update::kAdd;
   PairEngine::multiply(product, keys, padded / 16);
+}
+
+// Adds what special rows have.
+inline void add_special_vectors(const float* block, int64_t keys, int64_t first, int64_t queries,
+                                const VectorOperand<Pairs>& b, int64_t columns, float* c,
+                                const float* visible) {
+  constexpr int64_t ld = kLanes<Pairs>;
+  const int64_t padded = round_up_to_vector<float>(columns);
   if (!b.special()) return;
   const SpecialRows& s = b.specials;
   int64_t count = 0;
@@ -113,13 +139,22 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
     if (!s.marks[first + query]) continue;
     s.convert(first + query, count);
     for (int64_t key = 0; key < keys; ++key) {
-      s.weights[key * ld + count] = w.block[key * ld + query];
+      s.weights[key * ld + count] = block[key * ld + query];
       s.visible[key * ld + count] = visible[key * ld + query];
     }
     ++count;
   }
   multiply_visible<float, false>({count, s.weights, ld, s.values, padded, c, padded, Update::kAdd, nullptr},
                                  keys, padded / 16, s.visible, ld);
+}
+
+template <>
+inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys, int64_t first,
+                                    int64_t queries, const VectorOperand<Pairs>& b, int64_t columns, float* c,
+                                    const float* visible) {
+  multiply_weight_pieces(w.row_pairs(0, first), w.depth_of_rows / 2, w.row_pieces, keys, first, queries, b,
+                         columns, c);
+  add_special_vectors(w.block, keys, first, queries, b, columns, c, visible);
 }
 
 // delta by the same products as dP: the diagonal of O dO^T, 16 rows and lanes at a time.

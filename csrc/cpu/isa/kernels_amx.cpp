@@ -1,19 +1,9 @@
-// The fused kernel for AMX, on processors that have AVX-512 with it. Strips are two vectors of queries: that
-// is two tiles, and sums over the queries of a strip come in whole steps.
+// The fused kernel for AMX, on processors that have AVX-512 with it. kernels_amx_decode.cpp has its calls of
+// few queries.
 #if defined(__x86_64__)
 
-#define SELFATTN_ISA amx
-#define SELFATTN_TILE_VECTORS 2
-// Decoding asks for lines into the level-2 cache, which on these processors has more of them under way than
-// the level-1 cache: measured, float32 and bfloat16 of one query at 98 and 92 % of the read bandwidth instead
-// of 93 and 82 %.
-#define SELFATTN_FETCH_INTO 2
-
-#include "begin_avx512_bf16.h"
-#include "simd_avx512.h"
-#include "../bfloat16/engine_amx.h"
-#include "../bfloat16/decode_by_tiles.h"
-#include "../bfloat16/decode_by_vectors.h"
+#include "begin_amx.h"
+#include "../bfloat16/exact_by_tiles.h"
 #include "../bfloat16/pipeline.h"
 #include "../bfloat16/gradient_pipeline.h"
 #include "../bfloat16/pair_kernel.h"

@@ -8,6 +8,8 @@
 #include "simd_avx512.h"
 #include "../bfloat16/engine_avx512.h"
 #include "../bfloat16/decode_by_vectors.h"
+#include "../bfloat16/exact_by_vectors.h"
+#include "../bfloat16/pair_decode.h"
 #include "../bfloat16/pair_kernel.h"
 #include "end_target.h"
 

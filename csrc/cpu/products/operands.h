@@ -97,6 +97,9 @@ struct RowOperand {
     buffer = p.dtype == dtype_of<P>() ? nullptr : arena.take<P>(count * round_up_to_vector<P>(columns));
   }
   void load(const RowSource& s) { rows = rows_as<P>(s, false, buffer); }
+  bool finite(int64_t count, int64_t columns) const {
+    return all_finite(rows.data, rows.stride, count, columns);
+  }
 };
 
 template <class P>
@@ -125,6 +128,9 @@ struct VectorOperand {
   }
   void load(const RowSource& s) { rows = rows_as<P>(s, true, buffer); }
   bool special() const { return false; }
+  bool finite(int64_t count, int64_t columns) const {
+    return all_finite(rows.data, rows.stride, count, columns);
+  }
 };
 
 template <class P>
@@ -151,12 +157,12 @@ struct WeightOperand {
   void ready_as_rows(int64_t /*keys*/, int64_t /*first*/, int64_t /*queries*/, int64_t /*rows*/) {}
 };
 
-// c[j][lane] = <row from + j of a, lane of b>
+// c[j][lane] = <row from + j of a, lane of b>, or += with Update::kAdd
 template <class P>
 void multiply_lanes(const RowOperand<P>& a, int64_t from, int64_t rows, LaneOperand<P>& b, int64_t columns,
-                    int64_t vecs, Scalar<P>* c) {
+                    int64_t vecs, Scalar<P>* c, Update update = Update::kStore) {
   multiply<P, false>({columns, a.rows.data + from * a.rows.stride, a.rows.stride, b.data, kLanes<P>, c,
-                      kLanes<P>, Update::kStore, nullptr},
+                      kLanes<P>, update, nullptr},
                      rows, vecs);
 }
 

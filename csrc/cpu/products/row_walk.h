@@ -170,7 +170,7 @@ class RowWalk {
 };
 
 // Reads nothing, so that the address may lie past the tensor's end. kFetchInto is 3 for all levels of caches,
-// 2 for those from the second on; see isa/kernels_amx.cpp.
+// 2 for those from the second on; see isa/begin_amx.h.
 SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line, 0, kFetchInto); }
 
 // The rows that are asked for while others are used: a walk ahead of these. A line can be under way only when

@@ -1,0 +1,43 @@
+// The arithmetic of forward mode and second derivatives of bfloat16 inputs: products of two inputs in pairs,
+// of which each is the only piece, and weights as exact as floats (Note [Tangents in float]). Scores are
+// those of the forward to the bit. exact_by_vectors.h and exact_by_tiles.h have the products with weights.
+#pragma once
+
+#include "products_of_pairs.h"
+
+namespace selfattn::cpu::SELFATTN_ISA {
+
+struct ExactPairs : Pairs {
+  static constexpr bool kFloatWeights = true;
+};
+
+template <>
+constexpr bool kPlain<ExactPairs> = false;
+
+template <>
+struct ScalarOf<ExactPairs> {
+  using type = float;
+};
+
+template <>
+struct Session<ExactPairs> : PairEngine {};
+
+template <>
+struct LaneOperand<ExactPairs> : LaneOperand<Pairs> {
+  bool rounds() const { return false; }  // weights, which are not made of pairs
+};
+
+template <>
+struct RowOperand<ExactPairs> : RowOperand<Pairs> {};
+
+template <>
+struct Delta<ExactPairs> : Delta<Pairs> {};
+
+template <>
+inline void multiply_lanes<ExactPairs>(const RowOperand<ExactPairs>& a, int64_t from, int64_t rows,
+                                       LaneOperand<ExactPairs>& b, int64_t columns, int64_t vecs, float* c,
+                                       Update update) {
+  multiply_lanes<Pairs>(a, from, rows, b, columns, vecs, c, update);
+}
+
+}  // namespace selfattn::cpu::SELFATTN_ISA
