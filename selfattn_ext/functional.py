@@ -33,6 +33,7 @@ from .arguments import (
     prepare,
     rules,
     shapes,
+    split_blocks,
 )
 from .attend import attend, with_gradients
 from .autograd import plain_attention
@@ -225,6 +226,8 @@ def scaled_dot_product_attention(
     )  # fmt: skip
     call = AttentionCall(query, key, value, options)
     if may_override:
+        if _is_compiling() and split_blocks.any_open():
+            return split_blocks.eagerly(scaled_dot_product_attention, query, key, value, **options._asdict())
         relevant = overrides.overriding_arguments(query, key, value, attn_mask, alibi_slopes, sinks)
         if relevant:
             return overrides.call(scaled_dot_product_attention, relevant, call)
@@ -290,6 +293,7 @@ def attention_weights(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
+    split_blocks.refuse("attention_weights")
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
         query_offset, True, return_lse,

@@ -375,18 +375,25 @@ def _dropout(weights: Tensor, p: float, seed: Tensor, first_batch: int) -> Tenso
 
 def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int], first_batch: int = 0) -> Tensor:
     """Which weights of (B, H, L, S) survive dropout with probability p: a bool tensor, the same on every
-    device. The first batch element counts as number ``first_batch``.
+    device. The first batch element counts as number ``first_batch``. A seed of five numbers also says what
+    the first batch element, head, query and key count as, the last of these a multiple of 4.
 
     Philox4x32-7 with the key (low, high 32 bits of seed) and the counter (j >> 2, i, h, b); key j takes
     output word ``j & 3`` and is dropped when that word is below ``floor(p * 2**32)``.
     """
     batch, heads, length, keys = shape
-    seed = seed.reshape(())
+    origin = seed[1:] if seed.numel() == 5 else seed.new_zeros(4)
+    seed = seed.reshape(-1)[0]
 
     def along(size: int, dim: int) -> Tensor:
         return torch.arange(size, device=seed.device).reshape([-1 if d == dim else 1 for d in range(4)])
 
-    counter = (along((keys + 3) // 4, 3), along(length, 2), along(heads, 1), along(batch, 0) + first_batch)
+    counter = (
+        along((keys + 3) // 4, 3) + (origin[3] >> 2),
+        along(length, 2) + origin[2],
+        along(heads, 1) + origin[1],
+        along(batch, 0) + (origin[0] + first_batch),
+    )
     words = philox4x32(counter, (seed & _WORD, (seed >> 32) & _WORD))
     flat = torch.stack(torch.broadcast_tensors(*words), dim=-1).flatten(-2)
     return flat[..., :keys] >= int(p * 2**32)

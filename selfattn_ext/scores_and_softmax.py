@@ -19,6 +19,7 @@ from .arguments import (
     forced_kernel,
     overrides,
     shapes,
+    split_blocks,
 )
 from .autograd import attention_scores_with_gradient, masked_softmax_with_gradient
 from .reference import default_scale
@@ -48,6 +49,7 @@ def attention_scores(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
+    split_blocks.refuse("attention_scores")
     if _is_overridden(query, key) and (relevant := overrides.overriding_arguments(query, key)):
         return _hand_over(attention_scores, relevant, query, key, scale, enable_gqa)
     try:
@@ -90,6 +92,7 @@ def masked_softmax(
         ValueError, TypeError: naming the argument, what was given and what is allowed.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
     """
+    split_blocks.refuse("masked_softmax")
     if _is_overridden(scores, mask) and (relevant := overrides.overriding_arguments(scores, mask)):
         return _hand_over(
             masked_softmax, relevant, scores, mask, scale=scale, is_causal=is_causal,

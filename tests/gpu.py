@@ -122,6 +122,7 @@ ELSEWHERE = {
     "test_flex_blocks": "is about blocks, which test_cuda_functions.py has on a GPU",
     "test_flex_options": "is about the C++ compiler too; test_cuda_functions.py has options on a GPU",
     "test_score_function": "is about libraries for the CPU; test_cuda_functions.py has a GPU's part",
+    "test_split": "runs processes on gloo, which is for the CPU",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_troubleshooting": "is about the documents",

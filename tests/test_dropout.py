@@ -8,7 +8,8 @@ import pytest
 import torch
 from cases import Case, check, dropout_seed, random_state, set_random_state
 
-from selfattn_ext import attention_weights, reference, scaled_dot_product_attention
+from selfattn_ext import attention_weights, ops, reference, scaled_dot_product_attention
+from selfattn_ext.arguments import AttentionOptions, keywords_for
 
 
 @pytest.mark.parametrize("p", [0.1, 0.5, 0.999, 1.0])
@@ -86,3 +87,55 @@ def test_no_dropout_draws_nothing() -> None:
     state = random_state()
     scaled_dot_product_attention(query, query, query, dropout_p=0.0)
     assert torch.equal(random_state(), state)
+
+
+@pytest.mark.parametrize("queries", [1, 30])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_a_part_of_a_pattern(dtype: torch.dtype, queries: int, kernel: str) -> None:
+    """A seed of five numbers: what the first batch element, head, query and key of a call count as."""
+    batch, heads, first_query, keys, p = 1, 1, 7, 40, 0.4
+    whole = reference.dropout_keep(dropout_seed(3), p, (3, 4, 40, 150))
+    keep = whole[batch:, heads:, first_query : first_query + queries, keys:]
+    at = torch.tensor([batch, heads, first_query, keys])
+    seed = torch.cat([dropout_seed(3).reshape(1), at.to(dropout_seed(3).device)])
+    assert torch.equal(reference.dropout_keep(seed, p, tuple(keep.shape)), keep)
+
+    generator = torch.Generator().manual_seed(1)
+    shapes = [(2, 3, queries, 16), (2, 3, 110, 16), (2, 3, 110, 16), (2, 3, queries, 16)]
+    drawn = [torch.randn(shape, generator=generator, dtype=torch.float64).to(keep.device) for shape in shapes]
+    query, key, value, grad = (tensor.to(dtype) for tensor in drawn)
+    options = keywords_for(AttentionOptions(), query) | {"dropout_p": p, "dropout_seed": seed}
+    out, *rows, residual = ops.attention_forward(
+        query, key, value, 0.25, need_residual=dtype == torch.bfloat16, **options
+    )
+    assert torch.equal(ops.attention_weights(query, key, *rows, 0.25, **options) != 0, keep)
+    if dtype == torch.bfloat16:
+        options["out_residual"] = residual
+    found = ops.attention_backward(grad, query, key, value, out, *rows, 0.25, **options)[:3]
+
+    leaves = [tensor.double().requires_grad_() for tensor in (query, key, value)]
+    exact = torch.softmax(0.25 * leaves[0] @ leaves[1].mT, -1) * keep / (1 - p) @ leaves[2]
+    expected = torch.autograd.grad(exact, leaves, grad.double())
+    close = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 0.03}[dtype]
+    for result, wanted in zip((out, *found), (exact, *expected), strict=True):
+        torch.testing.assert_close(result.double(), wanted.detach(), rtol=close, atol=close)
+
+
+@pytest.mark.parametrize(
+    ("seed", "message"),
+    [
+        (torch.zeros(2, dtype=torch.int64), r"an int64 tensor of one element, or of five.*shape \(2,\)"),
+        (torch.zeros(1, 5, dtype=torch.int64), r"shape \(1, 5\)"),
+        (torch.zeros(10, dtype=torch.int64)[::2], r"an int64 tensor of one element, or of five"),
+        (torch.zeros(5, dtype=torch.int32), r"int32"),
+        (torch.tensor([1, 0, 0, -1, 0]), r"position -1, which is not between 0 and 2\^32 - 1"),
+        (torch.tensor([1, 2**32, 0, 0, 0]), r"position 4294967296"),
+        (torch.tensor([1, 0, 0, 0, 6]), r"key 6, which is not a multiple of 4"),
+    ],
+    ids=["two", "a row", "every second", "int32", "negative", "large", "key"],
+)
+@pytest.mark.cpu_only("nobody reads positions on a GPU, which would wait for it")
+def test_seeds_that_are_refused(seed: torch.Tensor, message: str) -> None:
+    query = torch.zeros(1, 1, 4, 8)
+    with pytest.raises(ValueError, match=message):
+        ops.attention_forward(query, query, query, 1.0, dropout_p=0.5, dropout_seed=seed)

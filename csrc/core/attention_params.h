@@ -30,10 +30,26 @@ struct HeadScalars {
 struct Dropout {
   bool enabled = false;
   double probability = 0.0;
-  // Device pointer to one int64, so that a CUDA graph replays with the seed's current value.
+  // Device pointer, so that a CUDA graph replays with the seed's current value. Where the pattern has moved,
+  // four numbers follow it: what it counts the first batch element, head, query and key of the call as.
   const int64_t* seed = nullptr;  // nullable unless enabled
-  int64_t first_batch = 0;        // what the pattern counts the first batch element as
+  bool moved = false;
+  int64_t first_batch = 0;  // what the pattern counts the first batch element as
 };
+
+// Where the pattern of a call begins. Keys are counted in groups of four, as random numbers are.
+struct DropoutOrigin {
+  uint32_t batch = 0, head = 0, query = 0, key_group = 0;
+};
+inline SELFATTN_HOST_DEVICE DropoutOrigin dropout_origin(const Dropout& dropout) {
+  DropoutOrigin origin;
+  if (dropout.moved) {
+    origin = {static_cast<uint32_t>(dropout.seed[1]), static_cast<uint32_t>(dropout.seed[2]),
+              static_cast<uint32_t>(dropout.seed[3]), static_cast<uint32_t>(dropout.seed[4] >> 2)};
+  }
+  origin.batch += static_cast<uint32_t>(dropout.first_batch);
+  return origin;
+}
 
 // The mask of one sequence in a buffer that holds those of all: its first element, and its shape, which is
 // contiguous and has 1 where the mask is broadcast.

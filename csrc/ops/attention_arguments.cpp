@@ -20,20 +20,36 @@ int64_t checked_window(const char* name, int64_t window) {
   return std::min(window, kMaxWindow);
 }
 
+// Where the pattern of a call begins, which on a GPU nobody reads here.
+void check_origin(const int64_t* seed) {
+  for (int i = 1; i < 5; ++i) {
+    if (seed[i] < 0 || seed[i] > 0xffffffffll) {
+      refuse("dropout_seed has the position ", seed[i], ", which is not between 0 and 2^32 - 1");
+    }
+  }
+  if (seed[4] % 4 != 0) refuse("dropout_seed has key ", seed[4], ", which is not a multiple of 4");
+}
+
 Dropout dropout(double probability, const TensorHandle& seed, const Input& query) {
   if (!(probability >= 0.0 && probability <= 1.0)) {
     refuse("dropout_p must lie between 0 and 1, but it is ", probability);
   }
   if (probability == 0.0) return {};
-  if (!seed) refuse("dropout_seed must be given where dropout_p > 0: an int64 tensor of one element");
+  constexpr const char* kWanted =
+      "an int64 tensor of one element, or of five: the seed, and what the pattern "
+      "counts the first batch element, head, query and key as";
+  if (!seed) refuse("dropout_seed must be given where dropout_p > 0: ", kWanted);
   const Input input = inspect("dropout_seed", seed, query);
   int64_t count = 1;
   for (int64_t d = 0; d < input.rank; ++d) count *= input.size[d];
-  if (input.dtype_code != dtype_codes().int64 || count != 1) {
-    refuse("dropout_seed must be an int64 tensor of one element, but it is ", dtype_text(input.dtype_code),
-           " of shape ", shape_text(input.size, input.rank));
+  const bool moved = count == 5 && input.rank == 1 && input.stride[0] == 1;
+  if (input.dtype_code != dtype_codes().int64 || (count != 1 && !moved)) {
+    refuse("dropout_seed must be ", kWanted, ", but it is ", dtype_text(input.dtype_code), " of shape ",
+           shape_text(input.size, input.rank));
   }
-  return {true, probability, static_cast<const int64_t*>(input.data)};
+  const auto* numbers = static_cast<const int64_t*>(input.data);
+  if (moved && on_host(query.device)) check_origin(numbers);
+  return {true, probability, numbers, moved};
 }
 
 Float32Precision float32_precision(const Name& name) {

@@ -47,6 +47,8 @@ std::string device_text(Device device) {
 
 }  // namespace
 
+bool on_host(Device device) { return device.type == aoti_torch_device_type_cpu(); }
+
 Input inspect(const char* name, const TensorHandle& handle) {
   Input input;
   input.name = name;

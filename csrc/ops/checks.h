@@ -48,6 +48,8 @@ struct Device {
   int32_t type = 0;
   int32_t index = 0;
 };
+// Whether what lives there can be read as it is.
+bool on_host(Device device);
 
 // The facts about one argument, asked once. Borrows from the handle.
 struct Input {

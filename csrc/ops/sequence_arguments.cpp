@@ -7,8 +7,6 @@ namespace selfattn::ops {
 
 namespace {
 
-bool on_host(Device device) { return device.type == aoti_torch_device_type_cpu(); }
-
 // A contiguous vector of int64, `count` of them unless that is negative.
 const int64_t* integers(const char* name, const TensorHandle& handle, const Input& query, int64_t count,
                         int64_t* found = nullptr) {

@@ -10,6 +10,7 @@ from . import (
     refusals,
     sequence_checks,
     shapes,
+    split_blocks,
 )
 from .call import (
     DEFAULT_QUERY_OFFSET,
@@ -67,5 +68,6 @@ __all__ = [
     "rules",
     "sequence_checks",
     "shapes",
+    "split_blocks",
     "with_options",
 ]

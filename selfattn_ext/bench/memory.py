@@ -18,7 +18,7 @@ from selfattn_ext.bench.elsewhere import in_new_process
 T = TypeVar("T")
 
 # glibc then gives freed blocks back at once, so that none are there to be used again without being counted.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
 _RESIDENT, _PEAK = "VmRSS", "VmHWM"
@@ -60,7 +60,7 @@ def alone(measure: Callable[..., int], *arguments: Any) -> int:
     """measure(*arguments) in a process of its own, whose allocator gives back what is freed. Both have to be
     picklable.
     """
-    return in_new_process(_ALLOCATOR, measure, *arguments)
+    return in_new_process(ALLOCATOR, measure, *arguments)
 
 
 def extra_bytes(contender: Contender, case: Case, threads: int) -> int:

@@ -28,6 +28,7 @@ from ..arguments import (
     call_checks,
     prepare,
     shapes,
+    split_blocks,
 )
 from ..attend import attend, dropout_seed
 from ..autograd.graph_operators import is_tracing_graph
@@ -173,6 +174,7 @@ def with_functions(prepared: Prepared, options: AttentionOptions, functions: Fun
 
 def _all_results(prepared: Prepared, options: AttentionOptions, functions: Functions) -> tuple[Any, ...]:
     """out, and what there is of weights, lse and row_max."""
+    split_blocks.refuse("flex_attention")
     tensors, scale, keywords, _ = prepared
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(tensors.query))

@@ -33,10 +33,10 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from .. import backends, functional
-from ..arguments import precision
+from ..arguments import precision, split_blocks
 from . import aten_multihead
 
-__all__ = ["as_sdpa"]
+__all__ = ["as_sdpa", "calling"]
 
 # Part of every build of torch, for C++ tests that include it by hand.
 _KEY = "TESTING_ONLY_GenericMode"
@@ -145,6 +145,7 @@ class _Traced(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func is F.scaled_dot_product_attention:
+            split_blocks.refuse("as_sdpa() within a function that is compiled")
             return _attention(*args, **(kwargs or {}))
         if func is F.multi_head_attention_forward:
             # It calls F.scaled_dot_product_attention where no mode sees it.
@@ -209,7 +210,7 @@ def _attention(
         )
 
 
-def _calling(function: Any, **others: Callable[..., Any]) -> Any:
+def calling(function: Any, **others: Callable[..., Any]) -> Any:
     """The same code with other functions under some of its global names."""
     copy = types.FunctionType(
         function.__code__,
@@ -222,7 +223,7 @@ def _calling(function: Any, **others: Callable[..., Any]) -> Any:
     return copy
 
 
-_multi_head_attention_forward = _calling(
+_multi_head_attention_forward = calling(
     F.multi_head_attention_forward, scaled_dot_product_attention=_attention
 )
 

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 
 from .. import backends
-from . import aten_cpu, aten_cuda, aten_multihead
+from . import aten_cpu, aten_cuda, aten_multihead, torch_context_parallel
 
 __all__ = ["NAME", "activate", "register"]
 
@@ -50,10 +50,13 @@ class Activation:
                     kernel = _or_torch(f"aten::{name}", dispatch_key, function)
                     self._library.impl(name, kernel, dispatch_key, with_keyset=True, allow_override=True)
 
+        torch_context_parallel.activate()
+
     def remove(self) -> None:
         """Brings torch's kernels back; once more does nothing."""
         library, self._library = self._library, None
         if library is not None:
+            torch_context_parallel.restore()
             library._destroy()
 
 

@@ -30,6 +30,7 @@ from ..arguments import (
     overrides,
     position,
     shapes,
+    split_blocks,
     with_options,
 )
 from ..attend import dropout_seed, results
@@ -185,6 +186,7 @@ def attention_with_kvcache(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
         query_offset, return_weights, return_lse,
     )  # fmt: skip
+    split_blocks.refuse("attention_with_kvcache")
     if _is_overridden(query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks):
         tensors = (query, key_cache, value_cache, key, value, attn_mask, alibi_slopes, sinks)
         if relevant := overrides.overriding_arguments(*tensors):

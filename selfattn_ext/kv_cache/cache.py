@@ -27,6 +27,7 @@ from ..arguments import (
     explained,
     keywords_for,
     shapes,
+    split_blocks,
 )
 from ..attend import results
 from . import checks as cache_checks
@@ -298,6 +299,7 @@ class KVCache:
             attn_mask, dropout_p, is_causal, scale, True, window_size, softcap, alibi_slopes, sinks, None,
             return_weights, return_lse,
         )  # fmt: skip
+        split_blocks.refuse("KVCache.attend")
         try:
             if not (type(is_causal) is type(return_weights) is type(return_lse) is bool):
                 call_checks.flags(options)

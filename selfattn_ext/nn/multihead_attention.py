@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.parameter import Parameter
 
-from ..arguments import checks
+from ..arguments import checks, split_blocks
 from ..functional import scaled_dot_product_attention
 from .checks import check_input, check_positive
 from .rotary import rotary_embedding
@@ -291,6 +291,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         x = torch.unflatten(projected, -1, (projected.shape[-1] // self.head_dim, self.head_dim))
         swapped = x.dim() == 4 and not self.batch_first
         if rotate:
+            split_blocks.refuse("a layer that counts rotary positions itself")
             # In this layout, so that the result keeps it and the heads need no copy before the output
             # projection.
             positions = torch.arange(x.shape[0 if swapped else -3], device=x.device)

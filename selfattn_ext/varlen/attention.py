@@ -26,6 +26,7 @@ from ..arguments import (
     position,
     sequence_checks,
     shapes,
+    split_blocks,
     with_options,
 )
 from ..attend import attend, with_gradients
@@ -195,6 +196,8 @@ def varlen_attention(
         query, key, value, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_k, block_table,
         score_mod, mask_mod, options,
     )  # fmt: skip
+    if torch.compiler.is_dynamo_compiling():
+        split_blocks.refuse("varlen_attention in a function that is compiled")
     masks = attn_mask if isinstance(attn_mask, (list, tuple)) else (attn_mask,)
     tensors = (*call[:5], *masks, alibi_slopes, sinks, query_offset, seqused_k, block_table)
     if _is_overridden(*tensors) and (relevant := overrides.overriding_arguments(*tensors)):

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import re
 import runpy
+import subprocess
+import sys
 from pathlib import Path
 
 import gpu
@@ -67,6 +70,38 @@ def test_train_with_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     for part in (str(book), "paragraphs", "step    60", "learned bias", "head   1", str(bias), str(mask)):
         assert part in printed, part
     assert bias.read_bytes()[:4] == mask.read_bytes()[:4] == b"\x89PNG"
+
+
+LONG = ["--tokens", "260", "--width", "16", "--heads", "2", "--steps", "3", "--rate", "1e-2"]
+
+
+@pytest.mark.cpu_only("starts processes on gloo")
+@pytest.mark.parametrize(
+    ("count", "how"),
+    [
+        (2, ["--checkpoints"]),
+        pytest.param(2, ["--shard", "--checkpoints"], marks=pytest.mark.thorough),
+        pytest.param(4, ["--rotate", "allgather", "--layout", "contiguous"], marks=pytest.mark.thorough),
+        pytest.param(4, ["--method", "ulysses", "--shard"], marks=pytest.mark.thorough),
+    ],
+    ids=str,
+)
+def test_train_long(count: int, how: list[str], capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
+    """One process and several have the same losses."""
+    script = str(EXAMPLES / "train_long.py")
+    expected = runpy.run_path(script)["main"](LONG)
+    assert expected[-1] < expected[0]
+    alone = capsys.readouterr().out
+    start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", script]
+    run = subprocess.run(
+        [sys.executable, *start, *LONG, *how], capture_output=True, text=True, timeout=240, check=False
+    )
+    assert run.returncode == 0, run.stderr
+    for printed in (alone, run.stdout):
+        losses = [float(loss) for loss in re.findall(r"loss ([\d.]+)", printed)]
+        assert losses == pytest.approx(expected, abs=2e-5)
+        assert re.search(r"tokens/s +[\d.]+ MB sent", printed)
+    assert len(re.search(r"memory +([\d, -]+) MB", run.stdout)[1].split(",")) == count
 
 
 @pytest.mark.parametrize("script", ["train_gpt.py", "train_packed.py"])

@@ -74,18 +74,22 @@ class StripDropout : DropoutFactors<Scalar<P>> {
 
  public:
   StripDropout(const Dropout& dropout, const QueryStrip<P>& strip, T keep_factor)
-      : Base(dropout, keep_factor), batch(static_cast<uint32_t>(dropout.first_batch + strip.batch)) {
-    head_product = static_cast<uint64_t>(kPhiloxMultiplier1) * static_cast<uint32_t>(strip.head);
+      : Base(dropout, keep_factor),
+        origin(dropout_origin(dropout)),
+        batch(origin.batch + static_cast<uint32_t>(strip.batch)) {
+    head_product =
+        static_cast<uint64_t>(kPhiloxMultiplier1) * (origin.head + static_cast<uint32_t>(strip.head));
     const uint32_t same = Base::high(head_product) ^ this->key0[0];
     for (int64_t v = 0; v < strip.vecs; ++v) {
-      const Words query = S::words_from(static_cast<uint32_t>(strip.first + v * S::kWidth));
+      const Words query = S::words_from(origin.query + static_cast<uint32_t>(strip.first + v * S::kWidth));
       query_product[v] = S::multiply_words(S::xor_words(query, S::words(0), same), kPhiloxMultiplier0);
     }
   }
 
   // Factors of keys key .. key + 3 for the lanes of vector v; key is a multiple of 4.
   SELFATTN_INLINE void factors(int64_t key, int64_t v, typename S::Vec (&factor)[4]) const {
-    const uint64_t p0 = static_cast<uint64_t>(kPhiloxMultiplier0) * static_cast<uint32_t>(key >> 2);
+    const uint64_t p0 =
+        static_cast<uint64_t>(kPhiloxMultiplier0) * (origin.key_group + static_cast<uint32_t>(key >> 2));
     const uint64_t p1 = static_cast<uint64_t>(kPhiloxMultiplier1) * (Base::high(p0) ^ batch ^ this->key1[0]);
     const Words c2 =
         S::xor_words(S::high_words(query_product[v]), S::words(0), Base::low(p0) ^ this->key1[1]);
@@ -94,6 +98,7 @@ class StripDropout : DropoutFactors<Scalar<P>> {
   }
 
  private:
+  DropoutOrigin origin;
   uint32_t batch;
   uint64_t head_product;              // of the first round
   Words query_product[S::kTileVecs];  // of the second
@@ -126,14 +131,15 @@ class RowDropout : DropoutFactors<T> {
  public:
   RowDropout(const Dropout& dropout, int64_t batch_index, int64_t head, int64_t query_index)
       : Base(dropout, keep_scale<T>(dropout)),
-        batch(static_cast<uint32_t>(dropout.first_batch + batch_index)),
-        query(static_cast<uint32_t>(query_index)) {
-    head_product = static_cast<uint64_t>(kPhiloxMultiplier1) * static_cast<uint32_t>(head);
+        origin(dropout_origin(dropout)),
+        batch(origin.batch + static_cast<uint32_t>(batch_index)),
+        query(origin.query + static_cast<uint32_t>(query_index)) {
+    head_product = static_cast<uint64_t>(kPhiloxMultiplier1) * (origin.head + static_cast<uint32_t>(head));
   }
 
   // Factors of keys key .. key + 4 * kWidth - 1, in order; key is a multiple of 4.
   SELFATTN_INLINE void factors(int64_t key, typename S::Vec (&factor)[4]) const {
-    const auto groups = S::words_from(static_cast<uint32_t>(key >> 2));
+    const auto groups = S::words_from(origin.key_group + static_cast<uint32_t>(key >> 2));
     const auto product = S::multiply_words(groups, kPhiloxMultiplier0);
     const auto c2 = S::xor_words(S::high_words(product), S::words(batch), this->key1[0]);
     typename S::Vec word[4];  // lane i belongs to the keys 4 * i .. 4 * i + 3
@@ -149,6 +155,7 @@ class RowDropout : DropoutFactors<T> {
   }
 
  private:
+  DropoutOrigin origin;
   uint32_t batch, query;
   uint64_t head_product;
 };

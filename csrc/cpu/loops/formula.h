@@ -125,8 +125,10 @@ class Formula {
   // What dropout multiplies the weight by: 1 when it is off, else 0 or 1/(1 − probability).
   T keep(int64_t b, int64_t h, int64_t i, int64_t j) const {
     if (!p.dropout.enabled) return 1;
-    const Philox4 words = philox(seed_, static_cast<uint32_t>(j >> 2), static_cast<uint32_t>(i),
-                                 static_cast<uint32_t>(h), static_cast<uint32_t>(p.dropout.first_batch + b));
+    const DropoutOrigin at = dropout_origin(p.dropout);
+    const Philox4 words =
+        philox(seed_, at.key_group + static_cast<uint32_t>(j >> 2), at.query + static_cast<uint32_t>(i),
+               at.head + static_cast<uint32_t>(h), at.batch + static_cast<uint32_t>(b));
     return words.word[j & 3] < threshold_ ? T(0) : keep_scale_;
   }
 

@@ -12,10 +12,13 @@ class DropoutPattern {
  public:
   // Reads the seed from device memory.
   __device__ __forceinline__ DropoutPattern(const Dropout& dropout, int64_t batch, int64_t head)
-      : enabled_(dropout.enabled),
-        batch_(static_cast<uint32_t>(dropout.first_batch + batch)),
-        head_(static_cast<uint32_t>(head)) {
+      : enabled_(dropout.enabled), origin_{static_cast<uint32_t>(batch), static_cast<uint32_t>(head), 0, 0} {
     if (!enabled_) return;
+    const DropoutOrigin first = dropout_origin(dropout);
+    origin_.batch += first.batch;
+    origin_.head += first.head;
+    origin_.query = first.query;
+    origin_.key_group = first.key_group;
     seed_ = static_cast<uint64_t>(*dropout.seed);
     // A threshold of 2^32 drops everything, which the factor of 0 that belongs to it does as well.
     const uint64_t exact = dropout_threshold(dropout.probability);
@@ -27,8 +30,9 @@ class DropoutPattern {
 
   // The words of keys 4 * (key / 4) .. + 3, of the head or one so many further on.
   __device__ __forceinline__ Philox4 words(int64_t query, int64_t key, int more_heads = 0) const {
-    return philox(seed_, static_cast<uint32_t>(key >> 2), static_cast<uint32_t>(query),
-                  head_ + static_cast<uint32_t>(more_heads), batch_);
+    return philox(seed_, origin_.key_group + static_cast<uint32_t>(key >> 2),
+                  origin_.query + static_cast<uint32_t>(query),
+                  origin_.head + static_cast<uint32_t>(more_heads), origin_.batch);
   }
 
   // What the weight of a key is multiplied by: 0 or 1 / (1 - probability). `words` must be those of its four;
@@ -41,7 +45,7 @@ class DropoutPattern {
 
  private:
   bool enabled_;
-  uint32_t batch_, head_;
+  DropoutOrigin origin_;  // of this batch element and head
   uint64_t seed_ = 0;
   uint32_t threshold_ = 0;
   T keep_scale_ = T(1);

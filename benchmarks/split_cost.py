@@ -1,0 +1,190 @@
+"""What splitting a sequence over processes costs, and what memory each of them needs.
+
+    python benchmarks/split_cost.py                           # 16384 tokens, two processes of one thread each
+    python benchmarks/split_cost.py --length 2048 --rounds 3
+
+Forward and backward, causal. "kernels" is the time that a rank spends in the operators, "cost" what the whole
+call takes beyond that: exchanges, merging, waiting for the other. The same call of one process with as many
+threads is timed in turns with it. Memory is each rank's peak beyond what it had before its inputs, with
+processes of their own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import multiprocessing
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from multiprocessing.connection import Connection
+from statistics import median
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from selfattn_ext import distributed, ops, scaled_dot_product_attention
+from selfattn_ext.bench import memory
+from selfattn_ext.bench.memory import growth
+from selfattn_ext.distributed import shard_sequence
+from selfattn_ext.terminal import table
+
+
+class Call(NamedTuple):
+    """What is computed: (1, heads, length, head_dim)."""
+
+    length: int
+    heads: int
+    head_dim: int
+    dtype: torch.dtype
+    method: str
+
+    def inputs(self, part: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> list[Tensor]:
+        """Query, key, value and the gradient of out, or a part of each."""
+        generator = torch.Generator().manual_seed(0)
+        shape = (1, self.heads, self.length, self.head_dim)
+        drawn = [part(torch.randn(shape, generator=generator).to(self.dtype)) for _ in range(4)]
+        return [tensor.requires_grad_(number < 3) for number, tensor in enumerate(drawn)]
+
+
+class Spent:
+    """Seconds in operators."""
+
+    seconds = 0.0
+
+    def timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*args: Any, **kwargs: Any) -> Any:
+            start = time.perf_counter()
+            try:
+                return function(*args, **kwargs)
+            finally:
+                self.seconds += time.perf_counter() - start
+
+        return call
+
+
+def step(attention: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
+    """Forward and backward."""
+    query, key, value, grad = tensors
+    torch.autograd.grad(attention(query, key, value, is_causal=True), (query, key, value), grad)
+
+
+def split_attention(call: Call) -> Callable[..., Any]:
+    return distributed.ring_attention if call.method == "ring" else distributed.ulysses_attention
+
+
+def serve(rank: int, count: int, store: str, call: Call, end: Connection) -> None:
+    """A rank: for each message a step, and what it took; its memory first."""
+    torch.set_num_threads(1)
+    timeout = datetime.timedelta(minutes=10)
+    dist.init_process_group(
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=count, timeout=timeout
+    )
+    attention = split_attention(call)
+    small = call._replace(length=64 * count)
+    step(attention, small.inputs(lambda tensor: shard_sequence(tensor, 2)))
+    dist.barrier()
+    tensors: list[Tensor] = call.inputs(lambda tensor: shard_sequence(tensor, 2))
+    held = sum(tensor.nbytes for tensor in tensors)
+    _, grown = growth(lambda: step(attention, tensors))
+    end.send(held + grown)
+    spent = Spent()
+    ops.attention_forward = spent.timed(ops.attention_forward)
+    ops.attention_backward = spent.timed(ops.attention_backward)
+    while end.recv():
+        spent.seconds = 0.0
+        dist.barrier()
+        start = time.perf_counter()
+        step(attention, tensors)
+        end.send((time.perf_counter() - start, spent.seconds))
+
+
+@contextmanager
+def ranks_of(count: int, call: Call) -> Iterator[list[Connection]]:
+    """So many ranks, which have sent their memory when they are ready."""
+    os.environ.update(memory.ALLOCATOR)
+    context = multiprocessing.get_context("spawn")
+    with tempfile.TemporaryDirectory() as folder:
+        ends, others = zip(*(context.Pipe() for _ in range(count)), strict=True)
+        processes = [
+            context.Process(target=serve, args=(rank, count, f"{folder}/store", call, end), daemon=True)
+            for rank, end in enumerate(others)
+        ]
+        for process in processes:
+            process.start()
+        try:
+            yield list(ends)
+        finally:
+            for process in processes:
+                process.kill()
+                process.join()
+
+
+def times(call: Call, count: int, rounds: int) -> tuple[float, float, float]:
+    """Medians of: a split step on the slowest rank, its time in operators, and one process's step."""
+    torch.set_num_threads(count)
+    tensors = call.inputs()
+    step(scaled_dot_product_attention, tensors)
+    found = []
+    with ranks_of(count, call) as ends:
+        for end in ends:
+            end.recv()
+        for _ in range(rounds):
+            for end in ends:
+                end.send(True)
+            whole, kernels = max(end.recv() for end in ends)
+            start = time.perf_counter()
+            step(scaled_dot_product_attention, tensors)
+            found.append((whole, kernels, time.perf_counter() - start))
+    whole, kernels, alone = (median(each) for each in zip(*found, strict=True))
+    return whole, kernels, alone
+
+
+def memory_of_ranks(call: Call, count: int) -> list[int]:
+    """Bytes at the peak of a step, on each rank."""
+    with ranks_of(count, call) as ends:
+        return [end.recv() for end in ends]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints two tables."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    for name, default in (("length", 16384), ("heads", 8), ("head-dim", 64), ("rounds", 5), ("processes", 2)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--memory-at", type=int, nargs="*", default=[1, 2, 4], help="numbers of processes")
+    given = parser.parse_args(arguments)
+    if not memory.available():
+        print(f"{parser.prog}: error: this system does not tell a peak that can be reset", file=sys.stderr)
+        return 1
+    calls = [
+        Call(given.length, given.heads, given.head_dim, dtype, method)
+        for dtype in (torch.float32, torch.bfloat16)
+        for method in ("ring", "ulysses")
+    ]
+    rows = []
+    for call in calls:
+        whole, kernels, alone = times(call, given.processes, given.rounds)
+        milliseconds = [f"{each * 1e3:.1f}" for each in (whole, kernels, alone)]
+        rows.append(
+            [call.method, str(call.dtype).removeprefix("torch."), *milliseconds, f"{whole / kernels - 1:.1%}",
+             f"{whole / alone:.2f}"]
+        )  # fmt: skip
+    print(f"{given.processes} processes of one thread each, {given.length} tokens, causal, both passes")
+    print("one: a process with as many threads")
+    header = ["method", "dtype", "ms", "ms in kernels", "ms of one", "cost", "over one"]
+    print(table(header, rows, left=2))
+    rows = []
+    for call in calls:
+        peaks = [max(memory_of_ranks(call, count)) / 1e6 for count in given.memory_at]
+        rows.append([call.method, str(call.dtype).removeprefix("torch."), *(f"{peak:.1f}" for peak in peaks)])
+    print(table(["method", "dtype", *(f"MB per rank of {count}" for count in given.memory_at)], rows, left=2))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,56 @@
+"""Whether a block of selfattn_ext.distributed.context_parallel is open.
+
+Tensors hold a part of a sequence then. What would take the part for the whole, and has no way to be split,
+refuses by :func:`refuse`. Functions that can be split are met by the block where they run eagerly; in
+torch.compile they are not, so that they leave its graph by :func:`eagerly` while :func:`any_open` says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+__all__ = ["any_open", "close", "eagerly", "open_one", "refuse"]
+
+_open = 0
+
+
+def open_one() -> None:
+    """A block begins."""
+    global _open
+    if not _kept_out:
+        # Here, as it imports torch's compiler.
+        reason = "attention that is split over processes asks them whether they make the same call"
+        _kept_out.append(torch.compiler.disable(_call, reason=reason))
+    _open += 1
+
+
+def close() -> None:
+    """A block ends."""
+    global _open
+    _open -= 1
+
+
+def any_open() -> bool:
+    """Whether there is one, in any thread."""
+    return _open > 0
+
+
+def refuse(what: str) -> None:
+    """Raises NotImplementedError while a block is open."""
+    if _open:
+        raise NotImplementedError(f"{what} cannot be split over processes, as context_parallel asks")
+
+
+def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    return function(*args, **kwargs)
+
+
+def eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """Calls a function outside of the graphs of torch.compile; while a block is open."""
+    return _kept_out[0](function, *args, **kwargs)
+
+
+_kept_out: list[Callable[..., Any]] = []

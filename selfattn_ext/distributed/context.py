@@ -1,0 +1,179 @@
+"""``with context_parallel(mesh):`` attention that knows nothing of ranks runs split over them.
+
+Note [A mode as the switch]
+    The block is a torch function mode. Such a mode sees this package's functions as it sees torch's, so that
+    calls outside of blocks cost what they did. Functions of attention that cannot be split ask whether a
+    block is open, and refuse, as a rank would take its part of a sequence for the whole. While torch calls a
+    mode, the mode is off; so what computes gradients, where checkpoints recompute, is called with the mode on
+    again.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.overrides import TorchFunctionMode
+
+from .. import functional
+from ..arguments import checks, split_blocks
+from ..integrations.sdpa_mode import calling
+from ..varlen import varlen_attention
+from .attention import ring_attention, ulysses_attention
+from .group import ranks_of
+from .layout import LayoutName
+from .packed import ring_varlen_attention
+from .split import choices
+
+__all__ = ["context_parallel"]
+
+METHODS = ("ring", "ulysses")
+
+#: Functions that take a part for the whole.
+_REFUSED: tuple[Any, ...] = (
+    torch._native_multi_head_attention,
+    torch._transformer_encoder_layer_fwd,
+)
+
+
+#: Functions that compute gradients.
+_DERIVATIVES = (Tensor.backward, torch.autograd.backward, torch.autograd.grad)
+
+
+class context_parallel(TorchFunctionMode):
+    """A context manager: each rank passes its part of a sequence, and attention sees the whole.
+
+    Under it run split: :func:`selfattn_ext.scaled_dot_product_attention` and what is made of it, such as the
+    layers and Hugging Face models with ``attn_implementation="selfattn_ext"``;
+    :func:`torch.nn.functional.scaled_dot_product_attention`, under :func:`selfattn_ext.as_sdpa` and without;
+    :func:`selfattn_ext.varlen_attention`, whose offsets are then those of the whole sequences. Options count
+    in positions of the whole sequence, and masks have its columns. All else that attends is refused.
+
+    Args:
+        mesh: a ProcessGroup or a DeviceMesh of one dimension; the default group where None. A DeviceMesh of
+            two dimensions splits both ways: over rings in the first, over heads in the second.
+        method: "ring" (:func:`ring_attention`) or "ulysses" (:func:`ulysses_attention`); of both ways
+            together there is no choice.
+        layout, rotate: as :func:`ring_attention` takes them.
+
+    Raises:
+        ValueError, TypeError, RuntimeError: as :func:`ring_attention` does, for the arguments here.
+
+    It holds for the thread that enters it. Activation checkpointing recomputes in the backward: that belongs
+    into the block too, or torch refuses what is recomputed.
+    """
+
+    def __init__(
+        self,
+        mesh: Any = None,
+        *,
+        method: Literal["ring", "ulysses"] = "ring",
+        layout: LayoutName = "zigzag",
+        rotate: Literal["p2p", "allgather"] = "p2p",
+    ) -> None:
+        super().__init__()
+        choices(layout, rotate)
+        if method not in METHODS:
+            raise ValueError(f"method must be one of {', '.join(METHODS)}, but it is {method!r}")
+        how: dict[str, Any] = {"layout": layout, "rotate": rotate}
+        self._attention: Callable[..., Any] = ring_attention if method == "ring" else ulysses_attention
+        self._packed: Callable[..., Any] | None = ring_varlen_attention if method == "ring" else None
+        if isinstance(mesh, DeviceMesh) and mesh.ndim == 2:
+            how["ring_group"], how["group"] = mesh.get_group(0), mesh.get_group(1)
+            self._attention, self._packed = ulysses_attention, None
+        else:
+            how["group"] = ranks_of(mesh).group
+        self._how = how
+
+    def __enter__(self) -> context_parallel:
+        split_blocks.open_one()
+        super().__enter__()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        super().__exit__(kind, error, traceback)
+        split_blocks.close()
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        given = kwargs or {}
+        if func is F.scaled_dot_product_attention or func is functional.scaled_dot_product_attention:
+            return self._dense(*args, **given)
+        if func is varlen_attention:
+            return self._varlen(args, given)
+        if func is F.multi_head_attention_forward:
+            return self._multi_head(args, given)
+        if func in _DERIVATIVES:
+            return self._differentiate(func, args, given)
+        if func in _REFUSED:
+            split_blocks.refuse(func.__name__)
+        return func(*args, **given)
+
+    def _differentiate(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """What is recomputed meanwhile is under the mode: Note [A mode as the switch]."""
+        with self:
+            if func is Tensor.backward:
+                func = torch.autograd.backward
+                given = {"grad_tensors" if name == "gradient" else name: what for name, what in given.items()}
+            return calling(func, has_torch_function=lambda _: False)(*args, **given)
+
+    def _dense(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **given: Any) -> Any:
+        options = inspect.signature(ring_attention).bind(query, key, value, *args, **_unasked(given))
+        mask = options.arguments.get("attn_mask")
+        if checks.is_causal_bias(mask):
+            split_blocks.refuse("a CausalBias, which is made for the lengths of parts,")
+        if any(checks.is_jagged(tensor) for tensor in (query, key, value)):
+            split_blocks.refuse("a jagged tensor")
+        return self._attention(*options.args, **options.kwargs, **self._how)
+
+    def _varlen(self, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        call = inspect.signature(varlen_attention).bind(*args, **_unasked(given))
+        call.apply_defaults()
+        options = dict(call.arguments)
+        options.pop("return_weights")
+        tensors = [options.pop(name) for name in ("query", "key", "value")]
+        starts, of_keys = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k")
+        for name in ("max_seqlen_q", "max_seqlen_k"):
+            del options[name]
+        taken = inspect.signature(ring_varlen_attention).parameters
+        for name in options.keys() - taken.keys():
+            option, default = options.pop(name), inspect.signature(varlen_attention).parameters[name].default
+            if option is not default and (isinstance(option, Tensor) or option != default):
+                split_blocks.refuse(f"varlen_attention with {name}")
+        if self._packed is None:
+            raise NotImplementedError('packed sequences cannot be split but by the method "ring"')
+        if of_keys is not starts and (of_keys is None or not torch.equal(starts, of_keys)):
+            split_blocks.refuse("varlen_attention with unlike lengths of queries and keys")
+        return self._packed(*tensors, starts, **options, **self._how)
+
+    def _multi_head(self, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+        """torch.nn.MultiheadAttention, whose own call of the function no mode sees."""
+        call = inspect.signature(F.multi_head_attention_forward).bind(*args, **given)
+        call.apply_defaults()
+        if call.arguments["need_weights"]:
+            split_blocks.refuse("multi_head_attention_forward with need_weights=True")
+        of_parts = calling(F.multi_head_attention_forward, scaled_dot_product_attention=self._dense)
+        return of_parts(*call.args, **call.kwargs)
+
+
+def _unasked(given: dict[str, Any]) -> dict[str, Any]:
+    """Without the question for weights, which is refused where it is asked."""
+    if given.get("return_weights", False) is not False:
+        split_blocks.refuse("attention that returns its weights")
+    return {name: value for name, value in given.items() if name != "return_weights"}

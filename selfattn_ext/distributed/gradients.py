@@ -1,0 +1,86 @@
+"""The gradients of rows whose results are known, from pairs of pieces."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..arguments import Keywords, OptionalTensor
+from ..reference import accumulation_dtype
+from .plan import Pair, part_of_mask
+
+__all__ = ["OwnGradients", "Rows"]
+
+
+class Rows:
+    """This rank's rows (B, H, L) as a backward meets them: the gradients of out and of the log-sum-exp, and
+    what the forward saved of all keys together.
+    """
+
+    def __init__(
+        self,
+        grad_out: Tensor,
+        grad_lse: OptionalTensor,
+        out: Tensor,
+        row_max: Tensor,
+        row_sum: Tensor,
+        residual: OptionalTensor,
+    ) -> None:
+        self._grad_out, self._grad_lse = grad_out, grad_lse
+        self._out, self._row_max, self._row_sum, self._residual = out, row_max, row_sum, residual
+
+    def pull(
+        self, query: Tensor, key: Tensor, value: Tensor, pair: Pair, scale: float, options: Keywords
+    ) -> tuple[Tensor, ...]:
+        """The gradients of query, key, value, mask and slopes that one pair gives; ``query`` has all rows."""
+        rows = pair.query.rows
+
+        def of_rows(tensor: Tensor) -> Tensor:
+            return tensor[:, :, rows].contiguous()
+
+        if self._residual is not None:
+            options["out_residual"] = of_rows(self._residual)
+        if self._grad_lse is not None:
+            options["grad_row"] = -of_rows(self._grad_lse)
+        return ops.attention_backward(
+            of_rows(self._grad_out), query[:, :, rows], key, value, of_rows(self._out),
+            of_rows(self._row_max), of_rows(self._row_sum), scale, **options,
+        )[:5]  # fmt: skip
+
+    def of_sinks(self, sinks: OptionalTensor) -> OptionalTensor:
+        """The gradient of sinks (B | 1, H): of this rank's rows."""
+        if sinks is None:
+            return None
+        out = self._out.to(self._row_max.dtype)
+        if self._residual is not None:
+            out = out + self._residual
+        delta = (self._grad_out * out).sum(-1)
+        if self._grad_lse is not None:
+            delta = delta - self._grad_lse
+        weights = torch.exp(sinks.unsqueeze(-1) - self._row_max) / self._row_sum
+        of_heads = -(weights * delta).sum(-1)
+        return of_heads if sinks.size(0) == of_heads.size(0) else of_heads.sum(0, keepdim=True)
+
+
+class OwnGradients:
+    """The gradients of what a rank keeps: its queries, its rows of the mask, and slopes."""
+
+    def __init__(self, query: Tensor, mask: OptionalTensor, slopes: OptionalTensor) -> None:
+        self.query = zeros(query)
+        self.mask = None if mask is None else zeros(mask)
+        self.slopes = None if slopes is None else torch.zeros_like(slopes)
+
+    def add(self, pair: Pair, query: Tensor, mask: Tensor, slopes: Tensor) -> None:
+        """What a pair gives them."""
+        self.query[:, :, pair.query.rows] += query
+        if self.mask is not None:
+            part_of_mask(self.mask, pair).add_(mask)
+        if self.slopes is not None:
+            self.slopes += slopes
+
+
+def zeros(tensor: Tensor) -> Tensor:
+    """Sums of a tensor's shape, in the dtype of sums."""
+    dtype = accumulation_dtype(tensor.dtype)
+    return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)

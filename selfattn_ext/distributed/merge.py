@@ -1,0 +1,72 @@
+"""Attention over some of the keys, and over all of them by what it was over parts.
+
+Each part gives out, the maximum of a row's scores and the sum of their exponentials beside it. They are put
+together in float32, or float64 for float64: results rounded to 16 bits would lose with each part.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..arguments import OptionalTensor
+from ..reference import accumulation_dtype
+
+__all__ = ["RowResults"]
+
+
+class RowResults:
+    """The results of rows (B, H, L): of no key at first."""
+
+    def __init__(self, query: Tensor, value_dim: int) -> None:
+        dtype = accumulation_dtype(query.dtype)
+        shape = query.shape[:3]
+        self.out = query.new_zeros(*shape, value_dim, dtype=dtype)
+        self.row_max = query.new_full(shape, -torch.inf, dtype=dtype)
+        self.row_sum = query.new_zeros(shape, dtype=dtype)
+
+    def add(
+        self, rows: slice, out: Tensor, row_max: Tensor, row_sum: Tensor, residual: OptionalTensor
+    ) -> None:
+        """Those of further keys, for some of the rows."""
+        out = out.to(self.out.dtype)
+        if residual is not None and residual.numel():
+            out = out + residual
+        before_max, before_sum = self.row_max[:, :, rows], self.row_sum[:, :, rows]
+        together = torch.maximum(before_max, row_max)
+        # Where neither has seen a key, -inf beside -inf.
+        base = torch.where(together == -torch.inf, 0.0, together)
+        before, added = before_sum * torch.exp(before_max - base), row_sum * torch.exp(row_max - base)
+        total = before + added
+        share = torch.where(total == 0, 0.0, added / total).unsqueeze(-1)
+        kept = torch.where(total == 0, 0.0, before / total).unsqueeze(-1)
+        results = self.out[:, :, rows]
+        # What has no share may be anything.
+        mine = torch.where(kept == 0, 0.0, kept * results)
+        results.copy_(mine + torch.where(share == 0, 0.0, share * out))
+        self.row_max[:, :, rows] = together
+        self.row_sum[:, :, rows] = total
+
+    def add_sinks(self, sinks: Tensor) -> None:
+        """A logit for each head (H,) or (B, H), without a value."""
+        logits = sinks.to(self.row_max.dtype).expand(self.row_max.shape[:2]).unsqueeze(-1)
+        nothing = torch.zeros((), dtype=self.out.dtype, device=self.out.device)
+        self.add(
+            slice(None),
+            nothing.expand_as(self.out),
+            logits.expand_as(self.row_max),
+            torch.ones_like(self.row_sum),
+            None,
+        )
+
+    def lse(self) -> Tensor:
+        """The log-sum-exp of the scores."""
+        return self.row_max + torch.log(self.row_sum)
+
+    def rounded(self, dtype: torch.dtype) -> tuple[Tensor, OptionalTensor]:
+        """out in that dtype, and what its rounding took away where it has 16 bits."""
+        out = self.out.to(dtype)
+        if dtype not in ops.SIXTEEN_BITS:
+            return out, None
+        return out, (self.out - out).to(dtype)

@@ -1,0 +1,22 @@
+"""How much this process has sent to others for attention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import Tensor
+
+__all__ = ["bytes_sent", "note"]
+
+_sent = 0
+
+
+def bytes_sent() -> int:
+    """Bytes of keys, values, heads and gradients that split attention has sent from this process so far."""
+    return _sent
+
+
+def note(tensors: Iterable[Tensor], times: int = 1) -> None:
+    """Counts tensors that are sent to so many others."""
+    global _sent
+    _sent += times * sum(tensor.numel() * tensor.element_size() for tensor in tensors)

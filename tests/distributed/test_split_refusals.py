@@ -1,0 +1,216 @@
+"""Calls that ranks cannot make together: an error on each of them, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import os
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from processes import group_of, ranks
+
+from selfattn_ext import distributed, scaled_dot_product_attention
+from selfattn_ext.distributed import ring_attention, shard_sequence, ulysses_attention, unshard_sequence
+
+pytestmark = pytest.mark.xdist_group("split_attention")
+
+FUNCTIONS = ("ring_attention", "ulysses_attention")
+
+#: What rank 1 does otherwise, and what the error says on every rank.
+UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
+    "causal": ({"is_causal": True}, r"is_causal is None on rank 0 and True on rank 1"),
+    "scale": ({"scale": 0.5}, r"scale is 0\.35\d* on rank 0 and 0\.5 on rank 1"),
+    "window": ({"window_size": (3, 0)}, r"window_left is None on rank 0 and 3 on rank 1"),
+    "offset": ({"query_offset": 2}, r"query_offset is 0 on rank 0 and 2 on rank 1"),
+    "layout": ({"layout": "contiguous"}, r"layout is zigzag on rank 0 and contiguous on rank 1"),
+    "sinks": ({"sinks": torch.zeros(2)}, r"sinks is None on rank 0 and of shape \(1, 2\) on rank 1"),
+    "mask": (
+        {"attn_mask": torch.ones(1, 16, dtype=torch.bool)},
+        r"attn_mask is None on rank 0 and torch\.bool for 16 keys on rank 1",
+    ),
+    "dtype": ({"dtype": torch.bfloat16}, r"dtype is torch\.float32 on rank 0 and torch\.bfloat16 on rank 1"),
+    "batch": ({"batch": 3}, r"the batch is 1 on rank 0 and 3 on rank 1"),
+    "heads": ({"heads": 4}, r"the number of (key|query) heads is 2 on rank 0 and 4 on rank 1"),
+    "rows": ({"rows": 12}, r"the ranks have \[8, 12\] rows of query, but the zigzag layout of 20 rows gives"),
+    "refused": ({"softcap": -1.0}, r"rank 1 has made no call, as its arguments were refused: softcap must"),
+}
+
+
+def call(name: str, **options: Any) -> Any:
+    shape = (options.pop("batch", 1), options.pop("heads", 2), options.pop("rows", 8), 8)
+    tensor = torch.zeros(shape, dtype=options.pop("dtype", torch.float32))
+    return getattr(distributed, name)(tensor, tensor, tensor, **options)
+
+
+def unlike_call(name: str, options: dict[str, Any]) -> Any:
+    return call(name, **(options if dist.get_rank() == 1 else {}))
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("what", UNLIKE)
+def test_unlike_calls(what: str, name: str) -> None:
+    options, message = UNLIKE[what]
+    outcomes = ranks(2).outcomes(unlike_call, name, options)
+    own = r"softcap must be" if what == "refused" else message
+    for outcome, expected in zip(outcomes, (message, own), strict=True):
+        with pytest.raises(ValueError, match=expected):
+            raise outcome
+
+
+def wrong_call(name: str, options: dict[str, Any]) -> Any:
+    return call(name, **options)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"layout": "stripes"}, r"layout must be one of zigzag, contiguous, head-tail, but it is 'stripes'"),
+        ({"rotate": "alltoall"}, r"rotate must be one of p2p, allgather, but it is 'alltoall'"),
+        ({"group": "cp"}, r"group must be a ProcessGroup, a DeviceMesh or None, not str"),
+        ({"attn_mask": torch.zeros(3, 16)}, r"attn_mask must have this rank's 8 rows, or one, but its shape"),
+        (
+            {"attn_mask": torch.zeros(8, 8)},
+            r"attn_mask of shape \(1, 1, 8, 8\) does not broadcast to \(1, 2, 8, 16\)",
+        ),
+        ({"dropout_p": 1.5}, r"dropout_p must lie between 0 and 1"),
+        ({"window_size": (1,)}, r"window_size"),
+    ],
+    ids=str,
+)
+def test_wrong_calls(name: str, options: dict[str, Any], message: str) -> None:
+    for outcome in ranks(2).outcomes(wrong_call, name, options):
+        with pytest.raises((ValueError, TypeError), match=message):
+            raise outcome
+
+
+def mesh_of_two_dimensions() -> Any:
+    mesh = dist.init_device_mesh("cpu", (1, 2), mesh_dim_names=("dp", "cp"))
+    return call("ring_attention", group=mesh)
+
+
+def test_a_mesh_of_two_dimensions() -> None:
+    for outcome in ranks(2).outcomes(mesh_of_two_dimensions):
+        with pytest.raises(ValueError, match=r"group must be a mesh of one dimension, but it has 2"):
+            raise outcome
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_without_a_group(name: str) -> None:
+    with pytest.raises(
+        RuntimeError, match=r"torch\.distributed is not initialised: call .*init_process_group"
+    ):
+        call(name)
+
+
+def second_derivative() -> None:
+    tensor = torch.randn(1, 2, 8, 8, requires_grad=True)
+    (grad,) = torch.autograd.grad(ring_attention(tensor, tensor, tensor).sum(), tensor, create_graph=True)
+    grad.sum().backward()
+
+
+def test_second_derivatives_are_refused() -> None:
+    for outcome in ranks(2).outcomes(second_derivative):
+        with pytest.raises(RuntimeError, match=r"ring_attention has first derivatives only"):
+            raise outcome
+
+
+def leave_others_waiting(name: str, how: str) -> float:
+    """On a rank that waits: for how long. The last one dies, or does not call."""
+    begin = time.monotonic()
+    tensor = torch.zeros(1, 2, 8, 8, requires_grad=True)
+    last = dist.get_rank() == dist.get_world_size() - 1
+    if how == "dies before the backward":
+        out = getattr(distributed, name)(tensor, tensor, tensor)
+        if not last:
+            with pytest.raises(RuntimeError):
+                out.sum().backward()
+    elif not last:
+        with pytest.raises(RuntimeError):
+            call(name)
+    if last and how != "never comes":
+        os._exit(1)
+    return time.monotonic() - begin
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "count"),
+    [
+        ("ring_attention", "never comes", 2),
+        pytest.param("ulysses_attention", "never comes", 3, marks=pytest.mark.thorough),
+        ("ulysses_attention", "dies before the backward", 2),
+        pytest.param("ring_attention", "dies before the backward", 3, marks=pytest.mark.thorough),
+        pytest.param("ring_attention", "dies", 3, marks=pytest.mark.thorough),
+    ],
+)
+def test_a_rank_is_missing(name: str, how: str, count: int) -> None:
+    """The others get an error, within the timeout of the group and what starts and ends take."""
+    with group_of(count, timeout=3) as several:
+        *waited, last = several.outcomes(leave_others_waiting, name, how)
+    assert isinstance(last, float if how == "never comes" else EOFError)
+    for outcome in waited:
+        if isinstance(outcome, BaseException):
+            raise outcome
+        assert outcome < 20
+
+
+def one_group_twice(name: str) -> None:
+    mesh = dist.init_device_mesh("cpu", (2,))
+    call("ulysses_attention", group=mesh, ring_group=mesh if name == "the same" else None)
+    if name == "three dimensions":
+        distributed.context_parallel(dist.init_device_mesh("cpu", (1, 1, 2)))
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("the same", r"group and ring_group must be two dimensions of a mesh, .* but they share 2"),
+        ("three dimensions", r"group must be a mesh of one dimension, but it has 3"),
+    ],
+)
+def test_meshes_that_do_not_fit(name: str, message: str) -> None:
+    for outcome in ranks(2).outcomes(one_group_twice, name):
+        with pytest.raises(ValueError, match=message):
+            raise outcome
+
+
+def there_and_back(length: int, dim: int, layout: Any) -> None:
+    shape = [2, 3]
+    shape[dim] = length
+    whole = torch.randn(shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    part = shard_sequence(whole, dim, layout=layout).requires_grad_()
+    back = unshard_sequence(part, dim, layout=layout)
+    assert torch.equal(back, whole)
+    (grad,) = torch.autograd.grad((back * whole).sum(), part)
+    assert torch.equal(grad, dist.get_world_size() * part)
+
+
+@pytest.mark.parametrize("layout", ["zigzag", "contiguous"])
+@pytest.mark.parametrize("length", [0, 1, 4, 15, 16, 17, 37])
+def test_there_and_back(length: int, layout: str) -> None:
+    for count in (2, 3):
+        ranks(count)(there_and_back, length, 1, layout)
+        ranks(count)(there_and_back, length, 0, layout)
+
+
+def second_along(function: Any, part: Any) -> torch.Tensor:
+    """A second derivative of attention of numbers with themselves, along others."""
+    generator = torch.Generator().manual_seed(1)
+    shape = (1, 2, 13, 8)
+    x, weights, along = (part(torch.randn(shape, generator=generator, dtype=torch.float64)) for _ in range(3))
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad((function(x, x, x) * weights).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((grad * along).sum(), x)
+    return second
+
+
+def ulysses_second_derivative() -> None:
+    expected = second_along(scaled_dot_product_attention, lambda tensor: tensor)
+    found = second_along(ulysses_attention, lambda tensor: shard_sequence(tensor, 2))
+    torch.testing.assert_close(found, shard_sequence(expected, 2))
+
+
+def test_ulysses_has_second_derivatives() -> None:
+    ranks(2)(ulysses_second_derivative)

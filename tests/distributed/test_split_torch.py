@@ -1,0 +1,213 @@
+"""torch's own context parallelism and DTensors, on this package's kernels."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from processes import ranks
+from torch import Tensor, nn
+from torch.distributed import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import _attention as experimental
+from torch.distributed.tensor.experimental import context_parallel
+from torch.nn.attention import activate_flash_attention_impl, restore_flash_attention_impl
+
+import selfattn_ext
+from selfattn_ext import as_sdpa
+from selfattn_ext.distributed import register_sharding
+
+pytestmark = pytest.mark.xdist_group("split_attention")
+
+
+@contextmanager
+def activated() -> Iterator[None]:
+    activate_flash_attention_impl("selfattn_ext")
+    try:
+        yield
+    finally:
+        restore_flash_attention_impl()
+
+
+class Model(nn.Module):
+    """A layer on (B, T, 24), with torch's attention."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.into, self.out = nn.Linear(24, 24 + 12 + 18), nn.Linear(36, 24)
+
+    def forward(self, x: Tensor, **options: Any) -> Tensor:
+        query, key, value = self.into(x).split((24, 12, 18), -1)
+        query, key, value = (
+            each.unflatten(-1, (heads, -1)).transpose(1, 2)
+            for each, heads in ((query, 4), (key, 2), (value, 2))
+        )
+        attended = F.scaled_dot_product_attention(query, key, value, enable_gqa=True, **options)
+        return self.out(attended.transpose(1, 2).flatten(2))
+
+
+def step(model: nn.Module, x: Tensor, target: Tensor, **options: Any) -> Tensor:
+    """A loss, whose gradients the parameters have then."""
+    loss = F.mse_loss(model(x, **options), target)
+    loss.backward()
+    return loss.detach()
+
+
+def compare(length: int, balanced: bool, rotate: str, options: dict[str, Any]) -> None:
+    """On a rank: a step of training equals that of one process."""
+    generator = torch.Generator().manual_seed(1)
+    x, target = (torch.randn(2, length, 24, generator=generator) for _ in range(2))
+    model = Model()
+    expected = step(model, x, target, **options)
+    grads = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    mesh = init_device_mesh("cpu", (torch.distributed.get_world_size(),))
+    experimental.set_rotate_method(rotate)
+    before, experimental._cp_options.enable_load_balance = (
+        experimental._cp_options.enable_load_balance,
+        balanced,
+    )
+    try:
+        with activated(), context_parallel(mesh, buffers=[x, target], buffer_seq_dims=[1, 1]):
+            assert x.size(1) == length // mesh.size()
+            loss = step(model, x, target, **options)
+    finally:
+        experimental._cp_options.enable_load_balance = before
+    for numbers in (loss, *(parameter.grad for parameter in model.parameters())):
+        torch.distributed.all_reduce(numbers)
+        numbers /= mesh.size()
+    torch.testing.assert_close(loss, expected)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        torch.testing.assert_close(parameter.grad, grad, rtol=1e-4, atol=1e-6)
+    assert F.scaled_dot_product_attention.__module__ != "selfattn_ext.integrations.torch_context_parallel"
+
+
+@pytest.mark.parametrize(
+    ("length", "balanced", "rotate", "options"),
+    [
+        (24, True, "allgather", {"is_causal": True}),
+        (48, True, "alltoall", {"is_causal": True, "scale": 0.5}),
+        (48, False, "alltoall", {"is_causal": True}),
+        (48, False, "allgather", {}),
+        (48, True, "allgather", {}),
+    ],
+    ids=str,
+)
+def test_a_step_of_training(length: int, balanced: bool, rotate: str, options: dict[str, Any]) -> None:
+    for count in (2, 3):
+        ranks(count)(compare, length, balanced, rotate, options)
+
+
+def dropped(length: int) -> tuple[Tensor, Tensor]:
+    """The result with dropout, and what one process has of the same rows."""
+    x = torch.randn(1, length, 24, generator=torch.Generator().manual_seed(1))
+    model, mesh = Model(), init_device_mesh("cpu", (2,))
+    with activated(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]), torch.no_grad():
+        torch.manual_seed(3)
+        return model(x, is_causal=True, dropout_p=0.5), x.clone()
+
+
+def test_dropout_has_the_pattern_of_one_process() -> None:
+    parts, rows = zip(*ranks(2)(dropped, 32), strict=True)
+    x = torch.randn(1, 32, 24, generator=torch.Generator().manual_seed(1))
+    model = Model()
+    torch.manual_seed(3)
+    with as_sdpa(), torch.no_grad():
+        expected = model(x, is_causal=True, dropout_p=0.5)
+    order = torch.cat([torch.arange(8), torch.arange(24, 32), torch.arange(8, 24)])
+    torch.testing.assert_close(torch.cat(rows, 1), x[:, order])
+    torch.testing.assert_close(torch.cat(parts, 1), expected[:, order])
+
+
+def masked() -> None:
+    x = torch.zeros(1, 16, 24)
+    mesh = init_device_mesh("cpu", (2,))
+    with activated(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        Model()(x, attn_mask=torch.zeros(8, 8))
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "message"),
+    [
+        (dropped, (24,), r"dropout needs pieces that begin at multiples of 4 rows"),
+        (masked, (), r"attn_mask of shape .* the keys of all ranks"),
+    ],
+    ids=["dropout", "mask"],
+)
+def test_what_is_refused(function: Any, arguments: tuple[Any, ...], message: str) -> None:
+    for outcome in ranks(2).outcomes(function, *arguments):
+        with pytest.raises(ValueError, match=message):
+            raise outcome
+
+
+def sharded(dim: int, dtype: torch.dtype, options: dict[str, Any], torchs: bool) -> None:
+    """On a rank: attention of DTensors, and its gradients, equal those of plain tensors."""
+    register_sharding()
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+
+    def drawn(heads: int) -> Tensor:
+        return torch.randn(2, heads, 12, 8, generator=generator).to(dtype).requires_grad_()
+
+    whole = [drawn(4), drawn(4 if torchs else 2), drawn(4 if torchs else 2)]
+    attention = F.scaled_dot_product_attention if torchs else selfattn_ext.scaled_dot_product_attention
+    grad = torch.randn(2, 4, 12, 8, generator=generator).to(dtype)
+    parts = [distribute_tensor(each.detach(), mesh, [Shard(dim)]).requires_grad_() for each in whole]
+    with activated():
+        expected = attention(*whole, **options)
+        expected.backward(grad)
+        found = attention(*parts, **options)
+        found.backward(distribute_tensor(grad, mesh, [Shard(dim)]))
+    if dim < 2:
+        assert found.placements == (Shard(dim),)
+    torch.testing.assert_close(found.full_tensor(), expected)
+    for part, each in zip(parts, whole, strict=True):
+        torch.testing.assert_close(part.grad.full_tensor(), each.grad)
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "options", "torchs"),
+    [
+        (torch.float32, {"is_causal": True}, True),
+        (torch.float32, {"is_causal": True, "enable_gqa": True}, False),
+        (torch.bfloat16, {"enable_gqa": True, "window_size": (3, 0), "softcap": 2.0}, False),
+    ],
+    ids=str,
+)
+def test_dtensors(dim: int, dtype: torch.dtype, options: dict[str, Any], torchs: bool) -> None:
+    ranks(2)(sharded, dim, dtype, options, torchs)
+
+
+def unevenly_sharded() -> None:
+    """Three heads on two ranks, and query heads of which ranks would have the wrong keys."""
+    register_sharding()
+    mesh = init_device_mesh("cpu", (2,))
+    generator = torch.Generator().manual_seed(1)
+    for heads, kv_heads in ((3, 3), (6, 3), (4, 1)):
+        whole = [torch.randn(2, count, 12, 8, generator=generator) for count in (heads, kv_heads, kv_heads)]
+        parts = [distribute_tensor(each, mesh, [Shard(1)]) for each in whole]
+        found = selfattn_ext.scaled_dot_product_attention(*parts, enable_gqa=True)
+        expected = selfattn_ext.scaled_dot_product_attention(*whole, enable_gqa=True)
+        torch.testing.assert_close(found.full_tensor(), expected)
+
+
+def test_heads_that_ranks_do_not_divide() -> None:
+    ranks(2)(unevenly_sharded)
+
+
+def with_dropout() -> None:
+    register_sharding()
+    x = distribute_tensor(torch.zeros(2, 2, 8, 8), init_device_mesh("cpu", (2,)), [Shard(1)])
+    selfattn_ext.scaled_dot_product_attention(x, x, x, dropout_p=0.5)
+
+
+def test_dropout_of_dtensors_is_refused() -> None:
+    for outcome in ranks(2).outcomes(with_dropout):
+        with pytest.raises((ValueError, RuntimeError), match=r"dropout|mixed torch.Tensor and DTensor"):
+            raise outcome
