@@ -94,6 +94,7 @@ ELSEWHERE = {
     "test_amx": "instructions of a CPU",
     "test_backends": "forces instruction sets of a CPU",
     "test_benchmark": "times calls on the CPU",
+    "test_bfloat16": "instructions of a CPU",
     "test_cases": "is about the judges",
     "test_check_references": "is about the sources",
     "test_cli": "is about arguments; what a command computes is in test_demo.py, or uses the GPU by itself",
