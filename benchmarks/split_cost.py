@@ -145,7 +145,7 @@ def times(call: Call, count: int, rounds: int) -> tuple[float, float, float]:
 
 
 def memory_of_ranks(call: Call, count: int) -> list[int]:
-    """Bytes at the peak of a step, on each rank. Giving memory back at once takes time: nothing is timed here."""
+    """Bytes at the peak of a step, on each rank. Giving memory back at once takes time: nothing is timed."""
     os.environ.update(memory.ALLOCATOR)
     with ranks_of(count, call) as ends:
         return [end.recv() for end in ends]
