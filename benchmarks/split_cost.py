@@ -156,15 +156,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     for name, default in (("length", 16384), ("heads", 8), ("head-dim", 64), ("rounds", 5), ("processes", 2)):
         parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"])
+    parser.add_argument("--methods", nargs="*", default=["ring", "ulysses"], choices=["ring", "ulysses"])
     parser.add_argument("--memory-at", type=int, nargs="*", default=[1, 2, 4], help="numbers of processes")
     given = parser.parse_args(arguments)
     if not memory.available():
         print(f"{parser.prog}: error: this system does not tell a peak that can be reset", file=sys.stderr)
         return 1
     calls = [
-        Call(given.length, given.heads, given.head_dim, dtype, method)
-        for dtype in (torch.float32, torch.bfloat16)
-        for method in ("ring", "ulysses")
+        Call(given.length, given.heads, given.head_dim, getattr(torch, dtype), method)
+        for dtype in given.dtypes
+        for method in given.methods
     ]
     rows = []
     for call in calls:

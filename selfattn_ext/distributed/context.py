@@ -147,6 +147,8 @@ class context_parallel(TorchFunctionMode):
         call.apply_defaults()
         options = dict(call.arguments)
         options.pop("return_weights")
+        if options.pop("attn_mask") is not None:
+            split_blocks.refuse("varlen_attention with attn_mask, which ring_varlen_attention takes,")
         tensors = [options.pop(name) for name in ("query", "key", "value")]
         starts, of_keys = options.pop("cu_seqlens_q"), options.pop("cu_seqlens_k")
         for name in ("max_seqlen_q", "max_seqlen_k"):

@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..arguments import Keywords, OptionalTensor
 from ..reference import accumulation_dtype
-from .plan import Pair, part_of_mask
+from .plan import Pair, part_of_mask, part_of_slopes
 
 __all__ = ["OwnGradients", "Rows"]
 
@@ -77,7 +77,7 @@ class OwnGradients:
         if self.mask is not None:
             part_of_mask(self.mask, pair).add_(mask)
         if self.slopes is not None:
-            self.slopes += slopes
+            part_of_slopes(self.slopes, pair).add_(slopes)
 
 
 def zeros(tensor: Tensor) -> Tensor:

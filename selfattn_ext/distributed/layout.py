@@ -42,6 +42,11 @@ class Piece(NamedTuple):
         """Where they are in the rank's part."""
         return slice(self.at, self.at + sum(end - begin for begin, end in self.spans))
 
+    def of_sequence(self, number: int) -> Piece:
+        """Those of one sequence."""
+        before = Piece(self.spans[:number], self.at)
+        return Piece((self.spans[number],), before.rows.stop)
+
 
 class Layout(NamedTuple):
     """How a sequence lies on ``ranks`` ranks, or several that are packed: with ``starts`` = (0, length), or

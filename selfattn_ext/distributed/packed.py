@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import partial
 from itertools import pairwise
 from typing import Any, Literal
 
@@ -13,20 +14,22 @@ from ..arguments import (
     REFUSALS,
     AttentionCall,
     AttentionOptions,
+    OptionalTensor,
     PackedCall,
     autocast,
+    checks,
     keywords_for,
     sequence_checks,
     shapes,
     with_options,
 )
 from ..arguments.call import DEFAULT_SOFTCAP, DEFAULT_WINDOW
-from ..attend import attend
+from ..attend import attend, dropout_seed
 from .group import REFUSED, Ranks, agree, eager, ranks_of
 from .layout import Layout, LayoutName
 from .plan import Plan
 from .ring import RingAttention
-from .split import Part, choices
+from .split import Part, check_alignment, choices
 
 __all__ = ["ring_varlen_attention"]
 
@@ -37,6 +40,8 @@ def ring_varlen_attention(
     key: Tensor,
     value: Tensor,
     cu_seqlens: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
     is_causal: bool = False,
     scale: float | None = None,
     enable_gqa: bool = False,
@@ -59,8 +64,12 @@ def ring_varlen_attention(
         value: (rows, Hk, Ev), likewise.
         cu_seqlens: (B + 1,) integers on the CPU: where each sequence begins among the rows of all ranks, and
             where the last one ends; the same on every rank.
-        is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes: as
-            :func:`selfattn_ext.varlen_attention` takes them.
+        attn_mask: broadcastable to (H, rows, S), S the longest sequence: this rank's rows, as
+            :func:`shard_sequence` deals them out with ``cu_seqlens``, and the keys of each row's own sequence
+            from its first on. bool or floating; gets a gradient if it requires one.
+        dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes: as
+            :func:`selfattn_ext.varlen_attention` takes them. Of dropout rank 0 draws the seed, and keys begin
+            at multiples of four, which contiguous does not promise.
         sinks: (H,), a logit per head.
         group, layout, rotate, return_lse: as :func:`ring_attention` takes them.
 
@@ -70,50 +79,47 @@ def ring_varlen_attention(
     Raises:
         as :func:`ring_attention`.
 
-    Masks and dropout are not taken; :func:`ulysses_attention` has both, for sequences of one length.
+    With a mask or dropout each sequence is a call of its own to the kernels, otherwise all are one.
     """
     choices(layout, rotate)
     ranks = ranks_of(group)
     options = AttentionOptions(
-        None,
-        0.0,
-        is_causal,
-        scale,
-        enable_gqa,
-        window_size,
-        softcap,
-        alibi_slopes,
-        sinks,
-        0,
-        False,
-        return_lse,
-    )
+        attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks, 0,
+        False, return_lse,
+    )  # fmt: skip
 
     def compute(call: AttentionCall) -> shapes.Results:
         part, starts = _part(call, cu_seqlens, ranks)
         lies = Layout(layout, starts, ranks.size)
         _check_rows(lies, ranks.rank, query.size(0), key.size(0))
+        query_rows, key_rows, value_rows, mask, slopes, own_sinks, _ = part.tensors
+        drops = "dropout_p" in part.keywords
+        if drops:
+            check_alignment(lies)
         described = {**part.description(), "layout": layout, "rotate": rotate, "cu_seqlens": starts}
-        agree(ranks, query.device, described, (0, 0, 0))
-        query_rows, key_rows, value_rows, _, slopes, own_sinks, _ = part.tensors
+        seed = int(dropout_seed(query)) if drops else 0
+        everybody = agree(ranks, query.device, described, (0, 0, seed))
         plan = Plan(
-            ranks, lies, lies, rotate, part.scale, part.keywords, 0, query.device, 0, 0, packed=True
+            ranks, lies, lies, rotate, part.scale, part.keywords, 0, query.device, int(everybody[0, 2]), 0,
+            packed=True, one_by_one=drops or mask is not None,
         )  # fmt: skip
-        out, lse = RingAttention.apply(query_rows, key_rows, value_rows, None, slopes, own_sinks, plan)
+        out, lse = RingAttention.apply(query_rows, key_rows, value_rows, mask, slopes, own_sinks, plan)
         return shapes.restored_packed(out, None, lse if return_lse else None)
 
-    return attend(AttentionCall(query, key, value, options), compute, check_packed)
+    check = partial(check_packed, cu_seqlens=cu_seqlens)
+    return attend(AttentionCall(query, key, value, options), compute, check)
 
 
 def _part(call: AttentionCall, cu_seqlens: Tensor, ranks: Ranks) -> tuple[Part, tuple[int, ...]]:
     """This rank's part, and where the sequences begin. Where it is refused, the others get to know."""
     given = call.options
     try:
-        check_packed(call)
+        check_packed(call, cu_seqlens)
         starts = checked_starts(cu_seqlens)
         form = shapes.packed(autocast(*call[:3]), len(starts) - 1, given.enable_gqa)
-        keywords = keywords_for(given, form.query)
-        tensors, scale, keywords, form = with_options(form, given, keywords)
+        unmasked = given._replace(attn_mask=None)
+        tensors, scale, keywords, form = with_options(form, unmasked, keywords_for(unmasked, form.query))
+        tensors = tensors._replace(mask=_mask_four_dimensional(given.attn_mask, call.query, starts))
         return Part(tensors, scale, keywords, 0, form), starts
     except REFUSALS as refusal:
         device = call.query.device if isinstance(call.query, Tensor) else torch.device("cpu")
@@ -133,11 +139,26 @@ def checked_starts(cu_seqlens: Any) -> tuple[int, ...]:
     return starts
 
 
-def check_packed(call: AttentionCall) -> None:
-    """Every argument but cu_seqlens, as if this rank's rows were one sequence."""
+def _mask_four_dimensional(mask: OptionalTensor, query: Tensor, starts: Sequence[int]) -> OptionalTensor:
+    """(1, H | 1, rows | 1, S | 1)."""
+    if mask is None:
+        return None
+    longest = max((end - begin for begin, end in pairwise(starts)), default=0)
+    full = (query.size(1), query.size(0), longest)
+    checks.broadcasts("attn_mask", mask.shape, full, "heads, this rank's rows and the longest sequence")
+    return mask.reshape((1,) * (4 - mask.dim()) + mask.shape)
+
+
+def check_packed(call: AttentionCall, cu_seqlens: Tensor) -> None:
+    """Every argument but the mask's shape, as if the first sequence had all of this rank's rows."""
+    others = len(checked_starts(cu_seqlens)) - 2
     query, key, value, given = call
+    mask, given = given.attn_mask, given._replace(attn_mask=None)
+    if mask is not None:
+        checks.dense_tensor("attn_mask", checks.mask("attn_mask", mask))
+        checks.on_device("attn_mask", mask, "query", query.device)
     rows = query.size(0), key.size(0)
-    starts = [torch.tensor([0, count], dtype=torch.int32) for count in rows]
+    starts = [torch.tensor([0, count] + [count] * others, dtype=torch.int32) for count in rows]
     sequence_checks.packed_attention(
         PackedCall(query, key, value, starts[0], starts[1], *rows, None, None, None, None, given)
     )

@@ -13,14 +13,15 @@ from ..arguments import Keywords
 from .group import Ranks
 from .layout import Layout, Piece
 
-__all__ = ["Pair", "Plan", "part_of_mask"]
+__all__ = ["Pair", "Plan", "part_of_mask", "part_of_slopes"]
 
 
 class Pair(NamedTuple):
-    """Queries of this rank and keys of a rank, which they see."""
+    """Queries of this rank and keys of a rank, which they see: of all sequences, or of one."""
 
     query: Piece
     key: Piece
+    sequence: int | None = None
 
 
 class Plan(NamedTuple):
@@ -37,17 +38,25 @@ class Plan(NamedTuple):
     #: Of dropout: rank 0's.
     seed: int
     first_head: int
-    #: Whether rows are those of packed sequences.
+    #: Whether rows are those of packed sequences, and whether each of them is computed alone: masks and
+    #: patterns of dropout begin elsewhere for each.
     packed: bool = False
+    one_by_one: bool = False
 
     def pairs(self, source: int) -> list[Pair]:
         """Those of this rank's pieces of queries and a rank's pieces of keys that see each other."""
-        return [
+        pieces = [
             Pair(query, key)
             for query in self.queries.pieces(self.ranks.rank)
             for key in self.keys.pieces(source)
-            if self._meet(query, key)
         ]
+        if self.one_by_one:
+            pieces = [
+                Pair(query.of_sequence(number), key.of_sequence(number), number)
+                for query, key, _ in pieces
+                for number in range(len(query.spans))
+            ]
+        return [pair for pair in pieces if self._meet(pair.query, pair.key)]
 
     def _meet(self, query: Piece, key: Piece) -> bool:
         right = 0 if self.keywords.get("is_causal", False) else self.keywords.get("window_right", -1)
@@ -67,7 +76,7 @@ class Plan(NamedTuple):
             q.begin + self.query_offset - k.begin
             for q, k in zip(pair.query.spans, pair.key.spans, strict=True)
         ]
-        if self.packed:
+        if self.packed and not self.one_by_one:
             return {
                 **self.keywords,
                 **_packed("q", pair.query, self.device),
@@ -77,7 +86,7 @@ class Plan(NamedTuple):
         result = {**self.keywords, "query_offset": offsets[0]}
         if "dropout_p" in self.keywords:
             first = [pair.query.spans[0].begin, pair.key.spans[0].begin]
-            origin = [self.seed, 0, self.first_head, *first]
+            origin = [self.seed, pair.sequence or 0, self.first_head, *first]
             result["dropout_seed"] = torch.tensor(origin, dtype=torch.int64, device=self.device)
         return result
 
@@ -93,7 +102,14 @@ def _packed(name: str, piece: Piece, device: torch.device) -> Keywords:
 
 
 def part_of_mask(mask: Tensor, pair: Pair) -> Tensor:
-    """A view of a mask (B | 1, H | 1, L | 1, S | 1) of this rank's queries and all keys."""
+    """A view of a mask (B | 1, H | 1, L | 1, S | 1) of this rank's queries and all keys of their sequence."""
     rows = pair.query.rows if mask.size(2) != 1 else slice(None)
     columns = slice(*pair.key.spans[0]) if mask.size(3) != 1 else slice(None)
     return mask[:, :, rows, columns]
+
+
+def part_of_slopes(slopes: Tensor, pair: Pair) -> Tensor:
+    """A view of slopes (B | 1, H)."""
+    if pair.sequence is None or slopes.size(0) == 1:
+        return slopes
+    return slopes[pair.sequence : pair.sequence + 1]

@@ -14,7 +14,7 @@ from ..arguments import Keywords, OptionalTensor
 from .exchange import gather_gradients, pass_around
 from .gradients import OwnGradients, Rows, zeros
 from .merge import RowResults
-from .plan import Pair, Plan, part_of_mask
+from .plan import Pair, Plan, part_of_mask, part_of_slopes
 
 __all__ = ["RingAttention"]
 
@@ -99,5 +99,5 @@ def _options(plan: Plan, pair: Pair, mask: OptionalTensor, slopes: OptionalTenso
     if mask is not None:
         options["attn_mask"] = part_of_mask(mask, pair)
     if slopes is not None:
-        options["alibi_slopes"] = slopes
+        options["alibi_slopes"] = part_of_slopes(slopes, pair)
     return options

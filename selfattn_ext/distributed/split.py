@@ -20,9 +20,9 @@ from ..arguments import (
 )
 from ..attend import dropout_seed
 from .group import REFUSED, Ranks, agree
-from .layout import ALIGNMENT, LAYOUTS, Layout, Span
+from .layout import ALIGNMENT, LAYOUTS, Layout
 
-__all__ = ["Part", "Split", "check", "check_columns", "choices", "part_of_call", "split"]
+__all__ = ["Part", "Split", "check", "check_alignment", "check_columns", "choices", "part_of_call", "split"]
 
 ROTATIONS = ("p2p", "allgather")
 
@@ -114,11 +114,8 @@ def split(part: Part, ranks: Ranks, layout: str, seed: int | None = None, **how:
     description = {**part.description(), "layout": layout, **how}
     everybody = agree(ranks, query.device, description, (query.size(2), key.size(2), seed))
     queries, keys = (_layout(layout, name, everybody[:, at]) for at, name in enumerate(("query", "key")))
-    if "dropout_p" in part.keywords and any(span.begin % ALIGNMENT for span in _spans(keys)):
-        raise ValueError(
-            f"dropout needs pieces that begin at multiples of {ALIGNMENT} rows, which those of the {layout} "
-            f"layout of {keys.length} rows do not; those of zigzag do"
-        )
+    if "dropout_p" in part.keywords:
+        check_alignment(keys)
     return Split(ranks, queries, keys, int(everybody[0, 2]))
 
 
@@ -136,9 +133,14 @@ def choices(layout: Any, rotate: Any) -> None:
             raise ValueError(f"{name} must be one of {', '.join(known)}, but it is {given!r}")
 
 
-def _spans(layout: Layout) -> list[Span]:
-    """All pieces of all ranks."""
-    return [span for rank in range(layout.ranks) for span in layout.whole_rows(rank)]
+def check_alignment(keys: Layout) -> None:
+    """That pieces begin where dropout draws random numbers."""
+    pieces = [piece for rank in range(keys.ranks) for piece in keys.pieces(rank)]
+    if any(begin % ALIGNMENT and begin < end for piece in pieces for begin, end in piece.spans):
+        raise ValueError(
+            f"dropout needs pieces that begin at multiples of {ALIGNMENT} rows, which those of the "
+            f"{keys.name} layout of {keys.length} rows do not; those of zigzag do"
+        )
 
 
 def _layout(name: str, of: str, sizes: Tensor) -> Layout:

@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torchvision_operators  # noqa: F401 - in ranks, too, where there is no conftest
 from processes import ranks
 from transformers_models import DECODERS, NAME, built
 

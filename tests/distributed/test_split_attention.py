@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import turns
 from cases import Case, Judge, cotangents_of, gradients
 from processes import ranks
 from torch import Tensor
@@ -134,7 +135,7 @@ def test_results_of_one_process(case: Case) -> None:
 @pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("case", CASES, ids=str)
 def test_every_way(case: Case, way: str) -> None:
-    for count in (2, 3):
+    for count in turns.chosen((2, 3)):
         check_split(case, WAYS[way], count)
 
 

@@ -140,11 +140,13 @@ def test_unchanged_code_runs_split(call: Any, count: int, how: dict[str, Any]) -
 def packed(layout: Any) -> None:
     starts = torch.tensor([0, 9, 9, 30, LENGTH], dtype=torch.int32)
     rows = torch.randn(LENGTH, 2, 8, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    call = (starts, starts, 21, 21)
+    call = (starts, starts, 21, 21, None, 0.2 if layout == "zigzag" else 0.0)
+    torch.manual_seed(2)
     expected = selfattn_ext.varlen_attention(rows, rows, rows, *call, is_causal=True)
     own = shard_sequence(rows, 0, layout=layout, cu_seqlens=starts)
     torch._dynamo.reset()
     for function in (selfattn_ext.varlen_attention, torch.compile(selfattn_ext.varlen_attention)):
+        torch.manual_seed(2)
         with context_parallel(layout=layout):
             found = function(own, own, own, *call, is_causal=True)
         torch.testing.assert_close(found, shard_sequence(expected, 0, layout=layout, cu_seqlens=starts))
@@ -206,9 +208,11 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: selfattn_ext.varlen_attention(ROWS, ROWS, ROWS, STARTS, OTHERS, 16, 8),
         "unlike lengths of queries and keys cannot be split",
     ),
-    "packed dropout": (
-        lambda: selfattn_ext.varlen_attention(ROWS, ROWS, ROWS, STARTS, STARTS, 16, 16, dropout_p=0.5),
-        "varlen_attention with dropout_p cannot be split",
+    "packed mask": (
+        lambda: selfattn_ext.varlen_attention(
+            ROWS, ROWS, ROWS, STARTS, STARTS, 16, 16, torch.ones(16, 16, dtype=torch.bool)
+        ),
+        "varlen_attention with attn_mask, which ring_varlen_attention takes, cannot be split",
     ),
 }
 

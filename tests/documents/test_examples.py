@@ -10,6 +10,7 @@ from pathlib import Path
 
 import gpu
 import pytest
+import turns
 
 from selfattn_ext.terminal import CommandError
 
@@ -73,6 +74,11 @@ def test_train_with_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]
 
 
 LONG = ["--tokens", "260", "--width", "16", "--heads", "2", "--steps", "3", "--rate", "1e-2"]
+MORE_LONG = [
+    (2, ["--shard", "--checkpoints"]),
+    (4, ["--rotate", "allgather", "--layout", "contiguous"]),
+    (4, ["--method", "ulysses", "--shard"]),
+]
 
 
 @pytest.mark.cpu_only("starts processes on gloo")
@@ -80,9 +86,7 @@ LONG = ["--tokens", "260", "--width", "16", "--heads", "2", "--steps", "3", "--r
     ("count", "how"),
     [
         (2, ["--checkpoints"]),
-        pytest.param(2, ["--shard", "--checkpoints"], marks=pytest.mark.thorough),
-        pytest.param(4, ["--rotate", "allgather", "--layout", "contiguous"], marks=pytest.mark.thorough),
-        pytest.param(4, ["--method", "ulysses", "--shard"], marks=pytest.mark.thorough),
+        *(pytest.param(*each, marks=pytest.mark.thorough) for each in turns.chosen(MORE_LONG)),
     ],
     ids=str,
 )
