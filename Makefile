@@ -15,7 +15,7 @@
 #
 # ARGS hands arguments on: make test ARGS="-k causal -x", make demo ARGS="--text book.txt".
 # The commands make .venv and install torch there. An activated environment with torch 2.11 or newer is used instead.
-# All checks together are .ci/run, 50 minutes on two cores. CONTRIBUTING.md says how to add a kernel, an option or
+# All checks together are .ci/run, about an hour on two cores. CONTRIBUTING.md says how to add a kernel, an option or
 # a test.
 # PYTHON3 chooses the Python that .venv is made with: make build PYTHON3=python3.12
 # TORCH chooses the torch of .venv, and may hold any options of pip: make test TORCH="torch==2.14.1"
