@@ -3,7 +3,7 @@
     python scripts/cuda_compile_check.py                     every source, every architecture
     python scripts/cuda_compile_check.py --archs 90a --jobs 1
     python scripts/cuda_compile_check.py --sparse            two architectures per source
-    python scripts/cuda_compile_check.py --sparse --turn 7   sm_80 for half of them, another for a third
+    python scripts/cuda_compile_check.py --sparse --turn 7   sm_80 for a quarter, another for a sixth
     python scripts/cuda_compile_check.py csrc/cuda/split/merge_splits.cu --json report.json
 
 It needs nvcc and, to read the machine code, nvdisasm (pip install nvidia-cuda-nvdisasm), but no GPU and no
@@ -41,7 +41,7 @@ ARCHITECTURES = tuple(name.replace(".", "") for name in cuda_build.DEFAULT_ARCHI
 #: Whose machine code every source is checked in when not all pairs are.
 _EVERYWHERE = "80"
 #: So many turns it takes until every source has been compiled for it, and for another one.
-_COMMON_TURNS, _OTHER_TURNS = 2, 3
+_COMMON_TURNS, _OTHER_TURNS = 4, 6
 # The oldest with the instructions of the sm80 kernels; on older ones those are compiled, and never chosen.
 _AMPERE = 80
 
@@ -128,8 +128,8 @@ def tasks(
     """What to compile for what: all pairs, or, sparse, every source for sm_80 and one other.
 
     Sources are instances of few templates, so that what goes wrong on one architecture goes wrong in most.
-    With a turn only half of the sources are for sm_80, a third for another one, and other sources in the
-    next turn: all pairs are met in three turns for each other architecture.
+    With a turn only a quarter of the sources are for sm_80, a sixth for another one, and other sources in the
+    next turn: all pairs are met in six turns for each other architecture.
     """
     if not sparse or len(architectures) < 3:
         return [(file, architecture) for file in files for architecture in architectures]
