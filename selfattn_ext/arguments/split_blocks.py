@@ -12,7 +12,10 @@ from typing import Any
 
 import torch
 
-__all__ = ["any_open", "close", "eagerly", "open_one", "refuse"]
+__all__ = ["WHY_EAGER", "any_open", "close", "eagerly", "open_one", "refuse"]
+
+#: What torch.compile is told about calls that it must not trace.
+WHY_EAGER = "attention that is split over processes asks them whether they make the same call"
 
 _open = 0
 
@@ -22,8 +25,7 @@ def open_one() -> None:
     global _open
     if not _kept_out:
         # Here, as it imports torch's compiler.
-        reason = "attention that is split over processes asks them whether they make the same call"
-        _kept_out.append(torch.compiler.disable(_call, reason=reason))
+        _kept_out.append(torch.compiler.disable(_call, reason=WHY_EAGER))
     _open += 1
 
 

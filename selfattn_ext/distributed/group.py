@@ -11,6 +11,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
+from ..arguments.split_blocks import WHY_EAGER
+
 __all__ = ["REFUSED", "Ranks", "agree", "crossing", "eager", "ranks_of"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
@@ -21,8 +23,7 @@ REFUSED = "refused"
 
 def eager(function: _Function) -> _Function:
     """Keeps a function out of the graphs of torch.compile, which break there, or refuse to (fullgraph)."""
-    reason = "attention that is split over processes asks them whether they make the same call"
-    kept: _Function = torch.compiler.disable(function, reason=reason)
+    kept: _Function = torch.compiler.disable(function, reason=WHY_EAGER)
     return kept
 
 

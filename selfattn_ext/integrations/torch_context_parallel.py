@@ -72,24 +72,14 @@ def _distribute_function(function: Any, module: Any, mesh: Any, *others: Any) ->
 
 
 def _attention_of(mesh: Any) -> Callable[..., Tensor]:
-    """F.scaled_dot_product_attention of a rank's rows."""
+    """F.scaled_dot_product_attention of a rank's rows, whose arguments ring_attention takes as they are."""
     from ..distributed import ring_attention
 
     options = _module()._cp_options
 
-    def attention(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attn_mask: Tensor | None = None,
-        dropout_p: float = 0.0,
-        is_causal: bool = False,
-        *,
-        scale: float | None = None,
-        enable_gqa: bool = False,
-    ) -> Tensor:
+    def attention(*args: Any, **given: Any) -> Tensor:
         out: Tensor = ring_attention(
-            query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, group=mesh,
+            *args, **given, group=mesh,
             layout="head-tail" if options.enable_load_balance else "contiguous",
             rotate="p2p" if options.rotate_method.name == "ALL_TO_ALL" else "allgather",
         )  # fmt: skip

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -10,6 +11,8 @@ import torch
 import torch.distributed as dist
 import turns
 from processes import ranks
+from tolerances import assert_accurate
+from torch import Tensor
 
 from selfattn_ext import varlen_attention
 from selfattn_ext.distributed import ring_varlen_attention, shard_sequence, unshard_sequence
@@ -18,6 +21,7 @@ pytestmark = pytest.mark.xdist_group("split_attention")
 
 #: Unlike lengths, empty ones, and such as are shorter than pieces.
 LENGTHS = (37, 0, 1, 64, 9, 130, 3)
+STARTS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
 
 OPTIONS: list[dict[str, Any]] = [
     {},
@@ -33,77 +37,99 @@ OPTIONS: list[dict[str, Any]] = [
 ALONE = OPTIONS[5:]
 
 
-def masks_of(mask: torch.Tensor, starts: torch.Tensor) -> list[torch.Tensor]:
-    """As one process takes them: of each sequence its own rows and keys."""
-    return [mask[:, begin:end, : end - begin] for begin, end in pairwise(starts.tolist())]
+#: The dimension in which a rank has its rows; of slopes and sinks it has a part of the sum.
+ROWS = {"out": 0, "lse": 1, "query": 0, "key": 0, "value": 0, "attn_mask": 1}
 
 
-def compare(options: dict[str, Any], layout: Any, rotate: Any, dtype: torch.dtype) -> None:
-    """On a rank: its rows, and the gradients of all ranks together."""
+def drawn(options: dict[str, Any], dtype: torch.dtype) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    """Tensors of all sequences, and the other options. A mask has the rows of all sequences and the keys of
+    their own; what is beyond these must not matter.
+    """
     options = dict(options)
     generator = torch.Generator().manual_seed(1)
 
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_()
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
 
-    starts = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
     total, longest = sum(LENGTHS), max(LENGTHS)
-    whole = [normal(total, 4, 8), normal(total, 2, 8), normal(total, 2, 5)]
-    extra = {}
+    found = {"query": normal(total, 4, 8), "key": normal(total, 2, 8), "value": normal(total, 2, 5)}
+    found |= {"grad of out": normal(total, 4, 5), "grad of lse": normal(4, total)}
     if options.pop("slopes", False):
-        extra["alibi_slopes"] = normal(4)
+        found["alibi_slopes"] = normal(4)
     if options.pop("slopes of each", False):
-        extra["alibi_slopes"] = normal(len(LENGTHS), 4)
+        found["alibi_slopes"] = normal(len(LENGTHS), 4)
     if options.pop("sinks", False):
-        extra["sinks"] = normal(4)
+        found["sinks"] = normal(4)
     kind = options.pop("mask", None)
-    # Rows of all sequences by keys of their own; what is beyond these must not matter.
-    mask = None if kind is None else normal(1 if kind == "bool" else 4, total, longest)
-    if kind == "bool":
-        mask = mask > -0.5
-    torch.manual_seed(3)
-    expected, lse = varlen_attention(
-        *whole, starts, starts, longest, longest, None if mask is None else masks_of(mask, starts),
-        enable_gqa=True, return_lse=True, **options, **extra,
-    )  # fmt: skip
-    cotangents = normal(*expected.shape).detach(), normal(*lse.shape).detach()
-    masks = [mask] if kind == "float" else []
-    leaves = [*whole, *masks, *extra.values()]
-    of_whole = torch.autograd.grad([expected, lse], leaves, [cotangents[0], cotangents[1].to(lse.dtype)])
+    if kind is not None:
+        mask = normal(1 if kind == "bool" else 4, total, longest)
+        found["attn_mask"] = mask > -0.5 if kind == "bool" else mask
+    return found, options
 
-    def part(tensor: torch.Tensor, dim: int = 0) -> torch.Tensor:
-        return shard_sequence(tensor.detach(), dim, layout=layout, cu_seqlens=starts)
 
-    own = [part(tensor).requires_grad_() for tensor in whole]
-    shared = {name: tensor.detach().requires_grad_() for name, tensor in extra.items()}
-    own_mask = None if mask is None else part(mask, 1)
-    own_masks = [own_mask.requires_grad_()] if kind == "float" else []
+def results(tensors: dict[str, Tensor], attention: Callable[..., Any]) -> dict[str, Tensor]:
+    """What attention gives, and the gradients."""
+    leaves = {
+        name: tensor.detach().requires_grad_(tensor.is_floating_point())
+        for name, tensor in tensors.items()
+        if not name.startswith("grad of")
+    }
     torch.manual_seed(3)
-    out, own_lse = ring_varlen_attention(
-        *own,
-        starts,
-        own_mask,
-        enable_gqa=True,
-        layout=layout,
-        rotate=rotate,
-        return_lse=True,
-        **options,
-        **shared,
-    )
-    given = [part(cotangents[0]), part(cotangents[1], 1).to(own_lse.dtype)]
-    grads = torch.autograd.grad([out, own_lse], [*own, *own_masks, *shared.values()], given)
-    close = {"rtol": 1e-10, "atol": 1e-11} if dtype == torch.float64 else {"rtol": 2e-5, "atol": 2e-5}
-    torch.testing.assert_close(out, part(expected), **close)
-    torch.testing.assert_close(own_lse, part(lse, 1), **close)
-    for found, wanted in zip(grads[:3], of_whole[:3], strict=True):
-        torch.testing.assert_close(found, part(wanted), **close)
-    if own_masks:
-        torch.testing.assert_close(grads[3], part(of_whole[3], 1), **close)
-    for found, wanted in zip(grads[3 + len(masks) :], of_whole[3 + len(masks) :], strict=True):
-        dist.all_reduce(found)
-        torch.testing.assert_close(found, wanted, **close)
-    back = unshard_sequence(out.detach(), 0, layout=layout, cu_seqlens=starts)
-    torch.testing.assert_close(back, expected.detach(), **close)
+    out, lse = attention(**leaves)
+    wanted = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
+    given = [tensors["grad of out"], tensors["grad of lse"].to(lse.dtype)]
+    grads = torch.autograd.grad([out, lse], list(wanted.values()), given)
+    return {"out": out.detach(), "lse": lse.detach(), **dict(zip(wanted, grads, strict=True))}
+
+
+def of_one_process(tensors: dict[str, Tensor], options: dict[str, Any]) -> dict[str, Tensor]:
+    def attention(query: Tensor, key: Tensor, value: Tensor, **extra: Tensor) -> Any:
+        masks = None
+        if (mask := extra.pop("attn_mask", None)) is not None:
+            # Of each sequence its own rows and keys.
+            places = pairwise(STARTS.tolist())
+            masks = [mask[:, begin:end, : end - begin] for begin, end in places]
+        return varlen_attention(
+            query, key, value, STARTS, STARTS, max(LENGTHS), max(LENGTHS), masks,
+            enable_gqa=True, return_lse=True, **options, **extra,
+        )  # fmt: skip
+
+    return results(tensors, attention)
+
+
+def compare(options: dict[str, Any], layout: Any, rotate: Any, dtype: torch.dtype) -> None:
+    """On a rank: its rows, and the gradients of all ranks together, are as accurate as one process's."""
+    whole, options = drawn(options, dtype)
+    exact = of_one_process({name: _exact(tensor) for name, tensor in whole.items()}, options)
+    peer = of_one_process(whole, options)
+
+    def part(tensor: Tensor, dim: int) -> Tensor:
+        return shard_sequence(tensor, dim, layout=layout, cu_seqlens=STARTS)
+
+    def attention(query: Tensor, key: Tensor, value: Tensor, **extra: Tensor) -> Any:
+        return ring_varlen_attention(
+            query, key, value, STARTS, enable_gqa=True, layout=layout, rotate=rotate, return_lse=True,
+            **options, **extra,
+        )  # fmt: skip
+
+    own = {
+        name: part(tensor, ROWS[name.removeprefix("grad of ")])
+        if name not in ("alibi_slopes", "sinks")
+        else tensor
+        for name, tensor in whole.items()
+    }
+    found = results(own, attention)
+    for name, result in found.items():
+        dim = ROWS.get(name)
+        if dim is None:
+            dist.all_reduce(result)
+        else:
+            result = unshard_sequence(result, dim, layout=layout, cu_seqlens=STARTS)
+        assert_accurate(name, result, exact[name], peer[name], float(exact[name].abs().max()))
+
+
+def _exact(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.is_floating_point() else tensor
 
 
 @pytest.mark.parametrize(
@@ -131,7 +157,7 @@ def test_dropout_wants_pieces_where_it_draws_numbers() -> None:
             raise outcome
 
 
-def wrong_mask(mask: torch.Tensor) -> None:
+def wrong_mask(mask: Tensor) -> None:
     rows = shard_sequence(torch.zeros(24, 2, 8), 0, cu_seqlens=WRONG_STARTS)
     ring_varlen_attention(rows, rows, rows, WRONG_STARTS, mask)
 
@@ -148,7 +174,7 @@ WRONG_STARTS = torch.tensor([0, 8, 24])
     ],
     ids=["keys of all sequences", "four dimensions", "integers"],
 )
-def test_masks_that_do_not_fit(mask: torch.Tensor, message: str) -> None:
+def test_masks_that_do_not_fit(mask: Tensor, message: str) -> None:
     for outcome in ranks(2).outcomes(wrong_mask, mask):
         with pytest.raises((ValueError, TypeError), match=message):
             raise outcome

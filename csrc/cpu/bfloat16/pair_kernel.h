@@ -50,39 +50,52 @@ void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const Threa
   }
   pair_decode(elements_with(p, 0, decoded), o, pool);
 }
+// A pass over calls, or elements of a batch, with at least so many queries by pairs, and over all others in
+// float: one kernel after the other, each with the whole of it.
+template <class ByPairs, class InFloat>
+void divide(const AttentionParams& p, int64_t fewest, const ByPairs& by_pairs, const InFloat& in_float) {
+  if (p.queries < fewest) return in_float(p);
+  if (!p.sequences.any()) return by_pairs(p);
+  by_pairs(elements_with(p, fewest, kAnyQueries));
+  in_float(elements_with(p, 0, fewest - 1));
+}
+// The workspace of such a pass.
+template <class ByPairs, class InFloat>
+size_t larger_workspace(const AttentionParams& p, int64_t fewest, const ByPairs& by_pairs,
+                        const InFloat& in_float) {
+  size_t bytes = 0;
+  divide(
+      p, fewest, [&](const AttentionParams& some) { bytes = std::max(bytes, by_pairs(some)); },
+      [&](const AttentionParams& some) { bytes = std::max(bytes, in_float(some)); });
+  return bytes;
+}
+
 template <class Calls>
 void pair_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
-  const int64_t fewest = Calls::fewest_queries(p);
-  if (p.queries < fewest) return kFusedAvx512.weights(p, o, pool);
-  if (!p.sequences.any()) return attention_weights<Pairs>(p, o, pool);
-  attention_weights<Pairs>(elements_with(p, fewest, kAnyQueries), o, pool);
-  kFusedAvx512.weights(elements_with(p, 0, fewest - 1), o, pool);
+  divide(
+      p, Calls::fewest_queries(p),
+      [&](const AttentionParams& some) { attention_weights<Pairs>(some, o, pool); },
+      [&](const AttentionParams& some) { kFusedAvx512.weights(some, o, pool); });
 }
-// One kernel after the other, each with the whole of it.
 template <class Calls>
 size_t pair_backward_workspace(const AttentionParams& p) {
-  const int64_t fewest = Calls::fewest_queries(p);
-  if (p.queries < fewest) return kFusedAvx512.backward_workspace(p);
-  if (!p.sequences.any()) return backward_workspace<Pairs>(p);
-  return std::max(backward_workspace<Pairs>(elements_with(p, fewest, kAnyQueries)),
-                  kFusedAvx512.backward_workspace(elements_with(p, 0, fewest - 1)));
+  return larger_workspace(p, Calls::fewest_queries(p), backward_workspace<Pairs>,
+                          kFusedAvx512.backward_workspace);
 }
 template <class Calls>
 void pair_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  const int64_t fewest = Calls::fewest_queries(p);
-  if (p.queries < fewest) return kFusedAvx512.backward(p, a, pool);
-  if (!p.sequences.any()) return attention_backward<Pairs>(p, a, pool);
-  attention_backward<Pairs>(elements_with(p, fewest, kAnyQueries), a, pool);
-  kFusedAvx512.backward(elements_with(p, 0, fewest - 1), a, pool);
+  divide(
+      p, Calls::fewest_queries(p),
+      [&](const AttentionParams& some) { attention_backward<Pairs>(some, a, pool); },
+      [&](const AttentionParams& some) { kFusedAvx512.backward(some, a, pool); });
 }
 template <class Calls>
 void pair_captured_gradients(const AttentionParams& p, const BackwardArguments& a, const CapturedGradients& g,
                              const ThreadPool& pool) {
-  const int64_t fewest = Calls::fewest_queries(p);
-  if (p.queries < fewest) return kFusedAvx512.captured_gradients(p, a, g, pool);
-  if (!p.sequences.any()) return captured_gradients<Pairs>(p, a, g, pool);
-  captured_gradients<Pairs>(elements_with(p, fewest, kAnyQueries), a, g, pool);
-  kFusedAvx512.captured_gradients(elements_with(p, 0, fewest - 1), a, g, pool);
+  divide(
+      p, Calls::fewest_queries(p),
+      [&](const AttentionParams& some) { captured_gradients<Pairs>(some, a, g, pool); },
+      [&](const AttentionParams& some) { kFusedAvx512.captured_gradients(some, a, g, pool); });
 }
 
 // The fewest queries of a call whose tangents ExactPairs take.
@@ -92,29 +105,23 @@ int64_t fewest_moving_queries(const AttentionParams& p) {
 }
 template <class Calls>
 void pair_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
-  const int64_t fewest = fewest_moving_queries<Calls>(p);
-  if (p.queries < fewest) return kFusedAvx512.jvp(p, a, pool);
-  if (!p.sequences.any()) return attention_jvp<ExactPairs>(p, a, pool);
-  attention_jvp<ExactPairs>(elements_with(p, fewest, kAnyQueries), a, pool);
-  kFusedAvx512.jvp(elements_with(p, 0, fewest - 1), a, pool);
+  divide(
+      p, fewest_moving_queries<Calls>(p),
+      [&](const AttentionParams& some) { attention_jvp<ExactPairs>(some, a, pool); },
+      [&](const AttentionParams& some) { kFusedAvx512.jvp(some, a, pool); });
 }
-// As pair_backward_workspace.
 template <class Calls>
 size_t pair_backward_backward_workspace(const AttentionParams& p) {
-  const int64_t fewest = fewest_moving_queries<Calls>(p);
-  if (p.queries < fewest) return kFusedAvx512.backward_backward_workspace(p);
-  if (!p.sequences.any()) return backward_backward_workspace<ExactPairs>(p);
-  return std::max(backward_backward_workspace<ExactPairs>(elements_with(p, fewest, kAnyQueries)),
-                  kFusedAvx512.backward_backward_workspace(elements_with(p, 0, fewest - 1)));
+  return larger_workspace(p, fewest_moving_queries<Calls>(p), backward_backward_workspace<ExactPairs>,
+                          kFusedAvx512.backward_backward_workspace);
 }
 template <class Calls>
 void pair_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
                             const ThreadPool& pool) {
-  const int64_t fewest = fewest_moving_queries<Calls>(p);
-  if (p.queries < fewest) return kFusedAvx512.backward_backward(p, a, pool);
-  if (!p.sequences.any()) return attention_backward_backward<ExactPairs>(p, a, pool);
-  attention_backward_backward<ExactPairs>(elements_with(p, fewest, kAnyQueries), a, pool);
-  kFusedAvx512.backward_backward(elements_with(p, 0, fewest - 1), a, pool);
+  divide(
+      p, fewest_moving_queries<Calls>(p),
+      [&](const AttentionParams& some) { attention_backward_backward<ExactPairs>(some, a, pool); },
+      [&](const AttentionParams& some) { kFusedAvx512.backward_backward(some, a, pool); });
 }
 
 inline void pair_scores(const ScoresParams& p, const ThreadPool& pool) { kFusedAvx512.scores(p, pool); }
