@@ -1,6 +1,6 @@
 # From a fresh clone, on a machine with python3 (3.10 or newer), a C++17 compiler and make:
 #
-#   make build          compile what has changed, and install in place            2 minutes the first time
+#   make build          compile what has changed, and install in place            4 minutes the first time
 #   make demo           train a small transformer on these kernels and on torch's   about a minute
 #   make quick          what to run before each commit                            a minute and a half
 #   make test           the Python tests                                         10 minutes on two cores
@@ -97,7 +97,7 @@ endif
 # Without build isolation, so that a rebuild needs no network; object files stay in build/, so it compiles what changed.
 $(STAMPS)/built: $(SOURCES) $(STAMPS)/torch
 	"$(BIN)/python" -m pip install --quiet 'setuptools>=77' ninja
-	@echo "compiling selfattn_ext: a minute or two the first time"
+	@echo "compiling selfattn_ext: a few minutes the first time"
 	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[test,viz]'
 	@touch $@
 

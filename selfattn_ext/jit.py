@@ -46,7 +46,7 @@ def load(
     CUDA kernels are among them where torch has CUDA and nvcc and a GPU are there; SELFATTN_CUDA=0 leaves them
     out, SELFATTN_CUDA=1 does without the GPU.
 
-    The first call takes a minute or two; later ones, in other processes, compile only what has changed. A
+    The first call takes a few minutes; later ones, in other processes, compile only what has changed. A
     second call in one process returns the module of the first.
 
     Args:

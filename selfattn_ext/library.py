@@ -97,7 +97,7 @@ def _compile() -> ModuleType:
         raise ImportError(f"{nothing}, and {error}: install it again") from error
     print(
         f"selfattn_ext: no compiled library for this Python; compiling {folder}, "
-        "a minute or two the first time (pip install -e . does it ahead of time)",
+        "a few minutes the first time (pip install -e . does it ahead of time)",
         file=sys.stderr,
         flush=True,
     )
