@@ -11,33 +11,38 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
 
-__all__ = ["WHY_EAGER", "any_open", "close", "eagerly", "open_one", "refuse"]
+__all__ = ["WHY_EAGER", "any_open", "close", "eagerly", "open_one", "refuse", "whole"]
 
 #: What torch.compile is told about calls that it must not trace.
 WHY_EAGER = "attention that is split over processes asks them whether they make the same call"
 
-_open = 0
+#: What puts the rows of all ranks together, of each block.
+_open: list[Callable[[Tensor, int], Tensor]] = []
 
 
-def open_one() -> None:
-    """A block begins."""
-    global _open
+def open_one(whole: Callable[[Tensor, int], Tensor]) -> None:
+    """A block begins, in which ``whole`` puts together along a dimension what ranks have."""
     if not _kept_out:
         # Here, as it imports torch's compiler.
         _kept_out.append(torch.compiler.disable(_call, reason=WHY_EAGER))
-    _open += 1
+    _open.append(whole)
 
 
 def close() -> None:
-    """A block ends."""
-    global _open
-    _open -= 1
+    """The last block ends."""
+    _open.pop()
 
 
 def any_open() -> bool:
     """Whether there is one, in any thread."""
-    return _open > 0
+    return bool(_open)
+
+
+def whole(tensor: Tensor, dim: int) -> Tensor:
+    """The rows of all ranks in the order of the sequence; every rank has to call it, in a block."""
+    return _open[-1](tensor, dim)
 
 
 def refuse(what: str) -> None:

@@ -29,6 +29,7 @@ from .attention import ring_attention, ulysses_attention
 from .group import ranks_of
 from .layout import LayoutName
 from .packed import ring_varlen_attention
+from .shard import unshard_sequence
 from .split import choices
 
 __all__ = ["context_parallel"]
@@ -92,7 +93,7 @@ class context_parallel(TorchFunctionMode):
         self._how = how
 
     def __enter__(self) -> context_parallel:
-        split_blocks.open_one()
+        split_blocks.open_one(self._join)
         super().__enter__()
         return self
 
@@ -124,6 +125,14 @@ class context_parallel(TorchFunctionMode):
         if func in _REFUSED:
             split_blocks.refuse(func.__name__)
         return func(*args, **given)
+
+    def _join(self, tensor: Tensor, dim: int) -> Tensor:
+        """The rows of all ranks."""
+        group, layout, ring = self._how["group"], self._how["layout"], self._how.get("ring_group")
+        if ring is None:
+            return unshard_sequence(tensor, dim, group=group, layout=layout)
+        of_ring = unshard_sequence(tensor, dim, group=group, layout="contiguous")
+        return unshard_sequence(of_ring, dim, group=ring, layout=layout)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """What is recomputed meanwhile is under the mode: Note [A mode as the switch]."""

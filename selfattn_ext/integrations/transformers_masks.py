@@ -32,6 +32,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
+from ..arguments import split_blocks
 from ..capture import is_capturing
 from .positional_mask import PositionalMask, VisibleMask
 
@@ -173,10 +174,16 @@ def _query_offset(arguments: dict[str, Any]) -> int | None:
 
 
 def _visible_keys(arguments: dict[str, Any], queries: int, offset: int, hides_later: bool) -> Tensor | None:
-    """The padding as (B, S) bool, or None where it hides nothing that the rule shows."""
+    """The padding as (B, S) bool, or None where it hides nothing that the rule shows. Under context_parallel
+    S are the keys of all ranks.
+    """
     padding = arguments.get("attention_mask")
     if padding is None:
         return None
+    if split_blocks.any_open():
+        # This rank has that of its own tokens; queries see those of all ranks.
+        everybody = split_blocks.whole(padding.to(torch.uint8), 1).bool()
+        return None if bool(everybody.all()) else everybody
     keys, start = arguments["kv_length"], arguments["kv_offset"]
     padding = padding[:, start : start + keys]
     told = padding.shape[1]
