@@ -3,10 +3,10 @@
     python benchmarks/split_cost.py                           # 16384 tokens, two processes of one thread each
     python benchmarks/split_cost.py --length 2048 --rounds 3
 
-Forward and backward, causal. "kernels" is the time that a rank spends in the operators, "cost" what the whole
-call takes beyond that: exchanges, merging, waiting for the other. The same call of one process with as many
-threads is timed in turns with it. Memory is each rank's peak beyond what it had before its inputs, with
-processes of their own.
+Forward and backward, causal. "kernels" is the time in the operators of the rank that spends most there,
+"cost" what the whole call takes beyond that: exchanges, merging, waiting for each other. The same call of
+one process with as many threads is timed in turns with it. Memory is each rank's peak beyond what it had
+before its inputs, with processes of their own.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def ranks_of(count: int, call: Call) -> Iterator[list[Connection]]:
 
 
 def times(call: Call, count: int, rounds: int) -> tuple[float, float, float]:
-    """Medians of: a split step on the slowest rank, its time in operators, and one process's step."""
+    """Medians of: a split step, the longest time in operators of a rank, and one process's step."""
     torch.set_num_threads(count)
     tensors = call.inputs()
     step(scaled_dot_product_attention, tensors)
@@ -136,7 +136,7 @@ def times(call: Call, count: int, rounds: int) -> tuple[float, float, float]:
         for _ in range(rounds):
             for end in ends:
                 end.send(True)
-            whole, kernels = max(end.recv() for end in ends)
+            whole, kernels = (max(each) for each in zip(*(end.recv() for end in ends), strict=True))
             start = time.perf_counter()
             step(scaled_dot_product_attention, tensors)
             found.append((whole, kernels, time.perf_counter() - start))
