@@ -28,6 +28,13 @@
 
 namespace selfattn::cuda::ptx {
 
+// Whether this is code for the only devices that have these instructions. Kernels are empty where not.
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kForHopper = false;
+#else
+constexpr bool kForHopper = true;
+#endif
+
 // An address in shared memory, as instructions take it.
 __device__ __forceinline__ uint32_t shared_address_of(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
@@ -131,22 +138,22 @@ __device__ __forceinline__ void take_registers() {
 // the column of 16.
 __device__ __forceinline__ uint64_t matrix_by_columns(const void* panels, int panel_rows, int row,
                                                       int column) {
-  const uint32_t address = shared_address_of(panels) + static_cast<uint32_t>(column / 64 * panel_rows * 128 +
-                                                                             row * 128 + column % 64 * 2);
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;  // from eight rows to the next
-  return kSwizzle128 | kEightRows | uint64_t{1} << 16 | (address & 0x3ffff) >> 4;
+  const int bytes = column / 64 * panel_rows * 128 + row * 128 + column % 64 * 2;
+  return (kSwizzle128 | kEightRows | uint64_t{1} << 16 | shared_address_of(panels) >> 4) +
+         static_cast<uint32_t>(bytes >> 4);
 }
 
 // Of one that is summed along its rows ("turned"), 16 of them for each product: the row is a multiple of 8,
 // the column of 64.
 __device__ __forceinline__ uint64_t matrix_by_rows(const void* panels, int panel_rows, int row, int column) {
-  const uint32_t address =
-      shared_address_of(panels) + static_cast<uint32_t>(column / 64 * panel_rows * 128 + row * 128);
   constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
   constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
   const uint64_t panel = static_cast<uint64_t>(panel_rows * 128 >> 4) << 16;  // from one to the next
-  return kSwizzle128 | kEightRows | panel | (address & 0x3ffff) >> 4;
+  const int bytes = column / 64 * panel_rows * 128 + row * 128;
+  return (kSwizzle128 | kEightRows | panel | shared_address_of(panels) >> 4) +
+         static_cast<uint32_t>(bytes >> 4);
 }
 
 // Before the first product of a group, and wherever registers of a product have been touched since the last

@@ -1,0 +1,191 @@
+// The warp that brings what others compute with. It takes items of work from a counter, finds the tiles of
+// keys that a mask shows, and starts the copies.
+#pragma once
+
+#include "../sm80/non_finite.cuh"
+#include "mask_tiles.cuh"
+#include "plan.h"
+#include "shared_memory.cuh"
+
+namespace selfattn::cuda::sm90 {
+
+template <class C>
+class Producer {
+ public:
+  __device__ __forceinline__ Producer(const Plan& plan, const SharedMemory<C>& shared)
+      : plan_(plan), p_(plan.plan.params), shared_(shared), control_(shared.control()) {}
+
+  __device__ __forceinline__ void run() {
+    int item = 0;
+    for (; take(item); ++item) bring(item);
+    ptx::barrier_wait(&control_.query_empty, (item & 1) ^ 1);
+    if (lane() == 0) {
+      shared_.work(item).rows = -1;  // there is none
+      ptx::barrier_arrive(&control_.query_full);
+    }
+  }
+
+ private:
+  static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+  // Finds the next item of work. One that held NaN or infinities comes once more, behind the next.
+  __device__ __forceinline__ bool take(int item) {
+    if (item >= kItems && takes_again(item - kItems, item)) return true;
+    if (takes_next(item)) return true;
+    return item > 0 && takes_again(item - 1, item);
+  }
+
+  // Waits for an earlier item. Returns whether it is the new one, too.
+  __device__ __forceinline__ bool takes_again(int earlier, int item) {
+    ptx::barrier_wait(&control_.done[earlier % kItems], earlier / kItems & 1);
+    if (control_.again[earlier % kItems] == 0) return false;
+    __syncwarp();
+    if (lane() == 0) {
+      control_.again[earlier % kItems] = 0;
+      shared_.work(item) = shared_.work(earlier);
+      shared_.work(item).careful = true;
+    }
+    __syncwarp();
+    return true;
+  }
+
+  // Items of the longest sequence need not be there in others, and few queries are another kernel's.
+  __device__ __forceinline__ bool takes_next(int item) {
+    for (;;) {
+      unsigned long long number = 0;
+      if (lane() == 0) number = atomicAdd(plan_.next_item, 1ull);
+      number = __shfl_sync(kWholeWarp, number, 0);
+      if (number >= static_cast<unsigned long long>(plan_.plan.blocks)) return false;
+      if (lane() == 0) shared_.work(item) = Work<C>(plan_.plan, static_cast<int64_t>(number));
+      __syncwarp();
+      const Work<C>& work = shared_.work(item);
+      const bool wanted = work.rows > 0 && !counts_as_few(p_, work.queries);
+      __syncwarp();
+      if (wanted) return true;
+    }
+  }
+
+  __device__ __forceinline__ void bring(int item) {
+    const Work<C>& work = shared_.work(item);
+    ptx::barrier_wait(&control_.query_empty, (item & 1) ^ 1);
+    if (lane() == 0) {
+      ptx::barrier_arrive_expecting(&control_.query_full, SharedLayout<C>::kQueryBytes);
+      const int batch = p_.sequences.query_starts == nullptr ? work.batch : 0;
+#pragma unroll 1
+      for (int panel = 0; panel < C::kPanels; ++panel) {
+        ptx::copy_box_async(shared_.queries() + panel * C::kRows * 128, &plan_.query.map,
+                            &control_.query_full, panel * 64,
+                            static_cast<int>(work.query_start) + work.first_row,
+                            work.first_head * plan_.query.steps_of_head, batch * plan_.query.steps_of_batch);
+      }
+    }
+    const int last = work.begin < work.end ? (work.end - 1) / C::kKeys : work.first_tile - 1;
+#pragma unroll 1
+    for (int tile = shown(work, last); tile >= work.first_tile; tile = shown(work, tile - 1)) {
+      bring_keys(work, tile);
+      bring_values(work, tile);
+    }
+    if constexpr (!C::kPlain) {
+      ptx::barrier_wait(&control_.key_empty[keys_.stage], keys_.parity ^ 1);
+      if (lane() == 0) {
+        control_.tile_of[keys_.stage] = -1;
+        ptx::barrier_arrive(&control_.key_full[keys_.stage]);
+      }
+      keys_.advance();
+    }
+  }
+
+  // The next tile, counting down, of which the mask shows anything.
+  __device__ __forceinline__ int shown(const Work<C>& work, int tile) const {
+    if constexpr (!C::kPlain) {
+      if (p_.mask.data == nullptr) return tile;
+      while (tile >= work.first_tile && !mask_shows_any(p_.mask, work, tile * C::kKeys)) --tile;
+    }
+    return tile;
+  }
+
+  __device__ __forceinline__ void bring_keys(const Work<C>& work, int tile) {
+    ptx::barrier_wait(&control_.key_empty[keys_.stage], keys_.parity ^ 1);
+    if (lane() == 0) {
+      if constexpr (!C::kPlain) control_.tile_of[keys_.stage] = tile;
+      uint64_t* const full = &control_.key_full[keys_.stage];
+      ptx::barrier_arrive_expecting(full, SharedLayout<C>::kKeyBytes);
+      copy(work, plan_.key, tile, C::kPanels, shared_.keys(keys_.stage), full);
+    }
+    keys_.advance();
+  }
+
+  __device__ __forceinline__ void bring_values(const Work<C>& work, int tile) {
+    ptx::barrier_wait(&control_.value_empty[values_.stage], values_.parity ^ 1);
+    // What follows the last key is another sequence's, or was never written. Its weight is 0, which does not
+    // make a NaN harmless.
+    const int rows = work.keys - tile * C::kKeys;
+    const bool changes = work.careful || (rows < C::kKeys && !plan_.zeros_follow);
+    uint64_t* const full = &control_.value_full[values_.stage];
+    unsigned char* const to = shared_.values(values_.stage);
+    if (lane() == 0) {
+      uint64_t* const landed = changes ? &control_.value_landed : full;
+      ptx::barrier_arrive_expecting(landed, SharedLayout<C>::kValueBytes);
+      copy(work, plan_.value, tile, C::kValuePanels, to, landed);
+    }
+    if (changes) {
+      ptx::barrier_wait(&control_.value_landed, landed_);
+      landed_ ^= 1;
+      clear(to, rows, work.careful);
+      ptx::fence_async_proxy();
+      __syncwarp();
+      if (lane() == 0) ptx::barrier_arrive(full);
+    }
+    values_.advance();
+  }
+
+  // Starts to copy a tile of keys or values.
+  __device__ __forceinline__ void copy(const Work<C>& work, const MappedTensor& tensor, int tile, int panels,
+                                       unsigned char* to, uint64_t* barrier) const {
+    const int box_rows = C::kKeys / plan_.boxes_per_tile;
+#pragma unroll 1
+    for (int box = 0; box < plan_.boxes_per_tile; ++box) {
+      const int key = tile * C::kKeys + box * box_rows;
+      int batch = p_.sequences.key_starts == nullptr ? work.batch : 0;
+      int row = static_cast<int>(work.key_start) + key;
+      if (p_.pages.table != nullptr) {
+        // Of pages behind the last key the last will do.
+        const PagedRow at =
+            paged_row(p_.pages, work.batch, static_cast<uint32_t>(min(key, max(work.keys - 1, 0))));
+        batch = static_cast<int>(at.page);
+        row = static_cast<int>(at.row) / box_rows * box_rows;
+      }
+#pragma unroll 1
+      for (int panel = 0; panel < panels; ++panel) {
+        ptx::copy_box_async(to + (panel * C::kKeys + box * box_rows) * 128, &tensor.map, barrier, panel * 64,
+                            row, work.kv_head * tensor.steps_of_head, batch * tensor.steps_of_batch);
+      }
+    }
+  }
+
+  // Zeros in the rows of a tile of values from `rows` on; of the others, where `careful`, in place of NaN and
+  // infinities. By chunks of 16 bytes, whatever place a chunk has in its row.
+  __device__ __forceinline__ void clear(unsigned char* tile, int rows, bool careful) const {
+    const int first = careful ? 0 : max(rows, 0) & ~3;
+#pragma unroll 1
+    for (int r = first + lane() / 8; r < C::kKeys; r += kWarp / 8) {
+#pragma unroll 1
+      for (int panel = 0; panel < C::kValuePanels; ++panel) {
+        auto* const chunk = reinterpret_cast<uint16_t*>(tile + (panel * C::kKeys + r) * 128) + lane() % 8 * 8;
+#pragma unroll 1
+        for (int i = 0; i < 8; ++i) {
+          if (r >= rows || (careful && sm80::is_non_finite<C::kDType>(chunk[i]))) chunk[i] = 0;
+        }
+      }
+    }
+  }
+
+  const Plan& plan_;
+  const AttentionParams& p_;
+  const SharedMemory<C> shared_;
+  Control<C>& control_;
+  Turn<C::kStages> keys_, values_;
+  uint32_t landed_ = 0;
+};
+
+}  // namespace selfattn::cuda::sm90
