@@ -37,6 +37,10 @@ struct Config {
   static constexpr int kStages = kDimOf <= 64 ? 3 : 2;  // of keys, and of values
   static constexpr int kExchangeColumns = 64;           // see sm80/epilogue.cuh
 
+  // Whether a warpgroup computes weights while its product of the weights before with values runs. That takes
+  // registers for both.
+  static constexpr bool kOverlaps = kDimOf != 256;
+
   // What a warpgroup that computes takes, and what the other keeps: 2 * 128 * 224 + 128 * 56 of 65,536.
   static constexpr int kRegisters = 224, kProducerRegisters = 56;
 };

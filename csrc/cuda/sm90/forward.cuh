@@ -70,13 +70,23 @@ class Consumer {
     softmax_.reset(parked());
     sm80::clear(output_.at);
     tile_ = work.begin < work.end ? (work.end - 1) / C::kKeys + 1 : work.first_tile;
+    if constexpr (C::kOverlaps) {
+      attend_overlapping(work);
+    } else {
+      while (next_tile(work)) {
+        compute_scores(work);
+        weigh(work, [&](int, int half, float by) { sm80::scale_row(output_.at, 0, half, by); });
+        pack(work);
+        add_output();
+      }
+      arrive(&control_.query_empty);
+    }
+  }
+
+  __device__ __forceinline__ void attend_overlapping(const Work<C>& work) {
     const bool any = next_tile(work);
     if (any) {
-      take_turn();
-      issue_scores();
-      give_turn();
-      load_mask(work);
-      ptx::products_wait<0>();
+      compute_scores(work);
       weigh(work, [](int, int, float) {});
       pack(work);
       while (next_tile(work)) {
@@ -96,7 +106,17 @@ class Consumer {
       }
     }
     arrive(&control_.query_empty);
-    if (!any) return;
+    if (any) add_output();
+  }
+
+  __device__ __forceinline__ void compute_scores(const Work<C>& work) {
+    take_turn();
+    issue_scores();
+    give_turn();
+    load_mask(work);
+    ptx::products_wait<0>();
+  }
+  __device__ __forceinline__ void add_output() {
     ptx::barrier_wait(&control_.value_full[values_.stage], values_.parity);
     issue_output();
     finish_output();

@@ -28,41 +28,42 @@ class Producer {
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
 
-  // Finds the next item of work. One that held NaN or infinities comes once more, behind the next.
+  // Finds the next item of work. One that held NaN or infinities comes once more, behind the next. Items of
+  // the longest sequence need not be there in others, and few queries are another kernel's.
   __device__ __forceinline__ bool take(int item) {
-    if (item >= kItems && takes_again(item - kItems, item)) return true;
-    if (takes_next(item)) return true;
-    return item > 0 && takes_again(item - 1, item);
-  }
-
-  // Waits for an earlier item. Returns whether it is the new one, too.
-  __device__ __forceinline__ bool takes_again(int earlier, int item) {
-    ptx::barrier_wait(&control_.done[earlier % kItems], earlier / kItems & 1);
-    if (control_.again[earlier % kItems] == 0) return false;
-    __syncwarp();
-    if (lane() == 0) {
-      control_.again[earlier % kItems] = 0;
-      shared_.work(item) = shared_.work(earlier);
-      shared_.work(item).careful = true;
-    }
-    __syncwarp();
-    return true;
-  }
-
-  // Items of the longest sequence need not be there in others, and few queries are another kernel's.
-  __device__ __forceinline__ bool takes_next(int item) {
     for (;;) {
-      unsigned long long number = 0;
-      if (lane() == 0) number = atomicAdd(plan_.next_item, 1ull);
-      number = __shfl_sync(kWholeWarp, number, 0);
-      if (number >= static_cast<unsigned long long>(plan_.plan.blocks)) return false;
-      if (lane() == 0) shared_.work(item) = Work<C>(plan_.plan, static_cast<int64_t>(number));
+      bool careful = true;
+      int64_t number = item >= kItems ? repeated(item - kItems) : -1;
+      if (number < 0) {
+        careful = false;
+        if (lane() == 0) number = static_cast<int64_t>(atomicAdd(plan_.next_item, 1ull));
+        number = __shfl_sync(kWholeWarp, number, 0);
+      }
+      if (number >= plan_.plan.blocks) {
+        careful = true;
+        number = item > 0 ? repeated(item - 1) : -1;
+        if (number < 0) return false;
+      }
+      if (lane() == 0) {
+        Work<C>& work = shared_.work(item) = Work<C>(plan_.plan, number);
+        work.careful = careful;
+        control_.number[item % kItems] = number;
+      }
       __syncwarp();
       const Work<C>& work = shared_.work(item);
       const bool wanted = work.rows > 0 && !counts_as_few(p_, work.queries);
       __syncwarp();
       if (wanted) return true;
     }
+  }
+
+  // Waits for an earlier item. Returns its number if it is to be computed once more, otherwise -1.
+  __device__ __forceinline__ int64_t repeated(int earlier) {
+    ptx::barrier_wait(&control_.done[earlier % kItems], earlier / kItems & 1);
+    if (control_.again[earlier % kItems] == 0) return -1;
+    __syncwarp();
+    if (lane() == 0) control_.again[earlier % kItems] = 0;
+    return control_.number[earlier % kItems];
   }
 
   __device__ __forceinline__ void bring(int item) {

@@ -21,6 +21,7 @@ struct Control {
   uint64_t value_full[C::kStages], value_empty[C::kStages];
   uint64_t value_landed;    // of values that the producer changes before others see them
   uint64_t done[kItems];    // the item is computed
+  int64_t number[kItems];   // of the item
   int tile_of[C::kStages];  // the tile of keys in a stage; -1: the item has no more
   int again[kItems];        // the item is to be computed once more, carefully
 
