@@ -14,6 +14,17 @@
 #include "device.cuh"
 #include "tensor_map.h"
 
+namespace selfattn::cuda::ptx {
+
+// Whether this is code for the only devices that have these instructions. Kernels are empty where not.
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kForHopper = false;
+#else
+constexpr bool kForHopper = true;
+#endif
+
+}  // namespace selfattn::cuda::ptx
+
 #if defined(SELFATTN_CUDA_EMULATOR)
 
 #include "ptx_sm90_model.h"
@@ -27,13 +38,6 @@
 #endif
 
 namespace selfattn::cuda::ptx {
-
-// Whether this is code for the only devices that have these instructions. Kernels are empty where not.
-#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
-constexpr bool kForHopper = false;
-#else
-constexpr bool kForHopper = true;
-#endif
 
 // An address in shared memory, as instructions take it.
 __device__ __forceinline__ uint32_t shared_address_of(const void* pointer) {

@@ -18,7 +18,7 @@ class Producer {
   __device__ __forceinline__ void run() {
     int item = 0;
     for (; take(item); ++item) bring(item);
-    ptx::barrier_wait(&control_.query_empty, (item & 1) ^ 1);
+    wait(&control_.query_empty, (item & 1) ^ 1);
     if (lane() == 0) {
       shared_.work(item).rows = -1;  // there is none
       ptx::barrier_arrive(&control_.query_full);
@@ -27,6 +27,13 @@ class Producer {
 
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+  // One lane waits for all. If each did, one could be so late that the phase after the next has begun, which
+  // looks like the one before.
+  static __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
+    if (lane() == 0) ptx::barrier_wait(barrier, parity);
+    __syncwarp();
+  }
 
   // Finds the next item of work. One that held NaN or infinities comes once more, behind the next. Items of
   // the longest sequence need not be there in others, and few queries are another kernel's.
@@ -59,7 +66,7 @@ class Producer {
 
   // Waits for an earlier item. Returns its number if it is to be computed once more, otherwise -1.
   __device__ __forceinline__ int64_t repeated(int earlier) {
-    ptx::barrier_wait(&control_.done[earlier % kItems], earlier / kItems & 1);
+    wait(&control_.done[earlier % kItems], earlier / kItems & 1);
     if (control_.again[earlier % kItems] == 0) return -1;
     __syncwarp();
     if (lane() == 0) control_.again[earlier % kItems] = 0;
@@ -68,7 +75,7 @@ class Producer {
 
   __device__ __forceinline__ void bring(int item) {
     const Work<C>& work = shared_.work(item);
-    ptx::barrier_wait(&control_.query_empty, (item & 1) ^ 1);
+    wait(&control_.query_empty, (item & 1) ^ 1);
     if (lane() == 0) {
       ptx::barrier_arrive_expecting(&control_.query_full, SharedLayout<C>::kQueryBytes);
       const int batch = p_.sequences.query_starts == nullptr ? work.batch : 0;
@@ -87,7 +94,7 @@ class Producer {
       bring_values(work, tile);
     }
     if constexpr (!C::kPlain) {
-      ptx::barrier_wait(&control_.key_empty[keys_.stage], keys_.parity ^ 1);
+      wait(&control_.key_empty[keys_.stage], keys_.parity ^ 1);
       if (lane() == 0) {
         control_.tile_of[keys_.stage] = -1;
         ptx::barrier_arrive(&control_.key_full[keys_.stage]);
@@ -106,7 +113,7 @@ class Producer {
   }
 
   __device__ __forceinline__ void bring_keys(const Work<C>& work, int tile) {
-    ptx::barrier_wait(&control_.key_empty[keys_.stage], keys_.parity ^ 1);
+    wait(&control_.key_empty[keys_.stage], keys_.parity ^ 1);
     if (lane() == 0) {
       if constexpr (!C::kPlain) control_.tile_of[keys_.stage] = tile;
       uint64_t* const full = &control_.key_full[keys_.stage];
@@ -117,7 +124,7 @@ class Producer {
   }
 
   __device__ __forceinline__ void bring_values(const Work<C>& work, int tile) {
-    ptx::barrier_wait(&control_.value_empty[values_.stage], values_.parity ^ 1);
+    wait(&control_.value_empty[values_.stage], values_.parity ^ 1);
     // What follows the last key is another sequence's, or was never written. Its weight is 0, which does not
     // make a NaN harmless.
     const int rows = work.keys - tile * C::kKeys;
