@@ -1,0 +1,16 @@
+// Atomic operations on memory, as far as kernels here use them: relaxed, so that they order nothing.
+#pragma once
+
+#include "site.h"
+
+namespace selfattn::emulator {
+
+int atomic_add(int* address, int value, const Site& site);
+
+}  // namespace selfattn::emulator
+
+// Returns what was there before.
+inline int atomicAdd(int* address, int value,
+                     selfattn::emulator::Site site = selfattn::emulator::Site::at("atomicAdd")) {
+  return selfattn::emulator::atomic_add(address, value, site);
+}
