@@ -17,8 +17,10 @@ struct Config {
   static constexpr bool kPlain = kPlainOf;
 
   // What sm80's kernels choose and these do not.
-  static constexpr bool kFewQuery = false, kFloat32 = false, kParks = false, kKeepsAddresses = true;
+  static constexpr bool kFewQuery = false, kFloat32 = false, kParks = false;
   static constexpr int kPieces = 1, kStrips = 1, kColumnWarps = 1;
+
+  static constexpr bool kKeepsAddresses = kPlainOf;  // see sm80
 
   static constexpr int kGroups = 2;  // warpgroups that compute
   static constexpr int kGroupThreads = 128, kGroupRows = 64;
@@ -39,10 +41,10 @@ struct Config {
 
   // Whether a warpgroup computes weights while its product of the weights before with values runs. That takes
   // registers for both.
-  static constexpr bool kOverlaps = kDimOf != 256;
+  static constexpr bool kOverlaps = kValueDimOf < 192;
 
   // What a warpgroup that computes takes, and what the other keeps: 2 * 128 * 224 + 128 * 56 of 65,536.
-  static constexpr int kRegisters = 224, kProducerRegisters = 56;
+  static constexpr int kRegisters = kPlainOf ? 224 : 216, kProducerRegisters = kPlainOf ? 56 : 72;
 };
 
 }  // namespace selfattn::cuda::sm90

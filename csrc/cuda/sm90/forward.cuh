@@ -35,19 +35,18 @@ class Consumer {
       : plan_(plan.plan),
         p_(plan.plan.params),
         shared_(shared),
-        control_(shared.control()),
         // Of all lanes of a warp, and so that the compiler knows.
         group_(__shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / C::kGroupThreads, 0)) {}
 
   __device__ __forceinline__ void run() {
     if (group_ == 1) give_turn();  // the first turn is group 0's
     for (int item = 0;; ++item) {
-      ptx::barrier_wait(&control_.query_full, item & 1);
+      ptx::barrier_wait(&control().query_full, item & 1);
       const Work<C>& work = shared_.work(item);
       if (work.rows < 0) break;
       attend(work);
       store(work, item);
-      arrive(&control_.done[item % kItems]);
+      arrive(&control().done[item % kItems]);
     }
     if (group_ == 0) take_turn();  // as many as were given
   }
@@ -59,6 +58,7 @@ class Consumer {
   __device__ __forceinline__ void give_turn() const { ptx::arrive_threads(2 - group_, C::kConsumers); }
 
   static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
+  __device__ __forceinline__ Control<C>& control() const { return shared_.control_again(); }
 
   // Each warp says for itself that it has done with something.
   static __device__ __forceinline__ void arrive(uint64_t* barrier) {
@@ -79,7 +79,7 @@ class Consumer {
         pack(work);
         add_output();
       }
-      arrive(&control_.query_empty);
+      arrive(&control().query_empty);
     }
   }
 
@@ -90,7 +90,7 @@ class Consumer {
       weigh(work, [](int, int, float) {});
       pack(work);
       while (next_tile(work)) {
-        ptx::barrier_wait(&control_.value_full[values_.stage], values_.parity);
+        ptx::barrier_wait(&control().value_full[values_.stage], values_.parity);
         take_turn();
         issue_scores();
         issue_output();
@@ -105,7 +105,7 @@ class Consumer {
         pack(work);
       }
     }
-    arrive(&control_.query_empty);
+    arrive(&control().query_empty);
     if (any) add_output();
   }
 
@@ -117,7 +117,7 @@ class Consumer {
     ptx::products_wait<0>();
   }
   __device__ __forceinline__ void add_output() {
-    ptx::barrier_wait(&control_.value_full[values_.stage], values_.parity);
+    ptx::barrier_wait(&control().value_full[values_.stage], values_.parity);
     issue_output();
     finish_output();
   }
@@ -126,13 +126,13 @@ class Consumer {
   __device__ __forceinline__ bool next_tile(const Work<C>& work) {
     if constexpr (C::kPlain) {
       if (--tile_ < work.first_tile) return false;
-      ptx::barrier_wait(&control_.key_full[keys_.stage], keys_.parity);
+      ptx::barrier_wait(&control().key_full[keys_.stage], keys_.parity);
       return true;
     } else {
-      ptx::barrier_wait(&control_.key_full[keys_.stage], keys_.parity);
-      tile_ = control_.tile_of[keys_.stage];
+      ptx::barrier_wait(&control().key_full[keys_.stage], keys_.parity);
+      tile_ = control().tile_of[keys_.stage];
       if (tile_ >= 0) return true;
-      arrive(&control_.key_empty[keys_.stage]);
+      arrive(&control().key_empty[keys_.stage]);
       keys_.advance();
       return false;
     }
@@ -168,7 +168,7 @@ class Consumer {
   __device__ __forceinline__ void finish_output() {
     ptx::products_wait<0>();
     ptx::products_touch(output_.at[0]);
-    arrive(&control_.value_empty[values_.stage]);
+    arrive(&control().value_empty[values_.stage]);
     values_.advance();
   }
 
@@ -188,7 +188,7 @@ class Consumer {
   template <class ScaleOutput>
   __device__ __forceinline__ void weigh(const Work<C>& work, const ScaleOutput& scale_output) {
     ptx::products_touch(scores_.at[0]);
-    arrive(&control_.key_empty[keys_.stage]);
+    arrive(&control().key_empty[keys_.stage]);
     keys_.advance();
     if constexpr (!C::kPlain) {
       const Lane<C> lane_of_scores;
@@ -220,7 +220,7 @@ class Consumer {
   __device__ __forceinline__ void store(const Work<C>& work, int item) {
     if (!work.careful && __any_sync(kWholeWarp, !is_finite(work))) {
       // Perhaps because of a hidden NaN: once more, with values that the producer has looked through.
-      if (threadIdx.x % kWarp == 0) control_.again[item % kItems] = 1;
+      if (threadIdx.x % kWarp == 0) control().again[item % kItems] = 1;
       return;
     }
     softmax_.rounded[0][0] = sm80::sum_of_row(softmax_.rounded[0][0]);
@@ -254,7 +254,6 @@ class Consumer {
   const sm80::Plan& plan_;
   const AttentionParams& p_;
   const SharedMemory<C> shared_;
-  Control<C>& control_;
   const int group_;
   Turn<C::kStages> keys_, values_;
   int tile_ = 0;

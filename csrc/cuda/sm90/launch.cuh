@@ -21,11 +21,12 @@ void run_path(const AttentionParams& p, const ForwardOutputs& outputs, cudaStrea
 template <DType kDType, int kDim, int kValueDim>
 void run_forward(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream,
                  void* workspace) {
-  if (sm80::is_plain(p)) {
-    run_path<Config<kDType, kDim, kValueDim, true>>(p, outputs, stream, workspace);
-  } else {
-    run_path<Config<kDType, kDim, kValueDim, false>>(p, outputs, stream, workspace);
+  if constexpr (kDim <= kMostDimWithOptions) {
+    if (!sm80::is_plain(p)) {
+      return run_path<Config<kDType, kDim, kValueDim, false>>(p, outputs, stream, workspace);
+    }
   }
+  run_path<Config<kDType, kDim, kValueDim, true>>(p, outputs, stream, workspace);
 }
 
 }  // namespace selfattn::cuda::sm90

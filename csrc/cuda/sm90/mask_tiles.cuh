@@ -21,7 +21,7 @@ __device__ __forceinline__ bool hides_all(uint4 words, DType dtype) {
 // Collective of a warp. Rows are read 16 bytes at a time where they can be.
 template <class C>
 __device__ __forceinline__ bool mask_shows_any(const View& mask, const sm80::Work<C>& work, int first_key) {
-  constexpr int kRowsAtOnce = 4;
+  constexpr int kRowsAtOnce = 2;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
   const int keys = min(work.keys - first_key, C::kKeys);
   const int size = static_cast<int>(size_of(mask.dtype)), per_chunk = 16 / size;

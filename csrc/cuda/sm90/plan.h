@@ -17,14 +17,17 @@ struct MappedTensor {
 struct Plan {
   MappedTensor query, key, value;
   unsigned long long* next_item = nullptr;  // on the device: the item of work that a block takes next
-  int boxes_per_tile = 1;                   // of keys or values: several where a tile has several pages
-  bool zeros_follow = false;                // behind the last key of every sequence
-  sm80::Plan plan;                          // its blocks are items of work here
+  // Of keys or values: several where a tile has several pages, 0 where boxes do not fit the pages.
+  int boxes_per_tile = 1;
+  bool zeros_follow = false;  // behind the last key of every sequence
+  sm80::Plan plan;            // its blocks are items of work here
 };
 
-// Whether tensor maps can describe the tensors of a call; and its pages, where tiles have so many keys.
+// Above it, outputs and scores leave no registers for what options need.
+constexpr int kMostDimWithOptions = 192;
+
+// Whether tensor maps can describe the tensors of a call.
 bool can_be_mapped(const AttentionParams& params);
-bool pages_fit(const Pages& pages, int tile_keys);
 
 Plan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, const sm80::TileShape& tile,
                   void* workspace);

@@ -13,20 +13,22 @@ template <class C>
 class Producer {
  public:
   __device__ __forceinline__ Producer(const Plan& plan, const SharedMemory<C>& shared)
-      : plan_(plan), p_(plan.plan.params), shared_(shared), control_(shared.control()) {}
+      : plan_(plan), p_(plan.plan.params), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
     int item = 0;
     for (; take(item); ++item) bring(item);
-    wait(&control_.query_empty, (item & 1) ^ 1);
+    wait(&control().query_empty, (item & 1) ^ 1);
     if (lane() == 0) {
       shared_.work(item).rows = -1;  // there is none
-      ptx::barrier_arrive(&control_.query_full);
+      ptx::barrier_arrive(&control().query_full);
     }
   }
 
  private:
   static __device__ __forceinline__ int lane() { return static_cast<int>(threadIdx.x) % kWarp; }
+
+  __device__ __forceinline__ Control<C>& control() const { return shared_.control_again(); }
 
   // One lane waits for all. If each did, one could be so late that the phase after the next has begun, which
   // looks like the one before.
@@ -54,7 +56,7 @@ class Producer {
       if (lane() == 0) {
         Work<C>& work = shared_.work(item) = Work<C>(plan_.plan, number);
         work.careful = careful;
-        control_.number[item % kItems] = number;
+        control().number[item % kItems] = number;
       }
       __syncwarp();
       const Work<C>& work = shared_.work(item);
@@ -66,23 +68,23 @@ class Producer {
 
   // Waits for an earlier item. Returns its number if it is to be computed once more, otherwise -1.
   __device__ __forceinline__ int64_t repeated(int earlier) {
-    wait(&control_.done[earlier % kItems], earlier / kItems & 1);
-    if (control_.again[earlier % kItems] == 0) return -1;
+    wait(&control().done[earlier % kItems], earlier / kItems & 1);
+    if (control().again[earlier % kItems] == 0) return -1;
     __syncwarp();
-    if (lane() == 0) control_.again[earlier % kItems] = 0;
-    return control_.number[earlier % kItems];
+    if (lane() == 0) control().again[earlier % kItems] = 0;
+    return control().number[earlier % kItems];
   }
 
   __device__ __forceinline__ void bring(int item) {
     const Work<C>& work = shared_.work(item);
-    wait(&control_.query_empty, (item & 1) ^ 1);
+    wait(&control().query_empty, (item & 1) ^ 1);
     if (lane() == 0) {
-      ptx::barrier_arrive_expecting(&control_.query_full, SharedLayout<C>::kQueryBytes);
+      ptx::barrier_arrive_expecting(&control().query_full, SharedLayout<C>::kQueryBytes);
       const int batch = p_.sequences.query_starts == nullptr ? work.batch : 0;
 #pragma unroll 1
       for (int panel = 0; panel < C::kPanels; ++panel) {
         ptx::copy_box_async(shared_.queries() + panel * C::kRows * 128, &plan_.query.map,
-                            &control_.query_full, panel * 64,
+                            &control().query_full, panel * 64,
                             static_cast<int>(work.query_start) + work.first_row,
                             work.first_head * plan_.query.steps_of_head, batch * plan_.query.steps_of_batch);
       }
@@ -94,10 +96,10 @@ class Producer {
       bring_values(work, tile);
     }
     if constexpr (!C::kPlain) {
-      wait(&control_.key_empty[keys_.stage], keys_.parity ^ 1);
+      wait(&control().key_empty[keys_.stage], keys_.parity ^ 1);
       if (lane() == 0) {
-        control_.tile_of[keys_.stage] = -1;
-        ptx::barrier_arrive(&control_.key_full[keys_.stage]);
+        control().tile_of[keys_.stage] = -1;
+        ptx::barrier_arrive(&control().key_full[keys_.stage]);
       }
       keys_.advance();
     }
@@ -113,38 +115,76 @@ class Producer {
   }
 
   __device__ __forceinline__ void bring_keys(const Work<C>& work, int tile) {
-    wait(&control_.key_empty[keys_.stage], keys_.parity ^ 1);
-    if (lane() == 0) {
-      if constexpr (!C::kPlain) control_.tile_of[keys_.stage] = tile;
-      uint64_t* const full = &control_.key_full[keys_.stage];
-      ptx::barrier_arrive_expecting(full, SharedLayout<C>::kKeyBytes);
-      copy(work, plan_.key, tile, C::kPanels, shared_.keys(keys_.stage), full);
+    wait(&control().key_empty[keys_.stage], keys_.parity ^ 1);
+    uint64_t* const full = &control().key_full[keys_.stage];
+    unsigned char* const to = shared_.keys(keys_.stage);
+    if constexpr (!C::kPlain) {
+      if (lane() == 0) control().tile_of[keys_.stage] = tile;
+    }
+    if (plan_.boxes_per_tile > 0) {
+      if (lane() == 0) {
+        ptx::barrier_arrive_expecting(full, SharedLayout<C>::kKeyBytes);
+        copy(work, plan_.key, tile, C::kPanels, to, full);
+      }
+    } else {
+      copy_rows(work, p_.key, work.first_key, static_cast<int>(p_.head_dim), tile, C::kPanels, to);
+      show(full);
     }
     keys_.advance();
   }
 
   __device__ __forceinline__ void bring_values(const Work<C>& work, int tile) {
-    wait(&control_.value_empty[values_.stage], values_.parity ^ 1);
+    wait(&control().value_empty[values_.stage], values_.parity ^ 1);
     // What follows the last key is another sequence's, or was never written. Its weight is 0, which does not
     // make a NaN harmless.
     const int rows = work.keys - tile * C::kKeys;
     const bool changes = work.careful || (rows < C::kKeys && !plan_.zeros_follow);
-    uint64_t* const full = &control_.value_full[values_.stage];
+    uint64_t* const full = &control().value_full[values_.stage];
     unsigned char* const to = shared_.values(values_.stage);
-    if (lane() == 0) {
-      uint64_t* const landed = changes ? &control_.value_landed : full;
-      ptx::barrier_arrive_expecting(landed, SharedLayout<C>::kValueBytes);
-      copy(work, plan_.value, tile, C::kValuePanels, to, landed);
+    if (plan_.boxes_per_tile > 0) {
+      if (lane() == 0) {
+        uint64_t* const landed = changes ? &control().value_landed : full;
+        ptx::barrier_arrive_expecting(landed, SharedLayout<C>::kValueBytes);
+        copy(work, plan_.value, tile, C::kValuePanels, to, landed);
+      }
+      if (changes) {
+        ptx::barrier_wait(&control().value_landed, landed_);
+        landed_ ^= 1;
+      }
+    } else {
+      copy_rows(work, p_.value, work.first_value, static_cast<int>(p_.value_dim), tile, C::kValuePanels, to);
     }
-    if (changes) {
-      ptx::barrier_wait(&control_.value_landed, landed_);
-      landed_ ^= 1;
-      clear(to, rows, work.careful);
-      ptx::fence_async_proxy();
-      __syncwarp();
-      if (lane() == 0) ptx::barrier_arrive(full);
-    }
+    if (changes) clear(to, rows, work.careful);
+    if (changes || plan_.boxes_per_tile == 0) show(full);
     values_.advance();
+  }
+
+  // What this warp has written to shared memory itself is there for those who compute.
+  __device__ __forceinline__ void show(uint64_t* full) const {
+    ptx::fence_async_proxy();
+    __syncwarp();
+    if (lane() == 0) ptx::barrier_arrive(full);
+  }
+
+  // A tile of keys or values in pages that boxes do not fit, a row at a time; zeros behind the last key.
+  __device__ __forceinline__ void copy_rows(const Work<C>& work, const View& view, const void* first, int dim,
+                                            int tile, int panels, unsigned char* to) const {
+    const int chunk = lane() % 8;
+#pragma unroll 1
+    for (int r = lane() / 8; r < C::kKeys; r += kWarp / 8) {
+      const int key = tile * C::kKeys + r;
+      const uint16_t* const row =
+          sm80::key_row<uint16_t>(p_, view, first, work, min(key, max(work.keys - 1, 0)));
+#pragma unroll 1
+      for (int panel = 0; panel < panels; ++panel) {
+        const int column = panel * 64 + chunk * 8;
+        ptx::copy_async_16(to + (panel * C::kKeys + r) * 128 + ((chunk ^ (r & 7)) << 4), row + column,
+                           key < work.keys && column < dim);
+      }
+    }
+    ptx::copy_async_commit();
+    ptx::copy_async_wait<0>();
+    __syncwarp();
   }
 
   // Starts to copy a tile of keys or values.
@@ -191,7 +231,6 @@ class Producer {
   const Plan& plan_;
   const AttentionParams& p_;
   const SharedMemory<C> shared_;
-  Control<C>& control_;
   Turn<C::kStages> keys_, values_;
   uint32_t landed_ = 0;
 };

@@ -2,6 +2,7 @@
 // each other.
 #pragma once
 
+#include "../common/ptx_sm80.cuh"
 #include "../common/ptx_sm90.cuh"
 #include "../sm80/work.cuh"
 #include "config.cuh"
@@ -85,6 +86,11 @@ struct SharedMemory {
   }
   __device__ __forceinline__ Control<C>& control() const {
     return *reinterpret_cast<Control<C>*>(bytes + Layout::kControl);
+  }
+  // The same with an address that is made anew wherever it is asked for: the compiler would keep that of each
+  // barrier in a register.
+  __device__ __forceinline__ Control<C>& control_again() const {
+    return *reinterpret_cast<Control<C>*>(bytes + ptx::opaque(Layout::kControl));
   }
   __device__ __forceinline__ Work<C>& work(int item) const {
     return reinterpret_cast<Work<C>*>(bytes + Layout::kWork)[item % kItems];

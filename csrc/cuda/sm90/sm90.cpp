@@ -14,20 +14,17 @@ namespace {
 constexpr int kCapability = 90;
 
 // What there is for a padded head dim and value dim.
-struct Instance {
-  void (*forward)(const AttentionParams&, const ForwardOutputs&, CUstream_st*, void* workspace);
-  int tile_keys;
-};
+using Instance = void (*)(const AttentionParams&, const ForwardOutputs&, CUstream_st*, void* workspace);
 
 template <DType kDType>
 Instance instance_for(int64_t dim, int64_t value_dim) {
   const int64_t larger = std::max(dim, value_dim);
-  if (larger <= 64) return {&run_forward<kDType, 64, 64>, 128};
-  if (larger <= 96) return {&run_forward<kDType, 96, 96>, 128};
-  if (larger <= 128) return {&run_forward<kDType, 128, 128>, 128};
-  if (larger <= 192 && value_dim <= 128) return {&run_forward<kDType, 192, 128>, 96};
-  if (larger <= 192) return {&run_forward<kDType, 192, 192>, 96};
-  return {&run_forward<kDType, 256, 256>, 64};
+  if (larger <= 64) return &run_forward<kDType, 64, 64>;
+  if (larger <= 96) return &run_forward<kDType, 96, 96>;
+  if (larger <= 128) return &run_forward<kDType, 128, 128>;
+  if (larger <= 192 && value_dim <= 128) return &run_forward<kDType, 192, 128>;
+  if (larger <= 192) return &run_forward<kDType, 192, 192>;
+  return &run_forward<kDType, 256, 256>;
 }
 
 Instance instance_for(const AttentionParams& p) {
@@ -44,18 +41,18 @@ const char* refuses(const AttentionParams& p, int capability) {
     return "it computes only bfloat16 and float16";
   constexpr int64_t kLeastDim = 32;
   if (std::max(p.head_dim, p.value_dim) <= kLeastDim) return "it takes head dims above 32";
+  if (std::max(p.head_dim, p.value_dim) > kMostDimWithOptions && !sm80::is_plain(p)) {
+    return "above head dims of 192 it takes only calls without masks and other changes of scores";
+  }
   if (has_few_queries(p)) return "it leaves few queries to \"sm80\"";
   if (const char* reason = kSm80.refuses(p, capability)) return reason;
   if (!can_be_mapped(p)) return "rows must begin at multiples of 16 bytes, and none be repeated";
-  if (!pages_fit(p.pages, instance_for(p).tile_keys)) {
-    return "pages must have a multiple of its tile's keys, or a part of them that divides it";
-  }
   return nullptr;
 }
 
 void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
   if (may_have_few_queries(p)) sm80::forward_of_few_queries(p, outputs, where);
-  instance_for(p).forward(p, outputs, where.stream, where.workspace);
+  instance_for(p)(p, outputs, where.stream, where.workspace);
 }
 
 // The weights and the gradients are sm80's.

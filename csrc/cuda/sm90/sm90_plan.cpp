@@ -45,16 +45,17 @@ MappedTensor mapped(const View& view, int64_t batch, int64_t heads, int64_t rows
   return tensor;
 }
 
+// Rows of the boxes that make up a tile of keys in pages; 0 if there are none.
+int64_t box_rows_of(const Pages& pages, int64_t tile_keys) {
+  const bool fit = pages.size % tile_keys == 0 || tile_keys % pages.size == 0;
+  return fit && pages.size % 8 == 0 ? std::min(pages.size, tile_keys) : 0;
+}
+
 }  // namespace
 
 bool can_be_mapped(const AttentionParams& p) {
   return is_mappable(p.query, p.queries, p.head_dim) && is_mappable(p.key, p.keys, p.head_dim) &&
          is_mappable(p.value, p.keys, p.value_dim);
-}
-
-bool pages_fit(const Pages& pages, int tile_keys) {
-  if (pages.table == nullptr) return true;
-  return pages.size % 8 == 0 && (pages.size % tile_keys == 0 || tile_keys % pages.size == 0);
 }
 
 size_t forward_workspace(const AttentionParams& p) {
@@ -78,8 +79,9 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const
   }
   const int64_t batch = paged ? p.pages.count : packed ? 1 : p.batch;
   const int64_t rows = paged ? p.pages.size : packed ? sequences.key_rows : p.keys;
-  const int64_t box_rows = paged ? std::min(p.pages.size, tile.keys) : tile.keys;
-  plan.boxes_per_tile = static_cast<int>(tile.keys / box_rows);
+  const int64_t box_rows = paged ? box_rows_of(p.pages, tile.keys) : tile.keys;
+  plan.boxes_per_tile = box_rows > 0 ? static_cast<int>(tile.keys / box_rows) : 0;
+  if (box_rows == 0) return plan;
   plan.key = mapped(p.key, batch, p.kv_heads, rows, p.head_dim, box_rows);
   plan.value = mapped(p.value, batch, p.kv_heads, rows, p.value_dim, box_rows);
   return plan;
