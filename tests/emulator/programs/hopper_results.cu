@@ -2,8 +2,10 @@
 // each with the number of results that differ. Numbers are small integers, so that sums are exact in any
 // order. tests/cuda/test_emulator_hopper.py runs it in the emulator; it also runs on a GPU (nvcc -std=c++17
 // -arch=sm_90a -Icsrc tests/emulator/programs/hopper_results.cu csrc/cuda/common/tensor_map.cu).
+#include <algorithm>
 #include <cstdint>
 #include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <stdexcept>
 #include <vector>
@@ -30,14 +32,18 @@ constexpr int kAlignment = 1024;
 // other.
 enum class Left { kRegisters, kByColumns, kByRows };
 
-constexpr int panels_of(int columns) { return (columns + kPanelColumns - 1) / kPanelColumns; }
+__host__ __device__ constexpr int panels_of(int columns) {
+  return (columns + kPanelColumns - 1) / kPanelColumns;
+}
 
 __device__ unsigned char* aligned(unsigned char* memory) {
   return memory + (kAlignment - reinterpret_cast<uintptr_t>(memory) % kAlignment) % kAlignment;
 }
 
 // The bytes of a matrix whose rows and columns are these, in panels.
-constexpr int panel_bytes(int rows, int columns) { return rows * panels_of(columns) * kRowBytes; }
+__host__ __device__ constexpr int panel_bytes(int rows, int columns) {
+  return rows * panels_of(columns) * kRowBytes;
+}
 
 __device__ void copy_panels(unsigned char* shared, const TensorMap& map, uint64_t* barrier, int rows,
                             int columns) {
