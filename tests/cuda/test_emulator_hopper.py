@@ -110,16 +110,24 @@ def everyone() -> list[tuple[str, str]]:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 def test_results(schedule: str) -> None:
     """Products of each number of columns, in both types, with each form of operands; boxes in the tensor,
-    across its edges and beyond.
+    across its edges and beyond; a chain of products that overlap.
     """
-    program = build.build("hopper_results")
+    judge_results(build.build("hopper_results"), schedule)
+
+
+@pytest.mark.sanitizers
+def test_results_have_no_races() -> None:
+    judge_results(build.build("hopper_results", "race"), "random")
+
+
+def judge_results(program: Path, schedule: str) -> None:
     for copies in COPIES:
         done = run(program, schedule=schedule, copies=copies)
         assert done.returncode == 0, done.stdout
         lines = done.stdout.splitlines()
         products = [line for line in lines if line.startswith("product of ")]
         boxes = [line for line in lines if line.startswith("box of ")]
-        assert (len(products), len(boxes)) == (5 * 2 * 6, 8)
+        assert (len(products), len(boxes), len(lines)) == (5 * 2 * 6, 8, 5 * 2 * 6 + 8 + 1)
         assert [line for line in lines if not line.endswith(": 0 differ")] == []
 
 
