@@ -24,8 +24,7 @@ struct Box {
   int corner[4];
   unsigned char* destination;
   void* barrier;
-  int thread;
-  int64_t number;  // for the race detector
+  races::Box counted;  // for the race detector
 };
 
 std::vector<Box> in_flight;
@@ -74,7 +73,7 @@ void complete(const Box& box) {
     for (int chunk = 0; chunk < kSwizzledRowBytes; chunk += kChunkBytes)
       std::memcpy(swizzled(to + chunk), row + chunk, kChunkBytes);
   });
-  barriers::finish_copy(box.barrier, bytes_of(box.map), box.thread, box.number);
+  barriers::finish_copy(box.barrier, bytes_of(box.map), box.counted);
 }
 
 // Completes the copy at this place, and forgets it.
@@ -93,22 +92,21 @@ void copy(void* shared, const void* map, void* barrier, const int (&corner)[4], 
     fail(whereabouts() + " gives " + to_string(site) + " a tensor map that is not aligned to 64 bytes");
   }
   Box box{};
-  if (!read_tiled_map(map, box.map) || box.map.rank != 4 || !box.map.swizzles) {
+  if (!read_tiled_map(map, box.map) || box.map.rank != 4 || !box.map.swizzles ||
+      box.map.box[0] * kElementBytes != kSwizzledRowBytes) {
     fail(whereabouts() + " gives " + to_string(site) +
-         " a tensor map that is none of four dimensions with the 128-byte swizzle");
+         " a tensor map that is none of four dimensions, with boxes of 128 bytes and their swizzle");
   }
   const int bytes = bytes_of(box.map);
   check_shared(shared, bytes, kSwizzleAlignment, site);
   std::copy(corner, corner + 4, box.corner);
   box.destination = static_cast<unsigned char*>(shared);
   box.barrier = barrier;
-  box.thread = self().number;
-  barriers::begin_copy(barrier, site);
 
-  box.number = races::begin_box();
-  races::write_box(shared, bytes, box.number, site);
+  box.counted = races::begin_box(barriers::begin_copy(barrier, site));
+  races::write_box(shared, bytes, box.counted, site);
   for_rows(box, [&](unsigned char*, const unsigned char* from, int, int count) {
-    if (from != nullptr) races::read_box(from, count, box.number, site);
+    if (from != nullptr) races::read_box(from, count, box.counted, site);
   });
   const Copies when = options().copies;
   if (when == Copies::kEager || (when == Copies::kRandom && random_number() % 4 == 0)) return complete(box);

@@ -11,6 +11,7 @@
 
 #include "options.h"
 #include "product_arithmetic.h"
+#include "ptx_sm90_model.h"
 #include "races.h"
 #include "scheduler.h"
 #include "shared_memory.h"
@@ -291,6 +292,7 @@ void end_thread() {
 }
 
 int group_of_self(const Site& site) {
+  require_hopper(site);
   const int number = self().number / kGroupThreads;
   if (number >= static_cast<int>(block().threads.size()) / kGroupThreads) {
     fail(whereabouts() + " comes to " + to_string(site) + ", and its warpgroup has not 128 threads");
@@ -367,6 +369,17 @@ void wait(int pending, const Site& site) {
   complete_steps(group);
   while (group.waits_passed <= mine) emulator::wait(site);
   races::products_finished(number, group.waited);
+}
+
+std::string what_groups_lack() {
+  std::string text;
+  for (size_t number = 0; number < groups.size(); ++number) {
+    if (groups[number].steps.empty()) continue;
+    const Step& step = groups[number].steps.front();
+    text += "\n  of warpgroup " + std::to_string(number) + " " + std::to_string(step.arrived) +
+            " threads have come to " + to_string(step.site);
+  }
+  return text;
 }
 
 void pass() {

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <string>
 
 #include "site.h"
 
@@ -33,6 +34,9 @@ void multiply(const Form& form, float* d, const uint32_t* a, uint64_t a_matrix, 
 void fence(const Site& site);
 void commit(const Site& site);
 void wait(int pending, const Site& site);
+
+// One line for each warpgroup some of whose threads have come to a step and others not.
+std::string what_groups_lack();
 
 // Time passes: a product may happen.
 void pass();

@@ -100,4 +100,16 @@ void come(int number, int threads, bool waits, const Site& site) {
   races::acquire(barrier.ended, self().number);
 }
 
+std::string what_barriers_lack() {
+  std::string text;
+  for (size_t number = 0; number < kBarriers; ++number) {
+    const NamedBarrier& barrier = barriers[number];
+    if (barrier.arrived == 0) continue;
+    text += "\n  " + std::to_string(barrier.arrived) + " of " + std::to_string(barrier.threads) +
+            " threads have come to barrier " + std::to_string(number) + ", the first in " +
+            to_string(barrier.site);
+  }
+  return text;
+}
+
 }  // namespace selfattn::emulator::named

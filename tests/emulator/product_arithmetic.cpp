@@ -5,6 +5,7 @@
 
 #include "core/dtype.h"
 #include "group_products.h"
+#include "ptx_sm90_model.h"
 #include "scheduler.h"
 #include "shared_memory.h"
 #include "swizzle.h"
@@ -62,6 +63,7 @@ float value_of(const unsigned char* address, bool bfloat16) {
 }  // namespace
 
 uint64_t matrix(const void* panels, int panel_rows, int row, int column, bool by_rows, const Site& site) {
+  require_hopper(site);
   const auto require = [&](bool holds, const std::string& what) {
     if (!holds) fail(whereabouts() + " calls " + to_string(site) + " with " + what);
   };

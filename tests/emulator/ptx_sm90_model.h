@@ -10,6 +10,9 @@
 
 namespace selfattn::emulator {
 
+// Fails where the device has none of these instructions.
+void require_hopper(const Site& site);
+
 void barrier_init(uint64_t* barrier, int arrivals, const Site& site);
 void barrier_init_fence(const Site& site);
 void barrier_arrive(uint64_t* barrier, const Site& site);

@@ -18,9 +18,9 @@ namespace selfattn::emulator::races {
 namespace {
 
 // What happens on behalf of a thread, each with a time of its own: what the thread does itself; its copies of
-// 16 bytes; its copies of boxes. The last two are no agents, but how much of the first two the asynchronous
+// 16 bytes. The last two are no agents, but how much of the first two the asynchronous
 // proxy will know, too: it does not see a store that no fence follows.
-enum Part { kThread, kCopies, kBoxes, kKnownStores, kKnownCopies };
+enum Part { kThread, kCopies, kKnownStores, kKnownCopies };
 
 // Of a thread: devices without an asynchronous proxy need two of the parts only.
 uint32_t parts = 0;
@@ -29,7 +29,15 @@ uint32_t threads_of_block = 0;
 uint32_t agent_of(int thread, Part part) { return static_cast<uint32_t>(thread) * parts + part; }
 // Behind the threads come the warpgroups, for their products.
 uint32_t agent_of_group(int group) { return threads_of_block * parts + static_cast<uint32_t>(group); }
+uint32_t groups_of_block() { return threads_of_block / 128; }
+// And behind these barriers, for the copies of boxes that they count: copies that are counted by different
+// ones arrive in any order. Those of more barriers than there are agents share them, which may hide a race.
+constexpr uint32_t kBarriers = 64;
+uint32_t agent_of_barrier(int barrier) {
+  return agent_of_group(static_cast<int>(groups_of_block())) + static_cast<uint32_t>(barrier) % kBarriers;
+}
 bool is_of_thread(uint32_t agent) { return agent < threads_of_block * parts; }
+bool is_of_group(uint32_t agent) { return !is_of_thread(agent) && agent < agent_of_barrier(0); }
 
 // How much of each agent has happened before, by agent.
 using Clock = std::vector<uint32_t>;
@@ -55,7 +63,8 @@ using Page = std::array<Byte, kPageBytes>;
 
 std::vector<Clock> clocks;         // by thread
 std::vector<uint32_t> copy_times;  // by thread: how many copies it has begun
-std::vector<uint32_t> box_times;   // by thread: how many boxes
+// By agent of a barrier: which threads have begun the boxes that it counts.
+std::array<std::vector<int>, kBarriers> boxes;
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 uint32_t block_number = 0;
 
@@ -90,12 +99,16 @@ bool is_known(const Access& store, const Clock& clock) {
 
 std::string text_of_agent(const Access& access) {
   const std::string where = access.block == block_number ? "" : " of another block";
-  if (!is_of_thread(access.agent))
+  if (is_of_group(access.agent))
     return "a product of warpgroup " + std::to_string(access.agent - threads_of_block * parts) + where;
-  const int thread = static_cast<int>(access.agent / parts);
-  return std::string(access.agent % parts != kThread ? "an asynchronous copy of " : "") + "thread " +
-         std::to_string(thread) + " (warp " + std::to_string(thread / kWarpSize) + ", lane " +
-         std::to_string(thread % kWarpSize) + ")" + where;
+  const bool is_thread = is_of_thread(access.agent);
+  if (!is_thread && access.block != block_number) return "an asynchronous copy" + where;
+  const int thread = is_thread ? static_cast<int>(access.agent / parts)
+                               : boxes[access.agent - agent_of_barrier(0)][access.time - 1];
+  const bool copies = !is_thread || access.agent % parts != kThread;
+  return std::string(copies ? "an asynchronous copy of " : "") + "thread " + std::to_string(thread) +
+         " (warp " + std::to_string(thread / kWarpSize) + ", lane " + std::to_string(thread % kWarpSize) +
+         ")" + where;
 }
 
 [[noreturn]] void report(uintptr_t address, const Access& earlier, const char* did, const Access& later,
@@ -204,14 +217,13 @@ void start_block(int threads) {
   const auto count = static_cast<size_t>(threads);
   threads_of_block = static_cast<uint32_t>(threads);
   parts = options().capability == 90 ? kKnownCopies + 1 : kCopies + 1;
-  constexpr size_t kGroupThreads = 128;
-  clocks.assign(count, Clock(parts * count + count / kGroupThreads, 0));
+  clocks.assign(count, Clock(parts > kKnownCopies ? agent_of_barrier(0) + kBarriers : parts * count, 0));
   // Nothing has happened at time 0, so that the clocks of others do not include what a thread does first.
   for (int thread = 0; thread < threads; ++thread) {
     clocks[static_cast<size_t>(thread)][agent_of(thread, kThread)] = 1;
   }
   copy_times.assign(count, 0);
-  box_times.assign(count, 0);
+  for (std::vector<int>& begun : boxes) begun.clear();
   const auto first = reinterpret_cast<uintptr_t>(shared_memory().data()) / kPageBytes;
   const size_t shared_pages = shared_memory().bytes() / kPageBytes + 2;
   for (size_t n = 0; n < shared_pages; ++n) pages.erase(first + n);
@@ -285,26 +297,30 @@ void fence_async_proxy() {
 
 namespace {
 
-Access access_of_box(int64_t box, const Site& site) {
-  return {block_number, agent_of(self().number, kBoxes), static_cast<uint32_t>(box), number_of_place(site)};
+Access access_of_box(const Box& box, const Site& site) {
+  return {block_number, agent_of_barrier(box.barrier), box.number, number_of_place(site)};
 }
 
 }  // namespace
 
-int64_t begin_box() { return ++box_times[static_cast<size_t>(self().number)]; }
+Box begin_box(int barrier) {
+  std::vector<int>& begun = boxes[static_cast<uint32_t>(barrier) % kBarriers];
+  begun.push_back(self().number);
+  return {barrier, static_cast<uint32_t>(begun.size())};
+}
 
-void read_box(const void* address, int bytes, int64_t box, const Site& site) {
+void read_box(const void* address, int bytes, const Box& box, const Site& site) {
   record_read(address, bytes, access_of_box(box, site), clock_of_self(), true);
 }
 
-void write_box(const void* address, int bytes, int64_t box, const Site& site) {
+void write_box(const void* address, int bytes, const Box& box, const Site& site) {
   record_write(address, bytes, access_of_box(box, site), clock_of_self(), true);
 }
 
-void release_box(Order& order, int thread, int64_t box) {
+void release_box(Order& order, const Box& box) {
   order.clock.resize(clocks[0].size(), 0);
-  uint32_t& known = order.clock[agent_of(thread, kBoxes)];
-  known = std::max(known, static_cast<uint32_t>(box));
+  uint32_t& known = order.clock[agent_of_barrier(box.barrier)];
+  known = std::max(known, box.number);
 }
 
 void meet(Order& order, bool first) {

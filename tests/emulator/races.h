@@ -22,6 +22,12 @@ struct Order {
 #endif
 };
 
+// A copy of a box: the number of the barrier that counts it, and its own among these.
+struct Box {
+  int barrier = 0;
+  uint32_t number = 0;
+};
+
 #if defined(SELFATTN_EMULATOR_RACES)
 
 void start_grid();
@@ -51,13 +57,13 @@ void acquire(const Order& order, int thread);
 // The running thread's stores to shared memory come before what the asynchronous proxy does on behalf of
 // whoever this thread is ordered before.
 void fence_async_proxy();
-// The running thread begins to copy a box; returns its number. What it reads and writes, through the
-// asynchronous proxy.
-int64_t begin_box();
-void read_box(const void* address, int bytes, int64_t box, const Site& site);
-void write_box(const void* address, int bytes, int64_t box, const Site& site);
-// A thread's box comes before what those do who acquire the order.
-void release_box(Order& order, int thread, int64_t box);
+// The running thread begins to copy a box, which the barrier of this number counts. What it reads and writes,
+// through the asynchronous proxy.
+Box begin_box(int barrier);
+void read_box(const void* address, int bytes, const Box& box, const Site& site);
+void write_box(const void* address, int bytes, const Box& box, const Site& site);
+// The box, and those before it that its barrier counts, come before what those do who acquire the order.
+void release_box(Order& order, const Box& box);
 
 // What all threads know that have called this with `order`; the first of them begins it.
 void meet(Order& order, bool first);
@@ -80,10 +86,10 @@ inline void copies_arrived(int64_t) {}
 inline void release(Order&, int) {}
 inline void acquire(const Order&, int) {}
 inline void fence_async_proxy() {}
-inline int64_t begin_box() { return 0; }
-inline void read_box(const void*, int, int64_t, const Site&) {}
-inline void write_box(const void*, int, int64_t, const Site&) {}
-inline void release_box(Order&, int, int64_t) {}
+inline Box begin_box(int) { return {}; }
+inline void read_box(const void*, int, const Box&, const Site&) {}
+inline void write_box(const void*, int, const Box&, const Site&) {}
+inline void release_box(Order&, const Box&) {}
 inline void meet(Order&, bool) {}
 inline void read_product(const void*, int, const Order&, int, int64_t, const Site&) {}
 inline void products_finished(int, int64_t) {}

@@ -122,7 +122,8 @@ void give_way() {
   if (next == nullptr) {
     if (ended == static_cast<int>(current_block.threads.size())) leave_launch();
     fail("deadlock in block " + index_text(blockIdx) + ": nothing wakes the threads that wait" +
-         what_threads_do() + barriers::what_barriers_lack() + registers::what_groups_lack());
+         what_threads_do() + barriers::what_barriers_lack() + named::what_barriers_lack() +
+         products::what_groups_lack() + registers::what_groups_lack());
   }
   if (next == last) return;
   current_thread = next;

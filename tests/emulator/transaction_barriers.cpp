@@ -23,6 +23,7 @@ struct TransactionBarrier {
   int pending = 0;    // of this phase
   int64_t bytes = 0;  // announced and not there yet; less than 0 where they came before
   uint64_t phase = 0;
+  int number = 0;           // in the order of initialisation
   int initialiser = 0;      // the thread
   bool is_fenced = false;   // whether the asynchronous proxy knows it
   int copies = 0;           // on their way
@@ -125,7 +126,9 @@ void init(void* address, int arrivals, const Site& site) {
   races::write(address, kBarrierBytes, site);
   const uint64_t mark = mark_of(address);
   std::memcpy(address, &mark, sizeof(mark));
+  const auto number = static_cast<int>(barriers.size());
   TransactionBarrier& barrier = barriers[address];
+  barrier.number = number;
   barrier.arrivals = barrier.pending = arrivals;
   barrier.initialiser = self().number;
 }
@@ -164,7 +167,7 @@ void wait(void* address, uint32_t parity, const Site& site) {
   races::acquire(barrier.ended, self().number);
 }
 
-void begin_copy(void* address, const Site& site) {
+int begin_copy(void* address, const Site& site) {
   TransactionBarrier& barrier = barrier_at(address, site);
   if (!barrier.is_fenced) {
     fail(whereabouts() + " copies to " + name_of(address) + " in " + to_string(site) +
@@ -173,11 +176,12 @@ void begin_copy(void* address, const Site& site) {
   ++barrier.copies;
   barrier.had_copies = true;
   barrier.copy_site = site;
+  return barrier.number;
 }
 
-void finish_copy(void* address, int bytes, int thread, int64_t copy) {
+void finish_copy(void* address, int bytes, const races::Box& box) {
   TransactionBarrier& barrier = barriers.at(address);
-  races::release_box(barrier.arrived, thread, copy);
+  races::release_box(barrier.arrived, box);
   --barrier.copies;
   barrier.bytes -= bytes;
   end_phase(address, barrier);

@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <string>
 
+#include "races.h"
 #include "site.h"
 
 namespace selfattn::emulator::barriers {
@@ -19,10 +20,11 @@ void arrive(void* barrier, const Site& site);
 void arrive_expecting(void* barrier, int bytes, const Site& site);
 void wait(void* barrier, uint32_t parity, const Site& site);
 
-// A copy to this barrier begins; fails where none may.
-void begin_copy(void* barrier, const Site& site);
-// The copy of this number (for the race detector) by a thread has brought its bytes.
-void finish_copy(void* barrier, int bytes, int thread, int64_t copy);
+// A copy to this barrier begins; fails where none may. Returns the barrier's number, in the order of their
+// initialisation.
+int begin_copy(void* barrier, const Site& site);
+// The copy has brought its bytes.
+void finish_copy(void* barrier, int bytes, const races::Box& box);
 
 // It has begun and not completed.
 void copy_is_on_its_way(void* barrier);

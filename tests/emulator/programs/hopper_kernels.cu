@@ -311,6 +311,22 @@ __global__ void copy_read_early(const __grid_constant__ Arguments arguments) {
   arguments.out[threadIdx.x] = selfattn::float_from_float16(element);
 }
 
+// A later copy, counted by another barrier, may come first.
+__global__ void other_copy_waited_for(const __grid_constant__ Arguments arguments) {
+  SELFATTN_DYNAMIC_SHARED(shared);
+  const Memory memory = memory_of(shared);
+  init_barriers(memory, 1);
+  if (threadIdx.x == 0) {
+    copy_tile(arguments, memory.panels, &memory.full[0], 0);
+    copy_tile(arguments, memory.panels + kPanelBytes, &memory.full[1], 1);
+  }
+  ptx::barrier_wait(&memory.full[1], 0);
+  if (arguments.right) ptx::barrier_wait(&memory.full[0], 0);
+  const uint16_t element = reinterpret_cast<const uint16_t*>(memory.panels)[threadIdx.x];
+  if (!arguments.right) ptx::barrier_wait(&memory.full[0], 0);
+  arguments.out[threadIdx.x] = selfattn::float_from_float16(element);
+}
+
 // Threads write what products read, or copies write over.
 
 __device__ void write_panel(unsigned char* panel, const uint16_t* rows, int number) {
@@ -654,6 +670,7 @@ const Named kKernels[] = {
     SELFATTN_KERNEL(map_is_none, 1),
     SELFATTN_KERNEL(copy_not_waited_for, 1),
     SELFATTN_KERNEL(copy_read_early, 1),
+    SELFATTN_KERNEL(other_copy_waited_for, 1),
     SELFATTN_KERNEL(written_operand_not_fenced, 1),
     SELFATTN_KERNEL(written_operand_not_waited_for, 1),
     SELFATTN_KERNEL(copy_over_writes, 1),
