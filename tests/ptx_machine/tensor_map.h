@@ -14,8 +14,8 @@ struct TensorMap {
 
   u64 mark = 0;
   u64 address = 0;
-  u64 strides[kMostDimensions] = {};          // in bytes; the first is that of an element
-  u32 most_coordinates[kMostDimensions] = {}; // sizes of the tensor, less one: they reach 2^32
+  u64 strides[kMostDimensions] = {};           // in bytes; the first is that of an element
+  u32 most_coordinates[kMostDimensions] = {};  // sizes of the tensor, less one: they reach 2^32
   u16 box[kMostDimensions] = {};
   u8 dimensions = 0;
   bool swizzled = false;  // by 128 bytes

@@ -87,7 +87,8 @@ size_t Decoder::signature(const Module::Function& function, const std::vector<Pl
       // .maxnreg, else as many as all threads of as many blocks as were asked for can have.
       if (function.is_kernel && kernel_.registers_of_thread == 0 && has_most_threads_) {
         const u32 share = kRegistersOfMultiprocessor / (kernel_.most_threads * blocks_of_multiprocessor_);
-        kernel_.registers_of_thread = std::min(share, kMostRegisters) / kMultipleOfRegisters * kMultipleOfRegisters;
+        kernel_.registers_of_thread =
+            std::min(share, kMostRegisters) / kMultipleOfRegisters * kMultipleOfRegisters;
       }
       return in.at + 1;
     }
@@ -108,7 +109,8 @@ size_t Decoder::signature(const Module::Function& function, const std::vector<Pl
         kernel_.most_threads = std::min(kernel_.most_threads, threads);
         has_most_threads_ = true;
       }
-      if (word == "minnctapersm") blocks_of_multiprocessor_ = static_cast<u32>(std::max(std::atoi(rest.c_str()), 1));
+      if (word == "minnctapersm")
+        blocks_of_multiprocessor_ = static_cast<u32>(std::max(std::atoi(rest.c_str()), 1));
       if (word == "maxnreg") kernel_.registers_of_thread = static_cast<u32>(std::atoi(rest.c_str()));
     } else if (in.word().empty()) {  // else it was the name
       fail(std::string("a signature with ") + c);

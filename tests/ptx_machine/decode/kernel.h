@@ -111,7 +111,7 @@ struct Kernel {
   u32 product_registers = 0;  // so many registers are results or operands of products
   std::vector<u32> touched;
   u32 most_threads = 1024;
-  u32 registers_of_thread = 0;  // 0: not known
+  u32 registers_of_thread = 0;          // 0: not known
   u32 most_dynamic_shared = 48 * 1024;  // what cudaFuncSetAttribute allows
   u64 launches = 0;
 };

@@ -8,8 +8,8 @@
 
 namespace ptx_machine {
 
-// By actors: warps; the products of each warpgroup; the copies of each mbarrier. All that an actor did in epochs
-// before the one here, and what a lane of a warp did in steps before the one here.
+// By actors: warps; the products of each warpgroup; the copies of each mbarrier. All that an actor did in
+// epochs before the one here, and what a lane of a warp did in steps before the one here.
 struct Clock {
   std::vector<u32> epochs;  // of each actor
   std::vector<u32> steps;   // of each lane of each warp
@@ -26,7 +26,8 @@ struct Clock {
 
 struct Knowledge {
   Clock all;
-  Clock fenced;  // what a fence of proxies is behind, so that asynchronous reads and writes come after it, too
+  Clock
+      fenced;  // what a fence of proxies is behind, so that asynchronous reads and writes come after it, too
 
   void reset(size_t actors, size_t warps) {
     all.reset(actors, warps);

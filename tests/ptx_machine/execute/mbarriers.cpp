@@ -14,7 +14,9 @@ constexpr u32 kMostArrivals = (1 << 20) - 1;
 constexpr s64 kMostBytes = (1 << 20) - 1;
 constexpr u8 kUnwritten = 0xff;  // NaN
 
-std::string name_of(u32 offset) { return "the mbarrier at byte " + std::to_string(offset) + " of shared memory"; }
+std::string name_of(u32 offset) {
+  return "the mbarrier at byte " + std::to_string(offset) + " of shared memory";
+}
 
 // Chunks that the swizzle moves.
 constexpr u32 kChunk = 16;
@@ -27,7 +29,7 @@ u32 place_of(const BoxCopy& copy, u32 byte) {
 }  // namespace
 
 u64 Mbarrier::word() const {
-  return (u64{phase} + 1) * 0x9e3779b97f4a7c15ull ^ u64{pending} << 40 ^ u64{arrivals} << 20 ^
+  return (u64{phase} + 1) * 0x9e3779b97f4a7c15ull ^ u64 { pending } << 40 ^ u64 { arrivals } << 20 ^
          static_cast<u64>(bytes);
 }
 
@@ -38,8 +40,9 @@ void Mbarriers::start_block() {
 
 void Mbarriers::end_block() const {
   for (const BoxCopy& copy : copies_) {
-    fail(*copy.warp, *copy.instruction, 1u << copy.lane,
-         "the block ends, and nobody has waited for this copy, whose bytes went to " + describe(copy.barrier));
+    fail(
+        *copy.warp, *copy.instruction, 1u << copy.lane,
+        "the block ends, and nobody has waited for this copy, whose bytes went to " + describe(copy.barrier));
   }
 }
 
@@ -140,7 +143,8 @@ bool Mbarriers::has_ended(Warp& warp, const Instruction& ins, int lane, u32 offs
 }
 
 void Mbarriers::see(const Warp& warp, u32 lanes, u32 offset) {
-  if (warp.block->races != nullptr) warp.block->races->wait_for_mbarrier(warp, lanes, barriers_.at(offset).number);
+  if (warp.block->races != nullptr)
+    warp.block->races->wait_for_mbarrier(warp, lanes, barriers_.at(offset).number);
 }
 
 void Mbarriers::start(const BoxCopy& copy) {

@@ -4,8 +4,8 @@
 // brought all bytes that were announced. In memory is a word that changes with each operation, so that stores
 // over a barrier are seen.
 //
-// A copy happens when a thread waits for its barrier in vain and nothing else goes on in the block, or at once
-// (SELFATTN_PTX_COPIES). Somebody must have waited for it before the block ends.
+// A copy happens when a thread waits for its barrier in vain and nothing else goes on in the block, or at
+// once (SELFATTN_PTX_COPIES). Somebody must have waited for it before the block ends.
 #pragma once
 
 #include <map>
@@ -44,8 +44,8 @@ struct BoxCopy {
   u32 phase = 0;  // in which it was done
 
   u32 bytes() const { return map.rows() * map.row_bytes(); }
-  // Where each row of the box comes from, clipped to the tensor: `row` gets the row's number, the address, the
-  // bytes before it that are zeros, and the bytes that are read, which may be none.
+  // Where each row of the box comes from, clipped to the tensor: `row` gets the row's number, the address,
+  // the bytes before it that are zeros, and the bytes that are read, which may be none.
   template <class F>
   void for_rows(F&& row) const {
     u64 at[TensorMap::kMostDimensions] = {};

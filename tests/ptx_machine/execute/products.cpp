@@ -34,12 +34,12 @@ void read_fragment(const Warp& warp, const Product& product, u16 (*rows)[kProduc
 
 // d = a b or d += a b, of the warp's rows.
 //
-// Public measurements (mmasim 2.1.1, whose author compared it with an H100) find that wgmma of 16-bit elements
-// adds up as mma of the same generation does: 16 products and the accumulator in one step, 25 bits behind the
-// binary point of the largest, cut off.
+// Public measurements (mmasim 2.1.1, whose author compared it with an H100) find that wgmma of 16-bit
+// elements adds up as mma of the same generation does: 16 products and the accumulator in one step, 25 bits
+// behind the binary point of the largest, cut off.
 template <float (*kConvert)(u16)>
-void multiply(Warp& warp, const Product& product, const u16 (*a)[kProductDepth], const u16 (*b)[kProductDepth],
-              bool adds) {
+void multiply(Warp& warp, const Product& product, const u16 (*a)[kProductDepth],
+              const u16 (*b)[kProductDepth], bool adds) {
   tensor_core::MmaOperands operands;
   operands.smallest_exponent = kConvert == float_from_float16 ? tensor_core::kSmallestExponentFloat16
                                                               : tensor_core::kSmallestExponentFloat32;
@@ -147,7 +147,8 @@ void Products::check_registers(const Warp& warp, const Instruction& ins) const {
     const bool same = owner != nullptr && text_of(warp, *owner).results == product.results;
     if (is_result ? uses_[used] != 0 && !same : owner != nullptr) {
       fail(warp, ins, kWholeWarp,
-           "this product takes registers of another one that is on its way, and does not go on with its results");
+           "this product takes registers of another one that is on its way, and does not go on with its "
+           "results");
     }
   }
 }

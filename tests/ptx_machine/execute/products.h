@@ -1,7 +1,7 @@
-// The products of a warpgroup (wgmma) that a warp has begun and not waited for. They read shared memory, and all
-// four warps' parts are computed, when the first warp of the warpgroup waits for them. It waits until the others
-// have begun them: a product is done by all four together, so that one thread may tell others that what it read
-// can be overwritten.
+// The products of a warpgroup (wgmma) that a warp has begun and not waited for. They read shared memory, and
+// all four warps' parts are computed, when the first warp of the warpgroup waits for them. It waits until the
+// others have begun them: a product is done by all four together, so that one thread may tell others that
+// what it read can be overwritten.
 //
 // Until then nobody may touch registers of a product, results or operands. Because instructions that do are
 // reported, results need not be NaN meanwhile. Registers that anything but products has touched need a
@@ -46,7 +46,8 @@ class Products {
   void compute_before(Warp& warp, u32 nth);
 
   std::vector<Pending> pending_;
-  // Of each register of Kernel::product_registers: by how many products it is used; by which product's results.
+  // Of each register of Kernel::product_registers: by how many products it is used; by which product's
+  // results.
   std::vector<u32> uses_;
   std::vector<const Instruction*> owners_;
   std::vector<u32> touched_;  // how many fences there were, and one

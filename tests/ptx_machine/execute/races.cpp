@@ -93,15 +93,16 @@ void Races::report(const Warp& warp, const Instruction& ins, int lane, const std
   const bool same_block = before.block == serial_;
   fail(warp, ins, 1u << lane,
        "race on " + where + ": nothing orders this and " + what + " by " +
-           (same_block ? actor_name(before) : "another block") +
-           " at " + place_text(*warp.block->kernel, *before.instruction));
+           (same_block ? actor_name(before) : "another block") + " at " +
+           place_text(*warp.block->kernel, *before.instruction));
 }
 
 // A write of the lane against the reads and the last write of the word.
 void Races::check_write(const Warp& warp, const Instruction& ins, int lane, u32 word, const Mark& now) {
   const SharedWord& known = words_[word];
   const auto where = [&] { return in_shared_memory(word); };
-  if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, kind_of(known.write));
+  if (conflicts(known.write, now, warp, lane))
+    report(warp, ins, lane, where(), known.write, kind_of(known.write));
   for (size_t n = 0; n < readers_; ++n) {
     const Mark& read = reads_[word * readers_ + n];
     if (read.block != serial_) continue;  // of another block's memory
@@ -140,7 +141,8 @@ void Races::shared(const Warp& warp, const Instruction& ins, int lane, u32 offse
     if ((known.written & now.bytes) != now.bytes) {
       fail(warp, ins, 1u << lane, "a read of " + where() + ", which nobody has written");
     }
-    if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, kind_of(known.write));
+    if (conflicts(known.write, now, warp, lane))
+      report(warp, ins, lane, where(), known.write, kind_of(known.write));
     Mark& read = reads_[word * readers_ + warp.index];
     const bool same_epoch = read.block == serial_ && read.epoch == now.epoch;
     const Mark before = read;
@@ -185,7 +187,8 @@ void Races::device(const Warp& warp, const Instruction& ins, int lane, u64 addre
     DeviceHalf& known = device_half(half);
     const Mark now = mark(warp, ins, lane, bytes_in(half * kHalfBytes, kHalfBytes, address, bytes), access);
     const auto where = [&] { return "device memory" + describe_memory(address); };
-    if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, kind_of(known.write));
+    if (conflicts(known.write, now, warp, lane))
+      report(warp, ins, lane, where(), known.write, kind_of(known.write));
     if (access != Access::kRead) {
       const bool other_blocks = known.read_by_blocks && known.read.block >= first_of_grid_;
       if (conflicts(known.read, now, warp, lane) || (other_blocks && (known.read.bytes & now.bytes) != 0)) {

@@ -7,10 +7,10 @@
 // never ordered. Atomic accesses do not race with each other.
 //
 // A lane that arrives at an mbarrier passes on what comes before it: what it did itself, what all lanes did
-// before the warp last synchronised, and what it knows of other warps. Whoever has seen a phase end comes after
-// all who arrived in it, and after the copies of boxes that it waited for. What threads wrote needs a fence of
-// proxies on the way to the copies that overwrite it and the products (wgmma) that read it. Products read from
-// their instruction to a wait by any warp of the warpgroup.
+// before the warp last synchronised, and what it knows of other warps. Whoever has seen a phase end comes
+// after all who arrived in it, and after the copies of boxes that it waited for. What threads wrote needs a
+// fence of proxies on the way to the copies that overwrite it and the products (wgmma) that read it. Products
+// read from their instruction to a wait by any warp of the warpgroup.
 //
 // Of shared memory each word knows its last write and the last reads of each warp, and of a warp's earlier
 // reads those that some of its lanes do not come after; of device memory each half of a word, which lanes
@@ -43,8 +43,8 @@ class Races {
   void arrive(const Warp& warp, u32 barrier);
   void synchronise_warps(const std::vector<Warp*>& warps, u32 barrier);
 
-  // races_of_copies.cpp: what Hopper's mbarriers, copies of boxes and products order, and what must be ordered
-  // before them. Barriers are given by their numbers.
+  // races_of_copies.cpp: what Hopper's mbarriers, copies of boxes and products order, and what must be
+  // ordered before them. Barriers are given by their numbers.
   void arrive_at_mbarrier(const Warp& warp, int lane, u32 number);
   void end_phase(u32 number, u32 phase);
   void wait_for_mbarrier(const Warp& warp, u32 lanes, u32 number);
@@ -99,6 +99,8 @@ class Races {
   bool ordered_for_proxy(const Mark& before, const Warp& warp, int lane) const;
   SharedWord& shared_word(u32 word);
   const char* kind_of(const Mark& before) const;
+  // A write that threads come after, and the asynchronous proxy does not.
+  [[noreturn]] void report_unfenced(const Warp& warp, const Instruction& ins, int lane, u32 word) const;
   std::string actor_name(const Mark& before) const;
   // What lanes know beside what their warp knows becomes the warp's.
   void fold(const Warp& warp);

@@ -28,11 +28,10 @@ bool Races::covers(const Clock& clock, const Mark& before) const {
 }
 
 bool Races::ordered_for_proxy(const Mark& before, const Warp& warp, int lane) const {
-  if (before.block != serial_) return true;                                  // never written
-  if (before.actor >= warps_) return ordered(before, warp, lane);            // written by that proxy
+  if (before.block != serial_) return true;                        // never written
+  if (before.actor >= warps_) return ordered(before, warp, lane);  // written by that proxy
   const Knowledge* of_lane = lanes_know_[warp.index * kLanes + static_cast<u32>(lane)].get();
-  return covers(knows_[warp.index].fenced, before) ||
-         (of_lane != nullptr && covers(of_lane->fenced, before));
+  return covers(knows_[warp.index].fenced, before) || (of_lane != nullptr && covers(of_lane->fenced, before));
 }
 
 const char* Races::kind_of(const Mark& before) const {
@@ -42,9 +41,17 @@ const char* Races::kind_of(const Mark& before) const {
 std::string Races::actor_name(const Mark& before) const {
   if (before.actor >= readers_) return "the asynchronous proxy";
   if (before.actor >= warps_) {
-    return "a product of warpgroup " + std::to_string(before.actor - warps_) + ", which has not been waited for,";
+    return "a product of warpgroup " + std::to_string(before.actor - warps_) +
+           ", which has not been waited for,";
   }
   return "warp " + std::to_string(before.actor) + ", lanes " + lanes_text(before.lanes);
+}
+
+void Races::report_unfenced(const Warp& warp, const Instruction& ins, int lane, u32 word) const {
+  const Mark& write = words_[word].write;
+  fail(warp, ins, 1u << lane,
+       "race on " + in_shared_memory(word) + ": no fence.proxy.async is between this and a write by " +
+           actor_name(write) + " at " + place_text(*warp.block->kernel, *write.instruction));
 }
 
 void Races::fold(const Warp& warp) {
@@ -62,8 +69,9 @@ void Races::merge_lane(Knowledge& into, const Warp& warp, int lane) const {
   const Knowledge& known = knows_[warp.index];
   const Lanes& lanes = lanes_[warp.index];
   const size_t first = warp.index * size_t{kLanes};
-  const std::vector<u32> fenced_before(into.fenced.steps.begin() + static_cast<std::ptrdiff_t>(first),
-                                       into.fenced.steps.begin() + static_cast<std::ptrdiff_t>(first + kLanes));
+  const std::vector<u32> fenced_before(
+      into.fenced.steps.begin() + static_cast<std::ptrdiff_t>(first),
+      into.fenced.steps.begin() + static_cast<std::ptrdiff_t>(first + kLanes));
   into.merge(known);
   if (const Knowledge* of_lane = lanes_know_[first + static_cast<size_t>(lane)].get()) into.merge(*of_lane);
   for (u32 l = 0; l < kLanes; ++l) {
@@ -76,7 +84,8 @@ void Races::merge_lane(Knowledge& into, const Warp& warp, int lane) const {
 }
 
 void Races::arrive_at_mbarrier(const Warp& warp, int lane, u32 number) {
-  if (number >= mbarriers_.size()) throw std::runtime_error("ptx machine: more mbarriers than races are looked for");
+  if (number >= mbarriers_.size())
+    throw std::runtime_error("ptx machine: more mbarriers than races are looked for");
   std::unique_ptr<Phases>& phases = mbarriers_[number];
   if (phases == nullptr) {
     phases = std::make_unique<Phases>();
@@ -103,8 +112,7 @@ void Races::wait_for_mbarrier(const Warp& warp, u32 lanes, u32 number) {
     return;
   }
   for (u32 rest = lanes; rest != 0; rest &= rest - 1) {
-    std::unique_ptr<Knowledge>& known =
-        lanes_know_[warp.index * kLanes + static_cast<u32>(first_lane(rest))];
+    std::unique_ptr<Knowledge>& known = lanes_know_[warp.index * kLanes + static_cast<u32>(first_lane(rest))];
     if (known == nullptr) {
       known = std::make_unique<Knowledge>();
       known->reset(actors_, warps_);
@@ -141,7 +149,7 @@ void Races::start_box(const Warp& warp, const Instruction& ins, int lane, u32 of
     Mark now = mark(warp, ins, lane, kWholeWord, Access::kWrite);
     if (known.write.block == serial_ && known.write.actor < warps_ && ordered(known.write, warp, lane) &&
         !ordered_for_proxy(known.write, warp, lane)) {
-      report(warp, ins, lane, where(), known.write, "without fence.proxy.async, as for a copy it must be, a write");
+      report_unfenced(warp, ins, lane, word);
     }
     check_write(warp, ins, lane, word, now);
     now.actor = mbarrier_actor(number);
@@ -163,14 +171,14 @@ void Races::read_for_product(const Warp& warp, const Instruction& ins, u32 offse
   for (u32 word = offset / kWordBytes; word < (offset + bytes) / kWordBytes; ++word) {
     SharedWord& known = shared_word(word);
     const auto where = [&] { return in_shared_memory(word); };
-    if (known.in_flight) report(warp, ins, 0, where(), known.write, "an asynchronous copy that is on its way");
+    if (known.in_flight)
+      report(warp, ins, 0, where(), known.write, "an asynchronous copy that is on its way");
     if (known.written != kWholeWord) {
       fail(warp, ins, kWholeWarp, "a read of " + where() + ", which nobody has written");
     }
     if (!ordered_for_proxy(known.write, warp, 0)) {
-      const bool unfenced = known.write.actor < warps_ && ordered(known.write, warp, 0);
-      report(warp, ins, 0, where(), known.write,
-             unfenced ? "without fence.proxy.async, as for a product it must be, a write" : kind_of(known.write));
+      if (known.write.actor < warps_ && ordered(known.write, warp, 0)) report_unfenced(warp, ins, 0, word);
+      report(warp, ins, 0, where(), known.write, kind_of(known.write));
     }
     Mark& read = reads_[word * readers_ + products_of(warp)];
     if (read.block == serial_ && read.epoch > nth) continue;

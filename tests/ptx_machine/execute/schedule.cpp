@@ -1,5 +1,5 @@
-// The warps of a block in turn: from one wait to the next, barriers of the block, and what is wrong when nobody
-// can go on or when something is left behind.
+// The warps of a block in turn: from one wait to the next, barriers of the block, and what is wrong when
+// nobody can go on or when something is left behind.
 #include <algorithm>
 #include <map>
 #include <numeric>
@@ -84,6 +84,13 @@ bool pass_barriers(Block& block, u32 threads) {
     if (warp.barrier_threads != first.barrier_threads || warp.barrier->variant != first.barrier->variant) {
       fail_counts(warp);
     }
+  }
+  for (u32 number = 0; number < kBarriers; ++number) {
+    // All have arrived, and nobody waits: the barrier begins anew.
+    Block::Arrived& arrived = block.arrived[number];
+    if (arrived.threads == 0 || arrived.threads != arrived.expected || barriers.count(number) != 0) continue;
+    arrived = Block::Arrived();
+    if (block.races != nullptr) block.races->synchronise_warps({}, number);
   }
   for (auto& [number, waiting] : barriers) {
     const Warp& first = *waiting.warps[0];

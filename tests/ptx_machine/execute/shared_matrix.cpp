@@ -13,7 +13,8 @@ constexpr u32 kRowBytes = 128, kRowElements = 64, kPatternRows = 8, kPatternByte
 // Bits of a descriptor: the beginning and both offsets in units of 16 bytes, the base offset, the swizzle.
 constexpr u64 kNumber = 0x3fff;
 constexpr int kLeadingAt = 16, kStrideAt = 32, kBaseAt = 49, kSwizzleAt = 62;
-constexpr u64 kKnown = kNumber | kNumber << kLeadingAt | kNumber << kStrideAt | 7ull << kBaseAt | 3ull << kSwizzleAt;
+constexpr u64 kKnown =
+    kNumber | kNumber << kLeadingAt | kNumber << kStrideAt | 7ull << kBaseAt | 3ull << kSwizzleAt;
 
 [[noreturn]] void refuse(const Warp& warp, const Instruction& ins, u64 descriptor, const std::string& why) {
   char text[32];
@@ -35,7 +36,8 @@ SharedMatrix::SharedMatrix(const Warp& warp, const Instruction& ins, u64 descrip
   if (start_ % kPatternBytes != in_row) {
     refuse(warp, ins, descriptor, "begins within the eight rows of a pattern, and has no base offset");
   }
-  if (in_row + taken > kRowBytes) refuse(warp, ins, descriptor, "begins so that its rows are not in 128 bytes");
+  if (in_row + taken > kRowBytes)
+    refuse(warp, ins, descriptor, "begins so that its rows are not in 128 bytes");
   if (stride_ % kPatternBytes != 0 || (turned && rows > kRowElements && leading_ % kPatternBytes != 0)) {
     refuse(warp, ins, descriptor, "has offsets that are not multiples of the pattern of 1024 bytes");
   }
@@ -55,7 +57,8 @@ u32 SharedMatrix::chunk(u32 row, u32 k) const {
     address += row / kRowElements * leading_ + row % kRowElements / kChunkElements * kChunkBytes +
                k / kPatternRows * stride_ + k % kPatternRows * kRowBytes;
   } else {
-    address += row / kPatternRows * stride_ + row % kPatternRows * kRowBytes + k / kChunkElements * kChunkBytes;
+    address +=
+        row / kPatternRows * stride_ + row % kPatternRows * kRowBytes + k / kChunkElements * kChunkBytes;
   }
   return swizzled_by_128(address) - kSharedBase;
 }

@@ -94,10 +94,15 @@ struct Warp {
 
   // Until it ends, comes to a barrier, or waits.
   void run();
-  // For handlers of the kind kTest: these lanes let others run behind the instruction. Of the kind kWholeWarp:
-  // the warp comes to the instruction again.
+  // For handlers of the kind kTest: these lanes let others run behind the instruction. Of the kind
+  // kWholeWarp: the warp comes to the instruction again.
   void give_way(u32 lanes) { polling |= lanes; }
   void wait_for(const Instruction& instruction, u32 lanes, Awaited::What what, u32 offset = 0) {
+    for (Awaited& known : waits_for) {
+      if (known.instruction != &instruction || known.what != what || known.offset != offset) continue;
+      known.lanes |= lanes;
+      return;
+    }
     waits_for.push_back({&instruction, lanes, what, offset});
   }
   // Goes on with what gave way.
@@ -148,7 +153,8 @@ struct Block {
   u64 events = 0;          // grows with everything that a warp may wait for
 };
 
-// execute/schedule.cpp: runs warps in turn until all have ended; throws a report, also of what is left behind.
+// execute/schedule.cpp: runs warps in turn until all have ended; throws a report, also of what is left
+// behind.
 void run_warps(Block& block, u32 threads, u64& random_state);
 // The next number of a sequence.
 u32 draw(u64& state, u32 below);

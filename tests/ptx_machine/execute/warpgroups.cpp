@@ -36,7 +36,8 @@ void Warpgroup::end_block(const Block& block) const {
   const u64* const least = std::min_element(std::begin(executed_), std::end(executed_));
   const u32 warp = group * kWarpsOfGroup + static_cast<u32>(most - executed_);
   fail(block.warps[warp], *steps_[*least - gone_].instruction, kWholeWarp,
-       "the block ends, and warp " + std::to_string(group * kWarpsOfGroup + static_cast<u32>(least - executed_)) +
+       "the block ends, and warp " +
+           std::to_string(group * kWarpsOfGroup + static_cast<u32>(least - executed_)) +
            " of the warpgroup has not executed this");
 }
 

@@ -1,7 +1,7 @@
 // What the four warps of a warpgroup must do alike: wgmma and setmaxnreg are for all of them.
 //
-// Warps do not wait for each other here, as devices do not promise that they would. Each one's sequence of such
-// instructions is compared with that of the first to execute them, and none may be missing in the end.
+// Warps do not wait for each other here, as devices do not promise that they would. Each one's sequence of
+// such instructions is compared with that of the first to execute them, and none may be missing in the end.
 #pragma once
 
 #include <deque>
@@ -29,8 +29,8 @@ class Warpgroup {
     u64 first, second;
     bool third;
   };
-  std::deque<Step> steps_;          // those that some warp has not executed yet
-  u64 gone_ = 0;                    // so many came before them
+  std::deque<Step> steps_;  // those that some warp has not executed yet
+  u64 gone_ = 0;            // so many came before them
   u64 executed_[kWarpsOfGroup] = {};
 };
 

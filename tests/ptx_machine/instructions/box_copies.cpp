@@ -1,6 +1,6 @@
-// cp.async.bulk.tensor: copies of boxes, from device to shared memory. operands: where to, the tensor map, the
-// mbarrier, the coordinates, innermost first; immediate and target: what is added to the first two addresses;
-// count: the coordinates.
+// cp.async.bulk.tensor: copies of boxes, from device to shared memory. operands: where to, the tensor map,
+// the mbarrier, the coordinates, innermost first; immediate and target: what is added to the first two
+// addresses; count: the coordinates.
 #include <cstdio>
 
 #include "execute/counts.h"
@@ -123,7 +123,8 @@ bool choose_box_copy(Statement& statement) {
                      statement.operands.size() == 3;
   if (!known) return false;
   const Operand &to = statement.operands[0], &from = statement.operands[1], &barrier = statement.operands[2];
-  if (from.list.size() != 2 || from.list[0].bits != 64 || from.list[1].kind != Operand::Kind::kList) return false;
+  if (from.list.size() != 2 || from.list[0].bits != 64 || from.list[1].kind != Operand::Kind::kList)
+    return false;
   const auto& coordinates = from.list[1].list;
   if (coordinates.empty() || coordinates.size() > TensorMap::kMostDimensions) return false;
   ins.immediate = statement.address(to, 0);

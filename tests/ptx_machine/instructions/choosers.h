@@ -23,7 +23,7 @@ bool choose_load(Statement& statement);        // loads.cpp: ld, ldu, st
 bool choose_atomic(Statement& statement);      // atomics.cpp: atom, red
 bool choose_copy(Statement& statement);        // copies.cpp: cp.async
 bool choose_barrier(Statement& statement);     // collectives.cpp: bar, barrier
-bool choose_collective(Statement& statement);  // collectives.cpp: shfl, vote, redux, activemask
+bool choose_collective(Statement& statement);  // collectives.cpp: shfl, vote, redux, elect, activemask
 bool choose_matrix(Statement& statement);      // matrices.cpp: ldmatrix, mma
 bool choose_mbarrier(Statement& statement);    // mbarriers.cpp: mbarrier
 bool choose_fence(Statement& statement);       // mbarriers.cpp: fence

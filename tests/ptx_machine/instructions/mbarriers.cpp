@@ -65,7 +65,9 @@ void test(Warp& warp, const Instruction& ins, u32 mask) {
   warp.give_way(mask & ~ended);
 }
 
-void fence_initialisation(Warp& warp, const Instruction&, u32 mask) { warp.block->mbarriers.fence(warp, mask); }
+void fence_initialisation(Warp& warp, const Instruction&, u32 mask) {
+  warp.block->mbarriers.fence(warp, mask);
+}
 
 void fence_proxy(Warp& warp, const Instruction&, u32 mask) {
   warp.block->mbarriers.fence(warp, mask);
@@ -107,7 +109,7 @@ bool choose_mbarrier(Statement& statement) {
 
 bool choose_fence(Statement& statement) {
   Instruction& ins = statement.instruction;
-  ins.handler = statement.has("mbarrier_init")                                        ? &fence_initialisation
+  ins.handler = statement.has("mbarrier_init") ? &fence_initialisation
                 : statement.has("proxy") && (statement.has("async") || statement.has("async::shared::cta"))
                     ? &fence_proxy
                     : &nothing;

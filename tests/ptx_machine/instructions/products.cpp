@@ -1,5 +1,5 @@
-// wgmma: products of a warpgroup. target of mma_async: its number in Kernel::products; immediate of wait_group:
-// how many groups may be on their way.
+// wgmma: products of a warpgroup. target of mma_async: its number in Kernel::products; immediate of
+// wait_group: how many groups may be on their way.
 #include <cstdlib>
 
 #include "execute/warp.h"
@@ -51,7 +51,9 @@ void wait(Warp& warp, const Instruction& ins, u32) {
   }
 }
 
-bool is_one(const Operand& operand) { return operand.kind == Operand::Kind::kImmediate && operand.value == 1; }
+bool is_one(const Operand& operand) {
+  return operand.kind == Operand::Kind::kImmediate && operand.value == 1;
+}
 
 // 0 and 1 for the last operands.
 bool read_turn(const Operand& operand, bool* turned) {
@@ -70,10 +72,12 @@ bool choose_multiplication(Statement& statement) {
   std::string form;
   for (size_t n = 4; n < statement.words.size(); ++n) form += "." + statement.words[n];
   if (form != ".m64n" + std::to_string(product.columns) + "k16" + types) return false;
-  if (product.columns % kColumnsOfStep != 0 || product.columns == 0 || product.columns > kMostColumns) return false;
+  if (product.columns % kColumnsOfStep != 0 || product.columns == 0 || product.columns > kMostColumns)
+    return false;
   product.left_in_registers = operands.at(1).kind == Operand::Kind::kList;
   if (operands.size() != (product.left_in_registers ? 7 : 8)) return false;
-  if (operands[0].list.size() != product.columns / 2 || !is_one(operands[4]) || !is_one(operands[5])) return false;
+  if (operands[0].list.size() != product.columns / 2 || !is_one(operands[4]) || !is_one(operands[5]))
+    return false;
   for (const Operand& part : operands[0].list) product.results.push_back(statement.builder.source(part, 32));
   if (product.left_in_registers) {
     if (operands[1].list.size() != 4) return false;

@@ -10,7 +10,8 @@ constexpr u64 kFewest = 24, kMost = 256, kMultiple = 8;
 
 void check(Warp& warp, const Instruction& ins) {
   if (warp.block->kernel->registers_of_thread == 0) {
-    fail(warp, ins, kWholeWarp, "setmaxnreg in a kernel without .maxntid, whose threads have unknown registers");
+    fail(warp, ins, kWholeWarp,
+         "setmaxnreg in a kernel without .maxntid, whose threads have unknown registers");
   }
 }
 
@@ -18,8 +19,9 @@ void give_up(Warp& warp, const Instruction& ins, u32) {
   check(warp, ins);
   const auto kept = static_cast<u32>(ins.immediate);
   if (kept > warp.owned_registers) {
-    fail(warp, ins, kWholeWarp, "a thread that has " + std::to_string(warp.owned_registers) +
-                                    " registers cannot keep " + std::to_string(kept));
+    fail(warp, ins, kWholeWarp,
+         "a thread that has " + std::to_string(warp.owned_registers) + " registers cannot keep " +
+             std::to_string(kept));
   }
   warpgroup_of(warp, ins).execute(warp, ins);
   warp.block->free_registers += (warp.owned_registers - kept) * kLanes;
@@ -31,8 +33,9 @@ void take(Warp& warp, const Instruction& ins, u32) {
   check(warp, ins);
   const auto wanted = static_cast<u32>(ins.immediate);
   if (wanted < warp.owned_registers) {
-    fail(warp, ins, kWholeWarp, "a thread that has " + std::to_string(warp.owned_registers) +
-                                    " registers cannot grow to " + std::to_string(wanted));
+    fail(warp, ins, kWholeWarp,
+         "a thread that has " + std::to_string(warp.owned_registers) + " registers cannot grow to " +
+             std::to_string(wanted));
   }
   const u32 more = (wanted - warp.owned_registers) * kLanes;
   if (more > warp.block->free_registers) {

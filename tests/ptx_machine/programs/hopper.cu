@@ -21,8 +21,10 @@ __global__ void __launch_bounds__(128) multiply(const __grid_constant__ Maps map
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ uint64_t barrier;
   constexpr int kPanels = (kColumns + kPanel - 1) / kPanel;
-  constexpr int kRightRows = kRightTurned ? kDepth : kColumns, kRightPanels = kRightTurned ? kPanels : kDepth / kPanel;
-  constexpr int kLeftRows = kLeft == Left::kTurned ? kDepth : kRows, kLeftPanels = kLeft == Left::kTurned ? 1 : 2;
+  constexpr int kRightRows = kRightTurned ? kDepth : kColumns,
+                kRightPanels = kRightTurned ? kPanels : kDepth / kPanel;
+  constexpr int kLeftRows = kLeft == Left::kTurned ? kDepth : kRows,
+                kLeftPanels = kLeft == Left::kTurned ? 1 : 2;
   unsigned char* const left = memory;
   unsigned char* const right = memory + kRows * kDepth * 2;
   if (threadIdx.x == 0) {
@@ -83,7 +85,8 @@ __global__ void __launch_bounds__(128) multiply(const __grid_constant__ Maps map
 // A tensor of `rows` times `columns` small numbers.
 Tensor matrix(int rows, int columns, bool bfloat16, uint32_t seed) {
   std::vector<uint16_t> values;
-  for (int n = 0; n < rows * columns; ++n) values.push_back(bits_of(small_number(static_cast<uint32_t>(n) + seed), bfloat16));
+  for (int n = 0; n < rows * columns; ++n)
+    values.push_back(bits_of(small_number(static_cast<uint32_t>(n) + seed), bfloat16));
   return {to_device(values), {columns, rows, 1, 1}, {1, columns, rows * columns, rows * columns}};
 }
 int number(int place, uint32_t seed) { return small_number(static_cast<uint32_t>(place) + seed); }
@@ -92,7 +95,8 @@ template <bool kBFloat16, int kColumns, Left kLeft, bool kRightTurned>
 void test_product() {
   constexpr bool kLeftTurned = kLeft == Left::kTurned;
   constexpr uint32_t kLeftSeed = 11, kRightSeed = 50021;
-  const Tensor left = kLeftTurned ? matrix(kDepth, kRows, kBFloat16, kLeftSeed) : matrix(kRows, kDepth, kBFloat16, kLeftSeed);
+  const Tensor left =
+      kLeftTurned ? matrix(kDepth, kRows, kBFloat16, kLeftSeed) : matrix(kRows, kDepth, kBFloat16, kLeftSeed);
   const Tensor right = kRightTurned ? matrix(kDepth, kColumns, kBFloat16, kRightSeed)
                                     : matrix(kColumns, kDepth, kBFloat16, kRightSeed);
   const Maps maps{map_of(left, kLeftTurned ? kDepth : kRows, kBFloat16),
@@ -150,18 +154,36 @@ struct Place {
 constexpr Place kPlaces[kBoxes] = {{0, 0, 0, 0},  {16, 5, 2, 1}, {64, 40, 1, 0}, {-8, -3, 0, 1},
                                    {0, 50, 0, 0}, {80, 0, 0, 0}, {0, 0, 3, 0},   {-70, 0, 1, -1}};
 
+// Of each warp one lane, the first.
+__device__ bool is_elected() {
+  uint32_t elected = 0;
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("{\n.reg .pred one;\nelect.sync _|one, 0xffffffff;\nselp.u32 %0, 1, 0, one;\n}"
+               : "=r"(elected));
+#endif
+  return elected != 0;
+}
+__device__ void prefetch_map(const TensorMap* map) {
+#if defined(__CUDA_ARCH_FEAT_SM90_ALL)
+  asm volatile("prefetch.tensormap [%0];" ::"l"(map) : "memory");
+#endif
+}
+
 __global__ void copy_boxes(const __grid_constant__ TensorMap map, const Place* places, uint16_t* out) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ uint64_t barrier;
-  if (threadIdx.x == 0) {
+  const bool brings = threadIdx.x < 32 && is_elected();
+  if (brings) {
+    prefetch_map(&map);
     ptx::barrier_init(&barrier, 1);
     ptx::barrier_init_fence();
   }
   __syncthreads();
   for (int n = 0; n < kBoxes; ++n) {
-    if (threadIdx.x == 0) {
+    if (brings) {
       ptx::barrier_arrive_expecting(&barrier, kBoxRows * 128);
-      ptx::copy_box_async(memory, &map, &barrier, places[n].column, places[n].row, places[n].head, places[n].batch);
+      ptx::copy_box_async(memory, &map, &barrier, places[n].column, places[n].row, places[n].head,
+                          places[n].batch);
     }
     ptx::barrier_wait(&barrier, static_cast<uint32_t>(n & 1));
     const auto* numbers = reinterpret_cast<const uint16_t*>(memory);
@@ -200,7 +222,9 @@ void boxes() {
         }
         const uint16_t expected = inside ? values[static_cast<size_t>(offset)] : 0;
         const int chunk = (column / 8) ^ (row % 8);
-        wrong += found[static_cast<size_t>(((n * kBoxRows + row) * 64) + chunk * 8 + column % 8)] == expected ? 0 : 1;
+        wrong += found[static_cast<size_t>(((n * kBoxRows + row) * 64) + chunk * 8 + column % 8)] == expected
+                     ? 0
+                     : 1;
         zeros += inside ? 0 : 1;
       }
     }
@@ -212,8 +236,8 @@ void boxes() {
 
 constexpr int kTiles = 7, kStages = 2, kTileBytes = 64 * 128;
 
-// Two warpgroups sum up the products of their own tiles of the left tensor and common ones of the right tensor,
-// which a third warpgroup brings. They take turns, as attention's do for their softmax.
+// Two warpgroups sum up the products of their own tiles of the left tensor and common ones of the right
+// tensor, which a third warpgroup brings. They take turns, as attention's do for their softmax.
 __global__ void __launch_bounds__(384) sum_products(const __grid_constant__ Maps maps, float* out) {
   extern __shared__ __align__(1024) unsigned char memory[];
   __shared__ uint64_t full[kStages], empty[kStages];
@@ -300,7 +324,8 @@ void pipeline() {
                    number((tile * 64 + k) * 64 + column, 70001);
           }
         }
-        wrong += found[static_cast<size_t>((group * 64 + row) * 64 + column)] == static_cast<float>(sum) ? 0 : 1;
+        wrong +=
+            found[static_cast<size_t>((group * 64 + row) * 64 + column)] == static_cast<float>(sum) ? 0 : 1;
       }
     }
   }
@@ -360,8 +385,11 @@ struct Named {
   const char* name;
   void (*test)();
 };
-constexpr Named kTests[] = {{"products", products}, {"boxes", boxes}, {"pipeline", pipeline},
-                            {"encode", encode},     {"generation", generation}};
+constexpr Named kTests[] = {{"products", products},
+                            {"boxes", boxes},
+                            {"pipeline", pipeline},
+                            {"encode", encode},
+                            {"generation", generation}};
 
 }  // namespace
 

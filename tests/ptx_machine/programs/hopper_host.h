@@ -1,4 +1,5 @@
-// What the programs of Hopper's instructions have in common: tensor maps by CUDA's driver, memory, 16-bit numbers.
+// What the programs of Hopper's instructions have in common: tensor maps by CUDA's driver, memory, 16-bit
+// numbers.
 #pragma once
 
 #include <cstdint>
@@ -28,7 +29,8 @@ using Encode = decltype(&cuTensorMapEncodeTiled);
 inline Encode driver_encode() {
   void* function = nullptr;
   cudaDriverEntryPointQueryResult found;
-  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found));
+  check(cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault,
+                                         &found));
   return reinterpret_cast<Encode>(function);
 }
 

@@ -44,7 +44,8 @@ u32 bytes_of(CUtensorMapDataType type) {
 // What the driver would refuse, or what this machine does not know; null where all is right.
 const char* encode(TensorMap* map, CUtensorMapDataType type, u32 rank, void* address, const cuuint64_t* sizes,
                    const cuuint64_t* strides, const cuuint32_t* box, const cuuint32_t* element_strides,
-                   CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle, CUtensorMapFloatOOBfill fill) {
+                   CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                   CUtensorMapFloatOOBfill fill) {
   const u32 element = bytes_of(type);
   if (element == 0) return "a type of elements that is not known";
   if (rank == 0 || rank > TensorMap::kMostDimensions) return "a rank that is not 1 to 5";
@@ -71,7 +72,8 @@ const char* encode(TensorMap* map, CUtensorMapDataType type, u32 rank, void* add
     map->strides[n] = strides[n - 1];
   }
   if (map->row_bytes() % kAlignment != 0) return "a box whose rows are no multiple of 16 bytes";
-  if (map->swizzled && map->row_bytes() > kSwizzleBytes) return "a box whose rows are longer than the swizzle";
+  if (map->swizzled && map->row_bytes() > kSwizzleBytes)
+    return "a box whose rows are longer than the swizzle";
   map->sum = map->sum_of_bytes();
   return nullptr;
 }
@@ -118,7 +120,8 @@ PTX_MACHINE_EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* symb
                                                                 cudaDriverEntryPointQueryResult* status) {
   return find(symbol, function, status);
 }
-PTX_MACHINE_EXPORT cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function, unsigned long long,
+PTX_MACHINE_EXPORT cudaError_t cudaGetDriverEntryPoint(const char* symbol, void** function,
+                                                       unsigned long long,
                                                        cudaDriverEntryPointQueryResult* status) {
   return find(symbol, function, status);
 }
