@@ -218,17 +218,17 @@ __device__ __forceinline__ void products_touch(float (&d)[kTiles][4]) {
 #define SELFATTN_OPERANDS_128 SELFATTN_OPERANDS_96, SELFATTN_FOUR_TILES(24), SELFATTN_FOUR_TILES(28)
 
 // Both operands in shared memory, or the left one in registers; the numbers are those of the operands behind
-// the results.
-#define SELFATTN_MEMORY_PRODUCT(columns, results, type, a, b, adds, left, right)                            \
-  SELFATTN_PTX_SM90("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #adds                                        \
+// the results. (No parameter may be called as one of product_async(), whose names the text means.)
+#define SELFATTN_MEMORY_PRODUCT(columns, results, type, a, b, scale, left, right)                           \
+  SELFATTN_PTX_SM90("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #scale                                       \
                     ", 0;\n"                                                                                \
                     "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                   \
                     " {" SELFATTN_RESULTS_##results "}, %" #a ", %" #b ", adds, 1, 1, %" #left ", %" #right \
                                                     ";\n}" : SELFATTN_OPERANDS_##results : "l"(a_matrix),   \
                     "l"(b_matrix), "r"(adds ? 1 : 0), "n"(kLeftTurned ? 1 : 0),                             \
                     "n"(kRightTurned ? 1 : 0) : "memory")
-#define SELFATTN_REGISTER_PRODUCT(columns, results, type, a0, a1, a2, a3, b, adds, right)               \
-  SELFATTN_PTX_SM90("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #adds                                    \
+#define SELFATTN_REGISTER_PRODUCT(columns, results, type, a0, a1, a2, a3, b, scale, right)              \
+  SELFATTN_PTX_SM90("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #scale                                   \
                     ", 0;\n"                                                                            \
                     "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type               \
                     " {" SELFATTN_RESULTS_##results "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b \
