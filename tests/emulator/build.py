@@ -166,6 +166,8 @@ COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wal
 def emulated_flags(kernels_in: Path) -> list[str]:
     return [
         *COMMON,
+        # Tensor maps are parameters, which GCC before 4.6 passed in another way.
+        "-Wno-psabi",
         "-O2",
         "-DSELFATTN_CUDA_EMULATOR",
         "-DSELFATTN_CUDA_HOPPER",

@@ -1,6 +1,8 @@
 #include "group_products.h"
 
 #include <array>
+#include <cstdio>
+#include <cstdlib>
 #include <cstring>
 #include <deque>
 #include <map>
@@ -273,6 +275,14 @@ std::shared_ptr<Results> results_in_flight(Group& group, const float* d, int col
   return nullptr;
 }
 
+// With the report of shared memory, so that who reads that knows that there were some.
+void tell_of_products() {
+  if (!options().banks) return;
+  static const bool told_at_exit =
+      std::atexit([] { std::fprintf(stderr, "cuda emulator: products of warpgroups\n"); }) == 0;
+  static_cast<void>(told_at_exit);
+}
+
 }  // namespace
 
 void start_block() { groups.assign(block().threads.size() / kThreads, Group()); }
@@ -309,6 +319,7 @@ void multiply(const Form& form, float* d, const uint32_t* a, uint64_t a_matrix, 
   Step& step = next_step(number, Kind::kProduct, 0, site);
   Product& product = step.product;
   if (step.arrived == 1) {
+    tell_of_products();
     if (a == nullptr) check_matrix(a_matrix, kProductRows, form.left_turned, site);
     check_matrix(b_matrix, form.columns, form.right_turned, site);
     product.form = form;

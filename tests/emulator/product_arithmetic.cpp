@@ -64,17 +64,18 @@ float value_of(const unsigned char* address, bool bfloat16) {
 
 uint64_t matrix(const void* panels, int panel_rows, int row, int column, bool by_rows, const Site& site) {
   require_hopper(site);
-  const auto require = [&](bool holds, const std::string& what) {
-    if (!holds) fail(whereabouts() + " calls " + to_string(site) + " with " + what);
+  // The texts are made where they are needed only: every thread calls this often.
+  const auto refuse = [&](const std::string& what) {
+    fail(whereabouts() + " calls " + to_string(site) + " with " + what);
   };
   check_shared(panels, kSwizzledRowBytes, kSwizzleAlignment, site);
-  require(panel_rows > 0 && panel_rows % kRowsOfStep == 0 && panel_rows < 1 << 12,
-          std::to_string(panel_rows) + " rows of a panel, which are not a multiple of 8 below 4096");
-  require(row >= 0 && row % kRowsOfStep == 0 && row < panel_rows,
-          "row " + std::to_string(row) + ", which is not a multiple of 8 in its panel");
+  if (panel_rows <= 0 || panel_rows % kRowsOfStep != 0 || panel_rows >= 1 << 12)
+    refuse(std::to_string(panel_rows) + " rows of a panel, which are not a multiple of 8 below 4096");
+  if (row < 0 || row % kRowsOfStep != 0 || row >= panel_rows)
+    refuse("row " + std::to_string(row) + ", which is not a multiple of 8 in its panel");
   const int step = by_rows ? kPanelColumns : kProductDepth;
-  require(column >= 0 && column % step == 0 && column < 1 << 12,
-          "column " + std::to_string(column) + ", which is not a multiple of " + std::to_string(step));
+  if (column < 0 || column % step != 0 || column >= 1 << 12)
+    refuse("column " + std::to_string(column) + ", which is not a multiple of " + std::to_string(step));
   const auto offset =
       static_cast<uint64_t>(static_cast<const unsigned char*>(panels) - shared_memory().data());
   return kMark << 56 | uint64_t{by_rows} << 50 | static_cast<uint64_t>(column) << 38 |
