@@ -163,7 +163,8 @@ __device__ void run(const TensorMap* map, float* out) {
     }
     if (kFault == k_written_under_products) words[thread] = 0;
     if (kFault != k_products_commit_missing) ptx::products_commit();
-    if (kFault == k_empty_arrival_early) ptx::barrier_arrive(empty);
+    const bool early = kFault == k_empty_arrival_early && n >= 2;  // what came before is in order
+    if (early) ptx::barrier_arrive(empty);
     if (kFault == k_products_wait_for_one_less) {
       ptx::products_wait<1>();
     } else if (kFault != k_products_wait_missing) {
@@ -177,7 +178,7 @@ __device__ void run(const TensorMap* map, float* out) {
         for (float& number : part) number *= 0.5f;
       }
     }
-    const bool arrives = kFault != k_empty_arrival_early && kFault != k_empty_arrival_before_products;
+    const bool arrives = !early && kFault != k_empty_arrival_before_products;
     if (arrives && kFault != k_empty_arrival_missing) ptx::barrier_arrive(empty);
     if (kFault == k_empty_arrival_twice) ptx::barrier_arrive(empty);
   }
