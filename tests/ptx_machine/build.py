@@ -26,7 +26,7 @@ MACHINE = ROOT / "tests" / "ptx_machine"
 NVCC_TO_PTX = MACHINE / "nvcc_to_ptx"
 #: What programs are compiled for: devices of later generations run the same PTX.
 ARCHITECTURES = ("7.5", "8.0")
-#: What the package is compiled for beside 8.0, and programs whose names begin with "hopper": 9.0 alone runs that.
+#: For 9.0 alone: the package, and programs whose names begin with "hopper", are compiled for this and 8.0.
 HOPPER = "9.0a"
 
 #: Sums must be those of the program text; what looks at the host's errno and traps costs time in every loop.
@@ -164,8 +164,8 @@ def build(target: str) -> Path:
 
 
 def build_package() -> Path:
-    """Compiles the package's library with the PTX of its CUDA kernels, and returns its path. For 8.0 and 9.0a,
-    or for 7.5 if SELFATTN_PTX_CAPABILITY says so, in a folder of its own.
+    """Compiles the package's library with the PTX of its CUDA kernels, and returns its path. It is for 8.0
+    and 9.0a; for 7.5, and in a folder of its own, if SELFATTN_PTX_CAPABILITY says so.
 
     Raises:
         RuntimeError: something does not compile; the compilers have said what.

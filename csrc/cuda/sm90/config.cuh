@@ -7,7 +7,8 @@
 
 namespace selfattn::cuda::sm90 {
 
-// Head dim and value dim are padded. kPlain: see is_plain() in sm80/plan.h.
+// Head dim and value dim are padded, the value dim to whole panels of 64 columns: the values' rows are summed
+// up, and a product of half a panel is nowhere documented. kPlain: see is_plain() in sm80/plan.h.
 template <DType kDTypeOf, int kDimOf, int kValueDimOf, bool kPlainOf>
 struct Config {
   static constexpr DType kDType = kDTypeOf;
@@ -34,7 +35,8 @@ struct Config {
   static constexpr int kColumns = kKeys, kWarpColumns = kKeys;
   static constexpr int kColumnTiles = kKeys / 8;
   static constexpr int kDimTiles = kValueDimOf / 8;
-  static constexpr int kPanels = (kDimOf + 63) / 64, kValuePanels = (kValueDimOf + 63) / 64;
+  static constexpr int kPanels = (kDimOf + 63) / 64, kValuePanels = kValueDimOf / 64;
+  static_assert(kValueDimOf % 64 == 0, "panels are whole");
 
   static constexpr int kStages = kDimOf <= 64 ? 3 : 2;  // of keys, and of values
   static constexpr int kExchangeColumns = 64;           // see sm80/epilogue.cuh

@@ -2,7 +2,7 @@
 
 namespace selfattn::cuda::sm90 {
 
-template void run_forward<DType::kBFloat16, 96, 96>(const AttentionParams&, const ForwardOutputs&,
-                                                    cudaStream_t, void*);
+template void run_forward<DType::kBFloat16, 96, 128>(const AttentionParams&, const ForwardOutputs&,
+                                                     cudaStream_t, void*);
 
 }  // namespace selfattn::cuda::sm90

@@ -109,10 +109,9 @@ bool choose_mbarrier(Statement& statement) {
 
 bool choose_fence(Statement& statement) {
   Instruction& ins = statement.instruction;
-  ins.handler = statement.has("mbarrier_init") ? &fence_initialisation
-                : statement.has("proxy") && (statement.has("async") || statement.has("async::shared::cta"))
-                    ? &fence_proxy
-                    : &nothing;
+  ins.handler = statement.has("mbarrier_init")                     ? &fence_initialisation
+                : statement.has("proxy") && statement.has("async") ? &fence_proxy
+                                                                   : &nothing;
   return true;
 }
 

@@ -92,4 +92,17 @@ inline uint16_t bits_of(int number, bool bfloat16) {
   return static_cast<uint16_t>(sign | bits);
 }
 
+struct Maps {
+  TensorMap left, right;
+};
+
+// A tensor of `rows` times `columns` small numbers.
+inline Tensor matrix(int rows, int columns, bool bfloat16, uint32_t seed) {
+  std::vector<uint16_t> values;
+  for (int n = 0; n < rows * columns; ++n)
+    values.push_back(bits_of(small_number(static_cast<uint32_t>(n) + seed), bfloat16));
+  return {to_device(values), {columns, rows, 1, 1}, {1, columns, rows * columns, rows * columns}};
+}
+inline int number(int place, uint32_t seed) { return small_number(static_cast<uint32_t>(place) + seed); }
+
 }  // namespace hopper

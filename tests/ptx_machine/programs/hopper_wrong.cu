@@ -6,30 +6,30 @@ namespace hopper {
 
 namespace {
 
-#define HOPPER_FAULTS(apply)                                                                                \
-  apply(right) apply(expect_missing) apply(expect_too_much) apply(full_wait_missing) apply(                 \
-      full_wait_parity) apply(empty_wait_missing) apply(empty_arrival_missing) apply(empty_arrival_twice)   \
-      apply(empty_arrival_early) apply(empty_arrival_before_products) apply(barrier_not_initialised) apply( \
-          barrier_initialised_twice) apply(barrier_misaligned) apply(barrier_overwritten)                   \
-          apply(barrier_for_none) apply(barrier_fence_missing) apply(bytes_beyond_count) apply(             \
-              copy_misaligned) apply(copy_beyond_shared) apply(copy_beyond_tensor) apply(copy_of_freed)     \
-              apply(map_is_none) apply(map_in_local_memory) apply(copy_in_the_end) apply(                   \
-                  products_fence_missing) apply(products_fence_missing_again) apply(products_wait_missing)  \
-                  apply(products_commit_missing) apply(products_wait_for_one_less) apply(left_touched)      \
-                      apply(results_of_other_width) apply(proxy_fence_missing)                              \
-                          apply(proxy_fence_behind_barrier) apply(copy_over_writes)                         \
-                              apply(written_under_products) apply(warp_without_product)                     \
-                                  apply(warps_with_other_matrices) apply(warpgroup_of_two)                  \
-                                      apply(matrix_not_swizzled) apply(matrix_beyond_shared)                \
-                                          apply(matrix_within_pattern) apply(matrix_with_base_offset)       \
-                                              apply(matrix_across_rows) apply(registers_without_end)        \
-                                                  apply(registers_of_one_warp)                              \
-                                                      apply(registers_grow_by_giving_up)                    \
-                                                          apply(arrival_left_behind) apply(counts_differ)   \
-                                                              apply(reads_not_passed_on)                    \
-                                                                  apply(copy_over_unfenced_writes)          \
-                                                                      apply(warp_waits_before_product)      \
-                                                                          apply(parity_of_two)
+#define HOPPER_FAULTS(apply)                                                                                 \
+  apply(right) apply(expect_missing) apply(expect_too_much) apply(full_wait_missing) apply(                  \
+      full_wait_parity) apply(empty_wait_missing) apply(empty_arrival_missing) apply(empty_arrival_twice)    \
+      apply(empty_arrival_early) apply(empty_arrival_before_products) apply(barrier_not_initialised) apply(  \
+          barrier_initialised_twice) apply(barrier_misaligned) apply(barrier_overwritten)                    \
+          apply(barrier_for_none) apply(barrier_fence_missing) apply(bytes_beyond_count) apply(              \
+              copy_misaligned) apply(copy_beyond_shared) apply(copy_beyond_tensor) apply(copy_of_freed)      \
+              apply(map_is_none) apply(map_in_local_memory) apply(copy_in_the_end) apply(                    \
+                  products_fence_missing) apply(products_fence_missing_again) apply(products_wait_missing)   \
+                  apply(products_commit_missing) apply(products_wait_for_one_less) apply(left_touched)       \
+                      apply(results_of_other_width) apply(proxy_fence_missing) apply(                        \
+                          proxy_fence_behind_barrier) apply(copy_over_writes) apply(written_under_products)  \
+                          apply(warp_without_product) apply(warps_with_other_matrices)                       \
+                              apply(warpgroup_of_two) apply(matrix_not_swizzled) apply(matrix_beyond_shared) \
+                                  apply(matrix_within_pattern) apply(matrix_with_base_offset)                \
+                                      apply(matrix_across_rows) apply(registers_without_end)                 \
+                                          apply(registers_of_one_warp) apply(registers_grow_by_giving_up)    \
+                                              apply(arrival_left_behind) apply(counts_differ)                \
+                                                  apply(reads_not_passed_on)                                 \
+                                                      apply(copy_over_unfenced_writes)                       \
+                                                          apply(warp_waits_before_product)                   \
+                                                              apply(parity_of_two) apply(wait_not_passed_on) \
+                                                                  apply(reads_passed_on)                     \
+                                                                      apply(wait_passed_on)
 
 enum Fault {
 #define HOPPER_NAME(name) k_##name,
@@ -115,12 +115,17 @@ __device__ void run(const TensorMap* map, float* out) {
   }
   uint32_t left[4] = {0x3f803f80u, 0x3f803f80u, 0x3f803f80u, 0x3f803f80u};
   for (int n = 0; n < kTiles; ++n) {
-    if (kFault != k_full_wait_missing) {
+    // One lane waits, or tells of what all have read: they must synchronise in between.
+    const bool by_one = kFault == k_wait_not_passed_on || kFault == k_wait_passed_on;
+    const bool plain = by_one || kFault == k_reads_not_passed_on || kFault == k_reads_passed_on;
+    if (kFault != k_full_wait_missing && (!by_one || thread % 32 == 0)) {
       const int parity = (n + (kFault == k_full_wait_parity && n == 1 ? 1 : 0)) & 1;
       ptx::barrier_wait(full, static_cast<uint32_t>(kFault == k_parity_of_two ? n : parity));
     }
-    if (kFault == k_reads_not_passed_on) {  // the other lanes' reads come before nothing
+    if (kFault == k_wait_passed_on) __syncwarp();
+    if (plain) {
       e[0][0] += reinterpret_cast<const float*>(tile)[thread];
+      if (kFault != k_reads_not_passed_on) __syncwarp();
       if (thread % 32 == 0) {
         for (int lane = 0; lane < 32; ++lane) ptx::barrier_arrive(empty);
       }
@@ -158,7 +163,8 @@ __device__ void run(const TensorMap* map, float* out) {
     }
     if (kFault == k_written_under_products) words[thread] = 0;
     if (kFault != k_products_commit_missing) ptx::products_commit();
-    if (kFault == k_empty_arrival_early) ptx::barrier_arrive(empty);
+    const bool early = kFault == k_empty_arrival_early && n >= 2;  // what came before is in order
+    if (early) ptx::barrier_arrive(empty);
     if (kFault == k_products_wait_for_one_less) {
       ptx::products_wait<1>();
     } else if (kFault != k_products_wait_missing) {
@@ -172,7 +178,7 @@ __device__ void run(const TensorMap* map, float* out) {
         for (float& number : part) number *= 0.5f;
       }
     }
-    const bool arrives = kFault != k_empty_arrival_early && kFault != k_empty_arrival_before_products;
+    const bool arrives = !early && kFault != k_empty_arrival_before_products;
     if (arrives && kFault != k_empty_arrival_missing) ptx::barrier_arrive(empty);
     if (kFault == k_empty_arrival_twice) ptx::barrier_arrive(empty);
   }
