@@ -46,7 +46,7 @@ SLOWED = {
     "sequence_cases": (3, 1),
     "split_cases": (4, 1),
     "tangent_cases": (9, 4),
-    "hopper_cases": (12, 0),
+    "hopper_cases": (12, 6),
 }
 #: Million products of the largest case that does.
 MOST = 7

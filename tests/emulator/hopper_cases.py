@@ -1,6 +1,7 @@
 """Forwards of the kernel for Hopper in the emulator: its tiles, head dims, options and items of work.
 
-    PYTHONPATH=tests SELFATTN_KERNEL=sm90 SELFATTN_EMULATOR_CAPABILITY=90 python -m emulator.hopper_cases [EVERY [FIRST [MOST]]]
+    export PYTHONPATH=tests SELFATTN_KERNEL=sm90 SELFATTN_EMULATOR_CAPABILITY=90
+    python -m emulator.hopper_cases [EVERY [FIRST [MOST]]]
 
 prints a digest of the results of each: see run_cases.py.
 """
@@ -18,7 +19,8 @@ from cases import MASKS, Case
 from test_options_pairwise import as_case, covering
 from torch import Tensor
 
-from . import forward_cases, run_cases
+from . import forward_cases, run_cases, sequence_cases
+from .sequence_case import SequenceCase
 
 OPTIONS = {
     **test_options_pairwise.OPTIONS,
@@ -37,7 +39,9 @@ OPTIONS = {
 
 
 def cases() -> list[Case]:
-    """Every pair of values of two options in some case; then calls on the plain path for every head dim."""
+    """Every pair of values of two options in some case; calls on the plain path for every head dim; at the
+    end a few that together run every statement of the kernel, which mutate.py judges it by.
+    """
     chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
     plain = [
         Case(1, 2, 1, 129 + size // 2, 200, size, value_size, dtype, is_causal=causal, lse=True)
@@ -45,14 +49,45 @@ def cases() -> list[Case]:
         for dtype in (torch.bfloat16, torch.float16)
         for causal in (False, True)
     ]
-    return [*chosen, *(replace(case, seed=len(chosen) + n) for n, case in enumerate(plain))]
+    return [*chosen, *(replace(case, seed=len(chosen) + n) for n, case in enumerate(plain)), *of_statements()]
+
+
+def of_statements() -> list[Case]:
+    """Several items of work for a block, and several tiles of keys for an item: with weights computed beside
+    products (value dims below 192) and not, on the plain path and with options; hidden NaN; keys in pages
+    that boxes fit, and in pages that they do not, behind a sequence of few queries, which is left to others.
+    """
+    causal = Case(1, 3, 1, 130, 140, 64, 64, torch.bfloat16, is_causal=True, lse=True)
+    wide = replace(causal, heads=2, queries=129, keys=80, head_dim=136, value_dim=192)
+    lengths = ((5, 5), (70, 100), (17, 63))
+    pages = SequenceCase(
+        heads=2,
+        kv_heads=1,
+        head_dim=64,
+        value_dim=64,
+        dtype=torch.bfloat16,
+        lengths=lengths,
+        form="packed pages",
+    )
+    return [
+        causal,
+        wide,
+        replace(causal, alibi=1),
+        replace(wide, alibi=1),
+        replace(wide, queries=33, keys=200, is_causal=False, alibi=1),
+        replace(causal, is_causal=False, mask="bool tiles"),
+        replace(pages, page_size=7).made(),
+        pages.made(),
+    ]
 
 
 @torch.no_grad()
 def check(case: Case) -> dict[str, Tensor]:
-    """Asserts that the results are accurate, and that NaN and infinities of a value reach those who see it, and
-    nobody else. Returns the results.
+    """Asserts that the results are accurate, and that NaN and infinities of a value reach those who see it,
+    and nobody else. Returns the results.
     """
+    if isinstance(case, SequenceCase):
+        return sequence_cases.check(case)
     ours = forward_cases.check(case)
     if not case.is_causal or case.mask is not None or case.layout == "expanded" or case.dropout_p > 0:
         return ours

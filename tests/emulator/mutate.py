@@ -37,10 +37,12 @@ _CALLS = "|".join(
         "barrier_init_fence|barrier_arrive|barrier_arrive_expecting|barrier_wait",
         "fence_async_proxy|sync_threads|arrive_threads",
         "products_fence|products_commit|products_wait(?:<[^>]*>)?",
+        # Functions of sm90 that hold one of these or two.
+        "wait|arrive|show|take_turn|give_turn",
     ]
 )
-#: A whole statement, on one line or more.
-STATEMENT = re.compile(rf"(?<!\w)(?:\w+::)*(?:{_CALLS})\s*\([^;]*?\)\s*;")
+#: A whole statement, on one line or more; the beginning of a function's definition is none.
+STATEMENT = re.compile(rf"(?<!\w)(?:\w+::)*(?:{_CALLS})\s*\([^;{{}}]*?\)\s*;")
 
 #: Where sequences of a packed backward end: file below csrc/cuda, a bound that it holds once, what is there
 #: without it.
@@ -124,6 +126,8 @@ RUNS = {
     "sequence_cases": [("fifo", "late", 2, 0), ("fifo", "late", 2, 1)],
     # The last are sequences.
     "tangent_cases": [("fifo", "late", 7, 0), ("fifo", "late", 4, -35)],
+    # Those of of_statements().
+    "hopper_cases": [("fifo", "late", 1, -8), ("sticky", "random", 1, -8)],
 }
 #: Million products of the largest case.
 MOST = 7
@@ -169,6 +173,8 @@ def cases_of(file: Path) -> list[str]:
     """The modules that run a file's code; each backward comes after its forward."""
     if file.stem.startswith("tangent"):
         return ["tangent_cases"]
+    if file.parts[1] == "sm90":
+        return ["hopper_cases"]
     if "backward" in file.parts or file.parts[1] in ("rows", "mask"):
         return ["backward_cases"]
     return ["backward_cases", "forward_cases"] if file.parts[1] == "simt" else ["forward_cases"]
@@ -214,7 +220,8 @@ def write(found: Sequence[Mutant], csrc: Path) -> None:
         if mutant.instead:
             asked = f"({left_out} ? ({mutant.instead}) : ({statement}))"
         else:
-            asked = f"{{ if (!{left_out}) {statement} }}"
+            # An expression, which may follow "return".
+            asked = f"({left_out} ? void() : {statement.rstrip('; ')});"
         texts[mutant.file] = source[: mutant.start] + asked + source[mutant.end :]
     for stale in {path.relative_to(csrc) for path in csrc.rglob("*.*")} - texts.keys():
         (csrc / stale).unlink()

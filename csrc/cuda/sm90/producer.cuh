@@ -18,7 +18,7 @@ class Producer {
   __device__ __forceinline__ void run() {
     int item = 0;
     for (; take(item); ++item) bring(item);
-    wait(&control().query_empty, (item & 1) ^ 1);
+    // Which has waited until all items before are done.
     if (lane() == 0) {
       shared_.work(item).rows = -1;  // there is none
       ptx::barrier_arrive(&control().query_full);
