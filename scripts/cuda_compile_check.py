@@ -130,7 +130,9 @@ def _problems(
             found.append("no HMMA instruction: its products do not run on tensor cores")
         if limit.hopper and architecture == _HOPPER:
             found += [
-                f"no {opcode} instruction: {why}" for opcode, why in _HOPPERS_OWN.items() if not opcodes.get(opcode)
+                f"no {opcode} instruction: {why}"
+                for opcode, why in _HOPPERS_OWN.items()
+                if not opcodes.get(opcode)
             ]
             tensor_cores = True
         if tensor_cores and kernel_limits.stores_16_bytes(kernel) and not opcodes.get("STG.128"):

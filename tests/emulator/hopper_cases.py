@@ -1,6 +1,7 @@
 """Forwards of the kernel for Hopper in the emulator: its tiles, head dims, options and items of work.
 
-    PYTHONPATH=tests SELFATTN_KERNEL=sm90 SELFATTN_EMULATOR_CAPABILITY=90 python -m emulator.hopper_cases [EVERY [FIRST [MOST]]]
+    export PYTHONPATH=tests SELFATTN_KERNEL=sm90 SELFATTN_EMULATOR_CAPABILITY=90
+    python -m emulator.hopper_cases [EVERY [FIRST [MOST]]]
 
 prints a digest of the results of each: see run_cases.py.
 """
@@ -50,8 +51,8 @@ def cases() -> list[Case]:
 
 @torch.no_grad()
 def check(case: Case) -> dict[str, Tensor]:
-    """Asserts that the results are accurate, and that NaN and infinities of a value reach those who see it, and
-    nobody else. Returns the results.
+    """Asserts that the results are accurate, and that NaN and infinities of a value reach those who see it,
+    and nobody else. Returns the results.
     """
     ours = forward_cases.check(case)
     if not case.is_causal or case.mask is not None or case.layout == "expanded" or case.dropout_p > 0:
