@@ -219,8 +219,9 @@ class Consumer {
 
   __device__ __forceinline__ void store(const Work<C>& work, int item) {
     if (!work.careful && __any_sync(kWholeWarp, !is_finite(work))) {
-      // Perhaps because of a hidden NaN: once more, with values that the producer has looked through.
-      if (threadIdx.x % kWarp == 0) control().again[item % kItems] = 1;
+      // Perhaps because of a hidden NaN: once more, with values that the producer has looked through. Several
+      // warps may say so at the same time.
+      if (threadIdx.x % kWarp == 0) atomicAdd(&control().again[item % kItems], 1);
       return;
     }
     softmax_.rounded[0][0] = sm80::sum_of_row(softmax_.rounded[0][0]);

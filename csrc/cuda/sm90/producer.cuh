@@ -70,9 +70,10 @@ class Producer {
   __device__ __forceinline__ int64_t repeated(int earlier) {
     wait(&control().done[earlier % kItems], earlier / kItems & 1);
     if (control().again[earlier % kItems] == 0) return -1;
+    const int64_t number = control().number[earlier % kItems];
     __syncwarp();
     if (lane() == 0) control().again[earlier % kItems] = 0;
-    return control().number[earlier % kItems];
+    return number;
   }
 
   __device__ __forceinline__ void bring(int item) {
