@@ -160,7 +160,11 @@ def architectures_of(variable: str, capabilities: Sequence[tuple[int, int]], nvc
                 f"{ARCHITECTURES_VARIABLE}={variable} asks for {name}, and {nvcc} can compile the kernels "
                 f"for {', '.join(known)}, each with +PTX or without"
             )
-    return tuple(dict.fromkeys(result))
+    # Machine code for 9.0 has the instructions that only these GPUs have; PTX for later ones has not.
+    with_own = []
+    for name in result:
+        with_own += ["9.0a"] if name == "9.0" else ["9.0a", name] if name == "9.0+PTX" else [name]
+    return tuple(dict.fromkeys(with_own))
 
 
 def architecture_flags(architectures: Sequence[str]) -> list[str]:
@@ -168,7 +172,8 @@ def architecture_flags(architectures: Sequence[str]) -> list[str]:
     flags = []
     for name in architectures:
         number = name.removesuffix("+PTX").replace(".", "")
-        flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+        if not (number == "90" and "9.0a" in architectures):
+            flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
         if name.endswith("+PTX"):
             flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
     return flags
@@ -263,8 +268,10 @@ def plan_for(torch: Any, *, at_run_time: bool = False) -> Plan:
 
 
 def definitions(plan: Plan) -> list[str]:
-    """Compiler flags by which the library remembers why it has no CUDA kernels."""
-    return [f"-DSELFATTN_CUDA_ABSENT={plan.absent}"] if plan.absent else []
+    """Compiler flags by which the library remembers why it has no CUDA kernels, or which of them it has."""
+    if plan.absent:
+        return [f"-DSELFATTN_CUDA_ABSENT={plan.absent}"]
+    return ["-DSELFATTN_CUDA_HOPPER"] if "9.0a" in plan.architectures else []
 
 
 @contextlib.contextmanager

@@ -22,6 +22,7 @@ extern const Kernel kFusedAvx2;
 #endif
 extern const Kernel kFusedScalar;
 #if defined(SELFATTN_CUDA_EMULATOR)
+extern const Kernel kEmulatedSm90;
 extern const Kernel kEmulatedSm80;
 extern const Kernel kEmulatedSimt;
 #endif
@@ -30,11 +31,11 @@ namespace {
 
 const Kernel* const kKernels[] = {
 #if defined(__x86_64__) && !defined(SELFATTN_CUDA_EMULATOR)
-    &kFusedAmx,     &kFusedAvx512Bf16, &kFusedAvx512, &kFusedAvx2,
+    &kFusedAmx,     &kFusedAvx512Bf16, &kFusedAvx512,  &kFusedAvx2,
 #endif
     &kFusedScalar,  &kLoops,
 #if defined(SELFATTN_CUDA_EMULATOR)
-    &kEmulatedSm80, &kEmulatedSimt,
+    &kEmulatedSm90, &kEmulatedSm80,    &kEmulatedSimt,
 #endif
 };
 constexpr int kKernelCount = sizeof(kKernels) / sizeof(kKernels[0]);

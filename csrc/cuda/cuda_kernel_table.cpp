@@ -8,12 +8,14 @@
 #include "../core/option_names.h"
 #include "simt/simt.h"
 #include "sm80/sm80.h"
+#include "sm90/sm90.h"
 
 namespace selfattn::cuda {
 
 namespace {
 
 const Kernel* const kKernels[] = {
+    &kSm90,
     &kSm80,
     &kSimt,
 };

@@ -152,7 +152,8 @@ class TestPlan:
         assert plan.absent == ""
         assert f"nvcc {version} in {home}" in plan.explanation
         assert "9.0a" in plan.explanation
-        assert cuda_build.definitions(plan) == []
+        assert cuda_build.definitions(plan) == ["-DSELFATTN_CUDA_HOPPER"]
+        assert cuda_build.definitions(plan._replace(architectures=("8.0", "9.0+PTX"))) == []
 
     def test_of_this_machine(self) -> None:
         plan = cuda_build.plan_for(torch)
@@ -172,7 +173,8 @@ class TestArchitectures:
             ("8.0", [(9, 0)], "75 80 90", ("8.0",)),
             ("8.0 9.0a;12.0+PTX", [], "80 90 120", ("8.0", "9.0a", "12.0+PTX")),
             ("native", [(8, 6)], "80 86", ("8.6",)),
-            ("Ampere;Hopper", [], "80 86 90", ("8.0", "8.6+PTX", "9.0+PTX")),
+            ("Ampere;Hopper", [], "80 86 90", ("8.0", "8.6+PTX", "9.0a", "9.0+PTX")),
+            ("9.0", [], "80 90", ("9.0a",)),
         ],
         ids=str,
     )

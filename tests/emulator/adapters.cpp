@@ -58,6 +58,7 @@ void add_up_rows(const AttentionParams& p, const HeadScalars& coefficient, void*
   }
 }
 
+constexpr const char* kSm90 = "sm90";
 constexpr const char* kSm80 = "sm80";
 constexpr const char* kSimt = "simt";
 
@@ -151,8 +152,10 @@ struct Emulated {
 
 // Declared in csrc/cpu/kernel_table.cpp.
 extern const Kernel kFusedScalar;
+extern const Kernel kEmulatedSm90;
 extern const Kernel kEmulatedSm80;
 extern const Kernel kEmulatedSimt;
+const Kernel kEmulatedSm90 = Emulated<kSm90>::row("the CUDA kernel for Hopper, in the emulator");
 const Kernel kEmulatedSm80 = Emulated<kSm80>::row("the CUDA kernel with tensor cores, in the emulator");
 // What the CPU chooses by itself here: the loops, as nothing that is tested here asks for the kernel of that
 // name, which takes a tenth of the time of the whole build to compile.

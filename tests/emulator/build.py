@@ -164,7 +164,16 @@ COMMON = ("-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wal
 
 
 def emulated_flags(kernels_in: Path) -> list[str]:
-    return [*COMMON, "-O2", "-DSELFATTN_CUDA_EMULATOR", f"-I{kernels_in}", f"-I{EMULATOR}"]
+    return [
+        *COMMON,
+        # Tensor maps are parameters, which GCC before 4.6 passed in another way.
+        "-Wno-psabi",
+        "-O2",
+        "-DSELFATTN_CUDA_EMULATOR",
+        "-DSELFATTN_CUDA_HOPPER",
+        f"-I{kernels_in}",
+        f"-I{EMULATOR}",
+    ]
 
 
 def emulator_objects(file: NinjaFile, variant: str, flags: list[str]) -> list[str]:
@@ -209,9 +218,10 @@ def write_ninja(tools: Tools, variant: str, kernels_in: Path = CSRC) -> NinjaFil
     half += file.objects([EMULATOR / "host_device.cpp"], "device", [*plain, "-std=c++20"])
     wrapped = [f"-Wl,--wrap={name}" for name in OF_A_DEVICE]
     file.link(f"{variant}/device/{MODULE}.so", [*package, *half, *kernels, *emulator], [*shared, *wrapped])
+    maps = [name for name in kernels if name.endswith("tensor_map.cu.o")]
     for source in sorted((EMULATOR / "programs").glob("*.cu")):
         program = file.objects([source], f"{variant}/programs", [*emulated, *kernel_flags])
-        file.link(f"{variant}/{source.stem}", [*program, *emulator], [*link, "-ldl"])
+        file.link(f"{variant}/{source.stem}", [*program, *maps, *emulator], [*link, "-ldl"])
     return file
 
 

@@ -4,6 +4,7 @@
 
 #include "vector_types.h"
 
+#include "atomics.h"
 #include "device_math.h"
 #include "launch.h"
 #include "options.h"

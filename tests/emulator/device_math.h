@@ -59,6 +59,10 @@ T __ldg(const T* address) {
   return *address;
 }
 template <class T>
+T __ldcg(const T* address) {
+  return *address;
+}
+template <class T>
 void __stwb(T* address, T value) {
   *address = value;
 }

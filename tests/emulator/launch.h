@@ -2,6 +2,7 @@
 #pragma once
 
 #include <cstddef>
+#include <cstring>
 #include <tuple>
 
 #include "vector_types.h"
@@ -21,6 +22,11 @@ void launch(dim3 grid, dim3 block, size_t shared_bytes, void (*body)(void* conte
 }  // namespace selfattn::emulator
 
 namespace selfattn::cuda {
+
+inline void clear_async(void* memory, size_t bytes, cudaStream_t) { std::memset(memory, 0, bytes); }
+
+// Few, so that blocks of a kernel that stays take several items of work.
+inline int multiprocessors() { return 3; }
 
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t,

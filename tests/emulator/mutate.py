@@ -1,14 +1,14 @@
 """Deletes each synchronisation statement of the CUDA kernels, each bound that keeps sequences of a packed
 backward apart and some terms of second derivatives, in turn, and looks whether the tests notice.
 
-    python tests/emulator/mutate.py [--list] [--only TEXT] [--kernel simt|sm80] [--jobs N]
+    python tests/emulator/mutate.py [--list] [--only TEXT] [--kernel simt|sm80|sm90] [--jobs N]
 
-A mutant is one statement less: a barrier, a __syncwarp, a commit of copies, a wait for them; or one bound
-less (BOUNDS), or one term (TERMS). One build with the race detector, of a copy of the sources, holds all of
-them: each asks there first whether it is the one that SELFATTN_EMULATOR_LEFT_OUT numbers. A mutant runs a
-few problems under several schedules with copies as late as they may be. It is killed when a problem fails,
-hangs, or changes a bit; a mutant that survives either lacks a test, or was not needed: EQUIVALENT holds
-those, with the reason.
+A mutant is one statement less: a barrier, a __syncwarp, a fence, a commit of copies or products, a wait for
+them; or one bound less (BOUNDS), or one term (TERMS). One build with the race detector, of a copy of the
+sources, holds all of them: each asks there first whether it is the one that SELFATTN_EMULATOR_LEFT_OUT
+numbers. A mutant runs a few problems under several schedules with copies as late as they may be. It is killed
+when a problem fails, hangs, or changes a bit; a mutant that survives either lacks a test, or was not needed:
+EQUIVALENT holds those, with the reason.
 """
 
 from __future__ import annotations
@@ -31,7 +31,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from emulator import build
 
-_CALLS = "__syncthreads|__syncwarp|copy_async_commit|copy_async_wait(?:<[^>]*>)?"
+_CALLS = "|".join(
+    [
+        "__syncthreads|__syncwarp|copy_async_commit|copy_async_wait(?:<[^>]*>)?",
+        "barrier_init_fence|barrier_arrive|barrier_arrive_expecting|barrier_wait",
+        "fence_async_proxy|sync_threads|arrive_threads",
+        "products_fence|products_commit|products_wait(?:<[^>]*>)?",
+    ]
+)
 #: A whole statement, on one line or more.
 STATEMENT = re.compile(rf"(?<!\w)(?:\w+::)*(?:{_CALLS})\s*\([^;]*?\)\s*;")
 
@@ -106,6 +113,9 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ): "what is worked out of queries beyond the last is hidden, whatever it is",
 }
 
+#: The kernels, and the compute capability that they run on here.
+KERNELS = {"simt": 80, "sm80": 80, "sm90": 90}
+
 #: The cases that a kernel's files are judged by: schedule, copies, of how many one runs, and the first.
 RUNS = {
     "forward_cases": [("fifo", "late", 3, 0), ("sticky", "random", 7, 0)],
@@ -166,7 +176,7 @@ def cases_of(file: Path) -> list[str]:
 
 def kernels_of(file: Path) -> list[str]:
     """The kernels that a file belongs to: by its folder, or both."""
-    return [name for name in ("simt", "sm80") if name in file.parts] or ["simt", "sm80"]
+    return [name for name in KERNELS if name in file.parts] or ["simt", "sm80"]
 
 
 class Way(NamedTuple):
@@ -223,6 +233,7 @@ def run(library: Path, way: Way, left_out: int = 0) -> tuple[str, str]:
         environment = build.environment(
             library,
             SELFATTN_KERNEL=way.kernel,
+            SELFATTN_EMULATOR_CAPABILITY=str(KERNELS[way.kernel]),
             SELFATTN_EMULATOR_SCHEDULE=schedule,
             SELFATTN_EMULATOR_COPIES=copies,
             SELFATTN_EMULATOR_LEFT_OUT=str(left_out),
@@ -269,7 +280,7 @@ def main() -> None:
     )
     parser.add_argument("--list", action="store_true", help="only show the mutants")
     parser.add_argument("--only", default="", help="mutants that contain this text")
-    parser.add_argument("--kernel", choices=("simt", "sm80"), help="this kernel's mutants")
+    parser.add_argument("--kernel", choices=tuple(KERNELS), help="this kernel's mutants")
     parser.add_argument("--jobs", type=int)
     arguments = parser.parse_args()
     # Numbered among all, so that one build serves every choice.

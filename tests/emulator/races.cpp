@@ -8,6 +8,7 @@
 #include <memory>
 #include <unordered_map>
 
+#include "options.h"
 #include "places.h"
 #include "scheduler.h"
 #include "shared_memory.h"
@@ -16,9 +17,27 @@ namespace selfattn::emulator::races {
 
 namespace {
 
-// Thread t is agent 2 t, its engine for copies agent 2 t + 1.
-int agent_of(int thread) { return 2 * thread; }
-int engine_of(int thread) { return 2 * thread + 1; }
+// What happens on behalf of a thread, each with a time of its own: what the thread does itself; its copies of
+// 16 bytes. The last two are no agents, but how much of the first two the asynchronous
+// proxy will know, too: it does not see a store that no fence follows.
+enum Part { kThread, kCopies, kKnownStores, kKnownCopies };
+
+// Of a thread: devices without an asynchronous proxy need two of the parts only.
+uint32_t parts = 0;
+uint32_t threads_of_block = 0;
+
+uint32_t agent_of(int thread, Part part) { return static_cast<uint32_t>(thread) * parts + part; }
+// Behind the threads come the warpgroups, for their products.
+uint32_t agent_of_group(int group) { return threads_of_block * parts + static_cast<uint32_t>(group); }
+uint32_t groups_of_block() { return threads_of_block / 128; }
+// And behind these barriers, for the copies of boxes that they count: copies that are counted by different
+// ones arrive in any order. Those of more barriers than there are agents share them, which may hide a race.
+constexpr uint32_t kBarriers = 64;
+uint32_t agent_of_barrier(int barrier) {
+  return agent_of_group(static_cast<int>(groups_of_block())) + static_cast<uint32_t>(barrier) % kBarriers;
+}
+bool is_of_thread(uint32_t agent) { return agent < threads_of_block * parts; }
+bool is_of_group(uint32_t agent) { return !is_of_thread(agent) && agent < agent_of_barrier(0); }
 
 // How much of each agent has happened before, by agent.
 using Clock = std::vector<uint32_t>;
@@ -29,6 +48,9 @@ struct Access {
   uint32_t time = 0;
   uint32_t place = 0;
 };
+
+// A place is of an atomic operation where this bit is set.
+constexpr uint32_t kAtomic = 1u << 31;
 
 // What is known of one byte of memory.
 struct Byte {
@@ -41,6 +63,8 @@ using Page = std::array<Byte, kPageBytes>;
 
 std::vector<Clock> clocks;         // by thread
 std::vector<uint32_t> copy_times;  // by thread: how many copies it has begun
+// By agent of a barrier: which threads have begun the boxes that it counts.
+std::array<std::vector<int>, kBarriers> boxes;
 std::unordered_map<uintptr_t, std::unique_ptr<Page>> pages;
 uint32_t block_number = 0;
 
@@ -63,15 +87,32 @@ bool happened_before(const Access& earlier, const Clock& clock) {
   return earlier.block == 0 || (earlier.block == block_number && clock[earlier.agent] >= earlier.time);
 }
 
+// Whether a store happened before what the asynchronous proxy does for somebody with this clock.
+bool is_known(const Access& store, const Clock& clock) {
+  if (store.block == block_number && is_of_thread(store.agent)) {
+    const uint32_t part = store.agent % parts;
+    if (part == kThread) return clock[store.agent + kKnownStores - kThread] >= store.time;
+    if (part == kCopies) return clock[store.agent + kKnownCopies - kCopies] >= store.time;
+  }
+  return happened_before(store, clock);
+}
+
 std::string text_of_agent(const Access& access) {
-  const int thread = static_cast<int>(access.agent) / 2;
-  return std::string(access.agent % 2 == 1 ? "an asynchronous copy of " : "") + "thread " +
-         std::to_string(thread) + " (warp " + std::to_string(thread / kWarpSize) + ", lane " +
-         std::to_string(thread % kWarpSize) + ")" + (access.block == block_number ? "" : " of another block");
+  const std::string where = access.block == block_number ? "" : " of another block";
+  if (is_of_group(access.agent))
+    return "a product of warpgroup " + std::to_string(access.agent - threads_of_block * parts) + where;
+  const bool is_thread = is_of_thread(access.agent);
+  if (!is_thread && access.block != block_number) return "an asynchronous copy" + where;
+  const int thread = is_thread ? static_cast<int>(access.agent / parts)
+                               : boxes[access.agent - agent_of_barrier(0)][access.time - 1];
+  const bool copies = !is_thread || access.agent % parts != kThread;
+  return std::string(copies ? "an asynchronous copy of " : "") + "thread " + std::to_string(thread) +
+         " (warp " + std::to_string(thread / kWarpSize) + ", lane " + std::to_string(thread % kWarpSize) +
+         ")" + where;
 }
 
 [[noreturn]] void report(uintptr_t address, const Access& earlier, const char* did, const Access& later,
-                         const char* does) {
+                         const char* does, const char* lacks = "nothing orders this after ") {
   const void* pointer = reinterpret_cast<const void*>(address);
   const bool shared = shared_memory().is_near(pointer);
   const std::string where =
@@ -80,8 +121,8 @@ std::string text_of_agent(const Access& access) {
              : "global memory";
   fail("race on " + where + " in block (" + std::to_string(blockIdx.x) + ", " + std::to_string(blockIdx.y) +
        ", " + std::to_string(blockIdx.z) + "): " + text_of_agent(later) + " " + does + " it in " +
-       text_of_place(later.place) + ", and nothing orders this after " + text_of_agent(earlier) + ", which " +
-       did + " it in " + text_of_place(earlier.place));
+       text_of_place(later.place & ~kAtomic) + ", and " + lacks + text_of_agent(earlier) + ", which " + did +
+       " it in " + text_of_place(earlier.place & ~kAtomic));
 }
 
 void check_bounds(const void* address, int bytes, uint32_t place) {
@@ -108,24 +149,31 @@ void make_room(std::vector<Access>& reads, const Clock& clock) {
   if (2 * reads.size() > reads.capacity()) reads.reserve(2 * reads.capacity());
 }
 
-// `access` is of the running thread or of its engine, which begins with what the thread knows.
-void record_read(const void* address, int bytes, const Access& access) {
-  const Clock& clock = clocks[static_cast<size_t>(self().number)];
+// Somebody who knows `clock` reads; `proxy`: through the asynchronous proxy.
+void record_read(const void* address, int bytes, const Access& access, const Clock& clock,
+                 bool proxy = false) {
   const auto first = reinterpret_cast<uintptr_t>(address);
   for (uintptr_t at = first; at < first + static_cast<uintptr_t>(bytes); ++at) {
     Byte& byte = byte_at(at);
     if (!happened_before(byte.write, clock)) report(at, byte.write, "wrote", access, "reads");
+    if (proxy && !is_known(byte.write, clock))
+      report(at, byte.write, "wrote", access, "reads", "no fence_async_proxy() follows ");
     make_room(byte.reads, clock);
     byte.reads.push_back(access);
   }
 }
 
-void record_write(const void* address, int bytes, const Access& access) {
-  const Clock& clock = clocks[static_cast<size_t>(self().number)];
+void record_write(const void* address, int bytes, const Access& access, const Clock& clock,
+                  bool proxy = false) {
+  const bool is_atomic = (access.place & kAtomic) != 0;
   const auto first = reinterpret_cast<uintptr_t>(address);
   for (uintptr_t at = first; at < first + static_cast<uintptr_t>(bytes); ++at) {
     Byte& byte = byte_at(at);
-    if (!happened_before(byte.write, clock)) report(at, byte.write, "wrote", access, "writes");
+    const bool both_atomic = is_atomic && (byte.write.place & kAtomic) != 0;
+    if (!both_atomic && !happened_before(byte.write, clock))
+      report(at, byte.write, "wrote", access, "writes");
+    if (proxy && !is_known(byte.write, clock))
+      report(at, byte.write, "wrote", access, "writes", "no fence_async_proxy() follows ");
     for (const Access& read : byte.reads) {
       if (!happened_before(read, clock)) report(at, read, "reads", access, "writes");
     }
@@ -134,9 +182,19 @@ void record_write(const void* address, int bytes, const Access& access) {
   }
 }
 
+const Clock& clock_of_self() { return clocks[static_cast<size_t>(self().number)]; }
+
+void join(Clock& clock, const Clock& other) {
+  if (clock.empty()) clock.resize(other.size(), 0);
+  for (size_t n = 0; n < other.size(); ++n) clock[n] = std::max(clock[n], other[n]);
+}
+
+// What a thread does from here on is not a part of what others know of it.
+void pass_time(int thread) { ++clocks[static_cast<size_t>(thread)][agent_of(thread, kThread)]; }
+
 Access access_of_thread(uint32_t place) {
   const int thread = self().number;
-  const auto agent = static_cast<uint32_t>(agent_of(thread));
+  const uint32_t agent = agent_of(thread, kThread);
   return {block_number, agent, clocks[static_cast<size_t>(thread)][agent], place};
 }
 
@@ -157,12 +215,15 @@ void start_grid() {
 void start_block(int threads) {
   ++block_number;
   const auto count = static_cast<size_t>(threads);
-  clocks.assign(count, Clock(2 * count, 0));
+  threads_of_block = static_cast<uint32_t>(threads);
+  parts = options().capability == 90 ? kKnownCopies + 1 : kCopies + 1;
+  clocks.assign(count, Clock(parts > kKnownCopies ? agent_of_barrier(0) + kBarriers : parts * count, 0));
   // Nothing has happened at time 0, so that the clocks of others do not include what a thread does first.
   for (int thread = 0; thread < threads; ++thread) {
-    clocks[static_cast<size_t>(thread)][static_cast<size_t>(agent_of(thread))] = 1;
+    clocks[static_cast<size_t>(thread)][agent_of(thread, kThread)] = 1;
   }
   copy_times.assign(count, 0);
+  for (std::vector<int>& begun : boxes) begun.clear();
   const auto first = reinterpret_cast<uintptr_t>(shared_memory().data()) / kPageBytes;
   const size_t shared_pages = shared_memory().bytes() / kPageBytes + 2;
   for (size_t n = 0; n < shared_pages; ++n) pages.erase(first + n);
@@ -170,48 +231,116 @@ void start_block(int threads) {
 }
 
 void synchronise(const std::vector<int>& threads) {
-  Clock joined(clocks.empty() ? 0 : clocks[0].size(), 0);
+  Clock joined;
+  for (const int thread : threads) join(joined, clocks[static_cast<size_t>(thread)]);
   for (const int thread : threads) {
-    const Clock& clock = clocks[static_cast<size_t>(thread)];
-    for (size_t n = 0; n < joined.size(); ++n) joined[n] = std::max(joined[n], clock[n]);
-  }
-  for (const int thread : threads) {
-    Clock& clock = clocks[static_cast<size_t>(thread)];
-    clock = joined;
-    ++clock[static_cast<size_t>(agent_of(thread))];
+    clocks[static_cast<size_t>(thread)] = joined;
+    pass_time(thread);
   }
 }
 
 void read(const void* address, int bytes, const Site& site) {
-  record_read(address, bytes, access_of_thread(number_of_place(site)));
+  record_read(address, bytes, access_of_thread(number_of_place(site)), clock_of_self());
 }
 
 void read(const void* address, int bytes, const void* program_counter) {
   if (is_private(address)) return;
   const uint32_t place = number_of_place(program_counter);
   check_bounds(address, bytes, place);
-  record_read(address, bytes, access_of_thread(place));
+  record_read(address, bytes, access_of_thread(place), clock_of_self());
+}
+
+void write(const void* address, int bytes, const Site& site) {
+  record_write(address, bytes, access_of_thread(number_of_place(site)), clock_of_self());
 }
 
 void write(const void* address, int bytes, const void* program_counter) {
   if (is_private(address)) return;
   const uint32_t place = number_of_place(program_counter);
   check_bounds(address, bytes, place);
-  record_write(address, bytes, access_of_thread(place));
+  record_write(address, bytes, access_of_thread(place), clock_of_self());
+}
+
+void update(const void* address, int bytes, const Site& site) {
+  record_write(address, bytes, access_of_thread(number_of_place(site) | kAtomic), clock_of_self());
 }
 
 int64_t begin_copy(const void* destination, const void* source, int bytes, const Site& site) {
   const int thread = self().number;
   const uint32_t time = ++copy_times[static_cast<size_t>(thread)];
-  const Access access{block_number, static_cast<uint32_t>(engine_of(thread)), time, number_of_place(site)};
-  if (source != nullptr) record_read(source, bytes, access);
-  record_write(destination, bytes, access);
+  const Access access{block_number, agent_of(thread, kCopies), time, number_of_place(site)};
+  if (source != nullptr) record_read(source, bytes, access, clock_of_self());
+  record_write(destination, bytes, access, clock_of_self());
   return time;
 }
 
 void copies_arrived(int64_t last) {
   const int thread = self().number;
-  uint32_t& known = clocks[static_cast<size_t>(thread)][static_cast<size_t>(engine_of(thread))];
+  uint32_t& known = clocks[static_cast<size_t>(thread)][agent_of(thread, kCopies)];
+  known = std::max(known, static_cast<uint32_t>(last));
+}
+
+void release(Order& order, int thread) {
+  join(order.clock, clocks[static_cast<size_t>(thread)]);
+  pass_time(thread);
+}
+
+void acquire(const Order& order, int thread) { join(clocks[static_cast<size_t>(thread)], order.clock); }
+
+void fence_async_proxy() {
+  const int thread = self().number;
+  Clock& clock = clocks[static_cast<size_t>(thread)];
+  clock[agent_of(thread, kKnownStores)] = clock[agent_of(thread, kThread)];
+  clock[agent_of(thread, kKnownCopies)] = clock[agent_of(thread, kCopies)];
+  pass_time(thread);
+}
+
+namespace {
+
+Access access_of_box(const Box& box, const Site& site) {
+  return {block_number, agent_of_barrier(box.barrier), box.number, number_of_place(site)};
+}
+
+}  // namespace
+
+Box begin_box(int barrier) {
+  std::vector<int>& begun = boxes[static_cast<uint32_t>(barrier) % kBarriers];
+  begun.push_back(self().number);
+  return {barrier, static_cast<uint32_t>(begun.size())};
+}
+
+void read_box(const void* address, int bytes, const Box& box, const Site& site) {
+  record_read(address, bytes, access_of_box(box, site), clock_of_self(), true);
+}
+
+void write_box(const void* address, int bytes, const Box& box, const Site& site) {
+  record_write(address, bytes, access_of_box(box, site), clock_of_self(), true);
+}
+
+void release_box(Order& order, const Box& box) {
+  order.clock.resize(clocks[0].size(), 0);
+  uint32_t& known = order.clock[agent_of_barrier(box.barrier)];
+  known = std::max(known, box.number);
+}
+
+void meet(Order& order, bool first) {
+  const Clock& clock = clock_of_self();
+  if (first) {
+    order.clock = clock;
+    return;
+  }
+  for (size_t n = 0; n < clock.size(); ++n) order.clock[n] = std::min(order.clock[n], clock[n]);
+}
+
+void read_product(const void* address, int bytes, const Order& knowledge, int group, int64_t product,
+                  const Site& site) {
+  const Access access{block_number, agent_of_group(group), static_cast<uint32_t>(product),
+                      number_of_place(site)};
+  record_read(address, bytes, access, knowledge.clock, true);
+}
+
+void products_finished(int group, int64_t last) {
+  uint32_t& known = clocks[static_cast<size_t>(self().number)][agent_of_group(group)];
   known = std::max(known, static_cast<uint32_t>(last));
 }
 

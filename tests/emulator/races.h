@@ -15,6 +15,19 @@
 
 namespace selfattn::emulator::races {
 
+// What somebody makes known to others: how much of each agent has happened before.
+struct Order {
+#if defined(SELFATTN_EMULATOR_RACES)
+  std::vector<uint32_t> clock;
+#endif
+};
+
+// A copy of a box: the number of the barrier that counts it, and its own among these.
+struct Box {
+  int barrier = 0;
+  uint32_t number = 0;
+};
+
 #if defined(SELFATTN_EMULATOR_RACES)
 
 void start_grid();
@@ -26,7 +39,10 @@ void synchronise(const std::vector<int>& threads);
 // The running thread accesses memory, in a primitive or at a place of the program.
 void read(const void* address, int bytes, const Site& site);
 void read(const void* address, int bytes, const void* program_counter);
+void write(const void* address, int bytes, const Site& site);
 void write(const void* address, int bytes, const void* program_counter);
+// An atomic operation on memory: these do not race with each other, and order nothing.
+void update(const void* address, int bytes, const Site& site);
 
 // The running thread's engine begins a copy (`source` null: writes zeros). Returns its number, for
 // copies_arrived.
@@ -34,14 +50,49 @@ int64_t begin_copy(const void* destination, const void* source, int bytes, const
 // The running thread has waited for its copies up to this one.
 void copies_arrived(int64_t last);
 
+// All that this thread has done comes before what those do who acquire the order.
+void release(Order& order, int thread);
+void acquire(const Order& order, int thread);
+
+// The running thread's stores to shared memory come before what the asynchronous proxy does on behalf of
+// whoever this thread is ordered before.
+void fence_async_proxy();
+// The running thread begins to copy a box, which the barrier of this number counts. What it reads and writes,
+// through the asynchronous proxy.
+Box begin_box(int barrier);
+void read_box(const void* address, int bytes, const Box& box, const Site& site);
+void write_box(const void* address, int bytes, const Box& box, const Site& site);
+// The box, and those before it that its barrier counts, come before what those do who acquire the order.
+void release_box(Order& order, const Box& box);
+
+// What all threads know that have called this with `order`; the first of them begins it.
+void meet(Order& order, bool first);
+// A warpgroup's product, which begins with that knowledge, reads an operand through the asynchronous proxy.
+void read_product(const void* address, int bytes, const Order& knowledge, int group, int64_t product,
+                  const Site& site);
+// The running thread has waited for the products of its warpgroup up to this one.
+void products_finished(int group, int64_t last);
+
 #else
 
 inline void start_grid() {}
 inline void start_block(int) {}
 inline void synchronise(const std::vector<int>&) {}
 inline void read(const void*, int, const Site&) {}
+inline void write(const void*, int, const Site&) {}
+inline void update(const void*, int, const Site&) {}
 inline int64_t begin_copy(const void*, const void*, int, const Site&) { return 0; }
 inline void copies_arrived(int64_t) {}
+inline void release(Order&, int) {}
+inline void acquire(const Order&, int) {}
+inline void fence_async_proxy() {}
+inline Box begin_box(int) { return {}; }
+inline void read_box(const void*, int, const Box&, const Site&) {}
+inline void write_box(const void*, int, const Box&, const Site&) {}
+inline void release_box(Order&, const Box&) {}
+inline void meet(Order&, bool) {}
+inline void read_product(const void*, int, const Order&, int, int64_t, const Site&) {}
+inline void products_finished(int, int64_t) {}
 
 #endif
 

@@ -7,10 +7,15 @@
 #include <stdexcept>
 
 #include "banks.h"
+#include "box_copies.h"
 #include "faults.h"
+#include "group_products.h"
+#include "named_barriers.h"
 #include "options.h"
 #include "races.h"
+#include "register_pool.h"
 #include "shared_memory.h"
+#include "transaction_barriers.h"
 
 uint3 threadIdx;
 uint3 blockIdx;
@@ -117,7 +122,8 @@ void give_way() {
   if (next == nullptr) {
     if (ended == static_cast<int>(current_block.threads.size())) leave_launch();
     fail("deadlock in block " + index_text(blockIdx) + ": nothing wakes the threads that wait" +
-         what_threads_do());
+         what_threads_do() + barriers::what_barriers_lack() + named::what_barriers_lack() +
+         products::what_groups_lack() + registers::what_groups_lack());
   }
   if (next == last) return;
   current_thread = next;
@@ -129,8 +135,12 @@ void run_thread() {
   Fiber::entered();
   kernel_body(kernel_context);
   current_thread->copies.finish();
+  products::end_thread();
   current_thread->ended = true;
-  ++ended;
+  if (++ended == static_cast<int>(current_block.threads.size())) {
+    barriers::end_block();
+    named::end_block();
+  }
   give_way();
   __builtin_unreachable();
 }
@@ -138,6 +148,11 @@ void run_thread() {
 void run_block(size_t shared_bytes) {
   shared_memory().start(shared_bytes);
   races::start_block(static_cast<int>(current_block.threads.size()));
+  barriers::start_block();
+  boxes::start_block();
+  named::start_block();
+  products::start_block();
+  registers::start_block();
   current_block.barrier = Barrier();
   for (Warp& warp : current_block.warps) warp.meetings.clear();
   ended = 0;
@@ -181,8 +196,12 @@ Thread& self() { return *current_thread; }
 bool in_kernel() { return current_thread != nullptr; }
 
 void wait(const Site& site) {
-  current_thread->waits_in = site;
+  Thread& thread = *current_thread;
+  thread.waits_in = site;
+  boxes::pass();
+  products::pass();
   give_way();
+  thread.waits_in = Site();  // where it was woken before it waited
 }
 
 void wake(Thread& thread) {

@@ -75,6 +75,10 @@ SharedMemory& shared_memory() {
 }
 
 void check_shared(const void* address, int bytes, const Site& site) {
+  check_shared(address, bytes, bytes, site);
+}
+
+void check_shared(const void* address, int bytes, int alignment, const Site& site) {
   const SharedMemory& memory = shared_memory();
   if (!memory.holds(address, static_cast<size_t>(bytes))) {
     fail(whereabouts() + " gives " + to_string(site) + " the byte " +
@@ -82,9 +86,9 @@ void check_shared(const void* address, int bytes, const Site& site) {
          std::to_string(memory.bytes()) + " bytes of shared memory, and " + std::to_string(bytes) +
          " from there on");
   }
-  if (reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(bytes) != 0) {
+  if (reinterpret_cast<uintptr_t>(address) % static_cast<uintptr_t>(alignment) != 0) {
     fail(whereabouts() + " gives " + to_string(site) + " an address that is not aligned to " +
-         std::to_string(bytes) + " bytes");
+         std::to_string(alignment) + " bytes");
   }
 }
 

@@ -38,5 +38,7 @@ SharedMemory& shared_memory();
 
 // Fails unless a primitive's address lies in shared memory with all its bytes, aligned to their number.
 void check_shared(const void* address, int bytes, const Site& site);
+// The same with another alignment.
+void check_shared(const void* address, int bytes, int alignment, const Site& site);
 
 }  // namespace selfattn::emulator

@@ -26,6 +26,8 @@ MACHINE = ROOT / "tests" / "ptx_machine"
 NVCC_TO_PTX = MACHINE / "nvcc_to_ptx"
 #: What programs are compiled for: devices of later generations run the same PTX.
 ARCHITECTURES = ("7.5", "8.0")
+#: For 9.0 alone: the package, and programs whose names begin with "hopper", are compiled for this and 8.0.
+HOPPER = "9.0a"
 
 #: Sums must be those of the program text; what looks at the host's errno and traps costs time in every loop.
 FLAGS = [
@@ -82,10 +84,10 @@ def library_of(home: Path, name: str) -> Path:
     raise RuntimeError(f"{home} has no {name}")
 
 
-def program_flags(headers: Path) -> list[str]:
+def program_flags(headers: Path, architectures: tuple[str, ...] = ARCHITECTURES) -> list[str]:
     """What nvcc_to_ptx makes a program of, which includes the package's headers from that folder."""
     library = library_of(Path(nvcc().home), "libcudart.so")
-    numbers = [architecture.replace(".", "") for architecture in ARCHITECTURES]
+    numbers = [architecture.replace(".", "") for architecture in architectures]
     return [
         "-std=c++17",
         "-O3",
@@ -96,6 +98,11 @@ def program_flags(headers: Path) -> list[str]:
         f"-rpath={library.parent}",
         *(f"-gencode=arch=compute_{number},code=sm_{number}" for number in numbers),
     ]
+
+
+def architectures_of(program: Path) -> tuple[str, ...]:
+    """What a program is compiled for."""
+    return (ARCHITECTURES[-1], HOPPER) if program.stem.startswith("hopper") else ARCHITECTURES
 
 
 def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
@@ -121,13 +128,13 @@ def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
 
     cuda = emulator.CSRC / "cuda"
     headers = " ".join(
-        str(path) for folder in ("common", "sm80") for path in sorted((cuda / folder).glob("*.cuh"))
+        str(path) for folder in ("common", "sm80") for path in sorted((cuda / folder).glob("*.*h"))
     )
     places = (emulator.EMULATOR, MACHINE)
     for program in sorted(path for place in places for path in (place / "programs").glob("*.cu")):
         file.lines += [
             f"build {program.stem}: nvcc {program} | {NVCC_TO_PTX} {headers}",
-            f"  flags = {' '.join(program_flags(emulator.CSRC))}",
+            f"  flags = {' '.join(program_flags(emulator.CSRC, architectures_of(program)))}",
         ]
 
     torch = found.torch
@@ -157,8 +164,8 @@ def build(target: str) -> Path:
 
 
 def build_package() -> Path:
-    """Compiles the package's library with the PTX of its CUDA kernels, and returns its path. For the newest
-    architecture that the device of SELFATTN_PTX_CAPABILITY runs, in a folder of its own.
+    """Compiles the package's library with the PTX of its CUDA kernels, and returns its path. It is for 8.0
+    and 9.0a; for 7.5, and in a folder of its own, if SELFATTN_PTX_CAPABILITY says so.
 
     Raises:
         RuntimeError: something does not compile; the compilers have said what.
@@ -172,7 +179,7 @@ def build_package() -> Path:
     command += ["--build-lib", str(place / "package"), "--build-temp", str(place / "temp")]
     variables = {
         "SELFATTN_CUDA": "1",
-        cuda_build.ARCHITECTURES_VARIABLE: runs[-1],
+        cuda_build.ARCHITECTURES_VARIABLE: ";".join([runs[-1], HOPPER] if len(runs) > 1 else runs),
         "PTX_NVCC": nvcc().command,
     }
     # torch's build calls this instead of nvcc.

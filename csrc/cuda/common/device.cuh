@@ -61,6 +61,19 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
   check_cuda(cudaGetLastError(), "launch a kernel");
 }
 
+// Zeros, in the order of the stream.
+inline void clear_async(void* memory, size_t bytes, cudaStream_t stream) {
+  check_cuda(cudaMemsetAsync(memory, 0, bytes, stream), "clear memory");
+}
+
+// Of the current device.
+inline int multiprocessors() {
+  int device = 0, count = 0;
+  check_cuda(cudaGetDevice(&device), "tell the current device");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "count multiprocessors");
+  return count;
+}
+
 #endif
 
 }  // namespace selfattn::cuda

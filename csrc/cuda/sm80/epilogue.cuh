@@ -89,31 +89,31 @@ __device__ __forceinline__ void store_chunk(void* tensor, int64_t at, const floa
          uint4{pair(0), pair(1), pair(2), pair(3)});
 }
 
-// Calls body(row, column, numbers) for eight neighbouring numbers of a row that the warp has put there: 16
-// bytes of 16-bit results for each lane, in several rows at a time.
+// Calls body(row, column, numbers) for eight neighbouring numbers of a row that the warp has put there, from
+// `first` of `columns` on: 16 bytes of 16-bit results for each lane, in several rows at a time.
 template <class C, class Body>
-__device__ __forceinline__ void for_each_chunk(const float* rows, const Lane<C>& lane, int end, int columns,
-                                               const Body& body) {
-  constexpr int kLanes = C::kDim / 8, kRowsAtOnce = kWarp / kLanes;
+__device__ __forceinline__ void for_each_chunk(const float* rows, const Lane<C>& lane, int end, int first,
+                                               int columns, const Body& body) {
+  constexpr int kLanes = C::kExchangeColumns / 8, kRowsAtOnce = kWarp / kLanes;
   const int row_of_lane = lane.lane / kLanes, column = lane.lane % kLanes * 8;
-  if (row_of_lane >= kRowsAtOnce || column >= columns) return;
+  if (row_of_lane >= kRowsAtOnce || first + column >= columns) return;
 #pragma unroll 1
   for (int r = lane.first_row + row_of_lane; r < end; r += kRowsAtOnce) {
-    const auto* four = reinterpret_cast<const float4*>(rows + exchanged<C::kDim>(r, column));
+    const auto* four = reinterpret_cast<const float4*>(rows + exchanged<C::kExchangeColumns>(r, column));
     const float4 low = four[0], high = four[1];
     const float numbers[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    body(r, column, numbers);
+    body(r, first + column, numbers);
   }
 }
 
 // The results of a warp's rows by chunks. Returns whether all that the lane has written is finite.
 template <class C>
 __device__ __forceinline__ bool write_chunks(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                             const float* rows, int end) {
+                                             const float* rows, int end, int first) {
   using E = Element<C::kDType>;
   bool finite = true;
   const int columns = static_cast<int>(plan.params.value_dim);
-  for_each_chunk(rows, lane, end, columns, [&](int r, int column, const float (&x)[8]) {
+  for_each_chunk(rows, lane, end, first, columns, [&](int r, int column, const float (&x)[8]) {
     const int64_t at = work.offset(plan.outputs.out, work.row(r)) + column;
     store_chunk<C::kDType>(plan.outputs.out.data, at, x);
     if (plan.outputs.out_residual != nullptr) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ bool write_chunks(const Plan& plan, const Work<C>& wo
 // The same by pairs of numbers, for results that no 16 bytes fit, and the sums of a split.
 template <class C>
 __device__ __forceinline__ bool write_pairs(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                            const float* rows, int end, bool partial) {
+                                            const float* rows, int end, int first, bool partial) {
   const AttentionParams& p = plan.params;
   bool finite = true;
 #pragma unroll 1
@@ -142,8 +142,9 @@ __device__ __forceinline__ bool write_pairs(const Plan& plan, const Work<C>& wor
             ? (plan.split_launch.state(p.heads, work.batch, row.head, row.query) + work.split) * p.value_dim
             : work.offset(plan.outputs.out, row);
 #pragma unroll 1
-    for (int column = lane.lane * 2; column < p.value_dim; column += 2 * kWarp) {
-      const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));
+    for (int n = lane.lane * 2; n < C::kExchangeColumns && first + n < p.value_dim; n += 2 * kWarp) {
+      const int column = first + n;
+      const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kExchangeColumns>(r, n));
       const bool both = column + 1 < p.value_dim;
       if (partial) {
         plan.split_launch.out[at + column] = pair.x;
@@ -185,13 +186,13 @@ __device__ __forceinline__ void write_large_rows(const Plan& plan, const Work<C>
   }
 }
 
+// `rows`: shared memory for kExchangeColumns floats of each row of the tile.
 template <class C>
 __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
-                                           const SharedMemory<C>& shared, const Softmax<C>& softmax,
-                                           const Output<C>& output) {
+                                           float* rows, const Softmax<C>& softmax, const Output<C>& output) {
   const AttentionParams& p = plan.params;
   const bool partial = C::kFewQuery && work.splits > 1;
-  float* rows = shared.exchange();
+  float factors[C::kStrips][2];
 #pragma unroll
   for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
@@ -199,34 +200,48 @@ __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work
       const int r = lane.row(strip, half);
       const RowOf row = work.row(r);
       const RowState<float> state{softmax.max[strip][half], softmax.sum[strip][half]};
-      float factor = 1.0f;
-      if (r < work.rows) {
-        if (!partial) {
-          factor = finish_row(plan, work.batch, row.head, work.statistic(p, row), state,
-                              softmax.rounded[strip][half], lane.quad == 0);
-        } else if (lane.quad == 0) {
-          const int64_t at = plan.split_launch.state(p.heads, work.batch, row.head, row.query) + work.split;
-          plan.split_launch.max[at] = state.max;
-          plan.split_launch.sum[at] = state.sum;
-          plan.split_launch.rounding[at] = softmax.rounded[strip][half];
-        }
-      }
-#pragma unroll
-      for (int tile = 0; tile < C::kDimTiles; ++tile) {
-        const float x = output.at[strip][tile][2 * half], y = output.at[strip][tile][2 * half + 1];
-        *reinterpret_cast<float2*>(rows + exchanged<C::kDim>(r, lane.dim(tile))) =
-            float2{normalised(x, factor), normalised(y, factor)};
+      float& factor = factors[strip][half] = 1.0f;
+      if (r >= work.rows) continue;
+      if (!partial) {
+        factor = finish_row(plan, work.batch, row.head, work.statistic(p, row), state,
+                            softmax.rounded[strip][half], lane.quad == 0);
+      } else if (lane.quad == 0) {
+        const int64_t at = plan.split_launch.state(p.heads, work.batch, row.head, row.query) + work.split;
+        plan.split_launch.max[at] = state.max;
+        plan.split_launch.sum[at] = state.sum;
+        plan.split_launch.rounding[at] = softmax.rounded[strip][half];
       }
     }
   }
-  __syncwarp();
+  constexpr int kTilesAtOnce = C::kExchangeColumns / 8;
   const int end = min(lane.first_row + C::kWarpRows, work.rows);
-  bool finite;
-  if constexpr (C::kFloat32) {
-    finite = write_pairs(plan, work, lane, rows, end, partial);
-  } else {
-    finite = !partial && plan.out_vectors ? write_chunks(plan, work, lane, rows, end)
-                                          : write_pairs(plan, work, lane, rows, end, partial);
+  bool finite = true;
+#pragma unroll
+  for (int first = 0; first < C::kDimTiles; first += kTilesAtOnce) {
+    if (first > 0) __syncwarp();  // the columns before have been read
+#pragma unroll
+    for (int strip = 0; strip < C::kStrips; ++strip) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float factor = factors[strip][half];
+#pragma unroll
+        for (int tile = first; tile < first + kTilesAtOnce && tile < C::kDimTiles; ++tile) {
+          const float x = output.at[strip][tile][2 * half], y = output.at[strip][tile][2 * half + 1];
+          *reinterpret_cast<float2*>(
+              rows + exchanged<C::kExchangeColumns>(lane.row(strip, half), lane.dim(tile - first))) =
+              float2{normalised(x, factor), normalised(y, factor)};
+        }
+      }
+    }
+    __syncwarp();
+    bool written;
+    if constexpr (C::kFloat32) {
+      written = write_pairs(plan, work, lane, rows, end, first * 8, partial);
+    } else {
+      written = !partial && plan.out_vectors ? write_chunks(plan, work, lane, rows, end, first * 8)
+                                             : write_pairs(plan, work, lane, rows, end, first * 8, partial);
+    }
+    finite = finite && written;
   }
   if constexpr (C::kPlain) write_large_rows(plan, work, lane, softmax);
   if constexpr (kMayOverflow<C::kDType>) {

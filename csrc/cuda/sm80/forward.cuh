@@ -41,7 +41,7 @@ class Forward : TileScores<C> {
     if constexpr (!C::kFloat32) {
       if (work_.careful) add_non_finite_values(plan_, work_, this->lane(), output_);
     }
-    write_rows(plan_, work_, this->lane(), shared_, softmax_, output_);
+    write_rows(plan_, work_, this->lane(), shared_.exchange(), softmax_, output_);
   }
 
  private:
@@ -83,7 +83,8 @@ class Forward : TileScores<C> {
     if (kLean || tile >= first_tile()) start_keys<kLean>(tile);
     ptx::copy_async_commit();
     if (has_rows()) {
-      softmax_.step(shared_, plan_.scale_log2, scores_, output_);
+      softmax_.step(shared_, plan_.scale_log2, scores_,
+                    [&](int strip, int half, float by) { scale_row(output_.at, strip, half, by); });
       multiply_values(first_key, special_values);
     }
     return tile;

@@ -26,9 +26,15 @@ void run_path(const AttentionParams& p, const ForwardOutputs& outputs, cudaStrea
 }
 
 template <DType kDType, int kDim>
+void run_few_queries(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream,
+                     void* workspace) {
+  if (may_have_few_queries(p)) run_path<Config<kDType, kDim, Path::kFewQuery>>(p, outputs, stream, workspace);
+}
+
+template <DType kDType, int kDim>
 void run_forward(const AttentionParams& p, const ForwardOutputs& outputs, cudaStream_t stream,
                  void* workspace) {
-  if (may_have_few_queries(p)) run_path<Config<kDType, kDim, Path::kFewQuery>>(p, outputs, stream, workspace);
+  run_few_queries<kDType, kDim>(p, outputs, stream, workspace);
   if (has_few_queries(p)) return;
   // float32 spends its time on products: what the other path would save is not felt.
   if constexpr (kDType != DType::kFloat32) {

@@ -44,12 +44,13 @@ const char* refuses(const AttentionParams& p, int capability) {
 // What there is for an element type and a padded dim.
 struct Instance {
   void (*forward)(const AttentionParams&, const ForwardOutputs&, CUstream_st*, void* workspace);
+  void (*few_queries)(const AttentionParams&, const ForwardOutputs&, CUstream_st*, void* workspace);
   void (*weights)(const AttentionParams&, const WeightsOutputs&, CUstream_st*);
 };
 
 template <DType kDType, int kDim>
 constexpr Instance instance() {
-  return {&run_forward<kDType, kDim>, &run_weights<kDType, kDim>};
+  return {&run_forward<kDType, kDim>, &run_few_queries<kDType, kDim>, &run_weights<kDType, kDim>};
 }
 
 template <DType kDType>
@@ -108,6 +109,12 @@ constexpr Kernel entry() {
 }
 
 }  // namespace
+
+void forward_of_few_queries(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
+  const Instance instance = instance_for(p.dtype, std::max(p.head_dim, p.value_dim));
+  instance.few_queries(p, outputs, where.stream, where.workspace);
+}
+
 }  // namespace sm80
 
 constexpr Kernel kSm80 = sm80::entry();

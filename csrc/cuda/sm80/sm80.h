@@ -7,4 +7,13 @@ namespace selfattn::cuda {
 
 extern const Kernel kSm80;
 
+namespace sm80 {
+
+// The forward of the sequences of few queries alone, if the call has any (split_keys.h), for a kernel that
+// leaves them to this one. The workspace is that of kSm80's forward.
+void forward_of_few_queries(const AttentionParams& params, const ForwardOutputs& outputs,
+                            const Launch& where);
+
+}  // namespace sm80
+
 }  // namespace selfattn::cuda

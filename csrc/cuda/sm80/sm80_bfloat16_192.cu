@@ -4,6 +4,8 @@ namespace selfattn::cuda::sm80 {
 
 template void run_forward<DType::kBFloat16, 192>(const AttentionParams&, const ForwardOutputs&, cudaStream_t,
                                                  void*);
+template void run_few_queries<DType::kBFloat16, 192>(const AttentionParams&, const ForwardOutputs&,
+                                                     cudaStream_t, void*);
 template void run_weights<DType::kBFloat16, 192>(const AttentionParams&, const WeightsOutputs&, cudaStream_t);
 
 }  // namespace selfattn::cuda::sm80

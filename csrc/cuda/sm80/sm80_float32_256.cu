@@ -4,6 +4,8 @@ namespace selfattn::cuda::sm80 {
 
 template void run_forward<DType::kFloat32, 256>(const AttentionParams&, const ForwardOutputs&, cudaStream_t,
                                                 void*);
+template void run_few_queries<DType::kFloat32, 256>(const AttentionParams&, const ForwardOutputs&,
+                                                    cudaStream_t, void*);
 template void run_weights<DType::kFloat32, 256>(const AttentionParams&, const WeightsOutputs&, cudaStream_t);
 
 }  // namespace selfattn::cuda::sm80

@@ -15,6 +15,7 @@ template <class C>
 struct PackedWeights {
   LeftBlock<C> block[C::kColumnTiles / 2];
 
+  PackedWeights() = default;
   __device__ __forceinline__ explicit PackedWeights(const Scores<C>& weights) {
 #pragma unroll
     for (int n = 0; n < C::kColumnTiles / 2; ++n) pack_weights<C>(weights.at, 2 * n, block[n]);
@@ -64,10 +65,12 @@ struct Softmax {
     return quick_exp(score - shift);
   }
 
-  // Scores become weights; sums and output so far are brought down to the new maximum. The maxima of all rows
-  // come first, so that their shuffles wait for each other once.
+  // Scores become weights, and sums are brought down to the new maximum; scale_output(strip, half, factor) is
+  // called to do that with the output. The maxima of all rows come first, so that their shuffles wait for
+  // each other once.
+  template <class ScaleOutput>
   __device__ __forceinline__ void step(const SharedMemory<C>& shared, float scale_log2, Scores<C>& scores,
-                                       Output<C>& output) {
+                                       const ScaleOutput& scale_output) {
     float most[C::kStrips][2];
     find_maxima(shared, scores, most);
 #pragma unroll
@@ -93,7 +96,7 @@ struct Softmax {
         }
         sum[strip][half] = C::kFloat32 ? others + total : total;
         if constexpr (!C::kFloat32) rounded[strip][half] *= rescale;
-        scale_row(output.at, strip, half, rescale);
+        scale_output(strip, half, rescale);
       }
       park(shared, strip);
     }

@@ -24,13 +24,13 @@ const std::unordered_map<std::string, Class> kOfOpcode = {
     {"ldmatrix", Class::kLoadMatrix}, {"setp", Class::kComparison}, {"selp", Class::kComparison},
     {"testp", Class::kComparison},    {"atom", Class::kAtomic},     {"red", Class::kAtomic},
     {"shfl", Class::kShuffle},        {"vote", Class::kVote},       {"redux", Class::kVote},
-    {"activemask", Class::kVote},     {"ex2", Class::kSpecial},     {"lg2", Class::kSpecial},
-    {"rcp", Class::kSpecial},         {"rsqrt", Class::kSpecial},   {"sqrt", Class::kSpecial},
-    {"tanh", Class::kSpecial},
+    {"activemask", Class::kVote},     {"elect", Class::kVote},      {"ex2", Class::kSpecial},
+    {"lg2", Class::kSpecial},         {"rcp", Class::kSpecial},     {"rsqrt", Class::kSpecial},
+    {"sqrt", Class::kSpecial},        {"tanh", Class::kSpecial},
 };
 
-const std::set<std::string> kNoArithmetic = {"membar",    "fence",          "prefetch", "prefetchu",
-                                             "nanosleep", "griddepcontrol", "trap",     "brkpt"};
+const std::set<std::string> kNoArithmetic = {
+    "membar", "fence", "setmaxnreg", "prefetch", "prefetchu", "nanosleep", "griddepcontrol", "trap", "brkpt"};
 
 // Whether one of the types of a cvt is a float: "f32", "bf16x2", "e4m3x2".
 bool is_of_floats(const Statement& statement) {
@@ -75,13 +75,16 @@ InstructionClass class_of(const Statement& statement) {
   if (found != kOfOpcode.end()) {
     return found->second == Class::kSpecial && statement.type() == "f64" ? Class::kFloat64 : found->second;
   }
-  if (name == "mma") return statement.has("bf16") ? Class::kMmaBfloat16 : Class::kMmaFloat16;
+  if (name == "wgmma" && !statement.has("mma_async")) return Class::kOther;
+  if (name == "mma" || name == "wgmma")
+    return statement.has("bf16") ? Class::kMmaBfloat16 : Class::kMmaFloat16;
   if (name == "ld" || name == "ldu" || name == "st") return class_of_memory(statement);
   if (name == "cp") {
     const bool waits =
         statement.has("commit_group") || statement.has("wait_group") || statement.has("wait_all");
     return waits ? Class::kCopyWait : Class::kCopy;
   }
+  if (name == "mbarrier") return Class::kCopyWait;
   if (name == "bar" || name == "barrier")
     return statement.has("warp") ? Class::kWarpBarrier : Class::kBarrier;
   return kNoArithmetic.count(name) != 0 ? Class::kOther : class_of_arithmetic(statement);

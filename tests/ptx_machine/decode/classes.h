@@ -9,8 +9,8 @@ struct Statement;
 
 enum class InstructionClass : u8 {
   kOther,          // fences, prefetches, hints
-  kMmaBfloat16,    // mma.m16n8k16
-  kMmaFloat16,     // mma.m16n8k16
+  kMmaBfloat16,    // mma.m16n8k16, and wgmma by so many of them
+  kMmaFloat16,     // likewise
   kFloat32,        // add, sub, mul, fma
   kFloat32Choice,  // min, max, neg, abs, copysign
   kFloat64,
@@ -28,8 +28,8 @@ enum class InstructionClass : u8 {
   kGlobalStore,
   kLocal,  // stacks, arguments of calls
   kAtomic,
-  kCopy,      // cp.async
-  kCopyWait,  // commit_group, wait_group
+  kCopy,      // cp.async, also of boxes
+  kCopyWait,  // commit_group, wait_group, mbarrier
   kShuffle,
   kVote,     // vote, redux, activemask
   kBarrier,  // of a block

@@ -10,6 +10,14 @@ namespace ptx_machine {
 namespace {
 
 constexpr int kMostOpenCalls = 20;
+constexpr u32 kRegistersOfMultiprocessor = 65536, kMostRegisters = 255, kMultipleOfRegisters = 8;
+
+void add_registers(const std::vector<Operand>& operands, std::vector<u32>& found) {
+  for (const Operand& operand : operands) {
+    if (operand.kind == Operand::Kind::kRegister) found.push_back(operand.at);
+    add_registers(operand.list, found);
+  }
+}
 
 }  // namespace
 
@@ -28,8 +36,32 @@ Instruction& Decoder::add(Kind kind) {
 
 void Decoder::run() {
   const Module::Function& function = module_.functions.at(kernel_.name);
+  has_products_ = module_.text.find("wgmma.mma_async") != std::string::npos;
   body(signature(function, {}), function.end, false);
   add(Kind::kExit);
+  find_touched();
+}
+
+void Decoder::find_touched() {
+  std::unordered_map<u32, u32> numbers;
+  for (Product& product : kernel_.products) {
+    std::vector<u32> registers = product.results;
+    if (product.left_in_registers) registers.insert(registers.end(), product.left, product.left + 4);
+    for (const u32 at : registers) {
+      const auto number = static_cast<u32>(numbers.size());
+      product.registers.push_back(numbers.emplace(at, number).first->second);
+    }
+  }
+  kernel_.product_registers = static_cast<u32>(numbers.size());
+  for (const auto& [index, named] : named_) {
+    Instruction& instruction = kernel_.code[index];
+    instruction.touched = static_cast<u32>(kernel_.touched.size());
+    for (const u32 at : named) {
+      const auto found = numbers.find(at);
+      if (found != numbers.end()) kernel_.touched.push_back(found->second);
+    }
+    instruction.touched_count = static_cast<u32>(kernel_.touched.size()) - instruction.touched;
+  }
 }
 
 void Decoder::parameter(const Declaration& declared, bool of_kernel, const std::vector<Place>& arguments,
@@ -51,7 +83,15 @@ size_t Decoder::signature(const Module::Function& function, const std::vector<Pl
   size_t used = 0;
   while (!in.done()) {
     const char c = in.text[in.at];
-    if (c == '{') return in.at + 1;
+    if (c == '{') {
+      // .maxnreg, else as many as all threads of as many blocks as were asked for can have.
+      if (function.is_kernel && kernel_.registers_of_thread == 0 && has_most_threads_) {
+        const u32 share = kRegistersOfMultiprocessor / (kernel_.most_threads * blocks_of_multiprocessor_);
+        kernel_.registers_of_thread =
+            std::min(share, kMostRegisters) / kMultipleOfRegisters * kMultipleOfRegisters;
+      }
+      return in.at + 1;
+    }
     if (c == '(') {
       const size_t begin = ++in.at;
       for (int depth = 1; depth > 0; ++in.at) depth += (in.text[in.at] == '(') - (in.text[in.at] == ')');
@@ -67,7 +107,11 @@ size_t Decoder::signature(const Module::Function& function, const std::vector<Pl
         u32 threads = 1;
         for (const auto& part : split(rest)) threads *= static_cast<u32>(std::atoi(part.c_str()));
         kernel_.most_threads = std::min(kernel_.most_threads, threads);
+        has_most_threads_ = true;
       }
+      if (word == "minnctapersm")
+        blocks_of_multiprocessor_ = static_cast<u32>(std::max(std::atoi(rest.c_str()), 1));
+      if (word == "maxnreg") kernel_.registers_of_thread = static_cast<u32>(std::atoi(rest.c_str()));
     } else if (in.word().empty()) {  // else it was the name
       fail(std::string("a signature with ") + c);
     }
@@ -189,6 +233,10 @@ void Decoder::statement(const std::string& text, Frame& frame) {
     for (const auto& part : split(rest)) statement.operands.push_back(operand(part));
     if (!choose(statement)) fail("the instruction " + text);
     instruction.instruction_class = class_of(statement);
+    if (!has_products_ || statement.name() == "wgmma") return;
+    std::vector<u32> named;
+    add_registers(statement.operands, named);
+    if (!named.empty()) named_.emplace_back(static_cast<u32>(kernel_.code.size() - 1), std::move(named));
   } catch (const std::exception& error) {
     fail(std::string(error.what()) + ", in " + text);
   }

@@ -57,6 +57,9 @@ class Decoder {
 
   [[noreturn]] void fail(const std::string& what) const;
 
+  // Which instructions touch registers of products.
+  void find_touched();
+
   Module& module_;
   Kernel& kernel_;
   Scopes scopes_;
@@ -65,6 +68,11 @@ class Decoder {
   u32 line_ = 1;
   SourceLine source_, inlined_at_;
   int calls_ = 0;  // that are open
+  // Instructions with the registers that they name, where a module has products.
+  std::vector<std::pair<u32, std::vector<u32>>> named_;
+  bool has_products_ = false;
+  bool has_most_threads_ = false;
+  u32 blocks_of_multiprocessor_ = 1;
 };
 
 }  // namespace ptx_machine

@@ -27,6 +27,7 @@ enum class Kind : u8 {
   kBarrier,    // bar.sync, bar.red, bar.arrive: threads of the block
   kWholeWarp,  // mma, ldmatrix: all 32 lanes, .aligned
   kSomeLanes,  // .sync with a mask of members
+  kTest,       // mbarrier.try_wait: lanes that must wait give way to others
 };
 
 constexpr u32 kNoOperand = 0x7fffffffu;
@@ -55,6 +56,9 @@ struct Instruction {
   u32 target = 0;  // of a branch; the number of a table
   u32 line = 0;    // of the PTX
   SourceLine source, inlined_at;
+  // Registers of Kernel::product_registers that it names: part of Kernel::touched. None for products.
+  u32 touched = 0, touched_count = 0;
+  u32 repeats = 1;  // for counts: how many of its class it is worth
 
   // The memory that this instruction touched last.
   mutable Range found;
@@ -72,6 +76,17 @@ struct Instruction {
 struct SpecialRegister {
   u8 which;
   u32 offset;
+};
+
+// What a wgmma.mma_async says.
+struct Product {
+  std::vector<u32> results;  // registers: four for each eight columns
+  u32 left[4] = {};          // registers of the left matrix, or the descriptor
+  u32 left_matrix = kNoOperand, right_matrix = kNoOperand;
+  u32 adds = kNoOperand;  // a predicate
+  u32 columns = 0;
+  bool left_in_registers = false, left_turned = false, right_turned = false, bfloat16 = false;
+  std::vector<u32> registers;  // results and left, as numbers of Kernel::product_registers
 };
 
 struct Module;
@@ -92,7 +107,11 @@ struct Kernel {
   u32 predicates = 0;
   u32 static_shared = 0;
   u32 local_bytes = 0;  // of a thread
+  std::vector<Product> products;
+  u32 product_registers = 0;  // so many registers are results or operands of products
+  std::vector<u32> touched;
   u32 most_threads = 1024;
+  u32 registers_of_thread = 0;          // 0: not known
   u32 most_dynamic_shared = 48 * 1024;  // what cudaFuncSetAttribute allows
   u64 launches = 0;
 };

@@ -6,8 +6,11 @@
 
 namespace ptx_machine {
 
+// "[register + 4]", or with coordinates "[register, {a, b}]", which become a list behind the register.
 Operand Decoder::address(const std::string& text) {
-  const std::string inside = trimmed(text.substr(1, text.size() - 2));
+  const std::vector<std::string> parts = split(text.substr(1, text.size() - 2));
+  if (parts.empty()) fail("the address " + text);
+  const std::string& inside = parts[0];
   const size_t plus = inside.find('+');
   Operand result;
   result.kind = Operand::Kind::kAddress;
@@ -17,10 +20,12 @@ Operand Decoder::address(const std::string& text) {
   const Operand base = operand(trimmed(inside.substr(0, plus)));
   if (base.kind == Operand::Kind::kRegister) {
     result.list.push_back(base);
+    if (parts.size() > 1) result.list.push_back(operand(parts[1]));
   } else if (base.kind == Operand::Kind::kImmediate) {
     result.value += base.value;
     result.symbol = base.symbol;
     result.space = base.space;
+    if (parts.size() > 1) fail("coordinates behind a name in " + text);
   } else {
     fail("the address " + text);
   }

@@ -30,6 +30,11 @@ class Builder {
   u32 constant(u64 value, int bits);
   u32 new_register(int bits);
   u32 new_predicate() { return kernel_.predicates++; }
+  // Its number.
+  u32 add(Product product) {
+    kernel_.products.push_back(std::move(product));
+    return static_cast<u32>(kernel_.products.size() - 1);
+  }
   // A register or a number of so many bits.
   u32 source(const Operand& operand, int bits);
 

@@ -1,7 +1,5 @@
-// Blocks of a launch, one after the other: their memory, their warps in turn from barrier to barrier.
+// Blocks of a launch, one after the other: their memory, what their warps begin with.
 #include <algorithm>
-#include <map>
-#include <numeric>
 
 #include "decode/special_registers.h"
 #include "decode/text.h"
@@ -17,14 +15,6 @@ namespace {
 constexpr u8 kUnwritten = 0xff;  // NaN
 constexpr size_t kAlignment = 128;
 constexpr u32 kMultiprocessors = 132;  // what %nsmid says
-
-u32 draw(u64& state, u32 below) {
-  // xorshift64
-  state ^= state << 13;
-  state ^= state >> 7;
-  state ^= state << 17;
-  return static_cast<u32>(state >> 33) % below;
-}
 
 // Bytes that begin at a multiple of kAlignment, and keep what they take from one launch to the next.
 class Buffer {
@@ -78,111 +68,20 @@ void fill_special_registers(Warp& warp) {
   }
 }
 
-// A barrier that some warps have come to.
-struct Waiting {
-  std::vector<Warp*> warps;
-  u32 threads = 0;
-  bool complete = false;
-};
-
-void let_go(Block& block, const Waiting& waiting) {
-  u32 votes = 0, threads = 0;
-  for (const Warp* warp : waiting.warps) {
-    votes += static_cast<u32>(count_lanes(warp->votes));
-    threads += static_cast<u32>(count_lanes(warp->alive));
-  }
-  for (Warp* warp : waiting.warps) {
-    const u32 result = warp->barrier->operands[2];
-    switch (static_cast<BarrierKind>(warp->barrier->variant)) {
-      case BarrierKind::kAnd:
-        warp->set_predicate(result, votes == threads ? kWholeWarp : 0, warp->alive);
-        break;
-      case BarrierKind::kOr:
-        warp->set_predicate(result, votes > 0 ? kWholeWarp : 0, warp->alive);
-        break;
-      case BarrierKind::kCount: {
-        u32* counts = warp->target<u32>(*warp->barrier, 2);
-        for (int l = 0; l < kLanes; ++l) counts[l] = on(warp->alive, l) ? votes : counts[l];
-        break;
-      }
-      default:
-        break;
-    }
-    warp->state = Warp::State::kRunning;
-  }
-  const u32 number = waiting.warps[0]->barrier_number;
-  block.arrived[number] = 0;
-  if (block.races != nullptr) block.races->synchronise_warps(waiting.warps, number);
-}
-
-// Whether the warp has only arrived, and goes on.
-bool only_arrives(Block& block, Warp& warp) {
-  if (static_cast<BarrierKind>(warp.barrier->variant) != BarrierKind::kArrive) return false;
-  block.arrived[warp.barrier_number] += static_cast<u32>(count_lanes(warp.alive));
-  if (block.races != nullptr) block.races->arrive(warp, warp.barrier_number);
-  warp.state = Warp::State::kRunning;
-  return true;
-}
-
-// Lets warps go whose barriers are complete; false if there are none.
-bool pass_barriers(Block& block, u32 threads) {
-  std::map<u32, Waiting> barriers;
-  bool passed = false;
-  for (Warp& warp : block.warps) {
-    if (warp.state != Warp::State::kAtBarrier) continue;
-    if (only_arrives(block, warp)) {
-      passed = true;
-      continue;
-    }
-    Waiting& waiting = barriers[warp.barrier_number];
-    waiting.warps.push_back(&warp);
-    waiting.threads += static_cast<u32>(count_lanes(warp.alive));
-    const Warp& first = *waiting.warps[0];
-    if (warp.barrier_threads != first.barrier_threads || warp.barrier->variant != first.barrier->variant) {
-      fail(warp, *warp.barrier, warp.alive, "warps come to one barrier with different counts or operations");
-    }
-  }
-  for (auto& [number, waiting] : barriers) {
-    const u32 asked = waiting.warps[0]->barrier_threads;
-    if (waiting.threads + block.arrived[number] != (asked != 0 ? asked : threads)) continue;
-    let_go(block, waiting);
-    passed = true;
-  }
-  if (passed || barriers.empty()) return passed;
-  const auto& [number, waiting] = *barriers.begin();
-  const auto is_done = [](const Warp& warp) { return warp.state == Warp::State::kDone; };
-  const auto done = std::count_if(block.warps.begin(), block.warps.end(), is_done);
-  const Warp& first = *waiting.warps[0];
-  fail(first, *first.barrier, first.alive,
-       "deadlock: " + std::to_string(waiting.warps.size()) + " of " + std::to_string(block.warps.size()) +
-           " warps wait at barrier " + std::to_string(number) + ", and " + std::to_string(done) +
-           " have ended");
-}
-
-void run_block(Block& block, u32 threads, u64& random_state) {
-  std::vector<u32> order(block.warps.size());
-  std::iota(order.begin(), order.end(), 0);
-  do {
-    for (auto n = static_cast<u32>(order.size()); options().schedule != 0 && n > 1; --n) {
-      std::swap(order[n - 1], order[draw(random_state, n)]);
-    }
-    for (const u32 n : order) {
-      if (block.warps[n].state == Warp::State::kRunning) block.warps[n].run();
-    }
-  } while (pass_barriers(block, threads));
-}
-
 void start_warp(Warp& warp, u32 threads) {
   const u32 lanes = std::min<u32>(kLanes, threads - kLanes * warp.index);
   warp.alive = warp.current = lanes == kLanes ? kWholeWarp : (1u << lanes) - 1;
   warp.pc = 0;
   warp.next_pc = ~0u;
-  warp.parked = warp.waiting = 0;
+  warp.parked = warp.waiting = warp.polling = 0;
   warp.state = Warp::State::kRunning;
   for (int l = 0; l < kLanes; ++l) {
     warp.copies[l].clear();
     warp.closed_groups[l] = 0;
   }
+  warp.waits_for.clear();
+  warp.products.start(*warp.block->kernel);
+  warp.owned_registers = warp.block->kernel->registers_of_thread;
   fill_special_registers(warp);
 }
 
@@ -236,11 +135,14 @@ void execute(Kernel& kernel, const Launch& launch) {
     block.id[2] = static_cast<u32>(number / (u64{grid[0]} * grid[1]));
     std::memset(block.shared, kUnwritten, block.shared_bytes);
     std::memset(local_memory, kUnwritten, local_bytes * warps);
-    std::fill(std::begin(block.arrived), std::end(block.arrived), 0);
+    std::fill(std::begin(block.arrived), std::end(block.arrived), Block::Arrived());
+    block.mbarriers.start_block();
+    block.warpgroups.assign((warps + kWarpsOfGroup - 1) / kWarpsOfGroup, Warpgroup());
+    block.free_registers = 0;
     if (block.races != nullptr) races.start_block(block);
     if (block.counts != nullptr) block.counts->start_block();
     for (Warp& warp : block.warps) start_warp(warp, threads);
-    run_block(block, threads, random_state);
+    run_warps(block, threads, random_state);
   }
   if (block.counts != nullptr) block.counts->finish(kernel, launch);
 }

@@ -82,12 +82,24 @@ void Counts::device(u32 mask, const MemoryAccess& access, const u64 (&addresses)
   for (const u64* sector = sectors; sector != end; ++sector) touch(*sector, traffic);
 }
 
+void Counts::box_row(u64 address, u32 bytes) {
+  for (u64 sector = address / kSectorBytes; sector <= (address + bytes - 1) / kSectorBytes; ++sector) {
+    ++traffic_[kCopy].sectors;
+    touch(sector, kCopy);
+  }
+}
+
+void Counts::box(u64 bytes) {
+  ++traffic_[kCopy].accesses;
+  traffic_[kCopy].bytes += bytes;
+}
+
 void Counts::finish(const Kernel& kernel, const Launch& launch) {
   u64 executed[kInstructionClasses] = {};
   u64 accesses = 0, wavefronts = 0, least = 0;
   for (size_t n = 0; n < kernel.code.size(); ++n) {
     const Instruction& ins = kernel.code[n];
-    executed[static_cast<int>(ins.instruction_class)] += ins.executed - before_[n].executed;
+    executed[static_cast<int>(ins.instruction_class)] += (ins.executed - before_[n].executed) * ins.repeats;
     accesses += ins.accesses - before_[n].accesses;
     wavefronts += ins.wavefronts - before_[n].wavefronts;
     least += ins.least_wavefronts - before_[n].least_wavefronts;

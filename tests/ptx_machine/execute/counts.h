@@ -23,6 +23,9 @@ class Counts {
   void start_block();
   // Lanes in `mask` access so many bytes each.
   void device(u32 mask, const MemoryAccess& access, const u64 (&addresses)[kLanes]);
+  // A row that a copy of a box reads, and all of the box.
+  void box_row(u64 address, u32 bytes);
+  void box(u64 bytes);
   // Writes the line.
   void finish(const Kernel& kernel, const Launch& launch);
 

@@ -7,6 +7,7 @@ namespace ptx_machine {
 namespace {
 
 constexpr u32 kWordBytes = 4, kHalfBytes = 2;
+constexpr u8 kWholeWord = 0xf;
 
 // Which of the `size` bytes from `at` on an access of `bytes` at `begin` touches.
 u8 bytes_in(u64 at, u32 size, u64 begin, u32 bytes) {
@@ -19,9 +20,7 @@ std::string in_shared_memory(u32 word) {
   return "byte " + std::to_string(word * kWordBytes) + " of shared memory";
 }
 
-void merge(std::vector<u32>& into, const std::vector<u32>& from) {
-  for (size_t n = 0; n < into.size() && n < from.size(); ++n) into[n] = std::max(into[n], from[n]);
-}
+constexpr size_t kMostMbarriers = 128;
 
 }  // namespace
 
@@ -37,13 +36,22 @@ void Races::start_grid() {
 void Races::start_block(const Block& block) {
   ++serial_;
   warps_ = block.warps.size();
+  readers_ = warps_ + block.warpgroups.size();
+  actors_ = readers_ + kMostMbarriers;
   words_.resize(std::max<size_t>(words_.size(), block.shared_bytes / kWordBytes + 1));
-  reads_.resize(std::max(reads_.size(), words_.size() * warps_));
-  clocks_.assign(warps_, Clock(warps_, 0));
-  for (size_t n = 0; n < warps_; ++n) clocks_[n][n] = 1;
+  reads_.resize(std::max(reads_.size(), words_.size() * readers_));
+  knows_.resize(warps_);
+  for (size_t n = 0; n < warps_; ++n) {
+    knows_[n].reset(actors_, warps_);
+    knows_[n].all.epochs[n] = 1;
+  }
+  lanes_know_.clear();
+  lanes_know_.resize(warps_ * kLanes);
   lanes_.resize(std::max(lanes_.size(), warps_));
   earlier_reads_.clear();
-  for (Clock& clock : barriers_) clock.assign(warps_, 0);
+  for (Knowledge& brought : barriers_) brought.reset(actors_, warps_);
+  mbarriers_.clear();
+  mbarriers_.resize(kMostMbarriers);
 }
 
 Races::Mark Races::mark(const Warp& warp, const Instruction& ins, int lane, u8 bytes, Access access) const {
@@ -51,9 +59,9 @@ Races::Mark Races::mark(const Warp& warp, const Instruction& ins, int lane, u8 b
   mark.block = serial_;
   mark.instruction = &ins;
   mark.lanes = 1u << lane;
-  mark.epoch = clocks_[warp.index][warp.index];
+  mark.epoch = epoch_of(warp);
   mark.step = lanes_[warp.index].step;
-  mark.warp = static_cast<u16>(warp.index);
+  mark.actor = static_cast<u16>(warp.index);
   mark.bytes = bytes;
   mark.atomic = access == Access::kAtomic;
   return mark;
@@ -61,8 +69,11 @@ Races::Mark Races::mark(const Warp& warp, const Instruction& ins, int lane, u8 b
 
 bool Races::ordered(const Mark& before, const Warp& warp, int lane) const {
   if (before.block != serial_) return before.block < first_of_grid_;
-  if (before.warp != warp.index) return before.epoch < clocks_[warp.index][before.warp];
-  return before.epoch < clocks_[warp.index][warp.index] || ordered_in_warp(before, lanes_[warp.index], lane);
+  if (before.actor == warp.index) {
+    return before.epoch < epoch_of(warp) || ordered_in_warp(before, lanes_[warp.index], lane);
+  }
+  const Knowledge* of_lane = lanes_know_[warp.index * kLanes + static_cast<u32>(lane)].get();
+  return covers(knows_[warp.index].all, before) || (of_lane != nullptr && covers(of_lane->all, before));
 }
 
 bool Races::ordered_in_warp(const Mark& before, const Lanes& lanes, int lane) const {
@@ -82,18 +93,18 @@ void Races::report(const Warp& warp, const Instruction& ins, int lane, const std
   const bool same_block = before.block == serial_;
   fail(warp, ins, 1u << lane,
        "race on " + where + ": nothing orders this and " + what + " by " +
-           (same_block ? "warp " + std::to_string(before.warp) + ", lanes " + lanes_text(before.lanes)
-                       : "another block") +
-           " at " + place_text(*warp.block->kernel, *before.instruction));
+           (same_block ? actor_name(before) : "another block") + " at " +
+           place_text(*warp.block->kernel, *before.instruction));
 }
 
 // A write of the lane against the reads and the last write of the word.
 void Races::check_write(const Warp& warp, const Instruction& ins, int lane, u32 word, const Mark& now) {
   const SharedWord& known = words_[word];
   const auto where = [&] { return in_shared_memory(word); };
-  if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, "a write");
-  for (size_t n = 0; n < warps_; ++n) {
-    const Mark& read = reads_[word * warps_ + n];
+  if (conflicts(known.write, now, warp, lane))
+    report(warp, ins, lane, where(), known.write, kind_of(known.write));
+  for (size_t n = 0; n < readers_; ++n) {
+    const Mark& read = reads_[word * readers_ + n];
     if (read.block != serial_) continue;  // of another block's memory
     if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where(), read, "a read");
   }
@@ -103,12 +114,19 @@ void Races::check_write(const Warp& warp, const Instruction& ins, int lane, u32 
   for (const Mark& read : earlier->second) {
     if (conflicts(read, now, warp, lane)) report(warp, ins, lane, where(), read, "a read");
   }
+  // What comes after this write comes after them.
+  if (now.bytes == kWholeWord) earlier_reads_.erase(earlier);
+}
+
+Races::SharedWord& Races::shared_word(u32 word) {
+  SharedWord& known = words_[word];
+  if (known.block != serial_) known = SharedWord{{}, serial_, 0, false};
+  return known;
 }
 
 void Races::shared(const Warp& warp, const Instruction& ins, int lane, u32 offset, u32 bytes, Access access) {
   for (u32 word = offset / kWordBytes; word <= (offset + bytes - 1) / kWordBytes; ++word) {
-    SharedWord& known = words_[word];
-    if (known.block != serial_) known = SharedWord{{}, serial_, 0, false};
+    SharedWord& known = shared_word(word);
     const Mark now = mark(warp, ins, lane, bytes_in(word * kWordBytes, kWordBytes, offset, bytes), access);
     const auto where = [&] { return in_shared_memory(word); };
     if (known.in_flight && (known.write.bytes & now.bytes) != 0) {
@@ -123,8 +141,9 @@ void Races::shared(const Warp& warp, const Instruction& ins, int lane, u32 offse
     if ((known.written & now.bytes) != now.bytes) {
       fail(warp, ins, 1u << lane, "a read of " + where() + ", which nobody has written");
     }
-    if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, "a write");
-    Mark& read = reads_[word * warps_ + warp.index];
+    if (conflicts(known.write, now, warp, lane))
+      report(warp, ins, lane, where(), known.write, kind_of(known.write));
+    Mark& read = reads_[word * readers_ + warp.index];
     const bool same_epoch = read.block == serial_ && read.epoch == now.epoch;
     const Mark before = read;
     read = now;
@@ -168,7 +187,8 @@ void Races::device(const Warp& warp, const Instruction& ins, int lane, u64 addre
     DeviceHalf& known = device_half(half);
     const Mark now = mark(warp, ins, lane, bytes_in(half * kHalfBytes, kHalfBytes, address, bytes), access);
     const auto where = [&] { return "device memory" + describe_memory(address); };
-    if (conflicts(known.write, now, warp, lane)) report(warp, ins, lane, where(), known.write, "a write");
+    if (conflicts(known.write, now, warp, lane))
+      report(warp, ins, lane, where(), known.write, kind_of(known.write));
     if (access != Access::kRead) {
       const bool other_blocks = known.read_by_blocks && known.read.block >= first_of_grid_;
       if (conflicts(known.read, now, warp, lane) || (other_blocks && (known.read.bytes & now.bytes) != 0)) {
@@ -190,6 +210,8 @@ void Races::synchronise_lanes(const Warp& warp, u32 mask) {
   ++lanes.step;
   if (mask == kWholeWarp) {
     lanes.whole = lanes.step;
+    ++knows_[warp.index].all.epochs[warp.index];
+    fold(warp);
     return;
   }
   // What one of them comes after, all do now; and after each other.
@@ -202,20 +224,34 @@ void Races::synchronise_lanes(const Warp& warp, u32 mask) {
   for (u32 rest = mask; rest != 0; rest &= rest - 1) {
     std::copy(together, together + kLanes, lanes.comes_after[first_lane(rest)]);
   }
+  std::unique_ptr<Knowledge>* const known = &lanes_know_[warp.index * kLanes];
+  Knowledge all;
+  bool any = false;
+  for (u32 rest = mask; rest != 0; rest &= rest - 1) {
+    const std::unique_ptr<Knowledge>& of_lane = known[first_lane(rest)];
+    if (of_lane == nullptr) continue;
+    if (!any) all.reset(actors_, warps_);
+    all.merge(*of_lane);
+    any = true;
+  }
+  for (u32 rest = any ? mask : 0; rest != 0; rest &= rest - 1) {
+    known[first_lane(rest)] = std::make_unique<Knowledge>(all);
+  }
 }
 
 void Races::arrive(const Warp& warp, u32 barrier) {
-  merge(barriers_[barrier], clocks_[warp.index]);
+  fold(warp);
+  barriers_[barrier].merge(knows_[warp.index]);
   // What this warp has done is known behind the barrier, and not what it does from here on.
-  const u32 epoch = ++clocks_[warp.index][warp.index];
-  barriers_[barrier][warp.index] = epoch;
+  const u32 epoch = ++knows_[warp.index].all.epochs[warp.index];
+  barriers_[barrier].all.epochs[warp.index] = epoch;
 }
 
 void Races::synchronise_warps(const std::vector<Warp*>& warps, u32 barrier) {
-  Clock& together = barriers_[barrier];
+  Knowledge& together = barriers_[barrier];
   for (const Warp* warp : warps) arrive(*warp, barrier);
-  for (const Warp* warp : warps) merge(clocks_[warp->index], together);
-  std::fill(together.begin(), together.end(), 0);
+  for (const Warp* warp : warps) knows_[warp->index].merge(together);
+  together.reset(actors_, warps_);
 }
 
 }  // namespace ptx_machine

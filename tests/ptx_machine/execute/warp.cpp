@@ -15,7 +15,7 @@ void Warp::reschedule() {
   if (current != 0) park(current, pc);
   current = 0;
   u32 earliest = ~0u;
-  for (u32 rest = parked & ~waiting; rest != 0; rest &= rest - 1) {
+  for (u32 rest = parked & ~(waiting | polling); rest != 0; rest &= rest - 1) {
     earliest = std::min(earliest, lane_pc[first_lane(rest)]);
   }
   next_pc = ~0u;
@@ -28,6 +28,20 @@ void Warp::reschedule() {
   }
   parked &= ~current;
   waiting &= ~current;
+  polling &= ~current;
+}
+
+bool Warp::all_poll() {
+  if (current != 0 || polling == 0) return false;
+  state = State::kGaveWay;
+  return true;
+}
+
+void Warp::look_again() {
+  state = State::kRunning;
+  waits_for.clear();
+  polling = 0;
+  if (current == 0) reschedule();
 }
 
 bool Warp::together(const Instruction& instruction, u32 needed) {
@@ -37,7 +51,7 @@ bool Warp::together(const Instruction& instruction, u32 needed) {
   waiting |= here;
   current = 0;
   reschedule();
-  if (current != 0) return false;
+  if (current != 0 || all_poll()) return false;
   std::string others;
   for (int l = 0; l < kLanes; ++l) {
     if (!on(parked & ~here, l)) continue;
@@ -80,6 +94,7 @@ bool Warp::end(const Instruction& instruction, u32 mask) {
     if (copies[first_lane(rest)].empty()) continue;
     fail(*this, instruction, rest & -rest, "a thread ends while its asynchronous copies are on their way");
   }
+  products.end(*this, instruction, mask);
   alive &= ~mask;
   current &= ~mask;
   if (current != 0) {
@@ -88,7 +103,7 @@ bool Warp::end(const Instruction& instruction, u32 mask) {
   }
   waiting = 0;  // those that wait may have waited for these: they look again
   reschedule();
-  if (current == 0) state = State::kDone;
+  if (current == 0 && !all_poll()) state = State::kDone;
   return current != 0;
 }
 
@@ -98,7 +113,7 @@ bool Warp::arrive(const Instruction& instruction, u32 mask) {
     return true;
   }
   if (mask != current) fail(*this, instruction, current, "a barrier for some lanes of a warp");
-  if (!together(instruction, alive)) return true;
+  if (!together(instruction, alive)) return state == State::kRunning;
   const int lane = first_lane(current);
   barrier = &instruction;
   barrier_number = source<u32>(instruction, 0)[lane];
@@ -118,7 +133,26 @@ void Warp::whole_warp(const Instruction& instruction, u32 mask) {
   }
   if (!together(instruction, kWholeWarp)) return;
   instruction.handler(*this, instruction, mask);
+  if (polling == 0) {
+    ++pc;
+  } else {
+    state = State::kGaveWay;
+  }
+}
+
+// Lanes that wait in vain are parked behind the instruction, until the others of the warp have stopped.
+void Warp::test(const Instruction& instruction, u32 mask) {
+  const u32 before = polling;
+  if (mask != 0) instruction.handler(*this, instruction, mask);
   ++pc;
+  const u32 gone = polling & ~before;
+  if (gone == 0) return;
+  park(gone, pc);
+  current &= ~gone;
+  if (current != 0) return;
+  --instruction.executed;  // how often warps look in vain says nothing of a device
+  reschedule();
+  all_poll();
 }
 
 void Warp::some_lanes(const Instruction& instruction, u32 mask) {
@@ -171,6 +205,7 @@ void Warp::run() {
       const u32 guard = predicates[instruction.guard];
       mask &= instruction.guard_negated ? ~guard : guard;
     }
+    if (instruction.touched_count != 0 && mask != 0) products.touch(*this, instruction, mask);
     switch (instruction.kind) {
       case Kind::kPlain:
         if (mask != 0) instruction.handler(*this, instruction, mask);
@@ -190,9 +225,15 @@ void Warp::run() {
         break;
       case Kind::kWholeWarp:
         whole_warp(instruction, mask);
+        if (state != State::kRunning) return;
         break;
       case Kind::kSomeLanes:
         some_lanes(instruction, mask);
+        if (state != State::kRunning) return;
+        break;
+      case Kind::kTest:
+        test(instruction, mask);
+        if (state != State::kRunning) return;
         break;
     }
     if (pc == next_pc) reschedule();

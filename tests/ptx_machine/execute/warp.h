@@ -6,6 +6,9 @@
 #include <vector>
 
 #include "decode/kernel.h"
+#include "execute/mbarriers.h"
+#include "execute/products.h"
+#include "execute/warpgroups.h"
 #include "types.h"
 
 namespace ptx_machine {
@@ -30,6 +33,15 @@ constexpr u32 kBarriers = 16;
 
 struct Block;
 
+// What lanes that gave way wait for.
+struct Awaited {
+  enum What : u8 { kMbarrier, kRegisters, kProducts };
+  const Instruction* instruction;
+  u32 lanes;
+  What what;
+  u32 offset;  // of an mbarrier
+};
+
 struct Warp {
   Block* block = nullptr;
   u32 index = 0;
@@ -44,15 +56,21 @@ struct Warp {
   u32 next_pc = ~0u;  // the first place where others are that the current lanes can meet
   u32 parked = 0;     // lanes elsewhere, at lane_pc
   u32 waiting = 0;    // those of them that wait for others at a .sync
+  u32 polling = 0;    // those that have waited for an mbarrier in vain, and let others run
   u32 lane_pc[kLanes];
 
-  enum class State : u8 { kRunning, kAtBarrier, kDone } state = State::kRunning;
+  // kGaveWay: nothing can go on before other warps have done something.
+  enum class State : u8 { kRunning, kAtBarrier, kGaveWay, kDone } state = State::kRunning;
   // Where it waits: the instruction, the barrier's number, how many threads that expects, what they vote.
   const Instruction* barrier = nullptr;
   u32 barrier_number = 0, barrier_threads = 0, votes = 0;
 
+  std::vector<Awaited> waits_for;  // since it ran last
+
   std::vector<Copy> copies[kLanes];
   u32 closed_groups[kLanes];
+  Products products;
+  u32 owned_registers = 0;  // a thread, by setmaxnreg
 
   const void* source(u32 operand) const {
     return (operand & kMarked ? constants : registers) + (operand & ~kMarked);
@@ -74,8 +92,21 @@ struct Warp {
     if (operand != kNoOperand) predicates[operand] = (predicates[operand] & ~mask) | (value & mask);
   }
 
-  // Until it ends or comes to a barrier.
+  // Until it ends, comes to a barrier, or waits.
   void run();
+  // For handlers of the kind kTest: these lanes let others run behind the instruction. Of the kind
+  // kWholeWarp: the warp comes to the instruction again.
+  void give_way(u32 lanes) { polling |= lanes; }
+  void wait_for(const Instruction& instruction, u32 lanes, Awaited::What what, u32 offset = 0) {
+    for (Awaited& known : waits_for) {
+      if (known.instruction != &instruction || known.what != what || known.offset != offset) continue;
+      known.lanes |= lanes;
+      return;
+    }
+    waits_for.push_back({&instruction, lanes, what, offset});
+  }
+  // Goes on with what gave way.
+  void look_again();
 
  private:
   void park(u32 lanes, u32 at);
@@ -89,6 +120,9 @@ struct Warp {
   bool arrive(const Instruction& instruction, u32 mask);
   void whole_warp(const Instruction& instruction, u32 mask);
   void some_lanes(const Instruction& instruction, u32 mask);
+  void test(const Instruction& instruction, u32 mask);
+  // Nothing can run: gives way if lanes are polling.
+  bool all_poll();
   // Of the lanes that come to a .sync together: a mask of members that are all here, else the first lane's.
   u32 those_who_meet(const Instruction& instruction, u32 mask, const u32* members) const;
 };
@@ -106,9 +140,24 @@ struct Block {
   Races* races = nullptr;    // null where nobody looks for them
   Counts* counts = nullptr;  // likewise
   std::vector<Warp> warps;
-  // Threads that came to a barrier and do not wait there (bar.arrive).
-  u32 arrived[kBarriers] = {};
+  // Threads that came to a barrier and do not wait there (bar.arrive), of how many that it expects.
+  struct Arrived {
+    u32 threads = 0, expected = 0;
+    const Warp* warp = nullptr;  // the last one, and where
+    const Instruction* instruction = nullptr;
+  };
+  Arrived arrived[kBarriers];
+  Mbarriers mbarriers;
+  std::vector<Warpgroup> warpgroups;
+  u32 free_registers = 0;  // of the block, that setmaxnreg.dec has given up
+  u64 events = 0;          // grows with everything that a warp may wait for
 };
+
+// execute/schedule.cpp: runs warps in turn until all have ended; throws a report, also of what is left
+// behind.
+void run_warps(Block& block, u32 threads, u64& random_state);
+// The next number of a sequence.
+u32 draw(u64& state, u32 below);
 
 // Runs all blocks; throws std::runtime_error with a report.
 void execute(Kernel& kernel, const Launch& launch);

@@ -124,7 +124,7 @@ void resolve_in_window(Warp& warp, const Instruction& ins, u32 mask, const Memor
       warp.block->races->shared(warp, ins, l, offset, access.bytes, access.access);
     }
   }
-  if (options().banks || warp.block->counts != nullptr) {
+  if (!access.is_mbarrier && (options().banks || warp.block->counts != nullptr)) {
     count_wavefronts(ins, mask, access.bytes, warp.block->shared, pointers);
   }
 }

@@ -16,7 +16,8 @@ struct MemoryAccess {
   u32 bytes = 0;
   Access access = Access::kRead;
   s64 added = 0;
-  bool is_copy = false;  // asynchronous: races.h is told by who copies
+  bool is_copy = false;      // asynchronous: races.h is told by who copies
+  bool is_mbarrier = false;  // by no loads and stores: no bank conflicts
 };
 
 void resolve(Warp& warp, const Instruction& ins, u32 mask, const MemoryAccess& access,

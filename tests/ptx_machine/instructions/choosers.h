@@ -23,8 +23,13 @@ bool choose_load(Statement& statement);        // loads.cpp: ld, ldu, st
 bool choose_atomic(Statement& statement);      // atomics.cpp: atom, red
 bool choose_copy(Statement& statement);        // copies.cpp: cp.async
 bool choose_barrier(Statement& statement);     // collectives.cpp: bar, barrier
-bool choose_collective(Statement& statement);  // collectives.cpp: shfl, vote, redux, activemask
+bool choose_collective(Statement& statement);  // collectives.cpp: shfl, vote, redux, elect, activemask
 bool choose_matrix(Statement& statement);      // matrices.cpp: ldmatrix, mma
+bool choose_mbarrier(Statement& statement);    // mbarriers.cpp: mbarrier
+bool choose_fence(Statement& statement);       // mbarriers.cpp: fence
+bool choose_box_copy(Statement& statement);    // box_copies.cpp: cp.async.bulk.tensor
+bool choose_product(Statement& statement);     // products.cpp: wgmma
+bool choose_registers(Statement& statement);   // registers.cpp: setmaxnreg
 bool choose_nothing(Statement& statement);     // choose.cpp: what has no effect here, and trap
 
 }  // namespace ptx_machine

@@ -103,6 +103,16 @@ void reduce(Warp& warp, const Instruction& ins, u32 mask) {
   for (int l = 0; l < kLanes; ++l) d[l] = on(mask, l) ? result : d[l];
 }
 
+// The first of the members: its number, and the predicate that it alone has.
+void elect(Warp& warp, const Instruction& ins, u32 mask) {
+  const int leader = first_lane(mask);
+  if (ins.operands[0] != kNoOperand) {
+    u32* d = warp.target<u32>(ins, 0);
+    for (int l = 0; l < kLanes; ++l) d[l] = on(mask, l) ? static_cast<u32>(leader) : d[l];
+  }
+  warp.set_predicate(ins.operands[1], 1u << leader, mask);
+}
+
 void active_mask(Warp& warp, const Instruction& ins, u32 mask) {
   u32* d = warp.target<u32>(ins, 0);
   for (int l = 0; l < kLanes; ++l) d[l] = on(mask, l) ? mask : d[l];
@@ -125,6 +135,17 @@ bool choose_shuffle(Statement& statement) {
     ins.operands[1 + n] = statement.builder.source(statement.operands.at(n), 32);
   }
   ins.handler = &shuffle;
+  return true;
+}
+
+bool choose_election(Statement& statement) {
+  Instruction& ins = statement.instruction;
+  const auto& results = statement.operands.at(0).list;
+  if (results.size() != 2) return false;
+  ins.operands[0] = results[0].at;
+  ins.operands[1] = statement.predicate(results[1]);
+  ins.operands[kMembers] = statement.builder.source(statement.operands.at(1), 32);
+  ins.handler = &elect;
   return true;
 }
 
@@ -162,6 +183,7 @@ bool choose_collective(Statement& statement) {
   if (!statement.has("sync")) return false;
   statement.instruction.kind = Kind::kSomeLanes;
   if (statement.name() == "shfl") return choose_shuffle(statement);
+  if (statement.name() == "elect") return choose_election(statement);
   return statement.name() == "vote" ? choose_vote(statement) : choose_reduction(statement);
 }
 

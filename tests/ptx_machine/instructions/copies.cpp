@@ -105,7 +105,8 @@ bool choose_start(Statement& statement) {
 
 bool choose_copy(Statement& statement) {
   Instruction& ins = statement.instruction;
-  if (!statement.has("async") || statement.has("bulk") || statement.has("mbarrier")) return false;
+  if (statement.has("async") && statement.has("bulk")) return choose_box_copy(statement);
+  if (!statement.has("async") || statement.has("mbarrier")) return false;
   if (statement.has("commit_group")) {
     ins.handler = &commit;
   } else if (statement.has("wait_group") || statement.has("wait_all")) {

@@ -1,6 +1,7 @@
 #include "runtime/binaries.h"
 
 #include <cstddef>
+#include <cstdio>
 #include <iterator>
 #include <map>
 
@@ -51,6 +52,22 @@ std::string text_of(const Entry& entry, const u8* data) {
   return text.substr(0, text.find('\0'));  // filled up with zeros
 }
 
+// What ".target sm_90a" says.
+struct Target {
+  u32 capability = 0;
+  bool alone = false;  // with a letter: no other device runs it
+};
+
+Target target_of(const std::string& text) {
+  Target target;
+  char letter = 0;
+  const size_t at = text.find(".target");
+  if (at == std::string::npos) return target;
+  target.alone = std::sscanf(text.c_str() + at, ".target sm_%u%c", &target.capability, &letter) == 2 &&
+                 (letter == 'a' || letter == 'f');
+  return target;
+}
+
 void read(FatBinary& binary) {
   if (binary.is_read) return;
   binary.is_read = true;
@@ -59,24 +76,38 @@ void read(FatBinary& binary) {
   if (header.magic != kMagic) return;
   const u8* at = binary.data + header.header_bytes;
   const u8* const end = at + header.bytes;
-  std::map<u32, std::vector<const u8*>> texts;  // by the capability that they are for
+  std::map<u32, std::vector<const u8*>> places;  // by the capability that they are for
   while (at < end) {
     Entry entry;
     std::memcpy(&entry, at, sizeof entry);
-    if (entry.kind == kPtx) texts[entry.capability].push_back(at);
+    if (entry.kind == kPtx) places[entry.capability].push_back(at);
     at += entry.header_bytes + entry.bytes;
   }
-  // As CUDA does: the newest that the device can run, of which later devices run each.
-  const auto beyond = texts.upper_bound(static_cast<u32>(options().capability));
-  if (beyond == texts.begin()) return;
-  for (const u8* place : std::prev(beyond)->second) {
-    Entry entry;
-    std::memcpy(&entry, place, sizeof entry);
-    binary.modules.push_back(read_module(text_of(entry, place + entry.header_bytes)));
+  // As CUDA does: the newest that the device can run, and of these those for it alone.
+  const auto capability = static_cast<u32>(options().capability);
+  for (auto beyond = places.upper_bound(capability); beyond != places.begin(); --beyond) {
+    const auto& [wanted, these] = *std::prev(beyond);
+    std::vector<std::string> texts[2];
+    for (const u8* place : these) {
+      Entry entry;
+      std::memcpy(&entry, place, sizeof entry);
+      std::string text = text_of(entry, place + entry.header_bytes);
+      const bool alone = target_of(text).alone;
+      texts[alone ? 1 : 0].push_back(std::move(text));
+    }
+    auto& chosen = wanted == capability && !texts[1].empty() ? texts[1] : texts[0];
+    for (std::string& text : chosen) binary.modules.push_back(read_module(std::move(text)));
+    if (!chosen.empty()) return;
   }
 }
 
 }  // namespace
+
+bool device_runs(const std::string& text) {
+  const Target target = target_of(text);
+  const auto capability = static_cast<u32>(options().capability);
+  return target.alone ? target.capability == capability : target.capability <= capability;
+}
 
 Function* find_function(const void* host) {
   const auto found = functions().find(host);

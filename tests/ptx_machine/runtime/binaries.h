@@ -27,6 +27,8 @@ struct Function {
 // By the host's address of the kernel; null for an address that nobody registered. What cannot be read is
 // reported once.
 Function* find_function(const void* host);
+// Whether a text is for this device or an earlier one.
+bool device_runs(const std::string& text);
 const std::unordered_map<const void*, Function>& all_functions();
 void add_function(const void* host, const Function& function);
 

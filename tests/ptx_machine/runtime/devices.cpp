@@ -77,8 +77,6 @@ int attribute(cudaDeviceAttr which) {
   }
 }
 
-int refuse_driver_call() { return cudaErrorNotSupported; }
-
 }  // namespace
 
 cudaError_t result(cudaError_t error) {
@@ -170,15 +168,6 @@ PTX_MACHINE_EXPORT cudaError_t cudaDriverGetVersion(int* version) {
 }
 PTX_MACHINE_EXPORT cudaError_t cudaRuntimeGetVersion(int* version) {
   *version = kVersion;
-  return cudaSuccess;
-}
-// torch looks for functions of the driver, which it then need not call.
-PTX_MACHINE_EXPORT cudaError_t cudaGetDriverEntryPointByVersion(const char* symbol, void** function, unsigned,
-                                                                unsigned long long,
-                                                                cudaDriverEntryPointQueryResult* status) {
-  if (options().verbose > 1) std::fprintf(stderr, "ptx machine: the driver's %s\n", symbol);
-  *function = reinterpret_cast<void*>(&refuse_driver_call);
-  if (status != nullptr) *status = cudaDriverEntryPointSuccess;
   return cudaSuccess;
 }
 

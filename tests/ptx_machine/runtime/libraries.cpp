@@ -28,7 +28,7 @@ PTX_MACHINE_EXPORT cudaError_t cudaLibraryLoadData(cudaLibrary_t* library, const
                                                    void**, unsigned, cudaLibraryOption*, void**, unsigned) {
   PTX_MACHINE_TURN;
   const char* const text = static_cast<const char*>(code);
-  if (!is_ptx(text)) return result(cudaErrorNoKernelImageForDevice);
+  if (!is_ptx(text) || !device_runs(text)) return result(cudaErrorNoKernelImageForDevice);
   auto* const made = new Library;
   try {
     made->module = read_module(text);

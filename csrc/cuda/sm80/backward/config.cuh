@@ -65,6 +65,7 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>, kSideOf, kCare
   static constexpr int kKeys = Config::kOwnsQueries ? Config::kColumns : Config::kRows;
 
   static constexpr bool kKeepsAddresses = false;  // see the forward's
+  static constexpr int kExchangeColumns = kDimOf;
 
   // Whether a row's delta is read where the statistics kernel left it, and not from shared memory, which two
   // blocks of a multiprocessor fill: an A100's at 128 dims, a consumer device's at 64.

@@ -75,7 +75,7 @@ __device__ __forceinline__ void write_rows(const Work<C>& work, const SharedMemo
   };
   if constexpr (!C::kFloat32) {
     if (target.vectors) {
-      for_each_chunk(rows, lane, end, target.columns, [&](int r, int column, const float (&x)[8]) {
+      for_each_chunk(rows, lane, end, 0, target.columns, [&](int r, int column, const float (&x)[8]) {
         store_chunk<C::kDType>(target.view.data, offset(r) + column, x);
       });
       return __syncwarp();

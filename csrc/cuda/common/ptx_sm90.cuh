@@ -1,0 +1,320 @@
+// The instructions of sm_90a that CUDA C++ has no words for: barriers of asynchronous copies, copies by
+// tensor maps (TMA), products of a warpgroup (wgmma), barriers of some warps, and registers that warps hand
+// over. This is the only file with inline PTX for them; the emulator has a functional model of each
+// (tests/emulator/ptx_sm90_model.h). On other devices they trap: kernels that use them are never chosen
+// there.
+//
+// Terms of the PTX manual: a "warpgroup" is four neighbouring warps, the first of which has a number that is
+// a multiple of four. "Collective" calls are made by all its 128 threads together. The "asynchronous proxy"
+// is the way on which copies and products reach shared memory past the loads and stores of threads.
+#pragma once
+
+#include <cstdint>
+
+#include "device.cuh"
+#include "tensor_map.h"
+
+namespace selfattn::cuda::ptx {
+
+// Whether this is code for the only devices that have these instructions. Kernels are empty where not.
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+constexpr bool kForHopper = false;
+#else
+constexpr bool kForHopper = true;
+#endif
+
+}  // namespace selfattn::cuda::ptx
+
+#if defined(SELFATTN_CUDA_EMULATOR)
+
+#include "ptx_sm90_model.h"
+
+#else
+
+#if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
+#define SELFATTN_PTX_SM90(...) __trap()
+#else
+#define SELFATTN_PTX_SM90(...) asm volatile(__VA_ARGS__)
+#endif
+
+namespace selfattn::cuda::ptx {
+
+// An address in shared memory, as instructions take it.
+__device__ __forceinline__ uint32_t shared_address_of(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+// ---- Barriers of asynchronous copies (mbarrier), 8 bytes of shared memory each ----
+//
+// A barrier is in phase 0, 1, 2, ... A phase ends when `arrivals` threads have arrived and as many bytes have
+// come as they announced. What threads did before they arrived, and the copies, can be seen behind the wait.
+
+__device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
+  SELFATTN_PTX_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address_of(barrier)),
+                    "r"(arrivals) : "memory");
+}
+
+// Makes barriers that this thread has initialised known to the asynchronous proxy. Other threads know them
+// behind a __syncthreads() that follows.
+__device__ __forceinline__ void barrier_init_fence() {
+  SELFATTN_PTX_SM90("fence.mbarrier_init.release.cluster;" :: : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint64_t* barrier) {
+  SELFATTN_PTX_SM90("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_address_of(barrier)) : "memory");
+}
+
+// Announces that copies will bring `bytes` to the current phase, and arrives.
+__device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, int bytes) {
+  SELFATTN_PTX_SM90(
+      "mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(shared_address_of(barrier)),
+      "r"(bytes) : "memory");
+}
+
+// Returns when the phase has ended whose number is odd where `parity` is 1: the current one or the one
+// before.
+__device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
+  uint32_t ended = 0;
+  do {
+    SELFATTN_PTX_SM90(
+        "{\n"
+        ".reg .pred ended;\n"
+        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
+        "selp.u32 %0, 1, 0, ended;\n"
+        "}" : "=r"(ended) : "r"(shared_address_of(barrier)),
+        "r"(parity) : "memory");
+  } while (ended == 0);
+}
+
+// ---- Copies by tensor maps ----
+
+// Starts to copy the box of a tensor that begins at these coordinates, innermost first, to shared memory at a
+// multiple of 1024 bytes: 128 bytes for each row of the box. Zeros come for what lies beyond the tensor, and
+// are counted by the barrier as if they were read. By one thread.
+__device__ __forceinline__ void copy_box_async(void* shared, const TensorMap* map, uint64_t* barrier,
+                                               int column, int row, int second, int third) {
+  SELFATTN_PTX_SM90(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%3, %4, "
+      "%5, %6}], [%2];" ::"r"(shared_address_of(shared)),
+      "l"(map), "r"(shared_address_of(barrier)), "r"(column), "r"(row), "r"(second), "r"(third) : "memory");
+}
+
+// What this thread has stored to shared memory before comes before what the asynchronous proxy does on behalf
+// of whoever waits for this thread afterwards.
+__device__ __forceinline__ void fence_async_proxy() {
+  SELFATTN_PTX_SM90("fence.proxy.async.shared::cta;" :: : "memory");
+}
+
+// ---- Barriers of some warps ----
+
+// Barrier `number`, 1 to 15, of a block: goes on when `threads` threads, whole warps, have come to it. 0 is
+// that of __syncthreads().
+__device__ __forceinline__ void sync_threads(int number, int threads) {
+  SELFATTN_PTX_SM90("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// The same without waiting: the others need not wait for this warp any more.
+__device__ __forceinline__ void arrive_threads(int number, int threads) {
+  SELFATTN_PTX_SM90("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
+}
+
+// ---- Registers ----
+
+// The warpgroup keeps so many registers a thread, a multiple of 8 from 24 to 256, and gives up the others.
+template <int kRegisters>
+__device__ __forceinline__ void give_up_registers() {
+  SELFATTN_PTX_SM90("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// The warpgroup waits until it has as many, of those that others have given up.
+template <int kRegisters>
+__device__ __forceinline__ void take_registers() {
+  SELFATTN_PTX_SM90("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// ---- Products of a warpgroup ----
+
+// How a matrix of 16-bit elements lies in shared memory, as a product is told. It is cut into panels of 64
+// columns, 128 bytes, of so many rows; each begins at a multiple of 1024 bytes, and its chunks of 16 bytes
+// have changed places as copy_box_async() puts them. `row` and `column` are where the product begins.
+//
+// Of an operand that is summed along its columns, 16 of them for each product: the row is a multiple of 8,
+// the column of 16.
+__device__ __forceinline__ uint64_t matrix_by_columns(const void* panels, int panel_rows, int row,
+                                                      int column) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;  // from eight rows to the next
+  const int bytes = column / 64 * panel_rows * 128 + row * 128 + column % 64 * 2;
+  return (kSwizzle128 | kEightRows | uint64_t{1} << 16 | shared_address_of(panels) >> 4) +
+         static_cast<uint32_t>(bytes >> 4);
+}
+
+// Of one that is summed along its rows ("turned"), 16 of them for each product: the row is a multiple of 8,
+// the column of 64.
+__device__ __forceinline__ uint64_t matrix_by_rows(const void* panels, int panel_rows, int row, int column) {
+  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
+  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
+  const uint64_t panel = static_cast<uint64_t>(panel_rows * 128 >> 4) << 16;  // from one to the next
+  const int bytes = column / 64 * panel_rows * 128 + row * 128;
+  return (kSwizzle128 | kEightRows | panel | shared_address_of(panels) >> 4) +
+         static_cast<uint32_t>(bytes >> 4);
+}
+
+// Before the first product of a group, and wherever registers of a product have been touched since the last
+// one by anything but products. Collective, as all below.
+__device__ __forceinline__ void products_fence() {
+  SELFATTN_PTX_SM90("wgmma.fence.sync.aligned;" :: : "memory");
+}
+
+// Closes a group of products, which may be empty.
+__device__ __forceinline__ void products_commit() {
+  SELFATTN_PTX_SM90("wgmma.commit_group.sync.aligned;" :: : "memory");
+}
+
+// Waits until at most the newest `Pending` groups are not finished. Until then neither results nor operands
+// of a product may be touched, and what is in shared memory must stay.
+template <int Pending>
+__device__ __forceinline__ void products_wait() {
+  SELFATTN_PTX_SM90("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
+}
+
+// Tells the compiler, and no one else, that products may have changed these registers.
+template <int kTiles>
+__device__ __forceinline__ void products_touch(float (&d)[kTiles][4]) {
+#pragma unroll
+  for (int tile = 0; tile < kTiles; ++tile) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(d[tile][i])::"memory");
+  }
+}
+
+// The text and the operands of a product's instruction. Results come first: registers %0 and so on, four for
+// each eight columns.
+#define SELFATTN_RESULTS_32                                                              \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18," \
+  " %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SELFATTN_RESULTS_48 \
+  SELFATTN_RESULTS_32       \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
+#define SELFATTN_RESULTS_64 \
+  SELFATTN_RESULTS_48       \
+  ", %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define SELFATTN_RESULTS_96                                                                \
+  SELFATTN_RESULTS_64                                                                      \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80," \
+  " %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define SELFATTN_RESULTS_128                                                                \
+  SELFATTN_RESULTS_96                                                                       \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110," \
+  " %111, %112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124,"    \
+  " %125, %126, %127"
+#define SELFATTN_TILE(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
+#define SELFATTN_FOUR_TILES(n) \
+  SELFATTN_TILE(n), SELFATTN_TILE(n + 1), SELFATTN_TILE(n + 2), SELFATTN_TILE(n + 3)
+#define SELFATTN_OPERANDS_32 SELFATTN_FOUR_TILES(0), SELFATTN_FOUR_TILES(4)
+#define SELFATTN_OPERANDS_48 SELFATTN_OPERANDS_32, SELFATTN_FOUR_TILES(8)
+#define SELFATTN_OPERANDS_64 SELFATTN_OPERANDS_48, SELFATTN_FOUR_TILES(12)
+#define SELFATTN_OPERANDS_96 SELFATTN_OPERANDS_64, SELFATTN_FOUR_TILES(16), SELFATTN_FOUR_TILES(20)
+#define SELFATTN_OPERANDS_128 SELFATTN_OPERANDS_96, SELFATTN_FOUR_TILES(24), SELFATTN_FOUR_TILES(28)
+
+// Both operands in shared memory, or the left one in registers; the numbers are those of the operands behind
+// the results. (No parameter may be called as one of product_async(), whose names the text means.)
+#define SELFATTN_MEMORY_PRODUCT(columns, results, type, a, b, scale, left, right)                           \
+  SELFATTN_PTX_SM90("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #scale                                       \
+                    ", 0;\n"                                                                                \
+                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type                   \
+                    " {" SELFATTN_RESULTS_##results "}, %" #a ", %" #b ", adds, 1, 1, %" #left ", %" #right \
+                                                    ";\n}" : SELFATTN_OPERANDS_##results : "l"(a_matrix),   \
+                    "l"(b_matrix), "r"(adds ? 1 : 0), "n"(kLeftTurned ? 1 : 0),                             \
+                    "n"(kRightTurned ? 1 : 0) : "memory")
+#define SELFATTN_REGISTER_PRODUCT(columns, results, type, a0, a1, a2, a3, b, scale, right)              \
+  SELFATTN_PTX_SM90("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #scale                                   \
+                    ", 0;\n"                                                                            \
+                    "wgmma.mma_async.sync.aligned.m64n" #columns "k16.f32." type "." type               \
+                    " {" SELFATTN_RESULTS_##results "}, {%" #a0 ", %" #a1 ", %" #a2 ", %" #a3 "}, %" #b \
+                                                    ", adds, 1, 1, %" #right                            \
+                                                    ";\n}" : SELFATTN_OPERANDS_##results : "r"(a[0]),   \
+                    "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b_matrix), "r"(adds ? 1 : 0),                  \
+                    "n"(kRightTurned ? 1 : 0) : "memory")
+
+template <int kColumns>
+constexpr bool kProductColumns =
+    kColumns == 64 || kColumns == 96 || kColumns == 128 || kColumns == 192 || kColumns == 256;
+
+// d = a b, or d += a b where `adds`: a is 64 x 16, b is 16 x kColumns; 16-bit elements, float sums. Warp w of
+// the group has the rows 16 w to 16 w + 15 of d, whose tile n of eight columns lies in its lanes as a product
+// of ptx_sm80.cuh leaves it. `a` is a matrix in shared memory, or the fragment of the warp's 16 rows as
+// ptx_sm80.cuh has it. A matrix that is turned is given by matrix_by_rows(), otherwise by
+// matrix_by_columns().
+template <bool kBFloat16, int kColumns, bool kLeftTurned, bool kRightTurned>
+__device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], uint64_t a_matrix,
+                                              uint64_t b_matrix, bool adds) {
+  static_assert(kProductColumns<kColumns>, "there is no text for this one");
+  if constexpr (kColumns == 64 && kBFloat16) {
+    SELFATTN_MEMORY_PRODUCT(64, 32, "bf16", 32, 33, 34, 35, 36);
+  } else if constexpr (kColumns == 64) {
+    SELFATTN_MEMORY_PRODUCT(64, 32, "f16", 32, 33, 34, 35, 36);
+  } else if constexpr (kColumns == 96 && kBFloat16) {
+    SELFATTN_MEMORY_PRODUCT(96, 48, "bf16", 48, 49, 50, 51, 52);
+  } else if constexpr (kColumns == 96) {
+    SELFATTN_MEMORY_PRODUCT(96, 48, "f16", 48, 49, 50, 51, 52);
+  } else if constexpr (kColumns == 128 && kBFloat16) {
+    SELFATTN_MEMORY_PRODUCT(128, 64, "bf16", 64, 65, 66, 67, 68);
+  } else if constexpr (kColumns == 128) {
+    SELFATTN_MEMORY_PRODUCT(128, 64, "f16", 64, 65, 66, 67, 68);
+  } else if constexpr (kColumns == 192 && kBFloat16) {
+    SELFATTN_MEMORY_PRODUCT(192, 96, "bf16", 96, 97, 98, 99, 100);
+  } else if constexpr (kColumns == 192) {
+    SELFATTN_MEMORY_PRODUCT(192, 96, "f16", 96, 97, 98, 99, 100);
+  } else if constexpr (kColumns == 256 && kBFloat16) {
+    SELFATTN_MEMORY_PRODUCT(256, 128, "bf16", 128, 129, 130, 131, 132);
+  } else if constexpr (kColumns == 256) {
+    SELFATTN_MEMORY_PRODUCT(256, 128, "f16", 128, 129, 130, 131, 132);
+  }
+}
+template <bool kBFloat16, int kColumns, bool kRightTurned>
+__device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], const uint32_t (&a)[4],
+                                              uint64_t b_matrix, bool adds) {
+  static_assert(kProductColumns<kColumns>, "there is no text for this one");
+  if constexpr (kColumns == 64 && kBFloat16) {
+    SELFATTN_REGISTER_PRODUCT(64, 32, "bf16", 32, 33, 34, 35, 36, 37, 38);
+  } else if constexpr (kColumns == 64) {
+    SELFATTN_REGISTER_PRODUCT(64, 32, "f16", 32, 33, 34, 35, 36, 37, 38);
+  } else if constexpr (kColumns == 96 && kBFloat16) {
+    SELFATTN_REGISTER_PRODUCT(96, 48, "bf16", 48, 49, 50, 51, 52, 53, 54);
+  } else if constexpr (kColumns == 96) {
+    SELFATTN_REGISTER_PRODUCT(96, 48, "f16", 48, 49, 50, 51, 52, 53, 54);
+  } else if constexpr (kColumns == 128 && kBFloat16) {
+    SELFATTN_REGISTER_PRODUCT(128, 64, "bf16", 64, 65, 66, 67, 68, 69, 70);
+  } else if constexpr (kColumns == 128) {
+    SELFATTN_REGISTER_PRODUCT(128, 64, "f16", 64, 65, 66, 67, 68, 69, 70);
+  } else if constexpr (kColumns == 192 && kBFloat16) {
+    SELFATTN_REGISTER_PRODUCT(192, 96, "bf16", 96, 97, 98, 99, 100, 101, 102);
+  } else if constexpr (kColumns == 192) {
+    SELFATTN_REGISTER_PRODUCT(192, 96, "f16", 96, 97, 98, 99, 100, 101, 102);
+  } else if constexpr (kColumns == 256 && kBFloat16) {
+    SELFATTN_REGISTER_PRODUCT(256, 128, "bf16", 128, 129, 130, 131, 132, 133, 134);
+  } else if constexpr (kColumns == 256) {
+    SELFATTN_REGISTER_PRODUCT(256, 128, "f16", 128, 129, 130, 131, 132, 133, 134);
+  }
+}
+
+}  // namespace selfattn::cuda::ptx
+
+#undef SELFATTN_RESULTS_32
+#undef SELFATTN_RESULTS_48
+#undef SELFATTN_RESULTS_64
+#undef SELFATTN_RESULTS_96
+#undef SELFATTN_RESULTS_128
+#undef SELFATTN_TILE
+#undef SELFATTN_FOUR_TILES
+#undef SELFATTN_OPERANDS_32
+#undef SELFATTN_OPERANDS_48
+#undef SELFATTN_OPERANDS_64
+#undef SELFATTN_OPERANDS_96
+#undef SELFATTN_OPERANDS_128
+#undef SELFATTN_MEMORY_PRODUCT
+#undef SELFATTN_REGISTER_PRODUCT
+#undef SELFATTN_PTX_SM90
+
+#endif

@@ -1,0 +1,54 @@
+// Whether a mask shows any key of a tile to any query of an item of work: tiles of which it shows nothing are
+// never loaded.
+#pragma once
+
+#include "../sm80/visibility.cuh"
+
+namespace selfattn::cuda::sm90 {
+
+// 16 bytes of a mask that hide everything are this word over and over; of float64, two of four words, the
+// others being 0.
+__device__ __forceinline__ bool hides_all(uint4 words, DType dtype) {
+  const uint32_t word = dtype == DType::kBool       ? 0u
+                        : dtype == DType::kBFloat16 ? 0xff80ff80u
+                        : dtype == DType::kFloat16  ? 0xfc00fc00u
+                        : dtype == DType::kFloat32  ? 0xff800000u
+                                                    : 0xfff00000u;
+  const uint32_t low = dtype == DType::kFloat64 ? 0u : word;
+  return words.x == low && words.y == word && words.z == low && words.w == word;
+}
+
+// Collective of a warp. Rows are read 16 bytes at a time where they can be.
+template <class C>
+__device__ __forceinline__ bool mask_shows_any(const View& mask, const sm80::Work<C>& work, int first_key) {
+  constexpr int kRowsAtOnce = 2;
+  const int lane = static_cast<int>(threadIdx.x) % kWarp;
+  const int keys = min(work.keys - first_key, C::kKeys);
+  const int size = static_cast<int>(size_of(mask.dtype)), per_chunk = 16 / size;
+  const int64_t step = mask.stride[3];
+#pragma unroll 1
+  for (int first = 0; first < work.rows; first += kRowsAtOnce) {
+    bool shown = false;
+#pragma unroll
+    for (int r = 0; r < kRowsAtOnce; ++r) {
+      const sm80::RowOf row = work.row(first + r);
+      const int64_t at = mask.offset(work.batch, row.head, row.query) + first_key * step;
+      const char* const bytes = static_cast<const char*>(mask.data) + at * size;
+      const bool vectors = step == 1 && reinterpret_cast<uintptr_t>(bytes) % 16 == 0;
+      const int chunks = vectors ? keys / per_chunk : 0;
+#pragma unroll 1
+      for (int n = lane; n < chunks; n += kWarp) {
+        shown |= !hides_all(reinterpret_cast<const uint4*>(bytes)[n], mask.dtype);
+      }
+#pragma unroll 1
+      for (int key = chunks * per_chunk + lane; key < keys; key += kWarp) {
+        shown |= !sm80::mask_hides(mask, at + key * step);
+      }
+    }
+    if (__any_sync(kWholeWarp, shown)) return true;
+    if (mask.stride[2] == 0) return false;  // all rows are alike
+  }
+  return false;
+}
+
+}  // namespace selfattn::cuda::sm90

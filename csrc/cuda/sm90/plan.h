@@ -1,0 +1,38 @@
+// What one launch of a sm90 kernel is told. Plain C++, filled on the host.
+#pragma once
+
+#include "../common/tensor_map.h"
+#include "../sm80/plan.h"
+
+namespace selfattn::cuda::sm90 {
+
+// A tensor as copies see it. A dimension along which it does not change has the size 1 in the map, and 0
+// steps here.
+struct MappedTensor {
+  TensorMap map;
+  int steps_of_head = 1;
+  int steps_of_batch = 1;
+};
+
+struct Plan {
+  MappedTensor query, key, value;
+  unsigned long long* next_item = nullptr;  // on the device: the item of work that a block takes next
+  // Of keys or values: several where a tile has several pages, 0 where boxes do not fit the pages.
+  int boxes_per_tile = 1;
+  bool zeros_follow = false;  // behind the last key of every sequence
+  sm80::Plan plan;            // its blocks are items of work here
+};
+
+// Above it, outputs and scores leave no registers for what options need.
+constexpr int kMostDimWithOptions = 192;
+
+// Whether tensor maps can describe the tensors of a call.
+bool can_be_mapped(const AttentionParams& params);
+
+Plan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, const sm80::TileShape& tile,
+                  void* workspace);
+
+// With what sm80 needs for sequences of few queries, which comes first.
+size_t forward_workspace(const AttentionParams& params);
+
+}  // namespace selfattn::cuda::sm90

@@ -1,0 +1,8 @@
+#include "launch.cuh"
+
+namespace selfattn::cuda::sm90 {
+
+template void run_forward<DType::kBFloat16, 64, 64>(const AttentionParams&, const ForwardOutputs&,
+                                                    cudaStream_t, void*);
+
+}  // namespace selfattn::cuda::sm90
