@@ -267,6 +267,27 @@ def test_forced_kernel_runs() -> None:
         torch.testing.assert_close(one, other)
 
 
+def test_refusals_of_hopper() -> None:
+    """What the kernel for Hopper leaves to the next one, and why."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    query, key, value = qkv("cuda", torch.bfloat16)
+    narrow, wide, odd = (qkv("cuda", torch.bfloat16, head_dim=size) for size in (32, 256, 60))
+    mask = torch.ones(70, 130, dtype=torch.bool, device="cuda")
+    for tensors, options, reason in (
+        ([query.float(), key.float(), value.float()], {}, "only bfloat16 and float16"),
+        ([query[:, :, :16], key, value], {}, "few queries"),
+        (narrow, {}, "above 32"),
+        (wide, {"attn_mask": mask}, "above head dims of 192"),
+        (odd, {}, "multiples of 16 bytes"),
+        ([query, key[:, :, :1].expand(key.shape), value], {}, "repeated"),
+    ):
+        explained = backends.explain(*tensors, **options)
+        assert explained.kernel == "sm80"
+        assert reason in explained.refused["sm90/cuda"]
+    assert backends.explain(*wide, is_causal=True).kernel == "sm90"
+
+
 def test_refusals() -> None:
     query, key, value = qkv("cuda", torch.float32)
     with pytest.raises(ValueError, match=r"key is on cpu.*cuda:0"):
