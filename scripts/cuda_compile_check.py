@@ -44,6 +44,13 @@ _EVERYWHERE = "80"
 _COMMON_TURNS, _OTHER_TURNS = 4, 6
 # The oldest with the instructions of the sm80 kernels; on older ones those are compiled, and never chosen.
 _AMPERE = 80
+# The one with the instructions of the sm90 kernels, which are empty on others, and these instructions.
+_HOPPER = "90a"
+_HOPPERS_OWN = {
+    "HGMMA": "its products are not those of warpgroups",
+    "UTMALDG": "its copies do not go by tensor maps",
+    "USETMAXREG": "its warpgroups do not hand over registers",
+}
 
 
 @dataclass(frozen=True)
@@ -121,6 +128,13 @@ def _problems(
         tensor_cores = limit.tensor_cores and nvcc.architecture_number(architecture) >= _AMPERE
         if tensor_cores and not opcodes.get("HMMA"):
             found.append("no HMMA instruction: its products do not run on tensor cores")
+        if limit.hopper and architecture == _HOPPER:
+            found += [
+                f"no {opcode} instruction: {why}"
+                for opcode, why in _HOPPERS_OWN.items()
+                if not opcodes.get(opcode)
+            ]
+            tensor_cores = True
         if tensor_cores and kernel_limits.stores_16_bytes(kernel) and not opcodes.get("STG.128"):
             found.append("no store of 16 bytes")
     return found
@@ -129,7 +143,8 @@ def _problems(
 def tasks(
     files: Sequence[Path], architectures: Sequence[str], sparse: bool, turn: int | None = None
 ) -> list[tuple[Path, str]]:
-    """What to compile for what: all pairs, or, sparse, every source for sm_80 and one other.
+    """What to compile for what: all pairs, or, sparse, every source for sm_80 and one other. Instead of sm_80
+    it is sm_90a for the kernels that are empty elsewhere.
 
     Sources are instances of few templates, so that what goes wrong on one architecture goes wrong in most.
     With a turn only a quarter of the sources are for sm_80, a sixth for another one, and other sources in the
@@ -137,10 +152,11 @@ def tasks(
     """
     if not sparse or len(architectures) < 3:
         return [(file, architecture) for file in files for architecture in architectures]
-    common = _EVERYWHERE if _EVERYWHERE in architectures else architectures[0]
-    others = [architecture for architecture in architectures if architecture != common]
 
     def chosen(index: int) -> set[str]:
+        wanted = _HOPPER if files[index].parent.name == "sm90" else _EVERYWHERE
+        common = wanted if wanted in architectures else architectures[0]
+        others = [architecture for architecture in architectures if architecture != common]
         if turn is None:
             return {common, others[index % len(others)]}
         found = {common} if (index + turn) % _COMMON_TURNS == 0 else set()

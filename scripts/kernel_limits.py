@@ -11,14 +11,23 @@ COMPILER_BYTES = 2 * 10**9
 
 @dataclass(frozen=True)
 class Limit:
-    """Registers of a thread that a kernel may use at most, and whether its products must be HMMA."""
+    """Registers of a thread that a kernel may use at most, and whether its products must be HMMA.
+
+    Of a kernel for Hopper instead: the registers that its threads are launched with, which ptxas reports
+    whatever they hand over later; HGMMA for products, and UTMALDG for copies by tensor maps.
+    """
 
     registers: int
     tensor_cores: bool = False
+    hopper: bool = False
 
 
 #: Kernels that must hold stores of 16 bytes: 16-bit results leave them so where their strides let them.
-STORES_OF_16_BYTES = ("sm80/*float16_*/forward_kernel", "backward/sm80_backward_*float16_*/backward_kernel")
+STORES_OF_16_BYTES = (
+    "sm80/*float16_*/forward_kernel",
+    "sm90/*/forward_kernel",
+    "backward/sm80_backward_*float16_*/backward_kernel",
+)
 
 
 #: By folder/file/function, the file without its suffix; the first pattern that fits counts.
@@ -39,6 +48,7 @@ LIMITS = {
     "simt/*/*": Limit(registers=128),
     "mask/*/*": Limit(registers=96),
     "backward/sm80_mask*": Limit(registers=248, tensor_cores=True),  # two blocks of 128 threads
+    "sm90/*/*": Limit(registers=168, hopper=True),  # one block of 384 threads
     "sm80/*float32_32/*": Limit(registers=232, tensor_cores=True),  # two blocks of 128 threads, as with 200
     "sm80/*_32/*": Limit(registers=200, tensor_cores=True),
     "sm80/*float32_64/*": Limit(registers=240, tensor_cores=True),  # two

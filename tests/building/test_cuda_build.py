@@ -152,7 +152,8 @@ class TestPlan:
         assert plan.absent == ""
         assert f"nvcc {version} in {home}" in plan.explanation
         assert "9.0a" in plan.explanation
-        assert cuda_build.definitions(plan) == []
+        assert cuda_build.definitions(plan) == ["-DSELFATTN_CUDA_HOPPER"]
+        assert cuda_build.definitions(plan._replace(architectures=("8.0", "9.0+PTX"))) == []
 
     def test_of_this_machine(self) -> None:
         plan = cuda_build.plan_for(torch)

@@ -243,7 +243,8 @@ def test_explained() -> None:
     doubles = backends.explain(query.double(), key.double(), value.double())
     assert doubles.kernel == "simt"
     if torch.cuda.get_device_capability() >= (8, 0):
-        assert by_itself.kernel == "sm80"
+        hopper = torch.cuda.get_device_capability() == (9, 0)
+        assert by_itself.kernel == ("sm90" if hopper else "sm80")
         assert any("sm80" in name for name in doubles.refused)
         assert "sm80" in str(doubles)
     else:
@@ -252,16 +253,39 @@ def test_explained() -> None:
 
 def test_forced_kernel_runs() -> None:
     """Rounding tells the kernels apart."""
-    if torch.cuda.get_device_capability() < (8, 0):
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 0):
         assert backends.explain(*qkv("cuda", torch.bfloat16)).kernel == "simt"
         return
     query, key, value = qkv("cuda", torch.bfloat16, (300, 500))
     results = []
-    for name in ("sm80", "simt"):
+    for name in ("sm90", "sm80", "simt") if capability == (9, 0) else ("sm80", "simt"):
         with backends.use(name):
             results.append(scaled_dot_product_attention(query, key, value, return_lse=True)[1])
-    assert not torch.equal(*results)
-    torch.testing.assert_close(*results)
+    for one, other in itertools.combinations(results, 2):
+        assert not torch.equal(one, other)
+        torch.testing.assert_close(one, other)
+
+
+def test_refusals_of_hopper() -> None:
+    """What the kernel for Hopper leaves to the next one, and why."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        return
+    query, key, value = qkv("cuda", torch.bfloat16)
+    narrow, wide, odd = (qkv("cuda", torch.bfloat16, head_dim=size) for size in (32, 256, 60))
+    mask = torch.ones(70, 130, dtype=torch.bool, device="cuda")
+    for tensors, options, reason in (
+        ([query.float(), key.float(), value.float()], {}, "only bfloat16 and float16"),
+        ([query[:, :, :16], key, value], {}, "few queries"),
+        (narrow, {}, "above 32"),
+        (wide, {"attn_mask": mask}, "above head dims of 192"),
+        (odd, {}, "multiples of 16 bytes"),
+        ([query, key[:, :, :1].expand(key.shape), value], {}, "repeated"),
+    ):
+        explained = backends.explain(*tensors, **options)
+        assert explained.kernel == "sm80"
+        assert reason in explained.refused["sm90/cuda"]
+    assert backends.explain(*wide, is_causal=True).kernel == "sm90"
 
 
 def test_refusals() -> None:

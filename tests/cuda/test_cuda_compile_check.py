@@ -290,6 +290,13 @@ def test_sparse_runs_meet_every_source_and_every_architecture() -> None:
     ]
 
 
+def test_kernels_for_hopper_are_compiled_for_it() -> None:
+    files = [Path("sm90", name) for name in "abcd"]
+    some = cuda_compile_check.tasks(files, cuda_compile_check.ARCHITECTURES, sparse=True)
+    assert {(file, "90a") for file in files} < set(some)
+    assert len(some) == 2 * len(files)
+
+
 def test_turns_meet_every_pair() -> None:
     files = [Path(name) for name in "abcdefgh"]
     archs = cuda_compile_check.ARCHITECTURES

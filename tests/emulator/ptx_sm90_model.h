@@ -103,6 +103,7 @@ void products_wait(Site site = Site::at("products_wait")) {
 
 template <int kTiles>
 void products_touch(float (&)[kTiles][4]) {}
+inline void products_touch(uint32_t (&)[4]) {}
 
 template <bool kBFloat16, int kColumns, bool kLeftTurned, bool kRightTurned>
 void product_async(float (&d)[kColumns / 8][4], uint64_t a_matrix, uint64_t b_matrix, bool adds,

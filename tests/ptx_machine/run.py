@@ -83,6 +83,14 @@ OF_NO_RACES = (
 FUNCTIONS = ("hidden or beside or 64", "sequences or kept or refused")
 
 
+#: Modules of numbers and gradients, in turns.
+NUMBERS = (
+    ("test_special_numbers.py",),
+    ("test_large_values.py", "test_double_backward.py", "test_rising_scores.py"),
+    ("test_mask_gradient.py",),
+)
+
+
 def all_steps() -> dict[str, Step]:
     import gpu
 
@@ -110,13 +118,7 @@ def quick_steps() -> dict[str, Step]:
         "functions": Step(("test_cuda_functions.py",), ("-k", " or ".join(turns.chosen(FUNCTIONS)))),
         # Every broadcast of a mask takes minutes, and so do scores that rise at every block.
         "device": Step(
-            (
-                "test_special_numbers.py",
-                "test_large_values.py",
-                "test_double_backward.py",
-                "test_mask_gradient.py",
-                "test_rising_scores.py",
-            ),
+            tuple(name for names in turns.chosen(NUMBERS) for name in names),
             ("-k", "not broadcast and not groups and not scale_of and not every_block and not strip"),
             ON_CUDA,
         ),

@@ -70,8 +70,7 @@ inline void clear_async(void* memory, size_t bytes, cudaStream_t stream) {
 inline int multiprocessors() {
   int device = 0, count = 0;
   check_cuda(cudaGetDevice(&device), "tell the current device");
-  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device),
-             "count multiprocessors");
+  check_cuda(cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device), "count multiprocessors");
   return count;
 }
 

@@ -188,6 +188,12 @@ __device__ __forceinline__ void products_touch(float (&d)[kTiles][4]) {
   }
 }
 
+// The same of a left operand, which must be in its registers before products_fence().
+__device__ __forceinline__ void products_touch(uint32_t (&a)[4]) {
+#pragma unroll
+  for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i])::"memory");
+}
+
 // The text and the operands of a product's instruction. Results come first: registers %0 and so on, four for
 // each eight columns.
 #define SELFATTN_RESULTS_32                                                              \

@@ -154,6 +154,8 @@ class Consumer {
 
   // output += weights values of the stage.
   __device__ __forceinline__ void issue_output() {
+#pragma unroll
+    for (int step = 0; step < C::kKeys / 16; ++step) ptx::products_touch(weights_.block[step][0][0]);
     ptx::products_fence();
     const unsigned char* const values = shared_.values(values_.stage);
 #pragma unroll
