@@ -3,12 +3,12 @@ backward apart and some terms of second derivatives, in turn, and looks whether 
 
     python tests/emulator/mutate.py [--list] [--only TEXT] [--kernel simt|sm80|sm90] [--jobs N]
 
-A mutant is one statement less: a barrier, a __syncwarp, a fence, an arrival, a commit of copies or products, a
-wait for them; or one bound less (BOUNDS), or one term (TERMS). One build with the race detector, of a copy of
-the sources, holds all of them: each asks there first whether it is the one that SELFATTN_EMULATOR_LEFT_OUT
-numbers. A mutant runs a few problems under several schedules with copies as late as they may be. It is killed
-when a problem fails, hangs, or changes a bit; a mutant that survives either lacks a test, or was not needed:
-EQUIVALENT holds those, with the reason.
+A mutant is one statement less: a barrier, a __syncwarp, a fence, an arrival, a commit of copies or
+products, a wait for them; or one bound less (BOUNDS), or one term (TERMS). One build with the race
+detector, of a copy of the sources, holds all of them: each asks there first whether it is the one that
+SELFATTN_EMULATOR_LEFT_OUT numbers. A mutant runs a few problems under several schedules with copies as late
+as they may be. It is killed when a problem fails, hangs, or changes a bit; a mutant that survives either
+lacks a test, or was not needed: EQUIVALENT holds those, with the reason.
 """
 
 from __future__ import annotations
