@@ -140,6 +140,11 @@ def _problems(
     return found
 
 
+def _for_hopper(source: Path) -> bool:
+    """Whether its kernels are empty for other architectures, so that no other PTX is that of sm_90a."""
+    return source.parent.name == "sm90"
+
+
 def tasks(
     files: Sequence[Path], architectures: Sequence[str], sparse: bool, turn: int | None = None
 ) -> list[tuple[Path, str]]:
@@ -154,7 +159,7 @@ def tasks(
         return [(file, architecture) for file in files for architecture in architectures]
 
     def chosen(index: int) -> set[str]:
-        wanted = _HOPPER if files[index].parent.name == "sm90" else _EVERYWHERE
+        wanted = _HOPPER if _for_hopper(files[index]) else _EVERYWHERE
         common = wanted if wanted in architectures else architectures[0]
         others = [architecture for architecture in architectures if architecture != common]
         if turn is None:
@@ -176,7 +181,8 @@ def together(order: Sequence[tuple[Path, str]]) -> list[tuple[Path, list[str]]]:
     """The tasks, those of a source that have the same PTX as one."""
     found: dict[tuple[Path, Sequence[str]], list[str]] = {}
     for source, architecture in order:
-        same = next((names for names in nvcc.SAME_PTX if architecture in names), (architecture,))
+        groups = [names for names in nvcc.SAME_PTX if not (_for_hopper(source) and _HOPPER in names)]
+        same = next((names for names in groups if architecture in names), (architecture,))
         found.setdefault((source, same), []).append(architecture)
     return [(source, architectures) for (source, _), architectures in found.items()]
 

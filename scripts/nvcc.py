@@ -22,7 +22,7 @@ import compiler_report
 STRICT = ("-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills,-warn-lmem-usage,-Werror")
 
 #: Architectures for which nvcc's front end, over half of its work, makes the same PTX unless a source asks
-#: which of them it is compiled for.
+#: which of them it is compiled for, as those for Hopper do.
 SAME_PTX = (("80", "90a"), ("100", "120"))
 
 # Raised whenever Outcome or the way to make one changes.

@@ -297,6 +297,18 @@ def test_kernels_for_hopper_are_compiled_for_it() -> None:
     assert len(some) == 2 * len(files)
 
 
+def test_kernels_for_hopper_share_no_ptx() -> None:
+    own, other = Path("sm90", "a"), Path("sm80", "a")
+    order = [(file, architecture) for file in (own, other) for architecture in ("80", "90a", "100", "120")]
+    assert cuda_compile_check.together(order) == [
+        (own, ["80"]),
+        (own, ["90a"]),
+        (own, ["100", "120"]),
+        (other, ["80", "90a"]),
+        (other, ["100", "120"]),
+    ]
+
+
 def test_turns_meet_every_pair() -> None:
     files = [Path(name) for name in "abcdefgh"]
     archs = cuda_compile_check.ARCHITECTURES
