@@ -281,6 +281,8 @@ def test_refusals_of_hopper() -> None:
         (wide, {"attn_mask": mask}, "above head dims of 192"),
         (odd, {}, "multiples of 16 bytes"),
         ([query, key[:, :, :1].expand(key.shape), value], {}, "repeated"),
+        ([query, key, value[..., :0]], {}, "empty"),
+        ([query, key[:, :, :0], value[:, :, :0]], {}, "empty"),
     ):
         explained = backends.explain(*tensors, **options)
         assert explained.kernel == "sm80"

@@ -46,6 +46,7 @@ const char* refuses(const AttentionParams& p, int capability) {
   }
   if (has_few_queries(p)) return "it leaves few queries to \"sm80\"";
   if (const char* reason = kSm80.refuses(p, capability)) return reason;
+  if (p.head_dim == 0 || p.value_dim == 0 || p.keys == 0) return "there is no map of an empty tensor";
   if (!can_be_mapped(p)) return "rows must begin at multiples of 16 bytes, and none be repeated";
   return nullptr;
 }
