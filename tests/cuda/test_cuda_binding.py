@@ -237,7 +237,7 @@ class TestKernels:
         assert available[80] == everything[1:]
         assert available[90] == everything[not for_hopper :]
         assert tables[90][-1]["dtypes"] == ("float64", "float32", "bfloat16", "float16")
-        assert all("bfloat16" in row["dtypes"] for row in tables[90])
+        assert all(("bfloat16" in row["dtypes"]) == row["available"] for row in tables[90])
         assert all(row["reason"] for row in tables[70])
 
     @needs_kernels
