@@ -63,7 +63,7 @@ def differences(result: subprocess.CompletedProcess[str]) -> dict[str, int]:
 @pytest.mark.parametrize("copies", ["late", "eager"])
 @pytest.mark.parametrize("races", [0, 1])
 @pytest.mark.parametrize("schedule", SCHEDULES)
-@pytest.mark.parametrize(("test", "count"), [("products", 60), ("boxes", 8)])
+@pytest.mark.parametrize(("test", "count"), [("products", 72), ("boxes", 8)])
 def test_results(test: str, count: int, schedule: int, races: int, copies: str, hopper: Path) -> None:
     """Products of every width, both types, the left matrix in memory (turned or not) and in registers, the
     right one turned or not; boxes across the edges of a tensor.

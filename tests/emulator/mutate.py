@@ -48,7 +48,7 @@ STATEMENT = re.compile(rf"(?<!\w)(?:\w+::)*(?:{_CALLS})\s*\([^;{{}}]*?\)\s*;")
 #: without it.
 BOUNDS = [
     ("sm80/backward/work.cuh", "(C::kOwnsQueries ? queries : keys) - first_row", "C::kRows"),
-    ("sm80/backward/work.cuh", "(C::kOwnsQueries ? keys : queries) - passing.first", "C::kColumns"),
+    ("sm80/backward/work.cuh", "(C::kOwnsQueries ? keys : queries) - passing.first", "C::kTileColumns"),
     ("sm80/backward/place.cuh", "min(row_of_tile, this->work.rows - 1)", "row_of_tile"),
     ("sm80/backward/place.cuh", "min(end, work.end - at.passing.first)", "end"),
     ("sm80/backward/place.cuh", "row_of_tile >= work.rows", "false"),

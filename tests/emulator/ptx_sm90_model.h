@@ -25,8 +25,8 @@ void come_to_barrier(int number, int threads, bool waits, const Site& site);
 void set_registers(int count, bool takes, const Site& site);
 
 template <int kColumns>
-constexpr bool kProductColumns =
-    kColumns == 64 || kColumns == 96 || kColumns == 128 || kColumns == 192 || kColumns == 256;
+constexpr bool kProductColumns = kColumns == 32 || kColumns == 64 || kColumns == 96 || kColumns == 128 ||
+                                 kColumns == 192 || kColumns == 256;
 
 }  // namespace selfattn::emulator
 

@@ -196,9 +196,10 @@ __device__ __forceinline__ void products_touch(uint32_t (&a)[4]) {
 
 // The text and the operands of a product's instruction. Results come first: registers %0 and so on, four for
 // each eight columns.
-#define SELFATTN_RESULTS_32                                                              \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18," \
-  " %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+#define SELFATTN_RESULTS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
+#define SELFATTN_RESULTS_32 \
+  SELFATTN_RESULTS_16       \
+  ", %16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
 #define SELFATTN_RESULTS_48 \
   SELFATTN_RESULTS_32       \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47"
@@ -217,7 +218,8 @@ __device__ __forceinline__ void products_touch(uint32_t (&a)[4]) {
 #define SELFATTN_TILE(n) "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])
 #define SELFATTN_FOUR_TILES(n) \
   SELFATTN_TILE(n), SELFATTN_TILE(n + 1), SELFATTN_TILE(n + 2), SELFATTN_TILE(n + 3)
-#define SELFATTN_OPERANDS_32 SELFATTN_FOUR_TILES(0), SELFATTN_FOUR_TILES(4)
+#define SELFATTN_OPERANDS_16 SELFATTN_FOUR_TILES(0)
+#define SELFATTN_OPERANDS_32 SELFATTN_OPERANDS_16, SELFATTN_FOUR_TILES(4)
 #define SELFATTN_OPERANDS_48 SELFATTN_OPERANDS_32, SELFATTN_FOUR_TILES(8)
 #define SELFATTN_OPERANDS_64 SELFATTN_OPERANDS_48, SELFATTN_FOUR_TILES(12)
 #define SELFATTN_OPERANDS_96 SELFATTN_OPERANDS_64, SELFATTN_FOUR_TILES(16), SELFATTN_FOUR_TILES(20)
@@ -244,8 +246,8 @@ __device__ __forceinline__ void products_touch(uint32_t (&a)[4]) {
                     "n"(kRightTurned ? 1 : 0) : "memory")
 
 template <int kColumns>
-constexpr bool kProductColumns =
-    kColumns == 64 || kColumns == 96 || kColumns == 128 || kColumns == 192 || kColumns == 256;
+constexpr bool kProductColumns = kColumns == 32 || kColumns == 64 || kColumns == 96 || kColumns == 128 ||
+                                 kColumns == 192 || kColumns == 256;
 
 // d = a b, or d += a b where `adds`: a is 64 x 16, b is 16 x kColumns; 16-bit elements, float sums. Warp w of
 // the group has the rows 16 w to 16 w + 15 of d, whose tile n of eight columns lies in its lanes as a product
@@ -256,7 +258,11 @@ template <bool kBFloat16, int kColumns, bool kLeftTurned, bool kRightTurned>
 __device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], uint64_t a_matrix,
                                               uint64_t b_matrix, bool adds) {
   static_assert(kProductColumns<kColumns>, "there is no text for this one");
-  if constexpr (kColumns == 64 && kBFloat16) {
+  if constexpr (kColumns == 32 && kBFloat16) {
+    SELFATTN_MEMORY_PRODUCT(32, 16, "bf16", 16, 17, 18, 19, 20);
+  } else if constexpr (kColumns == 32) {
+    SELFATTN_MEMORY_PRODUCT(32, 16, "f16", 16, 17, 18, 19, 20);
+  } else if constexpr (kColumns == 64 && kBFloat16) {
     SELFATTN_MEMORY_PRODUCT(64, 32, "bf16", 32, 33, 34, 35, 36);
   } else if constexpr (kColumns == 64) {
     SELFATTN_MEMORY_PRODUCT(64, 32, "f16", 32, 33, 34, 35, 36);
@@ -282,7 +288,11 @@ template <bool kBFloat16, int kColumns, bool kRightTurned>
 __device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], const uint32_t (&a)[4],
                                               uint64_t b_matrix, bool adds) {
   static_assert(kProductColumns<kColumns>, "there is no text for this one");
-  if constexpr (kColumns == 64 && kBFloat16) {
+  if constexpr (kColumns == 32 && kBFloat16) {
+    SELFATTN_REGISTER_PRODUCT(32, 16, "bf16", 16, 17, 18, 19, 20, 21, 22);
+  } else if constexpr (kColumns == 32) {
+    SELFATTN_REGISTER_PRODUCT(32, 16, "f16", 16, 17, 18, 19, 20, 21, 22);
+  } else if constexpr (kColumns == 64 && kBFloat16) {
     SELFATTN_REGISTER_PRODUCT(64, 32, "bf16", 32, 33, 34, 35, 36, 37, 38);
   } else if constexpr (kColumns == 64) {
     SELFATTN_REGISTER_PRODUCT(64, 32, "f16", 32, 33, 34, 35, 36, 37, 38);
@@ -307,6 +317,7 @@ __device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], const
 
 }  // namespace selfattn::cuda::ptx
 
+#undef SELFATTN_RESULTS_16
 #undef SELFATTN_RESULTS_32
 #undef SELFATTN_RESULTS_48
 #undef SELFATTN_RESULTS_64
@@ -314,6 +325,7 @@ __device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], const
 #undef SELFATTN_RESULTS_128
 #undef SELFATTN_TILE
 #undef SELFATTN_FOUR_TILES
+#undef SELFATTN_OPERANDS_16
 #undef SELFATTN_OPERANDS_32
 #undef SELFATTN_OPERANDS_48
 #undef SELFATTN_OPERANDS_64

@@ -46,7 +46,7 @@ class Consumer {
       if (work.rows < 0) break;
       attend(work);
       store(work, item);
-      arrive(&control().done[item % kItems]);
+      arrive_of_warp(&control().done[item % kItems]);
     }
     if (group_ == 0) take_turn();  // as many as were given
   }
@@ -59,12 +59,6 @@ class Consumer {
 
   static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
   __device__ __forceinline__ Control<C>& control() const { return shared_.control_again(); }
-
-  // Each warp says for itself that it has done with something.
-  static __device__ __forceinline__ void arrive(uint64_t* barrier) {
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) ptx::barrier_arrive(barrier);
-  }
 
   __device__ __forceinline__ void attend(const Work<C>& work) {
     softmax_.reset(parked());
@@ -79,7 +73,7 @@ class Consumer {
         pack(work);
         add_output();
       }
-      arrive(&control().query_empty);
+      arrive_of_warp(&control().query_empty);
     }
   }
 
@@ -105,7 +99,7 @@ class Consumer {
         pack(work);
       }
     }
-    arrive(&control().query_empty);
+    arrive_of_warp(&control().query_empty);
     if (any) add_output();
   }
 
@@ -132,7 +126,7 @@ class Consumer {
       ptx::barrier_wait(&control().key_full[keys_.stage], keys_.parity);
       tile_ = control().tile_of[keys_.stage];
       if (tile_ >= 0) return true;
-      arrive(&control().key_empty[keys_.stage]);
+      arrive_of_warp(&control().key_empty[keys_.stage]);
       keys_.advance();
       return false;
     }
@@ -170,7 +164,7 @@ class Consumer {
   __device__ __forceinline__ void finish_output() {
     ptx::products_wait<0>();
     ptx::products_touch(output_.at[0]);
-    arrive(&control().value_empty[values_.stage]);
+    arrive_of_warp(&control().value_empty[values_.stage]);
     values_.advance();
   }
 
@@ -190,7 +184,7 @@ class Consumer {
   template <class ScaleOutput>
   __device__ __forceinline__ void weigh(const Work<C>& work, const ScaleOutput& scale_output) {
     ptx::products_touch(scores_.at[0]);
-    arrive(&control().key_empty[keys_.stage]);
+    arrive_of_warp(&control().key_empty[keys_.stage]);
     keys_.advance();
     if constexpr (!C::kPlain) {
       const Lane<C> lane_of_scores;

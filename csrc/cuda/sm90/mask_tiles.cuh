@@ -1,4 +1,4 @@
-// Whether a mask shows any key of a tile to any query of an item of work: tiles of which it shows nothing are
+// Whether a mask shows any key of a tile to any query of a tile: pairs of tiles of which it shows nothing are
 // never loaded.
 #pragma once
 
@@ -18,21 +18,22 @@ __device__ __forceinline__ bool hides_all(uint4 words, DType dtype) {
   return words.x == low && words.y == word && words.z == low && words.w == word;
 }
 
-// Collective of a warp. Rows are read 16 bytes at a time where they can be.
-template <class C>
-__device__ __forceinline__ bool mask_shows_any(const View& mask, const sm80::Work<C>& work, int first_key) {
+// `rows` queries, the n-th being row_at(n), and those beyond the last the last one; `keys` keys from
+// `first_key` on. Collective of a warp. Rows are read 16 bytes at a time where they can be.
+template <class RowAt>
+__device__ __forceinline__ bool mask_shows_any(const View& mask, int batch, int rows, int first_key, int keys,
+                                               const RowAt& row_at) {
   constexpr int kRowsAtOnce = 2;
   const int lane = static_cast<int>(threadIdx.x) % kWarp;
-  const int keys = min(work.keys - first_key, C::kKeys);
   const int size = static_cast<int>(size_of(mask.dtype)), per_chunk = 16 / size;
   const int64_t step = mask.stride[3];
 #pragma unroll 1
-  for (int first = 0; first < work.rows; first += kRowsAtOnce) {
+  for (int first = 0; first < rows; first += kRowsAtOnce) {
     bool shown = false;
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      const sm80::RowOf row = work.row(first + r);
-      const int64_t at = mask.offset(work.batch, row.head, row.query) + first_key * step;
+      const sm80::RowOf row = row_at(first + r);
+      const int64_t at = mask.offset(batch, row.head, row.query) + first_key * step;
       const char* const bytes = static_cast<const char*>(mask.data) + at * size;
       const bool vectors = step == 1 && reinterpret_cast<uintptr_t>(bytes) % 16 == 0;
       const int chunks = vectors ? keys / per_chunk : 0;

@@ -1,18 +1,10 @@
 // What one launch of a sm90 kernel is told. Plain C++, filled on the host.
 #pragma once
 
-#include "../common/tensor_map.h"
 #include "../sm80/plan.h"
+#include "mapped_tensor.h"
 
 namespace selfattn::cuda::sm90 {
-
-// A tensor as copies see it. A dimension along which it does not change has the size 1 in the map, and 0
-// steps here.
-struct MappedTensor {
-  TensorMap map;
-  int steps_of_head = 1;
-  int steps_of_batch = 1;
-};
 
 struct Plan {
   MappedTensor query, key, value;

@@ -30,13 +30,6 @@ class Producer {
 
   __device__ __forceinline__ Control<C>& control() const { return shared_.control_again(); }
 
-  // One lane waits for all. If each did, one could be so late that the phase after the next has begun, which
-  // looks like the one before.
-  static __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
-    if (lane() == 0) ptx::barrier_wait(barrier, parity);
-    __syncwarp();
-  }
-
   // Finds the next item of work. One that held NaN or infinities comes once more, behind the next. Items of
   // the longest sequence need not be there in others, and few queries are another kernel's.
   __device__ __forceinline__ bool take(int item) {
@@ -68,7 +61,7 @@ class Producer {
 
   // Waits for an earlier item. Returns its number if it is to be computed once more, otherwise -1.
   __device__ __forceinline__ int64_t repeated(int earlier) {
-    wait(&control().done[earlier % kItems], earlier / kItems & 1);
+    wait_for_warp(&control().done[earlier % kItems], earlier / kItems & 1);
     if (control().again[earlier % kItems] == 0) return -1;
     const int64_t number = control().number[earlier % kItems];
     __syncwarp();
@@ -78,7 +71,7 @@ class Producer {
 
   __device__ __forceinline__ void bring(int item) {
     const Work<C>& work = shared_.work(item);
-    wait(&control().query_empty, (item & 1) ^ 1);
+    wait_for_warp(&control().query_empty, (item & 1) ^ 1);
     if (lane() == 0) {
       ptx::barrier_arrive_expecting(&control().query_full, SharedLayout<C>::kQueryBytes);
       const int batch = p_.sequences.query_starts == nullptr ? work.batch : 0;
@@ -97,7 +90,7 @@ class Producer {
       bring_values(work, tile);
     }
     if constexpr (!C::kPlain) {
-      wait(&control().key_empty[keys_.stage], keys_.parity ^ 1);
+      wait_for_warp(&control().key_empty[keys_.stage], keys_.parity ^ 1);
       if (lane() == 0) {
         control().tile_of[keys_.stage] = -1;
         ptx::barrier_arrive(&control().key_full[keys_.stage]);
@@ -110,13 +103,18 @@ class Producer {
   __device__ __forceinline__ int shown(const Work<C>& work, int tile) const {
     if constexpr (!C::kPlain) {
       if (p_.mask.data == nullptr) return tile;
-      while (tile >= work.first_tile && !mask_shows_any(p_.mask, work, tile * C::kKeys)) --tile;
+      const auto row_at = [&](int n) { return work.row(n); };
+      while (tile >= work.first_tile) {
+        const int first_key = tile * C::kKeys, keys = min(work.keys - first_key, C::kKeys);
+        if (mask_shows_any(p_.mask, work.batch, work.rows, first_key, keys, row_at)) break;
+        --tile;
+      }
     }
     return tile;
   }
 
   __device__ __forceinline__ void bring_keys(const Work<C>& work, int tile) {
-    wait(&control().key_empty[keys_.stage], keys_.parity ^ 1);
+    wait_for_warp(&control().key_empty[keys_.stage], keys_.parity ^ 1);
     uint64_t* const full = &control().key_full[keys_.stage];
     unsigned char* const to = shared_.keys(keys_.stage);
     if constexpr (!C::kPlain) {
@@ -135,7 +133,7 @@ class Producer {
   }
 
   __device__ __forceinline__ void bring_values(const Work<C>& work, int tile) {
-    wait(&control().value_empty[values_.stage], values_.parity ^ 1);
+    wait_for_warp(&control().value_empty[values_.stage], values_.parity ^ 1);
     // What follows the last key is another sequence's, or was never written. Its weight is 0, which does not
     // make a NaN harmless.
     const int rows = work.keys - tile * C::kKeys;

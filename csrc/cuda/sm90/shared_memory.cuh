@@ -3,9 +3,9 @@
 #pragma once
 
 #include "../common/ptx_sm80.cuh"
-#include "../common/ptx_sm90.cuh"
 #include "../sm80/work.cuh"
 #include "config.cuh"
+#include "ring.cuh"
 
 namespace selfattn::cuda::sm90 {
 
@@ -94,20 +94,6 @@ struct SharedMemory {
   }
   __device__ __forceinline__ Work<C>& work(int item) const {
     return reinterpret_cast<Work<C>*>(bytes + Layout::kWork)[item % kItems];
-  }
-};
-
-// Where a thread stands in a ring of stages: the stage, and the parity of the phase that its barriers are in.
-template <int kStages>
-struct Turn {
-  int stage = 0;
-  uint32_t parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
   }
 };
 

@@ -4,6 +4,7 @@
 
 #include "../function/function_kernels.h"
 #include "../sm80/sm80.h"
+#include "backward/instances.h"
 #include "instances.h"
 
 namespace selfattn::cuda {
@@ -56,7 +57,12 @@ void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Laun
   instance_for(p)(p, outputs, where.stream, where.workspace);
 }
 
-// The weights and the gradients are sm80's.
+void run_backward(const AttentionParams& p, const BackwardArguments& arguments, const Launch& where) {
+  if (!backward::takes(p, arguments)) return kSm80.backward(p, arguments, where);
+  backward::run(p, arguments, where);
+}
+
+// The weights are sm80's, and so is whatever memory the gradients need.
 constexpr Kernel entry() {
   Kernel kernel;
   kernel.name = "sm90";
@@ -75,9 +81,7 @@ constexpr Kernel entry() {
   kernel.backward_workspace = [](const AttentionParams& p, const BackwardArguments& arguments) {
     return kSm80.backward_workspace(p, arguments);
   };
-  kernel.backward = [](const AttentionParams& p, const BackwardArguments& arguments, const Launch& where) {
-    kSm80.backward(p, arguments, where);
-  };
+  kernel.backward = &run_backward;
   return kernel;
 }
 

@@ -207,6 +207,7 @@ void test_products() {
 
 template <bool kBFloat16>
 void test_all_products() {
+  test_products<kBFloat16, 32>();
   test_products<kBFloat16, 64>();
   test_products<kBFloat16, 96>();
   test_products<kBFloat16, 128>();

@@ -120,6 +120,7 @@ void test_width() {
 }
 template <bool kBFloat16>
 void test_widths() {
+  test_width<kBFloat16, 32>();
   test_width<kBFloat16, 64>();
   test_width<kBFloat16, 96>();
   test_width<kBFloat16, 128>();

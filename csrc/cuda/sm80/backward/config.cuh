@@ -61,6 +61,7 @@ struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>, kSideOf, kCare
   using Careful = Config<kDTypeOf, kDimOf, kSideOf, kPathOf, true>;
 
   // Of a tile.
+  static constexpr int kTileColumns = Config::kColumns;  // that pass by together
   static constexpr int kQueries = Config::kOwnsQueries ? Config::kRows : Config::kColumns;
   static constexpr int kKeys = Config::kOwnsQueries ? Config::kColumns : Config::kRows;
 

@@ -10,8 +10,8 @@ namespace selfattn::cuda::sm80::backward {
 
 // The second of two warps that share rows hands its numbers to the first. The tiles in shared memory are no
 // longer needed, and make room. Called by all warps.
-template <class C, int kRowCount, int kColumnCount>
-__device__ __forceinline__ void add_column_warps(const SharedMemory<C>& shared,
+template <class C, class Shared, int kRowCount, int kColumnCount>
+__device__ __forceinline__ void add_column_warps(const Shared& shared,
                                                  float (&numbers)[kRowCount][kColumnCount]) {
   if constexpr (C::kColumnWarps > 1) {
     static_assert(C::kColumnWarps == 2, "one addition");
@@ -48,12 +48,12 @@ struct Target {
 
 // Through shared memory, where the tiles have been, so that a row is written by neighbouring lanes; each warp
 // takes care of its own rows. Called by all warps.
-template <class C>
-__device__ __forceinline__ void write_rows(const Work<C>& work, const SharedMemory<C>& shared,
-                                           Output<C>& output, float factor, const Target& target) {
+template <class C, class Shared>
+__device__ __forceinline__ void write_rows(const Work<C>& work, const Shared& shared, Output<C>& output,
+                                           float factor, const Target& target) {
   const Lane<C> lane;
   static_assert(C::kColumnWarps == 1 || C::kStrips == 1, "the accumulators of one strip are one array");
-  add_column_warps(shared, output.at[0]);
+  add_column_warps<C>(shared, output.at[0]);
   if (lane.thread >= kWarp * C::kRowWarps) return;
   float* rows = shared.exchange();
 #pragma unroll
@@ -92,6 +92,32 @@ __device__ __forceinline__ void write_rows(const Work<C>& work, const SharedMemo
     }
   }
   __syncwarp();
+}
+
+// All that a block has summed up. Called by all warps; nobody needs the tiles any more.
+template <class C, class Shared>
+__device__ __forceinline__ void write_gradients(const Plan& plan, const Work<C>& work, const Shared& shared,
+                                                Slopes<C>& slopes, Output<C>& first, Output<C>& second) {
+  const AttentionParams& p = plan.params;
+  const BackwardArguments& a = plan.arguments;
+  if constexpr (C::kSide == Side::kQuery) {
+    if constexpr (C::kColumnWarps > 1) add_column_warps<C>(shared, slopes.sum);
+    const Lane<C> lane;
+    if (lane.thread < kWarp * C::kRowWarps) slopes.write(plan, work, lane);
+  }
+  const int head = C::kOwnsQueries ? work.head : work.kv_head;
+  if constexpr (C::kSumsFirst) {
+    const bool vectors = C::kOwnsQueries ? plan.grad_query_vectors : plan.grad_key_vectors;
+    const bool pairs = C::kOwnsQueries ? plan.grad_query_pairs : plan.grad_key_pairs;
+    write_rows<C>(
+        work, shared, first, plan.scale,
+        {C::kOwnsQueries ? a.grad_query : a.grad_key, head, static_cast<int>(p.head_dim), vectors, pairs});
+  }
+  if constexpr (C::kSumsSecond) {
+    write_rows<C>(
+        work, shared, second, plan.dropout_scale,
+        {a.grad_value, head, static_cast<int>(p.value_dim), plan.grad_value_vectors, plan.grad_value_pairs});
+  }
 }
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -180,25 +180,8 @@ class Gradients {
   }
 
   __device__ __forceinline__ void write() {
-    const BackwardArguments& a = plan_.arguments;
     if constexpr (C::kFloat32 && C::kSumsFirst) scaled_.undo(first_);
-    if constexpr (C::kSide == Side::kQuery) {
-      if constexpr (C::kColumnWarps > 1) add_column_warps(shared_, slopes_.sum);
-      if (lane().thread < 32 * C::kRowWarps) slopes_.write(plan_, work_, lane());
-    }
-    const int head = C::kOwnsQueries ? work_.head : work_.kv_head;
-    if constexpr (C::kSumsFirst) {
-      const bool vectors = C::kOwnsQueries ? plan_.grad_query_vectors : plan_.grad_key_vectors;
-      const bool pairs = C::kOwnsQueries ? plan_.grad_query_pairs : plan_.grad_key_pairs;
-      write_rows<C>(
-          work_, shared_, first_, plan_.scale,
-          {C::kOwnsQueries ? a.grad_query : a.grad_key, head, static_cast<int>(p_.head_dim), vectors, pairs});
-    }
-    if constexpr (C::kSumsSecond) {
-      write_rows<C>(work_, shared_, second_, plan_.dropout_scale,
-                    {a.grad_value, head, static_cast<int>(p_.value_dim), plan_.grad_value_vectors,
-                     plan_.grad_value_pairs});
-    }
+    write_gradients(plan_, work_, shared_, slopes_, first_, second_);
   }
 
   const Plan& plan_;

@@ -7,7 +7,10 @@
 
 namespace selfattn::cuda::sm80::backward {
 
-// The gradients of queries, keys and values; compiled in sm80_backward_<dtype>_<dim>.cu.
+// The gradients of queries, keys and values.
+using Sides = void (*)(const AttentionParams&, const BackwardArguments&, const Statistics&, CUstream_st*);
+
+// Compiled in sm80_backward_<dtype>_<dim>.cu.
 template <DType kDType, int kDim>
 void run_sides(const AttentionParams& params, const BackwardArguments& arguments,
                const Statistics& statistics, CUstream_st* stream);
@@ -26,5 +29,7 @@ void pad_statistics(const AttentionParams& params, const Statistics& to, bool pl
 // A whole call: sm80_backward.cpp. Workspace: statistics_bytes(), and what the mask's gradient needs.
 size_t workspace_bytes(const AttentionParams& params, const BackwardArguments& arguments);
 void run(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
+// The same with another kernel's sides.
+void run(const AttentionParams& params, const BackwardArguments& arguments, Sides sides, const Launch& where);
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -40,7 +40,8 @@ struct Place : PlaceOfWork<C, Plan, Work<C>> {
   }
 
   // Deltas of the queries of the tile.
-  __device__ __forceinline__ const float* deltas(const SharedMemory<C>& shared) const {
+  template <class Shared>
+  __device__ __forceinline__ const float* deltas(const Shared& shared) const {
     if constexpr (!C::kReadsDelta) return shared.delta();
     return this->plan.statistics.delta + this->work.own_statistic;
   }

@@ -10,7 +10,7 @@ namespace {
 
 // What there is for an element type and a padded dim.
 struct Instance {
-  void (*sides)(const AttentionParams&, const BackwardArguments&, const Statistics&, CUstream_st*);
+  Sides sides;
   MaskRegions (*regions)(const AttentionParams&, const BackwardArguments&);
   void (*mask)(const AttentionParams&, const BackwardArguments&, const Statistics&, void*, const Launch&);
 };
@@ -45,13 +45,16 @@ size_t workspace_bytes(const AttentionParams& p, const BackwardArguments& a) {
 }
 
 void run(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
+  run(p, a, instance_for(p).sides, where);
+}
+
+void run(const AttentionParams& p, const BackwardArguments& a, Sides sides, const Launch& where) {
   rows::prepare(p, a, where.workspace, where);
   const Statistics statistics = statistics_in(where.workspace, p);
   pad_statistics(p, statistics, p.dtype != DType::kFloat32 && is_plain(p, a), where);
-  const Instance instance = instance_for(p);
-  instance.sides(p, a, statistics, where.stream);
+  sides(p, a, statistics, where.stream);
   if (a.grad_mask.data == nullptr) return;
-  instance.mask(p, a, statistics, static_cast<char*>(where.workspace) + statistics_bytes(p), where);
+  instance_for(p).mask(p, a, statistics, static_cast<char*>(where.workspace) + statistics_bytes(p), where);
 }
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -63,16 +63,17 @@ __device__ __forceinline__ void replace_special_products(const Place<C>& at, con
 }
 
 // 16-bit types: zeroes what is not finite in a passing tile, which has arrived for all threads, and marks its
-// rows. Returns whether this thread met any.
-template <class C>
-__device__ __forceinline__ bool clear_non_finite_rows(unsigned char* tile, unsigned char* flags) {
+// rows. chunk_at(row, chunk): where eight elements of the row are, each of them once. Returns whether this
+// thread met any.
+template <class C, class ChunkAt>
+__device__ __forceinline__ bool clear_non_finite_rows(unsigned char* flags, const ChunkAt& chunk_at) {
   using Share = TileShare<C, C::kColumns, C::kDim / 8>;
   const Share share;
   return share.flag_rows(flags, [&](int r) {
     bool found = false;
 #pragma unroll 1
     for (int chunk = share.lane; chunk < C::kDim / 8; chunk += Share::kLanes) {
-      auto* elements = reinterpret_cast<uint16_t*>(tile + Swizzle<C::kDim>::offset(r, chunk));
+      auto* elements = reinterpret_cast<uint16_t*>(chunk_at(r, chunk));
 #pragma unroll 1
       for (int i = 0; i < 8; ++i) {
         if (!is_non_finite<C::kDType>(elements[i])) continue;
@@ -86,11 +87,13 @@ __device__ __forceinline__ bool clear_non_finite_rows(unsigned char* tile, unsig
 
 template <class C>
 __device__ __forceinline__ bool clear_non_finite(const SharedMemory<C>& shared) {
+  const auto clear = [](unsigned char* tile, unsigned char* flags) {
+    return clear_non_finite_rows<C>(
+        flags, [&](int r, int chunk) { return tile + Swizzle<C::kDim>::offset(r, chunk); });
+  };
   bool any = false;
-  if constexpr (C::kSumsFirst)
-    any |= clear_non_finite_rows<C>(shared.passing_first(), shared.passing_first_flags());
-  if constexpr (C::kSumsSecond)
-    any |= clear_non_finite_rows<C>(shared.passing_second(), shared.passing_second_flags());
+  if constexpr (C::kSumsFirst) any |= clear(shared.passing_first(), shared.passing_first_flags());
+  if constexpr (C::kSumsSecond) any |= clear(shared.passing_second(), shared.passing_second_flags());
   return any;
 }
 
@@ -110,8 +113,8 @@ struct PassingMatrix {
 };
 
 // Adds factors * matrix, where rows of the latter are columns of the former, for the elements left out.
-template <class C>
-__device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMemory<C>& shared,
+template <class C, class Shared>
+__device__ __forceinline__ void add_left_out(const Place<C>& at, const Shared& shared,
                                              const PassingMatrix& matrix, const Scores<C>& factors,
                                              Output<C>& output) {
   using E = Element<C::kDType>;
@@ -133,7 +136,7 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMem
         const int row = at.existing(at.lane.row(strip, half));
         const RowOf query = {at.passing.head, at.work.query(at.passing, row, column)};
         if (!sees<!C::kPlain>(p, at.work, query, at.work.key(at.passing, row, column))) continue;
-        if (is_dead(shared, C::kOwnsQueries ? row : column)) continue;
+        if (is_dead<C>(shared, C::kOwnsQueries ? row : column)) continue;
         // As above: unrolled, the elements of all dims would be loaded at once.
 #pragma unroll 1
         for (int m = 0; m < C::kDimTiles * 2; ++m) {
@@ -155,8 +158,8 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const SharedMem
 }
 
 // ds and weights as weigh() leaves them.
-template <class C>
-__device__ __forceinline__ void add_special_terms(const Place<C>& at, const SharedMemory<C>& shared,
+template <class C, class Shared>
+__device__ __forceinline__ void add_special_terms(const Place<C>& at, const Shared& shared,
                                                   const Scores<C>& weights, const Scores<C>& ds,
                                                   Output<C>& first, Output<C>& second) {
   const AttentionParams& p = at.params();

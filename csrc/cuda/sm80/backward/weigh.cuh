@@ -73,8 +73,8 @@ __device__ __forceinline__ void for_each_pair(Scores<C>& s, Scores<C>& dp, const
 __device__ __forceinline__ float pick(float2 pair, int i) { return i == 0 ? pair.x : pair.y; }
 
 // Whether a query of the tile saw nothing, or nothing but scores of -inf.
-template <class C>
-__device__ __forceinline__ bool is_dead(const SharedMemory<C>& shared, int query_of_tile) {
+template <class C, class Shared>
+__device__ __forceinline__ bool is_dead(const Shared& shared, int query_of_tile) {
   return C::kPlain ? shared.shift()[query_of_tile] == infinity<float>()
                    : shared.inverse_sum()[query_of_tile] == 0.0f;
 }
@@ -100,8 +100,8 @@ __device__ __forceinline__ float large_weight(const Place<C>& at, int strip, int
 }
 
 // Calls for nothing but scale and window: scale and log2(e) are one factor, sum and maximum one number.
-template <class C>
-__device__ __forceinline__ void weigh_plain(const Place<C>& at, const SharedMemory<C>& shared, Scores<C>& s,
+template <class C, class Shared>
+__device__ __forceinline__ void weigh_plain(const Place<C>& at, const Shared& shared, Scores<C>& s,
                                             Scores<C>& dp) {
   const float* deltas = at.deltas(shared);
 #pragma unroll
@@ -130,8 +130,8 @@ __device__ __forceinline__ void weigh_plain(const Place<C>& at, const SharedMemo
 }
 
 // dp becomes the gradient of the weights before dropout, less delta.
-template <class C>
-__device__ __forceinline__ void centre_gradients(const Place<C>& at, const SharedMemory<C>& shared,
+template <class C, class Shared>
+__device__ __forceinline__ void centre_gradients(const Place<C>& at, const Shared& shared,
                                                  const Kept<C>& kept, Scores<C>& dp) {
   const View& grad_weights = at.plan.arguments.grad_weights;
   if (grad_weights.data != nullptr) {
@@ -149,8 +149,8 @@ __device__ __forceinline__ void centre_gradients(const Place<C>& at, const Share
 }
 
 // Every option, by passes over the registers as in the forward.
-template <class C>
-__device__ __forceinline__ void weigh_options(const Place<C>& at, const SharedMemory<C>& shared, Scores<C>& s,
+template <class C, class Shared>
+__device__ __forceinline__ void weigh_options(const Place<C>& at, const Shared& shared, Scores<C>& s,
                                               Scores<C>& dp, Scores<C>& cap_slope, Scores<C>& given) {
   const AttentionParams& p = at.plan.params;
   Kept<C> kept;
@@ -192,9 +192,9 @@ __device__ __forceinline__ void weigh_options(const Place<C>& at, const SharedMe
 }
 
 // Whatever the weights and gradients of hidden elements are, NaN included, they become 0.
-template <class C>
-__device__ __forceinline__ void hide(const Place<C>& at, const SharedMemory<C>& shared,
-                                     const MaskBits<C>& mask, bool careful, Scores<C>& s, Scores<C>& dp) {
+template <class C, class Shared>
+__device__ __forceinline__ void hide(const Place<C>& at, const Shared& shared, const MaskBits<C>& mask,
+                                     bool careful, Scores<C>& s, Scores<C>& dp) {
   const auto clear = [](float& weight, float& gradient) {
     weight = 0.0f;
     if constexpr (C::kNeedsSecondDots) gradient = 0.0f;
@@ -227,7 +227,7 @@ __device__ __forceinline__ void hide(const Place<C>& at, const SharedMemory<C>& 
   if (careful) {
     for_each_pair(s, dp, [&](int strip, int half, int tile, int i, float& weight, float& gradient) {
       const int query = C::kOwnsQueries ? at.lane.row(strip, half) : at.lane.column(tile) + i;
-      if (is_dead(shared, query)) clear(weight, gradient);
+      if (is_dead<C>(shared, query)) clear(weight, gradient);
     });
   }
 }
@@ -235,11 +235,11 @@ __device__ __forceinline__ void hide(const Place<C>& at, const SharedMemory<C>& 
 // s: dot products of queries and keys, becomes the weights P, dropped but without the survivors' factor
 // plan.dropout_scale (the result's). dp: dot products of dO and values, becomes the gradients of the dot
 // products but for the factor plan.scale (the result's too), on the side of masks those of the scores. Sides
-// that do not need dp leave it undefined. careful: NaN or Inf is about.
-template <class C>
-__device__ __forceinline__ void weigh(const Place<C>& at, const SharedMemory<C>& shared,
-                                      const MaskBits<C>& mask, Slopes<C>& slopes, bool careful, Scores<C>& s,
-                                      Scores<C>& dp) {
+// that do not need dp leave it undefined. careful: NaN or Inf is about. Shared: see SharedMemory, whose
+// statistics of the tile's queries are all that is asked for.
+template <class C, class Shared>
+__device__ __forceinline__ void weigh(const Place<C>& at, const Shared& shared, const MaskBits<C>& mask,
+                                      Slopes<C>& slopes, bool careful, Scores<C>& s, Scores<C>& dp) {
   if constexpr (C::kPlain) {
     weigh_plain(at, shared, s, dp);
     hide(at, shared, mask, careful, s, dp);

@@ -97,11 +97,12 @@ struct Work {
 
   // Tiles begin at multiples of their size, so that a row's bits depend on the row alone.
   __device__ __forceinline__ Passing first_passing() const {
-    return {head, begin / C::kColumns * C::kColumns};
+    return {head, begin / C::kTileColumns * C::kTileColumns};
   }
   __device__ __forceinline__ Passing next(Passing passing) const {
-    passing.first += C::kColumns;
-    return passing.first < end ? passing : Passing{passing.head + 1, begin / C::kColumns * C::kColumns};
+    passing.first += C::kTileColumns;
+    return passing.first < end ? passing
+                               : Passing{passing.head + 1, begin / C::kTileColumns * C::kTileColumns};
   }
   __device__ __forceinline__ bool holds(Passing passing) const { return passing.head <= last_head; }
 
@@ -114,7 +115,7 @@ struct Work {
   }
   // Columns of a tile that exist.
   __device__ __forceinline__ int count(Passing passing) const {
-    return min((C::kOwnsQueries ? keys : queries) - passing.first, C::kColumns);
+    return min((C::kOwnsQueries ? keys : queries) - passing.first, C::kTileColumns);
   }
 
   template <bool kOfQueries>

@@ -1,0 +1,32 @@
+// From a call to the kernels that compute it.
+#pragma once
+
+#include "gradients.cuh"
+#include "instances.h"
+
+namespace selfattn::cuda::sm90::backward {
+
+template <class C>
+void run_side(const AttentionParams& p, const BackwardArguments& a,
+              const sm80::backward::Statistics& statistics, CUstream_st* stream) {
+  const Plan plan = plan_side(p, a, statistics, C::kRows, C::kTileColumns, C::kOwnsQueries);
+  if (plan.plan.blocks == 0) return;
+  launch(&backward_kernel<C>, grid_of(plan.plan.blocks), dim3(C::kBlockThreads), SharedLayout<C>::kBytes,
+         stream, plan);
+}
+
+template <DType kDType, int kDim, bool kPlain>
+void run_path(const AttentionParams& p, const BackwardArguments& a,
+              const sm80::backward::Statistics& statistics, CUstream_st* stream) {
+  run_side<Config<kDType, kDim, Side::kQuery, kPlain>>(p, a, statistics, stream);
+  run_side<Config<kDType, kDim, Side::kKeyValue, kPlain>>(p, a, statistics, stream);
+}
+
+template <DType kDType, int kDim>
+void run_sides(const AttentionParams& p, const BackwardArguments& a,
+               const sm80::backward::Statistics& statistics, CUstream_st* stream) {
+  if (sm80::backward::is_plain(p, a)) return run_path<kDType, kDim, true>(p, a, statistics, stream);
+  run_path<kDType, kDim, false>(p, a, statistics, stream);
+}
+
+}  // namespace selfattn::cuda::sm90::backward
