@@ -196,6 +196,19 @@ def environment(**variables: str) -> dict[str, str]:
     return {**clean, "LD_PRELOAD": str(build("machine.so")), **variables}
 
 
+def run(program: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Runs a program on the machine; options are the machine's variables."""
+    variables = {f"SELFATTN_PTX_{name.upper()}": str(value) for name, value in options.items()}
+    return subprocess.run(
+        [program, *arguments],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
+
+
 def environment_for_torch(library: Path, **variables: str) -> dict[str, str]:
     """The environment of a Python whose torch finds the machine as its GPU, with this library."""
     operators = build(f"{of_torch()}/operators.so")
