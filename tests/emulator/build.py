@@ -329,8 +329,8 @@ def environment(library: Path, **variables: str) -> dict[str, str]:
 
 
 def run(program: Path, *arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    """Runs a program in the emulator; options are its own variables, of which the process has these alone."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SELFATTN_EMULATOR")}
+    """Runs a program in the emulator; options are its variables, and the package's others are left out."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SELFATTN")}
     variables = {f"SELFATTN_EMULATOR_{name.upper()}": value for name, value in options.items()}
     return subprocess.run(
         [program, *arguments],
