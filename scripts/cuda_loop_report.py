@@ -111,9 +111,7 @@ class Toolchain:
     def compile(self, kernel: Kernel, architecture: str) -> Compiled:
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
-            (folder / "kernel.cu").write_text(kernel.text, encoding="utf-8")
-            self._run(folder, architecture, "compute", "-ptx", "kernel.cu", "-I", str(self._tree))
-            report = self._run(folder, architecture, "sm", "-cubin", "kernel.ptx", "-Xptxas", "-v")
+            report = self.assemble(kernel, architecture, folder)
             numbers = _numbers((folder / "kernel.ptx").read_text(encoding="utf-8"))
             (usage,) = compiler_report.usage_of_kernels(report).values()
             loop = loop_of(self.nvdisasm, folder / "kernel.cubin")
@@ -125,13 +123,19 @@ class Toolchain:
             numbers["useful_products"],
         )
 
+    def assemble(self, kernel: Kernel, architecture: str, folder: Path) -> str:
+        """Leaves kernel.ptx and kernel.cubin in the folder. Returns what ptxas says."""
+        (folder / "kernel.cu").write_text(kernel.text, encoding="utf-8")
+        self._run(folder, architecture, "compute", "-ptx", "kernel.cu", "-I", str(self._tree))
+        return self._run(folder, architecture, "sm", "-cubin", "kernel.ptx", "-Xptxas", "-v")
+
     def _run(self, folder: Path, architecture: str, code: str, to: str, *more: str) -> str:
         target = f"arch=compute_{architecture},code={code}_{architecture}"
         output = f"kernel.{to[1:]}"
         command = [self._compiler, to, "-o", output, "-gencode", target, *sources.cuda_flags(), *more]
         run = subprocess.run(command, cwd=folder, capture_output=True, text=True)
         if run.returncode != 0:
-            raise SystemExit(f"cuda_loop_report.py: error: {' '.join(command)}\n{run.stderr}")
+            raise SystemExit(f"{Path(sys.argv[0]).name}: error: {' '.join(command)}\n{run.stderr}")
         return run.stdout + run.stderr
 
 
@@ -140,10 +144,14 @@ def _numbers(ptx: str) -> dict[str, int]:
     return {name: int(value) for name, value in re.findall(r"\.u32 (\w+) = (\d+);", ptx)}
 
 
-def loop_of(nvdisasm: str, cubin: Path) -> list[sass.Instruction]:
-    """The main loop of the function with most products; kernels come before what they call."""
+def function_of(nvdisasm: str, cubin: Path) -> sass.Function:
+    """The function with most products; kernels come before what they call."""
     functions = sass.read(nvdisasm, cubin)
-    return sass.main_loop(max(functions, key=lambda f: ("_kernel" in f.name, f.count("HMMA"))))
+    return max(functions, key=lambda f: ("_kernel" in f.name, f.count(*sass.PRODUCTS)))
+
+
+def loop_of(nvdisasm: str, cubin: Path) -> list[sass.Instruction]:
+    return sass.main_loop(function_of(nvdisasm, cubin))
 
 
 @dataclass(frozen=True)
@@ -229,8 +237,8 @@ def rows_of_files(toolchain: Toolchain, parsed: argparse.Namespace) -> list[list
     return rows
 
 
-def _markdown(rows: Sequence[Sequence[str]]) -> str:
-    lines = [HEADER, ["---"] * len(HEADER), *rows]
+def markdown(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    lines = [header, ["---"] * len(header), *rows]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines)
 
 
@@ -246,7 +254,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(listing(toolchain.compile(KERNELS[parsed.loop], parsed.archs[0]).loop))
         return 0
     rows = rows_of_files(toolchain, parsed) if parsed.cubins else rows_of(toolchain, parsed)
-    print(_markdown(rows) if parsed.markdown else terminal.table(HEADER, rows))
+    print(markdown(HEADER, rows) if parsed.markdown else terminal.table(HEADER, rows))
     return 0
 
 

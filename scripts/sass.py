@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 
 SCOREBOARDS = 6
+PRODUCTS = ("HMMA", "HGMMA")  # of a warp, of a warpgroup
 
 # What executes an opcode. Unknown ones are integer arithmetic, compares and selections: ALU.
 _UNITS = {
@@ -218,10 +219,11 @@ class _Flow:
 
 
 def main_loop(function: Function) -> list[Instruction]:
-    """One iteration of the loop that holds most HMMA, not counting the loops within it; of two the inner one.
+    """One iteration of the loop that holds most products, HMMA or HGMMA, not counting the loops within it; of
+    several the one with the shortest path.
 
-    Of all paths through the loop the one with most HMMA, then with most asynchronous copies, so that neither
-    products nor loads are skipped, then with fewest instructions, so that rare code is left out.
+    Of all paths through the loop the one with most products, then with most asynchronous copies, so that
+    neither products nor loads are skipped, then with fewest instructions, so that rare code is left out.
     """
     flow = _Flow(function)
     loops = flow.loops()
@@ -229,10 +231,11 @@ def main_loop(function: Function) -> list[Instruction]:
     for block in flow.order:
         around = [header for header, body in loops.items() if block in body]
         if around:
-            own[min(around, key=lambda header: len(loops[header]))] += _count(flow.code_of(block), "HMMA")
-    header = max(own, key=lambda header: (own[header], -len(loops[header])))
-    path = _best_path(flow, header, loops[header])
-    return [instruction for block in path for instruction in flow.code_of(block)]
+            own[min(around, key=lambda header: len(loops[header]))] += _count(flow.code_of(block), *PRODUCTS)
+    most = [header for header in own if own[header] == max(own.values())]
+    paths = [_best_path(flow, header, loops[header]) for header in most]
+    found = [[instruction for block in path for instruction in flow.code_of(block)] for path in paths]
+    return min(found, key=len)
 
 
 def _best_path(flow: _Flow, header: int, body: set[int]) -> list[int]:
@@ -252,8 +255,8 @@ def _best_path(flow: _Flow, header: int, body: set[int]) -> list[int]:
 
 
 def _worth(code: list[Instruction]) -> tuple[int, int, int]:
-    return _count(code, "HMMA"), _count(code, "LDGSTS"), -len(code)
+    return _count(code, *PRODUCTS), _count(code, "LDGSTS"), -len(code)
 
 
-def _count(code: Iterable[Instruction], opcode: str) -> int:
-    return sum(instruction.opcode == opcode for instruction in code)
+def _count(code: Iterable[Instruction], *opcodes: str) -> int:
+    return sum(instruction.opcode in opcodes for instruction in code)

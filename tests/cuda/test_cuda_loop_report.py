@@ -1,4 +1,6 @@
-"""scripts/cuda_loop_report.py: it finds loops in machine code, and the model plays them as scheduled."""
+"""scripts/cuda_loop_report.py: it finds loops in machine code, and the model plays them as scheduled.
+scripts/hopper_loop_report.py counts what those of kernels for Hopper execute.
+"""
 
 from __future__ import annotations
 
@@ -14,6 +16,7 @@ SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 
 import cuda_loop_report  # noqa: E402
+import hopper_loop_report  # noqa: E402
 import loop_model  # noqa: E402
 import nvcc  # noqa: E402
 import sass  # noqa: E402
@@ -87,6 +90,17 @@ def test_the_main_loop_is_the_one_with_most_products() -> None:
     assert opcodes == ["BRA", "BRA", "HMMA", "LDGSTS", "HMMA", "BRA"]
 
 
+def test_of_loops_with_as_many_products_it_is_the_shorter_one() -> None:
+    text = text_of(
+        ".L_x_0", PRODUCT, "FSEL R0, R0, R0, P1", "@P0 BRA `(.L_x_0)",
+        ".L_x_1", PRODUCT, "@P0 BRA `(.L_x_1)",
+        ".L_x_2", PRODUCT, "ISETP.GT.AND P1, PT, R0, R1, PT", "@P0 BRA `(.L_x_2)",
+        "EXIT",
+    )  # fmt: skip
+    (function,) = sass.parse(text)
+    assert [instruction.opcode for instruction in sass.main_loop(function)] == ["HMMA", "BRA"]
+
+
 def test_products_that_wait_for_nothing_keep_tensor_cores_busy() -> None:
     assert loop_model.tensor_share(loop_of(*[PRODUCT] * 64), 80, ONE_BLOCK) > 0.98
 
@@ -129,6 +143,53 @@ def test_blocks_that_fit() -> None:
     assert kernel.blocks(86) == 1
     assert cuda_loop_report.Compiled([], 254, 82_945, 4, 1).blocks(80) == 1
     assert cuda_loop_report.Compiled([], 168, 1024, 4, 1).blocks(80) == 3
+
+
+def test_counts_are_those_for_the_same_work() -> None:
+    text = text_of(
+        "USETMAXREG.TRY_ALLOC.CTAPOOL UP0, 0xf0",
+        ".L_x_0",
+        *["HGMMA.64x32x16.F32.BF16 R24, gdesc[UR8], R24"] * 4,  # the scores of 32 keys at 64 dims
+        *["HGMMA.64x64x16.F32.BF16 R88, R180, gdesc[UR8].tnspB, R88"] * 2,
+        ("MUFU.EX2 R5, R5", control(stall=8)),
+        "R2UR UR6, R18",
+        "UIADD3 UR6, UR7, 0x2, URZ",
+        "@!P0 SYNCS.ARRIVE.TRANS64.A1T0 RZ, [R0+URZ+0x20], RZ",
+        "@P0 BRA `(.L_x_0)",
+        "USETMAXREG.DEALLOC.CTAPOOL 0x18",
+        "EXIT",
+    )  # fmt: skip
+    (function,) = sass.parse(text)
+    cells = hopper_loop_report.Column.of("forward", function, 64, 2).cells()
+    assert {kind: cell for kind, cell in cells.items() if cell != "0"} == {
+        "registers": "240",
+        "scores of an iteration": "64 × 32",
+        "instructions of an iteration": "11",
+        "stall counts": "72",
+        "instructions": "44",
+        "HGMMA": "24",
+        "MUFU": "4",
+        "R2UR, uniform": "8",
+        "barriers, waits": "4",
+        "others": "4",
+    }
+
+
+@needs_nvcc
+def test_the_report_for_hopper(capsys: pytest.CaptureFixture[str]) -> None:
+    assert hopper_loop_report.main(["--kernels", "forward-64", "--markdown"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    cells = dict([cell.strip() for cell in line.strip("|").split("|")] for line in lines)
+    assert cells["scores of an iteration"] == "64 × 128"
+    assert cells["HGMMA"] == "12"
+    assert 64 <= int(cells["MUFU"]) < 80
+    assert "local memory" not in cells
+
+
+def test_a_cubin_comes_with_its_head_dim(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        hopper_loop_report.main(["other.cubin"])
+    assert "such as other.cubin:128" in capsys.readouterr().err
 
 
 @needs_nvcc

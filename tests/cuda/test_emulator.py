@@ -6,11 +6,11 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
 from emulator import build, probe
+from emulator.build import run
 
 SCHEDULES = ("fifo", "lifo", "random", "sticky")
 COPIES = ("eager", "late", "random")
@@ -54,19 +54,6 @@ def race() -> Path:
 def answering() -> Path:
     """The probe of the PTX wrappers."""
     return build.build("probe")
-
-
-def run(program: Path, *arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SELFATTN_EMULATOR")}
-    variables = {f"SELFATTN_EMULATOR_{name.upper()}": value for name, value in options.items()}
-    return subprocess.run(
-        [program, *arguments],
-        env={**clean, **variables},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)

@@ -5,9 +5,8 @@ computation, and every report on a small kernel that is wrong in one way
 
 from __future__ import annotations
 
-import os
+import functools
 import re
-import subprocess
 from pathlib import Path
 
 import pytest
@@ -79,6 +78,8 @@ RACES = {
 #: Wrong kernels that fail in another way than by a report.
 OTHERS = ("newest_group_pending",)
 
+run = functools.partial(build.run, capability="90")
+
 
 @pytest.fixture(scope="module")
 def plain() -> Path:
@@ -88,20 +89,6 @@ def plain() -> Path:
 @pytest.fixture(scope="module")
 def race() -> Path:
     return build.build("hopper_kernels", "race")
-
-
-def run(program: Path, *arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
-    clean = {name: value for name, value in os.environ.items() if not name.startswith("SELFATTN_EMULATOR")}
-    options = {"capability": "90", **options}
-    variables = {f"SELFATTN_EMULATOR_{name.upper()}": value for name, value in options.items()}
-    return subprocess.run(
-        [program, *arguments],
-        env={**clean, **variables},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
 
 
 def everyone() -> list[tuple[str, str]]:

@@ -14,6 +14,7 @@ from pathlib import Path
 import pytest
 from emulator import build as emulator
 from ptx_machine import build
+from ptx_machine.build import run
 
 from selfattn_ext import cuda_build
 
@@ -39,18 +40,6 @@ def pipeline() -> Path:
 @pytest.fixture(scope="module")
 def wrong() -> Path:
     return build.build("hopper_wrong")
-
-
-def run(program: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    variables = {f"SELFATTN_PTX_{name.upper()}": str(value) for name, value in options.items()}
-    return subprocess.run(
-        [program, *arguments],
-        env=build.environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def differences(result: subprocess.CompletedProcess[str]) -> dict[str, int]:

@@ -16,6 +16,7 @@ import pytest
 from emulator import build as emulator
 from emulator import probe
 from ptx_machine import build
+from ptx_machine.build import run
 
 from selfattn_ext import cuda_build
 
@@ -67,18 +68,6 @@ def wrong_kernels() -> Path:
 @pytest.fixture(scope="module")
 def features() -> Path:
     return build.build("features")
-
-
-def run(program: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
-    variables = {f"SELFATTN_PTX_{name.upper()}": str(value) for name, value in options.items()}
-    return subprocess.run(
-        [program, *arguments],
-        env=build.environment(**variables),
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
 
 
 def flags_for_one_device() -> list[str]:

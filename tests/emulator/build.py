@@ -328,6 +328,20 @@ def environment(library: Path, **variables: str) -> dict[str, str]:
     }
 
 
+def run(program: Path, *arguments: str, **options: str) -> subprocess.CompletedProcess[str]:
+    """Runs a program in the emulator; options are its variables, and the package's others are left out."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("SELFATTN")}
+    variables = {f"SELFATTN_EMULATOR_{name.upper()}": value for name, value in options.items()}
+    return subprocess.run(
+        [program, *arguments],
+        env={**clean, **variables},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+
 def sanitizers() -> dict[str, str] | None:
     """What the environment of a process with the asan variant holds besides, None where that cannot run."""
     compiler = tools().compiler.split()

@@ -105,6 +105,11 @@ def architectures_of(program: Path) -> tuple[str, ...]:
     return (ARCHITECTURES[-1], HOPPER) if program.stem.startswith("hopper") else ARCHITECTURES
 
 
+def machine_flags() -> list[str]:
+    """What the machine's own sources are compiled with."""
+    return [*FLAGS, host_level(), f"-I{MACHINE}", f"-isystem{nvcc().home}/include"]
+
+
 def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
     """The machine, programs for it, and its half for torch."""
     compiler = nvcc()
@@ -117,13 +122,12 @@ def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
         "rule nvcc",
         f"  command = PTX_NVCC={compiler.command} {NVCC_TO_PTX} $flags $in -o $out",
     ]
-    flags = [*FLAGS, host_level(), f"-I{MACHINE}", f"-isystem {home}/include"]
     sources = sorted(path for path in MACHINE.rglob("*.cpp") if "operators" not in path.parts)
     refusals = folder() / "refusals.cpp"
     in_runtime = " ".join(str(path) for path in sources if path.parent.name == "runtime")
     file.lines.append(f"build {refusals}: refuse {in_runtime} | {MACHINE / 'refusals.py'}")
     tensor_core = emulator.EMULATOR / "tensor_core.cpp"
-    objects = file.objects([*sources, refusals, tensor_core], "machine", flags)
+    objects = file.objects([*sources, refusals, tensor_core], "machine", machine_flags())
     file.link("machine.so", objects, ["-shared", "-ldl"])
 
     cuda = emulator.CSRC / "cuda"
@@ -191,9 +195,25 @@ def build_package() -> Path:
 
 
 def environment(**variables: str) -> dict[str, str]:
-    """The environment of a program that runs on the machine; the package's other variables are left out."""
+    """The environment of a program that runs on the machine, or on that of PTX_MACHINE (mutate.py); the
+    package's other variables are left out.
+    """
     clean = {name: value for name, value in os.environ.items() if not name.startswith("SELFATTN")}
-    return {**clean, "LD_PRELOAD": str(build("machine.so")), **variables}
+    machine = os.environ.get("PTX_MACHINE") or str(build("machine.so"))
+    return {**clean, "LD_PRELOAD": machine, **variables}
+
+
+def run(program: Path, *arguments: str, **options: object) -> subprocess.CompletedProcess[str]:
+    """Runs a program on the machine; options are the machine's variables."""
+    variables = {f"SELFATTN_PTX_{name.upper()}": str(value) for name, value in options.items()}
+    return subprocess.run(
+        [program, *arguments],
+        env=environment(**variables),
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
 
 
 def environment_for_torch(library: Path, **variables: str) -> dict[str, str]:

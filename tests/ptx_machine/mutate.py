@@ -5,11 +5,15 @@
 The texts, operands and constraints of inline PTX, asked by the probe of wrappers and compared with the
 emulator's models; and the launch, on kernels of wrong_kernels.cu that are right. A result that differs, or a
 report of the machine, kills a mutant. nvcc compiles a program for each, which takes some seconds.
+
+And the machine itself, what it makes of Hopper's instructions: a machine with the mutant runs
+tests/cuda/test_ptx_hopper.py until a test fails.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -121,15 +125,154 @@ MUTANTS = (
 )
 
 
+@dataclass(frozen=True)
+class MachineMutant:
+    name: str
+    source: str
+    old: str
+    new: str
+
+
+_MBARRIERS, _MATRIX = "execute/mbarriers.cpp", "execute/shared_matrix.cpp"
+_PRODUCTS, _GROUPS = "execute/products.cpp", "execute/warpgroups.cpp"
+_BOXES, _RACES = "instructions/box_copies.cpp", "execute/races_of_copies.cpp"
+_DRIVER, _REGISTERS = "runtime/driver_functions.cpp", "instructions/registers.cpp"
+_ENDS = "barrier.pending == 0 && barrier.bytes == 0"
+
+MACHINE_MUTANTS = (
+    MachineMutant(
+        "mbarrier: a phase ends without its bytes",
+        _MBARRIERS,
+        _ENDS,
+        "barrier.pending == 0",
+    ),
+    MachineMutant("mbarrier: a phase ends without its arrivals", _MBARRIERS, _ENDS, "barrier.bytes == 0"),
+    MachineMutant(
+        "mbarrier: the other parity",
+        _MBARRIERS,
+        "if ((barrier.phase & 1) == parity)",
+        "if ((barrier.phase & 1) != parity)",
+    ),
+    MachineMutant(
+        "mbarrier: the next phase needs an arrival fewer",
+        _MBARRIERS,
+        "    barrier.pending = barrier.arrivals;",
+        "    barrier.pending = barrier.arrivals - 1;",
+    ),
+    MachineMutant(
+        "mbarrier: copies know it without a fence", _MBARRIERS, "if (!barrier.fenced)", "if (false)"
+    ),
+    MachineMutant(
+        "box: not swizzled",
+        _MBARRIERS,
+        "copy.map.swizzled ? swizzled_by_128(plain) : plain",
+        "plain",
+    ),
+    MachineMutant(
+        "box: no zeros beyond the tensor",
+        _MBARRIERS,
+        "std::memset(to, 0, end - byte)",
+        "std::memset(to, 1, end - byte)",
+    ),
+    MachineMutant(
+        "box: a row's bytes do not count",
+        _MBARRIERS,
+        "barrier.bytes -= copy.bytes();",
+        "barrier.bytes -= copy.bytes() - row_bytes;",
+    ),
+    MachineMutant(
+        "box: coordinates in the other order",
+        _BOXES,
+        "kFirstCoordinate + n)[copy.lane]",
+        "kFirstCoordinate + ins.count - 1 - n)[copy.lane]",
+    ),
+    MachineMutant(
+        "box: any 128 bytes may be where it goes",
+        _BOXES,
+        "(copy.to + kSharedBase) % kPatternBytes",
+        "(copy.to + kSharedBase) % kSwizzleBytes",
+    ),
+    MachineMutant(
+        "map: rows of any length are swizzled",
+        _DRIVER,
+        "map->swizzled && map->row_bytes() > kSwizzleBytes",
+        "false",
+    ),
+    MachineMutant("matrix: not swizzled", _MATRIX, "swizzled_by_128(address)", "address"),
+    MachineMutant(
+        "matrix: offsets exchanged",
+        _MATRIX,
+        "address += row / kRowElements * leading_",
+        "address += row / kRowElements * stride_",
+    ),
+    MachineMutant(
+        "matrix: any address may be where it begins",
+        _MATRIX,
+        "if (start_ % kPatternBytes != in_row)",
+        "if (false)",
+    ),
+    MachineMutant("product: adds what was there", _PRODUCTS, "adds ? d[l] : 0.0f", "d[l]"),
+    MachineMutant("product: the other format", _PRODUCTS, "if (product.bfloat16)", "if (!product.bfloat16)"),
+    MachineMutant(
+        "product: rows of the left fragment exchanged",
+        _PRODUCTS,
+        "rows[l / 4 + 8 * (n % 2)][",
+        "rows[l / 4 + 8 * (1 - n % 2)][",
+    ),
+    MachineMutant(
+        "product: a group fewer is waited for",
+        _PRODUCTS,
+        "u64{pending_[count].group} + groups < closed_",
+        "u64{pending_[count].group} + groups + 1 < closed_",
+    ),
+    MachineMutant(
+        "product: its registers may be touched", _PRODUCTS, "if (uses_[registers[n]] != 0)", "if (false)"
+    ),
+    MachineMutant(
+        "product: registers are touched behind the fence",
+        _PRODUCTS,
+        "if (touched_[used] != fences_ + 1) continue;",
+        "continue;",
+    ),
+    MachineMutant(
+        "warpgroup: other operands are the same",
+        _GROUPS,
+        "step.first != first || step.second != second || step.third != third",
+        "false",
+    ),
+    MachineMutant(
+        "registers: what is given up is lost",
+        _REGISTERS,
+        "warp.block->free_registers += (warp.owned_registers - kept) * kLanes;",
+        "",
+    ),
+    MachineMutant(
+        "races: a wait for products is none",
+        _RACES,
+        "known = std::max(known, nth + 2);",
+        "known = std::max(known, nth);",
+    ),
+    MachineMutant(
+        "races: proxies need no fence",
+        _RACES,
+        "return covers(knows_[warp.index].fenced, before) ||",
+        "return true ||",
+    ),
+)
+
+
+def changed(text: str, mutant: Mutant | MachineMutant) -> str:
+    if mutant.old not in text:
+        raise RuntimeError(f"{mutant.name}: there is no {mutant.old!r}")
+    return text.replace(mutant.old, mutant.new, 1)
+
+
 def compiled(mutant: Mutant, program: str, folder: Path) -> Path:
     """A program of tests/emulator, with the mutant's header before the package's."""
     common = folder / "cuda" / "common"
     shutil.copytree(emulator.CSRC / "cuda" / "common", common)
     header = common / mutant.header
-    text = header.read_text(encoding="utf-8")
-    if mutant.old not in text:
-        raise RuntimeError(f"{mutant.name}: {mutant.header} has no {mutant.old!r}")
-    header.write_text(text.replace(mutant.old, mutant.new, 1), encoding="utf-8")
+    header.write_text(changed(header.read_text(encoding="utf-8"), mutant), encoding="utf-8")
     output = folder / program
     source = emulator.EMULATOR / "programs" / f"{program}.cu"
     command = [str(build.NVCC_TO_PTX), *build.program_flags(folder), f"-I{emulator.CSRC}", str(source)]
@@ -169,7 +312,38 @@ def runs_wrongly(mutant: Mutant, program: Path) -> str:
     return "the result differs" if outputs[0].stdout != outputs[1].stdout else ""
 
 
-def judge(mutant: Mutant) -> str:
+def machine_with(mutant: MachineMutant, folder: Path) -> Path:
+    """The machine, linked anew with one object of its own."""
+    source, machine = folder / Path(mutant.source).name, folder / "machine.so"
+    text = (build.MACHINE / mutant.source).read_text(encoding="utf-8")
+    source.write_text(changed(text, mutant), encoding="utf-8")
+    replaced = f"tests.ptx_machine.{mutant.source.replace('/', '.')}.o"
+    objects = [path for path in (build.folder() / "machine").glob("*.o") if path.name != replaced]
+    compiler = emulator.tools().compiler.split()
+    for command in (
+        [*compiler, *build.machine_flags(), "-c", source, "-o", folder / "mutant.o"],
+        [*compiler, folder / "mutant.o", *objects, "-shared", "-ldl", "-o", machine],
+    ):
+        subprocess.run(command, capture_output=True, check=True)
+    return machine
+
+
+def failing_test(machine: Path) -> str:
+    """The first test of Hopper's instructions that fails on it, or nothing."""
+    tests = build.ROOT / "tests" / "cuda" / "test_ptx_hopper.py"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "--tb=no", "-p", "no:cacheprovider", str(tests)]
+    variables = {**os.environ, "PTX_MACHINE": str(machine)}
+    done = subprocess.run(command, cwd=build.ROOT, env=variables, capture_output=True, text=True, check=False)
+    failed = re.search(r"^FAILED .*?::(\S+)", done.stdout, re.M)
+    if failed is None and done.returncode != 0:
+        raise RuntimeError(f"{' '.join(command)}\n{done.stdout}{done.stderr}")
+    return failed[1] if failed is not None else ""
+
+
+def judge(mutant: Mutant | MachineMutant) -> str:
+    if isinstance(mutant, MachineMutant):
+        with tempfile.TemporaryDirectory() as folder:
+            return failing_test(machine_with(mutant, Path(folder)))
     with tempfile.TemporaryDirectory() as folder:
         try:
             program = compiled(mutant, "probe" if mutant.wrapper else "wrong_kernels", Path(folder))
@@ -180,7 +354,8 @@ def judge(mutant: Mutant) -> str:
 
 def main(*words: str) -> int:
     build.build("machine.so")
-    chosen = [mutant for mutant in MUTANTS if all(word in mutant.name for word in words)]
+    every = (*MUTANTS, *MACHINE_MUTANTS)
+    chosen = [mutant for mutant in every if all(word in mutant.name for word in words)]
     with ThreadPoolExecutor(int(os.environ.get("MAX_JOBS", 0)) or os.cpu_count()) as pool:
         outcomes = list(zip(chosen, pool.map(judge, chosen), strict=True))
     for mutant, outcome in outcomes:
