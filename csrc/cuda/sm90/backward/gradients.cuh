@@ -37,15 +37,11 @@ class Gradients {
     slopes_.reset();
     sm80::clear(first_.at);
     sm80::clear(second_.at);
-    while (next_tile()) {
-#pragma unroll 1
-      for (int part = 0; part < C::kParts; ++part) attend(part * C::kColumns);
-      leave_tile();
-    }
-    leave_tile();
     if constexpr (C::kCareful) {
+      pass_carefully();
       ptx::sync_threads(kConsumers, C::kThreads);  // nobody needs the tiles any more
     } else {
+      pass();
       tile = tile_;
       if (!agree()) return false;
     }
@@ -54,11 +50,70 @@ class Gradients {
   }
 
  private:
-  // The named barrier of those who compute.
-  static constexpr int kConsumers = 1;
+  // Named barriers: of all who compute, and, from the second on, a group's: the others' word that it is its
+  // turn to issue products.
+  static constexpr int kConsumers = 1, kTurns = 2;
 
-  static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
+  __device__ __forceinline__ void take_turn() const { ptx::sync_threads(kTurns + group_, C::kThreads); }
+  __device__ __forceinline__ void give_turn() const { ptx::arrive_threads(kTurns + 1 - group_, C::kThreads); }
+
   __device__ __forceinline__ Control<C>& control() const { return shared_.control(); }
+
+  // Where registers are scarcest, what can be worked out wherever it is asked for is not kept.
+  __device__ __forceinline__ int tile() const { return C::kCareful ? ptx::opaque(tile_) : tile_; }
+  __device__ __forceinline__ int group() const { return C::kCareful ? group_of_warp() : group_; }
+  // The same of all lanes of a warp, and so that the compiler knows.
+  static __device__ __forceinline__ int group_of_warp() {
+    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
+    return __shfl_sync(kWholeWarp, thread / C::kGroupThreads, 0);
+  }
+
+  // While one group weighs, the other has the tensor cores: for the sums of its columns, then for the
+  // products of its next ones, the first of which is there to go on with when the sums are done.
+  __device__ __forceinline__ void pass() {
+    if (group_ == 1) give_turn();  // the first turn is group 0's
+    if (next_tile()) {
+      take_turn();
+      multiply_first();
+      multiply_second();
+      give_turn();
+      weigh();
+      int tile = tile_, column = column_;  // of the sums, where those of the products are one ahead
+      while (next_columns()) {
+        take_turn();
+        add_products(tile, column);
+        multiply_first();
+        finish_sums<1>();
+        if (tile != tile_) leave_tile(tile);
+        multiply_second();
+        give_turn();
+        weigh();
+        tile = tile_;
+        column = column_;
+      }
+      take_turn();
+      add_products(tile, column);
+      finish_sums<0>();
+      leave_tile(tile);
+      give_turn();
+    }
+    if (group_ == 0) take_turn();  // as many as were given
+    leave_tile(tile_++);
+  }
+
+  // The same by and by.
+  __device__ __forceinline__ void pass_carefully() {
+    for (bool more = next_tile(); more;) {
+      multiply_first();
+      multiply_second();
+      weigh();
+      add_products(tile(), column_);
+      finish_sums<0>();
+      if (column_ + C::kColumns == C::kTileColumns) leave_tile(tile());
+      more = next_columns();
+    }
+    leave_tile(tile());
+  }
 
   // Behind the last tile of all. Returns whether all results are finite.
   __device__ __forceinline__ bool agree() const {
@@ -72,120 +127,124 @@ class Gradients {
     return control().again == 0;
   }
 
-  // Waits for the next tile. Returns whether there is one.
+  // Waits for the tile. Returns whether there is one.
   __device__ __forceinline__ bool next_tile() {
-    ptx::barrier_wait(&control().first_full[first_stage()], tile_ / C::kFirstStages & 1);
-    return control().passing[first_stage()].head >= 0;
+    ptx::barrier_wait(&control().first_full[tile() % C::kFirstStages], tile() / C::kFirstStages & 1);
+    return control().passing[tile() % C::kFirstStages].head >= 0;
   }
-  __device__ __forceinline__ void leave_tile() {
-    __syncwarp();
-    if (threadIdx.x % kWarp == 0) {
-      ptx::barrier_arrive(&control().first_empty[first_stage()]);
-      ptx::barrier_arrive(&control().second_empty[second_stage()]);
-    }
+  __device__ __forceinline__ bool next_columns() {
+    column_ += C::kColumns;
+    if (column_ < C::kTileColumns) return true;
+    column_ = 0;
     ++tile_;
+    return next_tile();
   }
-  // Where registers are scarcest, what can be worked out wherever it is asked for is not kept.
-  __device__ __forceinline__ int tile() const { return C::kCareful ? ptx::opaque(tile_) : tile_; }
-  __device__ __forceinline__ int group() const { return C::kCareful ? group_of_warp() : group_; }
-  // The same of all lanes of a warp, and so that the compiler knows.
-  static __device__ __forceinline__ int group_of_warp() {
-    const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
-    return __shfl_sync(kWholeWarp, thread / C::kGroupThreads, 0);
+  __device__ __forceinline__ void leave_tile(int tile) const {
+    __syncwarp();
+    if (threadIdx.x % kWarp != 0) return;
+    ptx::barrier_arrive(&control().first_empty[tile % C::kFirstStages]);
+    ptx::barrier_arrive(&control().second_empty[tile % C::kSecondStages]);
   }
-  __device__ __forceinline__ int first_stage() const { return tile() % C::kFirstStages; }
-  __device__ __forceinline__ int second_stage() const { return tile() % C::kSecondStages; }
 
-  // Columns of the tile, from one of them on.
-  __device__ __forceinline__ void attend(int first_column) {
+  __device__ __forceinline__ unsigned char* first_tile() const {
+    return shared_.first(tile() % C::kFirstStages);
+  }
+  __device__ __forceinline__ unsigned char* second_tile() const {
+    return shared_.second(tile() % C::kSecondStages);
+  }
+
+  // Of the columns.
+  __device__ __forceinline__ Place<C> place(const Lane<C>& lane) const {
+    const Passing passing = control().passing[tile() % C::kFirstStages];
+    return {{plan_, work_, lane}, Passing{passing.head, passing.first + column_}};
+  }
+  __device__ __forceinline__ TileNumbers<C> numbers() const {
+    return shared_.numbers(tile() % C::kFirstStages).part(column_);
+  }
+
+  // Starts the products of what the group owns and of the columns.
+  __device__ __forceinline__ void multiply_first() {
     ptx::products_fence();
-    multiply(shared_.own_first(), shared_.first(first_stage()), first_column, s_);
-    if (first_column == 0) {
-      ptx::barrier_wait(&control().second_full[second_stage()], tile_ / C::kSecondStages & 1);
-    }
+    multiply(shared_.own_first(), first_tile(), s_);
+  }
+  __device__ __forceinline__ void multiply_second() {
+    ptx::barrier_wait(&control().second_full[tile() % C::kSecondStages], tile() / C::kSecondStages & 1);
     if constexpr (C::kNeedsSecondDots) {
       ptx::products_fence();
-      multiply(shared_.own_second(), shared_.second(second_stage()), first_column, dp_);
+      multiply(shared_.own_second(), second_tile(), dp_);
     }
-    if constexpr (!C::kPlain) {
-      if (p_.mask.data != nullptr) mask_.load(place(Lane<C>(), first_column));
-    }
-    ptx::products_wait<0>();
-    ptx::products_touch(s_.at[0]);
-    if constexpr (C::kNeedsSecondDots) ptx::products_touch(dp_.at[0]);
-    if constexpr (C::kCareful) clear_non_finite(first_column);
-    sm80::backward::weigh(place(Lane<C>(), first_column), numbers(first_column), mask_, slopes_, C::kCareful,
-                          s_, dp_);
-    if constexpr (C::kCareful) {
-      sm80::backward::add_special_terms(place(Lane<C>(), first_column), numbers(first_column), s_, dp_,
-                                        first_, second_);
-    }
-    accumulate(first_column);
   }
-
-  __device__ __forceinline__ Place<C> place(const Lane<C>& lane, int first_column) const {
-    const Passing passing = control().passing[first_stage()];
-    return {{plan_, work_, lane}, Passing{passing.head, passing.first + first_column}};
-  }
-  __device__ __forceinline__ TileNumbers<C> numbers(int first_column) const {
-    return shared_.numbers(first_stage()).part(first_column);
-  }
-
-  // products = own passing^T, of the rows of this warpgroup.
   __device__ __forceinline__ void multiply(const unsigned char* own, const unsigned char* passing,
-                                           int first_column, Scores<C>& products) {
+                                           Scores<C>& products) {
 #pragma unroll
     for (int step = 0; step < C::kDim / 16; ++step) {
       ptx::product_async<C::kBFloat16, C::kColumns, false, false>(
           products.at[0], ptx::matrix_by_columns(own, C::kRows, group() * C::kGroupRows, step * 16),
-          ptx::matrix_by_columns(passing, C::kTileColumns, first_column, step * 16), step > 0);
+          ptx::matrix_by_columns(passing, C::kTileColumns, column_, step * 16), step > 0);
     }
     ptx::products_commit();
   }
 
-  // Of all tiles, the sums of gradients and of weights.
-  __device__ __forceinline__ void accumulate(int first_column) {
-    PackedWeights<C> weights, gradients;
-    if constexpr (C::kSumsSecond) weights = PackedWeights<C>(s_);
-    if constexpr (C::kSumsFirst) gradients = PackedWeights<C>(dp_);
-#pragma unroll
-    for (int step = 0; step < C::kColumns / 16; ++step) {
-      if constexpr (C::kSumsSecond) ptx::products_touch(weights.block[step][0][0]);
-      if constexpr (C::kSumsFirst) ptx::products_touch(gradients.block[step][0][0]);
+  // Waits for the products, which become weights and gradients of scores, and left operands.
+  __device__ __forceinline__ void weigh() {
+    if constexpr (!C::kPlain) {
+      if (p_.mask.data != nullptr) mask_.load(place(Lane<C>()));
     }
-    ptx::products_fence();
-    if constexpr (C::kSumsSecond) add_product(weights, shared_.second(second_stage()), first_column, second_);
-    if constexpr (C::kSumsFirst) add_product(gradients, shared_.first(first_stage()), first_column, first_);
     ptx::products_wait<0>();
-    if constexpr (C::kSumsSecond) ptx::products_touch(second_.at[0]);
-    if constexpr (C::kSumsFirst) ptx::products_touch(first_.at[0]);
+    ptx::products_touch(s_.at[0]);
+    if constexpr (C::kNeedsSecondDots) ptx::products_touch(dp_.at[0]);
+    if constexpr (C::kCareful) clear_non_finite();
+    sm80::backward::weigh(place(Lane<C>()), numbers(), mask_, slopes_, C::kCareful, s_, dp_);
+    if constexpr (C::kCareful) {
+      sm80::backward::add_special_terms(place(Lane<C>()), numbers(), s_, dp_, first_, second_);
+    }
+    if constexpr (C::kSumsSecond) weights_ = PackedWeights<C>(s_);
+    if constexpr (C::kSumsFirst) gradients_ = PackedWeights<C>(dp_);
   }
 
-  // sum += factors passing.
+  // Starts the sums of a tile's columns, from one of them on.
+  __device__ __forceinline__ void add_products(int tile, int column) {
+#pragma unroll
+    for (int step = 0; step < C::kColumns / 16; ++step) {
+      if constexpr (C::kSumsSecond) ptx::products_touch(weights_.block[step][0][0]);
+      if constexpr (C::kSumsFirst) ptx::products_touch(gradients_.block[step][0][0]);
+    }
+    ptx::products_fence();
+    if constexpr (C::kSumsSecond) {
+      add_product(weights_, shared_.second(tile % C::kSecondStages), column, second_);
+    }
+    if constexpr (C::kSumsFirst) {
+      add_product(gradients_, shared_.first(tile % C::kFirstStages), column, first_);
+    }
+    ptx::products_commit();
+  }
   __device__ __forceinline__ void add_product(PackedWeights<C>& factors, const unsigned char* passing,
-                                              int first_column, Output<C>& sum) {
+                                              int column, Output<C>& sum) {
 #pragma unroll
     for (int step = 0; step < C::kColumns / 16; ++step) {
       ptx::product_async<C::kBFloat16, C::kDim, true>(
           sum.at[0], factors.block[step][0][0],
-          ptx::matrix_by_rows(passing, C::kTileColumns, first_column + step * 16, 0), true);
+          ptx::matrix_by_rows(passing, C::kTileColumns, column + step * 16, 0), true);
     }
-    ptx::products_commit();
+  }
+  template <int kLater>
+  __device__ __forceinline__ void finish_sums() {
+    ptx::products_wait<kLater>();
+    if constexpr (C::kSumsSecond) ptx::products_touch(second_.at[0]);
+    if constexpr (C::kSumsFirst) ptx::products_touch(first_.at[0]);
   }
 
   // Zeroes what is not finite in the columns' queries or keys, and marks them, when all have their products.
-  __device__ __forceinline__ void clear_non_finite(int first_column) const {
+  __device__ __forceinline__ void clear_non_finite() const {
     ptx::sync_threads(kConsumers, C::kThreads);
     const auto clear = [&](unsigned char* tile, unsigned char* flags) {
       sm80::backward::clear_non_finite_rows<C>(flags, [&](int r, int chunk) {
-        const int row_of_panels = chunk / 8 * C::kTileColumns + first_column + r;
+        const int row_of_panels = chunk / 8 * C::kTileColumns + column_ + r;
         return tile + row_of_panels * SharedLayout<C>::kRowBytes + chunk % 8 * 16;
       });
     };
-    if constexpr (C::kSumsFirst)
-      clear(shared_.first(first_stage()), numbers(first_column).passing_first_flags());
-    if constexpr (C::kSumsSecond)
-      clear(shared_.second(second_stage()), numbers(first_column).passing_second_flags());
+    if constexpr (C::kSumsFirst) clear(first_tile(), numbers().passing_first_flags());
+    if constexpr (C::kSumsSecond) clear(second_tile(), numbers().passing_second_flags());
     ptx::fence_async_proxy();
     ptx::sync_threads(kConsumers, C::kThreads);
   }
@@ -195,11 +254,12 @@ class Gradients {
   const SharedMemory<C> shared_;
   const Work<C>& work_;  // lies in shared memory
   const int group_;
-  int tile_;
+  int tile_ = 0, column_ = 0;  // how many have passed, and the first column that is computed with
 
   sm80::backward::MaskBits<C> mask_;
   sm80::backward::Slopes<C> slopes_;
   Scores<C> s_, dp_;
+  PackedWeights<C> weights_, gradients_;
   Output<C> first_, second_;
 };
 
