@@ -142,7 +142,7 @@ def _problems(
 
 def _for_hopper(source: Path) -> bool:
     """Whether its kernels are empty for other architectures, so that no other PTX is that of sm_90a."""
-    return source.parent.name == "sm90"
+    return "sm90" in source.parts
 
 
 def tasks(

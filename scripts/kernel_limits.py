@@ -26,7 +26,7 @@ class Limit:
 STORES_OF_16_BYTES = (
     "sm80/*float16_*/forward_kernel",
     "sm90/*/forward_kernel",
-    "backward/sm80_backward_*float16_*/backward_kernel",
+    "backward/sm??_backward_*float16_*/backward_kernel",
 )
 
 
@@ -55,6 +55,7 @@ LIMITS = {
     "sm80/*_64/*": Limit(registers=248, tensor_cores=True),
     "sm80/*_96/*": Limit(registers=252, tensor_cores=True),
     "sm80/*/*": Limit(registers=255, tensor_cores=True),
+    "backward/sm90_*": Limit(registers=168, hopper=True),  # as the forward
     "backward/*statistics/*": Limit(registers=32),
     "backward/*/*": Limit(registers=255, tensor_cores=True),
 }

@@ -19,9 +19,17 @@ from emulator import build
 KERNELS = ("simt", "sm80", "sm90")
 
 #: The modules of tests/emulator that run cases.
-CASES = ("forward_cases", "backward_cases", "sequence_cases", "split_cases", "tangent_cases", "hopper_cases")
+CASES = (
+    "forward_cases",
+    "backward_cases",
+    "sequence_cases",
+    "split_cases",
+    "tangent_cases",
+    "hopper_cases",
+    "hopper_backward_cases",
+)
 #: What sm90 does not leave to others; sm80 leaves tangents to simt.
-OF_SM90 = ("hopper_cases", "sequence_cases")
+OF_SM90 = ("hopper_cases", "hopper_backward_cases", "sequence_cases")
 
 #: Order of threads and time of asynchronous copies, as a device hardly ever would: threads in any order,
 #: copies at the last moment. All cases run so, and every sixth under the others.
@@ -36,6 +44,7 @@ SHARE = {
     "split_cases": 3,
     "tangent_cases": 6,
     "hopper_cases": 2,
+    "hopper_backward_cases": 4,
 }
 RACE = "fifo:late"
 ASAN = "sticky:late"
@@ -47,6 +56,7 @@ SLOWED = {
     "split_cases": (4, 1),
     "tangent_cases": (9, 4),
     "hopper_cases": (12, 6),
+    "hopper_backward_cases": (6, 3),
 }
 #: Million products of the largest case that does.
 MOST = 7
@@ -143,7 +153,7 @@ def of_each(cases: Iterable[str]) -> list[Any]:
         pytest.param((it, kernel), id=f"{kernel}-{it}", marks=pytest.mark.xdist_group(f"{kernel} {it}"))
         for it in cases
         for kernel in KERNELS
-        if (it in OF_SM90 if kernel == "sm90" else it != "hopper_cases")
+        if (it in OF_SM90 if kernel == "sm90" else not it.startswith("hopper"))
         and (it, kernel) != ("tangent_cases", "sm80")
     ]
 
@@ -151,7 +161,13 @@ def of_each(cases: Iterable[str]) -> list[Any]:
 @pytest.mark.parametrize("of", of_each(CASES))
 def test_every_case_is_accurate(of: tuple[str, str]) -> None:
     cases, kernel = of
-    least = {"forward_cases": 75, "backward_cases": 35, "sequence_cases": 15, "hopper_cases": 70}
+    least = {
+        "forward_cases": 75,
+        "backward_cases": 35,
+        "sequence_cases": 15,
+        "hopper_cases": 70,
+        "hopper_backward_cases": 35,
+    }
     assert len(digests(cases, kernel, MAIN, SHARE.get(cases, 1))) > least.get(cases, 5)
 
 

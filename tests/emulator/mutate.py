@@ -38,7 +38,7 @@ _CALLS = "|".join(
         "fence_async_proxy|sync_threads|arrive_threads",
         "products_fence|products_commit|products_wait(?:<[^>]*>)?",
         # Functions of sm90 that hold one of these or two.
-        "wait|arrive|show|take_turn|give_turn",
+        "wait_for_warp|arrive_of_warp|show|take_turn|give_turn|leave_tile|finish_sums(?:<[^>]*>)?",
     ]
 )
 #: A whole statement, on one line or more; the beginning of a function's definition is none.
@@ -128,6 +128,7 @@ RUNS = {
     "tangent_cases": [("fifo", "late", 7, 0), ("fifo", "late", 4, -35)],
     # Those of of_statements().
     "hopper_cases": [("fifo", "late", 1, -8), ("sticky", "random", 1, -8)],
+    "hopper_backward_cases": [("fifo", "late", 1, -5), ("sticky", "random", 1, -5)],
 }
 #: Million products of the largest case.
 MOST = 7
@@ -174,7 +175,9 @@ def cases_of(file: Path) -> list[str]:
     if file.stem.startswith("tangent"):
         return ["tangent_cases"]
     if file.parts[1] == "sm90":
-        return ["hopper_cases"]
+        if file.name in ("ring.cuh", "mask_tiles.cuh"):
+            return ["hopper_cases", "hopper_backward_cases"]
+        return ["hopper_backward_cases" if "backward" in file.parts else "hopper_cases"]
     if "backward" in file.parts or file.parts[1] in ("rows", "mask"):
         return ["backward_cases"]
     return ["backward_cases", "forward_cases"] if file.parts[1] == "simt" else ["forward_cases"]

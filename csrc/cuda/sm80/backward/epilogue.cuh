@@ -62,7 +62,8 @@ __device__ __forceinline__ void write_rows(const Work<C>& work, const Shared& sh
     for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int tile = 0; tile < C::kDimTiles; ++tile) {
-        *reinterpret_cast<float2*>(rows + exchanged<C::kDim>(lane.row(strip, half), lane.dim(tile))) =
+        *reinterpret_cast<float2*>(rows +
+                                   exchanged<C::kExchangeColumns>(lane.row(strip, half), lane.dim(tile))) =
             float2{output.at[strip][tile][2 * half] * factor, output.at[strip][tile][2 * half + 1] * factor};
       }
     }
@@ -86,7 +87,7 @@ __device__ __forceinline__ void write_rows(const Work<C>& work, const Shared& sh
     const int64_t at = offset(r);
 #pragma unroll 1
     for (int column = lane.lane * 2; column < target.columns; column += 2 * kWarp) {
-      const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kDim>(r, column));
+      const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kExchangeColumns>(r, column));
       store_pair<C::kDType>(target.view.data, at + column, pair.x, pair.y, column + 1 < target.columns,
                             target.pairs);
     }

@@ -65,14 +65,14 @@ __device__ __forceinline__ void replace_special_products(const Place<C>& at, con
 // 16-bit types: zeroes what is not finite in a passing tile, which has arrived for all threads, and marks its
 // rows. chunk_at(row, chunk): where eight elements of the row are, each of them once. Returns whether this
 // thread met any.
-template <class C, class ChunkAt>
+template <class C, int kDim, class ChunkAt>
 __device__ __forceinline__ bool clear_non_finite_rows(unsigned char* flags, const ChunkAt& chunk_at) {
-  using Share = TileShare<C, C::kColumns, C::kDim / 8>;
+  using Share = TileShare<C, C::kColumns, kDim / 8>;
   const Share share;
   return share.flag_rows(flags, [&](int r) {
     bool found = false;
 #pragma unroll 1
-    for (int chunk = share.lane; chunk < C::kDim / 8; chunk += Share::kLanes) {
+    for (int chunk = share.lane; chunk < kDim / 8; chunk += Share::kLanes) {
       auto* elements = reinterpret_cast<uint16_t*>(chunk_at(r, chunk));
 #pragma unroll 1
       for (int i = 0; i < 8; ++i) {
@@ -88,7 +88,7 @@ __device__ __forceinline__ bool clear_non_finite_rows(unsigned char* flags, cons
 template <class C>
 __device__ __forceinline__ bool clear_non_finite(const SharedMemory<C>& shared) {
   const auto clear = [](unsigned char* tile, unsigned char* flags) {
-    return clear_non_finite_rows<C>(
+    return clear_non_finite_rows<C, C::kDim>(
         flags, [&](int r, int chunk) { return tile + Swizzle<C::kDim>::offset(r, chunk); });
   };
   bool any = false;

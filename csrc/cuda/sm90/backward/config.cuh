@@ -9,12 +9,12 @@ namespace selfattn::cuda::sm90::backward {
 
 using sm80::backward::Side;
 
-template <DType kDTypeOf, int kDimOf, bool kPlainOf>
-using Kind = sm80::Kind<kDTypeOf, kDimOf, kPlainOf ? sm80::Path::kPlain : sm80::Path::kOptions>;
-
-template <DType kDTypeOf, int kDimOf, Side kSideOf, bool kPlainOf, bool kCarefulOf = false>
-struct Config : sm80::backward::Choice<Kind<kDTypeOf, kDimOf, kPlainOf>, kSideOf, kCarefulOf> {
-  using Careful = Config<kDTypeOf, kDimOf, kSideOf, kPlainOf, true>;
+// Head dim and value dim are padded to whole panels of 64 columns.
+template <DType kDTypeOf, int kDimOf, int kValueDimOf, Side kSideOf, bool kPlainOf, bool kCarefulOf = false>
+struct Config : sm80::backward::Choice<
+                    sm80::Kind<kDTypeOf, kDimOf, kPlainOf ? sm80::Path::kPlain : sm80::Path::kOptions>,
+                    kSideOf, kCarefulOf> {
+  using Careful = Config<kDTypeOf, kDimOf, kValueDimOf, kSideOf, kPlainOf, true>;
 
   static constexpr bool kBFloat16 = kDTypeOf == DType::kBFloat16;
   static constexpr bool kKeepsAddresses = false, kReadsDelta = false;  // see sm80's
@@ -26,25 +26,32 @@ struct Config : sm80::backward::Choice<Kind<kDTypeOf, kDimOf, kPlainOf>, kSideOf
   static constexpr int kStrips = 1, kWarpRows = 16, kRowWarps = kThreads / 32, kColumnWarps = 1;
   static constexpr int kRows = kGroups * kGroupRows;
 
+  // Of the operands of scores and of what is summed up with them, of those of the weights' gradients and of
+  // what is summed up with these.
+  static constexpr int kFirstDim = kDimOf, kSecondDim = kValueDimOf;
+  static constexpr int kSumDim = kSideOf == Side::kValue ? kSecondDim : kFirstDim;
+  static constexpr int kDimTiles = kSumDim / 8, kExchangeColumns = kSumDim;
+  static_assert(kFirstDim % 64 == 0 && kSecondDim % 64 == 0, "panels are whole");
+  static_assert(kSideOf != Side::kKeyValue || kFirstDim == kSecondDim, "one shape for both sums");
+
   // Columns that pass by as one tile, and those of them that are computed with at a time: as many as leave
   // registers for the sums of a row and for what options or special numbers need.
   static constexpr int tile_columns() {
-    if (!kPlainOf || kDimOf == 256) return 64;
+    if (!kPlainOf || kDimOf > 128) return 64;
     return kDimOf == 128 && kSideOf == Side::kKeyValue ? 64 : 128;
   }
-  static constexpr int kTileColumns = tile_columns();
-  static constexpr bool kIsCrowded = !kPlainOf && kDimOf == 128 && kSideOf == Side::kKeyValue;
-  static constexpr int kColumns = kCarefulOf || kIsCrowded ? 32 : kTileColumns;
-  static constexpr int kParts = kTileColumns / kColumns;
-  static constexpr int kWarpColumns = kColumns, kColumnTiles = kColumns / 8, kDimTiles = kDimOf / 8;
+  static constexpr bool is_crowded() {
+    return kCarefulOf || (!kPlainOf && kDimOf >= 128 && kSideOf != Side::kValue);
+  }
+  static constexpr int kTileColumns = tile_columns(), kColumns = is_crowded() ? 32 : kTileColumns;
+  static constexpr int kWarpColumns = kColumns, kColumnTiles = kColumns / 8;
   static constexpr int kTileQueries = Config::kOwnsQueries ? kRows : kTileColumns;
   static constexpr int kTileKeys = Config::kOwnsQueries ? kTileColumns : kRows;
-  static constexpr int kPanels = kDimOf / 64;
-  static constexpr int kExchangeColumns = kDimOf;
-  static_assert(kDimOf % 64 == 0, "panels are whole");
 
-  // Tiles that are known at a time of either passing operand. The second is done with before the first.
-  static constexpr int kFirstStages = 2, kSecondStages = kDimOf == 256 ? 1 : 2;
+  // Tiles of either passing operand that are known at a time. Of the widest there is room for one of the
+  // second, which is done with first where it is not summed up.
+  static constexpr int kFirstStages = 2;
+  static constexpr int kSecondStages = kSecondDim == 256 && Config::kNeedsSecondDots ? 1 : 2;
 
   // As in the forward.
   static constexpr int kRegisters = 224, kProducerRegisters = 56;

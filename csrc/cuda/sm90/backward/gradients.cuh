@@ -84,7 +84,7 @@ class Gradients {
         add_products(tile, column);
         multiply_first();
         finish_sums<1>();
-        if (tile != tile_) leave_tile(tile);
+        if (tile != tile_) leave_summed(tile);
         multiply_second();
         give_turn();
         weigh();
@@ -94,11 +94,11 @@ class Gradients {
       take_turn();
       add_products(tile, column);
       finish_sums<0>();
-      leave_tile(tile);
+      leave_summed(tile);
       give_turn();
     }
     if (group_ == 0) take_turn();  // as many as were given
-    leave_tile(tile_++);
+    leave_last();
   }
 
   // The same by and by.
@@ -109,10 +109,10 @@ class Gradients {
       weigh();
       add_products(tile(), column_);
       finish_sums<0>();
-      if (column_ + C::kColumns == C::kTileColumns) leave_tile(tile());
+      if (is_end_of_tile()) leave_summed(tile());
       more = next_columns();
     }
-    leave_tile(tile());
+    leave_last();
   }
 
   // Behind the last tile of all. Returns whether all results are finite.
@@ -139,11 +139,24 @@ class Gradients {
     ++tile_;
     return next_tile();
   }
-  __device__ __forceinline__ void leave_tile(int tile) const {
+  __device__ __forceinline__ bool is_end_of_tile() const { return column_ + C::kColumns == C::kTileColumns; }
+
+  // The group needs the tile no more: what is only multiplied when that is done, what is summed up later.
+  template <bool kFirst, bool kSecond>
+  __device__ __forceinline__ void leave(int tile) const {
     __syncwarp();
     if (threadIdx.x % kWarp != 0) return;
-    ptx::barrier_arrive(&control().first_empty[tile % C::kFirstStages]);
-    ptx::barrier_arrive(&control().second_empty[tile % C::kSecondStages]);
+    if constexpr (kFirst) ptx::barrier_arrive(&control().first_empty[tile % C::kFirstStages]);
+    if constexpr (kSecond) ptx::barrier_arrive(&control().second_empty[tile % C::kSecondStages]);
+  }
+  __device__ __forceinline__ void leave_multiplied(int tile) const {
+    leave<!C::kSumsFirst, !C::kSumsSecond>(tile);
+  }
+  __device__ __forceinline__ void leave_summed(int tile) const { leave<C::kSumsFirst, C::kSumsSecond>(tile); }
+  // The word that there are no more takes a place, too.
+  __device__ __forceinline__ void leave_last() {
+    leave<true, true>(tile());
+    ++tile_;
   }
 
   __device__ __forceinline__ unsigned char* first_tile() const {
@@ -165,19 +178,20 @@ class Gradients {
   // Starts the products of what the group owns and of the columns.
   __device__ __forceinline__ void multiply_first() {
     ptx::products_fence();
-    multiply(shared_.own_first(), first_tile(), s_);
+    multiply<C::kFirstDim>(shared_.own_first(), first_tile(), s_);
   }
   __device__ __forceinline__ void multiply_second() {
     ptx::barrier_wait(&control().second_full[tile() % C::kSecondStages], tile() / C::kSecondStages & 1);
     if constexpr (C::kNeedsSecondDots) {
       ptx::products_fence();
-      multiply(shared_.own_second(), second_tile(), dp_);
+      multiply<C::kSecondDim>(shared_.own_second(), second_tile(), dp_);
     }
   }
+  template <int kDim>
   __device__ __forceinline__ void multiply(const unsigned char* own, const unsigned char* passing,
                                            Scores<C>& products) {
 #pragma unroll
-    for (int step = 0; step < C::kDim / 16; ++step) {
+    for (int step = 0; step < kDim / 16; ++step) {
       ptx::product_async<C::kBFloat16, C::kColumns, false, false>(
           products.at[0], ptx::matrix_by_columns(own, C::kRows, group() * C::kGroupRows, step * 16),
           ptx::matrix_by_columns(passing, C::kTileColumns, column_, step * 16), step > 0);
@@ -200,6 +214,9 @@ class Gradients {
     }
     if constexpr (C::kSumsSecond) weights_ = PackedWeights<C>(s_);
     if constexpr (C::kSumsFirst) gradients_ = PackedWeights<C>(dp_);
+    if constexpr (!C::kSumsFirst || !C::kSumsSecond) {
+      if (is_end_of_tile()) leave_multiplied(tile());
+    }
   }
 
   // Starts the sums of a tile's columns, from one of them on.
@@ -222,7 +239,7 @@ class Gradients {
                                               int column, Output<C>& sum) {
 #pragma unroll
     for (int step = 0; step < C::kColumns / 16; ++step) {
-      ptx::product_async<C::kBFloat16, C::kDim, true>(
+      ptx::product_async<C::kBFloat16, C::kSumDim, true>(
           sum.at[0], factors.block[step][0][0],
           ptx::matrix_by_rows(passing, C::kTileColumns, column + step * 16, 0), true);
     }
@@ -237,16 +254,18 @@ class Gradients {
   // Zeroes what is not finite in the columns' queries or keys, and marks them, when all have their products.
   __device__ __forceinline__ void clear_non_finite() const {
     ptx::sync_threads(kConsumers, C::kThreads);
-    const auto clear = [&](unsigned char* tile, unsigned char* flags) {
-      sm80::backward::clear_non_finite_rows<C>(flags, [&](int r, int chunk) {
-        const int row_of_panels = chunk / 8 * C::kTileColumns + column_ + r;
-        return tile + row_of_panels * SharedLayout<C>::kRowBytes + chunk % 8 * 16;
-      });
-    };
-    if constexpr (C::kSumsFirst) clear(first_tile(), numbers().passing_first_flags());
-    if constexpr (C::kSumsSecond) clear(second_tile(), numbers().passing_second_flags());
+    if constexpr (C::kSumsFirst) clear_rows<C::kFirstDim>(first_tile(), numbers().passing_first_flags());
+    if constexpr (C::kSumsSecond) clear_rows<C::kSecondDim>(second_tile(), numbers().passing_second_flags());
     ptx::fence_async_proxy();
     ptx::sync_threads(kConsumers, C::kThreads);
+  }
+
+  template <int kDim>
+  __device__ __forceinline__ void clear_rows(unsigned char* tile, unsigned char* flags) const {
+    sm80::backward::clear_non_finite_rows<C, kDim>(flags, [&](int r, int chunk) {
+      const int row_of_panels = chunk / 8 * C::kTileColumns + column_ + r;
+      return tile + row_of_panels * SharedLayout<C>::kRowBytes + chunk % 8 * 16;
+    });
   }
 
   const sm80::backward::Plan& plan_;

@@ -1,4 +1,4 @@
-// What the .cu files of this folder compile: one element type and one padded dim each.
+// What the .cu files of this folder compile: one element type, one padded head dim and value dim each.
 #pragma once
 
 #include "../../common/launch.h"
@@ -8,8 +8,8 @@ struct CUstream_st;
 
 namespace selfattn::cuda::sm90::backward {
 
-// The gradients of queries, keys and values; compiled in sm90_backward_<dtype>_<dim>.cu.
-template <DType kDType, int kDim>
+// The gradients of queries, keys and values; compiled in sm90_backward_<dtype>_<dim>[_<value dim>].cu.
+template <DType kDType, int kDim, int kValueDim>
 void run_sides(const AttentionParams& params, const BackwardArguments& arguments,
                const sm80::backward::Statistics& statistics, CUstream_st* stream);
 

@@ -15,18 +15,27 @@ void run_side(const AttentionParams& p, const BackwardArguments& a,
          stream, plan);
 }
 
-template <DType kDType, int kDim, bool kPlain>
+template <DType kDType, int kDim, int kValueDim, bool kPlain>
 void run_path(const AttentionParams& p, const BackwardArguments& a,
               const sm80::backward::Statistics& statistics, CUstream_st* stream) {
-  run_side<Config<kDType, kDim, Side::kQuery, kPlain>>(p, a, statistics, stream);
-  run_side<Config<kDType, kDim, Side::kKeyValue, kPlain>>(p, a, statistics, stream);
+  run_side<Config<kDType, kDim, kValueDim, Side::kQuery, kPlain>>(p, a, statistics, stream);
+  if constexpr (kDim > 128) {  // registers do not hold both sums
+    run_side<Config<kDType, kDim, kValueDim, Side::kKey, kPlain>>(p, a, statistics, stream);
+    run_side<Config<kDType, kDim, kValueDim, Side::kValue, kPlain>>(p, a, statistics, stream);
+  } else {
+    run_side<Config<kDType, kDim, kValueDim, Side::kKeyValue, kPlain>>(p, a, statistics, stream);
+  }
 }
 
-template <DType kDType, int kDim>
+template <DType kDType, int kDim, int kValueDim>
 void run_sides(const AttentionParams& p, const BackwardArguments& a,
                const sm80::backward::Statistics& statistics, CUstream_st* stream) {
-  if (sm80::backward::is_plain(p, a)) return run_path<kDType, kDim, true>(p, a, statistics, stream);
-  run_path<kDType, kDim, false>(p, a, statistics, stream);
+  if constexpr (kDim <= kMostDimWithOptions) {
+    if (!sm80::backward::is_plain(p, a)) {
+      return run_path<kDType, kDim, kValueDim, false>(p, a, statistics, stream);
+    }
+  }
+  run_path<kDType, kDim, kValueDim, true>(p, a, statistics, stream);
 }
 
 }  // namespace selfattn::cuda::sm90::backward

@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../sm80/backward/plan.h"
-#include "../mapped_tensor.h"
+#include "../plan.h"
 
 namespace selfattn::cuda::sm90::backward {
 

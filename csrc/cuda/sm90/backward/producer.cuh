@@ -28,14 +28,14 @@ class Producer {
   __device__ __forceinline__ Control<C>& control() const { return shared_.control(); }
 
   // Starts to copy a tile of queries or keys, from one of them on.
-  template <bool kOfQueries>
+  template <bool kOfQueries, int kPanels>
   __device__ __forceinline__ void copy(const MappedTensor& tensor, int head, int row, unsigned char* to,
                                        uint64_t* barrier) const {
     constexpr int kRows = kOfQueries ? C::kTileQueries : C::kTileKeys;
     row += kOfQueries ? work_.first_query : work_.first_key;
     const int batch = kOfQueries ? work_.query_batch : work_.key_batch;
 #pragma unroll 1
-    for (int panel = 0; panel < C::kPanels; ++panel) {
+    for (int panel = 0; panel < kPanels; ++panel) {
       ptx::copy_box_async(to + panel * kRows * Layout::kRowBytes, &tensor.map, barrier, panel * 64, row,
                           head * tensor.steps_of_head, batch * tensor.steps_of_batch);
     }
@@ -63,10 +63,10 @@ class Producer {
     uint64_t* const full = &control().own_full;
     const int head = C::kOwnsQueries ? work_.head : work_.kv_head, row = work_.first_row;
     if (lane() == 0) {
-      ptx::barrier_arrive_expecting(full, (C::kNeedsSecondDots ? 2 : 1) * Layout::kOwnBytes);
-      copy<C::kOwnsQueries>(plan_.own_first, head, row, shared_.own_first(), full);
+      ptx::barrier_arrive_expecting(full, Layout::kOwnFirstBytes + Layout::kOwnSecondBytes);
+      copy<C::kOwnsQueries, Layout::kFirstPanels>(plan_.own_first, head, row, shared_.own_first(), full);
       if constexpr (C::kNeedsSecondDots) {
-        copy<C::kOwnsQueries>(plan_.own_second, head, row, shared_.own_second(), full);
+        copy<C::kOwnsQueries, Layout::kSecondPanels>(plan_.own_second, head, row, shared_.own_second(), full);
       }
     }
     if constexpr (C::kOwnsQueries) bring_numbers(head, row, shared_.numbers(0), full);
@@ -126,9 +126,10 @@ class Producer {
     wait_for_first();
     if (lane() == 0) {
       control().passing[first_stage()] = passing;
-      ptx::barrier_arrive_expecting(first_full(), Layout::kPassingBytes);
-      copy<!C::kOwnsQueries>(plan_.passing_first, C::kOwnsQueries ? work_.kv_head : passing.head,
-                             passing.first, shared_.first(first_stage()), first_full());
+      ptx::barrier_arrive_expecting(first_full(), Layout::kFirstBytes);
+      copy<!C::kOwnsQueries, Layout::kFirstPanels>(plan_.passing_first,
+                                                   C::kOwnsQueries ? work_.kv_head : passing.head,
+                                                   passing.first, shared_.first(first_stage()), first_full());
     }
     if constexpr (!C::kOwnsQueries) {
       bring_numbers(passing.head, passing.first, shared_.numbers(first_stage()), first_full());
@@ -138,9 +139,10 @@ class Producer {
   __device__ __forceinline__ void bring_second(Passing passing) {
     wait_for_second();
     if (lane() == 0) {
-      ptx::barrier_arrive_expecting(second_full(), Layout::kPassingBytes);
-      copy<!C::kOwnsQueries>(plan_.passing_second, C::kOwnsQueries ? work_.kv_head : passing.head,
-                             passing.first, shared_.second(second_stage()), second_full());
+      ptx::barrier_arrive_expecting(second_full(), Layout::kSecondBytes);
+      copy<!C::kOwnsQueries, Layout::kSecondPanels>(
+          plan_.passing_second, C::kOwnsQueries ? work_.kv_head : passing.head, passing.first,
+          shared_.second(second_stage()), second_full());
     }
   }
 

@@ -43,15 +43,19 @@ struct Control {
 template <class C>
 struct SharedLayout {
   static constexpr int kRowBytes = 128;  // of a panel
-  static constexpr int kOwnBytes = C::kRows * kRowBytes * C::kPanels;
-  static constexpr int kPassingBytes = C::kTileColumns * kRowBytes * C::kPanels;
+  static constexpr int kFirstPanels = C::kFirstDim / 64, kSecondPanels = C::kSecondDim / 64;
+  static constexpr int kOwnFirstBytes = C::kRows * kRowBytes * kFirstPanels;
+  static constexpr int kOwnSecondBytes = C::kNeedsSecondDots ? C::kRows * kRowBytes * kSecondPanels : 0;
+  static constexpr int kFirstBytes = C::kTileColumns * kRowBytes * kFirstPanels;
+  static constexpr int kSecondBytes = C::kTileColumns * kRowBytes * kSecondPanels;
 
   static constexpr int kOwnFirst = 0;
-  static constexpr int kOwnSecond = kOwnFirst + kOwnBytes;
-  static constexpr int kFirst = kOwnSecond + (C::kNeedsSecondDots ? kOwnBytes : 0);
-  static constexpr int kSecond = kFirst + C::kFirstStages * kPassingBytes;
-  static constexpr int kNumbers = kSecond + C::kSecondStages * kPassingBytes;
-  static_assert(C::kRows * C::kDim * 4 <= kNumbers, "results on their way out take the tiles' place");
+  static constexpr int kOwnSecond = kOwnFirst + kOwnFirstBytes;
+  static constexpr int kFirst = kOwnSecond + kOwnSecondBytes;
+  static constexpr int kSecond = kFirst + C::kFirstStages * kFirstBytes;
+  static constexpr int kNumbers = kSecond + C::kSecondStages * kSecondBytes;
+  static_assert(C::kRows * C::kExchangeColumns * 4 <= kNumbers,
+                "results on their way out take the tiles' place");
 
   // Of the queries of a tile: three numbers each, and of each stage where queries pass by.
   static constexpr int kNumberBytes = 3 * C::kTileQueries * 4;
@@ -96,10 +100,10 @@ struct SharedMemory {
   __device__ __forceinline__ unsigned char* own_first() const { return bytes + Layout::kOwnFirst; }
   __device__ __forceinline__ unsigned char* own_second() const { return bytes + Layout::kOwnSecond; }
   __device__ __forceinline__ unsigned char* first(int stage) const {
-    return bytes + Layout::kFirst + stage * Layout::kPassingBytes;
+    return bytes + Layout::kFirst + stage * Layout::kFirstBytes;
   }
   __device__ __forceinline__ unsigned char* second(int stage) const {
-    return bytes + Layout::kSecond + stage * Layout::kPassingBytes;
+    return bytes + Layout::kSecond + stage * Layout::kSecondBytes;
   }
   __device__ __forceinline__ float* exchange() const { return reinterpret_cast<float*>(bytes); }
   __device__ __forceinline__ TileNumbers<C> numbers(int first_stage) const {

@@ -9,16 +9,20 @@ namespace selfattn::cuda::sm90::backward {
 namespace {
 
 template <DType kDType>
-sm80::backward::Sides instance_for(int64_t dim) {
-  return dim <= 64 ? &run_sides<kDType, 64> : &run_sides<kDType, 128>;
+sm80::backward::Sides instance_for(int64_t dim, int64_t value_dim) {
+  const int64_t larger = std::max(dim, value_dim);
+  if (larger <= 64) return &run_sides<kDType, 64, 64>;
+  if (larger <= 128) return &run_sides<kDType, 128, 128>;
+  if (larger <= 192 && value_dim <= 128) return &run_sides<kDType, 192, 128>;
+  if (larger <= 192) return &run_sides<kDType, 192, 192>;
+  return &run_sides<kDType, 256, 256>;
 }
 
 }  // namespace
 
 void run(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
-  const int64_t dim = std::max(p.head_dim, p.value_dim);
-  const bool bfloat16 = p.dtype == DType::kBFloat16;
-  const auto sides = bfloat16 ? instance_for<DType::kBFloat16>(dim) : instance_for<DType::kFloat16>(dim);
+  const auto sides = p.dtype == DType::kBFloat16 ? instance_for<DType::kBFloat16>(p.head_dim, p.value_dim)
+                                                 : instance_for<DType::kFloat16>(p.head_dim, p.value_dim);
   sm80::backward::run(p, a, sides, where);
 }
 

@@ -1,13 +1,12 @@
 #include <algorithm>
 
-#include "../plan.h"
 #include "plan.h"
 
 namespace selfattn::cuda::sm90::backward {
 
 bool takes(const AttentionParams& p, const BackwardArguments& a) {
-  constexpr int64_t kMostDim = 128;
-  return std::max(p.head_dim, p.value_dim) <= kMostDim && p.queries > 0 &&
+  const bool wide = std::max(p.head_dim, p.value_dim) > kMostDimWithOptions;
+  return (!wide || sm80::backward::is_plain(p, a)) && p.queries > 0 &&
          is_mappable(a.grad_out, p.queries, p.value_dim);
 }
 
