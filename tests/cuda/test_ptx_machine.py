@@ -167,6 +167,7 @@ FEATURES = {
     "half_words": [2 * (n % 32) + 1 + ((2 * (n % 32) + 2) << 16) for n in range(64)],
     "parts": [28 if n % 32 < 8 else 31 for n in range(64)],
     "calls": [(n + 1) * sum(range(1, n % 4 + 2)) for n in range(64)],
+    "labels": [31 * (n % 4 + 1) + 62000 for n in range(64)],
     "votes": [1022] * 64,
 }
 
@@ -177,6 +178,15 @@ def test_features(kernel: str, features: Path) -> None:
         result = run(features, kernel, schedule=schedule, races=1)
         assert result.stderr == ""
         assert list(map(int, result.stdout.split())) == FEATURES[kernel]
+
+
+def test_a_block_has_no_two_labels_of_a_name(features: Path, tmp_path: Path) -> None:
+    program = tmp_path / "features"
+    program.write_bytes(features.read_bytes().replace(b"ended:", b"again:"))
+    program.chmod(0o755)
+    refused = run(program, "labels")
+    assert refused.returncode == 1
+    assert re.search(r"cannot read line \d+ of the PTX: a second label again", refused.stderr)
 
 
 RACE_OF_FEATURES = RACE.replace("wrong_kernels", "features")

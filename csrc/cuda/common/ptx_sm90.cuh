@@ -72,18 +72,19 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, int 
 }
 
 // Returns when the phase has ended whose number is odd where `parity` is 1: the current one or the one
-// before.
+// before. The loop is PTX's, as ptxas takes it that lanes leave one of C++ at different times, and then keeps
+// what is the same for all of them in registers of each.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
-  uint32_t ended = 0;
-  do {
-    SELFATTN_PTX_SM90(
-        "{\n"
-        ".reg .pred ended;\n"
-        "mbarrier.try_wait.parity.shared::cta.b64 ended, [%1], %2;\n"
-        "selp.u32 %0, 1, 0, ended;\n"
-        "}" : "=r"(ended) : "r"(shared_address_of(barrier)),
-        "r"(parity) : "memory");
-  } while (ended == 0);
+  SELFATTN_PTX_SM90(
+      "{\n"
+      ".reg .pred ended;\n"
+      "again%=:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 ended, [%0], %1;\n"
+      "@ended bra done%=;\n"
+      "bra again%=;\n"
+      "done%=:\n"
+      "}" ::"r"(shared_address_of(barrier)),
+      "r"(parity) : "memory");
 }
 
 // ---- Copies by tensor maps ----
@@ -134,6 +135,17 @@ __device__ __forceinline__ void take_registers() {
 
 // ---- Products of a warpgroup ----
 
+// The descriptor of a matrix `bytes` behind `panels`. Its high half is a constant, and the low half is added
+// up in 32 bits: with 64, ptxas carries into the high half of every descriptor. Nothing carries from the
+// address, bits 0 to 13, into the stride from bit 16 on: shared memory ends before 2^18 bytes.
+__device__ __forceinline__ uint64_t matrix_at(const void* panels, int bytes, int stride) {
+  constexpr uint32_t kSwizzle128 = uint32_t{1} << 30;
+  constexpr uint32_t kEightRows = 1024 >> 4;  // from eight rows to the next
+  const uint32_t first = static_cast<uint32_t>(stride >> 4) << 16 | shared_address_of(panels) >> 4;
+  const uint32_t low = first + static_cast<uint32_t>(bytes >> 4);
+  return uint64_t{kSwizzle128 | kEightRows} << 32 | low;
+}
+
 // How a matrix of 16-bit elements lies in shared memory, as a product is told. It is cut into panels of 64
 // columns, 128 bytes, of so many rows; each begins at a multiple of 1024 bytes, and its chunks of 16 bytes
 // have changed places as copy_box_async() puts them. `row` and `column` are where the product begins.
@@ -142,22 +154,15 @@ __device__ __forceinline__ void take_registers() {
 // the column of 16.
 __device__ __forceinline__ uint64_t matrix_by_columns(const void* panels, int panel_rows, int row,
                                                       int column) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;  // from eight rows to the next
-  const int bytes = column / 64 * panel_rows * 128 + row * 128 + column % 64 * 2;
-  return (kSwizzle128 | kEightRows | uint64_t{1} << 16 | shared_address_of(panels) >> 4) +
-         static_cast<uint32_t>(bytes >> 4);
+  constexpr int kNoStride = 16;  // unused, and 1 as a descriptor has it: the product has columns of one panel
+  return matrix_at(panels, column / 64 * panel_rows * 128 + row * 128 + column % 64 * 2, kNoStride);
 }
 
 // Of one that is summed along its rows ("turned"), 16 of them for each product: the row is a multiple of 8,
 // the column of 64.
 __device__ __forceinline__ uint64_t matrix_by_rows(const void* panels, int panel_rows, int row, int column) {
-  constexpr uint64_t kSwizzle128 = uint64_t{1} << 62;
-  constexpr uint64_t kEightRows = uint64_t{1024 >> 4} << 32;
-  const uint64_t panel = static_cast<uint64_t>(panel_rows * 128 >> 4) << 16;  // from one to the next
-  const int bytes = column / 64 * panel_rows * 128 + row * 128;
-  return (kSwizzle128 | kEightRows | panel | shared_address_of(panels) >> 4) +
-         static_cast<uint32_t>(bytes >> 4);
+  const int panel = panel_rows * 128;  // bytes from one to the next
+  return matrix_at(panels, column / 64 * panel + row * 128, panel);
 }
 
 // Before the first product of a group, and wherever registers of a product have been touched since the last

@@ -63,7 +63,10 @@ class Consumer {
   __device__ __forceinline__ void attend(const Work<C>& work) {
     softmax_.reset(parked());
     sm80::clear(output_.at);
-    tile_ = work.begin < work.end ? (work.end - 1) / C::kKeys + 1 : work.first_tile;
+    // As group_: then lanes cannot part in the loop, and ptxas has descriptors of matrices and addresses of
+    // barriers in uniform registers.
+    first_tile_ = __shfl_sync(kWholeWarp, work.first_tile, 0);
+    tile_ = __shfl_sync(kWholeWarp, work.begin < work.end ? (work.end - 1) / C::kKeys + 1 : first_tile_, 0);
     if constexpr (C::kOverlaps) {
       attend_overlapping(work);
     } else {
@@ -119,7 +122,7 @@ class Consumer {
   // Waits for the next tile of keys. Returns whether there is one.
   __device__ __forceinline__ bool next_tile(const Work<C>& work) {
     if constexpr (C::kPlain) {
-      if (--tile_ < work.first_tile) return false;
+      if (--tile_ < first_tile_) return false;
       ptx::barrier_wait(&control().key_full[keys_.stage], keys_.parity);
       return true;
     } else {
@@ -253,7 +256,7 @@ class Consumer {
   const SharedMemory<C> shared_;
   const int group_;
   Turn<C::kStages> keys_, values_;
-  int tile_ = 0;
+  int tile_ = 0, first_tile_ = 0;  // the current one, and the last to come
 
   Scores<C> scores_;
   PackedWeights<C> weights_;

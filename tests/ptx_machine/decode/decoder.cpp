@@ -139,9 +139,9 @@ bool Decoder::label(TextReader& in, Frame& frame) {
   ++ahead.at;
   ahead.skip();
   if (ahead.starts(".branchtargets")) {
-    frame.targets[name] = split(ahead.until(';').substr(std::strlen(".branchtargets")));
-  } else {
-    frame.labels[name] = static_cast<u32>(kernel_.code.size());
+    frame.block->targets[name] = split(ahead.until(';').substr(std::strlen(".branchtargets")));
+  } else if (!frame.block->labels.emplace(name, static_cast<u32>(kernel_.code.size())).second) {
+    fail("a second label " + name);
   }
   in.at = ahead.at;
   return true;
@@ -157,11 +157,13 @@ void Decoder::body(size_t begin, size_t end, bool called) {
     const char c = in.text[in.at];
     if (c == '{') {
       scopes_.open();
+      frame.block = &frame.blocks.emplace_back(Block{frame.block, {}, {}});
       ++in.at;
     } else if (c == '}') {
       ++in.at;
       if (scopes_.depth() == bottom) break;
       scopes_.close();
+      frame.block = frame.block->outer;
     } else if (in.starts(".loc") && !in.starts(".local")) {
       location(in.until('\n'));
     } else if (in.starts(".pragma")) {
@@ -179,13 +181,15 @@ void Decoder::body(size_t begin, size_t end, bool called) {
 }
 
 void Decoder::resolve(const Frame& frame) {
-  const auto position = [&](const std::string& name) {
-    const auto found = frame.labels.find(name);
-    if (found == frame.labels.end()) fail("no label " + name);
-    return found->second;
+  const auto target = [&](const Jump& jump) {
+    for (const Block* block = jump.block; block != nullptr; block = block->outer) {
+      const auto found = block->labels.find(jump.label);
+      if (found != block->labels.end()) return found->second;
+    }
+    fail("no label " + jump.label);
   };
-  for (const auto& [index, name] : frame.branches) kernel_.code[index].target = position(name);
-  for (const auto& [table, name] : frame.tables) kernel_.tables[table].push_back(position(name));
+  for (const Jump& jump : frame.branches) kernel_.code[jump.from].target = target(jump);
+  for (const Jump& jump : frame.tables) kernel_.tables[jump.from].push_back(target(jump));
   for (const u32 index : frame.returns) kernel_.code[index].target = static_cast<u32>(kernel_.code.size());
 }
 
@@ -247,15 +251,19 @@ bool Decoder::branch(const Statement& statement, const std::string& rest, Frame&
   const u32 index = static_cast<u32>(kernel_.code.size() - 1);
   if (statement.name() == "bra") {
     instruction.kind = Kind::kBranch;
-    frame.branches.emplace_back(index, rest);
+    frame.branches.push_back({index, rest, frame.block});
   } else if (statement.name() == "brx") {
     const auto parts = split(rest);
     instruction.kind = Kind::kBranchTable;
     instruction.operands[0] = builder_.source(operand(parts.at(0)), 32);
     instruction.target = static_cast<u32>(kernel_.tables.size());
     kernel_.tables.emplace_back();
-    for (const auto& name : frame.targets.at(parts.at(1)))
-      frame.tables.emplace_back(instruction.target, name);
+    const Block* block = frame.block;
+    while (block != nullptr && block->targets.count(parts.at(1)) == 0) block = block->outer;
+    if (block == nullptr) fail("no list of labels " + parts.at(1));
+    for (const auto& name : block->targets.at(parts.at(1))) {
+      frame.tables.push_back({instruction.target, name, block});
+    }
   } else if (statement.name() == "ret" && frame.called) {
     instruction.kind = Kind::kBranch;
     frame.returns.push_back(index);

@@ -2,6 +2,7 @@
 // functions are written out at each call (there is no recursion).
 #pragma once
 
+#include <deque>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -19,13 +20,23 @@ class Decoder {
   void run();
 
  private:
+  // A block of braces: its labels are known in it and in those within it.
+  struct Block {
+    Block* outer = nullptr;
+    std::unordered_map<std::string, u32> labels;
+    std::unordered_map<std::string, std::vector<std::string>> targets;  // of brx.idx
+  };
+  struct Jump {
+    u32 from;  // an instruction, or a table of brx.idx
+    std::string label;
+    const Block* block;  // where it says so
+  };
   // A function's body while it is decoded.
   struct Frame {
     bool called = false;
-    std::unordered_map<std::string, u32> labels;
-    std::vector<std::pair<u32, std::string>> branches;                  // instruction, label
-    std::vector<std::pair<u32, std::string>> tables;                    // table, label
-    std::unordered_map<std::string, std::vector<std::string>> targets;  // of brx.idx
+    std::deque<Block> blocks = std::deque<Block>(1);  // which do not move
+    Block* block = &blocks.front();
+    std::vector<Jump> branches, tables;
     std::vector<u32> returns;
   };
   struct Guard {

@@ -137,6 +137,26 @@ __global__ void calls(uint32_t* out) {
   out[threadIdx.x] = called(threadIdx.x, table);
 }
 
+// Labels of the same name in blocks of braces beside and within each other: 1 for each of n + 1 rounds, and
+// in each 10 for each of three. Branches behind the inner loop find the labels of the block around.
+__device__ uint32_t rounds_within_rounds(uint32_t n) {
+  uint32_t sum = 0;
+  asm volatile(
+      "{\n .reg .pred goes_on;\n .reg .s32 left;\n mov.s32 left, %1;\n"
+      "again:\n add.u32 %0, %0, 1;\n"
+      " {\n .reg .s32 left;\n mov.s32 left, 2;\n"
+      " again:\n add.u32 %0, %0, 10;\n setp.gt.s32 goes_on, left, 0;\n sub.s32 left, left, 1;\n"
+      " @goes_on bra again;\n }\n"
+      " {\n setp.le.s32 goes_on, left, 0;\n @goes_on bra ended;\n sub.s32 left, left, 1;\n bra again;\n }\n"
+      "ended:\n}"
+      : "+r"(sum)
+      : "r"(n));
+  return sum;
+}
+__global__ void labels(uint32_t* out) {
+  out[threadIdx.x] = rounds_within_rounds(threadIdx.x % 4) + 1000 * rounds_within_rounds(1);
+}
+
 // A barrier that counts votes.
 __global__ void votes(uint32_t* out) {
   const int count = __syncthreads_count(threadIdx.x % 3 == 0);
@@ -171,6 +191,7 @@ const Named kKernels[] = {{"variables", variables},
                           {"masks_differ", masks_differ},
                           {"parts", parts},
                           {"calls", calls},
+                          {"labels", labels},
                           {"votes", votes},
                           {"generation", generation}};
 
