@@ -27,7 +27,7 @@ OPTIONS = {
     # are brought.
     "length": [(17, 1), (63, 65), (64, 64), (65, 127), (127, 129), (128, 64), (129, 300), (300, 95), (257, 257)],
     "head_counts": [(2, 2), (4, 2), (3, 1)],
-    "dims": [(64, 64), (40, 16), (96, 96), (72, 80), (128, 128), (128, 64), (48, 104)],
+    "dims": [(64, 64), (40, 16), (96, 96), (72, 80), (128, 128), (128, 64), (48, 104), (192, 128)],
     "layout": ["contiguous", "transposed", "columns"],
     "grad_layout": [layout for layout in LAYOUTS if layout != "expanded"],
     "mask": [None, *MASKS, "bool tiles", "float tiles"],
@@ -50,7 +50,7 @@ def cases() -> list[Case]:
         )
         for turn, (size, value_size, dtype, batch, kv_heads) in enumerate(
             (size, value_size, dtype, batch, kv_heads)
-            for size, value_size in OPTIONS["dims"]
+            for size, value_size in (*OPTIONS["dims"], (136, 192), (256, 256), (200, 64))
             for dtype in OPTIONS["dtype"]
             for batch, kv_heads in ((1, 1), (2, 2))
         )
@@ -61,7 +61,14 @@ def cases() -> list[Case]:
         for dtype in OPTIONS["dtype"]
         for size, keys, causal in ((64, 64, False), (64, 192, True), (128, 200, False))
     ]
-    every = [*chosen, *plain, *low, *of_statements()]
+    # What options there are beyond their dims, and what only looks like a plain call.
+    wide = [
+        Case(1, 2, 1, 130, 140, *dims, torch.bfloat16, **options)
+        for dims in ((136, 192), (256, 64), (192, 96))
+        for options in ({"weights": True}, {"alibi": 1, "sinks": True}, {"mask": "bool tiles"})
+        if dims != (256, 64) or options == {"weights": True}
+    ]
+    every = [*chosen, *plain, *low, *wide, *of_statements()]
     return [replace(case, seed=index) for index, case in enumerate(every)]
 
 

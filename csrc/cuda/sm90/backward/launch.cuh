@@ -30,7 +30,7 @@ void run_path(const AttentionParams& p, const BackwardArguments& a,
 template <DType kDType, int kDim, int kValueDim>
 void run_sides(const AttentionParams& p, const BackwardArguments& a,
                const sm80::backward::Statistics& statistics, CUstream_st* stream) {
-  if constexpr (kDim <= kMostDimWithOptions) {
+  if constexpr (kValueDim <= kMostValueDimWithOptions) {
     if (!sm80::backward::is_plain(p, a)) {
       return run_path<kDType, kDim, kValueDim, false>(p, a, statistics, stream);
     }

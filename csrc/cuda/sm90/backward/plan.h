@@ -2,7 +2,7 @@
 #pragma once
 
 #include "../../sm80/backward/plan.h"
-#include "../plan.h"
+#include "../mapped_tensor.h"
 
 namespace selfattn::cuda::sm90::backward {
 
@@ -11,6 +11,9 @@ struct Plan {
   MappedTensor own_first, own_second, passing_first, passing_second;
   sm80::backward::Plan plan;
 };
+
+// Above them, sums leave no registers for what options need.
+constexpr int kMostDimWithOptions = 192, kMostValueDimWithOptions = 128;
 
 // Whether these kernels compute the gradients of a call that the forward's take: otherwise sm80 does.
 bool takes(const AttentionParams& params, const BackwardArguments& arguments);

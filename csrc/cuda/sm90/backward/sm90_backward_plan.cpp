@@ -1,12 +1,10 @@
-#include <algorithm>
-
 #include "plan.h"
 
 namespace selfattn::cuda::sm90::backward {
 
 bool takes(const AttentionParams& p, const BackwardArguments& a) {
-  const bool wide = std::max(p.head_dim, p.value_dim) > kMostDimWithOptions;
-  return (!wide || sm80::backward::is_plain(p, a)) && p.queries > 0 &&
+  const bool options_fit = p.head_dim <= kMostDimWithOptions && p.value_dim <= kMostValueDimWithOptions;
+  return (options_fit || sm80::backward::is_plain(p, a)) && p.queries > 0 &&
          is_mappable(a.grad_out, p.queries, p.value_dim);
 }
 
