@@ -1,6 +1,6 @@
 """Which instructions the main loops of kernels for Hopper execute, for the same work.
 
-    python scripts/hopper_loop_report.py                       our plain forward of bfloat16, 64 and 128 dims
+    python scripts/hopper_loop_report.py                       our plain kernels of bfloat16, 64 and 128 dims
     python scripts/hopper_loop_report.py --markdown            as a table of Markdown
     python scripts/hopper_loop_report.py --loop forward-64     the loop itself
     python scripts/hopper_loop_report.py first.cubin:64 second.cubin:128:5      kernels of another library
@@ -31,13 +31,29 @@ import sass
 ARCHITECTURE = "90a"
 SCORES = 64 * 128  # for which figures are
 
-_HEADER, _NAMESPACE = "cuda/sm90/forward.cuh", "selfattn::cuda::sm90"
-KERNELS = {
+DIMS = (64, 128)
+_FORWARD = {
     f"forward-{dim}": cuda_loop_report.Kernel(
-        _HEADER, _NAMESPACE, "forward_kernel", f"Config<DType::kBFloat16, {dim}, {dim}, true>", 2
+        "cuda/sm90/forward.cuh",
+        "selfattn::cuda::sm90",
+        "forward_kernel",
+        f"Config<DType::kBFloat16, {dim}, {dim}, true>",
+        2,
     )
-    for dim in (64, 128)
+    for dim in DIMS
 }
+_BACKWARD = {
+    f"{side}-{dim}": cuda_loop_report.Kernel(
+        "cuda/sm90/backward/gradients.cuh",
+        "selfattn::cuda::sm90::backward",
+        "backward_kernel",
+        f"Config<DType::kBFloat16, {dim}, {dim}, Side::{name}, true>",
+        products,
+    )
+    for dim in DIMS
+    for side, name, products in (("queries", "kQuery", 3), ("keys", "kKeyValue", 4))
+}
+KERNELS = _FORWARD | _BACKWARD
 
 #: Opcodes by what they are for. Those of the uniform datapath begin with U.
 KINDS = {

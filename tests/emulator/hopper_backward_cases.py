@@ -73,17 +73,24 @@ def cases() -> list[Case]:
 
 
 def of_statements() -> list[Case]:
-    """Several tiles for a block of either side, on the plain path and with options, of both padded dims, with
-    masks that show nothing of some tiles, and with NaN in what is hidden.
+    """Many tiles for a block of either side, on the plain path and with options, of both padded dims and of
+    one with a side for each gradient, with masks that show nothing of some tiles, and with NaN in what is
+    hidden. Small, as mutate.py runs them often.
     """
-    causal = Case(1, 2, 1, 200, 300, 64, 64, torch.bfloat16, is_causal=True, query_offset=-20, lse=True)
-    wide = replace(causal, queries=150, head_dim=128, value_dim=128)
+    queries = Case(1, 2, 1, 300, 40, 64, 64, torch.bfloat16, is_causal=True, query_offset=-20, lse=True)
+    keys = replace(queries, queries=40, keys=300, query_offset=230)
+    wide = {"heads": 1, "head_dim": 128, "value_dim": 128}
     return [
-        causal,
-        wide,
-        replace(causal, alibi=1),
-        replace(wide, alibi=1),
-        replace(wide, is_causal=False, mask="bool tiles"),
+        queries,
+        keys,
+        replace(queries, **wide),
+        replace(keys, **wide),
+        replace(keys, heads=1, queries=70, keys=150, query_offset=70, head_dim=192),
+        replace(queries, alibi=1),
+        replace(keys, alibi=1),
+        replace(queries, **wide, alibi=1),
+        replace(queries, is_causal=False, mask="bool tiles"),
+        replace(keys, **wide, is_causal=False, mask="bool tiles"),
     ]
 
 

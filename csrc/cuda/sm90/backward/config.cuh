@@ -40,10 +40,11 @@ struct Config : sm80::backward::Choice<
     if (!kPlainOf || kDimOf > 128) return 64;
     return kDimOf == 128 && kSideOf == Side::kKeyValue ? 64 : 128;
   }
-  static constexpr bool is_crowded() {
-    return kCarefulOf || (!kPlainOf && kDimOf >= 128 && kSideOf != Side::kValue);
+  static constexpr int columns() {
+    if (kCarefulOf || (!kPlainOf && kDimOf >= 128 && kSideOf != Side::kValue)) return 32;
+    return kSideOf == Side::kKeyValue ? 64 : tile_columns();
   }
-  static constexpr int kTileColumns = tile_columns(), kColumns = is_crowded() ? 32 : kTileColumns;
+  static constexpr int kTileColumns = tile_columns(), kColumns = columns();
   static constexpr int kWarpColumns = kColumns, kColumnTiles = kColumns / 8;
   static constexpr int kTileQueries = Config::kOwnsQueries ? kRows : kTileColumns;
   static constexpr int kTileKeys = Config::kOwnsQueries ? kTileColumns : kRows;
@@ -53,8 +54,8 @@ struct Config : sm80::backward::Choice<
   static constexpr int kFirstStages = 2;
   static constexpr int kSecondStages = kSecondDim == 256 && Config::kNeedsSecondDots ? 1 : 2;
 
-  // As in the forward.
-  static constexpr int kRegisters = 224, kProducerRegisters = 56;
+  // What a warpgroup that computes takes, and what the other keeps: 2 * 128 * 240 + 128 * 24 of 65,536.
+  static constexpr int kRegisters = kPlainOf ? 240 : 224, kProducerRegisters = kPlainOf ? 24 : 56;
 };
 
 }  // namespace selfattn::cuda::sm90::backward
