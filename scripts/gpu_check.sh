@@ -6,6 +6,7 @@
 #   scripts/gpu_check.sh --build --test    some of them; every other step needs --build once before
 #
 #   --build    compile for the GPU that is here, in place
+#   --hopper   on compute capability 9.0: its products and copies alone, as the kernels ask for them
 #   --test     the tests that are about the GPU; that one cannot be used is a failure
 #   --device   the tests of numbers, gradients and modules with their tensors on the GPU, likewise
 #   --suite    the rest of the tests
@@ -40,7 +41,7 @@ usage() { sed -n '2,/^set /{/^set /!s/^# \{0,1\}//p}' "$0"; }
 
 wanted() { # keeps the order of the help, whatever that of the arguments
   local step
-  for step in build test device suite check golden bench; do
+  for step in build hopper test device suite check golden bench; do
     case " ${steps[*]} " in *" $step "* | *" all "*) echo "$step" ;; esac
   done
 }
@@ -59,6 +60,18 @@ record_golden() { # record_golden PYTHON ARCHITECTURE ARCHIVE
   PATH="${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin" nvcc -std=c++17 -O3 -Icsrc \
     -gencode "arch=compute_$2,code=sm_$2" tests/emulator/programs/probe.cu -o "$folder/probe" &&
     "$1" tests/emulator/probe.py "$folder/probe" "$folder/golden" && tar -cf "$3" -C "$folder/golden" .
+}
+
+# shellcheck disable=SC2329  # likewise
+ask_hopper() { # ask_hopper ARCHITECTURE: whether each number of products and of copied boxes is the host's
+  [ "$1" = 90a ] || { echo "not asked: this is a GPU for sm_$1"; return; }
+  folder=$(mktemp -d) || return
+  trap 'rm -rf "$folder"' EXIT
+  PATH="${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin" nvcc -std=c++17 -O3 -Icsrc \
+    -gencode "arch=compute_$1,code=sm_$1" tests/ptx_machine/programs/hopper.cu -o "$folder/hopper" || return
+  for test in products boxes; do "$folder/hopper" "$test" || return; done >"$folder/differences"
+  cat "$folder/differences"
+  [ -s "$folder/differences" ] && ! grep -v ': 0$' "$folder/differences"
 }
 
 run() { # run NAME COMMAND...: a step within its time limit; its line in the summary
@@ -92,6 +105,10 @@ perform() { # perform STEP
     build) # for the GPU that torch sees, unless TORCH_CUDA_ARCH_LIST says otherwise
       run build env SELFATTN_CUDA=1 "$python" setup.py --quiet build_ext --inplace
       ;;
+    hopper)
+      export -f ask_hopper
+      run hopper bash -c 'ask_hopper "$@"' hopper "$(architecture)"
+      ;;
     test)
       # One process: some of these want most of the GPU's memory, and look at how much of it is taken.
       run test env SELFATTN_REQUIRE_CUDA=1 PYTHONUNBUFFERED=1 "$python" -m pytest -q -p no:cacheprovider \
@@ -119,7 +136,7 @@ perform() { # perform STEP
 
 while [ $# -gt 0 ]; do
   case $1 in
-    --build | --test | --device | --suite | --check | --golden | --bench | --all) steps+=("${1#--}") ;;
+    --build | --hopper | --test | --device | --suite | --check | --golden | --bench | --all) steps+=("${1#--}") ;;
     --quick) quick=(--quick) ;;
     -h | --help) usage; exit 0 ;;
     *) echo "gpu_check.sh: unknown argument $1; --help lists the steps" >&2; exit 2 ;;

@@ -7,8 +7,8 @@ only when asked for::
     with selfattn_ext.backends.use("loops"):
         out = selfattn_ext.scaled_dot_product_attention(query, key, value)
 
-On CUDA, in builds that have kernels for it, "sm90" takes forwards of 16-bit numbers on
-Hopper, "sm80" what tensor cores can do elsewhere, and "simt" everything.
+On CUDA, in builds that have kernels for it, "sm90" takes 16-bit numbers on Hopper, "sm80" what tensor cores
+can do elsewhere, and "simt" everything.
 
 The environment variable SELFATTN_KERNEL names the kernel for a whole process, SELFATTN_CPU_ISA the
 instruction set (scalar, avx2, avx512, avx512_bf16, amx); :func:`use_cpu_isa` sets the latter inside a

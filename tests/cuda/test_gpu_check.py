@@ -13,7 +13,7 @@ import modules
 import pytest
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "gpu_check.sh"
-STEPS = ["build", "test", "device", "suite", "check", "golden", "bench"]
+STEPS = ["build", "hopper", "test", "device", "suite", "check", "golden", "bench"]
 
 Check = Callable[..., subprocess.CompletedProcess[str]]
 
@@ -28,6 +28,14 @@ case "$*" in
 esac
 """
 
+#: Stands for nvcc: tells its arguments, and makes programs that say what ANSWER says.
+NVCC = """#!/bin/sh
+echo "nvcc $*"
+for program in "$@"; do :; done
+printf '#!/bin/sh\\necho "%s $1: %s"\\n' "bfloat16" "${ANSWER:-0}" > "$program"
+chmod +x "$program"
+"""
+
 
 @pytest.fixture
 def check(tmp_path: Path) -> Check:
@@ -37,7 +45,7 @@ def check(tmp_path: Path) -> Check:
     python.chmod(0o755)
     nvcc = tmp_path / "cuda" / "bin" / "nvcc"
     nvcc.parent.mkdir(parents=True)
-    nvcc.write_text('#!/bin/sh\necho "nvcc $*"\n')
+    nvcc.write_text(NVCC)
     nvcc.chmod(0o755)
 
     def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
@@ -85,13 +93,23 @@ def test_steps_run_in_order_and_once(check: Check, tmp_path: Path) -> None:
     suite = check("--suite").stdout
     assert re.search(r"pytest .*--ignore=tests/cuda/test_cuda_training.py .* on cpu$", suite, re.M)
     assert "--ignore=tests/cuda/test_on_cuda.py" in suite
+    run = check("--hopper")
+    assert "arch=compute_90a,code=sm_90a tests/ptx_machine/programs/hopper.cu" in run.stdout
+    assert "bfloat16 products: 0\nbfloat16 boxes: 0\n" in run.stdout
+    assert run.returncode == 0
     run = check("--golden")
     assert "arch=compute_90a,code=sm_90a tests/emulator/programs/probe.cu" in run.stdout
     assert re.search(r"^python tests/emulator/probe.py \S+/probe \S+/golden$", run.stdout, re.M)
     assert re.search("^golden +passed", run.stdout, re.M)
     # One log for all calls.
     assert sorted(path.name for path in out.iterdir()) == ["golden.tar", "log.txt"]
-    assert (out / "log.txt").read_text().count("=== summary") == 6
+    assert (out / "log.txt").read_text().count("=== summary") == 7
+
+
+def test_hoppers_own_numbers_are_judged(check: Check) -> None:
+    run = check("--hopper", "--build", ANSWER="3")
+    assert run.returncode == 1
+    assert re.search("^hopper +FAILED with 1", run.stdout, re.M)
 
 
 def test_failures_are_told_and_stop_nothing(check: Check) -> None:
