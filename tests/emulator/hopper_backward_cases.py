@@ -25,7 +25,10 @@ OPTIONS = {
     "dtype": [torch.bfloat16, torch.float16],
     # A block owns 128 queries or keys; 32, 64 or 128 of the others are computed with at a time, and 64 or 128
     # are brought.
-    "length": [(17, 1), (63, 65), (64, 64), (65, 127), (127, 129), (128, 64), (129, 300), (300, 95), (257, 257)],
+    "length": [
+        *((17, 1), (63, 65), (64, 64), (65, 127)),
+        *((127, 129), (128, 64), (129, 300), (300, 95), (257, 257)),
+    ],
     "head_counts": [(2, 2), (4, 2), (3, 1)],
     "dims": [(64, 64), (40, 16), (96, 96), (72, 80), (128, 128), (128, 64), (48, 104), (192, 128)],
     "layout": ["contiguous", "transposed", "columns"],
@@ -114,12 +117,12 @@ def check(case: Case) -> dict[str, Tensor]:
     for name, sees in (("query", seen[:, key]), ("value", seen[query])):
         gradient, before = spoiled[name], ours[f"grad of {name}"]
         assert gradient[..., sees, 0].isnan().all(), f"{name}: one that sees a NaN has not got it"
-        assert torch.equal(gradient[..., ~sees, :], before[..., ~sees, :]), f"{name}: one has got a hidden NaN"
+        assert torch.equal(gradient[..., ~sees, :], before[..., ~sees, :]), f"{name}: a hidden NaN"
     return ours
 
 
 def _with_nan(case: Case, ours: dict[str, Tensor], where: str, row: int) -> dict[str, Tensor]:
-    """The gradients where the first element of a row is NaN: of an input, or of the gradient of the output."""
+    """The gradients where the first element of a row is NaN, of an input or of the output's gradient."""
     tensors = case.inputs()
     cotangents = cotangents_of({name: ours[name] for name in ours if "grad" not in name}, case.seed)
     cotangents["out"] = laid_out(cotangents["out"], case.grad_layout)
