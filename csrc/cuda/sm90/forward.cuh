@@ -70,7 +70,7 @@ class Consumer {
     if constexpr (C::kOverlaps) {
       attend_overlapping(work);
     } else {
-      while (next_tile(work)) {
+      while (next_tile()) {
         compute_scores(work);
         weigh(work, [&](int, int half, float by) { sm80::scale_row(output_.at, 0, half, by); });
         pack(work);
@@ -81,12 +81,12 @@ class Consumer {
   }
 
   __device__ __forceinline__ void attend_overlapping(const Work<C>& work) {
-    const bool any = next_tile(work);
+    const bool any = next_tile();
     if (any) {
       compute_scores(work);
       weigh(work, [](int, int, float) {});
       pack(work);
-      while (next_tile(work)) {
+      while (next_tile()) {
         ptx::barrier_wait(&control().value_full[values_.stage], values_.parity);
         take_turn();
         issue_scores();
@@ -120,7 +120,7 @@ class Consumer {
   }
 
   // Waits for the next tile of keys. Returns whether there is one.
-  __device__ __forceinline__ bool next_tile(const Work<C>& work) {
+  __device__ __forceinline__ bool next_tile() {
     if constexpr (C::kPlain) {
       if (--tile_ < first_tile_) return false;
       ptx::barrier_wait(&control().key_full[keys_.stage], keys_.parity);
