@@ -76,9 +76,9 @@ def cases() -> list[Case]:
 
 
 def of_statements() -> list[Case]:
-    """Many tiles for a block of either side, on the plain path and with options, of both padded dims and of
-    one with a side for each gradient, with masks that show nothing of some tiles, and with NaN in what is
-    hidden. Small, as mutate.py runs them often.
+    """Many tiles for a block of each side, on the plain path and with options, of dims with one kernel for dK
+    and dV and with two, with masks that show nothing of some tiles, and with NaN in what is hidden. Small, as
+    mutate.py runs them often.
     """
     queries = Case(1, 2, 1, 300, 40, 64, 64, torch.bfloat16, is_causal=True, query_offset=-20, lse=True)
     keys = replace(queries, queries=40, keys=300, query_offset=230)
@@ -88,7 +88,8 @@ def of_statements() -> list[Case]:
         keys,
         replace(queries, **wide),
         replace(keys, **wide),
-        replace(keys, heads=1, queries=70, keys=150, query_offset=70, head_dim=192),
+        replace(queries, heads=1, head_dim=192),
+        replace(keys, heads=1, head_dim=256, value_dim=256),
         replace(queries, alibi=1),
         replace(keys, alibi=1),
         replace(queries, **wide, alibi=1),

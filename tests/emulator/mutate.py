@@ -128,7 +128,7 @@ RUNS = {
     "tangent_cases": [("fifo", "late", 7, 0), ("fifo", "late", 4, -35)],
     # Those of of_statements().
     "hopper_cases": [("fifo", "late", 1, -8), ("sticky", "random", 1, -8)],
-    "hopper_backward_cases": [("fifo", "late", 1, -10), ("sticky", "random", 1, -10)],
+    "hopper_backward_cases": [("fifo", "late", 1, -11), ("sticky", "random", 1, -11)],
 }
 #: Million products of the largest case.
 MOST = 7

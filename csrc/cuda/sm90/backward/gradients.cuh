@@ -177,19 +177,16 @@ class Gradients {
 
   // Starts the products of what the group owns and of the columns.
   __device__ __forceinline__ void multiply_first() {
-    ptx::products_fence();
     multiply<C::kFirstDim>(shared_.own_first(), first_tile(), s_);
   }
   __device__ __forceinline__ void multiply_second() {
     ptx::barrier_wait(&control().second_full[tile() % C::kSecondStages], tile() / C::kSecondStages & 1);
-    if constexpr (C::kNeedsSecondDots) {
-      ptx::products_fence();
-      multiply<C::kSecondDim>(shared_.own_second(), second_tile(), dp_);
-    }
+    if constexpr (C::kNeedsSecondDots) multiply<C::kSecondDim>(shared_.own_second(), second_tile(), dp_);
   }
   template <int kDim>
   __device__ __forceinline__ void multiply(const unsigned char* own, const unsigned char* passing,
                                            Scores<C>& products) {
+    ptx::products_fence();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
       ptx::product_async<C::kBFloat16, C::kColumns, false, false>(

@@ -41,9 +41,9 @@ class Producer {
     }
   }
 
-  // The numbers of a tile of queries, behind the tile.
-  __device__ __forceinline__ void bring_numbers(int head, int first_query, const TileNumbers<C>& to,
-                                                uint64_t* full) const {
+  // The numbers of a tile of queries. Whoever has waited for the second operand finds them: this warp arrives
+  // there later, behind a __syncwarp().
+  __device__ __forceinline__ void bring_numbers(int head, int first_query, const TileNumbers<C>& to) const {
     const sm80::backward::Statistics& statistics = plan_.plan.statistics;
     const int64_t at = work_.first_statistic + head * statistics.queries + first_query;
 #pragma unroll 1
@@ -55,8 +55,6 @@ class Producer {
       if constexpr (!C::kPlain) copy_four(to.inverse_sum(), statistics.inverse_sum);
       copy_four(to.delta(), statistics.delta);
     }
-    __syncwarp();
-    if (lane() == 0) ptx::barrier_arrive(full);
   }
 
   __device__ __forceinline__ void bring_own() {
@@ -69,7 +67,7 @@ class Producer {
         copy<C::kOwnsQueries, Layout::kSecondPanels>(plan_.own_second, head, row, shared_.own_second(), full);
       }
     }
-    if constexpr (C::kOwnsQueries) bring_numbers(head, row, shared_.numbers(0), full);
+    if constexpr (C::kOwnsQueries) bring_numbers(head, row, shared_.numbers(0));
   }
 
   __device__ __forceinline__ void pass() {
@@ -84,7 +82,7 @@ class Producer {
     wait_for_second();
     if (lane() == 0) {
       control().passing[first_stage()].head = -1;
-      for (int n = 0; n < (C::kOwnsQueries ? 1 : 2); ++n) ptx::barrier_arrive(first_full());
+      ptx::barrier_arrive(first_full());
       ptx::barrier_arrive(second_full());
     }
     ++tile_;
@@ -132,7 +130,7 @@ class Producer {
                                                    passing.first, shared_.first(first_stage()), first_full());
     }
     if constexpr (!C::kOwnsQueries) {
-      bring_numbers(passing.head, passing.first, shared_.numbers(first_stage()), first_full());
+      bring_numbers(passing.head, passing.first, shared_.numbers(first_stage()));
     }
   }
 

@@ -12,8 +12,7 @@ namespace selfattn::cuda::sm90::backward {
 using sm80::backward::Passing;
 using sm80::backward::Work;
 
-// Barriers named "full" are waited for by those who compute, "empty" by the producer. Whoever brings queries
-// brings the numbers of queries behind them, and arrives once more.
+// Barriers named "full" are waited for by those who compute, "empty" by the producer.
 template <class C>
 struct Control {
   uint64_t own_full;
@@ -25,9 +24,9 @@ struct Control {
 
   __device__ __forceinline__ void init() {
     constexpr int kWarps = C::kThreads / kWarp;
-    ptx::barrier_init(&own_full, C::kOwnsQueries ? 2 : 1);
+    ptx::barrier_init(&own_full, 1);
     for (int n = 0; n < C::kFirstStages; ++n) {
-      ptx::barrier_init(&first_full[n], C::kOwnsQueries ? 1 : 2);
+      ptx::barrier_init(&first_full[n], 1);
       ptx::barrier_init(&first_empty[n], kWarps);
     }
     for (int n = 0; n < C::kSecondStages; ++n) {
