@@ -39,7 +39,8 @@ MASKS = {
 }
 
 #: Masks that only some tests need: float ones of every broadcast, named by the dimensions that they have, and
-#: ones that hide whole tiles, whole rows, or that leave scores whose exponential is no float32 number.
+#: ones that hide whole tiles, whole rows, half of the keys from all heads but the last, or that leave scores
+#: whose exponential is no float32 number.
 MORE_MASKS = {
     "float " + ("".join(name for name, has in zip("bhqk", kept, strict=True) if has) or "number"): (
         lambda b, h, q, k, kept=kept: tuple(
@@ -51,6 +52,7 @@ MORE_MASKS = {
 } | {
     "bool tiles": (lambda b, h, q, k: (b, 1, q, k), torch.bool),
     "float tiles": (lambda b, h, q, k: (h, q, k), None),
+    "bool heads": (lambda b, h, q, k: (h, 1, k), torch.bool),
     "low": (lambda b, h, q, k: (q, k), None),
 }
 
@@ -131,6 +133,8 @@ class Case:
                 hidden[..., : q // 3, k // 4 :] = True
                 hidden[..., q // 2 :, : k // 2] = True
                 hidden[..., q // 4 : q // 4 + 3, :] = True
+            if self.mask == "bool heads":
+                hidden[:-1, :, k // 2 :] = True
             if dtype == torch.bool:
                 tensors["attn_mask"] = ~hidden
             else:

@@ -38,7 +38,8 @@ _CALLS = "|".join(
         "fence_async_proxy|sync_threads|arrive_threads",
         "products_fence|products_commit|products_wait(?:<[^>]*>)?",
         # Functions of sm90 that hold one of these or two.
-        "wait_for_warp|arrive_of_warp|show|take_turn|give_turn|leave_(?:summed|multiplied|last)|finish_sums(?:<[^>]*>)?",
+        "wait_for_warp|arrive_of_warp|show|finish_queries|take_turn|give_turn",
+        "leave_(?:summed|multiplied|last)|finish_sums(?:<[^>]*>)?",
     ]
 )
 #: A whole statement, on one line or more; the beginning of a function's definition is none.

@@ -65,6 +65,7 @@ struct Choice : K {
 template <DType kDTypeOf, int kDimOf, Path kPathOf>
 struct Config : WarpTiles<Choice<Kind<kDTypeOf, kDimOf, kPathOf>>> {
   static constexpr int kKeys = Config::kColumns;
+  static constexpr bool kMayFold = false;          // see Fold in work.cuh
   static constexpr int kExchangeColumns = kDimOf;  // of results that pass through shared memory at a time
 
   // Whether registers are so scarce that the numbers of rows lie in shared memory while products are

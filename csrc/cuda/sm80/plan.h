@@ -43,6 +43,8 @@ struct Plan {
   bool out_pairs = false;
   bool mask_pairs = false;
 
+  bool folds = false;  // where the kernel leaves the choice to the plan: see Fold in work.cuh
+
   AttentionParams params;  // last: see FunctionArguments in core/score_function.h
 };
 

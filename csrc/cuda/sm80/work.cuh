@@ -14,24 +14,36 @@ struct RowOf {
   int query;
 };
 
+// What a kernel needs whose plan may tell it to fold: rows are then the queries of all query heads of a kv
+// head, one after another. The few-query path always does so, and the others of sm80 have no code for it.
+template <bool kMay>
+struct Fold {};
+template <>
+struct Fold<true> {
+  // The next integer above 2^16 / queries; 0 where nothing is folded. It has its place between other numbers:
+  // with 8 bytes more in Work, ptxas runs out of uniform registers in the loop of sm90 at 128 dims.
+  uint16_t reciprocal = 0;
+};
+
 // Lies in shared memory: what is asked for once a tile should not fill registers in between.
 template <class C>
 struct Work {
   int batch, kv_head, split;
   int splits;                      // of the sequence's keys
   int queries, keys;               // of the sequence
-  int first_head;                  // of the unit
-  int first_row;                   // of the tile, in the unit
+  int first_head;                  // of the unit; where Fold folds, of the tile
+  int first_row;                   // of the tile, in the unit; where Fold folds, in the first head
   int rows;                        // of the tile that exist; none where the block has nothing to do
   int begin, end;                  // keys that some row may see
   int first_tile;                  // of these keys: tiles are visited from the last to this one
   int whole_begin, whole_end;      // keys that every row sees by its position
   int first_whole_tile;            // of these keys, but not the last tile to be visited
   bool careful = false;            // NaN and Inf of values are looked for
+  Fold<C::kMayFold> fold;          // what row() needs where its plan folds
   int64_t seen_begin, seen_end;    // query i sees the keys i + seen_begin .. i + seen_end - 1 of these
   int64_t query_offset;            // of the sequence
   int64_t query_start, key_start;  // where the sequence begins in packed tensors
-  int64_t first_statistic;         // of the unit's first head
+  int64_t first_statistic;         // of the first head
   const void* first_key;           // of the kv head, in the sequence or, of pages, in the first of them
   const void* first_value;
 
@@ -43,11 +55,12 @@ struct Work {
     block /= plan.row_tiles;
     split = static_cast<int>(block % plan.split_launch.splits);
     const int64_t unit = block / plan.split_launch.splits;
-    const int64_t units_of_batch = C::kFewQuery ? p.kv_heads : p.heads;
+    const bool folds = C::kFewQuery || (C::kMayFold && plan.folds);
+    const int64_t units_of_batch = folds ? p.kv_heads : p.heads;
     batch = static_cast<int>(plan.split_launch.first_batch + unit / units_of_batch);
     first_head = static_cast<int>(unit % units_of_batch);
     const int group = static_cast<int>(p.heads / p.kv_heads);
-    if (C::kFewQuery) {
+    if (folds) {
       kv_head = first_head;
       first_head *= group;
     } else {
@@ -66,15 +79,15 @@ struct Work {
     first_value = first_row_of(p, p.value);
 
     first_row = tile * C::kRows;
-    rows = min(queries * (C::kFewQuery ? group : 1) - first_row, C::kRows);
+    rows = min(queries * (folds ? group : 1) - first_row, C::kRows);
     const Splits<uint32_t> cuts = C::kFewQuery ? splits_of(static_cast<uint32_t>(keys))
                                                : Splits<uint32_t>{1, static_cast<uint32_t>(keys)};
     splits = cuts.count;
     if (split >= splits) rows = 0;
 
-    // Rows of few-query sequences may be any queries of their heads.
-    const int first = C::kFewQuery ? 0 : first_row;
-    const int last = (C::kFewQuery ? queries : first_row + rows) - 1;
+    // Folded rows may be any queries of their heads.
+    const int first = folds ? 0 : first_row;
+    const int last = (folds ? queries : first_row + rows) - 1;
     const KeyRange range = visible_keys(positions, first, last);
     const int64_t from = static_cast<int64_t>(split) * cuts.keys, to = from + cuts.keys;
     begin = static_cast<int>(max(range.begin, from));
@@ -89,6 +102,21 @@ struct Work {
     constexpr int64_t kFar = int64_t{1} << 62;
     seen_begin = p.window_left >= 0 ? query_offset - p.window_left : -kFar;
     seen_end = p.window_right >= 0 ? query_offset + p.window_right + 1 : kFar;
+    if constexpr (C::kMayFold) {
+      if (folds) begin_in_head(p);
+    }
+  }
+
+  // The first row is counted from its own head on, so that all rows of the tile are below 2 * 128: then a
+  // product with the reciprocal tells whose they are, where a division for each would be felt.
+  __device__ __forceinline__ void begin_in_head(const AttentionParams& p) {
+    static_assert(C::kRows <= 128, "heads that are folded have fewer queries");
+    const int of_head = max(queries, static_cast<int>(kFewQueries) + 1);  // fewer are another path's
+    const int heads = first_row / of_head;
+    first_head += heads;
+    first_row -= heads * of_head;
+    first_statistic += heads * p.rows_per_head;
+    fold.reciprocal = static_cast<uint16_t>((1 << 16) / of_head + 1);
   }
 
   __device__ __forceinline__ const void* first_row_of(const AttentionParams& p, const View& view) const {
@@ -101,6 +129,10 @@ struct Work {
   // Rows beyond the last are taken for the last, so that whatever is read for them exists.
   __device__ __forceinline__ RowOf row(int row_of_tile) const {
     const int r = first_row + min(row_of_tile, rows - 1);
+    if constexpr (C::kMayFold) {
+      const int heads = r * fold.reciprocal >> 16;
+      return {first_head + heads, r - heads * queries};
+    }
     if (!C::kFewQuery) return {first_head, r};
     return {first_head + r / queries, r % queries};
   }

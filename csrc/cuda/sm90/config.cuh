@@ -20,6 +20,7 @@ struct Config {
   // What sm80's kernels choose and these do not.
   static constexpr bool kFewQuery = false, kFloat32 = false, kParks = false;
   static constexpr int kPieces = 1, kStrips = 1, kColumnWarps = 1;
+  static constexpr bool kMayFold = true;  // which they do not, see sm80/work.cuh
 
   static constexpr bool kKeepsAddresses = kPlainOf;  // see sm80
 

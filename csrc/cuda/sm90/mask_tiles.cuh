@@ -47,7 +47,8 @@ __device__ __forceinline__ bool mask_shows_any(const View& mask, int batch, int 
       }
     }
     if (__any_sync(kWholeWarp, shown)) return true;
-    if (mask.stride[2] == 0) return false;  // all rows are alike
+    const bool one_head = mask.stride[1] == 0 || row_at(0).head == row_at(rows - 1).head;
+    if (mask.stride[2] == 0 && one_head) return false;  // all rows are alike
   }
   return false;
 }

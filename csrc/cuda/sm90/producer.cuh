@@ -72,23 +72,17 @@ class Producer {
   __device__ __forceinline__ void bring(int item) {
     const Work<C>& work = shared_.work(item);
     wait_for_warp(&control().query_empty, (item & 1) ^ 1);
-    if (lane() == 0) {
-      ptx::barrier_arrive_expecting(&control().query_full, SharedLayout<C>::kQueryBytes);
-      const int batch = p_.sequences.query_starts == nullptr ? work.batch : 0;
-#pragma unroll 1
-      for (int panel = 0; panel < C::kPanels; ++panel) {
-        ptx::copy_box_async(shared_.queries() + panel * C::kRows * 128, &plan_.query.map,
-                            &control().query_full, panel * 64,
-                            static_cast<int>(work.query_start) + work.first_row,
-                            work.first_head * plan_.query.steps_of_head, batch * plan_.query.steps_of_batch);
-      }
-    }
+    start_queries(work);
+    bool waits = plan_.plan.folds;  // for queries, which others have not been told of
     const int last = work.begin < work.end ? (work.end - 1) / C::kKeys : work.first_tile - 1;
 #pragma unroll 1
     for (int tile = shown(work, last); tile >= work.first_tile; tile = shown(work, tile - 1)) {
       bring_keys(work, tile);
+      if (waits) finish_queries();
+      waits = false;
       bring_values(work, tile);
     }
+    if (waits) finish_queries();
     if constexpr (!C::kPlain) {
       wait_for_warp(&control().key_empty[keys_.stage], keys_.parity ^ 1);
       if (lane() == 0) {
@@ -99,14 +93,40 @@ class Producer {
     }
   }
 
+  // Of one head a box. Folded ones are copied row by row, which the first keys do not wait for.
+  __device__ __forceinline__ void start_queries(const Work<C>& work) const {
+    if (plan_.plan.folds) {
+      const auto row_at = [&](int r) {
+        return static_cast<const uint16_t*>(p_.query.data) + work.offset(p_.query, work.row(r));
+      };
+      start_rows<C::kRows>(shared_.queries(), work.rows, static_cast<int>(p_.head_dim), C::kPanels, row_at);
+    } else if (lane() == 0) {
+      ptx::barrier_arrive_expecting(&control().query_full, SharedLayout<C>::kQueryBytes);
+      const int batch = p_.sequences.query_starts == nullptr ? work.batch : 0;
+#pragma unroll 1
+      for (int panel = 0; panel < C::kPanels; ++panel) {
+        ptx::copy_box_async(shared_.queries() + panel * C::kRows * 128, &plan_.query.map,
+                            &control().query_full, panel * 64,
+                            static_cast<int>(work.query_start) + work.first_row,
+                            work.first_head * plan_.query.steps_of_head, batch * plan_.query.steps_of_batch);
+      }
+    }
+  }
+  __device__ __forceinline__ void finish_queries() const {
+    ptx::copy_async_wait<0>();
+    show(&control().query_full);
+  }
+
   // The next tile, counting down, of which the mask shows anything.
   __device__ __forceinline__ int shown(const Work<C>& work, int tile) const {
     if constexpr (!C::kPlain) {
       if (p_.mask.data == nullptr) return tile;
       const auto row_at = [&](int n) { return work.row(n); };
+      // Of a mask that heads share, the folded rows of one are all there are.
+      const int rows = p_.mask.stride[1] == 0 ? min(work.rows, work.queries) : work.rows;
       while (tile >= work.first_tile) {
         const int first_key = tile * C::kKeys, keys = min(work.keys - first_key, C::kKeys);
-        if (mask_shows_any(p_.mask, work.batch, work.rows, first_key, keys, row_at)) break;
+        if (mask_shows_any(p_.mask, work.batch, rows, first_key, keys, row_at)) break;
         --tile;
       }
     }
@@ -168,22 +188,32 @@ class Producer {
   // A tile of keys or values in pages that boxes do not fit, a row at a time; zeros behind the last key.
   __device__ __forceinline__ void copy_rows(const Work<C>& work, const View& view, const void* first, int dim,
                                             int tile, int panels, unsigned char* to) const {
+    const int first_key = tile * C::kKeys;
+    const auto row_at = [&](int r) {
+      return sm80::key_row<uint16_t>(p_, view, first, work, min(first_key + r, max(work.keys - 1, 0)));
+    };
+    start_rows<C::kKeys>(to, work.keys - first_key, dim, panels, row_at);
+    ptx::copy_async_wait<0>();
+    __syncwarp();
+  }
+
+  // Starts to copy the first `count` rows of a tile, 16 bytes at a time, to the places where a box would have
+  // put them, and zeros to those of the others. row_at(r) must exist for these, too.
+  template <int kTileRows, class RowAt>
+  __device__ __forceinline__ void start_rows(unsigned char* to, int count, int dim, int panels,
+                                             const RowAt& row_at) const {
     const int chunk = lane() % 8;
 #pragma unroll 1
-    for (int r = lane() / 8; r < C::kKeys; r += kWarp / 8) {
-      const int key = tile * C::kKeys + r;
-      const uint16_t* const row =
-          sm80::key_row<uint16_t>(p_, view, first, work, min(key, max(work.keys - 1, 0)));
+    for (int r = lane() / 8; r < kTileRows; r += kWarp / 8) {
+      const uint16_t* const row = row_at(r);
 #pragma unroll 1
       for (int panel = 0; panel < panels; ++panel) {
         const int column = panel * 64 + chunk * 8;
-        ptx::copy_async_16(to + (panel * C::kKeys + r) * 128 + ((chunk ^ (r & 7)) << 4), row + column,
-                           key < work.keys && column < dim);
+        ptx::copy_async_16(to + (panel * kTileRows + r) * 128 + ((chunk ^ (r & 7)) << 4), row + column,
+                           r < count && column < dim);
       }
     }
     ptx::copy_async_commit();
-    ptx::copy_async_wait<0>();
-    __syncwarp();
   }
 
   // Starts to copy a tile of keys or values.

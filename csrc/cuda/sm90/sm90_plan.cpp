@@ -19,6 +19,16 @@ int64_t box_rows_of(const Pages& pages, int64_t tile_keys) {
   return fit && pages.size % 8 == 0 ? std::min(pages.size, tile_keys) : 0;
 }
 
+// Whether items of work hold the queries of several heads that share keys: where the rows of each would leave
+// room in a tile. A packed call's other sequences may be shorter than the longest, which is all that is
+// known.
+bool folds(const AttentionParams& p, int64_t tile_rows) {
+  constexpr int64_t kMostRows = int64_t{1} << 30;  // counted in 32 bits
+  const int64_t group = p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
+  if (p.queries >= tile_rows || group <= 1 || group > kMostRows / tile_rows) return false;
+  return p.sequences.query_starts != nullptr || divide_up(group * p.queries, tile_rows) < group;
+}
+
 }  // namespace
 
 bool can_be_mapped(const AttentionParams& p) {
@@ -36,6 +46,11 @@ Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const
   plan.plan = sm80::plan_forward(p, outputs, tile, nullptr);
   plan.next_item = reinterpret_cast<unsigned long long*>(static_cast<char*>(workspace) + counter_offset(p));
   if (plan.plan.blocks == 0) return plan;
+  plan.plan.folds = folds(p, tile.rows);
+  if (plan.plan.folds) {
+    plan.plan.row_tiles = divide_up(p.heads / p.kv_heads * p.queries, tile.rows);
+    plan.plan.blocks = p.batch * p.kv_heads * plan.plan.row_tiles;
+  }
 
   const bool paged = p.pages.table != nullptr;
   plan.zeros_follow = !paged && p.sequences.key_starts == nullptr && p.sequences.key_lengths == nullptr;
