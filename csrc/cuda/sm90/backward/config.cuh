@@ -9,7 +9,8 @@ namespace selfattn::cuda::sm90::backward {
 
 using sm80::backward::Side;
 
-// Head dim and value dim are padded to whole panels of 64 columns.
+// Head dim and value dim are padded to multiples of 16, which a product takes at a time, and in shared memory
+// to whole panels of 64 columns, as what is summed up is.
 template <DType kDTypeOf, int kDimOf, int kValueDimOf, Side kSideOf, bool kPlainOf, bool kCarefulOf = false>
 struct Config : sm80::backward::Choice<
                     sm80::Kind<kDTypeOf, kDimOf, kPlainOf ? sm80::Path::kPlain : sm80::Path::kOptions>,
@@ -29,19 +30,19 @@ struct Config : sm80::backward::Choice<
   // Of the operands of scores and of what is summed up with them, of those of the weights' gradients and of
   // what is summed up with these.
   static constexpr int kFirstDim = kDimOf, kSecondDim = kValueDimOf;
-  static constexpr int kSumDim = kSideOf == Side::kValue ? kSecondDim : kFirstDim;
+  static constexpr int kFirstPanels = (kFirstDim + 63) / 64, kSecondPanels = (kSecondDim + 63) / 64;
+  static constexpr int kSumDim = (kSideOf == Side::kValue ? kSecondPanels : kFirstPanels) * 64;
   static constexpr int kDimTiles = kSumDim / 8, kExchangeColumns = kSumDim;
-  static_assert(kFirstDim % 64 == 0 && kSecondDim % 64 == 0, "panels are whole");
   static_assert(kSideOf != Side::kKeyValue || kFirstDim == kSecondDim, "one shape for both sums");
 
   // Columns that pass by as one tile, and those of them that are computed with at a time: as many as leave
   // registers for the sums of a row and for what options or special numbers need.
   static constexpr int tile_columns() {
     if (!kPlainOf || kDimOf > 128) return 64;
-    return kDimOf == 128 && kSideOf == Side::kKeyValue ? 64 : 128;
+    return kDimOf > 64 && kSideOf == Side::kKeyValue ? 64 : 128;
   }
   static constexpr int columns() {
-    if (kCarefulOf || (!kPlainOf && kDimOf >= 128 && kSideOf != Side::kValue)) return 32;
+    if (kCarefulOf || (!kPlainOf && kDimOf > 64 && kSideOf != Side::kValue)) return 32;
     return kSideOf == Side::kKeyValue ? 64 : tile_columns();
   }
   static constexpr int kTileColumns = tile_columns(), kColumns = columns();

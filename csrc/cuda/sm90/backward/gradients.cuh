@@ -101,7 +101,7 @@ class Gradients {
     leave_last();
   }
 
-  // The same by and by.
+  // The same, one step after the other.
   __device__ __forceinline__ void pass_carefully() {
     for (bool more = next_tile(); more;) {
       multiply_first();

@@ -62,9 +62,9 @@ class Producer {
     const int head = C::kOwnsQueries ? work_.head : work_.kv_head, row = work_.first_row;
     if (lane() == 0) {
       ptx::barrier_arrive_expecting(full, Layout::kOwnFirstBytes + Layout::kOwnSecondBytes);
-      copy<C::kOwnsQueries, Layout::kFirstPanels>(plan_.own_first, head, row, shared_.own_first(), full);
+      copy<C::kOwnsQueries, C::kFirstPanels>(plan_.own_first, head, row, shared_.own_first(), full);
       if constexpr (C::kNeedsSecondDots) {
-        copy<C::kOwnsQueries, Layout::kSecondPanels>(plan_.own_second, head, row, shared_.own_second(), full);
+        copy<C::kOwnsQueries, C::kSecondPanels>(plan_.own_second, head, row, shared_.own_second(), full);
       }
     }
     if constexpr (C::kOwnsQueries) bring_numbers(head, row, shared_.numbers(0));
@@ -125,9 +125,9 @@ class Producer {
     if (lane() == 0) {
       control().passing[first_stage()] = passing;
       ptx::barrier_arrive_expecting(first_full(), Layout::kFirstBytes);
-      copy<!C::kOwnsQueries, Layout::kFirstPanels>(plan_.passing_first,
-                                                   C::kOwnsQueries ? work_.kv_head : passing.head,
-                                                   passing.first, shared_.first(first_stage()), first_full());
+      copy<!C::kOwnsQueries, C::kFirstPanels>(plan_.passing_first,
+                                              C::kOwnsQueries ? work_.kv_head : passing.head, passing.first,
+                                              shared_.first(first_stage()), first_full());
     }
     if constexpr (!C::kOwnsQueries) {
       bring_numbers(passing.head, passing.first, shared_.numbers(first_stage()));
@@ -138,9 +138,9 @@ class Producer {
     wait_for_second();
     if (lane() == 0) {
       ptx::barrier_arrive_expecting(second_full(), Layout::kSecondBytes);
-      copy<!C::kOwnsQueries, Layout::kSecondPanels>(
-          plan_.passing_second, C::kOwnsQueries ? work_.kv_head : passing.head, passing.first,
-          shared_.second(second_stage()), second_full());
+      copy<!C::kOwnsQueries, C::kSecondPanels>(plan_.passing_second,
+                                               C::kOwnsQueries ? work_.kv_head : passing.head, passing.first,
+                                               shared_.second(second_stage()), second_full());
     }
   }
 

@@ -42,11 +42,10 @@ struct Control {
 template <class C>
 struct SharedLayout {
   static constexpr int kRowBytes = 128;  // of a panel
-  static constexpr int kFirstPanels = C::kFirstDim / 64, kSecondPanels = C::kSecondDim / 64;
-  static constexpr int kOwnFirstBytes = C::kRows * kRowBytes * kFirstPanels;
-  static constexpr int kOwnSecondBytes = C::kNeedsSecondDots ? C::kRows * kRowBytes * kSecondPanels : 0;
-  static constexpr int kFirstBytes = C::kTileColumns * kRowBytes * kFirstPanels;
-  static constexpr int kSecondBytes = C::kTileColumns * kRowBytes * kSecondPanels;
+  static constexpr int kOwnFirstBytes = C::kRows * kRowBytes * C::kFirstPanels;
+  static constexpr int kOwnSecondBytes = C::kNeedsSecondDots ? C::kRows * kRowBytes * C::kSecondPanels : 0;
+  static constexpr int kFirstBytes = C::kTileColumns * kRowBytes * C::kFirstPanels;
+  static constexpr int kSecondBytes = C::kTileColumns * kRowBytes * C::kSecondPanels;
 
   static constexpr int kOwnFirst = 0;
   static constexpr int kOwnSecond = kOwnFirst + kOwnFirstBytes;

@@ -12,6 +12,7 @@ template <DType kDType>
 sm80::backward::Sides instance_for(int64_t dim, int64_t value_dim) {
   const int64_t larger = std::max(dim, value_dim);
   if (larger <= 64) return &run_sides<kDType, 64, 64>;
+  if (larger <= 96) return &run_sides<kDType, 96, 96>;
   if (larger <= 128) return &run_sides<kDType, 128, 128>;
   if (larger <= 192 && value_dim <= 128) return &run_sides<kDType, 192, 128>;
   if (larger <= 192) return &run_sides<kDType, 192, 192>;
