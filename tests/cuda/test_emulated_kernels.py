@@ -171,6 +171,27 @@ def test_every_case_is_accurate(of: tuple[str, str]) -> None:
     assert len(digests(cases, kernel, MAIN, SHARE.get(cases, 1))) > least.get(cases, 5)
 
 
+@pytest.mark.parametrize(("queries", "folded"), [(17, True), (100, False), (129, False)])
+def test_heads_that_share_keys_are_folded(queries: int, folded: bool) -> None:
+    """Where that saves items of work. Results do not tell, but such queries are copied without a box."""
+    program = f"""
+from emulator import plugin
+import selfattn_ext, torch
+query = torch.zeros(1, 4, {queries}, 64, dtype=torch.bfloat16)
+selfattn_ext.scaled_dot_product_attention(query, query[:, :1], query[:, :1], enable_gqa=True)
+"""
+    run = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment("sm90", MAIN),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stderr
+    assert "products of warpgroups" in run.stderr
+    assert ("copy_async_16 at producer.cuh" in run.stderr) == folded
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("of", of_each(CASES))
 def test_schedules_do_not_change_a_bit(of: tuple[str, str]) -> None:
