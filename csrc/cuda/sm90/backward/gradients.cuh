@@ -186,6 +186,7 @@ class Gradients {
   template <int kDim>
   __device__ __forceinline__ void multiply(const unsigned char* own, const unsigned char* passing,
                                            Scores<C>& products) {
+    ptx::products_touch(products.at[0]);  // not between the fence and the first product
     ptx::products_fence();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
@@ -251,15 +252,17 @@ class Gradients {
   // Zeroes what is not finite in the columns' queries or keys, and marks them, when all have their products.
   __device__ __forceinline__ void clear_non_finite() const {
     ptx::sync_threads(kConsumers, C::kThreads);
-    if constexpr (C::kSumsFirst) clear_rows<C::kFirstDim>(first_tile(), numbers().passing_first_flags());
-    if constexpr (C::kSumsSecond) clear_rows<C::kSecondDim>(second_tile(), numbers().passing_second_flags());
+    if constexpr (C::kSumsFirst) clear_rows<C::kFirstPanels>(first_tile(), numbers().passing_first_flags());
+    if constexpr (C::kSumsSecond)
+      clear_rows<C::kSecondPanels>(second_tile(), numbers().passing_second_flags());
     ptx::fence_async_proxy();
     ptx::sync_threads(kConsumers, C::kThreads);
   }
 
-  template <int kDim>
+  // Whole panels: chunks of 16 bytes have changed places within theirs.
+  template <int kPanels>
   __device__ __forceinline__ void clear_rows(unsigned char* tile, unsigned char* flags) const {
-    sm80::backward::clear_non_finite_rows<C, kDim>(flags, [&](int r, int chunk) {
+    sm80::backward::clear_non_finite_rows<C, kPanels * 64>(flags, [&](int r, int chunk) {
       const int row_of_panels = chunk / 8 * C::kTileColumns + column_ + r;
       return tile + row_of_panels * SharedLayout<C>::kRowBytes + chunk % 8 * 16;
     });
