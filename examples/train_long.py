@@ -186,7 +186,7 @@ if __name__ == "__main__":
     except CommandError as error:
         sys.exit(f"error: {error}")
     if "RANK" in os.environ:
-        # gloo's threads may still hold tensors of the last exchange. One that wants to release them when Python
-        # ends has to ask for the interpreter, and aborts the process (torch 2.13): so Python does not end here.
+        # gloo's threads may still hold tensors of the last exchange. One that releases them while Python ends
+        # has to ask for the interpreter, and aborts the process (torch 2.13): so Python does not end here.
         sys.stdout.flush()
         os._exit(0)
