@@ -90,6 +90,10 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("simt/tangents.cuh", "rows_left <= 0"): "as that of the backward, below",
     (
         "backward/gradients.cuh",
+        "leave_last();",
+    ): "behind sm90's careful pass nobody asks for the place any more; behind the other it is missed",
+    (
+        "backward/gradients.cuh",
         "work_.rows <= 0",
     ): "a block without rows writes nothing; it leaves to save time",
     (
