@@ -43,8 +43,8 @@ SHARE = {
     "sequence_cases": 3,
     "split_cases": 3,
     "tangent_cases": 6,
-    "hopper_cases": 2,
-    "hopper_backward_cases": 4,
+    "hopper_cases": 4,
+    "hopper_backward_cases": 8,
 }
 RACE = "fifo:late"
 ASAN = "sticky:late"
@@ -165,8 +165,8 @@ def test_every_case_is_accurate(of: tuple[str, str]) -> None:
         "forward_cases": 75,
         "backward_cases": 35,
         "sequence_cases": 15,
-        "hopper_cases": 70,
-        "hopper_backward_cases": 35,
+        "hopper_cases": 60,
+        "hopper_backward_cases": 20,
     }
     assert len(digests(cases, kernel, MAIN, SHARE.get(cases, 1))) > least.get(cases, 5)
 
