@@ -54,7 +54,18 @@ def check_size(block_mask: Any, query: Tensor, key: Tensor) -> None:
             f"{query.size(-2)} rows and key has {key.size(-2)}: create it for these lengths, or crop it "
             "with its method _adjust"
         )
-    batch, heads = block_mask.kv_num_blocks.shape[:2]
+    if block_mask.kv_num_blocks.dim() != 3:
+        raise ValueError(
+            "block_mask must keep its dimensions (B, H, query blocks) when it is sliced, but kv_num_blocks "
+            f"has the shape {tuple(block_mask.kv_num_blocks.shape)}: slice with 0:1 instead of 0"
+        )
+    batch, heads, blocks = block_mask.kv_num_blocks.shape
+    # Slicing leaves shape as it was, and torch's compiled kernels refuse such a mask, too.
+    if blocks * block_mask.BLOCK_SIZE[0] < query.size(-2):
+        raise ValueError(
+            f"block_mask has {blocks} blocks of {block_mask.BLOCK_SIZE[0]} queries, as it was sliced, but "
+            f"query has {query.size(-2)} rows: slice query likewise, and crop the mask by its method _adjust"
+        )
     for name, given, needed in (("B", batch, query.size(0)), ("H", heads, query.size(1))):
         if given not in (1, needed):
             raise ValueError(

@@ -87,3 +87,42 @@ def test_a_mask_that_was_cropped() -> None:
         flex_attention(*given, None, mask)
     out = flex_attention(*given, None, mask._adjust(130, 140))
     assert_accurate("cropped", out.detach(), formula(*given, functions).out.detach())
+
+
+@pytest.mark.parametrize(
+    "index",
+    [
+        (slice(1), slice(1, 3), slice(2)),
+        (slice(1, 2), slice(None), slice(1, 3)),
+        (slice(None), slice(0, 3, 2), slice(4, 5)),
+        (slice(None), slice(2), torch.tensor([3, 0])),
+    ],
+    ids=str,
+)
+def test_a_mask_that_was_sliced(index: tuple[Any, ...]) -> None:
+    """Queries behind its blocks are refused, as by torch's compiled kernels: no block says what they see."""
+    table = torch.randint(2, (2, 3, 300, 280), dtype=torch.bool)
+    sizes = (2, 3, 300, 280)
+    part = mask_of(Functions(mask_mod=lambda b, h, q, kv: table[b, h, q, kv]), sizes, 64)[index]
+    rows = torch.arange(320).view(5, 64)[index[2]].flatten()
+    seen = table[index[0], index[1]][:, :, rows[rows < 300]]
+    functions = Functions(mask_mod=lambda b, h, q, kv: seen[b, h, q, kv])
+    part.mask_mod = functions.mask_mod
+    batch, heads, length, _ = seen.shape
+    given = tensors((batch, heads, length, 280), torch.float64)
+    out = flex_attention(*given, None, part._adjust(length, 280))
+    for result, right in zip(
+        [out, *gradients(out, given, [])], exact(given, functions, torch.float64), strict=True
+    ):
+        assert_accurate("sliced", result.detach(), right.detach())
+    more = torch.randn(batch, heads, part.kv_num_blocks.size(2) * 64 + 1, 16)
+    part.seq_lengths = (more.size(2), 280)
+    with pytest.raises(ValueError, match=r"block_mask has \d blocks of 64 queries, as it was sliced"):
+        flex_attention(more, given[1].float(), given[2].float(), None, part)
+
+
+def test_a_mask_without_its_first_dimension() -> None:
+    mask = block_mask_of_lists(False)
+    part = BlockMask.from_kv_blocks(mask.kv_num_blocks[0], mask.kv_indices[0], BLOCK_SIZE=(16, 16))
+    with pytest.raises(ValueError, match=r"block_mask must keep its dimensions.* \(1, 5\)"):
+        flex_attention(*tensors((1, 2, 80, 80), torch.float32), None, part)
