@@ -9,6 +9,7 @@ For transformers 4.57 and newer. docs/transformers.md tells which models take it
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -108,8 +109,10 @@ def attention_forward(
         sinks: (B, H, L, 1), the same for every query.
         position_bias: broadcastable to (B, H, L, S), added to the scores, as in T5.
         head_mask: broadcastable to (1, H, 1, 1), factors of the weights (4.57).
-        indices: (B, L, K), the keys that each query sees among those that the mask shows.
-        block_indices: not taken.
+        indices: (B, L, K), the keys that each query sees among those that the mask shows; -1 is none, and a
+            key that is named twice counts once.
+        block_indices: (B, G, L, K), the same by blocks of ``module.indexer.block_size`` keys, for G groups of
+            neighbouring query heads.
         cache: of continuous batching; not taken.
         output_attentions: whether the weights are asked for.
         unused: what other implementations take. A sliding window is in the mask.
@@ -118,11 +121,9 @@ def attention_forward(
         out (B, L, H, Ev), and the weights (B, H, L, S), after dropout, or None.
 
     Raises:
-        ValueError: for ``block_indices``, ``cache``, a ``head_mask`` of another shape, and as
-            :func:`selfattn_ext.scaled_dot_product_attention` does.
+        ValueError: for ``cache``, ``block_indices`` of a layer that says no block size, a ``head_mask`` of
+            another shape, and as :func:`selfattn_ext.scaled_dot_product_attention` does.
     """
-    if block_indices is not None:
-        raise ValueError("block_indices, blocks of keys per query, are not taken: use another implementation")
     if cache is not None:
         raise ValueError(
             'continuous batching hands its cache to the attention, which is not taken: use "paged|eager"'
@@ -148,8 +149,7 @@ def attention_forward(
             is_causal = not transformers_support.makes_masks(module) and getattr(module, "is_causal", True)
         # In this order: torch.compile makes an object of its own of a comparison that comes last.
         options["is_causal"] = query.shape[2] > 1 and bool(is_causal)
-    if indices is not None:
-        chosen = _chosen(indices, keys)
+    for chosen in _chosen_keys(module, indices, block_indices, keys, query.shape[1]):
         visible = chosen if visible is None else visible & chosen
 
     weights_wanted = bool(output_attentions) or weights_are_wanted(module)
@@ -194,11 +194,29 @@ def _combined(visible: Tensor | None, bias: Tensor | None, keys: int) -> Tensor 
     return bias if visible is None else torch.where(visible, bias, -torch.inf)
 
 
-def _chosen(indices: Tensor, keys: int) -> Tensor:
-    """(B, L, K) indices of keys as a bool mask (B, 1, L, S)."""
-    shape = (*indices.shape[:-1], keys)
-    mask = torch.zeros(shape, dtype=torch.bool, device=indices.device)
-    return mask.scatter(-1, indices.long(), True).unsqueeze(1)
+def _chosen_keys(
+    module: Any, indices: Tensor | None, block_indices: Tensor | None, keys: int, heads: int
+) -> Iterator[Tensor]:
+    """What ``indices`` and ``block_indices`` show, each as a bool mask (B, 1 | H, L, S)."""
+    if indices is not None:
+        yield _listed(indices, keys).unsqueeze(1)
+    if block_indices is not None:
+        size = getattr(getattr(module, "indexer", None), "block_size", None)
+        if size is None:
+            raise ValueError(
+                "block_indices need the number of keys of a block, module.indexer.block_size, which "
+                f"{type(module).__name__} does not have"
+            )
+        shown = _listed(block_indices, -(-keys // size)).repeat_interleave(size, -1)[..., :keys]
+        yield shown.repeat_interleave(heads // shown.shape[1], 1)
+
+
+def _listed(indices: Tensor, count: int) -> Tensor:
+    """(..., K) indices, of which negative ones are none, as bools (..., count)."""
+    # What is negative goes into a column that is cut off.
+    places = torch.where(indices < 0, count, indices).long()
+    shown = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
+    return shown.scatter(-1, places, True)[..., :count]
 
 
 def _head_factor(head_mask: Tensor, heads: int) -> Tensor:

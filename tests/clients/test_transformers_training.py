@@ -6,6 +6,7 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -261,10 +262,32 @@ def test_chosen_keys() -> None:
     chosen = torch.zeros(2, 5, 7).scatter(-1, indices, 1).bool()[:, None]
     assert torch.equal(weights > 0, (chosen & mask.dense()).expand_as(weights))
     torch.testing.assert_close(out, (weights @ v.repeat_interleave(2, 1)).transpose(1, 2))
-    with pytest.raises(ValueError, match="block_indices, blocks of keys per query, are not taken"):
-        integration.attention_forward(layer(), q, k, v, mask, block_indices=indices)
+    # Padding of the list and repetitions change nothing.
+    longer = torch.cat([indices, torch.full((2, 5, 1), -1), indices[..., :1]], -1).int()
+    again, _ = integration.attention_forward(layer(), q, k, v, mask, indices=longer, output_attentions=True)
+    assert torch.equal(again, out)
     with pytest.raises(ValueError, match="continuous batching hands its cache to the attention"):
         integration.attention_forward(layer(), q, k, v, mask, cache=object())
+
+
+def test_chosen_blocks() -> None:
+    """Blocks of 3 of 7 keys, other ones for each of two groups of heads."""
+    q, k, v = heads(4, 5), heads(2, 7), heads(2, 7, 6)
+    mask = PositionalMask((2, 5, 7), (-1, 0), 2, None, "cpu")
+    indices = torch.tensor([[0, -1], [2, 0], [1, 1], [2, -1], [-1, -1]])
+    indices = torch.stack([indices, indices.flip(0), indices.flip(1), (indices - 1).clamp(-1)]).unflatten(
+        0, (2, 2)
+    )
+    module = layer()
+    with pytest.raises(ValueError, match=r"block_indices need .*module\.indexer\.block_size"):
+        integration.attention_forward(module, q, k, v, mask, block_indices=indices)
+    module.indexer = SimpleNamespace(block_size=3)
+    out, weights = integration.attention_forward(
+        module, q, k, v, mask, block_indices=indices, output_attentions=True
+    )
+    chosen = (indices.unsqueeze(-2) == (torch.arange(7) // 3).unsqueeze(-1)).any(-1).repeat_interleave(2, 1)
+    assert torch.equal(weights > 0, chosen & mask.dense())
+    torch.testing.assert_close(out, (weights @ v.repeat_interleave(2, 1)).transpose(1, 2))
 
 
 @pytest.mark.parametrize("name", ["gemma2", "gpt-oss"])

@@ -96,6 +96,8 @@ def formula(
     softcap: float | None = None,
     s_aux: Tensor | None = None,
     position_bias: Tensor | None = None,
+    indices: Tensor | None = None,
+    block_indices: Tensor | None = None,
     **_: Any,
 ) -> tuple[Tensor, Tensor]:
     """Attention as textbooks have it, in the dtype of the query."""
@@ -111,6 +113,12 @@ def formula(
     for added in (position_bias, attention_mask):
         if added is not None:
             scores = scores + added[..., : key.size(2)]
+    places = torch.arange(key.size(2)).unsqueeze(-1)
+    if indices is not None:
+        scores = scores.masked_fill(~(indices.unsqueeze(-2) == places).any(-1).unsqueeze(1), -torch.inf)
+    if block_indices is not None:
+        shown = (block_indices.unsqueeze(-2) == places // module.indexer.block_size).any(-1)
+        scores = scores.masked_fill(~shown.repeat_interleave(query.size(1) // shown.size(1), 1), -torch.inf)
     if s_aux is not None:
         logits = s_aux.to(scores).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         scores = torch.cat([scores, logits], dim=-1)
