@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from test_special_numbers import DTYPES, KEYS, LENGTHS, forward, same_bits
+from test_special_numbers import DTYPES, KEYS, LENGTHS, NAMES, forward, same_bits
 from tolerances import assert_accurate
 from torch import Tensor
 
@@ -117,3 +117,40 @@ def test_gradients_of_large_numbers(dtype: torch.dtype, what: str, queries: int,
         assert theirs.isfinite().all()
         size = truth.abs().max() + torch.finfo(dtype).tiny
         assert_accurate(name, result / size, truth / size, theirs / size, dtype=dtype)
+
+
+@pytest.mark.parametrize("queries", [1, *LENGTHS])
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES], ids=str)
+def test_a_scale_near_the_largest_number(dtype: torch.dtype, queries: int, kernel: str) -> None:
+    """Queries times the scale are infinite and the scores are not, or a softcap bounds them."""
+    scale = 0.9 * float(torch.finfo(reference.accumulation_dtype(dtype)).max)
+    query = (8 * torch.randn(2, 2, queries, 40)).to(dtype)
+    key, value = (torch.randn(2, 2, KEYS, columns).to(dtype) for columns in (40, 24))
+    incoming = torch.randn(2, 2, queries, 24).to(dtype)
+    small = (key / 512).to(dtype)
+    for keys, options in (
+        (small, {}),
+        (small, {"is_causal": True, "query_offset": 60, "alibi_slopes": torch.rand(2, dtype=torch.float64)}),
+        (key, {"softcap": 1.5}),
+        (key, {"softcap": 1e-3, "attn_mask": torch.rand(queries, KEYS) < 0.5}),
+    ):
+
+        def results(
+            run: Callable[..., Any], wide: torch.dtype, keys: Tensor = keys, options: dict[str, Any] = options
+        ) -> list[Tensor]:
+            given = {
+                name: option.to(wide) if name == "alibi_slopes" else option
+                for name, option in options.items()
+            }
+            leaves = [tensor.to(wide).requires_grad_() for tensor in (query, keys, value)]
+            out = run(*leaves, scale=scale, **given)
+            return [out.detach(), *torch.autograd.grad(out, leaves, incoming.to(wide))]
+
+        def formula(*leaves: Tensor, **given: Any) -> Tensor:
+            return reference.attention(*leaves, **given).out
+
+        ours, peer = results(scaled_dot_product_attention, dtype), results(formula, dtype)
+        exact = results(formula, torch.float64) if dtype != torch.float64 else peer
+        for name, result, truth, theirs in zip(NAMES, ours, exact, peer, strict=True):
+            assert result.isfinite().all(), (name, options)
+            assert_accurate(f"{name} {options}", result, truth, theirs, dtype=dtype)

@@ -18,9 +18,10 @@ constexpr OptionSet kDecodeOptions = {Option::kMask,        Option::kOwnMasks,  
                                       Option::kPackedKeys,  Option::kKeyLengths, Option::kQueryOffsets,
                                       Option::kPages};
 
-// The most queries with which a call, or an element of its batch, is decoded.
+// The most queries with which a call, or an element of its batch, is decoded. Decoding multiplies the queries
+// by the scale.
 inline int64_t most_decoded(const AttentionParams& p) {
-  return options_of(p).within(kDecodeOptions) ? kFewQueries : 0;
+  return options_of(p).within(kDecodeOptions) && scale_keeps_queries(p.scale) ? kFewQueries : 0;
 }
 
 template <class P>

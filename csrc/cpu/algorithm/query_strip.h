@@ -11,6 +11,17 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
+// Whether a strip's queries are multiplied by the scale; if not, the scores are. Pieces of bfloat16 are
+// multiplied by powers of two alone, which do not round them.
+template <class P>
+bool queries_take_scale(double scale) {
+  if constexpr (kPlain<P>) {
+    return scale_keeps_queries(scale);
+  } else {
+    return P::is_exact_factor(scale);
+  }
+}
+
 // The queries first .. first + count - 1 of (batch, head).
 template <class P>
 struct QueryStrip {
@@ -37,19 +48,15 @@ struct QueryStrip {
     few_queries = kPlain<P> && p.queries <= kFewQueries && !p.batch_invariant;
     const RowSource rows = source(p, p.query, p.head_dim);
     rest_of_scale = T(1);
+    T in_query = static_cast<T>(p.scale);
+    if (!queries_take_scale<P>(p.scale)) std::swap(in_query, rest_of_scale);
     if constexpr (kPlain<P>) {
       if (few_queries) {
-        load_rows<T>(query.data, rows.data, rows.dtype, rows.stride, count, p.head_dim,
-                     static_cast<T>(p.scale));
-      } else {
-        query.load(rows, static_cast<T>(p.scale));
+        load_rows<T>(query.data, rows.data, rows.dtype, rows.stride, count, p.head_dim, in_query);
+        return;
       }
-    } else {
-      // A power of two does not round the pieces; other factors wait.
-      const bool exact = P::is_exact_factor(p.scale);
-      if (!exact) rest_of_scale = static_cast<T>(p.scale);
-      query.load(rows, exact ? static_cast<T>(p.scale) : T(1));
     }
+    query.load(rows, in_query);
   }
 
   // The strip's rows of a tensor shaped as query or out.

@@ -81,7 +81,7 @@ void take_score_steps(const AttentionParams& p, const ScoreSteps& steps, const Q
     for (int64_t v = 0; v < strip.vecs; ++v) {
       T* at = s + j * ld + v * S::kWidth;
       auto x = S::load(at);
-      if (!kPlain<P> && scaled) x = S::mul(x, S::set(scale));
+      if (scaled) x = S::mul(x, S::set(scale));
       if (capped) {
         const auto t = tanh<T>(S::mul(x, inverse_cap));
         if (scratch.capped != nullptr) S::store(scratch.capped + j * ld + v * S::kWidth, t);
@@ -106,16 +106,16 @@ void take_score_steps(const AttentionParams& p, const ScoreSteps& steps, const Q
 }
 
 // What dot_block made of keys key .. key + keys - 1, final up to the softmax, -inf where hidden; a mask's
-// block is in scratch.mask. Returns what the scores must still be multiplied by: the softmax does that while
-// it has them in hand.
+// block is in scratch.mask. Returns what the scores must still be multiplied by: the softmax of pairs does
+// that while it has them in hand.
 template <class P>
 Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, int64_t key, int64_t keys,
                         const BlockScratch<P>& scratch, Scalar<P>* s) {
   using T = Scalar<P>;
   const bool windowed = window_of_block(p, strip, key, keys, scratch);
   const bool altered = scratch.given != nullptr || alters_scores_of(p, strip, key, keys);
-  if (!windowed && !altered) return strip.rest_of_scale;
-  const bool scaled = !kPlain<P>;  // in P itself the scale is in the queries
+  const bool scaled = strip.rest_of_scale != T(1);
+  if (!windowed && !altered && !(kPlain<P> && scaled)) return strip.rest_of_scale;
   const bool capped = p.softcap > 0.0, sloped = p.alibi_slopes.data != nullptr;
   const bool masked = p.mask.data != nullptr;
   const auto take = [&](const ScoreSteps& steps) {
@@ -125,7 +125,7 @@ Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, in
     take({scaled, capped, sloped, masked, windowed});
     return T(1);
   }
-  if (strip.rest_of_scale != T(1) || capped || sloped) take({scaled, capped, sloped, false, false});
+  if (scaled || capped || sloped) take({scaled, capped, sloped, false, false});
   if (scratch.given != nullptr) memcpy(scratch.given, s, static_cast<size_t>(keys * kLanes<P>) * sizeof(T));
   const bool beside = apply_function(p.function, strip, key, keys, s);
   if (masked || windowed) take({false, false, false, masked, windowed});

@@ -140,7 +140,7 @@ void tangent_block(const TangentCall& call, QueryStrip<P>& strip, TangentLanes<P
   if (call.t.key.data != nullptr) add(block.key_tangents, strip.few_queries ? lanes.query : strip.query);
   const bool any = update == Update::kAdd, capped = p.softcap > 0.0;
   const bool sloped = call.t.alibi_slopes.data != nullptr, masked = call.t.mask.data != nullptr;
-  const bool scaled = !kPlain<P> && strip.rest_of_scale != T(1);
+  const bool scaled = strip.rest_of_scale != T(1);
   if (any && !scaled && !capped && !sloped && !masked) return;
 
   if (masked) load_mask_block(call.mask, strip, block.first, block.count, scratch.mask);
@@ -153,7 +153,7 @@ void tangent_block(const TangentCall& call, QueryStrip<P>& strip, TangentLanes<P
     for (int64_t v = 0; v < strip.vecs; ++v) {
       const int64_t at = j * ld + v * S::kWidth;
       auto x = any ? S::load(result + at) : S::set(T(0));
-      if (!kPlain<P> && scaled) x = S::mul(x, S::set(strip.rest_of_scale));
+      if (scaled) x = S::mul(x, S::set(strip.rest_of_scale));
       if (capped) {
         const auto t = S::load(scratch.capped + at);
         x = S::mul(x, S::sub(S::set(T(1)), S::mul(t, t)));

@@ -16,6 +16,13 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // Up to here a dot product per query beats a vector of mostly empty lanes.
 constexpr int64_t kFewQueries = 4;
 
+// Whether queries may be multiplied by the scale: beyond these bounds one could overflow or vanish where its
+// scores do not.
+inline bool scale_keeps_queries(double scale) {
+  const double factor = std::abs(scale);
+  return factor == 0.0 || (factor >= 0x1p-32 && factor <= 0x1p32);
+}
+
 // Accumulators of a tile: what the registers hold beside its operands. At least a vector's width of them.
 template <class T>
 constexpr int kFewQueryTile = Simd<T>::kTileRows == 8 ? 16 : 8;
