@@ -86,6 +86,7 @@ MODULES = (
     "test_varlen_errors.py",
     "test_varlen_masks.py",
     "test_viz.py",
+    "test_viz_layout.py",
     "test_viz_masks.py",
 )
 

@@ -168,7 +168,7 @@ def test_missing_extra_is_one_clear_message(
     weights = make_weights(2, 2, 3, 3)
     if draw is not viz.plot_layers:
         weights = weights[0, 0] if draw is viz.plot_attention else weights[0]
-    with pytest.raises(ImportError, match=r"pip install selfattn_ext\[viz\]"):
+    with pytest.raises(ImportError, match=r"pip install 'selfattn_ext\[viz\]'"):
         draw(weights)
 
 

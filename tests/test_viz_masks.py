@@ -223,7 +223,7 @@ def test_saved(tmp_path: Any) -> None:
 @pytest.mark.parametrize("missing", ["seaborn", "matplotlib.pyplot"])
 def test_missing_extra_is_one_clear_message(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=r"pip install selfattn_ext\[viz\]"):
+    with pytest.raises(ImportError, match=r"pip install 'selfattn_ext\[viz\]'"):
         viz.plot_mask(causal, (2, 2))
 
 
