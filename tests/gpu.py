@@ -127,6 +127,7 @@ ELSEWHERE = {
     "test_split": "runs processes on gloo, which is for the CPU",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
+    "test_torch_alone": "is about packages that are missing",
     "test_troubleshooting": "is about the documents",
     "test_types": "is about type checkers",
     "test_wide": "is about the order of sums on the CPU",
