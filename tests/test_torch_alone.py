@@ -53,7 +53,9 @@ for command in sys.argv[1:]:
 print(json.dumps(results))
 """
 
-INSTALL = "drawing needs matplotlib and seaborn (No module named 'matplotlib'): pip install 'selfattn_ext[viz]'"
+INSTALL = (
+    "drawing needs matplotlib and seaborn (No module named 'matplotlib'): pip install 'selfattn_ext[viz]'"
+)
 COMMANDS = (
     "info",
     "check",

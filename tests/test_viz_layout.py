@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import combinations
+from pathlib import Path
 from typing import Any
 
 import matplotlib as mpl
@@ -14,13 +15,22 @@ import matplotlib.pyplot as plt
 import numpy as np
 import pytest
 import torch
+from matplotlib.image import imread
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from selfattn_ext import viz
 
 WORDS = ["the", "quick", "brown", "fox", "jumps", "over", "the", "lazy", "dog"]
-LONG = ["internationalization", "is", "characteristically", "uncharacteristic", "of", "straightforwardness", "x"]
+LONG = [
+    "internationalization",
+    "is",
+    "characteristically",
+    "uncharacteristic",
+    "of",
+    "straightforwardness",
+    "x",
+]
 CHARACTERS = list("The  quick\n  brown fox\tjumps over a lazy dog MWMW")[:40]
 
 
@@ -134,7 +144,9 @@ def test_hidden_cells_are_blank_and_explained() -> None:
     given[3, 0] = 1e-4  # seen, and little
     ax = viz.plot_attention(given)
     assert [text.get_text() for text in ax.texts] == [f"{weight:.2f}" for weight in given[given > 0].tolist()]
-    np.testing.assert_array_equal(ax.collections[0].get_array().mask.reshape(4, 4), (given == 0).cpu().numpy())
+    np.testing.assert_array_equal(
+        ax.collections[0].get_array().mask.reshape(4, 4), (given == 0).cpu().numpy()
+    )
     bar = ax.figure.axes[1]
     assert [text.get_text() for text in bar.get_legend().get_texts()] == ["no weight"]
     assert viz.plot_attention(weights(4, 4, causal=False)).figure.axes[1].get_legend() is None
@@ -161,6 +173,17 @@ def test_without_tokens_cells_are_numbered() -> None:
         assert [label.get_text() for label in ax.get_yticklabels()] == (numbers if queries else [])
         assert [label.get_text() for label in ax.get_xticklabels()] == (numbers if keys else [])
     assert list(single.get_yticks()) == [number + 0.5 for number in range(0, 20, 4)]
+
+
+def test_what_sticks_out_of_a_figure_is_saved_too(tmp_path: Path) -> None:
+    ax = viz.plot_attention(weights(3, 3))
+    as_drawn = imread(viz.save(ax, tmp_path / "as_drawn.png", dpi=100, close=False))
+    assert as_drawn.shape[1::-1] == tuple(ax.figure.bbox.size.astype(int))
+    ax.set_xlabel("a name that was given after drawing, " * 3)
+    changed = imread(viz.save(ax, tmp_path / "changed.png", dpi=100))
+    assert changed.shape[0] == as_drawn.shape[0]
+    assert changed.shape[1] >= ax.xaxis.label.get_window_extent().width
+    assert (changed[:, [0, -1], :3] == 1).all()  # a border without ink
 
 
 def test_a_mask_has_handles_for_a_legend_of_several() -> None:

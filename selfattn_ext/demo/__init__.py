@@ -126,7 +126,7 @@ def _print_setting(
 
 
 def _announce_picture(path: Path) -> bool:
-    """Whether there will be a picture: what draws may be missing, and who wants it learns so before training."""
+    """Says before training, and returns, whether there will be a picture: what draws may be missing."""
     try:
         viz.require()
     except ImportError as error:

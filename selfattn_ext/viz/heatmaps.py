@@ -13,18 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .drawing import (
-    BAR,
-    add_legend,
-    arrange,
-    is_square,
-    label_axes,
-    labels_of,
-    panel_size,
-    placed,
-    require,
-    wrap,
-)
+from ..arguments import checks
+from .drawing import labels_of, require
+from .layout import BAR, add_legend, arrange, is_square, label_axes, panel_size, placed, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -212,12 +203,13 @@ def _as_array(weights: Weights, dims: int, name: str, hint: str) -> Any:
 def _choose(wanted: Sequence[int] | None, count: int, name: str) -> list[int]:
     if wanted is None:
         return list(range(count))
-    for index in wanted:
+    chosen = checks.integers(name, wanted)
+    for place, index in enumerate(chosen):
         if not 0 <= index < count:
-            raise ValueError(f"{name} must lie in 0..{count - 1}, got {index}")
-    if not wanted:
+            raise ValueError(f"{name}[{place}] must lie in 0..{count - 1}, got {index}")
+    if not chosen:
         raise ValueError(f"{name} must name at least one of 0..{count - 1}, got none")
-    return list(wanted)
+    return chosen
 
 
 def _columns(pictures: int) -> int:
@@ -269,7 +261,7 @@ def _explain(panels: Sequence[Axes], bar: Axes | None, fontsize: str) -> None:
     from matplotlib.patches import Rectangle
 
     figure: Any = panels[0].get_figure()
-    meshes = [ax.collections[0] for ax in panels]
+    meshes: list[Any] = [ax.collections[0] for ax in panels]
     drawn = figure.colorbar(meshes[0], cax=bar, ax=panels[0] if bar is None else None)
     drawn.set_label("weight", fontsize=fontsize)
     drawn.outline.set_visible(False)

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..arguments import checks
 from ..flex.block_masks import block_map, visible_blocks
 from ..masks import visible_pairs
-from .drawing import add_legend, arrange, is_square, label_axes, labels_of, panel_size, placed, require, wrap
+from .drawing import labels_of, require
+from .layout import add_legend, arrange, is_square, label_axes, panel_size, placed, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -150,7 +152,9 @@ def _sizes(mask: Any, sizes: tuple[int, int] | None) -> tuple[int, int]:
         if own is None:
             raise ValueError("sizes must be given as (L, S), as the mask has none of its own")
         sizes = own
-    length, keys = sizes
+    if len(sizes) != 2:
+        raise ValueError(f"sizes must be a pair (L, S), got {tuple(sizes)}")
+    length, keys = checks.integers("sizes", sizes)
     if length < 1 or keys < 1:
         raise ValueError(f"sizes must be at least (1, 1), got {tuple(sizes)}")
     if own is not None:
@@ -214,4 +218,3 @@ def _draw_borders(ax: Axes, sizes: tuple[int, int], steps: tuple[int, int], **st
     (length, keys), (rows, columns) = sizes, steps
     ax.hlines([*range(0, length, rows), length], 0, keys, **style)
     ax.vlines([*range(0, keys, columns), keys], 0, length, **style)
-
