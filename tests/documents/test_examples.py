@@ -124,8 +124,14 @@ def test_generate(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
     main = runpy.run_path(str(EXAMPLES / "generate.py"))["main"]
     small = ["--layers", "2", "--tokens", "10", "--device", gpu.DEVICE]
     texts = main([*small, "--compare"])
-    assert "the tokens are the same" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the tokens are the same" in printed
     assert len({*texts}) > 1
+    for text in texts:
+        assert len(text) == 10
+        assert text.isascii()
+        assert text.isprintable()
+        assert f" -> {text!r}\n" in printed
     assert main([*small, "--page-size", "5", "--pages", "27", "--at-a-time", "3"]) == texts
 
 
