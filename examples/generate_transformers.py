@@ -5,9 +5,9 @@
     python examples/generate_transformers.py --model google/gemma-2-2b-it --dtype bfloat16
 
 Without --model it is a small Gemma 2 with random weights, whose tokens are bytes, of which it generates the
-printable ones: it needs no network, and its text has no meaning. Its softcap, sliding window and grouped heads, and the padding of the shorter prompt,
-are what the kernels compute without a mask of (L, S) elements. --compare generates with transformers' own
-attention as well, and says whether the tokens are the same.
+printable ones: it needs no network, and its text has no meaning. Its softcap, sliding window and grouped
+heads, and the padding of the shorter prompt, are what the kernels compute without a mask of (L, S) elements.
+--compare generates with transformers' own attention as well, and says whether the tokens are the same.
 """
 
 from __future__ import annotations

@@ -159,7 +159,19 @@ def test_zeros_among_negative_numbers_are_numbers() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-@pytest.mark.parametrize("value", [0.0, 0.5])
+@pytest.mark.parametrize("vmin", [0.0, None])
+def test_numbers_that_are_none_are_written_into_their_cells(vmin: float | None) -> None:
+    given = torch.tensor([[1.0, 0.0], [torch.nan, torch.inf]])
+    for ax in (viz.plot_attention(given, vmin=vmin), pictures(viz.plot_heads(given[None], vmin=vmin))[0]):
+        ax.figure.canvas.draw()
+        assert (ax.collections[0].norm.vmin, ax.collections[0].norm.vmax) == (0, 1)
+        (nan,) = [text for text in ax.texts if text.get_text() == "NaN"]
+        assert nan.get_position() == (0.5, 1.5)
+    assert viz.plot_attention([[1.0, torch.nan]]).figure.axes[1].get_legend() is None
+
+
+@pytest.mark.filterwarnings("error")
+@pytest.mark.parametrize("value", [0.0, 0.5, torch.nan])
 def test_equal_weights(value: float) -> None:
     figure = viz.plot_heads(torch.full((2, 3, 3), value), vmin=None)
     figure.canvas.draw()

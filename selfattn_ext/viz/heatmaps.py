@@ -222,8 +222,13 @@ def _columns(pictures: int) -> int:
 
 def _limits(matrices: Sequence[Any], vmin: float | None, vmax: float | None) -> tuple[float, float]:
     """The weights at the ends of the colour map, which differ even where all weights are the same."""
-    lowest = float(min(matrix.min() for matrix in matrices)) if vmin is None else vmin
-    highest = float(max(matrix.max() for matrix in matrices)) if vmax is None else vmax
+    finite = [matrix[abs(matrix) < math.inf] for matrix in matrices]
+    lowest = (
+        float(min((found.min() for found in finite if found.size), default=0.0)) if vmin is None else vmin
+    )
+    highest = (
+        float(max((found.max() for found in finite if found.size), default=0.0)) if vmax is None else vmax
+    )
     return lowest, highest if highest != lowest else lowest + 1.0
 
 
@@ -241,7 +246,7 @@ def _draw(
         matrix,
         ax=ax,
         # Attention gives hidden keys no weight at all, and nothing else gets exactly that.
-        mask=(matrix == 0) & (matrix.min() >= 0),
+        mask=(matrix == 0) & ~(matrix < 0).any(),
         cmap=cmap,
         vmin=limits[0],
         vmax=limits[1],
@@ -254,6 +259,8 @@ def _draw(
         yticklabels=False,
     )
     ax.set_facecolor(_HIDDEN)
+    for row, column in zip(*(matrix != matrix).nonzero(), strict=True):
+        ax.text(column + 0.5, row + 0.5, "NaN", ha="center", va="center", fontsize="x-small")
 
 
 def _explain(panels: Sequence[Axes], bar: Axes | None, fontsize: str) -> None:
@@ -266,7 +273,7 @@ def _explain(panels: Sequence[Axes], bar: Axes | None, fontsize: str) -> None:
     drawn.set_label("weight", fontsize=fontsize)
     drawn.outline.set_visible(False)
     drawn.ax.tick_params(labelsize=fontsize, length=2, pad=2)
-    if any(mesh.get_array().mask.any() for mesh in meshes):
+    if any((mesh.get_array().data[mesh.get_array().mask] == 0).any() for mesh in meshes):
         drawn.ax.add_patch(Rectangle((0, 0), 0, 0, fc=_HIDDEN, label="no weight"))
         add_legend(drawn.ax, (0, 0), (0, -0.08), fontsize)
 
