@@ -121,7 +121,8 @@ def plot_mask(
         _draw_borders(ax, (length, keys), (1, 1), color=_CELL_BORDER, linewidth=0.3)
     if is_of_blocks:
         _draw_borders(ax, (length, keys), block_size, color=_BLOCK_BORDER, linewidth=0.6)
-    ax.spines[:].set(color=_BLOCK_BORDER, linewidth=0.6)
+    ax.spines[:].set_color(_BLOCK_BORDER)
+    ax.spines[:].set_linewidth(0.6)
     label_axes(ax, labels, (length, keys), steps=block_size)
     if title is not None:
         ax.set_title(title, fontsize="medium")
