@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ import pytest
 import torch
 from matplotlib.image import imread
 from matplotlib.text import Text
-from matplotlib.transforms import Bbox
 
 from selfattn_ext import viz
 
@@ -60,9 +58,15 @@ def shown(figure: Any) -> list[Text]:
     return [text for text in found if text.get_text().strip()]
 
 
-def overlap(one: Bbox, other: Bbox) -> bool:
-    both = Bbox.intersection(one, other)
-    return both is not None and min(both.width, both.height) > 0.5
+def colliding(texts: list[Text]) -> list[tuple[str, str]]:
+    """Pairs of upright or sideways texts that cover part of each other."""
+    texts = [text for text in texts if text.get_rotation() % 90 == 0]
+    low, high = (
+        np.array([getattr(text.get_window_extent(), end) for text in texts]) for end in ("min", "max")
+    )
+    common = np.minimum(high[:, None], high) - np.maximum(low[:, None], low)
+    pairs = np.argwhere(np.triu(common.min(-1) > 0.5, 1))
+    return [(texts[one].get_text(), texts[other].get_text()) for one, other in pairs]
 
 
 def pictures(figure: Any) -> list[Any]:
@@ -71,10 +75,8 @@ def pictures(figure: Any) -> list[Any]:
 
 
 DRAWN: dict[str, Callable[[], Any]] = {
-    **{f"{n} heads": lambda n=n: viz.plot_heads(weights(n, 9, 9), WORDS) for n in (1, 2, 4, 8, 12)},
-    "heads with a title": lambda: viz.plot_heads(weights(8, 9, 9), WORDS, title="the last layer"),
+    **{f"{n} heads": lambda n=n: viz.plot_heads(weights(n, 9, 9), WORDS) for n in (1, 4, 12)},
     "heads with a long title": lambda: viz.plot_heads(weights(1, 5, 5), title="many words in a title " * 5),
-    "heads of five": lambda: viz.plot_heads(weights(12, 5, 5), WORDS[:5]),
     "heads of sixty": lambda: viz.plot_heads(weights(4, 60, 60), [f"word{i}" for i in range(60)]),
     "heads with long words": lambda: viz.plot_heads(weights(5, 7, 7, causal=False), LONG),
     "heads without words": lambda: viz.plot_heads(weights(4, 300, 300)),
@@ -85,7 +87,6 @@ DRAWN: dict[str, Callable[[], Any]] = {
     "layers of several numbers of heads": lambda: viz.plot_layers(
         [weights(1, 9, 9), weights(3, 9, 9)], WORDS
     ),
-    "one": lambda: viz.plot_attention(weights(9, 9), WORDS),
     "one with long words": lambda: viz.plot_attention(weights(7, 7), LONG, title="a title of some words"),
     "one with a long title": lambda: viz.plot_attention(weights(3, 3), title="many words in a title " * 4),
     "one of sixty": lambda: viz.plot_attention(weights(60, 60), [f"word{i}" for i in range(60)]),
@@ -108,9 +109,7 @@ def test_all_texts_are_inside_the_picture_and_apart(name: str) -> None:
     for text, box in zip(texts, boxes, strict=True):
         assert figure.bbox.x0 <= box.x0 < box.x1 <= figure.bbox.x1, text
         assert figure.bbox.y0 <= box.y0 < box.y1 <= figure.bbox.y1, text
-    upright = [(t.get_text(), b) for t, b in zip(texts, boxes, strict=True) if t.get_rotation() % 90 == 0]
-    colliding = [(a, b) for (a, one), (b, other) in combinations(upright, 2) if overlap(one, other)]
-    assert not colliding
+    assert colliding(texts) == []
     for ax in figure.axes:  # slanted labels run side by side
         slanted = [label for label in ax.get_xticklabels() if label.get_rotation() == 45]
         places = sorted(ax.transData.transform((label.get_position()[0], 0))[0] for label in slanted)
@@ -122,7 +121,7 @@ def test_all_texts_are_inside_the_picture_and_apart(name: str) -> None:
     assert max(inside.x0, inside.y0, width - inside.x1, height - inside.y1) < 0.2
 
 
-@pytest.mark.parametrize(("heads", "empty"), [(4, 0), (5, 1), (7, 1), (8, 0), (10, 2), (12, 0)])
+@pytest.mark.parametrize(("heads", "empty"), [(5, 1), (7, 1), (8, 0), (10, 2)])
 def test_grids_are_close_and_have_few_empty_places(heads: int, empty: int) -> None:
     figure = viz.plot_heads(weights(heads, 9, 9), WORDS)
     boxes = [ax.get_window_extent() for ax in pictures(figure)]
