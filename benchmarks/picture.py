@@ -15,7 +15,7 @@ try:
     from matplotlib.axes import Axes
 except ImportError as error:
     raise CommandError(
-        f"drawing needs matplotlib ({error}): pip install selfattn_ext[viz]", exit_code=1
+        f"drawing needs matplotlib ({error}): pip install 'selfattn_ext[viz]'", exit_code=1
     ) from error
 
 COLUMNS = 4

@@ -38,9 +38,10 @@ COLOURS = {
 
 WIDTH = 880
 MARGIN = 4
-LEFT, RIGHT = 310, WIDTH - 60  # of the bars; labels stand left of them, figures right
+LEFT, RIGHT = 310, WIDTH - 60  # of the bars; labels stand left of them
+NUMBER = 40  # of the width that a ratio takes beside its bar
 LEGEND = 56
-TOP = 132  # of the first row
+TOP = 140  # of the first row
 BAR, GAP, SPACE = 13, 2, 12  # height of a bar, between the bars of a row, between rows
 FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
@@ -83,9 +84,15 @@ def _ratios(data: dict[str, Any]) -> list[float]:
 
 
 def _powers(data: dict[str, Any]) -> range:
-    """The powers of two that the picture shows; 1 is always among them."""
-    ratios = _ratios(data)
-    return range(min(0, math.floor(math.log2(min(ratios)))), math.ceil(math.log2(max(ratios))) + 1)
+    """The powers of two that the picture shows; 1 is always among them, and one more.
+
+    Numbers of ratios under 1 stand left of their bars, and labels left of all: there is room for both.
+    """
+    smallest, largest = (math.log2(choose(_ratios(data))) for choose in (min, max))
+    low, high = min(0, math.floor(smallest)), max(1, math.ceil(largest))
+    while smallest < 0 and _place(2.0**smallest, range(low, high + 1)) < LEFT + NUMBER:
+        low -= 1
+    return range(low, high + 1)
 
 
 def _place(ratio: float, powers: range) -> float:
@@ -106,14 +113,17 @@ def _legend(machines: dict[str, Any], colours: Colours) -> Iterator[str]:
 
 def _grid(data: dict[str, Any], bottom: float, colours: Colours) -> Iterator[str]:
     powers = _powers(data)
+    one = _place(1.0, powers)
+    style = f'fill="{colours.faint}" font-size="12"'
+    if min(_ratios(data)) < 1:
+        yield _text(one - 9, TOP - 32, "torch is faster", f'text-anchor="end" {style}')
+    yield _text(one + 9, TOP - 32, "selfattn_ext is faster", style)
     for power in powers:
         x = _place(2.0**power, powers)
         width = 2 if power == 0 else 1
         colour = colours.faint if power == 0 else colours.line
         yield f'<path d="M{x:.1f} {TOP - 8}V{bottom}" stroke="{colour}" stroke-width="{width}"/>'
-        yield _text(
-            x, TOP - 14, f"{2.0**power:g}", f'text-anchor="middle" fill="{colours.faint}" font-size="12"'
-        )
+        yield _text(x, TOP - 14, f"{2.0**power:g}", f'text-anchor="middle" {style}')
 
 
 def _row(
@@ -126,13 +136,17 @@ def _row(
     for measured in row["measured"]:
         index = machines.index(measured["machine"])
         y = top + index * (BAR + GAP)
-        ends = sorted((_place(1.0, powers), _place(measured["ratio"], powers)))
+        ratio = measured["ratio"]
+        ends = sorted((_place(1.0, powers), _place(ratio, powers)))
         yield (
             f'<rect x="{ends[0]:.1f}" y="{y}" width="{max(ends[1] - ends[0], 2):.1f}" height="{BAR}" rx="2" '
             f'fill="{colours.bars[index]}"/>'
         )
-        ratio = measured["ratio"]
-        yield _text(ends[1] + 6, y + BAR - 2, f"{ratio:.1f}" if ratio >= 10 else str(ratio), 'font-size="12"')
+        number, base = f"{ratio:.1f}" if ratio >= 10 else str(ratio), y + BAR - 2
+        if ratio < 1:
+            yield _text(ends[0] - 6, base, number, 'text-anchor="end" font-size="12"')
+        else:
+            yield _text(ends[1] + 6, base, number, 'font-size="12"')
 
 
 if __name__ == "__main__":

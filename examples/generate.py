@@ -6,11 +6,11 @@
 
 It shows what a decoder needs besides attention: rotary positions, grouped heads, and a KVCache. The prompts
 are packed, one behind the other, without padding. Then each step computes one token of every sequence. When a
-sequence ends, its place in the cache and its pages are given to the next prompt. The weights are random and
-the tokens are bytes, so that it needs no network, and its text has no meaning. --compare generates once more
-without a cache, each prompt alone, with everything computed again for each token, and says whether the tokens
-are the same. In 16 bits they may differ: a step of one token rounds differently from a pass over all of them,
-and random weights make many tokens nearly as likely as the first.
+sequence ends, its place in the cache and its pages are given to the next prompt. The weights are random, so
+that it needs no network, and its text has no meaning. A token is a byte; printable ones alone are generated.
+--compare generates once more without a cache, each prompt alone, with everything computed again for each
+token, and says whether the tokens are the same. In 16 bits they may differ: a step of one token rounds
+differently from a pass over all of them, and random weights make many tokens nearly as likely as the first.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from selfattn_ext import KVCache, apply_rotary, rotary_factors, varlen_attention
 from selfattn_ext.nn.rotary import RotaryFactors
 
+FIRST, PRINTABLE = ord(" "), 95  # the printable characters of ASCII
 PROMPTS = ("Attention is", "The quick brown fox jumps over", "A", "Sequences come and go", "One more")
 
 
@@ -81,7 +82,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Logits (total, 256) of packed tokens (total,)."""
+    """Logits (total, PRINTABLE) of packed tokens (total,)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -89,7 +90,7 @@ class Decoder(nn.Module):
         self.embedding = nn.Embedding(256, size.width)
         self.blocks = nn.ModuleList(Block(size) for _ in range(size.layers))
         self.norm = nn.RMSNorm(size.width)
-        self.head = nn.Linear(size.width, 256, bias=False)
+        self.head = nn.Linear(size.width, PRINTABLE, bias=False)
 
     def forward(self, tokens: Tensor, step: Step) -> Tensor:
         x = self.embedding(tokens)
@@ -118,7 +119,7 @@ def generate(model: Decoder, prompts: Sequence[Tensor], count: int, cache: KVCac
         cache.extend([len(tokens) for tokens in given.values()], given)
         step = Step(model.size, cache.packed_positions, cache.cu_seqlens, cache)
         logits = model(torch.cat(list(given.values())).to(device), step)
-        drawn = logits[cache.cu_seqlens[1:] - 1].argmax(-1)
+        drawn = FIRST + logits[cache.cu_seqlens[1:] - 1].argmax(-1)
         for sequence, token in zip(given, drawn.split(1), strict=True):
             results[at[sequence]].append(token)
             if len(results[at[sequence]]) == count:
@@ -134,12 +135,12 @@ def generate_anew(model: Decoder, prompt: Tensor, count: int, device: str) -> Te
         positions = torch.arange(len(tokens), device=device)
         starts = torch.tensor([0, len(tokens)], device=device)
         logits = model(tokens, Step(model.size, positions, starts, None))
-        tokens = torch.cat([tokens, logits[-1:].argmax(-1)])
+        tokens = torch.cat([tokens, FIRST + logits[-1:].argmax(-1)])
     return tokens[len(prompt) :]
 
 
 @torch.inference_mode()
-def main(arguments: Sequence[str] | None = None) -> list[bytes]:
+def main(arguments: Sequence[str] | None = None) -> list[str]:
     parser = argparse.ArgumentParser(description="Generate from a batch of prompts with a KVCache.")
     parser.add_argument("prompts", nargs="*", default=PROMPTS, help="what to go on with")
     parser.add_argument("--tokens", type=int, default=24, help="how many to generate for each (%(default)s)")
@@ -170,7 +171,7 @@ def main(arguments: Sequence[str] | None = None) -> list[bytes]:
     new = generate(model, prompts, options.tokens, cache)
     milliseconds = 1000 * (time.perf_counter() - start)
     print(f"with a cache: {milliseconds / options.tokens / len(prompts):.2f} ms per token")
-    texts = [bytes(tokens.tolist()) for tokens in new]
+    texts = [bytes(tokens.tolist()).decode() for tokens in new]
     for prompt, text in zip(options.prompts, texts, strict=True):
         print(f"  {prompt!r} -> {text!r}")
     if options.compare:

@@ -4,10 +4,10 @@
     python examples/generate_transformers.py
     python examples/generate_transformers.py --model google/gemma-2-2b-it --dtype bfloat16
 
-Without --model it is a small Gemma 2 with random weights, whose tokens are bytes: it needs no network, and
-its text has no meaning. Its softcap, sliding window and grouped heads, and the padding of the shorter prompt,
-are what the kernels compute without a mask of (L, S) elements. --compare generates with transformers' own
-attention as well, and says whether the tokens are the same.
+Without --model it is a small Gemma 2 with random weights, whose tokens are bytes, of which it generates the
+printable ones: it needs no network, and its text has no meaning. Its softcap, sliding window and grouped
+heads, and the padding of the shorter prompt, are what the kernels compute without a mask of (L, S) elements.
+--compare generates with transformers' own attention as well, and says whether the tokens are the same.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma2Config, PreT
 
 from selfattn_ext.integrations import transformers as integration
 
+PRINTABLE = range(ord(" "), ord("~") + 1)  # the characters of ASCII
 PROMPTS = ("Attention is", "The quick brown fox jumps over")
 
 
@@ -35,7 +36,7 @@ class Bytes:
         return {"input_ids": ids, "attention_mask": (ids > 0).long()}
 
     def decode(self, ids: Tensor) -> str:
-        return bytes(ids.tolist()).decode(errors="backslashreplace").strip("\0")
+        return bytes(ids.tolist()).decode()
 
 
 class Pretrained:
@@ -71,7 +72,9 @@ def random_model(options: argparse.Namespace) -> PreTrainedModel:
         bos_token_id=None,
         eos_token_id=None,
     )
-    return AutoModelForCausalLM.from_config(config, attn_implementation="selfattn_ext")
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="selfattn_ext")
+    model.generation_config.suppress_tokens = [token for token in range(256) if token not in PRINTABLE]
+    return model
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Tensor], options: argparse.Namespace) -> Tensor:

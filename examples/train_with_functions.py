@@ -126,6 +126,8 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--bias", type=Path, help="a picture of what was learned for each distance")
     parser.add_argument("--mask", type=Path, help="a picture of who sees whom in the first row")
     given = parser.parse_args(argv)
+    if given.bias or given.mask:
+        viz.require()  # before training
     torch.manual_seed(0)
     source = text.from_file(given.text) if given.text else repository_text()
     paragraphs = [part.strip() for part in source.content.split("\n\n") if len(part.strip()) > 1]
@@ -184,5 +186,5 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 if __name__ == "__main__":
     try:
         main()
-    except CommandError as error:
+    except (CommandError, ImportError) as error:
         sys.exit(f"error: {error}")

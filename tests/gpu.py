@@ -86,6 +86,7 @@ MODULES = (
     "test_varlen_errors.py",
     "test_varlen_masks.py",
     "test_viz.py",
+    "test_viz_layout.py",
     "test_viz_masks.py",
 )
 
@@ -126,6 +127,7 @@ ELSEWHERE = {
     "test_split": "runs processes on gloo, which is for the CPU",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
+    "test_torch_alone": "is about packages that are missing",
     "test_troubleshooting": "is about the documents",
     "test_types": "is about type checkers",
     "test_wide": "is about the order of sums on the CPU",

@@ -297,7 +297,7 @@ def test_heatmap_without_matplotlib_says_what_to_install(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["heatmap", "--out", str(tmp_path / "drawn.png")]) == 1
-    assert "pip install selfattn_ext[viz]" in capsys.readouterr().err
+    assert "pip install 'selfattn_ext[viz]'" in capsys.readouterr().err
 
 
 class Terminal(io.StringIO):

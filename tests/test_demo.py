@@ -84,7 +84,7 @@ def test_demo_reports_an_attention_that_computes_something_else(
     assert "MORE than rounding explains" in capsys.readouterr().out
 
 
-def test_demo_without_matplotlib_trains_and_says_what_to_install(
+def test_demo_without_matplotlib_says_what_to_install_and_trains(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
@@ -92,7 +92,10 @@ def test_demo_without_matplotlib_trains_and_says_what_to_install(
         text=_book(tmp_path), steps=1, size=SMALL, device=gpu.DEVICE, out=tmp_path / "drawn.png"
     )
     assert demo.run(options) == 0
-    assert re.search(r"no attention heatmap: .*pip install selfattn_ext\[viz\]", capsys.readouterr().out)
+    before, _, after = capsys.readouterr().out.partition("attention by")
+    assert re.search(r"^picture none: .*pip install 'selfattn_ext\[viz\]'$", before, re.MULTILINE)
+    assert "they agree" in after
+    assert "heatmap" not in after
 
 
 def test_demo_stops_early_on_a_slow_machine(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

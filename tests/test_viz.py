@@ -168,7 +168,7 @@ def test_missing_extra_is_one_clear_message(
     weights = make_weights(2, 2, 3, 3)
     if draw is not viz.plot_layers:
         weights = weights[0, 0] if draw is viz.plot_attention else weights[0]
-    with pytest.raises(ImportError, match=r"pip install selfattn_ext\[viz\]"):
+    with pytest.raises(ImportError, match=r"pip install 'selfattn_ext\[viz\]'"):
         draw(weights)
 
 
@@ -202,8 +202,21 @@ def test_missing_extra_is_one_clear_message(
             lambda: viz.plot_attention(make_weights(3, 3), TOKENS),
         ),
         (ValueError, "key_tokens must", lambda: viz.plot_heads(make_weights(1, 2, 3), key_tokens=TOKENS)),
-        (TypeError, "tokens must be strings", lambda: viz.plot_attention(make_weights(2, 2), [1, 2])),
-        (ValueError, r"heads must lie in 0\.\.1", lambda: viz.plot_heads(make_weights(2, 3, 3), heads=[2])),
+        (
+            TypeError,
+            r"tokens must be strings, but tokens\[1\] is int 2",
+            lambda: viz.plot_attention(make_weights(2, 2), ["1", 2]),
+        ),
+        (
+            ValueError,
+            r"heads\[1\] must lie in 0\.\.1, got 2",
+            lambda: viz.plot_heads(make_weights(2, 3, 3), heads=[0, 2]),
+        ),
+        (
+            TypeError,
+            r"heads\[0\] must be an int, got float 1.0",
+            lambda: viz.plot_heads(make_weights(2, 3, 3), heads=[1.0]),
+        ),
         (ValueError, "layers must name", lambda: viz.plot_layers(make_weights(2, 1, 3, 3), layers=[])),
         (ValueError, "columns must be at least", lambda: viz.plot_heads(make_weights(2, 3, 3), columns=0)),
     ],

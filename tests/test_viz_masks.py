@@ -223,7 +223,7 @@ def test_saved(tmp_path: Any) -> None:
 @pytest.mark.parametrize("missing", ["seaborn", "matplotlib.pyplot"])
 def test_missing_extra_is_one_clear_message(monkeypatch: pytest.MonkeyPatch, missing: str) -> None:
     monkeypatch.setitem(sys.modules, missing, None)
-    with pytest.raises(ImportError, match=r"pip install selfattn_ext\[viz\]"):
+    with pytest.raises(ImportError, match=r"pip install 'selfattn_ext\[viz\]'"):
         viz.plot_mask(causal, (2, 2))
 
 
@@ -232,6 +232,8 @@ def test_missing_extra_is_one_clear_message(monkeypatch: pytest.MonkeyPatch, mis
     [
         (ValueError, r"sizes must be given as \(L, S\)", lambda: viz.plot_mask(causal)),
         (ValueError, r"sizes must be given", lambda: viz.plot_mask(is_causal=True)),
+        (TypeError, r"sizes\[0\] must be an int, got float 3.0", lambda: viz.plot_mask(causal, (3.0, 3))),
+        (ValueError, r"sizes must be a pair \(L, S\), got \(3,\)", lambda: viz.plot_mask(causal, (3,))),
         (ValueError, r"at least \(1, 1\), got \(0, 2\)", lambda: viz.plot_mask(causal, (0, 2))),
         (
             ValueError,

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import operator
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -39,6 +39,11 @@ def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFF
     if not low <= result <= high:
         raise ValueError(f"{name} must lie between {low} and {high}, got {_digits(result)}")
     return result
+
+
+def integers(name: str, values: Iterable[Any], low: int = -_MAX_OFFSET, high: int = _MAX_OFFSET) -> list[int]:
+    """Ints from the elements of a sequence; what is wrong with one of them says with which."""
+    return [integer(f"{name}[{index}]", value, low, high) for index, value in enumerate(values)]
 
 
 def _is_truth_value(value: Any) -> bool:
@@ -129,7 +134,7 @@ def window(value: Any) -> tuple[int, int]:
         raise TypeError(
             f"window_size must be a pair (left, right) of ints, -1 for unbounded, got {described(value)}"
         )
-    left, right = (integer("window_size", side, -sys.maxsize, sys.maxsize) for side in value)
+    left, right = integers("window_size", value, -sys.maxsize, sys.maxsize)
     if left < -1 or right < -1:
         raise ValueError(
             f"window_size must be (left, right) with each from -1 (unbounded) on, got {(left, right)}"
@@ -254,4 +259,18 @@ def broadcasts(name: str, shape: Sequence[int], full: Sequence[int], meaning: st
     if len(given) > len(full) or any(
         size not in (1, wanted) for size, wanted in zip(reversed(given), reversed(full), strict=False)
     ):
-        raise ValueError(f"{name} of shape {tuple(shape)} does not broadcast to {tuple(full)}, {meaning}")
+        raise ValueError(
+            f"{name} of shape {tuple(shape)} does not broadcast to {tuple(full)}, {meaning}"
+            f"{_with_missing_dimensions(name, tuple(shape), tuple(full))}"
+        )
+
+
+def _with_missing_dimensions(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> str:
+    """How to index a tensor that has the first dimension of the full shape, and its last ones."""
+    if len(shape) < 2 or len(shape) >= len(full) or shape[0] != full[0]:
+        return ""
+    after = len(shape) - 1
+    if any(size not in (1, wanted) for size, wanted in zip(shape[1:], full[-after:], strict=True)):
+        return ""
+    places = [":", *["None"] * (len(full) - len(shape)), *[":"] * after]
+    return f"; {name}[{', '.join(places)}] does"

@@ -131,8 +131,7 @@ def offset_values(side: str, tensor: Tensor, offsets: Tensor, longest: Any) -> N
 
 def position_values(positions: Tensor) -> None:
     """The values of query_offset, one per sequence."""
-    for value in values("query_offset", positions) or ():
-        checks.integer("query_offset", value)
+    checks.integers("query_offset", values("query_offset", positions) or ())
 
 
 def per_sequence(name: str, value: Any, query: Tensor, batch: int) -> None:

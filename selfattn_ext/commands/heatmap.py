@@ -31,10 +31,11 @@ def run(options: Options) -> int:
     """Draw and say where. Returns 0.
 
     Raises:
-        CommandError: the file is not a tensor of attention weights, the labels do not fit, or matplotlib is
-        missing.
+        CommandError: the file is not a tensor of attention weights, or the labels do not fit.
+        ImportError: matplotlib or seaborn is missing.
     """
     check_output("--out", options.out, PICTURE_FORMATS)
+    viz.require()
     words = EXAMPLE.split()
     tokens, title = options.tokens, options.title
     if options.file is None:
@@ -46,8 +47,6 @@ def run(options: Options) -> int:
     try:
         drawing = _plotter(weights)(weights, tokens, title=title)
         print(f"attention heatmap: {viz.save(drawing, options.out)}")
-    except ImportError as error:
-        raise CommandError(describe(error), exit_code=1) from error
     except (TypeError, ValueError) as error:
         raise CommandError(describe(error)) from error
     except OSError as error:
@@ -79,10 +78,6 @@ def load(path: Path) -> Any:
         loaded = (
             _load_numpy(path) if suffix == ".npy" else torch.load(path, map_location="cpu", weights_only=True)
         )
-    except ImportError as error:
-        raise CommandError(
-            f"{path}: reading .npy files needs NumPy: pip install numpy", exit_code=1
-        ) from error
     except Exception as error:  # unpickling a foreign file can raise anything
         raise CommandError(f"{path} cannot be read: {describe(error)}") from error
     parts = loaded if isinstance(loaded, (list, tuple)) and loaded else [loaded]

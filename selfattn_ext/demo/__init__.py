@@ -5,8 +5,6 @@ formula.
 
 from __future__ import annotations
 
-import contextlib
-import importlib
 import statistics
 import warnings
 from collections.abc import Callable, Sequence
@@ -74,12 +72,12 @@ def run(options: Options) -> int:
     corpus = text.Corpus(corpus_text, options.size.context)
     contenders = line_up(ATTENTIONS, len(corpus.symbols), options.size, device)
     _print_setting(options, corpus_text, corpus, contenders[0].model, device)
+    draws = _announce_picture(options.out)
 
-    with contextlib.suppress(ImportError):
-        importlib.import_module("seaborn")
     # What comes after training is measured before it. The picture and the set-up, with the imports of what
     # draws, are both Python's work on one processor, and take about the same time.
-    for_picture = set_up = budget.spent()
+    set_up = budget.spent()
+    for_picture = set_up if draws else 0.0
     held_out_loss(contenders[0].model, corpus, device)
     kept = for_picture + AFTER_TRAINING * (budget.spent() - set_up)
     done = train(contenders, corpus, options.steps, BATCH_SIZE, options.seed, device, budget, kept)
@@ -94,7 +92,8 @@ def run(options: Options) -> int:
 
     model = contenders[0].model
     sample = _print_sample(model, corpus, options.seed, device, lambda: budget.left(for_picture) > 0)
-    _draw_attention(model, sample[: min(DRAWN_LENGTH, options.size.context)], corpus, options.out)
+    if draws:
+        _draw_attention(model, sample[: min(DRAWN_LENGTH, options.size.context)], corpus, options.out)
     print(f"\ntotal {budget.spent():.0f} s")
     return 0 if agree else 1
 
@@ -122,9 +121,19 @@ def _print_setting(
     )
     print(
         f"steps   {options.steps} with {BATCH_SIZE} x {size.context} characters, three twins in turns, "
-        f"seed {options.seed}, {device.type}, {torch.get_num_threads()} threads\n",
-        flush=True,
+        f"seed {options.seed}, {device.type}, {torch.get_num_threads()} threads"
     )
+
+
+def _announce_picture(path: Path) -> bool:
+    """Says before training, and returns, whether there will be a picture: what draws may be missing."""
+    try:
+        viz.require()
+    except ImportError as error:
+        print(f"picture none: {describe(error)}\n", flush=True)
+        return False
+    print(f"picture {path}\n", flush=True)
+    return True
 
 
 def _print_comparison(contenders: Sequence[Contender], corpus: text.Corpus, device: torch.device) -> None:
@@ -193,7 +202,5 @@ def _draw_attention(model: CharTransformer, tokens: Tensor, corpus: text.Corpus,
             warnings.filterwarnings("ignore", r"Glyph .* missing from font", UserWarning)
             saved = viz.save(viz.plot_layers(maps, symbols, title="attention in the demo"), path)
         print(f"\nattention heatmap: {saved}")
-    except ImportError as error:
-        print(f"\nno attention heatmap: {describe(error)}")
     except OSError as error:
         raise CommandError(f"--out {path}: cannot write: {error.strerror or error}") from error

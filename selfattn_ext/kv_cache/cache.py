@@ -9,6 +9,7 @@ Note [Lengths on both sides]
 
 from __future__ import annotations
 
+import reprlib
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
@@ -135,6 +136,26 @@ class KVCache:
         self.cache_seqlens = torch.zeros(sequences, dtype=torch.int64, device=self.device)
         self._begin(list(range(sequences)), [0] * sequences)
 
+    def __repr__(self) -> str:
+        shape, value_dim = self.keys[0].shape, self.values[0].size(-1)
+        made = {
+            "layers": len(self.keys),
+            "sequences": len(self._lengths),
+            "kv_heads": shape[1] if self.layout == "bhld" else shape[2],
+            "head_dim": shape[3],
+            "capacity": self.capacity,
+        }
+        if value_dim != shape[3]:
+            made["value_dim"] = value_dim
+        if self._pool is not None:
+            made |= {"page_size": self.page_size, "pages": shape[0]}
+        said = [f"{name}={number}" for name, number in made.items()]
+        if self.layout != "bhld":
+            said.append(f"layout={self.layout!r}")
+        said += [f"dtype={self.dtype}", f"device={str(self.device)!r}"]
+        free = "" if self._pool is None else f", {self.free_pages} pages free"
+        return f"KVCache({', '.join(said)}) with lengths {reprlib.repr(self._lengths)}{free}"
+
     @property
     def lengths(self) -> list[int]:
         """How many tokens each sequence has, those of the step included."""
@@ -164,7 +185,7 @@ class KVCache:
         """Ends a sequence, and a step that it takes part in: its pages go back to the pool, its number to
         allocate().
         """
-        (sequence,) = cache_checks.sequence_numbers([sequence], len(self._used), "sequence")
+        sequence = cache_checks.sequence_number("sequence", sequence, len(self._used))
         self._resize(sequence, 0)
         self._used[sequence] = False
 

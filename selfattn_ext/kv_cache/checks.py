@@ -38,6 +38,7 @@ __all__ = [
     "no_causal_bias",
     "no_derivatives",
     "page_table",
+    "sequence_number",
     "sequence_numbers",
     "step_of",
     "token_counts",
@@ -257,18 +258,25 @@ def step_of(counts: Sequence[int]) -> Step:
     return Step(len(counts), sum(counts), longest, longest if len(set(counts)) <= 1 else None)
 
 
-def sequence_numbers(sequences: Any, count: int, name: str = "sequences") -> list[int]:
+def sequence_number(name: str, sequence: Any, count: int) -> int:
+    """The number of one of that many sequences."""
+    number = checks.integer(name, sequence)
+    if not 0 <= number < count:
+        raise ValueError(f"{name}: the cache holds sequences 0 to {count - 1}, got {number}")
+    return number
+
+
+def sequence_numbers(sequences: Any, count: int) -> list[int]:
     """The numbers of some of that many sequences, of all for None."""
     if sequences is None:
         return list(range(count))
     if not isinstance(sequences, Iterable):
         raise TypeError(f"sequences must be numbers of sequences, got {checks.described(sequences)}")
-    numbers = [checks.integer(name, sequence) for sequence in sequences]
-    for number in numbers:
-        if not 0 <= number < count:
-            raise ValueError(f"{name}: the cache holds sequences 0 to {count - 1}, got {number}")
+    numbers = [
+        sequence_number(f"sequences[{index}]", sequence, count) for index, sequence in enumerate(sequences)
+    ]
     if len(set(numbers)) < len(numbers):
-        raise ValueError(f"{name} must name each sequence once, got {numbers}")
+        raise ValueError(f"sequences must name each sequence once, got {numbers}")
     return numbers
 
 
@@ -276,7 +284,7 @@ def token_counts(counts: Any, sequences: int) -> list[int]:
     """How many tokens come for each of the sequences of a step."""
     if not isinstance(counts, Iterable):
         return [checks.integer("counts", counts, 0)] * sequences
-    numbers = [checks.integer("counts", count, 0) for count in counts]
+    numbers = checks.integers("counts", counts, 0)
     if len(numbers) != sequences:
         raise ValueError(f"counts must be an int or {sequences} numbers, got {len(numbers)}")
     return numbers

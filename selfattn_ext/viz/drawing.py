@@ -1,8 +1,7 @@
-"""What all pictures have in common: the libraries that draw, labels of queries and keys, files."""
+"""What all pictures have in common: the libraries that draw, the labels of tokens, files."""
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -12,15 +11,18 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
-__all__ = ["label_axes", "labels_of", "require", "save", "side"]
+__all__ = ["MARGIN", "labels_of", "require", "save"]
 
-# Beyond this many labels on an axis they overlap, so that only every n-th is drawn.
-_MAX_LABELS = 48
+# Inches around a whole figure.
+MARGIN = 0.1
 _CONTROL_CHARACTERS = str.maketrans({"\n": "↵", "\r": "␍", "\t": "⇥"})
 
 
-def save(drawing: Axes | Figure, path: str | os.PathLike[str], *, dpi: int = 120, close: bool = True) -> Path:
+def save(drawing: Axes | Figure, path: str | os.PathLike[str], *, dpi: int = 200, close: bool = True) -> Path:
     """Writes a picture to a file, in the format that the file's suffix names (png, svg, pdf).
+
+    If something sticks out of the figure, such as a label that was changed after drawing, the picture in the
+    file is larger than the figure.
 
     Args:
         drawing: what one of the plot functions returned.
@@ -32,27 +34,34 @@ def save(drawing: Axes | Figure, path: str | os.PathLike[str], *, dpi: int = 120
         The absolute path of the file.
     """
     pyplot, _ = require()
+    from matplotlib.transforms import Bbox
+
     figure: Any = getattr(drawing, "figure", drawing)
     target = Path(path).expanduser().absolute()
     target.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(target, dpi=dpi)
+    figure.draw_without_rendering()
+    page, drawn = figure.bbox_inches, figure.get_tightbbox()
+    sticks_out = (drawn.min < page.min - 0.01).any() or (drawn.max > page.max + 0.01).any()
+    # As large as the figure otherwise, to the pixel.
+    outline = Bbox.union([page, drawn.padded(MARGIN)]) if sticks_out else None
+    figure.savefig(target, dpi=dpi, bbox_inches=outline)
     if close:
         pyplot.close(figure)
     return target
 
 
 def require() -> tuple[Any, Any]:
-    """matplotlib.pyplot and seaborn.
+    """matplotlib.pyplot and seaborn. A program that draws when its work is done asks for them before it.
 
     Raises:
-        ImportError: one of them is missing; the message says how to install both.
+        ImportError: one of them, or what they need, is missing; the message says how to install it.
     """
     try:
         import matplotlib.pyplot as pyplot
         import seaborn
     except ImportError as error:
         raise ImportError(
-            f"drawing needs matplotlib and seaborn ({error}): pip install selfattn_ext[viz]"
+            f"drawing needs matplotlib and seaborn ({error}): pip install 'selfattn_ext[viz]'"
         ) from error
     return pyplot, seaborn
 
@@ -69,32 +78,14 @@ def labels_of(
 def _check_tokens(tokens: Sequence[str] | None, count: int, name: str) -> list[str] | None:
     if tokens is None:
         return None
-    if not all(isinstance(token, str) for token in tokens):
-        raise TypeError(f"{name} must be strings, got {[type(token).__name__ for token in tokens]}")
+    for index, token in enumerate(tokens):
+        if not isinstance(token, str):
+            raise TypeError(
+                f"{name} must be strings, but {name}[{index}] is {type(token).__name__} {token!r:.60}"
+            )
     if len(tokens) != count:
         raise ValueError(f"{name} must have one label for each of {count} positions, got {len(tokens)}")
     return [
         "␣" * len(token) if token and not token.strip(" ") else token.translate(_CONTROL_CHARACTERS)
         for token in tokens
     ]
-
-
-def side(cells: int, per_cell: float, smallest: float, largest: float) -> float:
-    """Inches for that many cells."""
-    return min(largest, max(smallest, 1.0 + per_cell * cells))
-
-
-def label_axes(ax: Axes, row_labels: list[str] | None, column_labels: list[str] | None) -> None:
-    """Writes labels beside the cells, which are 1 wide and high; None leaves an axis as it is."""
-    # parse_math=False: a token such as "$x$" is text, not a formula.
-    for labels, set_ticks, rotation in ((column_labels, ax.set_xticks, 90), (row_labels, ax.set_yticks, 0)):
-        if labels is not None:
-            step = math.ceil(len(labels) / _MAX_LABELS)
-            shown = range(0, len(labels), step)
-            set_ticks(
-                [i + 0.5 for i in shown],
-                [labels[i] for i in shown],
-                rotation=rotation,
-                fontsize="small",
-                parse_math=False,
-            )

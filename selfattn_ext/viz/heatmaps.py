@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
 
-from .drawing import label_axes, labels_of, require, side
+from ..arguments import checks
+from .drawing import labels_of, require
+from .layout import BAR, add_legend, arrange, is_square, label_axes, panel_size, placed, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -26,6 +28,12 @@ Weights: TypeAlias = Any
 
 # Numbers written into cells are legible up to this many keys.
 _MAX_ANNOTATED = 12
+# Of a cell that holds a number, and of one that does not, in inches.
+_WIDE_CELL, _CELL = 0.42, 0.2
+# Of the longer side of a picture that stands alone, of one in a grid, and of all that stand side by side.
+_LARGEST, _LARGEST_IN_GRID, _WIDEST = 10.0, 5.0, 18.0
+# Where there is no weight at all: unlike the colour of any weight, on light and on dark pages.
+_HIDDEN = "#e4e4e7"
 
 
 def plot_attention(
@@ -65,17 +73,27 @@ def plot_attention(
     pyplot, _ = require()
     matrix = _as_array(weights, 2, "weights", "plot_heads draws several heads")
     rows, columns = matrix.shape
-    row_labels, column_labels = labels_of(tokens, key_tokens, rows, columns)
-    if ax is None:
-        size = (side(columns, 0.42, 3.2, 14.0) + (1.1 if colorbar else 0.0), side(rows, 0.42, 2.6, 14.0))
-        _, ax = pyplot.subplots(figsize=size, layout="constrained")
+    labels = labels_of(tokens, key_tokens, rows, columns)
     if annotate is None:
         annotate = max(rows, columns) <= _MAX_ANNOTATED
-    _draw(ax, matrix, cmap=cmap, vmin=vmin, vmax=vmax, colorbar=colorbar, annotate=annotate)
-    label_axes(ax, row_labels, column_labels)
-    ax.set(xlabel="key", ylabel="query")
+    limits = _limits([matrix], vmin, vmax)
+    cell = _WIDE_CELL if annotate else _CELL
+    size = bar = None
+    if ax is None:
+        figure = pyplot.figure()
+        size = panel_size(rows, columns, cell, 2.0, _LARGEST)
+        ax = placed(figure, size)
+        bar = placed(figure, BAR) if colorbar else None
+    square = size is None or is_square(size, (rows, columns))
+    _draw(ax, matrix, cmap, limits, square, annotate)
+    if colorbar:
+        _explain([ax], bar, "small")
+    label_axes(ax, labels, (rows, columns))
     if title is not None:
-        ax.set_title(title)
+        ax.set_title(title, fontsize="large")
+    if size is not None:
+        wrap(ax.title, size[0] + 1.0)
+        arrange([[ax]], size, bar=bar)
     return ax
 
 
@@ -97,7 +115,7 @@ def plot_heads(
         weights: (H, L, S), any number of leading dimensions of size 1 is dropped.
         tokens, key_tokens, title, cmap, vmin, vmax: as in `plot_attention`.
         heads: which heads to draw, in this order; all of them by default.
-        columns: pictures in a row; about the square root of their number by default, at most 4.
+        columns: pictures in a row; by default at most 4, and such that few places of the last row stay empty.
 
     Returns:
         The figure.
@@ -106,10 +124,11 @@ def plot_heads(
         ImportError, TypeError, ValueError: as `plot_attention`; ValueError also for a head that does not
             exist and for columns < 1.
     """
+    require()
     stack = _as_array(weights, 3, "weights", "plot_attention draws one head, plot_layers several layers")
     chosen = _choose(heads, stack.shape[0], "heads")
     if columns is None:
-        columns = min(4, math.ceil(math.sqrt(len(chosen))))
+        columns = _columns(len(chosen))
     elif columns < 1:
         raise ValueError(f"columns must be at least 1, got {columns}")
     columns = min(columns, len(chosen))
@@ -146,6 +165,7 @@ def plot_layers(
         ImportError, TypeError, ValueError: as `plot_attention`; ValueError also for layers of different L
             or S and for a layer or head that does not exist.
     """
+    require()
     hint = "give (N, H, L, S) or a list of (H, L, S)"
     if isinstance(weights, (list, tuple)) and weights and isinstance(weights[0], torch.Tensor):
         stacks = [_as_array(layer, 3, f"weights[{i}]", hint) for i, layer in enumerate(weights)]
@@ -183,40 +203,79 @@ def _as_array(weights: Weights, dims: int, name: str, hint: str) -> Any:
 def _choose(wanted: Sequence[int] | None, count: int, name: str) -> list[int]:
     if wanted is None:
         return list(range(count))
-    for index in wanted:
+    chosen = checks.integers(name, wanted)
+    for place, index in enumerate(chosen):
         if not 0 <= index < count:
-            raise ValueError(f"{name} must lie in 0..{count - 1}, got {index}")
-    if not wanted:
+            raise ValueError(f"{name}[{place}] must lie in 0..{count - 1}, got {index}")
+    if not chosen:
         raise ValueError(f"{name} must name at least one of 0..{count - 1}, got none")
-    return list(wanted)
+    return chosen
+
+
+def _columns(pictures: int) -> int:
+    """So that a grid is about as wide as high, or somewhat wider, with few empty places at its end."""
+    if pictures <= 3:
+        return pictures
+    wide = range(math.ceil(math.sqrt(pictures)), 5)
+    return min(wide, key=lambda columns: -pictures % columns, default=4)
+
+
+def _limits(matrices: Sequence[Any], vmin: float | None, vmax: float | None) -> tuple[float, float]:
+    """The weights at the ends of the colour map, which differ even where all weights are the same."""
+    finite = [matrix[abs(matrix) < math.inf] for matrix in matrices]
+    lowest = (
+        float(min((found.min() for found in finite if found.size), default=0.0)) if vmin is None else vmin
+    )
+    highest = (
+        float(max((found.max() for found in finite if found.size), default=0.0)) if vmax is None else vmax
+    )
+    return lowest, highest if highest != lowest else lowest + 1.0
 
 
 def _draw(
     ax: Axes,
     matrix: Any,
-    *,
     cmap: str,
-    vmin: float | None,
-    vmax: float | None,
-    colorbar: bool,
-    annotate: bool,
+    limits: tuple[float, float],
+    square: bool,
+    annotate: bool = False,
 ) -> None:
+    """Colours for the weights of one head."""
     _, seaborn = require()
     seaborn.heatmap(
         matrix,
         ax=ax,
+        # Attention gives hidden keys no weight at all, and nothing else gets exactly that.
+        mask=(matrix == 0) & ~(matrix < 0).any(),
         cmap=cmap,
-        vmin=vmin,
-        vmax=vmax,
-        cbar=colorbar,
-        square=True,
+        vmin=limits[0],
+        vmax=limits[1],
+        cbar=False,
+        square=square,
         annot=annotate,
         fmt=".2f",
         annot_kws={"fontsize": "small"},
-        cbar_kws={"label": "weight"} if colorbar else None,
         xticklabels=False,
         yticklabels=False,
     )
+    ax.set_facecolor(_HIDDEN)
+    for row, column in zip(*(matrix != matrix).nonzero(), strict=True):
+        ax.text(column + 0.5, row + 0.5, "NaN", ha="center", va="center", fontsize="x-small")
+
+
+def _explain(panels: Sequence[Axes], bar: Axes | None, fontsize: str) -> None:
+    """The colour bar of pictures, into its axes or beside the only one, and a word about hidden cells."""
+    from matplotlib.patches import Rectangle
+
+    figure: Any = panels[0].get_figure()
+    meshes: list[Any] = [ax.collections[0] for ax in panels]
+    drawn = figure.colorbar(meshes[0], cax=bar, ax=panels[0] if bar is None else None)
+    drawn.set_label("weight", fontsize=fontsize)
+    drawn.outline.set_visible(False)
+    drawn.ax.tick_params(labelsize=fontsize, length=2, pad=2)
+    if any((mesh.get_array().data[mesh.get_array().mask] == 0).any() for mesh in meshes):
+        drawn.ax.add_patch(Rectangle((0, 0), 0, 0, fc=_HIDDEN, label="no weight"))
+        add_legend(drawn.ax, (0, 0), (0, -0.08), fontsize)
 
 
 def _draw_grid(
@@ -228,33 +287,32 @@ def _draw_grid(
     vmin: float | None,
     vmax: float | None,
 ) -> Figure:
-    """One picture for each (matrix, title) of the grid, labels at its left and lower edge, one colour bar."""
+    """One picture for each (matrix, name) of the grid, labels at its left and lower edge, one colour bar."""
     pyplot, _ = require()
     matrices = [matrix for line in grid for matrix, _ in line]
     rows, columns = matrices[0].shape
-    row_labels, column_labels = labels_of(tokens, key_tokens, rows, columns)
-    vmin = float(min(matrix.min() for matrix in matrices)) if vmin is None else vmin
-    vmax = float(max(matrix.max() for matrix in matrices)) if vmax is None else vmax
-    height, width = len(grid), max(len(line) for line in grid)
-    cell = (side(columns, 0.16, 1.6, 4.0), side(rows, 0.16, 1.6, 4.0))
-    figure, axes = pyplot.subplots(
-        height,
-        width,
-        squeeze=False,
-        figsize=(min(40.0, width * cell[0] + 1.2), min(40.0, height * cell[1] + 0.6)),
-        layout="constrained",
-    )
-    for y, line in enumerate(axes):
-        for x, ax in enumerate(line):
-            if x >= len(grid[y]):
-                ax.set_axis_off()
-                continue
-            matrix, name = grid[y][x]
-            _draw(ax, matrix, cmap=cmap, vmin=vmin, vmax=vmax, colorbar=False, annotate=False)
-            is_lowest = y + 1 == height or x >= len(grid[y + 1])
-            label_axes(ax, row_labels if x == 0 else None, column_labels if is_lowest else None)
-            ax.set_title(name, fontsize="small")
-    figure.colorbar(axes[0][0].collections[0], ax=axes, label="weight", shrink=0.8)
-    if title is not None:
-        figure.suptitle(title)
+    labels = labels_of(tokens, key_tokens, rows, columns)
+    limits = _limits(matrices, vmin, vmax)
+    largest = min(_LARGEST_IN_GRID, _WIDEST / max(map(len, grid)))
+    size = panel_size(rows, columns, _CELL, 1.6, largest)
+    square = is_square(size, (rows, columns))
+    figure = pyplot.figure()
+
+    def drawn(matrix: Any) -> Axes:
+        ax = placed(figure, size)
+        _draw(ax, matrix, cmap, limits, square)
+        ax.set_visible(False)  # until all are there: seaborn draws the whole figure for each
+        return ax
+
+    panels = [[drawn(matrix) for matrix, _ in line] for line in grid]
+    for y, line in enumerate(grid):
+        for x, (_, name) in enumerate(line):
+            ax = panels[y][x]
+            ax.set_visible(True)
+            is_lowest = y + 1 == len(grid) or x >= len(grid[y + 1])
+            label_axes(ax, labels, (rows, columns), fontsize="x-small", outer=(x == 0, is_lowest))
+            ax.set_title(name, fontsize="small", pad=3)
+    bar = placed(figure, BAR)
+    _explain([ax for line in panels for ax in line], bar, "x-small")
+    arrange(panels, size, bar=bar, title=title)
     return figure

@@ -8,9 +8,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from ..arguments import checks
 from ..flex.block_masks import block_map, visible_blocks
 from ..masks import visible_pairs
-from .drawing import label_axes, labels_of, require, side
+from .drawing import labels_of, require
+from .layout import add_legend, arrange, is_square, label_axes, panel_size, placed, wrap
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -27,11 +29,9 @@ _OF_BLOCKS = {
     _IN_FULL_BLOCK: "full block: all seen",
 }
 _OF_PAIRS = {_UNSEEN: "hidden", _SEEN: "seen"}
-_CELL_BORDER = "#8c8c8c"
+_CELL_BORDER, _BLOCK_BORDER = "#8c8c8c", "#3f3f46"
 # Lines between cells help up to this many of them on a side.
 _MAX_OUTLINED = 32
-# Numbers beside an axis without tokens, at most.
-_MAX_NUMBERS = 8
 
 
 def plot_mask(
@@ -70,7 +70,8 @@ def plot_mask(
         key_tokens: S labels of the keys.
         title: written above the picture.
         ax: the axes to draw into; a new figure when not given.
-        legend: whether to say beside the picture what the colours mean.
+        legend: whether to say beside the picture what the colours mean. Without it, a legend for several
+            pictures can be made of ``ax.get_legend_handles_labels()``.
         device: where a mask function is asked; torch's default device when not given.
 
     Returns:
@@ -86,7 +87,7 @@ def plot_mask(
     """
     pyplot, _ = require()
     from matplotlib.colors import ListedColormap
-    from matplotlib.patches import Patch
+    from matplotlib.patches import Rectangle
 
     length, keys = _sizes(mask, sizes)
     is_of_blocks = _is_block_mask(mask)
@@ -102,32 +103,37 @@ def plot_mask(
     if rule is not None:
         cells = torch.where(rule, cells, cells.clamp(max=_UNSEEN))
     labels = labels_of(tokens, key_tokens, length, keys)
+    size = None
     if ax is None:
-        width, height = side(keys, 0.2, 3.2, 7.0), side(length, 0.2, 2.6, 7.0)
-        _, ax = pyplot.subplots(figsize=(width + (2.6 if legend else 0.0), height), layout="constrained")
+        size = panel_size(length, keys, 0.2, 2.6, 7.0)
+        ax = placed(pyplot.figure(), size)
     ax.imshow(
         cells.cpu().numpy(),
         cmap=ListedColormap(_COLOURS),
         vmin=-0.5,
         vmax=len(_COLOURS) - 0.5,
         extent=(0, keys, length, 0),
+        aspect="equal" if size is None or is_square(size, (length, keys)) else "auto",
         # Of many cells, a pixel shows the mixture of their colours.
         interpolation_stage="rgba",
     )
     if max(length, keys) <= _MAX_OUTLINED:
         _draw_borders(ax, (length, keys), (1, 1), color=_CELL_BORDER, linewidth=0.3)
     if is_of_blocks:
-        _draw_borders(ax, (length, keys), block_size, color="#000000", linewidth=0.9)
-    _number(ax.set_xticks, keys, block_size[1])
-    _number(ax.set_yticks, length, block_size[0])
-    label_axes(ax, *labels)
-    ax.set(xlabel="key", ylabel="query")
+        _draw_borders(ax, (length, keys), block_size, color=_BLOCK_BORDER, linewidth=0.6)
+    ax.spines[:].set_color(_BLOCK_BORDER)
+    ax.spines[:].set_linewidth(0.6)
+    label_axes(ax, labels, (length, keys), steps=block_size)
     if title is not None:
-        ax.set_title(title)
+        ax.set_title(title, fontsize="medium")
+    for kind, name in (_OF_BLOCKS if is_of_blocks else _OF_PAIRS).items():
+        # Nothing is seen of it but its line in a legend.
+        ax.add_patch(Rectangle((0, 0), 0, 0, fc=_COLOURS[kind], ec=_CELL_BORDER, lw=0.5, label=name))
     if legend:
-        names = _OF_BLOCKS if is_of_blocks else _OF_PAIRS
-        patches = [Patch(fc=_COLOURS[kind], ec=_CELL_BORDER, label=name) for kind, name in names.items()]
-        ax.legend(handles=patches, loc="upper left", bbox_to_anchor=(1.02, 1), borderaxespad=0, frameon=False)
+        add_legend(ax, (1, 1), (0.15, 0), "small")
+    if size is not None:
+        wrap(ax.title, size[0] + 1.0)
+        arrange([[ax]], size)
     return ax
 
 
@@ -147,7 +153,9 @@ def _sizes(mask: Any, sizes: tuple[int, int] | None) -> tuple[int, int]:
         if own is None:
             raise ValueError("sizes must be given as (L, S), as the mask has none of its own")
         sizes = own
-    length, keys = sizes
+    if len(sizes) != 2:
+        raise ValueError(f"sizes must be a pair (L, S), got {tuple(sizes)}")
+    length, keys = checks.integers("sizes", sizes)
     if length < 1 or keys < 1:
         raise ValueError(f"sizes must be at least (1, 1), got {tuple(sizes)}")
     if own is not None:
@@ -211,11 +219,3 @@ def _draw_borders(ax: Axes, sizes: tuple[int, int], steps: tuple[int, int], **st
     (length, keys), (rows, columns) = sizes, steps
     ax.hlines([*range(0, length, rows), length], 0, keys, **style)
     ax.vlines([*range(0, keys, columns), keys], 0, length, **style)
-
-
-def _number(set_ticks: Callable[..., Any], count: int, step: int) -> None:
-    """Numbers beside an axis, at the first cell of each block if there are few."""
-    while count > step * _MAX_NUMBERS:
-        step *= 2
-    shown = range(0, count, step)
-    set_ticks([index + 0.5 for index in shown], [str(index) for index in shown])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import runpy
 import subprocess
 import sys
@@ -158,7 +159,9 @@ def test_example(cache: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert len(calls) == 2 * 4
     printed = capsys.readouterr().out
     assert printed.endswith("the tokens are the same\n")
-    assert "'Attention is' -> '" in printed
+    # Printable characters alone, as they are.
+    assert re.search(r"^  'Attention is' -> (['\"])[ -~]{4,7}\1$", printed, re.MULTILINE)
+    assert "\\x" not in printed
 
 
 @pytest.mark.parametrize("name", ["", "my sdpa", "flash_ours", "eager", "paged|ours", "a/b", 3])

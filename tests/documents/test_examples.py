@@ -73,6 +73,18 @@ def test_train_with_functions(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert bias.read_bytes()[:4] == mask.read_bytes()[:4] == b"\x89PNG"
 
 
+@pytest.mark.cpu_only("flex_attention computes on the CPU alone")
+@pytest.mark.parametrize("option", ["--bias", "--mask"])
+def test_train_with_functions_asks_before_training_for_what_draws(
+    option: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "seaborn", None)
+    main = runpy.run_path(str(EXAMPLES / "train_with_functions.py"))["main"]
+    with pytest.raises(ImportError, match=r"pip install 'selfattn_ext\[viz\]'"):
+        main(["--steps", "1", option, "picture.png"])
+    assert capsys.readouterr().out == ""
+
+
 LONG = ["--tokens", "260", "--width", "16", "--heads", "2", "--steps", "3", "--rate", "1e-2"]
 MORE_LONG = [
     (2, ["--shard", "--checkpoints"]),
@@ -124,8 +136,14 @@ def test_generate(capsys: pytest.CaptureFixture[str], one_thread: None) -> None:
     main = runpy.run_path(str(EXAMPLES / "generate.py"))["main"]
     small = ["--layers", "2", "--tokens", "10", "--device", gpu.DEVICE]
     texts = main([*small, "--compare"])
-    assert "the tokens are the same" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "the tokens are the same" in printed
     assert len({*texts}) > 1
+    for text in texts:
+        assert len(text) == 10
+        assert text.isascii()
+        assert text.isprintable()
+        assert f" -> {text!r}\n" in printed
     assert main([*small, "--page-size", "5", "--pages", "27", "--at-a-time", "3"]) == texts
 
 

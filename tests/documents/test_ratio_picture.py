@@ -47,6 +47,41 @@ def test_every_row_and_ratio_is_shown_inside_the_picture(name: str) -> None:
             assert 0 <= float(element.attrib["y"]) < height
 
 
+def test_the_window_says_why_its_ratio_is_large() -> None:
+    (shape,) = (row["shape"] for row in DATA["rows"] if "window" in row["label"])
+    assert "torch computes all 8192 keys" in shape
+
+
+@pytest.mark.parametrize("ratios", [(0.8, 0.51), (0.5, 2.0), (0.25, 51.6), (1.0, 1.0), (0.03, 0.9)], ids=str)
+def test_ratios_under_one_are_drawn_to_the_left(ratios: tuple[float, float], tmp_path: Path) -> None:
+    """Their bars end at the line of 1, and their numbers stand on the far side, right of the labels."""
+    measured = [
+        {"machine": machine, "ratio": ratio} for machine, ratio in zip(DATA["machines"], ratios, strict=True)
+    ]
+    rows = [{"label": "some work", "shape": "(1, 2)", "measured": measured}]
+    (tmp_path / "ratios.json").write_text(json.dumps({**DATA, "rows": rows}), encoding="utf-8")
+    draw = runpy.run_path(str(ROOT / "benchmarks" / "ratio_picture.py"))
+    draw["main"]([str(tmp_path / "ratios.json")])
+    root = ElementTree.parse(tmp_path / "ratios-light.svg").getroot()
+    texts = {element.text: element.attrib for element in root.iter(f"{SVG}text")}
+    one = float(texts["1"]["x"])
+    bars = [element.attrib for element in root.iter(f"{SVG}rect")][-2:]
+    for ratio, bar in zip(ratios, bars, strict=True):
+        left = float(bar["x"])
+        right = left + float(bar["width"])
+        number = texts[str(ratio) if ratio < 10 else f"{ratio:.1f}"]
+        if ratio < 1:
+            assert right == pytest.approx(one, abs=0.2)
+            assert number["text-anchor"] == "end"
+            assert draw["LEFT"] + 30 <= float(number["x"]) < left
+        else:
+            assert left == pytest.approx(one, abs=0.2)
+            assert "text-anchor" not in number
+            assert right < float(number["x"]) <= draw["WIDTH"] - 40
+    assert ("torch is faster" in texts) == (min(ratios) < 1)
+    assert "selfattn_ext is faster" in texts
+
+
 @pytest.mark.parametrize(
     ("row", "measured"), MEASURED, ids=[f"{row['label']}-{m['machine']}" for row, m in MEASURED]
 )

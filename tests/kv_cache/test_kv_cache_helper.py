@@ -310,11 +310,15 @@ def test_refusals_of_a_step(
         (ValueError, "pages needs a page_size", lambda: cache_of(pages=3)),
         (ValueError, "layout must be", lambda: cache_of(layout="lbhd")),
         (ValueError, "^sequence: the cache holds sequences 0 to 2, got 3", lambda: cache_of().free(3)),
-        (ValueError, "^sequences: the cache holds .* got -1", lambda: cache_of().extend(1, [-1])),
+        (ValueError, r"^sequences\[1\]: the cache holds .* got -1", lambda: cache_of().extend(1, [0, -1])),
         (ValueError, "^sequences must .* once, got", lambda: cache_of().extend(1, [1, 1])),
         (ValueError, "an int or 3 numbers, got 2", lambda: cache_of().extend([1, 1])),
         (ValueError, "counts must lie between 0", lambda: cache_of().extend(-1)),
         (TypeError, "counts must be an int, got float 1.0", lambda: cache_of().extend(1.0)),
+        (TypeError, r"counts\[1\] must be an int, got float 1.0", lambda: cache_of().extend([1, 1.0, 1])),
+        (ValueError, r"counts\[2\] must lie between 0", lambda: cache_of().extend([1, 1, -1])),
+        (TypeError, r"sequences\[0\] must be an int, got str 'a'", lambda: cache_of().extend(1, ["a"])),
+        (TypeError, "sequence must be an int, got str 'a'", lambda: cache_of().free("a")),
         (TypeError, "counts must be an int, got NoneType", lambda: cache_of().extend(None)),
         (TypeError, "sequences must be numbers of sequences, got int 2", lambda: cache_of().extend(1, 2)),
         (TypeError, "dtype must be float64, float32,", lambda: cache_of(dtype=torch.int32)),
@@ -323,6 +327,22 @@ def test_refusals_of_a_step(
 def test_refusals(error: type[Exception], text: str, make: Any) -> None:
     with pytest.raises(error, match=text):
         make()
+
+
+def test_a_cache_says_what_it_is_and_holds() -> None:
+    cache = KVCache(2, 3, 4, 64, 1024, device="cpu")
+    cache.extend([5, 0, 7])
+    made = "layers=2, sequences=3, kv_heads=4, head_dim=64, capacity=1024"
+    assert repr(cache) == f"KVCache({made}, dtype=torch.float32, device='cpu') with lengths [5, 0, 7]"
+    paged = KVCache(
+        1, 9, 2, 8, 40, value_dim=4, page_size=16, pages=5, layout="blhd", dtype=torch.float16, device="cpu"
+    )
+    paged.extend([1, 17], [0, 1])
+    assert repr(paged) == (
+        "KVCache(layers=1, sequences=9, kv_heads=2, head_dim=8, capacity=40, value_dim=4, page_size=16, "
+        "pages=5, layout='blhd', dtype=torch.float16, device='cpu') "
+        "with lengths [1, 17, 0, 0, 0, 0, ...], 2 pages free"
+    )
 
 
 def test_numbers_of_other_libraries_are_numbers() -> None:
