@@ -30,6 +30,11 @@ DEFAULT_ARCHITECTURES = ("7.5", "8.0", "9.0a", "10.0", "12.0")
 #: The oldest GPUs that the kernels are written for.
 MINIMUM_CAPABILITY = (7, 5)
 
+#: About how many processor seconds a build takes for the CPU, and for an architecture more: docs/install.md.
+CPU_SECONDS = 360.0
+CUDA_SECONDS = {"7.5": 400.0, "8.0": 800.0, "9.0a": 1200.0}
+CUDA_SECONDS_OF_OTHERS = 800.0
+
 #: Why a library has no CUDA kernels, by the name under which it remembers the reason.
 ABSENT = {
     "": "the build did not ask for them",
@@ -256,7 +261,10 @@ def _plan(
     if problem is not None:
         return Plan("host", f"CPU only: {nvcc} compiles nothing here ({problem})")
     architectures = architectures_of(os.environ.get(ARCHITECTURES_VARIABLE, ""), capabilities, nvcc)
-    text = f"CPU and CUDA, for compute capability {', '.join(architectures)}, by {nvcc}"
+    text = (
+        f"CPU and CUDA, for compute capability {', '.join(architectures)}, by {nvcc}; "
+        f"{ARCHITECTURES_VARIABLE} chooses others, {VARIABLE}=0 leaves CUDA out"
+    )
     return Plan("", text, nvcc, architectures)
 
 
@@ -265,6 +273,13 @@ def plan_for(torch: Any, *, at_run_time: bool = False) -> Plan:
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     capabilities = [torch.cuda.get_device_capability(gpu) for gpu in gpus]
     return plan(torch.__version__, torch.version.cuda, capabilities, at_run_time=at_run_time)
+
+
+def processor_seconds(plan: Plan) -> float:
+    """About how long the files of a build take, all together, on one processor: see docs/install.md."""
+    return CPU_SECONDS + sum(
+        CUDA_SECONDS.get(name.removesuffix("+PTX"), CUDA_SECONDS_OF_OTHERS) for name in plan.architectures
+    )
 
 
 def definitions(plan: Plan) -> list[str]:
