@@ -27,6 +27,10 @@ ARCHITECTURES_VARIABLE = "TORCH_CUDA_ARCH_LIST"
 #: 8.0 runs on 8.6 and 8.9, code for 12.0 on 12.1; later GPUs compile the PTX of the last for themselves.
 DEFAULT_ARCHITECTURES = ("7.5", "8.0", "9.0a", "10.0", "12.0")
 
+#: Whose PTX is that of which, as scripts/cuda_compile_check.py makes sure: with both, nvcc's front end, which
+#: is over half of its work, runs once.
+SAME_PTX = {"12.0": "10.0"}
+
 #: The oldest GPUs that the kernels are written for.
 MINIMUM_CAPABILITY = (7, 5)
 
@@ -175,13 +179,17 @@ def architectures_of(variable: str, capabilities: Sequence[tuple[int, int]], nvc
 def architecture_flags(architectures: Sequence[str]) -> list[str]:
     """nvcc's flags for a list as :func:`architectures_of` gives it."""
     flags = []
-    for name in architectures:
-        number = name.removesuffix("+PTX").replace(".", "")
+    known = [name.removesuffix("+PTX") for name in architectures]
+    for name, plain in zip(architectures, known, strict=True):
+        number = plain.replace(".", "")
+        ptx = SAME_PTX[plain].replace(".", "") if SAME_PTX.get(plain) in known else number
         if not (number == "90" and "9.0a" in architectures):
-            flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+            flags.append(f"-gencode=arch=compute_{ptx},code=sm_{number}")
         if name.endswith("+PTX"):
-            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
-    return flags
+            flags.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
+    # nvcc itself tells the sources of those alone that its front end runs for.
+    with_code = "/".join(dict.fromkeys(name.rstrip("a") for name in known))
+    return [*flags, f"-DSELFATTN_CUDA_ARCHITECTURES={with_code}"]
 
 
 def cmake_architectures(nvcc: Nvcc) -> list[str]:
