@@ -95,9 +95,10 @@ endif
 	$(PYTHON3) -m venv .venv
 
 # Without build isolation, so that a rebuild needs no network; object files stay in build/, so it compiles what changed.
+# pip would not show how far that is, and so it comes first.
 $(STAMPS)/built: $(SOURCES) $(STAMPS)/torch
 	"$(BIN)/python" -m pip install --quiet 'setuptools>=77' ninja
-	@echo "compiling selfattn_ext: a few minutes the first time"
+	"$(BIN)/python" setup.py --quiet build_ext --inplace
 	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[test,viz]'
 	@touch $@
 

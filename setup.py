@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import runpy
 import shutil
@@ -29,9 +30,10 @@ else:
 ROOT = Path(__file__).resolve().parent
 
 # By path: importing the package would load the library that is about to be built.
-sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
-toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "toolchain.py")))
-cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "cuda_build.py")))
+sources, toolchain, cuda_build, ninja_build, terminal = (
+    SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / f"{name}.py")))
+    for name in ("sources", "toolchain", "cuda_build", "ninja_build", "terminal")
+)
 
 
 def relative(paths: list[str]) -> list[str]:
@@ -51,6 +53,14 @@ def extension(plan) -> Extension:
         },
         language="c++",
     )
+
+
+def begin(plan, files: int):
+    """Says how much work there is; returns what shows how far it is."""
+    share = files / len(sources.extension_sources(plan.cuda))
+    work = ninja_build.estimate(files, share * cuda_build.processor_seconds(plan))
+    print(f"selfattn_ext: compiling {work}", flush=True)
+    return terminal.Progress("selfattn_ext: compiled", files, log_lines=20)
 
 
 class BuildLibrary(BuildExtension):
@@ -77,10 +87,14 @@ class BuildLibrary(BuildExtension):
             except ValueError as error:
                 raise SystemExit(f"selfattn_ext: {error}") from None
             print(f"selfattn_ext: {plan.explanation}", flush=True)
-            with cuda_build.environment(plan, cpp_extension):
-                # Declared without them below, as nothing but a build needs to look for nvcc.
-                vars(self.extensions[0]).update(vars(extension(plan)))
-                super().run()
+            # Declared without them below, as nothing but a build needs to look for nvcc.
+            vars(self.extensions[0]).update(vars(extension(plan)))
+            shown = ninja_build.shown(cpp_extension, functools.partial(begin, plan), echo=True)
+            with cuda_build.environment(plan, cpp_extension), shown:
+                try:
+                    super().run()
+                except RuntimeError as error:
+                    raise SystemExit(f"selfattn_ext: {error}") from None
 
 
 class BuildPackage(build_py):

@@ -143,23 +143,28 @@ def get_requires_for_build_editable(config_settings=None):
 
 def prepare_metadata_for_build_wheel(metadata_directory, config_settings=None):
     _check()
-    return _setuptools().prepare_metadata_for_build_wheel(metadata_directory, config_settings)
+    return _setuptools().prepare_metadata_for_build_wheel(metadata_directory, _settings(config_settings))
 
 
 def prepare_metadata_for_build_editable(metadata_directory, config_settings=None):
     _check()
-    return _setuptools().prepare_metadata_for_build_editable(metadata_directory, config_settings)
+    return _setuptools().prepare_metadata_for_build_editable(metadata_directory, _settings(config_settings))
 
 
 def build_sdist(sdist_directory, config_settings=None):
     return _setuptools().build_sdist(sdist_directory, config_settings)
 
 
+def _settings(given):
+    # What "pip install -v" is to show, how far the build is, would drown in lists of copied files.
+    return given or {"quiet": "true"}
+
+
 def build_wheel(wheel_directory, config_settings=None, metadata_directory=None):
     _with_torch()
-    return _setuptools().build_wheel(wheel_directory, config_settings, metadata_directory)
+    return _setuptools().build_wheel(wheel_directory, _settings(config_settings), metadata_directory)
 
 
 def build_editable(wheel_directory, config_settings=None, metadata_directory=None):
     _with_torch()
-    return _setuptools().build_editable(wheel_directory, config_settings, metadata_directory)
+    return _setuptools().build_editable(wheel_directory, _settings(config_settings), metadata_directory)

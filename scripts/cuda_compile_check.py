@@ -42,7 +42,7 @@ ARCHITECTURES = tuple(name.replace(".", "") for name in cuda_build.DEFAULT_ARCHI
 _EVERYWHERE = "80"
 #: So many turns it takes until every source has been compiled for it, and for another one.
 _COMMON_TURNS, _OTHER_TURNS = 4, 6
-# The oldest with the instructions of the sm80 kernels; on older ones those are compiled, and never chosen.
+# The oldest with the instructions of the sm80 kernels, which are empty on older ones.
 _AMPERE = 80
 # The one with the instructions of the sm90 kernels, which are empty on others, and these instructions.
 _HOPPER = "90a"

@@ -27,8 +27,17 @@ ARCHITECTURES_VARIABLE = "TORCH_CUDA_ARCH_LIST"
 #: 8.0 runs on 8.6 and 8.9, code for 12.0 on 12.1; later GPUs compile the PTX of the last for themselves.
 DEFAULT_ARCHITECTURES = ("7.5", "8.0", "9.0a", "10.0", "12.0")
 
+#: Whose PTX is that of which, as scripts/cuda_compile_check.py makes sure: with both, nvcc's front end, which
+#: is over half of its work, runs once.
+SAME_PTX = {"12.0": "10.0"}
+
 #: The oldest GPUs that the kernels are written for.
 MINIMUM_CAPABILITY = (7, 5)
+
+#: About how many processor seconds a build takes for the CPU, and for an architecture more: docs/install.md.
+CPU_SECONDS = 360.0
+CUDA_SECONDS = {"7.5": 400.0, "8.0": 800.0, "9.0a": 1200.0}
+CUDA_SECONDS_OF_OTHERS = 800.0
 
 #: Why a library has no CUDA kernels, by the name under which it remembers the reason.
 ABSENT = {
@@ -170,13 +179,17 @@ def architectures_of(variable: str, capabilities: Sequence[tuple[int, int]], nvc
 def architecture_flags(architectures: Sequence[str]) -> list[str]:
     """nvcc's flags for a list as :func:`architectures_of` gives it."""
     flags = []
-    for name in architectures:
-        number = name.removesuffix("+PTX").replace(".", "")
+    known = [name.removesuffix("+PTX") for name in architectures]
+    for name, plain in zip(architectures, known, strict=True):
+        number = plain.replace(".", "")
+        ptx = SAME_PTX[plain].replace(".", "") if SAME_PTX.get(plain) in known else number
         if not (number == "90" and "9.0a" in architectures):
-            flags.append(f"-gencode=arch=compute_{number},code=sm_{number}")
+            flags.append(f"-gencode=arch=compute_{ptx},code=sm_{number}")
         if name.endswith("+PTX"):
-            flags.append(f"-gencode=arch=compute_{number},code=compute_{number}")
-    return flags
+            flags.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
+    # nvcc itself tells the sources of those alone that its front end runs for.
+    with_code = "/".join(dict.fromkeys(name.rstrip("a") for name in known))
+    return [*flags, f"-DSELFATTN_CUDA_ARCHITECTURES={with_code}"]
 
 
 def cmake_architectures(nvcc: Nvcc) -> list[str]:
@@ -256,7 +269,10 @@ def _plan(
     if problem is not None:
         return Plan("host", f"CPU only: {nvcc} compiles nothing here ({problem})")
     architectures = architectures_of(os.environ.get(ARCHITECTURES_VARIABLE, ""), capabilities, nvcc)
-    text = f"CPU and CUDA, for compute capability {', '.join(architectures)}, by {nvcc}"
+    text = (
+        f"CPU and CUDA, for compute capability {', '.join(architectures)}, by {nvcc}; "
+        f"{ARCHITECTURES_VARIABLE} chooses others, {VARIABLE}=0 leaves CUDA out"
+    )
     return Plan("", text, nvcc, architectures)
 
 
@@ -265,6 +281,13 @@ def plan_for(torch: Any, *, at_run_time: bool = False) -> Plan:
     gpus = range(torch.cuda.device_count() if torch.cuda.is_available() else 0)
     capabilities = [torch.cuda.get_device_capability(gpu) for gpu in gpus]
     return plan(torch.__version__, torch.version.cuda, capabilities, at_run_time=at_run_time)
+
+
+def processor_seconds(plan: Plan) -> float:
+    """About how long the files of a build take, all together, on one processor: see docs/install.md."""
+    return CPU_SECONDS + sum(
+        CUDA_SECONDS.get(name.removesuffix("+PTX"), CUDA_SECONDS_OF_OTHERS) for name in plan.architectures
+    )
 
 
 def definitions(plan: Plan) -> list[str]:

@@ -12,6 +12,7 @@ does the same, without optimising the code between the kernels.
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import sys
 from collections.abc import Sequence
@@ -20,7 +21,8 @@ from types import ModuleType
 
 import torch
 
-from . import cuda_build, sources, toolchain
+from . import cuda_build, ninja_build, sources, toolchain
+from .terminal import Progress
 
 _loaded: dict[tuple[object, ...], ModuleType] = {}
 
@@ -86,8 +88,11 @@ def compile_and_load(
     extra_cuda_cflags: Sequence[str] = (),
     build_directory: str | os.PathLike[str] | None = None,
     verbose: bool = False,
+    why: str = "",
 ) -> ModuleType:
     """``torch.utils.cpp_extension.load`` on the package's sources, after a look at the tools it needs.
+
+    ``why`` is told to people before something is compiled, in a line of its own.
 
     Raises:
         ImportError: there is no compiler or no ninja; the message says what to install.
@@ -112,13 +117,14 @@ def compile_and_load(
             build_directory = Path(root) / f"{sys.implementation.cache_tag}_torch{torch.__version__}" / name
         folder = Path(build_directory)
         folder.mkdir(parents=True, exist_ok=True)
-        lock = folder / "lock"
-        if lock.exists():
-            # torch waits for the lock's owner, forever if that was killed.
-            message = f"selfattn_ext: another process is compiling; if there is none, delete {lock}"
-            print(message, file=sys.stderr, flush=True)
+        kept_open = stack.enter_context(ninja_build.alone_in(folder))
+        if not verbose:
+            begin = functools.partial(_begin, plan, why)
+            stack.enter_context(ninja_build.shown(cpp_extension, begin, kept_open=kept_open))
+        library = folder / f"{name}.so"
+        ninja_build.remove_damaged(library)
         try:
-            return cpp_extension.load(
+            module = cpp_extension.load(
                 name,
                 sources.extension_sources(plan.cuda),
                 extra_cflags=[*flags, *cuda_build.definitions(plan)],
@@ -130,7 +136,18 @@ def compile_and_load(
                 build_directory=str(folder),
                 verbose=verbose,
             )
-        except RuntimeError:
+        except BaseException:
             # torch takes a failed build for done: a second attempt would look for the missing library.
             cpp_extension.JIT_EXTENSION_VERSIONER.entries.pop(name, None)
             raise
+        ninja_build.seal(library)
+        return module
+
+
+def _begin(plan: cuda_build.Plan, why: str, files: int) -> Progress:
+    share = files / (len(sources.extension_sources(plan.cuda)) + 1)  # and the library
+    work = ninja_build.estimate(files, share * cuda_build.processor_seconds(plan))
+    lines = [f"selfattn_ext: {why}"] if why else []
+    lines.append(f"selfattn_ext: compiling {work}")
+    print("\n".join(lines), file=sys.stderr, flush=True)
+    return Progress("selfattn_ext: compiled", files, log_lines=20)

@@ -1,8 +1,9 @@
 """Finds and loads the compiled library.
 
 Importing ``selfattn_ext._C`` registers the operators with torch; ``ops()`` and ``extension()`` are the two
-ways in for the rest of the package. A checkout that was never installed has no compiled library: it is
-compiled then and there, through torch's cache of extensions. SELFATTN_LIBRARY names another file, for builds
+ways in for the rest of the package. A checkout that was installed by "pip install ." has no library of its
+own, and takes the installed one as long as the sources are the same. One that was never installed is compiled
+then and there, through torch's cache of extensions. SELFATTN_LIBRARY names another file, for builds
 with sanitizers or, in the tests, with the CUDA kernels on the CPU.
 """
 
@@ -16,6 +17,8 @@ import importlib.util
 import os
 import sys
 import zlib
+from collections.abc import Iterator
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
@@ -51,9 +54,7 @@ def extension() -> ModuleType:
             f"selfattn_ext needs torch {wanted} or newer, and this is {torch.__version__}: "
             f"pip install --upgrade 'torch>={wanted}'"
         )
-    # Beside this file and nowhere else: an editable install would offer that of another checkout.
-    spec = importlib.machinery.PathFinder.find_spec(_MODULE, [os.path.dirname(__file__)])
-    file = os.environ.get(_VARIABLE) or (None if spec is None else spec.origin)
+    file = os.environ.get(_VARIABLE) or _beside() or _of_the_same_sources()
     if jit.is_registered(sources.NAMESPACE) and not (file is not None and _is_open(file)):
         # A second registration would end the process without a message.
         raise ImportError(
@@ -63,9 +64,34 @@ def extension() -> ModuleType:
     return _compile() if file is None else _import(file)
 
 
+def _beside() -> str | None:
+    return _in_package(Path(__file__).parent)
+
+
+def _in_package(package: Path) -> str | None:
+    # In this folder and nowhere else: an editable install would offer the library of another checkout.
+    spec = importlib.machinery.PathFinder.find_spec(_MODULE, [str(package)])
+    return None if spec is None else spec.origin
+
+
+def _of_the_same_sources() -> str | None:
+    """The library that "pip install ." has made of this checkout, for programs that run in it."""
+    return next((file for package, file in _installed() if sources.same_as_in(package)), None)
+
+
+def _installed() -> Iterator[tuple[Path, str]]:
+    """Other packages on the path that hold their sources and a library, as pip installs them."""
+    for folder in map(Path, sys.path):
+        package = folder / sources.PACKAGE
+        if (package / "csrc").is_dir() and package.resolve() != Path(__file__).resolve().parent:
+            file = _in_package(package)
+            if file is not None:
+                yield package, file
+
+
 def _import(file: str) -> ModuleType:
     try:
-        module = _module_in(file) if os.environ.get(_VARIABLE) else importlib.import_module(_MODULE)
+        module = importlib.import_module(_MODULE) if file == _beside() else _module_in(file)
     except ImportError as error:
         raise ImportError(
             f"{file} does not load under torch {torch.__version__} ({error}); "
@@ -95,16 +121,14 @@ def _compile() -> ModuleType:
         folder = sources.root()
     except FileNotFoundError as error:
         raise ImportError(f"{nothing}, and {error}: install it again") from error
-    print(
-        f"selfattn_ext: no compiled library for this Python; compiling {folder}, "
-        "a few minutes the first time (pip install -e . does it ahead of time)",
-        file=sys.stderr,
-        flush=True,
-    )
+    why = f"no compiled library for this Python in {Path(__file__).parent}"
+    for package, _ in _installed():
+        why += f", and the sources of {package} differ"
+    why += "; pip install -e . in the checkout makes one ahead of time"
     # torch caches by name, so that two checkouts need two.
     name = f"selfattn_ext_{zlib.crc32(os.fsencode(folder)):08x}"
     try:
-        return jit.compile_and_load(name, sources.compile_flags())
+        return jit.compile_and_load(name, sources.compile_flags(), why=why)
     except (ImportError, ValueError) as error:
         raise ImportError(f"{nothing}, and none can be made: {error}") from error
     except RuntimeError as error:

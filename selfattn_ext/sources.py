@@ -11,6 +11,9 @@ import re
 import sys
 from pathlib import Path
 
+#: The name of the package, and of its folder.
+PACKAGE = "selfattn_ext"
+
 #: The namespace of the compiled operators: ``torch.ops.selfattn``.
 NAMESPACE = "selfattn"
 
@@ -39,6 +42,23 @@ def root() -> Path:
         if (folder / "version.h").is_file():
             return folder
     raise FileNotFoundError(f"the C++ sources of selfattn_ext are neither in {package} nor beside it")
+
+
+def same_as_in(package: Path) -> bool:
+    """Whether another folder of this package, with its csrc inside, has the same sources and flags."""
+    here = Path(__file__)
+    return _contents(package / "csrc", package / here.name) == _contents(root(), here)
+
+
+def _contents(folder: Path, flags: Path) -> dict[str, bytes]:
+    # Without what editors leave behind, as setup.py copies a checkout's.
+    paths = {str(path.relative_to(folder)): path for path in folder.rglob("*") if path.is_file()}
+    names = [name for name in paths if not name.endswith("~") and not any(map(_hidden, Path(name).parts))]
+    return {"": flags.read_bytes(), **{name: paths[name].read_bytes() for name in names}}
+
+
+def _hidden(name: str) -> bool:
+    return name.startswith(".")
 
 
 def version() -> str:

@@ -28,22 +28,23 @@ class Progress:
     """A progress bar on stderr.
 
     On a terminal one line is redrawn in place, at most ten times a second. Elsewhere (a log file, a pipe) a
-    plain line is written for every fifth of the work, so that logs stay short.
+    plain line is written for every fifth of the work or as often as is asked, so that logs stay short.
 
     Args:
         label: what is being done, shown before the bar.
         total: number of units of work, at least 1.
         stream: where to draw; stderr by default, so that stdout holds nothing but results.
+        log_lines: how many lines a log gets.
     """
 
     _REDRAW_SECONDS = 0.1
-    _LOG_LINES = 5
 
-    def __init__(self, label: str, total: int, stream: TextIO | None = None) -> None:
+    def __init__(self, label: str, total: int, stream: TextIO | None = None, *, log_lines: int = 5) -> None:
         self._label = label
         self._total = max(1, total)
         self._stream = sys.stderr if stream is None else stream
         self._in_place = self._stream.isatty()
+        self._log_lines = log_lines
         self._next_redraw = 0.0
         self._lines_logged = 0
         self._line = ""
@@ -63,8 +64,8 @@ class Progress:
             if finished or time.monotonic() >= self._next_redraw:
                 self._redraw(done, note)
                 self._next_redraw = time.monotonic() + self._REDRAW_SECONDS
-        elif done * self._LOG_LINES >= (self._lines_logged + 1) * self._total:
-            self._lines_logged = done * self._LOG_LINES // self._total
+        elif done * self._log_lines >= (self._lines_logged + 1) * self._total:
+            self._lines_logged = done * self._log_lines // self._total
             self._stream.write(f"{self._label} {done}/{self._total}{_spaced(note)}\n")
             self._stream.flush()
 

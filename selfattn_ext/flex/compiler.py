@@ -1,27 +1,24 @@
-"""Compiles functions of scores, once for all processes: libraries are kept in a folder, named by what made
-them.
+"""Compiles functions of scores, once for all processes: libraries are kept in the folder of
+:mod:`.function_cache`, named by what made them.
 
-The folder is SELFATTN_FUNCTION_CACHE, else selfattn_ext in XDG_CACHE_HOME or ~/.cache; where it cannot be
-written, a temporary one serves this process. Processes that compile the same function at once do not wait for
-each other: each writes a file of its own and gives it its name when it is complete. Beside the libraries lies
-what the compiler says of itself, so that they are found where there is no compiler.
+Processes that compile the same function at once do not wait for each other. Beside the libraries lies what
+the compiler says of itself, so that they are found where there is no compiler.
 """
 
 from __future__ import annotations
 
 import functools
 import hashlib
-import os
 import shlex
 import subprocess
 import tempfile
 from pathlib import Path
 
 from .. import library, sources, toolchain
+from . import function_cache
 
-__all__ = ["KEY_LENGTH", "CompilerError", "folder", "load"]
+__all__ = ["KEY_LENGTH", "CompilerError", "load"]
 
-_VARIABLE = "SELFATTN_FUNCTION_CACHE"
 #: What the compiler says of itself that was the last to make a library of the folder.
 _COMPILER = "compiler.txt"
 _HEADERS = ("core/score_function.h", "core/score_function_math.h")
@@ -43,12 +40,32 @@ def load(source: str) -> str:
     """
     key = _key(source)
     if key not in _loaded:
-        file = folder() / f"{key}.so"
-        if not file.exists():
-            _compile(source, file)
-        library.extension().load_score_function(key, str(file))
+        file = function_cache.find(f"{key}.so")
+        # A library of another machine may need what is not here, and the folder may be gone by now.
+        if file is None or _refusal(key, file):
+            _load_new(key, source)
         _loaded.add(key)
     return key
+
+
+def _load_new(key: str, source: str) -> None:
+    made = _compiled(source)
+    try:
+        file = function_cache.write(f"{key}.so", made)
+        function_cache.write(_COMPILER, _compiler_version().encode())
+    except OSError as error:
+        raise CompilerError(f"a compiled function cannot be kept: {error}") from error
+    refusal = _refusal(key, file)
+    if refusal is not None:
+        raise CompilerError(str(refusal))
+
+
+def _refusal(key: str, file: Path) -> ValueError | None:
+    try:
+        library.extension().load_score_function(key, str(file))
+    except ValueError as error:
+        return error
+    return None
 
 
 @functools.lru_cache(maxsize=256)
@@ -71,19 +88,30 @@ def _compiler_version() -> str:
     try:
         return _asked_version()
     except CompilerError:
-        kept = folder() / _COMPILER
-        if not kept.exists():
+        kept = function_cache.read(_COMPILER)
+        if kept is None:
             raise
-        return kept.read_text(encoding="utf-8")
+        return kept.decode()
 
 
 def _asked_version() -> str:
-    command = _compiler()
+    return _run([*_compiler(), "--version"]).stdout
+
+
+def _run(command: list[str]) -> subprocess.CompletedProcess[str]:
+    """A finished command of the compiler.
+
+    Raises:
+        CompilerError: it failed, with what it said.
+    """
     try:
-        done = subprocess.run([*command, "--version"], capture_output=True, text=True, check=True)
-    except (OSError, subprocess.CalledProcessError) as error:
-        raise CompilerError(f"{shlex.join(command)} does not run: {error}") from error
-    return done.stdout
+        # Compilers speak in the language and the encoding of their user.
+        done = subprocess.run(command, capture_output=True, text=True, errors="replace", timeout=300)
+    except (OSError, subprocess.TimeoutExpired) as error:
+        raise CompilerError(f"{command[0]} does not run: {error}") from error
+    if done.returncode != 0:
+        raise CompilerError(f"{shlex.join(command)} failed:\n{done.stderr.strip()}")
+    return done
 
 
 def _compiler() -> list[str]:
@@ -114,35 +142,16 @@ def _flags() -> list[str]:
     return [*flags, "-mavx2", "-mfma"] if {"avx2", "fma"} <= features else flags
 
 
-@functools.cache
-def folder() -> Path:
-    base = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    wanted = Path(os.environ.get(_VARIABLE) or os.path.join(base, "selfattn_ext"))
+def _compiled(source: str) -> bytes:
     try:
-        wanted.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=wanted):
-            return wanted
-    except OSError:
-        return Path(_temporary_folder().name)
-
-
-@functools.cache
-def _temporary_folder() -> tempfile.TemporaryDirectory[str]:
-    return tempfile.TemporaryDirectory(prefix="selfattn_ext_")
-
-
-def _compile(source: str, file: Path) -> None:
-    command = _compiler()
-    with tempfile.TemporaryDirectory(dir=file.parent, prefix="making_") as folder:
-        text, made = Path(folder, f"{file.stem}.cpp"), Path(folder, file.name)
-        text.write_text(source, encoding="utf-8")
-        run = [*command, *_flags(), f"-I{sources.root()}", str(text), "-o", str(made)]
-        try:
-            done = subprocess.run(run, capture_output=True, text=True, timeout=300)
-        except (OSError, subprocess.TimeoutExpired) as error:
-            raise CompilerError(f"{shlex.join(command)} does not run: {error}") from error
-        if done.returncode != 0:
-            raise CompilerError(f"{shlex.join(run)} failed:\n{done.stderr.strip()}")
-        os.replace(made, file)
-        text.write_text(_compiler_version(), encoding="utf-8")
-        os.replace(text, file.with_name(_COMPILER))
+        # Not where libraries are kept, as anybody may delete that folder meanwhile.
+        with tempfile.TemporaryDirectory(prefix="selfattn_ext_") as folder:
+            text, made = Path(folder, "function.cpp"), Path(folder, "function.so")
+            text.write_text(source, encoding="utf-8")
+            command = [*_compiler(), *_flags(), f"-I{sources.root()}", str(text), "-o", str(made)]
+            _run(command)
+            if not made.exists():
+                raise CompilerError(f"{shlex.join(command)} made no library")
+            return made.read_bytes()
+    except OSError as error:
+        raise CompilerError(f"a function cannot be compiled: {error}") from error

@@ -1,17 +1,15 @@
 """Compiles CUDA's kernels with a function of scores inside, each when it is first launched, and once for
-all processes: code is kept in the folder of :mod:`.compiler`, named by what made it.
+all processes: code is kept in the folder of :mod:`.function_cache`, named by what made it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
-import os
-import tempfile
-from pathlib import Path
 
 from .. import library, sources
-from . import compiler, nvrtc
+from . import compiler, function_cache, nvrtc
 from .cuda_source import Headers, headers_of, most_dims
 from .operations import STANDARD
 from .source import kinds_of
@@ -83,22 +81,16 @@ def _surroundings() -> bytes:
 def _code_of(headers: Headers, key: str, kernel: str, capability: int) -> list[bytes]:
     """What C++ asks for when a kernel is first launched: its code, best first."""
     of_kernel = hashlib.sha256(f"{kernel} {capability}".encode()).hexdigest()[: compiler.KEY_LENGTH]
-    stem = compiler.folder() / f"{key}-{of_kernel}"
-    files = [stem.with_suffix(".cubin"), stem.with_suffix(".ptx")]
-    if not all(file.exists() for file in files):
+    names = [f"{key}-{of_kernel}.{kind}" for kind in ("cubin", "ptx")]
+    code = [kept for kept in map(function_cache.read, names) if kept is not None]
+    if len(code) < len(names):
         own = {"selfattn_function_arguments.h": headers.arguments, "selfattn_function.h": headers.function}
         options = [*_OPTIONS, f"--include-path={sources.root()}"]
-        code = nvrtc.compile_kernel(_TEXT, kernel, capability, {**_standard_headers(), **own}, options)
-        for file, content in zip(files, code, strict=True):
-            _write(file, content)
-    return [content for content in (file.read_bytes() for file in files) if content]
-
-
-def _write(file: Path, content: bytes) -> None:
-    """Nobody sees a part of the file."""
-    with tempfile.NamedTemporaryFile(dir=file.parent, prefix="making_", delete=False) as made:
-        made.write(content)
-    os.replace(made.name, file)
+        code = [*nvrtc.compile_kernel(_TEXT, kernel, capability, {**_standard_headers(), **own}, options)]
+        with contextlib.suppress(OSError):  # another process then compiles it again
+            for name, content in zip(names, code, strict=True):
+                function_cache.write(name, content)
+    return [content for content in code if content]
 
 
 _TEXT = "\n".join(

@@ -152,6 +152,8 @@ class TestPlan:
         assert plan.absent == ""
         assert f"nvcc {version} in {home}" in plan.explanation
         assert "9.0a" in plan.explanation
+        assert "TORCH_CUDA_ARCH_LIST" in plan.explanation
+        assert "SELFATTN_CUDA=0" in plan.explanation
         assert cuda_build.definitions(plan) == ["-DSELFATTN_CUDA_HOPPER"]
         assert cuda_build.definitions(plan._replace(architectures=("8.0", "9.0+PTX"))) == []
 
@@ -204,6 +206,18 @@ class TestArchitectures:
             "-gencode=arch=compute_90a,code=sm_90a",
             "-gencode=arch=compute_120,code=sm_120",
             "-gencode=arch=compute_120,code=compute_120",
+            "-DSELFATTN_CUDA_ARCHITECTURES=8.0/9.0/12.0",
+        ]
+
+    def test_flags_of_the_same_ptx(self) -> None:
+        """The front end runs once; the library tells both."""
+        assert cuda_build.architecture_flags(["9.0a", "9.0+PTX", "10.0", "12.0+PTX"]) == [
+            "-gencode=arch=compute_90a,code=sm_90a",
+            "-gencode=arch=compute_90,code=compute_90",
+            "-gencode=arch=compute_100,code=sm_100",
+            "-gencode=arch=compute_100,code=sm_120",
+            "-gencode=arch=compute_100,code=compute_100",
+            "-DSELFATTN_CUDA_ARCHITECTURES=9.0/10.0/12.0",
         ]
 
     def test_cmake(self, nvcc: Callable[..., Path]) -> None:

@@ -1,6 +1,7 @@
 """What is shipped, and what a user is told whose machine lacks something."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -9,6 +10,8 @@ import venv
 from pathlib import Path
 
 import pytest
+
+from selfattn_ext import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = ROOT / ".pep517"
@@ -82,6 +85,42 @@ class TestShipped:
         printed = run(sys.executable, package / "sources.py", "library")
         assert printed.stdout.split()
         assert all(Path(line).is_relative_to(package / "csrc") for line in printed.stdout.split())
+
+
+class TestTold:
+    """By setup.py, which "pip install -v" shows."""
+
+    @pytest.fixture
+    def refuses(self, tmp_path):
+        """A compiler that compiles no file that is to be kept."""
+        script = tmp_path / "c++"
+        script.write_text(
+            f'#!/bin/sh\ncase "$*" in *" -c "*) echo "no, not $#" >&2; exit 1;; esac\n'
+            f'exec {shutil.which("c++")} "$@"\n'
+        )
+        script.chmod(0o755)
+        return script
+
+    def test_what_will_be_built_and_why_it_was_not(self, refuses, tmp_path):
+        done = run(
+            sys.executable, "setup.py", "-q", "build_ext", "--build-temp", tmp_path, "--build-lib", tmp_path,
+            CXX=str(refuses), SELFATTN_CUDA="0",
+        )  # fmt: skip
+        assert done.returncode == 1
+        first, second = done.stdout.splitlines()
+        assert first == "selfattn_ext: CPU only, as SELFATTN_CUDA=0 asks"
+        files = len(sources.extension_sources())
+        assert re.fullmatch(
+            rf"selfattn_ext: compiling {files} files on \d+ processors?, about \d+ minutes?", second
+        )
+        assert "selfattn_ext: Error compiling objects for extension: " in done.stderr
+        assert re.search(r"^no, not \d+$", done.stderr, re.M)
+        assert "Traceback" not in done.stderr
+
+    def test_no_lists_of_copied_files(self):
+        # What setuptools says would hide how far the build is.
+        hook = "import build_backend; print(*map(build_backend._settings, [None, {'verbose': '1'}]))"
+        assert ask_backend(sys.executable, hook).stdout.strip() == "{'quiet': 'true'} {'verbose': '1'}"
 
 
 class TestTorchIsFound:

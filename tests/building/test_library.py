@@ -1,6 +1,7 @@
 """The compiled library: what it says about itself, how it is found, and what is said when it is not."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -10,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfattn_ext import cuda_build, jit, library, sources, toolchain
+from selfattn_ext import cuda_build, jit, library, ninja_build, sources, terminal, toolchain
 
 PACKAGE = Path(library.__file__).parent
 
@@ -37,7 +38,7 @@ def small_checkout(tmp_path_factory):
     folder = tmp_path_factory.mktemp("checkout")
     (folder / "selfattn_ext").mkdir()
     (folder / "selfattn_ext" / "__init__.py").touch()
-    for module in (cuda_build, jit, library, sources, toolchain):
+    for module in (cuda_build, jit, library, ninja_build, sources, terminal, toolchain):
         shutil.copy(module.__file__, folder / "selfattn_ext")
     (folder / "csrc" / "python").mkdir(parents=True)
     shutil.copy(sources.root() / "version.h", folder / "csrc")
@@ -164,16 +165,23 @@ class TestCheckoutWithoutLibrary:
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == ["selfattn", sources.version()]
         # torch may have lines of its own, on a CUDA toolkit without a GPU for instance.
-        (line,) = [line for line in done.stderr.splitlines() if line.startswith("selfattn_ext")]
-        assert line.startswith(
-            f"selfattn_ext: no compiled library for this Python; compiling {small_checkout / 'csrc'}"
-        )
-        assert "pip install" in line
-        # The second process finds what the first has compiled.
+        why, what, *progress = (line for line in done.stderr.splitlines() if line.startswith("selfattn_ext"))
+        assert why.startswith(f"selfattn_ext: no compiled library for this Python in {small_checkout}")
+        assert why.endswith("; pip install -e . in the checkout makes one ahead of time")
+        assert re.fullmatch(r"selfattn_ext: compiling 2 files on \d+ processors?, about \d+ minutes?", what)
+        assert progress == ["selfattn_ext: compiled 1/2", "selfattn_ext: compiled 2/2"]
+        # The second process finds what the first has compiled, and links a damaged library again; it does not
+        # wait for a process that was killed, which leaves torch's lock behind.
         (compiled,) = (small_checkout / "cache").rglob("*.so")
         before = compiled.stat().st_mtime_ns
-        assert python(small_checkout, code).returncode == 0
+        (compiled.parent / "lock").touch()
+        done = python(small_checkout, code)
+        assert (done.returncode, done.stderr.count("selfattn_ext")) == (0, 0), done.stderr
         assert compiled.stat().st_mtime_ns == before
+        compiled.write_bytes(compiled.read_bytes()[: compiled.stat().st_size // 2])
+        done = python(small_checkout, code)
+        assert done.returncode == 0, done.stderr
+        assert "selfattn_ext: compiling 1 file on" in done.stderr
 
     @pytest.mark.parametrize(
         ("change", "message"),
@@ -207,6 +215,54 @@ class TestCheckoutWithoutLibrary:
         """
         done = python(tmp_path / "copy", code)
         assert done.returncode == 0, done.stderr
+
+
+class TestCheckoutOfAnInstalledPackage:
+    """What "pip install ." leaves: a checkout without a library, and a package with one and its sources."""
+
+    @pytest.fixture
+    def installed(self, small_checkout, tmp_path):
+        package = tmp_path / "site" / "selfattn_ext"
+        shutil.copytree(small_checkout / "selfattn_ext", package)
+        shutil.copytree(small_checkout / "csrc", package / "csrc")
+        # Stands for the compiled module, which a finder of modules takes it for.
+        (package / "_C.py").write_text(
+            f'def build_info():\n    return {{"version": "{sources.version()}"}}\n'
+        )
+        return package
+
+    @staticmethod
+    def run(small_checkout, installed, code, **environment):
+        path = os.pathsep.join([str(small_checkout), str(installed.parent)])
+        return python(small_checkout, code, PYTHONPATH=path, **environment)
+
+    def test_takes_its_library(self, small_checkout, installed):
+        code = """
+            from selfattn_ext import library
+            print(library.__file__, library.extension().__file__)
+        """
+        done = self.run(small_checkout, installed, code, CXX="/nowhere/g++")
+        assert done.returncode == 0, done.stderr
+        assert done.stdout.split() == [
+            str(small_checkout / "selfattn_ext" / "library.py"),
+            str(installed / "_C.py"),
+        ]
+
+    @pytest.mark.parametrize("changed", ["csrc/python/module.cpp", "csrc/more.h", "sources.py"])
+    def test_unless_the_sources_differ(self, small_checkout, installed, changed):
+        with (installed / changed).open("a") as file:
+            file.write("\n")
+        code = """
+            from selfattn_ext import jit, library
+            def compile_and_load(name, flags, why):
+                print(why)
+                raise ValueError
+            jit.compile_and_load = compile_and_load
+            library.extension()
+        """
+        done = self.run(small_checkout, installed, code)
+        assert done.returncode == 1
+        assert f"in {small_checkout / 'selfattn_ext'}, and the sources of {installed} differ" in done.stdout
 
 
 class TestLoading:

@@ -87,6 +87,13 @@ def test_clients_are_installed_anew_when_others_are_asked_for(make: Callable[...
     assert installing(make("test-clients"), ".[clients,bench]")
 
 
+def test_build_shows_how_far_it_is(make: Callable[..., list[list[str]]]) -> None:
+    """pip, which finds everything compiled then, would not."""
+    calls = make("build")
+    (install,) = installing(calls, ".[test,viz]")
+    assert calls[calls.index(install) - 1] == ["python", "setup.py", "--quiet", "build_ext", "--inplace"]
+
+
 @pytest.mark.parametrize(("target", "folder"), [("test", None), ("test-clients", "tests/clients")])
 def test_only_test_clients_names_the_folder_of_clients(
     make: Callable[..., list[list[str]]], target: str, folder: str | None

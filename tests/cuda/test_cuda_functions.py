@@ -307,7 +307,7 @@ def test_code_is_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         return compile_kernel(text, kernel, *others)
 
     monkeypatch.setattr(nvrtc, "compile_kernel", counted)
-    monkeypatch.setattr("selfattn_ext.flex.compiler.folder", lambda: tmp_path)
+    monkeypatch.setenv("SELFATTN_FUNCTION_CACHE", str(tmp_path))
     given = leaves((1, 2, 40, 40), torch.float32)
 
     def run(cap: float, table: Tensor, length: int) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import runpy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -139,7 +139,8 @@ def _(here: Here) -> str:
 
 
 def without_library(here: Here, error: Exception) -> str:
-    def fail(*arguments: Any) -> None:
+    def fail(*arguments: Any, why: str) -> None:
+        print(f"selfattn_ext: {why}")
         raise error
 
     here.replace("jit.compile_and_load", fail)
@@ -159,7 +160,7 @@ def _(here: Here) -> str:
 @says("no compiled library for this Python")
 def _(here: Here) -> str:
     without_library(here, ImportError("there is no compiler"))
-    return here.output.readouterr().err.strip()
+    return here.output.readouterr().out.strip()
 
 
 @says("does not load under torch")
@@ -182,12 +183,26 @@ def _(here: Here) -> str:
     return here.error_of(library.extension.__wrapped__, ImportError)
 
 
-@says("another process is compiling")
-def _(here: Here) -> str:
-    (here.folder / "lock").touch()
+def with_locks_that_raise(here: Here, errors: Iterator[OSError]) -> str:
+    def flock(*arguments: Any) -> None:
+        for error in errors:
+            raise error
+
+    here.patch.setattr("fcntl.flock", flock)
     here.patch.setattr("torch.utils.cpp_extension.load", lambda *arguments, **keywords: None)
+    (here.folder / "lock").touch()
     jit.compile_and_load("unused", [], build_directory=here.folder)
     return here.output.readouterr().err.strip()
+
+
+@says("waiting for another process")
+def _(here: Here) -> str:
+    return with_locks_that_raise(here, iter([BlockingIOError()]))
+
+
+@says("another process is compiling")
+def _(here: Here) -> str:
+    return with_locks_that_raise(here, iter([OSError("no locks here")]))
 
 
 @says("has no CUDA kernels")

@@ -5,9 +5,6 @@ refused.
 from __future__ import annotations
 
 import itertools
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any, ClassVar
 
 import pytest
@@ -342,67 +339,3 @@ class TestRefusals:
         )
         with pytest.raises(ValueError, match="mask function must return a bool"):
             flex_attention(query, key, value, None, bad)
-
-
-class TestCache:
-    #: Copies of a process, which find nothing loaded: to start one takes longer than all that they do.
-    SCRIPT = """
-import os, pathlib, sys, torch
-from selfattn_ext import flex
-
-def attend(folder, copies=1, **variables):
-    processes = []
-    for _ in range(copies):
-        if (process := os.fork()) == 0:
-            os.environ.update(variables, SELFATTN_FUNCTION_CACHE=folder)
-            query = torch.ones(1, 1, 4, 8)
-            function = lambda s, b, h, q, kv: s * 2 + kv
-            if variables.get("other"):
-                function = lambda s, b, h, q, kv: s * 2 - kv
-            out = flex.flex_attention(query, query, query, function)
-            sys.exit(int(out.sum().item()))
-        processes.append(process)
-    return [os.waitstatus_to_exitcode(os.waitpid(process, 0)[1]) for process in processes]
-
-folder = pathlib.Path(sys.argv[1])
-print(attend(str(folder), copies=2))
-(library,) = folder.glob("*.so")
-written = library.stat().st_mtime_ns
-print(attend(str(folder)), library.stat().st_mtime_ns == written)
-(folder / "file").touch()
-print(attend(str(folder / "file" / "below")))
-print(attend(str(folder), CXX="no_such_compiler"), attend(str(folder), CXX="no_such_compiler", other="yes"))
-"""
-
-    def test_processes_share_what_one_has_compiled(self, tmp_path: Path) -> None:
-        """Two at once; one after them; one with a folder that cannot be written; without a compiler, what is
-        there and what is not.
-        """
-        run = subprocess.run(
-            [sys.executable, "-W", "error::UserWarning", "-c", self.SCRIPT, str(tmp_path)],
-            text=True, capture_output=True, check=True,
-        )  # fmt: skip
-        assert run.stdout.splitlines() == ["[32, 32]", "[32] True", "[32]", "[32] [1]"]
-        assert "CXX=no_such_compiler is not a program" in run.stderr
-
-    def test_constants_are_no_reason_to_compile_again(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        query = torch.randn(1, 1, 4, 8)
-        sources = set()
-        original = compiler.load
-
-        def load(source: str) -> str:
-            sources.add(source)
-            return original(source)
-
-        monkeypatch.setattr(compiler, "load", load)
-        outs = [
-            flex_attention(query, query, query, lambda s, b, h, q, kv, c=c: s * c + (q - 3))
-            for c in (0.5, 2.25)
-        ]
-        assert len(sources) == 1
-        assert not torch.equal(*outs)
-
-    def test_what_the_compiler_says_is_told(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr("selfattn_ext.toolchain.compiler", lambda: ["g++", "-no-such-flag"])
-        with pytest.raises(compiler.CompilerError, match="no-such-flag"):
-            compiler._compile("int x;", Path(compiler.folder()) / "never.so")

@@ -11,6 +11,18 @@
 
 #include "device.cuh"
 
+namespace selfattn::cuda::ptx {
+
+// Whether this is code for devices that have these instructions. Kernels are empty where not: they would take
+// minutes to compile, and are never chosen.
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
+constexpr bool kForAmpere = false;
+#else
+constexpr bool kForAmpere = true;
+#endif
+
+}  // namespace selfattn::cuda::ptx
+
 #if defined(SELFATTN_CUDA_EMULATOR)
 
 #include "ptx_sm80_model.h"

@@ -182,9 +182,11 @@ class Forward : TileScores<C> {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, C::least_blocks())
     forward_kernel(const __grid_constant__ Plan plan) {
-  SELFATTN_DYNAMIC_SHARED(memory);
-  const int64_t block = block_of_grid();
-  if (block < plan.blocks) Forward<C>(plan, block, memory).run();
+  if constexpr (ptx::kForAmpere) {
+    SELFATTN_DYNAMIC_SHARED(memory);
+    const int64_t block = block_of_grid();
+    if (block < plan.blocks) Forward<C>(plan, block, memory).run();
+  }
 }
 
 }  // namespace selfattn::cuda::sm80

@@ -98,9 +98,11 @@ class Weights : TileScores<C> {
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) weights_kernel(const Plan plan) {
-  SELFATTN_DYNAMIC_SHARED(memory);
-  const int64_t block = block_of_grid();
-  if (block < plan.blocks) Weights<C>(plan, block, memory).run();
+  if constexpr (ptx::kForAmpere) {
+    SELFATTN_DYNAMIC_SHARED(memory);
+    const int64_t block = block_of_grid();
+    if (block < plan.blocks) Weights<C>(plan, block, memory).run();
+  }
 }
 
 }  // namespace selfattn::cuda::sm80

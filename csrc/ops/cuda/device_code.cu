@@ -20,8 +20,15 @@ std::string capability_text(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
-// nvcc's list, "750,800", as people write it.
+// As people write them. The build's list is "7.5/8.0"; nvcc's own, "750,800", is without those for which only
+// machine code is made.
 std::string architectures() {
+#if defined(SELFATTN_CUDA_ARCHITECTURES)
+  const std::string given = SELFATTN_TEXT(SELFATTN_CUDA_ARCHITECTURES);
+  std::string separated;
+  for (const char character : given) separated += character == '/' ? ", " : std::string(1, character);
+  return separated;
+#endif
   const std::string list = SELFATTN_TEXT(__CUDA_ARCH_LIST__) ",";
   std::string text;
   for (size_t begin = 0, end; (end = list.find(',', begin)) != std::string::npos; begin = end + 1) {

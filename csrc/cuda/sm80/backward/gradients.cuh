@@ -215,12 +215,14 @@ __device__ SELFATTN_CALLED void start_over(const Plan& plan, unsigned char* memo
 
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1) backward_kernel(const __grid_constant__ Plan plan) {
-  SELFATTN_DYNAMIC_SHARED(memory);
-  const int64_t block = block_of_grid();
-  if (block >= plan.blocks) return;
-  const bool done = Gradients<C>(plan, RowTile::of_block<C>(plan, block), memory).run();
-  if constexpr (!C::kCareful) {
-    if (!done) start_over<C>(plan, memory);
+  if constexpr (ptx::kForAmpere) {
+    SELFATTN_DYNAMIC_SHARED(memory);
+    const int64_t block = block_of_grid();
+    if (block >= plan.blocks) return;
+    const bool done = Gradients<C>(plan, RowTile::of_block<C>(plan, block), memory).run();
+    if constexpr (!C::kCareful) {
+      if (!done) start_over<C>(plan, memory);
+    }
   }
 }
 

@@ -146,9 +146,11 @@ class MaskGradient {
 template <class C>
 __global__ void __launch_bounds__(C::kThreads, 1)
     mask_gradient_kernel(const Plan plan, const MaskRegions regions) {
-  SELFATTN_DYNAMIC_SHARED(memory);
-  const int64_t block = block_of_grid();
-  if (block < regions.blocks()) MaskGradient<C>(plan, regions, memory).run(block);
+  if constexpr (ptx::kForAmpere) {
+    SELFATTN_DYNAMIC_SHARED(memory);
+    const int64_t block = block_of_grid();
+    if (block < regions.blocks()) MaskGradient<C>(plan, regions, memory).run(block);
+  }
 }
 
 template <DType kDType, int kDim>
