@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -25,6 +25,8 @@ class Deal(NamedTuple):
     layout: Layout
     heads: tuple[tuple[int, int], ...]
     total: int
+    #: Whether any rank wants the gradient of what is exchanged so.
+    differentiated: bool
 
     def mine(self) -> int:
         """How many heads this rank gets."""
@@ -37,55 +39,84 @@ def heads_of_rank(heads: int, rank: int, ranks: int) -> tuple[int, int]:
     return rank * heads // ranks, (rank + 1) * heads // ranks
 
 
-def to_heads(tensor: Tensor, deal: Deal) -> Tensor:
-    """(B, all heads, this rank's rows, E) to (B, this rank's heads, all rows, E)."""
-    result: Tensor = _ToHeads.apply(tensor, deal)
-    return result
+def to_heads(tensors: Sequence[Tensor], deals: Sequence[Deal]) -> tuple[Tensor, ...]:
+    """Each (B, all heads, this rank's rows, E) to (B, this rank's heads, all rows, E)."""
+    results: tuple[Tensor, ...] = _ToHeads.apply(tuple(deals), *tensors)
+    return results
 
 
-def to_rows(tensor: Tensor, deal: Deal) -> Tensor:
+def to_rows(tensors: Sequence[Tensor], deals: Sequence[Deal]) -> tuple[Tensor, ...]:
     """The way back. Where ranks share heads, what they have is added up."""
-    result: Tensor = _ToRows.apply(tensor, deal)
-    return result
+    results: tuple[Tensor, ...] = _ToRows.apply(tuple(deals), *tensors)
+    return results
 
 
 class _ToHeads(Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, deal: Deal) -> Tensor:  # type: ignore[override]
-        ctx.deal = deal
-        ranks, layout = deal.ranks, deal.layout
-        sent = [tensor[:, begin:end] for begin, end in deal.heads]
-        batch, _, _, last = tensor.shape
-        shapes = [(batch, deal.mine(), layout.size(rank), last) for rank in range(ranks.size)]
-        result = tensor.new_empty(batch, deal.mine(), layout.length, last)
-        for rank, part in enumerate(_all_to_all(ranks, sent, shapes)):
-            put_rows(result, part, layout, rank, 2)
-        return result
+    """All tensors are exchanged by one function, whose backward exchanges the gradients of all that any rank
+    wants, zeros for those that have none here: what a rank's loss depends on, the others do not know.
+    """
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return to_rows(grad, ctx.deal), None
+    def forward(ctx: Any, deals: Sequence[Deal], *tensors: Tensor) -> Any:  # type: ignore[override]
+        ctx.deals = deals
+        results = tuple(map(_heads_of_all_rows, tensors, deals))
+        ctx.mark_non_differentiable(*_not_differentiated(results, deals))
+        return results
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        return None, *_gradients(to_rows, grads, ctx.deals)
 
 
 class _ToRows(Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, deal: Deal) -> Tensor:  # type: ignore[override]
-        ctx.deal = deal
-        ranks, layout = deal.ranks, deal.layout
-        sent = [rows_of_rank(tensor, layout, rank, 2) for rank in range(ranks.size)]
-        batch, _, _, last = tensor.shape
-        rows = layout.size(ranks.rank)
-        shapes = [(batch, end - begin, rows, last) for begin, end in deal.heads]
-        shared = sum(end - begin for begin, end in deal.heads) != deal.total
-        dtype = accumulation_dtype(tensor.dtype) if shared else tensor.dtype
-        result = torch.zeros(batch, deal.total, rows, last, dtype=dtype, device=tensor.device)
-        for (begin, end), part in zip(deal.heads, _all_to_all(ranks, sent, shapes), strict=True):
-            result[:, begin:end] += part
-        return result.to(tensor.dtype)
+    def forward(ctx: Any, deals: Sequence[Deal], *tensors: Tensor) -> Any:  # type: ignore[override]
+        ctx.deals = deals
+        results = tuple(map(_rows_of_all_heads, tensors, deals))
+        ctx.mark_non_differentiable(*_not_differentiated(results, deals))
+        return results
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        return to_heads(grad, ctx.deal), None
+    def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
+        return None, *_gradients(to_heads, grads, ctx.deals)
+
+
+def _not_differentiated(results: Sequence[Tensor], deals: Sequence[Deal]) -> list[Tensor]:
+    return [each for each, deal in zip(results, deals, strict=True) if not deal.differentiated]
+
+
+def _gradients(
+    back: Callable[..., tuple[Tensor, ...]], grads: Sequence[Tensor], deals: Sequence[Deal]
+) -> list[Tensor | None]:
+    """Those of the tensors that were exchanged, of those of what came of them."""
+    wanted = [at for at, deal in enumerate(deals) if deal.differentiated]
+    found = back([grads[at] for at in wanted], [deals[at] for at in wanted])
+    return [dict(zip(wanted, found, strict=True)).get(at) for at in range(len(deals))]
+
+
+def _heads_of_all_rows(tensor: Tensor, deal: Deal) -> Tensor:
+    ranks, layout = deal.ranks, deal.layout
+    sent = [tensor[:, begin:end] for begin, end in deal.heads]
+    batch, _, _, last = tensor.shape
+    shapes = [(batch, deal.mine(), layout.size(rank), last) for rank in range(ranks.size)]
+    result = tensor.new_empty(batch, deal.mine(), layout.length, last)
+    for rank, part in enumerate(_all_to_all(ranks, sent, shapes)):
+        put_rows(result, part, layout, rank, 2)
+    return result
+
+
+def _rows_of_all_heads(tensor: Tensor, deal: Deal) -> Tensor:
+    ranks, layout = deal.ranks, deal.layout
+    sent = [rows_of_rank(tensor, layout, rank, 2) for rank in range(ranks.size)]
+    batch, _, _, last = tensor.shape
+    rows = layout.size(ranks.rank)
+    shapes = [(batch, end - begin, rows, last) for begin, end in deal.heads]
+    shared = sum(end - begin for begin, end in deal.heads) != deal.total
+    dtype = accumulation_dtype(tensor.dtype) if shared else tensor.dtype
+    result = torch.zeros(batch, deal.total, rows, last, dtype=dtype, device=tensor.device)
+    for (begin, end), part in zip(deal.heads, _all_to_all(ranks, sent, shapes), strict=True):
+        result[:, begin:end] += part
+    return result.to(tensor.dtype)
 
 
 def _all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
