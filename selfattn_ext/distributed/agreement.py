@@ -26,12 +26,11 @@ from typing import Any, NamedTuple, NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .group import Ranks, ranks_of
 
-__all__ = ["Agreed", "Flags", "Numbers", "Telling", "agree", "recorded", "recording", "tells"]
+__all__ = ["Agreed", "Flags", "Numbers", "Telling", "agree", "digest_of", "tells"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
@@ -143,22 +142,6 @@ def tells(function: _Function) -> _Function:
             return function(*args, **given)
 
     return telling  # type: ignore[return-value]
-
-
-def recorded(*tensors: Tensor | None) -> Flags:
-    """Whether a gradient of some of these is recorded here."""
-    if not torch.is_grad_enabled():
-        return Flags.NO_GRAD
-    wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    return Flags.RECORDS if wanted else Flags(0)
-
-
-def recording(tensor: Tensor, together: Flags) -> Tensor:
-    """The tensor, or one that requires a gradient in its place, where any rank records one: what it is an
-    argument of has a backward then on all ranks.
-    """
-    wanted = Flags.RECORDS in together and not tensor.requires_grad
-    return tensor.detach().requires_grad_() if wanted else tensor
 
 
 def digest_of(content: bytes) -> int:

@@ -84,7 +84,8 @@ def ring_attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed; on every rank where
-            ranks make unlike calls, naming what differs, before keys and values are exchanged.
+            ranks make unlike calls or one of them is refused, naming the rank and what differs, before keys
+            and values are exchanged.
         RuntimeError: torch.distributed is not initialised, or a rank does not come within the group's
             timeout.
 

@@ -65,7 +65,8 @@ class context_parallel(TorchFunctionMode):
         layout, rotate: as :func:`ring_attention` takes them.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`ring_attention` does, for the arguments here.
+        ValueError, TypeError, RuntimeError: as :func:`ring_attention` does, for the arguments here. Nothing
+            is exchanged here, so that the other ranks do not get to know.
 
     It holds for the thread that enters it. Activation checkpointing recomputes in the backward: that belongs
     into the block too, or torch refuses what is recomputed.

@@ -14,6 +14,7 @@ from ..reference import accumulation_dtype
 from . import traffic
 from .group import Ranks
 from .layout import Layout, put_rows, rows_of_rank
+from .taking_part import anchor, tied
 
 __all__ = ["Deal", "heads_of_rank", "to_heads", "to_rows"]
 
@@ -39,15 +40,15 @@ def heads_of_rank(heads: int, rank: int, ranks: int) -> tuple[int, int]:
     return rank * heads // ranks, (rank + 1) * heads // ranks
 
 
-def to_heads(tensors: Sequence[Tensor], deals: Sequence[Deal]) -> tuple[Tensor, ...]:
+def to_heads(tensors: Sequence[Tensor], deals: Sequence[Deal]) -> list[Tensor]:
     """Each (B, all heads, this rank's rows, E) to (B, this rank's heads, all rows, E)."""
-    results: tuple[Tensor, ...] = _ToHeads.apply(tuple(deals), *tensors)
+    *results, _ = _ToHeads.apply(deals, *tensors)
     return results
 
 
-def to_rows(tensors: Sequence[Tensor], deals: Sequence[Deal]) -> tuple[Tensor, ...]:
+def to_rows(tensors: Sequence[Tensor], deals: Sequence[Deal]) -> list[Tensor]:
     """The way back. Where ranks share heads, what they have is added up."""
-    results: tuple[Tensor, ...] = _ToRows.apply(tuple(deals), *tensors)
+    *results, _ = _ToRows.apply(deals, *tensors)
     return results
 
 
@@ -58,40 +59,43 @@ class _ToHeads(Function):
 
     @staticmethod
     def forward(ctx: Any, deals: Sequence[Deal], *tensors: Tensor) -> Any:  # type: ignore[override]
-        ctx.deals = deals
-        results = tuple(map(_heads_of_all_rows, tensors, deals))
-        ctx.mark_non_differentiable(*_not_differentiated(results, deals))
-        return results
+        return _forward(ctx, _heads_of_all_rows, deals, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        return None, *_gradients(to_rows, grads, ctx.deals)
+        return None, *_backward(ctx, to_rows, grads)
 
 
 class _ToRows(Function):
     @staticmethod
     def forward(ctx: Any, deals: Sequence[Deal], *tensors: Tensor) -> Any:  # type: ignore[override]
-        ctx.deals = deals
-        results = tuple(map(_rows_of_all_heads, tensors, deals))
-        ctx.mark_non_differentiable(*_not_differentiated(results, deals))
-        return results
+        return _forward(ctx, _rows_of_all_heads, deals, tensors)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # type: ignore[override]
-        return None, *_gradients(to_heads, grads, ctx.deals)
+        return None, *_backward(ctx, to_heads, grads)
 
 
-def _not_differentiated(results: Sequence[Tensor], deals: Sequence[Deal]) -> list[Tensor]:
-    return [each for each, deal in zip(results, deals, strict=True) if not deal.differentiated]
+def _forward(
+    ctx: Any, exchange: Callable[[Tensor, Deal], Tensor], deals: Sequence[Deal], tensors: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """What the tensors are exchanged for, and an :func:`anchor`."""
+    results = [exchange(tensor, deal) for tensor, deal in zip(tensors, deals, strict=True)]
+    ctx.deals = deals
+    ctx.mark_non_differentiable(
+        *(each for each, deal in zip(results, deals, strict=True) if not deal.differentiated)
+    )
+    return *results, anchor(ctx, tensors[0])
 
 
-def _gradients(
-    back: Callable[..., tuple[Tensor, ...]], grads: Sequence[Tensor], deals: Sequence[Deal]
-) -> list[Tensor | None]:
-    """Those of the tensors that were exchanged, of those of what came of them."""
-    wanted = [at for at, deal in enumerate(deals) if deal.differentiated]
-    found = back([grads[at] for at in wanted], [deals[at] for at in wanted])
-    return [dict(zip(wanted, found, strict=True)).get(at) for at in range(len(deals))]
+def _backward(ctx: Any, back: Callable[..., list[Tensor]], grads: Sequence[Tensor]) -> list[Tensor | None]:
+    """The gradients of the tensors, from those of what they were exchanged for."""
+    wanted = [at for at, deal in enumerate(ctx.deals) if deal.differentiated]
+    found = back(tied(ctx, [grads[at] for at in wanted]), [ctx.deals[at] for at in wanted])
+    of_all: list[Tensor | None] = [None] * len(ctx.deals)
+    for at, gradient in zip(wanted, found, strict=True):
+        of_all[at] = gradient
+    return of_all
 
 
 def _heads_of_all_rows(tensor: Tensor, deal: Deal) -> Tensor:

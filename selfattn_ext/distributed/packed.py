@@ -25,7 +25,7 @@ from ..arguments import (
 from ..arguments.call import DEFAULT_SOFTCAP, DEFAULT_WINDOW
 from ..attend import attend, dropout_seed
 from .agreement import Numbers, agree, tells
-from .group import eager, ranks_of
+from .group import Ranks, eager, ranks_of
 from .layout import Layout, LayoutName
 from .plan import Plan
 from .ring import RingAttention
@@ -92,7 +92,7 @@ def ring_varlen_attention(
     def compute(call: AttentionCall) -> shapes.Results:
         part, starts = _part(call, cu_seqlens)
         lies = Layout(layout, starts, ranks.size)
-        _check_rows(lies, ranks.rank, query.size(0), key.size(0))
+        _check_rows(lies, ranks, query.size(0), key.size(0))
         drops = "dropout_p" in part.keywords
         if drops:
             check_alignment(lies)
@@ -164,10 +164,10 @@ def check_packed(call: AttentionCall, cu_seqlens: Tensor) -> None:
     )
 
 
-def _check_rows(layout: Layout, rank: int, queries: int, keys: int) -> None:
-    expected = layout.size(rank)
+def _check_rows(layout: Layout, ranks: Ranks, queries: int, keys: int) -> None:
+    expected = layout.size(ranks.rank)
     if not queries == keys == expected:
         raise ValueError(
-            f"rank {rank} has {queries} rows of query and {keys} of key, but the {layout.name} layout of "
-            f"these sequences gives it {expected}: see shard_sequence"
+            f"rank {ranks.peer(ranks.rank)} has {queries} rows of query and {keys} of key, but the "
+            f"{layout.name} layout of these sequences gives it {expected}: see shard_sequence"
         )

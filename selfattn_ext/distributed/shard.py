@@ -9,11 +9,12 @@ from torch import Tensor
 from torch.autograd import Function
 
 from ..arguments import checks
-from .agreement import Numbers, agree, recorded, recording, tells
-from .group import eager, ranks_of
+from .agreement import Numbers, agree, tells
+from .group import Ranks, eager, ranks_of
 from .layout import Layout, LayoutName, put_rows, rows_of_rank
 from .packed import checked_starts
 from .split import check_length, check_plain, choices, laid_out
+from .taking_part import anchor, recorded, recording, tied
 
 __all__ = ["shard_sequence", "unshard_sequence"]
 
@@ -64,7 +65,8 @@ def unshard_sequence(
     """The whole sequence, on every rank, of what each rank has of it; the inverse of :func:`shard_sequence`.
 
     Args:
-        tensor: this rank's rows, of any dtype and shape, the same on all ranks but for the number of rows.
+        tensor: this rank's rows, of any shape and of a dtype that the group's backend sends, both the same on
+            all ranks but for the number of rows.
         dim, group, layout, cu_seqlens: as there.
 
     Returns:
@@ -90,15 +92,16 @@ def unshard_sequence(
     }  # fmt: skip
     numbers, flags = agree(ranks, described, Numbers(query_rows=rows, flags=recorded(tensor)))
     found = laid_out(layout, "tensor", [each.query_rows for each in numbers], starts)
-    joined: Tensor = _Join.apply(recording(tensor, flags).movedim(dim, 0), ranks, found)
-    return joined.movedim(0, dim)
+    joined, _ = _Join.apply(recording(tensor, flags).movedim(dim, 0), ranks, found)
+    whole: Tensor = joined.movedim(0, dim)
+    return whole
 
 
 class _Join(Function):
     """(own rows, ...) to (rows of all, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: Any, layout: Layout) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, own: Tensor, ranks: Ranks, layout: Layout) -> Any:  # type: ignore[override]
         ctx.ranks, ctx.layout = ranks, layout
         most = max(layout.size(rank) for rank in range(ranks.size))
         filled = own.new_zeros(most, *own.shape[1:])
@@ -108,10 +111,25 @@ class _Join(Function):
         joined = own.new_empty(layout.length, *own.shape[1:])
         for rank in range(ranks.size):
             put_rows(joined, everybody[rank], layout, rank, 0)
-        return joined
+        return joined, anchor(ctx, own)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.ranks.group)
-        return rows_of_rank(total, ctx.layout, ctx.ranks.rank, 0), None, None
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:  # type: ignore[override]
+        of_own, _ = _OwnOfSum.apply(*tied(ctx, [grad]), ctx.ranks, ctx.layout)
+        return of_own, None, None
+
+
+class _OwnOfSum(Function):
+    """(rows of all, ...), which ranks have others of, to (own rows, ...) of their sum: the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: Ranks, layout: Layout) -> Any:  # type: ignore[override]
+        ctx.ranks, ctx.layout = ranks, layout
+        total = whole.contiguous().clone()
+        dist.all_reduce(total, group=ranks.group)
+        return rows_of_rank(total, layout, ranks.rank, 0), anchor(ctx, whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:  # type: ignore[override]
+        of_whole, _ = _Join.apply(*tied(ctx, [grad]), ctx.ranks, ctx.layout)
+        return of_whole, None, None

@@ -13,9 +13,10 @@ from torch.autograd import forward_ad
 
 from ..arguments import AttentionCall, Keywords, OptionalTensor, Tensors, call_checks, checks, prepare, shapes
 from ..attend import dropout_seed
-from .agreement import Flags, Numbers, agree, digest_of, recorded, recording
+from .agreement import Flags, Numbers, agree, digest_of
 from .group import Ranks
 from .layout import ALIGNMENT, LAYOUTS, Layout
+from .taking_part import recorded, recording
 
 __all__ = [
     "Part",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
@@ -78,3 +80,59 @@ def test_a_whole_of_parts_of_which_one_wants_a_gradient(of_rank: int) -> None:
     found = ranks(2)(joined, of_rank)
     assert found[1 - of_rank] is None
     assert torch.equal(found[of_rank], torch.full((8, 2), 2.0))
+
+
+def second_along(attention: Any, part: Any, losses: Any) -> Tensor:
+    """A second derivative of losses of attention of numbers with themselves, along others."""
+    generator = torch.Generator().manual_seed(1)
+    x, along = (part(torch.randn(1, 2, 24, 8, generator=generator, dtype=torch.float64)) for _ in range(2))
+    x.requires_grad_()
+    (grad,) = torch.autograd.grad(losses(attention(x, x, x)), x, create_graph=True)
+    (second,) = torch.autograd.grad((grad * along).sum(), x)
+    return second
+
+
+def of_loss(out: Tensor, of_rank: int) -> Tensor:
+    """Linear on rank 0: the gradient of out is a constant there."""
+    return out.sum() if of_rank == 0 else out.sin().sum()
+
+
+def second_of_parts() -> None:
+    """On a rank: the second derivative of a loss of the whole sequence."""
+    rank = dist.get_rank()
+    expected = second_along(
+        lambda x, *_: x, lambda tensor: tensor, lambda out: of_loss(out, 0) + of_loss(out, 1)
+    )
+    found = second_along(
+        lambda x, *_: unshard_sequence(x, 2),
+        lambda tensor: shard_sequence(tensor, 2),
+        lambda out: of_loss(out, rank),
+    )
+    torch.testing.assert_close(found, shard_sequence(expected, 2))
+
+
+def compare_second(function: str) -> None:
+    rank = dist.get_rank()
+    owner = unshard_sequence(torch.full((12,), rank), 0)
+
+    def of_all(out: Tensor) -> Tensor:
+        return of_loss(out[:, :, owner == 0], 0) + of_loss(out[:, :, owner == 1], 1)
+
+    if function == "unshard_sequence":
+
+        def attention(x: Tensor, *_: Tensor) -> Tensor:
+            return scaled_dot_product_attention(*3 * (unshard_sequence(x, 2),))[:, :, owner == rank]
+    else:
+        attention = getattr(distributed, function)
+    expected = second_along(scaled_dot_product_attention, lambda tensor: tensor, of_all)
+    found = second_along(attention, lambda tensor: shard_sequence(tensor, 2), lambda out: of_loss(out, rank))
+    torch.testing.assert_close(found, shard_sequence(expected, 2))
+
+
+@pytest.mark.parametrize("function", ["ulysses_attention", "unshard_sequence"])
+def test_second_derivatives_of_unlike_losses(function: str) -> None:
+    ranks(2)(compare_second, function)
+
+
+def test_second_derivatives_of_a_whole() -> None:
+    ranks(2)(second_of_parts)

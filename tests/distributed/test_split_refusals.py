@@ -132,6 +132,26 @@ def test_unlike_ways(function: Any, message: str) -> None:
             raise outcome
 
 
+def in_a_part_of_the_ranks(options: dict[str, Any]) -> str:
+    """On a rank: the error that it has where ranks 1 and 2 attend together, the last one otherwise."""
+    group = dist.new_group([1, 2])
+    try:
+        if dist.get_rank() > 0:
+            call("ring_attention", group=group, **(options if dist.get_rank() == 2 else {}))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_have_the_numbers_of_the_default_group() -> None:
+    unlike = ranks(3)(in_a_part_of_the_ranks, {"is_causal": True})
+    assert unlike[1:] == 2 * [
+        "ranks must make the same call, but is_causal is False on rank 1 and True on rank 2"
+    ]
+    _, others, own = ranks(3)(in_a_part_of_the_ranks, {"softcap": -1.0})
+    assert others == f"rank 2 has made no call, as its arguments were refused: {own}"
+
+
 def refused_in_a_mesh(refusing: int, block: bool) -> str:
     """On a rank of two rings over two ranks: the error that it has."""
     mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
