@@ -20,7 +20,7 @@ from torch.nn.attention.bias import causal_lower_right
 
 import selfattn_ext
 from selfattn_ext import distributed
-from selfattn_ext.distributed import context_parallel, ring_varlen_attention, unshard_sequence
+from selfattn_ext.distributed import agreement, context_parallel, ring_varlen_attention, unshard_sequence
 
 pytestmark = pytest.mark.xdist_group("split_attention")
 
@@ -258,3 +258,14 @@ def test_one_rank_is_refused(two: Processes, name: str, what: str) -> None:
         == f"ValueError: rank 1 has made no call, as its arguments were refused: {own.partition(': ')[2]}"
     )
     assert max(waited, took) < 5
+
+
+@pytest.mark.parametrize(
+    ("backends", "device"),
+    [("cpu:gloo,cuda:nccl", "cpu"), ("cuda:nccl", "cuda:3"), ("cpu:gloo,cuda:gloo", "cpu")],
+)
+def test_where_calls_are_compared(backends: str, device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the CPU where the group can: no GPU is waited for, and tensors of one rank may be elsewhere."""
+    monkeypatch.setattr(dist, "get_backend_config", lambda _: backends)
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 3)
+    assert agreement._device_of(None) == torch.device(device)
