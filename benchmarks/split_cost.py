@@ -176,7 +176,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             [call.method, str(call.dtype).removeprefix("torch."), *milliseconds, f"{whole / kernels - 1:.1%}",
              f"{whole / alone:.2f}"]
         )  # fmt: skip
-    print(f"{given.processes} processes of one thread each, {given.length} tokens, causal, both passes")
+    count = f"{given.processes} process{'es' * (given.processes > 1)}"
+    print(f"{count} of one thread each, {given.length} tokens, causal, both passes")
     print("one: a process with as many threads")
     header = ["method", "dtype", "ms", "ms in kernels", "ms of one", "cost", "over one"]
     print(table(header, rows, left=2))

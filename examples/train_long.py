@@ -150,7 +150,7 @@ def train(given: argparse.Namespace, device: torch.device, rank: int) -> list[fl
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate)
     split = context_parallel(method=given.method, layout=given.layout, rotate=given.rotate)
     if rank == 0:
-        print(f"text     {given.tokens} symbols for {ranks} processes: {origin}")
+        print(f"text     {given.tokens} symbols for {ranks} process{'es' * (ranks > 1)}: {origin}")
     before, losses = peak_memory(device), []
     for step in range(1, given.steps + 1):
         start, sent = time.perf_counter(), bytes_sent()

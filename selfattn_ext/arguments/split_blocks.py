@@ -7,8 +7,10 @@ torch.compile they are not, so that they leave its graph by :func:`eagerly` whil
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
-from typing import Any
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -18,16 +20,26 @@ __all__ = ["WHY_EAGER", "any_open", "close", "eagerly", "open_one", "refuse", "w
 #: What torch.compile is told about calls that it must not trace.
 WHY_EAGER = "attention that is split over processes asks them whether they make the same call"
 
-#: What puts the rows of all ranks together, of each block.
-_open: list[Callable[[Tensor, int], Tensor]] = []
+
+class _Block(NamedTuple):
+    #: Puts together along a dimension what ranks have.
+    whole: Callable[[Tensor, int], Tensor]
+    #: A context manager in which an exception is told to the other ranks.
+    telling: Callable[[], AbstractContextManager[Any]]
+    thread: int
 
 
-def open_one(whole: Callable[[Tensor, int], Tensor]) -> None:
-    """A block begins, in which ``whole`` puts together along a dimension what ranks have."""
+_open: list[_Block] = []
+
+
+def open_one(
+    whole: Callable[[Tensor, int], Tensor], telling: Callable[[], AbstractContextManager[Any]]
+) -> None:
+    """A block begins, which ``whole`` and ``telling`` belong to."""
     if not _kept_out:
         # Here, as it imports torch's compiler.
         _kept_out.append(torch.compiler.disable(_call, reason=WHY_EAGER))
-    _open.append(whole)
+    _open.append(_Block(whole, telling, threading.get_ident()))
 
 
 def close() -> None:
@@ -42,13 +54,21 @@ def any_open() -> bool:
 
 def whole(tensor: Tensor, dim: int) -> Tensor:
     """The rows of all ranks in the order of the sequence; every rank has to call it, in a block."""
-    return _open[-1](tensor, dim)
+    return _open[-1].whole(tensor, dim)
 
 
 def refuse(what: str) -> None:
-    """Raises NotImplementedError while a block is open."""
-    if _open:
-        raise NotImplementedError(f"{what} cannot be split over processes, as context_parallel asks")
+    """Raises NotImplementedError while a block is open, on this rank and where others wait for it."""
+    if not _open:
+        return
+    refusal = NotImplementedError(f"{what} cannot be split over processes, as context_parallel asks")
+    if torch.compiler.is_dynamo_compiling():
+        # Dynamo leaves the call to Python, which comes by here once more.
+        raise refusal
+    block = _open[-1]
+    # Another thread is none of those that attend together.
+    with block.telling() if block.thread == threading.get_ident() else nullcontext():
+        raise refusal
 
 
 def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -12,17 +12,29 @@ from ..arguments import AttentionCall, AttentionOptions, OptionalTensor, Tensors
 from ..arguments.call import DEFAULT_QUERY_OFFSET, DEFAULT_SOFTCAP, DEFAULT_WINDOW
 from ..attend import attend
 from ..autograd import attention_with_gradient
+from .agreement import Flags, tells
 from .group import crossing, eager, ranks_of
 from .heads import Deal, heads_of_rank, to_heads, to_rows
 from .layout import LayoutName
 from .plan import Plan
 from .ring import RingAttention
-from .split import Part, Split, check, check_columns, choices, part_of_call, split
+from .split import (
+    Part,
+    Split,
+    check,
+    check_columns,
+    choices,
+    digest_of_mask,
+    part_of_call,
+    split,
+    split_again,
+)
 
 __all__ = ["ring_attention", "ulysses_attention"]
 
 
 @eager
+@tells
 def ring_attention(
     query: Tensor,
     key: Tensor,
@@ -72,7 +84,8 @@ def ring_attention(
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed; on every rank where
-            ranks make unlike calls, naming what differs, before keys and values are exchanged.
+            ranks make unlike calls or one of them is refused, naming the rank and what differs, before keys
+            and values are exchanged.
         RuntimeError: torch.distributed is not initialised, or a rank does not come within the group's
             timeout.
 
@@ -88,15 +101,17 @@ def ring_attention(
     )  # fmt: skip
 
     def compute(call: AttentionCall) -> shapes.Results:
-        part = part_of_call(call, ranks)
-        together = split(part, ranks, layout, rotate=rotate)
-        out, lse = _ring(part, together, rotate, together.seed, 0)
+        part = part_of_call(call)
+        together = split("ring_attention", part, ranks, layout, rotate=rotate)
+        check_columns(part.tensors.mask, part.tensors.query, together.keys.length)
+        out, lse = _ring(part.recording(together.flags), together, rotate, 0)
         return shapes.restored(part.form, out, None, lse if return_lse else None)
 
     return attend(AttentionCall(query, key, value, options), compute, check)
 
 
 @eager
+@tells
 def ulysses_attention(
     query: Tensor,
     key: Tensor,
@@ -152,30 +167,35 @@ def ulysses_attention(
     )  # fmt: skip
 
     def compute(call: AttentionCall) -> shapes.Results:
-        part = part_of_call(call, ranks)
-        own = split(part, ranks, layout if ring is None else "contiguous")
-        heads = heads_of_rank(part.tensors.query.size(1), ranks.rank, ranks.size)
-        dealt = part._replace(tensors=_some_heads(part.tensors, own))
+        part = part_of_call(call)
+        own = split(
+            "ulysses_attention", part, ranks, layout if ring is None else "contiguous",
+            mask=digest_of_mask(part.tensors.mask), return_lse=return_lse,
+        )  # fmt: skip
+        together = own
+        if ring is not None:
+            together = split_again("ulysses_attention", part, own, ring, layout, rotate=rotate)
+        check_columns(part.tensors.mask, part.tensors.query, together.keys.length)
+        part = part.recording(together.flags)
+        deal = _deal(own, part.tensors.query.size(1), Flags.RECORDS in together.flags)
+        dealt = part._replace(tensors=_some_heads(part.tensors, own, deal, together.flags))
+        first_head = deal.heads[ranks.rank][0]
         if ring is None:
-            check_columns(part.tensors.mask, part.tensors.query, own.keys.length)
-            out, lse = _whole(dealt, own, heads[0], return_lse)
+            out, lse = _whole(dealt, own, first_head, return_lse)
         else:
-            together = split(dealt, ring, layout, own.seed, rotate=rotate)
-            out, lse = _ring(dealt, together, rotate, together.seed, heads[0])
-        deal = _deal(own, own.queries, part.tensors.query.size(1))
-        out = to_rows(out, deal)
-        lse = None if lse is None or not return_lse else to_rows(lse.unsqueeze(-1), deal).squeeze(-1)
-        return shapes.restored(part.form, out, None, lse)
+            out, lse = _ring(dealt, together, rotate, first_head)
+        columns = [out] if lse is None or not return_lse else [out, lse.unsqueeze(-1)]
+        out, *lses = to_rows(columns, [deal] * len(columns))
+        return shapes.restored(part.form, out, None, lses[0].squeeze(-1) if lses else None)
 
     return attend(AttentionCall(query, key, value, options), compute, check)
 
 
-def _ring(part: Part, together: Split, rotate: str, seed: int, first_head: int) -> tuple[Tensor, Tensor]:
+def _ring(part: Part, together: Split, rotate: str, first_head: int) -> tuple[Tensor, Tensor]:
     query, key, value, mask, slopes, sinks, _ = part.tensors
-    check_columns(mask, query, together.keys.length)
     plan = Plan(
         together.ranks, together.queries, together.keys, rotate, part.scale, part.keywords,
-        part.query_offset, query.device, seed, first_head,
+        part.query_offset, query.device, together.seed, first_head,
     )  # fmt: skip
     out, lse = RingAttention.apply(query, key, value, mask, slopes, sinks, plan)
     return out, lse
@@ -193,37 +213,48 @@ def _whole(part: Part, own: Split, first_head: int, want_lse: bool) -> tuple[Ten
     return out, lse
 
 
-def _deal(own: Split, layout: Any, heads: int) -> Deal:
-    """Heads dealt out evenly."""
+def _deal(own: Split, heads: int, differentiated: bool) -> Deal:
+    """Heads of query dealt out evenly."""
     size = own.ranks.size
-    return Deal(own.ranks, layout, tuple(heads_of_rank(heads, rank, size) for rank in range(size)), heads)
+    of_ranks = tuple(heads_of_rank(heads, rank, size) for rank in range(size))
+    return Deal(own.ranks, own.queries, of_ranks, heads, differentiated)
 
 
-def _some_heads(tensors: Tensors, own: Split) -> Tensors:
-    """Of all rows those heads that this rank computes."""
+def _some_heads(tensors: Tensors, own: Split, deal: Deal, flags: Flags) -> Tensors:
+    """Of all rows those heads that this rank computes. ``flags`` are those of all ranks together."""
     query, key, value, mask, slopes, sinks, _ = tensors
-    heads, ranks = query.size(1), own.ranks
-    deal = _deal(own, own.queries, heads)
-    begin, end = deal.heads[ranks.rank]
+    heads = query.size(1)
+    begin, end = deal.heads[own.ranks.rank]
     of_keys = _deal_of_keys(deal, own, key.size(1))
     if of_keys is None:
         # Groups are cut in the middle: every query head gets a kv head of its own.
         group = heads // key.size(1)
         key, value = (tensor.repeat_interleave(group, dim=1) for tensor in (key, value))
         of_keys = deal._replace(layout=own.keys)
+    sent = [query, key, value]
+    deals = [
+        deal,
+        of_keys._replace(differentiated=Flags.KEY in flags),
+        of_keys._replace(differentiated=Flags.VALUE in flags),
+    ]
+    if mask is not None and own.masks_differ:
+        # Ranks may have one row, head or batch where others have all.
+        batch = query.size(0) if Flags.MASK_BATCH in flags else 1
+        of_mask = deal._replace(differentiated=Flags.MASK in flags)
+        if Flags.MASK_HEADS not in flags:
+            of_mask = of_mask._replace(heads=((0, 1),) * own.ranks.size, total=1)
+        sent.append(mask.expand(batch, of_mask.total, query.size(2), -1))
+        deals.append(of_mask)
 
     def of_heads(numbers: OptionalTensor) -> OptionalTensor:
         return None if numbers is None else numbers[:, begin:end].contiguous()
 
-    if mask is not None and mask.size(2) != 1:
-        everybody = deal if mask.size(1) != 1 else deal._replace(heads=((0, 1),) * ranks.size, total=1)
-        mask = to_heads(mask, everybody)
+    query, key, value, *masks = to_heads(sent, deals)
+    if masks:
+        mask = masks[0]
     elif mask is not None and mask.size(1) != 1:
         mask = mask[:, begin:end]
-    return Tensors(
-        to_heads(query, deal), to_heads(key, of_keys), to_heads(value, of_keys), mask, of_heads(slopes),
-        of_heads(sinks),
-    )  # fmt: skip
+    return Tensors(query, key, value, mask, of_heads(slopes), of_heads(sinks))
 
 
 def _deal_of_keys(deal: Deal, own: Split, kv_heads: int) -> Deal | None:
@@ -238,4 +269,4 @@ def _deal_of_keys(deal: Deal, own: Split, kv_heads: int) -> Deal | None:
         elif not whole and last - first > 1:
             return None
         found.append((first, last))
-    return Deal(own.ranks, own.keys, tuple(found), kv_heads)
+    return deal._replace(layout=own.keys, heads=tuple(found), total=kv_heads)

@@ -25,6 +25,7 @@ from .. import functional
 from ..arguments import checks, split_blocks
 from ..integrations.sdpa_mode import calling
 from ..varlen import varlen_attention
+from .agreement import Telling
 from .attention import ring_attention, ulysses_attention
 from .group import ranks_of
 from .layout import LayoutName
@@ -64,7 +65,8 @@ class context_parallel(TorchFunctionMode):
         layout, rotate: as :func:`ring_attention` takes them.
 
     Raises:
-        ValueError, TypeError, RuntimeError: as :func:`ring_attention` does, for the arguments here.
+        ValueError, TypeError, RuntimeError: as :func:`ring_attention` does, for the arguments here. Nothing
+            is exchanged here, so that the other ranks do not get to know.
 
     It holds for the thread that enters it. Activation checkpointing recomputes in the backward: that belongs
     into the block too, or torch refuses what is recomputed.
@@ -93,7 +95,7 @@ class context_parallel(TorchFunctionMode):
         self._how = how
 
     def __enter__(self) -> context_parallel:
-        split_blocks.open_one(self._join)
+        split_blocks.open_one(self._join, self._telling)
         super().__enter__()
         return self
 
@@ -114,25 +116,28 @@ class context_parallel(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         given = kwargs or {}
-        if func is F.scaled_dot_product_attention or func is functional.scaled_dot_product_attention:
-            return self._dense(*args, **given)
-        if func is varlen_attention:
-            return self._varlen(args, given)
-        if func is F.multi_head_attention_forward:
-            return self._multi_head(args, given)
+        if func in _SPLIT:
+            with self._telling():
+                return _SPLIT[func](self, *args, **given)
         if func in _DERIVATIVES:
             return self._differentiate(func, args, given)
         if func in _REFUSED:
             split_blocks.refuse(func.__name__)
         return func(*args, **given)
 
+    def _telling(self) -> Telling:
+        """A block whose exceptions the ranks get to know that attend meanwhile."""
+        rings = [self._how["ring_group"]] if "ring_group" in self._how else []
+        return Telling(self._how["group"], *rings)
+
     def _join(self, tensor: Tensor, dim: int) -> Tensor:
         """The rows of all ranks."""
         group, layout, ring = self._how["group"], self._how["layout"], self._how.get("ring_group")
         if ring is None:
             return unshard_sequence(tensor, dim, group=group, layout=layout)
-        of_ring = unshard_sequence(tensor, dim, group=group, layout="contiguous")
-        return unshard_sequence(of_ring, dim, group=ring, layout=layout)
+        with self._telling():
+            of_ring = unshard_sequence(tensor, dim, group=group, layout="contiguous")
+            return unshard_sequence(of_ring, dim, group=ring, layout=layout)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
         """What is recomputed meanwhile is under the mode: Note [A mode as the switch]."""
@@ -151,7 +156,7 @@ class context_parallel(TorchFunctionMode):
             split_blocks.refuse("a jagged tensor")
         return self._attention(*options.args, **options.kwargs, **self._how)
 
-    def _varlen(self, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    def _varlen(self, *args: Any, **given: Any) -> Any:
         call = inspect.signature(varlen_attention).bind(*args, **_unasked(given))
         call.apply_defaults()
         options = dict(call.arguments)
@@ -173,7 +178,7 @@ class context_parallel(TorchFunctionMode):
             split_blocks.refuse("varlen_attention with unlike lengths of queries and keys")
         return self._packed(*tensors, starts, **options, **self._how)
 
-    def _multi_head(self, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
+    def _multi_head(self, *args: Any, **given: Any) -> Any:
         """torch.nn.MultiheadAttention, whose own call of the function no mode sees."""
         call = inspect.signature(F.multi_head_attention_forward).bind(*args, **given)
         call.apply_defaults()
@@ -181,6 +186,15 @@ class context_parallel(TorchFunctionMode):
             split_blocks.refuse("multi_head_attention_forward with need_weights=True")
         of_parts = calling(F.multi_head_attention_forward, scaled_dot_product_attention=self._dense)
         return of_parts(*call.args, **call.kwargs)
+
+
+#: What runs split, and how.
+_SPLIT: dict[Any, Callable[..., Any]] = {
+    F.scaled_dot_product_attention: context_parallel._dense,
+    functional.scaled_dot_product_attention: context_parallel._dense,
+    varlen_attention: context_parallel._varlen,
+    F.multi_head_attention_forward: context_parallel._multi_head,
+}
 
 
 def _unasked(given: dict[str, Any]) -> dict[str, Any]:

@@ -1,24 +1,19 @@
-"""The processes that a sequence is split over: which they are, and whether they agree about a call."""
+"""The processes that a sequence is split over."""
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from ..arguments.split_blocks import WHY_EAGER
 
-__all__ = ["REFUSED", "Ranks", "agree", "crossing", "eager", "ranks_of"]
+__all__ = ["Ranks", "crossing", "eager", "ranks_of"]
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
-
-#: What a rank says instead of its call, with the reason.
-REFUSED = "refused"
 
 
 def eager(function: _Function) -> _Function:
@@ -81,38 +76,3 @@ def crossing(group: Ranks, ring: Ranks) -> None:
             "group and ring_group must be two dimensions of a mesh, which share one process, but they share "
             f"{len(shared)}"
         )
-
-
-def agree(ranks: Ranks, device: torch.device, call: Mapping[str, Any], own: tuple[int, ...]) -> Tensor:
-    """The numbers ``own`` of all ranks, (ranks, len(own)), once they all make the same call.
-
-    Costs an exchange of a few bytes, before which nothing else is exchanged.
-
-    Raises:
-        ValueError: on every rank, where a rank makes another call: it names what differs.
-    """
-    text = repr(sorted(call.items()))
-    digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:8], "little", signed=True)
-    mine = torch.tensor([digest, *own], dtype=torch.int64, device=device)
-    everybody = mine.new_empty(ranks.size, len(mine))
-    dist.all_gather(list(everybody.unbind()), mine, ranks.group)
-    found = everybody.cpu()
-    if bool((found[:, 0] == digest).all()):
-        return found[:, 1:]
-    calls: list[Any] = [None] * ranks.size
-    dist.all_gather_object(calls, dict(call), ranks.group)
-    raise ValueError(_difference(calls))
-
-
-def _difference(calls: list[Mapping[str, Any]]) -> str:
-    """The first thing in which ranks differ."""
-    for rank, call in enumerate(calls):
-        if REFUSED in call:
-            return f"rank {rank} has made no call, as its arguments were refused: {call[REFUSED]}"
-    for name in sorted(set().union(*calls)):
-        values = [call.get(name) for call in calls]
-        for rank, value in enumerate(values):
-            if value != values[0]:
-                first, other = f"{values[0]} on rank 0", f"{value} on rank {rank}"
-                return f"ranks must make the same call, but {name} is {first} and {other}"
-    return "ranks must make the same call, but their calls differ"

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from ..arguments import (
-    REFUSALS,
     AttentionCall,
     AttentionOptions,
     OptionalTensor,
@@ -25,16 +24,18 @@ from ..arguments import (
 )
 from ..arguments.call import DEFAULT_SOFTCAP, DEFAULT_WINDOW
 from ..attend import attend, dropout_seed
-from .group import REFUSED, Ranks, agree, eager, ranks_of
+from .agreement import Numbers, agree, tells
+from .group import Ranks, eager, ranks_of
 from .layout import Layout, LayoutName
 from .plan import Plan
 from .ring import RingAttention
-from .split import Part, check_alignment, choices
+from .split import Part, check_alignment, check_plain_call, choices
 
 __all__ = ["ring_varlen_attention"]
 
 
 @eager
+@tells
 def ring_varlen_attention(
     query: Tensor,
     key: Tensor,
@@ -89,18 +90,21 @@ def ring_varlen_attention(
     )  # fmt: skip
 
     def compute(call: AttentionCall) -> shapes.Results:
-        part, starts = _part(call, cu_seqlens, ranks)
+        part, starts = _part(call, cu_seqlens)
         lies = Layout(layout, starts, ranks.size)
-        _check_rows(lies, ranks.rank, query.size(0), key.size(0))
-        query_rows, key_rows, value_rows, mask, slopes, own_sinks, _ = part.tensors
+        _check_rows(lies, ranks, query.size(0), key.size(0))
         drops = "dropout_p" in part.keywords
         if drops:
             check_alignment(lies)
-        described = {**part.description(), "layout": layout, "rotate": rotate, "cu_seqlens": starts}
+        described = {
+            "the function": "ring_varlen_attention", "cu_seqlens": starts, **part.description(),
+            "layout": layout, "rotate": rotate,
+        }  # fmt: skip
         seed = int(dropout_seed(query)) if drops else 0
-        everybody = agree(ranks, query.device, described, (0, 0, seed))
+        numbers, flags = agree(ranks, described, Numbers(seed=seed, flags=part.flags()))
+        query_rows, key_rows, value_rows, mask, slopes, own_sinks, _ = part.recording(flags).tensors
         plan = Plan(
-            ranks, lies, lies, rotate, part.scale, part.keywords, 0, query.device, int(everybody[0, 2]), 0,
+            ranks, lies, lies, rotate, part.scale, part.keywords, 0, query.device, numbers[0].seed, 0,
             packed=True, one_by_one=drops or mask is not None,
         )  # fmt: skip
         out, lse = RingAttention.apply(query_rows, key_rows, value_rows, mask, slopes, own_sinks, plan)
@@ -110,21 +114,16 @@ def ring_varlen_attention(
     return attend(AttentionCall(query, key, value, options), compute, check)
 
 
-def _part(call: AttentionCall, cu_seqlens: Tensor, ranks: Ranks) -> tuple[Part, tuple[int, ...]]:
-    """This rank's part, and where the sequences begin. Where it is refused, the others get to know."""
+def _part(call: AttentionCall, cu_seqlens: Tensor) -> tuple[Part, tuple[int, ...]]:
+    """This rank's part, and where the sequences begin."""
     given = call.options
-    try:
-        check_packed(call, cu_seqlens)
-        starts = checked_starts(cu_seqlens)
-        form = shapes.packed(autocast(*call[:3]), len(starts) - 1, given.enable_gqa)
-        unmasked = given._replace(attn_mask=None)
-        tensors, scale, keywords, form = with_options(form, unmasked, keywords_for(unmasked, form.query))
-        tensors = tensors._replace(mask=_mask_four_dimensional(given.attn_mask, call.query, starts))
-        return Part(tensors, scale, keywords, 0, form), starts
-    except REFUSALS as refusal:
-        device = call.query.device if isinstance(call.query, Tensor) else torch.device("cpu")
-        agree(ranks, device, {REFUSED: str(refusal)}, (0, 0, 0))
-        raise
+    check_packed(call, cu_seqlens)
+    starts = checked_starts(cu_seqlens)
+    form = shapes.packed(autocast(*call[:3]), len(starts) - 1, given.enable_gqa)
+    unmasked = given._replace(attn_mask=None)
+    tensors, scale, keywords, form = with_options(form, unmasked, keywords_for(unmasked, form.query))
+    tensors = tensors._replace(mask=_mask_four_dimensional(given.attn_mask, call.query, starts))
+    return Part(tensors, scale, keywords, 0, form), starts
 
 
 def checked_starts(cu_seqlens: Any) -> tuple[int, ...]:
@@ -153,6 +152,7 @@ def check_packed(call: AttentionCall, cu_seqlens: Tensor) -> None:
     """Every argument but the mask's shape, as if the first sequence had all of this rank's rows."""
     others = len(checked_starts(cu_seqlens)) - 2
     query, key, value, given = call
+    check_plain_call(call)
     mask, given = given.attn_mask, given._replace(attn_mask=None)
     if mask is not None:
         checks.dense_tensor("attn_mask", checks.mask("attn_mask", mask))
@@ -164,10 +164,10 @@ def check_packed(call: AttentionCall, cu_seqlens: Tensor) -> None:
     )
 
 
-def _check_rows(layout: Layout, rank: int, queries: int, keys: int) -> None:
-    expected = layout.size(rank)
+def _check_rows(layout: Layout, ranks: Ranks, queries: int, keys: int) -> None:
+    expected = layout.size(ranks.rank)
     if not queries == keys == expected:
         raise ValueError(
-            f"rank {rank} has {queries} rows of query and {keys} of key, but the {layout.name} layout of "
-            f"these sequences gives it {expected}: see shard_sequence"
+            f"rank {ranks.peer(ranks.rank)} has {queries} rows of query and {keys} of key, but the "
+            f"{layout.name} layout of these sequences gives it {expected}: see shard_sequence"
         )

@@ -102,7 +102,10 @@ def _packed(name: str, piece: Piece, device: torch.device) -> Keywords:
 
 
 def part_of_mask(mask: Tensor, pair: Pair) -> Tensor:
-    """A view of a mask (B | 1, H | 1, L | 1, S | 1) of this rank's queries and all keys of their sequence."""
+    """A view of a mask (B | 1, H | 1, L | 1, S | 1) of this rank's queries and all keys of their sequence.
+
+    Where this rank has one row, a mask of one row is that row's and that of all its rows alike.
+    """
     rows = pair.query.rows if mask.size(2) != 1 else slice(None)
     columns = slice(*pair.key.spans[0]) if mask.size(3) != 1 else slice(None)
     return mask[:, :, rows, columns]

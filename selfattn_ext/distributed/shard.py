@@ -4,14 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from .group import ranks_of
-from .layout import LAYOUTS, Layout, LayoutName, put_rows, rows_of_rank
+from ..arguments import checks
+from .agreement import Numbers, agree, tells
+from .group import Ranks, eager, ranks_of
+from .layout import Layout, LayoutName, put_rows, rows_of_rank
 from .packed import checked_starts
+from .split import check_length, check_plain, choices, laid_out
+from .taking_part import anchor, recorded, recording, tied
 
 __all__ = ["shard_sequence", "unshard_sequence"]
 
@@ -35,11 +38,22 @@ def shard_sequence(
 
     Returns:
         A tensor of its own, whose gradient is that of these rows.
+
+    Raises:
+        ValueError, TypeError: naming the argument, what was given and what is allowed. Nothing is exchanged,
+            so that the other ranks do not get to know.
+        RuntimeError: torch.distributed is not initialised.
     """
     ranks = ranks_of(group)
-    return rows_of_rank(tensor, _checked(layout, tensor.size(dim), ranks.size, cu_seqlens), ranks.rank, dim)
+    choices(layout)
+    length = tensor.size(dim)
+    starts = (0, length) if cu_seqlens is None else checked_starts(cu_seqlens)
+    check_length(starts, length)
+    return rows_of_rank(tensor, Layout(layout, starts, ranks.size), ranks.rank, dim)
 
 
+@eager
+@tells
 def unshard_sequence(
     tensor: Tensor,
     dim: int,
@@ -50,33 +64,44 @@ def unshard_sequence(
 ) -> Tensor:
     """The whole sequence, on every rank, of what each rank has of it; the inverse of :func:`shard_sequence`.
 
-    Its gradient is the sum over the ranks of what each gives this rank's rows. All ranks must call it.
+    Args:
+        tensor: this rank's rows, of any shape and of a dtype that the group's backend sends, both the same on
+            all ranks but for the number of rows.
+        dim, group, layout, cu_seqlens: as there.
+
+    Returns:
+        A tensor of its own. Its gradient is the sum over the ranks of what each gives this rank's rows.
+
+    Raises:
+        as :func:`ring_attention`.
+
+    Every rank of the group has to call it, and to compute the gradient if one does.
     """
     ranks = ranks_of(group)
-    sizes = torch.tensor([tensor.size(dim)], device=tensor.device)
-    everybody = sizes.new_empty(ranks.size)
-    dist.all_gather(list(everybody.split(1)), sizes, ranks.group)
-    found = _checked(layout, int(everybody.sum()), ranks.size, cu_seqlens)
-    if [found.size(rank) for rank in range(ranks.size)] != everybody.tolist():
-        raise ValueError(f"the ranks have {everybody.tolist()} rows, which is not the {layout} layout")
-    joined: Tensor = _Join.apply(tensor.movedim(dim, 0), ranks, found)
-    return joined.movedim(0, dim)
-
-
-def _checked(name: str, length: int, ranks: int, cu_seqlens: Tensor | None) -> Layout:
-    if name not in LAYOUTS:
-        raise ValueError(f"layout must be one of {', '.join(LAYOUTS)}, but it is {name!r}")
-    starts = (0, length) if cu_seqlens is None else checked_starts(cu_seqlens)
-    if starts[-1] != length:
-        raise ValueError(f"cu_seqlens ends at {starts[-1]}, but there are {length} rows")
-    return Layout(name, starts, ranks)
+    check_plain(tensor=checks.dense_tensor("tensor", tensor))
+    if tensor.is_meta:
+        raise ValueError("tensor is on the meta device and has no data to exchange")
+    starts = None if cu_seqlens is None else checked_starts(cu_seqlens)
+    choices(layout)
+    rows = tensor.size(dim)
+    dim %= tensor.dim()
+    described = {
+        "the function": "unshard_sequence", "dtype": str(tensor.dtype), "dim": dim,
+        "the shape without the rows": [*tensor.shape[:dim], *tensor.shape[dim + 1 :]],
+        "layout": layout, "cu_seqlens": starts,
+    }  # fmt: skip
+    numbers, flags = agree(ranks, described, Numbers(query_rows=rows, flags=recorded(tensor)))
+    found = laid_out(layout, "tensor", [each.query_rows for each in numbers], starts)
+    joined, _ = _Join.apply(recording(tensor, flags).movedim(dim, 0), ranks, found)
+    whole: Tensor = joined.movedim(0, dim)
+    return whole
 
 
 class _Join(Function):
     """(own rows, ...) to (rows of all, ...)."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor, ranks: Any, layout: Layout) -> Tensor:  # type: ignore[override]
+    def forward(ctx: Any, own: Tensor, ranks: Ranks, layout: Layout) -> Any:  # type: ignore[override]
         ctx.ranks, ctx.layout = ranks, layout
         most = max(layout.size(rank) for rank in range(ranks.size))
         filled = own.new_zeros(most, *own.shape[1:])
@@ -86,10 +111,25 @@ class _Join(Function):
         joined = own.new_empty(layout.length, *own.shape[1:])
         for rank in range(ranks.size):
             put_rows(joined, everybody[rank], layout, rank, 0)
-        return joined
+        return joined, anchor(ctx, own)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:  # type: ignore[override]
-        total = grad.contiguous().clone()
-        dist.all_reduce(total, group=ctx.ranks.group)
-        return rows_of_rank(total, ctx.layout, ctx.ranks.rank, 0), None, None
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:  # type: ignore[override]
+        of_own, _ = _OwnOfSum.apply(*tied(ctx, [grad]), ctx.ranks, ctx.layout)
+        return of_own, None, None
+
+
+class _OwnOfSum(Function):
+    """(rows of all, ...), which ranks have others of, to (own rows, ...) of their sum: the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, whole: Tensor, ranks: Ranks, layout: Layout) -> Any:  # type: ignore[override]
+        ctx.ranks, ctx.layout = ranks, layout
+        total = whole.contiguous().clone()
+        dist.all_reduce(total, group=ranks.group)
+        return rows_of_rank(total, layout, ranks.rank, 0), anchor(ctx, whole)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor, _: Any) -> Any:  # type: ignore[override]
+        of_whole, _ = _Join.apply(*tied(ctx, [grad]), ctx.ranks, ctx.layout)
+        return of_whole, None, None

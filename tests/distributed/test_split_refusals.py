@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from processes import group_of, ranks
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from selfattn_ext import distributed, scaled_dot_product_attention
 from selfattn_ext.distributed import ring_attention, shard_sequence, ulysses_attention, unshard_sequence
@@ -20,9 +21,11 @@ FUNCTIONS = ("ring_attention", "ulysses_attention")
 
 #: What rank 1 does otherwise, and what the error says on every rank.
 UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
-    "causal": ({"is_causal": True}, r"is_causal is None on rank 0 and True on rank 1"),
+    "causal": ({"is_causal": True}, r"is_causal is False on rank 0 and True on rank 1"),
     "scale": ({"scale": 0.5}, r"scale is 0\.35\d* on rank 0 and 0\.5 on rank 1"),
-    "window": ({"window_size": (3, 0)}, r"window_left is None on rank 0 and 3 on rank 1"),
+    "window": ({"window_size": (3, 0)}, r"window_size is \(-1, -1\) on rank 0 and \(3, 0\) on rank 1"),
+    "softcap": ({"softcap": 2}, r"softcap is 0\.0 on rank 0 and 2\.0 on rank 1"),
+    "dropout": ({"dropout_p": 0.5}, r"dropout_p is 0\.0 on rank 0 and 0\.5 on rank 1"),
     "offset": ({"query_offset": 2}, r"query_offset is 0 on rank 0 and 2 on rank 1"),
     "layout": ({"layout": "contiguous"}, r"layout is zigzag on rank 0 and contiguous on rank 1"),
     "sinks": ({"sinks": torch.zeros(2)}, r"sinks is None on rank 0 and of shape \(1, 2\) on rank 1"),
@@ -34,7 +37,6 @@ UNLIKE: dict[str, tuple[dict[str, Any], str]] = {
     "batch": ({"batch": 3}, r"the batch is 1 on rank 0 and 3 on rank 1"),
     "heads": ({"heads": 4}, r"the number of (key|query) heads is 2 on rank 0 and 4 on rank 1"),
     "rows": ({"rows": 12}, r"the ranks have \[8, 12\] rows of query, but the zigzag layout of 20 rows gives"),
-    "refused": ({"softcap": -1.0}, r"rank 1 has made no call, as its arguments were refused: softcap must"),
 }
 
 
@@ -52,11 +54,132 @@ def unlike_call(name: str, options: dict[str, Any]) -> Any:
 @pytest.mark.parametrize("what", UNLIKE)
 def test_unlike_calls(what: str, name: str) -> None:
     options, message = UNLIKE[what]
-    outcomes = ranks(2).outcomes(unlike_call, name, options)
-    own = r"softcap must be" if what == "refused" else message
-    for outcome, expected in zip(outcomes, (message, own), strict=True):
-        with pytest.raises(ValueError, match=expected):
+    for outcome in ranks(2).outcomes(unlike_call, name, options):
+        with pytest.raises(ValueError, match=message):
             raise outcome
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_default_on_the_other_rank(name: str) -> None:
+    """Whichever rank leaves an option out, the error has the values that both have."""
+    for outcome in ranks(2).outcomes(causal_on_rank_0, name):
+        with pytest.raises(ValueError, match=r"is_causal is True on rank 0 and False on rank 1"):
+            raise outcome
+
+
+def causal_on_rank_0(name: str) -> Any:
+    return call(name, is_causal=dist.get_rank() == 0)
+
+
+#: What rank 1 has of a sequence otherwise, and how it puts it together.
+UNLIKE_PARTS: dict[str, tuple[torch.Tensor, dict[str, Any], str]] = {
+    "dtype": (torch.zeros(8, 3, 2).double(), {}, r"dtype is torch\.float32 on rank 0 and torch\.float64 on"),
+    "heads": (
+        torch.zeros(8, 4, 2),
+        {},
+        r"the shape without the rows is \[3, 2\] on rank 0 and \[4, 2\] on rank 1",
+    ),
+    "dimensions": (torch.zeros(8, 3), {}, r"the shape without the rows is \[3, 2\] on rank 0 and \[3\] on"),
+    "dim": (torch.zeros(3, 8, 2), {"dim": 1}, r"dim is 0 on rank 0 and 1 on rank 1"),
+    "layout": (torch.zeros(8, 3, 2), {"layout": "head-tail"}, r"layout is zigzag on rank 0 and head-tail on"),
+    "offsets": (
+        torch.zeros(8, 3, 2),
+        {"cu_seqlens": torch.tensor([0, 16])},
+        r"cu_seqlens is None on rank 0 and \(0, 16\) on rank 1",
+    ),
+    "rows": (
+        torch.zeros(9, 3, 2),
+        {},
+        r"the ranks have \[8, 9\] rows of tensor, but the zigzag layout of 17",
+    ),
+}
+
+
+def unlike_parts(what: str) -> torch.Tensor:
+    tensor, options, _ = UNLIKE_PARTS[what]
+    if dist.get_rank() == 0:
+        return unshard_sequence(torch.zeros(8, 3, 2), 0)
+    return unshard_sequence(tensor, **{"dim": 0, **options})
+
+
+@pytest.mark.parametrize("what", UNLIKE_PARTS)
+def test_unlike_parts(what: str) -> None:
+    for outcome in ranks(2).outcomes(unlike_parts, what):
+        with pytest.raises(ValueError, match=UNLIKE_PARTS[what][2]):
+            raise outcome
+
+
+def unlike_functions() -> Any:
+    return call(FUNCTIONS[dist.get_rank()])
+
+
+def without_gradients_on_rank_1() -> Any:
+    with torch.set_grad_enabled(dist.get_rank() == 0):
+        tensor = torch.zeros(1, 2, 8, 8, requires_grad=True)
+        return ring_attention(tensor, tensor, tensor)
+
+
+@pytest.mark.parametrize(
+    ("function", "message"),
+    [
+        (unlike_functions, r"the function is ring_attention on rank 0 and ulysses_attention on rank 1"),
+        (without_gradients_on_rank_1, r"rank 0 records gradients and rank 1 does not, as by torch\.no_grad"),
+    ],
+)
+def test_unlike_ways(function: Any, message: str) -> None:
+    for outcome in ranks(2).outcomes(function):
+        with pytest.raises(ValueError, match=message):
+            raise outcome
+
+
+def in_a_part_of_the_ranks(options: dict[str, Any]) -> str:
+    """On a rank: the error that it has where ranks 1 and 2 attend together, the last one otherwise."""
+    group = dist.new_group([1, 2])
+    try:
+        if dist.get_rank() > 0:
+            call("ring_attention", group=group, **(options if dist.get_rank() == 2 else {}))
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def test_ranks_have_the_numbers_of_the_default_group() -> None:
+    unlike = ranks(3)(in_a_part_of_the_ranks, {"is_causal": True})
+    assert unlike[1:] == 2 * [
+        "ranks must make the same call, but is_causal is False on rank 1 and True on rank 2"
+    ]
+    _, others, own = ranks(3)(in_a_part_of_the_ranks, {"softcap": -1.0})
+    assert others == f"rank 2 has made no call, as its arguments were refused: {own}"
+
+
+def refused_in_a_mesh(refusing: int, block: bool) -> str:
+    """On a rank of two rings over two ranks: the error that it has."""
+    mesh = dist.init_device_mesh("cpu", (2, 2), mesh_dim_names=("ring", "heads"))
+    options = {"softcap": -1.0} if dist.get_rank() == refusing else {}
+    try:
+        if block:
+            with distributed.context_parallel(mesh):
+                call_in_a_block(**options)
+        else:
+            call("ulysses_attention", group=mesh["heads"], ring_group=mesh["ring"], **options)
+    except ValueError as error:
+        return str(error)
+    return ""
+
+
+def call_in_a_block(**options: Any) -> torch.Tensor:
+    tensor = torch.zeros(1, 2, 8, 8)
+    return scaled_dot_product_attention(tensor, tensor, tensor, **options)
+
+
+@pytest.mark.parametrize("block", [False, True])
+@pytest.mark.parametrize("refusing", [0, 3])
+def test_all_ranks_of_a_mesh_hear_of_it(refusing: int, block: bool) -> None:
+    """The others of its row and column, and those who wait for these."""
+    own = "softcap must be 0 (off) or positive, got -1.0"
+    said = f"rank {refusing} has made no call, as its arguments were refused: {own}"
+    found = ranks(4)(refused_in_a_mesh, refusing, block)
+    assert found == [own if rank == refusing else said for rank in range(4)]
 
 
 def wrong_call(name: str, options: dict[str, Any]) -> Any:
@@ -83,6 +206,18 @@ def wrong_call(name: str, options: dict[str, Any]) -> Any:
 def test_wrong_calls(name: str, options: dict[str, Any], message: str) -> None:
     for outcome in ranks(2).outcomes(wrong_call, name, options):
         with pytest.raises((ValueError, TypeError), match=message):
+            raise outcome
+
+
+def part_of_a_dtensor(name: str) -> Any:
+    tensor = distribute_tensor(torch.zeros(1, 2, 16, 8), dist.init_device_mesh("cpu", (2,)), [Shard(2)])
+    return getattr(distributed, name)(tensor, tensor, tensor)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dtensors(name: str) -> None:
+    for outcome in ranks(2).outcomes(part_of_a_dtensor, name):
+        with pytest.raises(TypeError, match=r"query must be this rank's part, .* got a DTensor"):
             raise outcome
 
 

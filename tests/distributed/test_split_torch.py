@@ -131,13 +131,22 @@ def masked() -> None:
         Model()(x, attn_mask=torch.zeros(8, 8))
 
 
+def masked_on_rank_1() -> None:
+    x = torch.zeros(1, 16, 24)
+    mesh = init_device_mesh("cpu", (2,))
+    options = {"attn_mask": torch.zeros(7, 16)} if mesh.get_rank() == 1 else {}
+    with activated(), context_parallel(mesh, buffers=[x], buffer_seq_dims=[1]):
+        Model()(x, **options)
+
+
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
         (dropped, (24,), r"dropout needs pieces that begin at multiples of 4 rows"),
         (masked, (), r"attn_mask of shape .* the keys of all ranks"),
+        (masked_on_rank_1, (), r"attn_mask must have this rank's 8 rows, or one"),
     ],
-    ids=["dropout", "mask"],
+    ids=["dropout", "mask", "mask of one rank"],
 )
 def test_what_is_refused(function: Any, arguments: tuple[Any, ...], message: str) -> None:
     for outcome in ranks(2).outcomes(function, *arguments):

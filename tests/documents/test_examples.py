@@ -108,6 +108,7 @@ def test_train_long(count: int, how: list[str], capsys: pytest.CaptureFixture[st
     expected = runpy.run_path(script)["main"](LONG)
     assert expected[-1] < expected[0]
     alone = capsys.readouterr().out
+    assert "symbols for 1 process: " in alone
     start = ["-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={count}", script]
     run = subprocess.run(
         [sys.executable, *start, *LONG, *how], capture_output=True, text=True, timeout=240, check=False
