@@ -175,9 +175,15 @@ def test_constructor_errors(error: type[Exception], match: str, options: dict[st
         (ValueError, f"device of the parameters, {gpu.DEVICE}.*, got meta", (X, X.to("meta"), X), {}),
         (
             ValueError,
-            r"attn_mask must have the shape \(5, 7\) or \(12, 5, 7\), got \(7, 5\)",
+            r"attn_mask must have the shape \(5, 7\) or \(12, 5, 7\), got \(7, 5\)$",
             (X, Y, Y),
             {"attn_mask": torch.zeros(SOURCE, LENGTH)},
+        ),
+        (
+            ValueError,
+            r"attn_mask must have the shape .*, got \(3, 7\), which is that of key_padding_mask",
+            (X, Y, Y),
+            {"attn_mask": torch.zeros(BATCH, SOURCE)},
         ),
         (ValueError, "attn_mask must have", (X, X, X), {"attn_mask": X, "is_causal": True}),
         (

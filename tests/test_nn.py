@@ -196,12 +196,17 @@ X = torch.zeros(B, L, D)
         (TypeError, "bool, integer or float", lambda: SelfAttention(D)(X, torch.ones(L, L).cfloat())),
         (
             ValueError,
-            r"mask must broadcast to \(2, 3, 5, 5\), got \(2, 5\); padding",
+            r"mask must broadcast to \(2, 3, 5, 5\), got \(2, 5\); mask\[:, None, None, :\] does",
             lambda: MultiHeadSelfAttention(D, H)(X, torch.ones(B, L)),
         ),
         (
             ValueError,
-            r"mask must broadcast to \(2, 5, 5\)",
+            r"mask must broadcast to \(2, 3, 3\), got \(2, 3\); mask\[:, None, :\] does",
+            lambda: SelfAttention(D)(torch.randn(2, 3, D), torch.ones(2, 3)),
+        ),
+        (
+            ValueError,
+            r"mask must broadcast to \(2, 5, 5\), got \(3, 5, 5\)$",
             lambda: SelfAttention(D)(X, torch.ones(3, L, L)),
         ),
         (

@@ -261,11 +261,11 @@ def broadcasts(name: str, shape: Sequence[int], full: Sequence[int], meaning: st
     ):
         raise ValueError(
             f"{name} of shape {tuple(shape)} does not broadcast to {tuple(full)}, {meaning}"
-            f"{_with_missing_dimensions(name, tuple(shape), tuple(full))}"
+            f"{with_missing_dimensions(name, tuple(shape), tuple(full))}"
         )
 
 
-def _with_missing_dimensions(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> str:
+def with_missing_dimensions(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> str:
     """How to index a tensor that has the first dimension of the full shape, and its last ones."""
     if len(shape) < 2 or len(shape) >= len(full) or shape[0] != full[0]:
         return ""

@@ -313,7 +313,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         """The masks as views that broadcast to (N, H, L, S); raises where they do not fit."""
         if attn_mask is not None:
             per_head = (batch * self.num_heads, length, source)
-            _check_mask("attn_mask", attn_mask, (length, source), per_head)
+            _check_mask("attn_mask", attn_mask, (length, source), per_head, key_padding=(batch, source))
             if attn_mask.dim() == 3:
                 attn_mask = torch.unflatten(attn_mask, 0, (batch, self.num_heads))
         if key_padding_mask is not None:
@@ -342,14 +342,15 @@ def _append(x: Tensor, row: Tensor) -> Tensor:
     return torch.cat([x, row.to(x.dtype).view(1, heads, 1, size).expand(batch, -1, -1, -1)], dim=2)
 
 
-def _check_mask(name: str, mask: Tensor, *shapes: tuple[int, ...]) -> None:
+def _check_mask(name: str, mask: Tensor, *shapes: tuple[int, ...], key_padding: tuple[int, ...] = ()) -> None:
     if not isinstance(mask, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(mask).__name__}")
     if mask.dtype != torch.bool and not mask.is_floating_point():
         raise TypeError(f"{name} must be bool or float, got {mask.dtype}")
     if tuple(mask.shape) not in shapes:
         allowed = " or ".join(map(str, shapes))
-        raise ValueError(f"{name} must have the shape {allowed}, got {tuple(mask.shape)}")
+        hint = ", which is that of key_padding_mask" if tuple(mask.shape) == key_padding else ""
+        raise ValueError(f"{name} must have the shape {allowed}, got {tuple(mask.shape)}{hint}")
 
 
 def _merge(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:

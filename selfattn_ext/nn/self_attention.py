@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ..arguments import checks
 from ..capture import is_capturing
 from ..functional import scaled_dot_product_attention
 from .checks import check_input, check_positive
@@ -172,9 +173,8 @@ def _visible(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
     if len(given) > len(shape) or any(
         g not in (1, s) for g, s in zip(given[::-1], shape[::-1], strict=False)
     ):
-        raise ValueError(
-            f"mask must broadcast to {shape}, got {given}; padding (B, L) is given as (B, 1, 1, L)"
-        )
+        hint = checks.with_missing_dimensions("mask", given, shape)
+        raise ValueError(f"mask must broadcast to {shape}, got {given}{hint}")
     if mask.dtype == torch.bool:
         return mask
     if mask.is_complex():
