@@ -220,6 +220,27 @@ class TestArchitectures:
             "-DSELFATTN_CUDA_ARCHITECTURES=9.0/10.0/12.0",
         ]
 
+    def test_time(self) -> None:
+        """By the list that a build without a GPU has: minutes, and what is made twice counts once."""
+        plan = cuda_build.Plan("", "", cuda_build.Nvcc("nvcc", "/cuda", (13, 0), ()))
+        seconds = [
+            cuda_build.processor_seconds(plan._replace(architectures=names))
+            for names in (
+                ("10.0",),
+                ("12.0+PTX",),
+                ("10.0", "12.0+PTX"),
+                ("8.6",),
+                cuda_build.DEFAULT_ARCHITECTURES,
+            )
+        ]
+        host = cuda_build.CPU_SECONDS + cuda_build.CUDA_HOST_SECONDS
+        of_10, of_12 = (cuda_build.CUDA_SECONDS[name] for name in ("10.0", "12.0"))
+        assert seconds[:3] == [host + sum(of_10), host + sum(of_12), host + sum(of_10) + of_12[1]]
+        assert seconds[3] == host + sum(cuda_build.CUDA_SECONDS["8.0"])
+        assert seconds[4] > 2 * seconds[3]
+        without = cuda_build.Plan("torch", "")
+        assert cuda_build.processor_seconds(without) == cuda_build.CPU_SECONDS
+
     def test_cmake(self, nvcc: Callable[..., Path]) -> None:
         nvcc()
         found = cuda_build.find_nvcc()
