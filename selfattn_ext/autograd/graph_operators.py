@@ -6,7 +6,9 @@ Note [Gradients in graphs]
     autograd.Function with its backward is more than torch.export takes, and torch.compile refuses one that is
     given a tensor twice, as in self-attention without projections. So each differentiable function is an
     operator too, composed of the others in Python. The compiler looks into it; an exported graph keeps it,
-    until run_decompositions or AOTInductor asks for the operators of the compiled library.
+    until run_decompositions or AOTInductor asks for the operators of the compiled library. What has no
+    gradients, a step on a cache, is such an operator too, which refuses tensors that require one, and tells
+    autograd that it has written.
 
     Within a transform of torch.func a graph holds a call of that function instead: the dispatcher would take
     the transform off before it takes the operator apart.
@@ -14,7 +16,6 @@ Note [Gradients in graphs]
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
@@ -28,8 +29,10 @@ from .attention import attention
 from .scores_and_softmax import attention_scores, masked_softmax
 
 __all__ = [
+    "arguments_of",
     "attention_scores_with_gradient",
     "attention_with_gradient",
+    "composed",
     "is_tracing_graph",
     "masked_softmax_with_gradient",
 ]
@@ -37,16 +40,19 @@ __all__ = [
 _library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
 
 
-def _composed(name: str, arguments: str, results: str, function: Callable[..., Any]) -> Any:
+def composed(name: str, arguments: str, results: str, function: Callable[..., Any]) -> Any:
     """An operator that is what the function does, gradients included, on every device."""
     _library.define(f"{name}({arguments}) -> {results}")
     _library.impl(name, function, "CompositeImplicitAutograd")
     return getattr(getattr(torch.ops, ops.NAMESPACE), name).default
 
 
-def _arguments(operator: Any) -> str:
-    """The arguments in the schema of an operator."""
-    return re.split(r"[()]", str(operator._schema), maxsplit=2)[1]
+def arguments_of(operator: Any, **renamed: str) -> str:
+    """The arguments in the schema of an operator, some of them under other names."""
+    arguments = str(operator._schema).partition("(")[2].rpartition(") -> ")[0]
+    for name, other in renamed.items():
+        arguments = arguments.replace(name, other)
+    return arguments
 
 
 def _attention(
@@ -76,27 +82,24 @@ def _masked_softmax(scores: Tensor, scale: float, *, mask: OptionalTensor = None
     return masked_softmax(scores, mask, scale, keywords)
 
 
-_attention_operator = _composed(
+_attention_operator = composed(
     "attention_with_gradient",
-    _arguments(ops.attention_forward)
-    .replace("need_residual", "return_weights")
-    .replace("need_weights", "return_lse"),
+    arguments_of(ops.attention_forward, need_residual="return_weights", need_weights="return_lse"),
     "Tensor[]",
     _attention,
 )
-_attention_scores_operator = _composed(
-    "attention_scores_with_gradient", _arguments(ops.attention_scores), "Tensor", _attention_scores
+_attention_scores_operator = composed(
+    "attention_scores_with_gradient", arguments_of(ops.attention_scores), "Tensor", _attention_scores
 )
-_masked_softmax_operator = _composed(
-    "masked_softmax_with_gradient", _arguments(ops.masked_softmax), "Tensor", _masked_softmax
+_masked_softmax_operator = composed(
+    "masked_softmax_with_gradient", arguments_of(ops.masked_softmax), "Tensor", _masked_softmax
 )
 
 
 def is_tracing_graph() -> bool:
     """Whether what runs now becomes a graph, other than one of torch.func's transforms."""
-    if not torch.compiler.is_dynamo_compiling():
-        return torch.compiler.is_exporting()
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    tracing = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    return tracing and not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def _put_in_graphs() -> None:

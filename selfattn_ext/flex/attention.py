@@ -178,8 +178,9 @@ def _all_results(prepared: Prepared, options: AttentionOptions, functions: Funct
     tensors, scale, keywords, _ = prepared
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(tensors.query))
-    if torch.compiler.is_dynamo_compiling() and is_tracing_graph() and tensors.query.is_cpu:
-        return graphs.all_results(tensors, scale, keywords, options, functions)
+    wants = options.return_weights, options.return_lse
+    if is_tracing_graph() and (tensors.query.is_cpu or torch.compiler.is_exporting()):
+        return graphs.traced_results(tensors, scale, keywords, wants, functions)
     return _outside_of_graphs(tensors, scale, keywords, options, functions)
 
 
