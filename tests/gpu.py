@@ -129,6 +129,7 @@ ELSEWHERE = {
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_troubleshooting": "is about the documents",
+    "test_unbacked": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_types": "is about type checkers",
     "test_wide": "is about the order of sums on the CPU",
     "test_wild": "on a GPU nobody looks at the numbers: the emulator's tests show that kernels limit them",
