@@ -128,6 +128,7 @@ ELSEWHERE = {
     "test_split": "runs processes on gloo, which is for the CPU",
     "test_sdpa_mode": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
     "test_torch_sdpa": "is about torch on the CPU; test_cuda_switches.py has a GPU's part",
+    "test_traces": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_troubleshooting": "is about the documents",
     "test_unbacked": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_types": "is about type checkers",

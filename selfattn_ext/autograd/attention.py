@@ -31,7 +31,7 @@ Note [Rounded outputs]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ from .forward_mode import AttentionTangents, attention_of_duals
 from .nested import nestable, primals
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold
 
-__all__ = ["attention", "plain_attention"]
+__all__ = ["attention", "plain_attention", "vmapped"]
 
 #: How many tensors a call has, and which is the mask.
 _TENSORS = len(Tensors._fields)
@@ -288,24 +288,30 @@ class _TransformedAttention(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        *tensors, scale, keywords, want_weights = inputs
-        given = Tensors(*tensors)
-        dims: Any = Tensors(*in_dims[:_TENSORS])
-        if given.seed is not None or is_packed(keywords):
-            # The dropout pattern counts the batch of one slice, which folding would change; packed sequences
-            # have no batch to fold into.
-            return each_slice(_TransformedAttention.apply, info.batch_size, in_dims, inputs)
-        size, batch = info.batch_size, slice_batch(given.query, dims.query)
-        results = _TransformedAttention.apply(
-            fold(given.query, dims.query, size),
-            fold(given.key, dims.key, size),
-            fold(given.value, dims.value, size),
-            fold_optional(given.mask, dims.mask, size, batch),
-            fold_optional(given.slopes, dims.slopes, size, batch),
-            fold_optional(given.sinks, dims.sinks, size, batch),
-            given.seed,
-            scale,
-            keywords,
-            want_weights,
-        )
-        return tuple(unfold(result, size, batch) for result in results), (0,) * len(results)
+        return vmapped(_TransformedAttention.apply, info, in_dims, *inputs)
+
+
+def vmapped(
+    apply: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[Any, ...], *inputs: Any
+) -> tuple[tuple[Tensor, ...], Any]:
+    """The results of ``apply`` for all slices, and their mapped dimensions. ``inputs`` are the tensors of a
+    call, its scale, its keywords, and what else ``apply`` takes.
+    """
+    given, call = Tensors(*inputs[:_TENSORS]), inputs[_TENSORS:]
+    dims: Any = Tensors(*in_dims[:_TENSORS])
+    if given.seed is not None or is_packed(call[1]):
+        # The dropout pattern counts the batch of one slice, which folding would change; packed sequences
+        # have no batch to fold into.
+        return each_slice(apply, info.batch_size, in_dims, inputs)
+    size, batch = info.batch_size, slice_batch(given.query, dims.query)
+    results = apply(
+        fold(given.query, dims.query, size),
+        fold(given.key, dims.key, size),
+        fold(given.value, dims.value, size),
+        fold_optional(given.mask, dims.mask, size, batch),
+        fold_optional(given.slopes, dims.slopes, size, batch),
+        fold_optional(given.sinks, dims.sinks, size, batch),
+        given.seed,
+        *call,
+    )
+    return tuple(unfold(result, size, batch) for result in results), (0,) * len(results)

@@ -31,7 +31,7 @@ from ..arguments import (
     split_blocks,
 )
 from ..attend import attend, dropout_seed
-from ..autograd.graph_operators import is_tracing_graph
+from ..autograd.graph_operators import is_exporting_vmap, is_tracing_graph
 from ..reference import accumulation_dtype
 from . import block_masks, calls, compiler, formula, graphs
 from .functions import Functions, ScoreMod, check_functions
@@ -195,6 +195,7 @@ def _outside_of_graphs(
     dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
     in_python = formula.PythonCall(tensors, scale, keywords, *functions[:2], blocks, size)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        is_exporting_vmap()  # which raises for derivatives
         return (*formula.at_once(in_python), None)
     try:
         requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
