@@ -120,7 +120,7 @@ class _PlainAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
-        query, key, value, out, residual = ctx.saved_tensors
+        query, key, value, out, residual = operator_calls.saved_tensors(ctx)
         statistics, scale, is_causal, keywords = ctx.call
         if operator_calls.is_differentiated():
             scale = default_scale(query.size(3)) if scale is None else scale
@@ -188,7 +188,7 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        given = ctx.saved_tensors
+        given = operator_calls.saved_tensors(ctx)
         tensors, saved = given[:_TENSORS], given[_TENSORS:]
         scale, keywords, want_weights, want_lse = ctx.call
         need_mask_grad = ctx.needs_input_grad[_MASK]
@@ -264,7 +264,8 @@ class _TransformedAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         scale, keywords, want_weights = ctx.call
-        given, saved = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
+        kept = operator_calls.saved_tensors(ctx)
+        given, saved = kept[:_TENSORS], kept[_TENSORS:]
         grad_out, grad_lse, grad_weights = grads[0], grads[1], grads[-1] if want_weights else None
         cotangents = (torch.zeros_like(saved[0]) if grad_out is None else grad_out, grad_weights, grad_lse)
         need_mask_grad = ctx.needs_input_grad[_MASK]

@@ -136,7 +136,7 @@ class _FlexAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         call: Call = ctx.call
-        *given, out, row_max, row_sum, residual, weights = ctx.saved_tensors
+        *given, out, row_max, row_sum, residual, weights = operator_calls.saved_tensors(ctx)
         tensors, captured = Tensors(*given[:_TENSORS]), given[_TENSORS:]
         cotangents = (
             torch.zeros_like(out) if grads[0] is None else grads[0],
