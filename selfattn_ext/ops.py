@@ -94,8 +94,12 @@ def _fake(name: str) -> Callable[[_Kernel], _Kernel]:
 
 def _empty_like(layout: Tensor, length: int, width: int) -> Tensor:
     """An empty (B, H, length, width) in the order of the tensor's head and sequence dimensions, dense."""
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
+
     batch, heads, rows, _ = layout.shape
-    if heads > 1 and rows > 1 and layout.stride(1) != 0 and layout.stride(1) < layout.stride(2):
+    # Where sizes depend on data, an answer that is wrong for one head or one row changes no place in memory.
+    several = guard_or_true(heads > 1) and guard_or_true(rows > 1) and guard_or_true(layout.stride(1) != 0)
+    if several and guard_or_false(layout.stride(1) < layout.stride(2)):
         return layout.new_empty((batch, length, heads, width)).transpose(1, 2)
     return layout.new_empty((batch, heads, length, width))
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import itertools
 from typing import Any
 
@@ -16,8 +15,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 from selfattn_ext import attention_scores, ops, scaled_dot_product_attention
+from selfattn_ext.flex import written
+from selfattn_ext.flex.tracing import trace
 
 DTYPES = (torch.float64, torch.bfloat16)
+
+
+CPU = torch.device("cpu")
 
 
 def qkv(dtype: torch.dtype, transposed: bool, queries: int = 5) -> tuple[torch.Tensor, ...]:
@@ -168,8 +172,9 @@ def test_every_operator_is_checked() -> None:
 
 
 def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
-    """The operators of graphs, made of the library's: those with gradients, and that of block masks."""
-    importlib.import_module("selfattn_ext.flex.graphs")
+    """The operators of graphs, made of the library's: those with gradients, those that know that they have
+    none, and that of block masks.
+    """
     library = getattr(torch.ops, ops.NAMESPACE)
     query, key, value = (tensor.requires_grad_() for tensor in qkv(torch.float64, True))
     given = options(torch.float64)
@@ -180,7 +185,26 @@ def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     # Functions of scores, which block masks belong to, are computed on the CPU.
     counts = torch.tensor([[[1, 2]]], dtype=torch.int32, device="cpu")
     indices = torch.tensor([[[[0, 1, 2], [2, 1, 0]]]], dtype=torch.int32, device="cpu")
+    with torch.device("cpu"):
+        inputs = [tensor.requires_grad_() for tensor in qkv(torch.float64, False)]
+        table = torch.randn(13, dtype=torch.float64, requires_grad=True)
+    function = trace(lambda s, b, h, q, kv: s * table[q - kv + 6], None, torch.float64, CPU, True)
+    read = {
+        "score_function": written.write(function),
+        "captured": [table],
+        "captured_numbers": function.numbers,
+    }
+    on_cache: dict[Any, Any] = {operator: call for operator, *call in cache_calls(torch.float64, False)}
+    cached, step = ({**keywords, **wanted} for keywords in ({}, on_cache[ops.attention_with_cache][1]))
     return [
+        (library.flex_attention_with_gradient.default, (*inputs, 0.3), {**read, **wanted}),
+        (library.attention_without_gradient.default, (*qkv(torch.float64, True), 0.3), cached),
+        (library.append_to_cache_without_gradient.default, *on_cache[ops.append_to_cache]),
+        (
+            library.attention_with_cache_without_gradient.default,
+            on_cache[ops.attention_with_cache][0],
+            step,
+        ),
         (library.attention_with_gradient.default, (query, key, value, 0.3), {}),
         (library.attention_with_gradient.default, (query, key, value, 0.3), {**given, **wanted}),
         (library.attention_scores_with_gradient.default, (query, key, 0.3), {}),
@@ -190,7 +214,7 @@ def composed_calls() -> list[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     ]
 
 
-@pytest.mark.parametrize("index", range(6))
+@pytest.mark.parametrize("index", range(10))
 def test_opcheck_of_operators_of_graphs(index: int) -> None:
     operator, arguments, keywords = composed_calls()[index]
     torch.library.opcheck(operator, arguments, keywords)

@@ -290,3 +290,22 @@ def test_derivatives_that_torchs_fused_kernel_lacks() -> None:
         expected = derivatives()
     with as_sdpa():
         torch.testing.assert_close(derivatives(), expected)
+
+
+TRAINED_BY_THE_FORMULA: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "dropout": lambda q, k, v: sdpa(q, k, v, dropout_p=0.1),
+    "3-D": lambda q, k, v: sdpa(q[0], k[0], v[0]),
+    "a mask with a gradient": lambda q, k, v: sdpa(q, k, v, torch.zeros(5, 7, requires_grad=True)),
+}
+
+
+@pytest.mark.parametrize("name", TRAINED_BY_THE_FORMULA)
+def test_outputs_that_are_changed_in_place(name: str) -> None:
+    """torch's formula keeps no output. The error says that this package does, and a copy may be changed."""
+    call = TRAINED_BY_THE_FORMULA[name]
+    query, key, value = inputs(grad=True)
+    call(query, key, value).mul_(2.0).sum().backward()
+    with as_sdpa():
+        with pytest.raises(RuntimeError, match=r"(?s)modified by an inplace operation.*change a copy"):
+            call(query, key, value).mul_(2.0).sum().backward()
+        call(query, key, value).clone().mul_(2.0).sum().backward()

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import CheckpointError, checkpoint
 
 import selfattn_ext
-from selfattn_ext import as_sdpa
+from selfattn_ext import as_sdpa, ops
 
 pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit")
 
@@ -174,13 +174,51 @@ def test_results_on_disk_are_told_apart() -> None:
     assert torch.compiler.config.cache_key_tag == before != inside
 
 
-def test_an_exported_program_takes_the_kernels_where_it_runs() -> None:
-    class Model(torch.nn.Module):
-        def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+class Model(torch.nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        return sdpa(query, key, value)
+
+
+class WithItsOwnBlock(torch.nn.Module):
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        with selfattn_ext.as_sdpa():
             return sdpa(query, key, value)
 
+
+def operators(program: torch.export.ExportedProgram) -> list[str]:
+    """Those of attention in a graph, torch's and this package's."""
+    names = [str(node.target) for node in program.graph.nodes if node.op == "call_function"]
+    return [name for name in names if "attention" in name]
+
+
+OURS, TORCHS = f"{ops.NAMESPACE}.attention_", "aten.scaled_dot_product_attention.default"
+
+
+@pytest.mark.parametrize("strict", [False, True], ids=["non-strict", "strict"])
+def test_an_exported_program_takes_the_kernels_where_it_runs(strict: bool) -> None:
     with as_sdpa():
-        program = torch.export.export(Model(), inputs()).module()
+        exported = torch.export.export(Model(), inputs(), strict=strict)
+    assert operators(exported) == [TORCHS]
+    program = exported.module()
     assert ran.ours(lambda: program(*inputs())) == (0, 0)
     with as_sdpa():
         assert ran.ours(lambda: program(*inputs())) == (1, 0)
+
+
+def test_decompositions_replace_torchs_operator() -> None:
+    """By what computes it where they are asked for: in a block by this package's, for inference."""
+    exported = torch.export.export(Model(), inputs())
+    assert operators(exported.run_decompositions()) == []
+    with as_sdpa():
+        lowered = exported.run_decompositions()
+    assert operators(lowered) == [f"{OURS}forward.default"]
+    torch.testing.assert_close(lowered.module()(*inputs()), sdpa(*inputs()))
+
+
+def test_a_block_within_an_exported_function() -> None:
+    """Stays where Dynamo traces it, which torch.export uses where it is strict alone."""
+    strict, other = (torch.export.export(WithItsOwnBlock(), inputs(), strict=how) for how in (True, False))
+    assert operators(strict) == [f"{OURS}with_gradient.default"]
+    assert operators(other) == [TORCHS]
+    # The operator with gradients, and those that it is made of.
+    assert ran.ours(lambda: strict.module()(*inputs(grad=True)).sum().backward()) == (2, 1)

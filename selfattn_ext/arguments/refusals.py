@@ -22,6 +22,8 @@ def explained(refusal: Exception, query: Tensor, check: Callable[..., None], *ca
     """
     if isinstance(refusal, MemoryError):
         return out_of_memory(refusal, query)
+    if type(refusal).__name__ == "GuardOnDataDependentSymNode":
+        return refusal  # A graph cannot tell, and the check would ask the same.
     try:
         check(*call)
     except (ValueError, TypeError) as problem:

@@ -22,6 +22,7 @@ __all__ = [
     "dense_rows",
     "four_dimensional",
     "head_numbers",
+    "known",
     "mask_four_dimensional",
     "of_packed",
     "packed",
@@ -62,10 +63,22 @@ def packed(tensors: Sequence[Tensor], batch: int, enable_gqa: bool) -> Canonical
 
 def dense_rows(tensor: Tensor) -> Tensor:
     """The tensor with a last stride of 1, as the operators read it: itself where it has that."""
-    # Called for every input of every call; is_contiguous is the cheapest question.
-    if tensor.is_contiguous() or tensor.stride()[-1] == 1 or tensor.shape[-1] <= 1:
+    # Not is_contiguous, which asks for sizes: they may depend on data in a graph, and strides less often do.
+    is_dense = tensor.stride()[-1] == 1
+    if is_dense is True or known(is_dense) or known(tensor.shape[-1] <= 1):
         return tensor
     return tensor.contiguous()
+
+
+def known(condition: bool | torch.SymBool) -> bool:
+    """Whether a condition on sizes and strides holds, as far as a graph can tell: False for what depends on
+    data.
+    """
+    if condition is True or condition is False:
+        return condition
+    from torch.fx.experimental.symbolic_shapes import guard_or_false
+
+    return guard_or_false(condition)
 
 
 def four_dimensional(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
@@ -119,7 +132,7 @@ def canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dense
     kv_heads = check_heads(heads, key_heads, value_heads, enable_gqa, tensors)
     if key_heads != value_heads:
         key, value = (tensor.expand(-1, kv_heads, -1, -1) for tensor in (key, value))
-    if heads == 1 != kv_heads:
+    if heads != kv_heads and heads == 1:
         query = query.expand(-1, kv_heads, -1, -1)
     return Canonical(query, key, value, lead, rank)
 
@@ -138,8 +151,9 @@ def check_heads(
             "key and value must have the same number of heads, or one of them a single head, but "
             f"key has {key_heads} and value {value_heads}: {shown(tensors)}"
         )
-    kv_heads = value_heads if key_heads == 1 else key_heads
-    if heads in (1, kv_heads) or kv_heads == 1:
+    # That numbers are equal is known even where they depend on data.
+    kv_heads = value_heads if key_heads != value_heads and key_heads == 1 else key_heads
+    if heads == kv_heads or heads == 1 or kv_heads == 1:
         return kv_heads
     if not enable_gqa:
         raise ValueError(

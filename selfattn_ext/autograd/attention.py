@@ -31,7 +31,7 @@ Note [Rounded outputs]
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -48,7 +48,7 @@ from .forward_mode import AttentionTangents, attention_of_duals
 from .nested import nestable, primals
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold
 
-__all__ = ["attention", "plain_attention"]
+__all__ = ["attention", "plain_attention", "vmapped"]
 
 #: How many tensors a call has, and which is the mask.
 _TENSORS = len(Tensors._fields)
@@ -120,7 +120,7 @@ class _PlainAttention(Function):
 
     @staticmethod
     def backward(ctx: Any, grad_out: Tensor) -> Any:  # type: ignore[override]
-        query, key, value, out, residual = ctx.saved_tensors
+        query, key, value, out, residual = operator_calls.saved_tensors(ctx)
         statistics, scale, is_causal, keywords = ctx.call
         if operator_calls.is_differentiated():
             scale = default_scale(query.size(3)) if scale is None else scale
@@ -188,7 +188,7 @@ class _Attention(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        given = ctx.saved_tensors
+        given = operator_calls.saved_tensors(ctx)
         tensors, saved = given[:_TENSORS], given[_TENSORS:]
         scale, keywords, want_weights, want_lse = ctx.call
         need_mask_grad = ctx.needs_input_grad[_MASK]
@@ -264,7 +264,8 @@ class _TransformedAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         scale, keywords, want_weights = ctx.call
-        given, saved = ctx.saved_tensors[:_TENSORS], ctx.saved_tensors[_TENSORS:]
+        kept = operator_calls.saved_tensors(ctx)
+        given, saved = kept[:_TENSORS], kept[_TENSORS:]
         grad_out, grad_lse, grad_weights = grads[0], grads[1], grads[-1] if want_weights else None
         cotangents = (torch.zeros_like(saved[0]) if grad_out is None else grad_out, grad_weights, grad_lse)
         need_mask_grad = ctx.needs_input_grad[_MASK]
@@ -288,24 +289,30 @@ class _TransformedAttention(Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> Any:
-        *tensors, scale, keywords, want_weights = inputs
-        given = Tensors(*tensors)
-        dims: Any = Tensors(*in_dims[:_TENSORS])
-        if given.seed is not None or is_packed(keywords):
-            # The dropout pattern counts the batch of one slice, which folding would change; packed sequences
-            # have no batch to fold into.
-            return each_slice(_TransformedAttention.apply, info.batch_size, in_dims, inputs)
-        size, batch = info.batch_size, slice_batch(given.query, dims.query)
-        results = _TransformedAttention.apply(
-            fold(given.query, dims.query, size),
-            fold(given.key, dims.key, size),
-            fold(given.value, dims.value, size),
-            fold_optional(given.mask, dims.mask, size, batch),
-            fold_optional(given.slopes, dims.slopes, size, batch),
-            fold_optional(given.sinks, dims.sinks, size, batch),
-            given.seed,
-            scale,
-            keywords,
-            want_weights,
-        )
-        return tuple(unfold(result, size, batch) for result in results), (0,) * len(results)
+        return vmapped(_TransformedAttention.apply, info, in_dims, *inputs)
+
+
+def vmapped(
+    apply: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[Any, ...], *inputs: Any
+) -> tuple[tuple[Tensor, ...], Any]:
+    """The results of ``apply`` for all slices, and their mapped dimensions. ``inputs`` are the tensors of a
+    call, its scale, its keywords, and what else ``apply`` takes.
+    """
+    given, call = Tensors(*inputs[:_TENSORS]), inputs[_TENSORS:]
+    dims: Any = Tensors(*in_dims[:_TENSORS])
+    if given.seed is not None or is_packed(call[1]):
+        # The dropout pattern counts the batch of one slice, which folding would change; packed sequences
+        # have no batch to fold into.
+        return each_slice(apply, info.batch_size, in_dims, inputs)
+    size, batch = info.batch_size, slice_batch(given.query, dims.query)
+    results = apply(
+        fold(given.query, dims.query, size),
+        fold(given.key, dims.key, size),
+        fold(given.value, dims.value, size),
+        fold_optional(given.mask, dims.mask, size, batch),
+        fold_optional(given.slopes, dims.slopes, size, batch),
+        fold_optional(given.sinks, dims.sinks, size, batch),
+        given.seed,
+        *call,
+    )
+    return tuple(unfold(result, size, batch) for result in results), (0,) * len(results)

@@ -6,30 +6,38 @@ Note [Gradients in graphs]
     autograd.Function with its backward is more than torch.export takes, and torch.compile refuses one that is
     given a tensor twice, as in self-attention without projections. So each differentiable function is an
     operator too, composed of the others in Python. The compiler looks into it; an exported graph keeps it,
-    until run_decompositions or AOTInductor asks for the operators of the compiled library.
+    until run_decompositions or AOTInductor asks for the operators of the compiled library. What has no
+    gradients, a step on a cache, is such an operator too, which refuses tensors that require one, and tells
+    autograd that it has written.
 
-    Within a transform of torch.func a graph holds a call of that function instead: the dispatcher would take
-    the transform off before it takes the operator apart.
+    Within a transform of torch.func a graph of torch.compile holds a call of that function instead: the
+    dispatcher would take the transform off before it takes the operator apart. torch.export takes no such
+    function within a vmap, so there it is the operator, which says what that does to it. It traces
+    derivatives, but its programs of them return tensors without numbers, for torch's own operators too.
 """
 
 from __future__ import annotations
 
-import re
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._C._functorch import TransformType, get_interpreter_stack
 from torch.autograd import forward_ad
 
 from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
-from .attention import attention
+from .attention import attention, vmapped
 from .scores_and_softmax import attention_scores, masked_softmax
 
 __all__ = [
+    "arguments_of",
     "attention_scores_with_gradient",
     "attention_with_gradient",
+    "composed",
+    "is_exporting_vmap",
     "is_tracing_graph",
     "masked_softmax_with_gradient",
 ]
@@ -37,16 +45,19 @@ __all__ = [
 _library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
 
 
-def _composed(name: str, arguments: str, results: str, function: Callable[..., Any]) -> Any:
+def composed(name: str, arguments: str, results: str, function: Callable[..., Any]) -> Any:
     """An operator that is what the function does, gradients included, on every device."""
     _library.define(f"{name}({arguments}) -> {results}")
     _library.impl(name, function, "CompositeImplicitAutograd")
     return getattr(getattr(torch.ops, ops.NAMESPACE), name).default
 
 
-def _arguments(operator: Any) -> str:
-    """The arguments in the schema of an operator."""
-    return re.split(r"[()]", str(operator._schema), maxsplit=2)[1]
+def arguments_of(operator: Any, **renamed: str) -> str:
+    """The arguments in the schema of an operator, some of them under other names."""
+    arguments = str(operator._schema).partition("(")[2].rpartition(") -> ")[0]
+    for name, other in renamed.items():
+        arguments = arguments.replace(name, other)
+    return arguments
 
 
 def _attention(
@@ -76,56 +87,117 @@ def _masked_softmax(scores: Tensor, scale: float, *, mask: OptionalTensor = None
     return masked_softmax(scores, mask, scale, keywords)
 
 
-_attention_operator = _composed(
+class _Step(NamedTuple):
+    """What stands for a function in graphs."""
+
+    operator: Any
+    #: The same where Dynamo traces a transform of torch.func.
+    in_transforms: Callable[..., Any]
+
+
+def _step(name: str, arguments: str, results: str, function: Callable[..., Any]) -> _Step:
+    operator = composed(name, arguments, results, function)
+
+    @functools.wraps(function)
+    def in_transforms(*args: Any, **kwargs: Any) -> Any:
+        # What Dynamo has traced may be what torch.export traces next.
+        return (operator if is_exporting_vmap() else function)(*args, **kwargs)
+
+    return _Step(operator, in_transforms)
+
+
+_OF_ATTENTION = _step(
     "attention_with_gradient",
-    _arguments(ops.attention_forward)
-    .replace("need_residual", "return_weights")
-    .replace("need_weights", "return_lse"),
+    arguments_of(ops.attention_forward, need_residual="return_weights", need_weights="return_lse"),
     "Tensor[]",
     _attention,
 )
-_attention_scores_operator = _composed(
-    "attention_scores_with_gradient", _arguments(ops.attention_scores), "Tensor", _attention_scores
+_OF_SCORES = _step(
+    "attention_scores_with_gradient", arguments_of(ops.attention_scores), "Tensor", _attention_scores
 )
-_masked_softmax_operator = _composed(
-    "masked_softmax_with_gradient", _arguments(ops.masked_softmax), "Tensor", _masked_softmax
+_OF_SOFTMAX = _step(
+    "masked_softmax_with_gradient", arguments_of(ops.masked_softmax), "Tensor", _masked_softmax
 )
+
+
+def _attention_under_vmap(*inputs: Any, **options: Any) -> Any:
+    """The operator of attention for all slices of a vmap at once, as the dispatcher calls it.
+
+    For the other two operators torch calls itself once for each slice.
+    """
+    from torch._functorch.autograd_function import custom_function_call_vmap_helper
+    from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
+
+    query, key, value, scale = inputs
+    want_weights, want_lse = (options.pop(name, False) for name in ("return_weights", "return_lse"))
+    names = ("attn_mask", "alibi_slopes", "sinks", "dropout_seed")
+    tensors = Tensors(query, key, value, *(options.pop(name, None) for name in names))
+
+    def apply(*inputs: Any) -> tuple[Tensor, ...]:
+        *given, scale, keywords = inputs
+        merged = keywords_of(Tensors(*given), keywords)
+        operator = _OF_ATTENTION.operator
+        return tuple(operator(*given[:3], scale, return_weights=want_weights, return_lse=want_lse, **merged))
+
+    interpreter: Any = retrieve_current_functorch_interpreter()
+    rule = functools.partial(vmapped, apply)
+    return list(custom_function_call_vmap_helper(interpreter, rule, apply, *tensors, scale, options))
+
+
+_library.impl("attention_with_gradient", _attention_under_vmap, "FuncTorchBatched")
 
 
 def is_tracing_graph() -> bool:
     """Whether what runs now becomes a graph, other than one of torch.func's transforms."""
-    if not torch.compiler.is_dynamo_compiling():
-        return torch.compiler.is_exporting()
-    return not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+    tracing = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
+    return tracing and not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
+
+
+def is_exporting_vmap() -> bool:
+    """Whether torch.export traces transforms without Dynamo.
+
+    Raises:
+        RuntimeError: some are derivatives.
+    """
+    if not torch.compiler.is_exporting():
+        return False
+    levels = get_interpreter_stack() or ()
+    if forward_ad._current_level >= 0 or any(level.key() != TransformType.Vmap for level in levels):
+        raise RuntimeError(
+            "torch.export cannot trace derivatives of attention by torch.func (grad, vjp, jvp and what is "
+            "made of them), as torch's programs of such return no numbers: export the function itself, and "
+            "take the derivatives of the program"
+        )
+    return True
 
 
 def _put_in_graphs() -> None:
     """Tells Dynamo to take the functions as one step of its graph each, like torch's own."""
-    for function in (_attention, _attention_scores, _masked_softmax):
-        torch.compiler.allow_in_graph(function)
+    for step in (_OF_ATTENTION, _OF_SCORES, _OF_SOFTMAX):
+        torch.compiler.allow_in_graph(step.in_transforms)
 
 
 # Dynamo calls it while it traces, instead of tracing it.
 _put_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-def _in_graph(operator: Any, function: Callable[..., Any]) -> Any:
+def _in_graph(step: _Step) -> Any:
     """What stands for a function in the graph that is traced, None where none is; see Note [Gradients in
     graphs].
     """
     if is_tracing_graph():
-        return operator
-    if not torch.compiler.is_dynamo_compiling():
-        return None
-    _put_in_graphs()
-    return function
+        return step.operator
+    if torch.compiler.is_dynamo_compiling():
+        _put_in_graphs()
+        return step.in_transforms
+    return step.operator if is_exporting_vmap() else None
 
 
 def attention_with_gradient(
     tensors: Tensors, scale: float, keywords: Keywords, want_weights: bool, want_lse: bool
 ) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
     """:func:`selfattn_ext.autograd.attention.attention`, in a graph as one operator."""
-    compute = _in_graph(_attention_operator, _attention)
+    compute = _in_graph(_OF_ATTENTION)
     if compute is None:
         return attention(tensors, scale, keywords, want_weights, want_lse)
     merged = keywords_of(tensors, keywords)
@@ -135,7 +207,7 @@ def attention_with_gradient(
 
 def attention_scores_with_gradient(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
     """:func:`selfattn_ext.autograd.scores_and_softmax.attention_scores`, in a graph as one operator."""
-    compute = _in_graph(_attention_scores_operator, _attention_scores)
+    compute = _in_graph(_OF_SCORES)
     if compute is None:
         return attention_scores(query, key, scale, kernel)
     return compute(query, key, scale, kernel_name=kernel)
@@ -145,7 +217,7 @@ def masked_softmax_with_gradient(
     scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords
 ) -> Tensor:
     """:func:`selfattn_ext.autograd.scores_and_softmax.masked_softmax`, in a graph as one operator."""
-    compute = _in_graph(_masked_softmax_operator, _masked_softmax)
+    compute = _in_graph(_OF_SOFTMAX)
     if compute is None:
         return masked_softmax(scores, mask, scale, keywords)
     merged = keywords if mask is None else {**keywords, "mask": mask}

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
@@ -20,11 +22,17 @@ __all__ = [
     "forward",
     "is_differentiated",
     "jvp",
+    "saved_tensors",
 ]
 
 # Looked up once: an attribute chain costs as much as the call at its end.
 _is_grad_enabled = torch.is_grad_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
+
+_KEPT = (
+    "Attention keeps query, key, value and its output for their gradients, as torch's fused kernels do, but "
+    "not its formula: change a copy, as out = out + 1 does in place of out.add_(1)"
+)
 
 #: The gradients of out, weights and lse.
 Cotangents = tuple[Tensor, OptionalTensor, OptionalTensor]
@@ -49,6 +57,20 @@ def dense(tensors: Tensors) -> Tensors:
 def is_differentiated() -> bool:
     """Whether a gradient that is computed now may be differentiated itself, in either mode."""
     return _is_grad_enabled() or _are_transforms_active() or forward_ad._current_level >= 0
+
+
+def saved_tensors(ctx: Any) -> Any:
+    """What the forward of attention saved.
+
+    Raises:
+        RuntimeError: one of them has been changed in place, with what to do.
+    """
+    try:
+        return ctx.saved_tensors
+    except RuntimeError as error:
+        if "modified by an inplace operation" not in str(error):
+            raise
+        raise RuntimeError(f"{error}\n{_KEPT}") from None
 
 
 def forward(

@@ -31,7 +31,7 @@ from ..arguments import (
     split_blocks,
 )
 from ..attend import attend, dropout_seed
-from ..autograd.graph_operators import is_tracing_graph
+from ..autograd.graph_operators import is_exporting_vmap, is_tracing_graph
 from ..reference import accumulation_dtype
 from . import block_masks, calls, compiler, formula, graphs
 from .functions import Functions, ScoreMod, check_functions
@@ -178,8 +178,9 @@ def _all_results(prepared: Prepared, options: AttentionOptions, functions: Funct
     tensors, scale, keywords, _ = prepared
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(tensors.query))
-    if torch.compiler.is_dynamo_compiling() and is_tracing_graph() and tensors.query.is_cpu:
-        return graphs.all_results(tensors, scale, keywords, options, functions)
+    wants = options.return_weights, options.return_lse
+    if is_tracing_graph() and (tensors.query.is_cpu or torch.compiler.is_exporting()):
+        return graphs.traced_results(tensors, scale, keywords, wants, functions)
     return _outside_of_graphs(tensors, scale, keywords, options, functions)
 
 
@@ -194,6 +195,7 @@ def _outside_of_graphs(
     dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
     in_python = formula.PythonCall(tensors, scale, keywords, *functions[:2], blocks, size)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
+        is_exporting_vmap()  # which raises for derivatives
         return (*formula.at_once(in_python), None)
     try:
         requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)

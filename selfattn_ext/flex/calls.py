@@ -39,20 +39,15 @@ class Call(NamedTuple):
 
 def all_results(
     tensors: Tensors, call: Call, captured: Sequence[Tensor]
-) -> tuple[Tensor, OptionalTensor, OptionalTensor, OptionalTensor]:
-    """out, and what there is of weights, lse and row_max.
+) -> tuple[Tensor, OptionalTensor, OptionalTensor, Tensor]:
+    """out, what there is of weights and lse, and row_max.
 
     ``captured`` are the tensors that ``call.traced`` has, or others in their place.
     """
     requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
     if torch.is_grad_enabled() and (requires_grad or any(call.traced.wanted())):
-        results = _FlexAttention.apply(*tensors, *captured, call)
-        return (
-            results[0],
-            results[1] if call.want_weights else None,
-            results[-1] if call.want_lse else None,
-            None,
-        )
+        out, row_max, *rest = _FlexAttention.apply(*tensors, *captured, call)
+        return out, rest[0] if call.want_weights else None, rest[-1] if call.want_lse else None, row_max
     out, row_max, row_sum, weights, _ = _forward(tensors, call, captured)
     return out, weights, row_max + torch.log(row_sum), row_max
 
@@ -123,7 +118,7 @@ def _forward(tensors: Tensors, call: Call, captured: Sequence[Tensor]) -> tuple[
 
 
 class _FlexAttention(Function):
-    """Of the tensors of a call, the captured ones and the call; returns (out, [weights], [lse])."""
+    """Of the tensors of a call, the captured ones and the call; returns (out, row_max, [weights], [lse])."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> Any:
@@ -134,17 +129,18 @@ class _FlexAttention(Function):
         ctx.save_for_backward(*given, out, row_max, row_sum, residual, saved_weights)
         ctx.call = call
         ctx.set_materialize_grads(False)
+        ctx.mark_non_differentiable(row_max)
         lse = [row_max + torch.log(row_sum)] if call.want_lse else []
-        return (out, *([] if weights is None else [weights]), *lse)
+        return (out, row_max, *([] if weights is None else [weights]), *lse)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         call: Call = ctx.call
-        *given, out, row_max, row_sum, residual, weights = ctx.saved_tensors
+        *given, out, row_max, row_sum, residual, weights = operator_calls.saved_tensors(ctx)
         tensors, captured = Tensors(*given[:_TENSORS]), given[_TENSORS:]
         cotangents = (
             torch.zeros_like(out) if grads[0] is None else grads[0],
-            grads[1] if call.want_weights else None,
+            grads[2] if call.want_weights else None,
             grads[-1] if call.want_lse else None,
         )
         needs = ctx.needs_input_grad

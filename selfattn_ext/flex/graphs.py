@@ -1,4 +1,4 @@
-"""Functions of scores in the graphs of torch.compile.
+"""Functions of scores in the graphs of torch.compile and torch.export.
 
 Note [Functions in graphs]
     Dynamo writes a call of flex_attention as one step with a graph of each function, and lists the
@@ -12,6 +12,12 @@ Note [Functions in graphs]
     once, where the compiler sees them and has their gradients. The rest is recorded, with tensors of the
     same form in the place of those that it reads, since a compiler's stand-ins have no numbers.
 
+    An exported program is to be trained later, saved, and run by other processes. So its graph keeps the call
+    as one operator with gradients (Note [Gradients in graphs] in autograd/graph_operators.py), and that has
+    the recorded functions as a text (:mod:`.written`), with the gradients of all that may ever have some,
+    whatever requires a gradient while torch.export traces. torch.export calls Dynamo for this one call where
+    it does not use it for all.
+
 Note [Compiled results on disk]
     The operators name a compiled function by a digest of its source. torch may find a compiled graph on
     disk that another process has made; Dynamo runs our operator before it looks, and that loads the
@@ -21,28 +27,31 @@ Note [Compiled results on disk]
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
+from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .. import ops, sources
-from ..arguments import AttentionOptions, Keywords, OptionalTensor, Tensors
+from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
+from ..autograd.graph_operators import arguments_of, composed
 from ..reference import accumulation_dtype
-from . import block_masks, calls, compiler
+from . import block_masks, calls, compiler, written
 from .functions import Functions
 from .recorder import UnsupportedFunctionError
 from .tracing import Traced, trace
 
-__all__ = ["all_results", "outside_of_graphs"]
+__all__ = ["outside_of_graphs", "traced_results"]
 
 _NAME = "selfattn_flex_attention"
 _OF_SCORE = 5  # inputs of score_mod: the score and its indices
@@ -55,12 +64,38 @@ _NOT_IN_GRAPHS = (
 )
 
 
-def all_results(
-    tensors: Tensors, scale: float, keywords: Keywords, options: AttentionOptions, functions: Functions
+def traced_results(
+    tensors: Tensors,
+    scale: float,
+    keywords: Keywords,
+    wants: tuple[bool, bool],
+    functions: Functions,
+    news: tuple[Tensor, ...] | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What :func:`.calls.all_results` returns, as Dynamo traces it: with an empty tensor for what there is
-    not.
+    """What :func:`.calls.all_results` returns, where a graph is traced, with an empty tensor for what there
+    is not. ``wants`` are weights and lse.
+
+    ``news`` are written into a cache, which key and value are then; without a cache it is None, and it is ()
+    for a cache that is read alone.
     """
+    call = tensors, scale, keywords, wants, functions, news
+    if torch.compiler.is_dynamo_compiling():
+        return _results(*call)
+    # torch.export without Dynamo, which torch's own flex_attention then calls in this way.
+    from torch._higher_order_ops.utils import _maybe_compile_and_run_fn
+
+    results: tuple[Tensor, Tensor, Tensor, Tensor] = _maybe_compile_and_run_fn(_results, *call)
+    return results
+
+
+def _results(
+    tensors: Tensors,
+    scale: float,
+    keywords: Keywords,
+    wants: tuple[bool, bool],
+    functions: Functions,
+    news: tuple[Tensor, ...] | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     score_mod, mask_mod, block_mask = functions
     blocks: tuple[Any, ...] = (None, None, None, None, 1, 1)
     if block_mask is not None:
@@ -72,7 +107,8 @@ def all_results(
     call = {
         "others": others,
         "keywords": keywords,
-        "wants": (options.return_weights, options.return_lse),
+        "wants": wants,
+        "news": news,
         "made_by": _put_in_graphs(),
     }
     results: tuple[Tensor, Tensor, Tensor, Tensor] = _operator(
@@ -210,17 +246,68 @@ def _computed(
     keywords = dict(given["keywords"])
     block_map, size = (None, None) if blocks.lists is None else (_block_map(*blocks.lists), blocks.size)
     try:
-        traced, captured = _recorded(tensors, functions)
+        traced, captured = _recorded(tensors, functions, given["news"] is not None)
         keywords |= calls.loaded(traced)
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         has_options = any(tensor is not None for tensor in tensors[3:]) or given["wants"][0]
-        if has_options or keywords.keys() - _OF_PROCESS:
+        if has_options or keywords.keys() - _OF_PROCESS or given["news"] is not None:
             raise UnsupportedFunctionError(_NOT_IN_GRAPHS) from reason
         calls.warn(reason)
         return _torchs(tensors, scale, functions, blocks)
     want_weights, want_lse = given["wants"]
-    call = calls.Call(scale, keywords, want_weights, want_lse, traced, block_map, size)
-    return calls.all_results(tensors, call, captured)
+    if not torch.compiler.is_exporting():
+        call = calls.Call(scale, keywords, want_weights, want_lse, traced, block_map, size)
+        return calls.all_results(tensors, call, captured)
+    keywords = {
+        **keywords_of(tensors, keywords),
+        "return_weights": want_weights,
+        "return_lse": want_lse,
+        "score_function": written.write(traced),
+        **calls.inputs_of(traced, captured),
+    }
+    if given["news"] is None:
+        return _attention_operator(*tensors[:3], scale, block_map=block_map, block_size=size, **keywords)
+    from ..kv_cache.attention import operator_of_graphs  # which imports this package
+
+    out, *rest = operator_of_graphs(given["news"])(*tensors[:3], *given["news"], scale, **keywords)
+    return out, rest[0] if want_weights else None, rest[-1] if want_lse else None, None
+
+
+def _attention(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    scale: float,
+    *,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    attn_mask: OptionalTensor = None,
+    alibi_slopes: OptionalTensor = None,
+    sinks: OptionalTensor = None,
+    dropout_seed: OptionalTensor = None,
+    block_map: OptionalTensor = None,
+    block_size: Sequence[int] | None = None,
+    score_function: str,
+    captured: Sequence[Tensor] = (),
+    captured_numbers: Sequence[float] = (),  # which the text has, too
+    **keywords: Any,
+) -> list[Tensor]:
+    traced, loaded = written.read(score_function, block_map is not None)
+    size = None if block_size is None else (block_size[0], block_size[1])
+    call = calls.Call(
+        scale, {**keywords, **loaded}, return_weights, return_lse, traced, block_map, size,
+    )  # fmt: skip
+    tensors = Tensors(query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
+    results = calls.all_results(tensors, call, captured)
+    return [query.new_empty(0) if result is None else result for result in results]
+
+
+_attention_operator = composed(
+    "flex_attention_with_gradient",
+    arguments_of(ops.attention_forward, need_residual="return_weights", need_weights="return_lse"),
+    "Tensor[]",
+    _attention,
+)
 
 
 def _torchs(tensors: Tensors, scale: float, functions: _Functions, blocks: _Blocks) -> tuple[Any, ...]:
@@ -242,30 +329,41 @@ def _torchs(tensors: Tensors, scale: float, functions: _Functions, blocks: _Bloc
     return out, None, lse * math.log(2.0), largest * math.log(2.0)
 
 
-def _recorded(tensors: Tensors, functions: _Functions) -> tuple[Traced, list[Tensor]]:
+def _recorded(tensors: Tensors, functions: _Functions, on_cache: bool) -> tuple[Traced, list[Tensor]]:
     """What the functions compute, and the captured tensors in the operators' order."""
     of_stand_in: dict[int, Tensor] = {}
-    requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
+    # What is exported may be trained later, whatever requires a gradient now.
+    exporting = torch.compiler.is_exporting() and not on_cache
+    requires_grad = exporting or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 
     def stand_in(tensor: Tensor) -> Tensor:
         made = _stand_in(tensor)
+        made.requires_grad_(tensor.is_floating_point() if exporting else tensor.requires_grad)
         of_stand_in[id(made)] = tensor
         return made
 
-    with _disable_current_modes():
+    with _no_modes(), torch.set_grad_enabled(exporting or torch.is_grad_enabled()):
         score_mod, mask_mod = (function.of(stand_in) for function in functions)
         dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
         traced = trace(score_mod, mask_mod, dtype, device, requires_grad)
     return traced, [of_stand_in.get(id(tensor), tensor) for tensor in traced.tensors]
 
 
+@contextlib.contextmanager
+def _no_modes() -> Iterator[None]:
+    """What runs here is no part of what a compiler traces."""
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_disable_current_modes())
+        for _ in range(torch._C._len_torch_function_stack()):
+            stack.enter_context(_pop_mode_temporarily())
+        yield
+
+
 def _stand_in(tensor: Tensor) -> Tensor:
     """A tensor of the same form, whose numbers nobody reads; those without dimensions may be divided by."""
     sizes, strides = ([_hint(number) for number in each] for each in (tensor.shape, tensor.stride()))
     made = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
-    if not sizes:
-        made.fill_(1)
-    return made.requires_grad_(tensor.requires_grad)
+    return made if sizes else made.fill_(1)
 
 
 def _hint(number: int | torch.SymInt) -> int:

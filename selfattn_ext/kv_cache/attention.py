@@ -4,7 +4,7 @@ place.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, overload
 
 import torch
@@ -34,6 +34,8 @@ from ..arguments import (
     with_options,
 )
 from ..attend import dropout_seed, results
+from ..autograd.graph_operators import arguments_of, composed
+from ..flex import written
 from ..reference import default_scale
 from . import checks as cache_checks
 
@@ -47,6 +49,8 @@ __all__ = ["append_to_cache", "attend_to_cache", "attention_with_kvcache", "page
 
 #: The keywords to which it matters where a query stands.
 _POSITIONAL = frozenset(("is_causal", "window_left", "window_right"))
+#: Those that hold tensors which have gradients elsewhere.
+_WITH_GRADIENTS = ("attn_mask", "alibi_slopes", "sinks")
 
 # Looked up once: an attribute chain costs as much as the call at its end.
 _is_grad_enabled = torch.is_grad_enabled
@@ -289,23 +293,18 @@ def attend_to_cache(
     batch: int,
     options: AttentionOptions,
     keywords: Keywords,
+    compute: Callable[..., shapes.Results] | None = None,
 ) -> shapes.Results:
     """The step in the operators' form: (out, weights if wanted, lse if wanted).
 
     Tensors are (B, H, L, E), or of packed queries (1, H, total, E); ``keywords`` have all but the tensors
-    among the options, with seqlens_k as they are after the step.
+    among the options, with seqlens_k as they are after the step. ``compute`` takes the place of
+    :func:`_attended`.
     """
     mask, _, _, scale, _, _, _, slopes, sinks, _, want_weights, want_lse = options
     if _is_any_autocast_enabled():
         # Casting would be lost on a cache; so the rest takes its dtype.
         (query,) = autocast(query, dtype=key_cache.dtype)
-    if _is_grad_enabled():
-        for tensor in (query, key_cache, value_cache, key, value, mask, slopes, sinks):
-            if tensor is not None and tensor.requires_grad:
-                raise ValueError("no gradients")
-    if _are_transforms_active() or forward_ad._current_level >= 0:
-        tensors = (query, key_cache, value_cache, key, value, mask, slopes, sinks)
-        cache_checks.no_derivatives(tensors)
     if mask is not None or slopes is not None or sinks is not None:
         cache_checks.no_causal_bias(mask)
         form = shapes.Canonical(query, key_cache, value_cache, (batch,), 4)
@@ -316,24 +315,117 @@ def attend_to_cache(
     if "dropout_p" in keywords:
         keywords["dropout_seed"] = dropout_seed(query)
     query = shapes.dense_rows(query)
-    graph = _is_compiling() or _is_exporting()
-    given = {**keywords, "need_weights": True} if want_weights else keywords
     if key is None or value is None:
         if key is not value:
             raise ValueError("key without value")
-        forward = ops.attention_forward if graph else ops.direct_forward
-        out, row_max, row_sum, _ = forward(query, key_cache, value_cache, factor, **given)
     else:
         key, value = _written(key, value, key_cache.dtype)
-        step = ops.attention_with_cache if graph else ops.direct_with_cache
-        out, row_max, row_sum = step(query, key_cache, value_cache, key, value, factor, **given)
-        if not graph:
-            # Autograd then knows that whatever saved the cache before has changed.
-            _increment_version((key_cache, value_cache))
+    if compute is None:
+        compute = _put_in_graph if _is_compiling() or _is_exporting() else _attended
+    return compute(query, key_cache, value_cache, key, value, factor, keywords, want_weights, want_lse)
+
+
+def _attended(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    factor: float,
+    keywords: Keywords,
+    want_weights: bool,
+    want_lse: bool,
+) -> shapes.Results:
+    """The step once all is in the operators' form."""
+    if _is_grad_enabled():
+        for tensor in (query, key_cache, value_cache, key, value, *map(keywords.get, _WITH_GRADIENTS)):
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError("no gradients")
+    if _are_transforms_active() or forward_ad._current_level >= 0:
+        others = map(keywords.get, _WITH_GRADIENTS)
+        cache_checks.no_derivatives((query, key_cache, value_cache, key, value, *others))
+    given = {**keywords, "need_weights": True} if want_weights else keywords
+    if key is None or value is None:
+        out, row_max, row_sum, _ = ops.direct_forward(query, key_cache, value_cache, factor, **given)
+    else:
+        out, row_max, row_sum = ops.direct_with_cache(
+            query, key_cache, value_cache, key, value, factor, **given
+        )
+        # Autograd then knows that whatever saved the cache before has changed.
+        _increment_version((key_cache, value_cache))
     weights = None
     if want_weights:
         weights = ops.attention_weights(query, key_cache, row_max, row_sum, factor, **keywords)
     return out, weights, row_max + torch.log(row_sum) if want_lse else None
+
+
+def _put_in_graph(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    factor: float,
+    keywords: Keywords,
+    want_weights: bool,
+    want_lse: bool,
+) -> shapes.Results:
+    """The same in a graph, as one operator."""
+    news = () if key is None or value is None else (key, value)
+    wants = {"return_weights": want_weights, "return_lse": want_lse}
+    results = operator_of_graphs(news)(query, key_cache, value_cache, *news, factor, **wants, **keywords)
+    return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
+
+
+def operator_of_graphs(news: Sequence[Tensor]) -> Any:
+    """The operator that computes a step, with new keys and values or without."""
+    return _extending if news else _reading
+
+
+def _operator(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    factor: float,
+    *,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    score_function: str | None = None,
+    **keywords: Any,
+) -> list[Tensor]:
+    others = (*map(keywords.get, _WITH_GRADIENTS), *keywords.get("captured", ()))
+    cache_checks.no_derivatives((query, key_cache, value_cache, key, value, *others))
+    if score_function is not None:
+        keywords |= written.read(score_function)[1]
+    results = _attended(
+        query, key_cache, value_cache, key, value, factor, keywords, return_weights, return_lse
+    )
+    return [result for result in results if result is not None]
+
+
+def _reading_operator(
+    query: Tensor, keys: Tensor, values: Tensor, factor: float, **more: Any
+) -> list[Tensor]:
+    return _operator(query, keys, values, None, None, factor, **more)
+
+
+# See Note [Gradients in graphs] in autograd/graph_operators.py: these know that they have none.
+_reading = composed(
+    "attention_without_gradient",
+    arguments_of(ops.attention_forward, need_residual="return_weights", need_weights="return_lse"),
+    "Tensor[]",
+    _reading_operator,
+)
+_extending = composed(
+    "attention_with_cache_without_gradient",
+    arguments_of(
+        ops.attention_with_cache, **{"bool need_weights": "bool return_lse=False, bool return_weights"}
+    ),
+    "Tensor[]",
+    _operator,
+)
 
 
 def _written(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -361,13 +453,20 @@ def append_to_cache(
     block_table: OptionalTensor,
 ) -> None:
     """Writes keys and values behind those of sequences that long, and no more; in the operators' form."""
-    cache_checks.no_derivatives((key_cache, value_cache, key, value))
     key, value = _written(key, value, key_cache.dtype)
-    ops.append_to_cache(
-        key_cache, value_cache, key, value, lengths, cu_seqlens=cu_seqlens, block_table=block_table
-    )
-    if not (_is_compiling() or _is_exporting()):
-        _increment_version((key_cache, value_cache))
+    append = _appending if _is_compiling() or _is_exporting() else _appended
+    append(key_cache, value_cache, key, value, lengths, cu_seqlens=cu_seqlens, block_table=block_table)
+
+
+def _appended(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any
+) -> None:
+    cache_checks.no_derivatives((key_cache, value_cache, key, value))
+    ops.append_to_cache(key_cache, value_cache, key, value, *more, **options)
+    _increment_version((key_cache, value_cache))
+
+
+_appending = composed("append_to_cache_without_gradient", arguments_of(ops.append_to_cache), "()", _appended)
 
 
 def _take_negative_views(operator: Any) -> None:
@@ -393,5 +492,5 @@ def _take_negative_views(operator: Any) -> None:
 
 
 _library = torch.library.Library(ops.NAMESPACE, "IMPL")
-_take_negative_views(ops.append_to_cache)
-_take_negative_views(ops.attention_with_cache)
+for _writing in (ops.append_to_cache, ops.attention_with_cache, _appending, _extending):
+    _take_negative_views(_writing)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Sequence
 from typing import Any
@@ -12,8 +13,8 @@ from torch import Tensor
 from ..arguments import AttentionOptions, Keywords, OptionalTensor, Tensors, autocast, shapes, with_options
 from ..attend import dropout_seed
 from ..flex import calls, compiler, formula
-from ..flex.functions import check_functions
-from ..flex.graphs import outside_of_graphs
+from ..flex.functions import Functions, check_functions
+from ..flex.graphs import outside_of_graphs, traced_results
 from ..flex.recorder import UnsupportedFunctionError
 from ..flex.tracing import trace
 from ..reference import accumulation_dtype
@@ -23,7 +24,6 @@ from .attention import append_to_cache, attend_to_cache
 __all__ = ["attend_with_functions"]
 
 
-@outside_of_graphs
 def attend_with_functions(
     query: Tensor,
     key_cache: Tensor,
@@ -45,7 +45,45 @@ def attend_with_functions(
     if first is not None:
         positions = torch.as_tensor(first, device=query.device).to(torch.int32).expand(batch)
         score_mod, mask_mod = (_moved(function, positions) for function in (score_mod, mask_mod))
-    given = (query, key_cache, value_cache, key, value)
+    given = (query, key_cache, value_cache, key, value, batch, options, keywords)
+    if torch.compiler.is_exporting():
+        return attend_to_cache(*given, functools.partial(_put_in_graph, Functions(score_mod, mask_mod)))
+    return _outside_of_graphs(*given, score_mod, mask_mod)
+
+
+def _put_in_graph(
+    functions: Functions,
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    factor: float,
+    keywords: Keywords,
+    want_weights: bool,
+    want_lse: bool,
+) -> shapes.Results:
+    """What a graph of torch.export has of it."""
+    news = () if key is None or value is None else (key, value)
+    tensors, wants = Tensors(query, key_cache, value_cache), (want_weights, want_lse)
+    out, weights, lse, _ = traced_results(tensors, factor, keywords, wants, functions, news)
+    return out, weights if want_weights else None, lse if want_lse else None
+
+
+@outside_of_graphs
+def _outside_of_graphs(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    batch: int,
+    options: AttentionOptions,
+    keywords: Keywords,
+    score_mod: Any,
+    mask_mod: Any,
+) -> shapes.Results:
+    given = (query, key_cache, value_cache, key, value, batch, options)
     try:
         traced = trace(score_mod, mask_mod, accumulation_dtype(key_cache.dtype), query.device, False)
         if loaded := calls.loaded(traced):
@@ -53,10 +91,10 @@ def attend_with_functions(
             keywords = {**keywords, **loaded, **calls.inputs_of(traced, traced.tensors)}
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         calls.warn(reason)
-        results = _by_formula(*given, batch, options, keywords, score_mod, mask_mod)
+        results = _by_formula(*given, keywords, score_mod, mask_mod)
         cache_checks.no_derivatives(results)  # those of captured tensors
         return results
-    return attend_to_cache(*given, batch, options, keywords)
+    return attend_to_cache(*given, keywords)
 
 
 def _moved(function: Any, positions: Tensor) -> Any:

@@ -1,9 +1,12 @@
-"""Argument checks that the layers share."""
+"""Argument checks that the layers share, and what torch.fx gives them in place of tensors."""
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.fx import Proxy
 
 
 def check_positive(**sizes: int) -> None:
@@ -13,6 +16,8 @@ def check_positive(**sizes: int) -> None:
 
 
 def check_input(name: str, x: Tensor, features: int, weight: Tensor) -> None:
+    if isinstance(x, Proxy):
+        return  # It stands for any tensor.
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dim() < 2 or x.shape[-1] != features:
@@ -21,3 +26,14 @@ def check_input(name: str, x: Tensor, features: int, weight: Tensor) -> None:
         raise ValueError(f"{name} must be on the device of the parameters, {weight.device}, got {x.device}")
     if x.dtype != weight.dtype and not torch.is_autocast_enabled(x.device.type):
         raise TypeError(f"{name} must have the dtype of the parameters, {weight.dtype}, got {x.dtype}")
+
+
+def is_traced(layer: nn.Module, x: Any) -> bool:
+    """Whether torch.fx.symbolic_trace calls the layer as a part of a model."""
+    return isinstance(x, Proxy) and x.tracer.root is not layer  # type: ignore[attr-defined]
+
+
+def step_of_trace(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
+    """The call as one step of the trace, as those of torch's own layers are."""
+    tracer: Any = args[0].tracer
+    return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)

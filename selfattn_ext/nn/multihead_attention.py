@@ -12,7 +12,7 @@ from torch.nn.parameter import Parameter
 
 from ..arguments import checks, split_blocks
 from ..functional import scaled_dot_product_attention
-from .checks import check_input, check_positive
+from .checks import check_input, check_positive, is_traced, step_of_trace
 from .rotary import rotary_embedding
 
 
@@ -177,6 +177,18 @@ class MultiheadAttention(nn.MultiheadAttention):
             TypeError: an argument is not a tensor, or has the wrong dtype.
             ValueError: an argument has the wrong shape.
         """
+        if is_traced(self, query):
+            return step_of_trace(
+                self,
+                query,
+                key,
+                value,
+                key_padding_mask,
+                need_weights,
+                attn_mask,
+                average_attn_weights,
+                is_causal,
+            )
         if query is key is value and isinstance(query, Tensor) and query.is_nested:
             return self._forward_nested(
                 query, key_padding_mask, need_weights, attn_mask, average_attn_weights

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..arguments import checks
 from ..capture import is_capturing
 from ..functional import scaled_dot_product_attention
-from .checks import check_input, check_positive
+from .checks import check_input, check_positive, is_traced, step_of_trace
 
 
 class SelfAttention(nn.Module):
@@ -66,6 +66,8 @@ class SelfAttention(nn.Module):
             TypeError: x or mask is not a tensor, or has the wrong dtype.
             ValueError: x or mask has the wrong shape, or a float mask holds anything but 0 and 1.
         """
+        if is_traced(self, x):
+            return step_of_trace(self, x, mask, is_causal=is_causal)
         check_input("x", x, self.d_model, self.W_q.weight)
         out, weights = scaled_dot_product_attention(
             self.W_q(x),
@@ -139,6 +141,8 @@ class MultiHeadSelfAttention(nn.Module):
             TypeError: x or mask is not a tensor, or has the wrong dtype.
             ValueError: x or mask has the wrong shape, or a float mask holds anything but 0 and 1.
         """
+        if is_traced(self, x):
+            return step_of_trace(self, x, mask, is_causal=is_causal, return_weights=return_weights)
         check_input("x", x, self.d_model, self.Wq.weight)
         if mask is not None:
             # One mask for each sequence, (..., L, L), is the same for all heads.

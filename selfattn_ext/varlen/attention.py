@@ -183,8 +183,8 @@ def varlen_attention(
     On CUDA the check of offsets waits for the GPU once per tensor; it remembers those that it has seen and
     whose values nobody has changed since; a block_table with its lengths is looked at each time. While a
     CUDA graph records, and in code of torch.compile, nobody looks: there the kernels limit what they read to
-    the tensors. A second derivative and forward mode go through
-    :func:`selfattn_ext.reference.varlen_attention`, sequence by sequence, which a graph cannot record.
+    the tensors. Second derivatives and forward mode are passes of the kernels, too; those of weights, and
+    with score_mod or mask_mod, go through the formula, sequence by sequence, with its matrices.
 
     After Dao (2023), "FlashAttention-2", whose packing it is.
     """
