@@ -115,7 +115,7 @@ def compile_and_load(
             root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
             if "~" in Path(root).parts:
                 raise ImportError(
-                    "there is no home folder to keep what is compiled in: name another in TORCH_EXTENSIONS_DIR"
+                    "there is no home folder to keep what is compiled: name a folder in TORCH_EXTENSIONS_DIR"
                 )
             # Another Python needs another module, and another torch would compile everything again in place.
             build_directory = Path(root) / f"{sys.implementation.cache_tag}_torch{torch.__version__}" / name

@@ -86,7 +86,7 @@ class TestArguments:
             monkeypatch.delenv(variable, raising=False)
         monkeypatch.setattr("os.getuid", lambda: 987654)
         monkeypatch.setattr("torch.utils.cpp_extension.load", lambda *arguments, **options: "module")
-        with pytest.raises(ImportError, match="no home folder .* TORCH_EXTENSIONS_DIR"):
+        with pytest.raises(ImportError, match=r"no home folder .* TORCH_EXTENSIONS_DIR"):
             jit.load("never_built")
         assert list(tmp_path.iterdir()) == []
 
