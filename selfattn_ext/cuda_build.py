@@ -34,8 +34,8 @@ SAME_PTX = {"12.0": "10.0"}
 #: The oldest GPUs that the kernels are written for.
 MINIMUM_CAPABILITY = (7, 5)
 
-#: About how many processor seconds a build takes: for the CPU; for the host's part of its CUDA sources; for an
-#: architecture, to PTX and from there to machine code. docs/install.md says how they were measured.
+#: About how many processor seconds a build takes for the CPU, for the host's part of the CUDA sources, and
+#: for an architecture, to PTX and from there to machine code. docs/install.md says how they were measured.
 CPU_SECONDS = 360
 CUDA_HOST_SECONDS = 139
 CUDA_SECONDS = {
@@ -278,7 +278,7 @@ def _plan(
     architectures = architectures_of(os.environ.get(ARCHITECTURES_VARIABLE, ""), capabilities, nvcc)
     text = (
         f"CPU and CUDA, for compute capability {', '.join(architectures)}, by {nvcc}; "
-        f"{ARCHITECTURES_VARIABLE} chooses others, {VARIABLE}=0 leaves CUDA out"
+        f"{ARCHITECTURES_VARIABLE} chooses others or fewer, {VARIABLE}=0 leaves CUDA out"
     )
     return Plan("", text, nvcc, architectures)
 

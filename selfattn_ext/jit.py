@@ -65,7 +65,7 @@ def load(
     Raises:
         ValueError: the name is no identifier, its operators are registered already, or environment variables
             ask for CUDA kernels that cannot be built.
-        ImportError: there is no compiler or no ninja; the message says what to install.
+        ImportError: there is no compiler, no ninja or no home folder; the message says what to do.
         RuntimeError: the sources do not compile; the message holds the compiler's output.
     """
     if not isinstance(name, str) or not name.isidentifier():
@@ -95,7 +95,7 @@ def compile_and_load(
     ``why`` is told to people before something is compiled, in a line of its own.
 
     Raises:
-        ImportError: there is no compiler or no ninja; the message says what to install.
+        ImportError: there is no compiler, no ninja or no home folder; the message says what to do.
         RuntimeError: the sources do not compile.
         ValueError: environment variables ask for CUDA kernels that cannot be built.
     """
@@ -113,6 +113,10 @@ def compile_and_load(
         stack.enter_context(cuda_build.environment(plan, cpp_extension))
         if build_directory is None:
             root = os.environ.get("TORCH_EXTENSIONS_DIR") or cpp_extension.get_default_build_root()
+            if "~" in Path(root).parts:
+                raise ImportError(
+                    "there is no home folder to keep what is compiled: name a folder in TORCH_EXTENSIONS_DIR"
+                )
             # Another Python needs another module, and another torch would compile everything again in place.
             build_directory = Path(root) / f"{sys.implementation.cache_tag}_torch{torch.__version__}" / name
         folder = Path(build_directory)

@@ -79,6 +79,17 @@ class TestArguments:
         with pytest.raises(ImportError, match=r"needs ninja .* pip install ninja"):
             jit.load("never_built")
 
+    def test_no_home(self, tmp_path, monkeypatch):
+        """torch would make a folder named ~ in the working directory."""
+        monkeypatch.chdir(tmp_path)
+        for variable in ("HOME", "TORCH_EXTENSIONS_DIR", "XDG_CACHE_HOME"):
+            monkeypatch.delenv(variable, raising=False)
+        monkeypatch.setattr("os.getuid", lambda: 987654)
+        monkeypatch.setattr("torch.utils.cpp_extension.load", lambda *arguments, **options: "module")
+        with pytest.raises(ImportError, match=r"no home folder .* TORCH_EXTENSIONS_DIR"):
+            jit.load("never_built")
+        assert list(tmp_path.iterdir()) == []
+
     def test_lock_of_a_killed_process(self, tmp_path, monkeypatch):
         """torch waits for ever for who has made this file."""
         from torch.utils import cpp_extension

@@ -186,6 +186,9 @@ def test_what_is_compiled_together() -> None:
     assert cuda_compile_check.together(order) == [
         (Path(name), archs) for name in "ab" for archs in (["75"], ["80", "90a"], ["100", "120"])
     ]
+    # Builds make the same PTX once, too.
+    built = [(first.replace(".", ""), name.replace(".", "")) for name, first in cuda_build.SAME_PTX.items()]
+    assert set(built) <= set(nvcc.SAME_PTX)
 
 
 def test_reports_of_ptxas() -> None:

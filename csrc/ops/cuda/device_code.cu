@@ -24,17 +24,18 @@ std::string capability_text(int capability) {
 // machine code is made.
 std::string architectures() {
 #if defined(SELFATTN_CUDA_ARCHITECTURES)
-  const std::string given = SELFATTN_TEXT(SELFATTN_CUDA_ARCHITECTURES);
-  std::string separated;
-  for (const char character : given) separated += character == '/' ? ", " : std::string(1, character);
-  return separated;
-#endif
+  std::string text;
+  for (const char character : std::string(SELFATTN_TEXT(SELFATTN_CUDA_ARCHITECTURES))) {
+    text += character == '/' ? ", " : std::string(1, character);
+  }
+#else
   const std::string list = SELFATTN_TEXT(__CUDA_ARCH_LIST__) ",";
   std::string text;
   for (size_t begin = 0, end; (end = list.find(',', begin)) != std::string::npos; begin = end + 1) {
     if (!text.empty()) text += ", ";
     text += capability_text(std::stoi(list.substr(begin, end - begin)) / 10);
   }
+#endif
   return text;
 }
 
