@@ -383,7 +383,8 @@ _library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
 _library.define(
     "block_map(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices) -> Tensor"
 )
-_library.impl("block_map", _block_map_of_lists, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("block_map", _block_map_of_lists, _device)
 _block_map = getattr(torch.ops, ops.NAMESPACE).block_map.default
 
 
