@@ -248,6 +248,7 @@ def _computed(
     try:
         traced, captured = _recorded(tensors, functions, given["news"] is not None)
         keywords |= calls.loaded(traced)
+        text = written.write(traced) if torch.compiler.is_exporting() else None
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         has_options = any(tensor is not None for tensor in tensors[3:]) or given["wants"][0]
         if has_options or keywords.keys() - _OF_PROCESS or given["news"] is not None:
@@ -255,14 +256,14 @@ def _computed(
         calls.warn(reason)
         return _torchs(tensors, scale, functions, blocks)
     want_weights, want_lse = given["wants"]
-    if not torch.compiler.is_exporting():
+    if text is None:
         call = calls.Call(scale, keywords, want_weights, want_lse, traced, block_map, size)
         return calls.all_results(tensors, call, captured)
     keywords = {
         **keywords_of(tensors, keywords),
         "return_weights": want_weights,
         "return_lse": want_lse,
-        "score_function": written.write(traced),
+        "score_function": text,
         **calls.inputs_of(traced, captured),
     }
     if given["news"] is None:
@@ -382,7 +383,8 @@ _library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
 _library.define(
     "block_map(Tensor counts, Tensor indices, Tensor? full_counts, Tensor? full_indices) -> Tensor"
 )
-_library.impl("block_map", _block_map_of_lists, "CPU")
+for _device in ("CPU", "CUDA"):
+    _library.impl("block_map", _block_map_of_lists, _device)
 _block_map = getattr(torch.ops, ops.NAMESPACE).block_map.default
 
 

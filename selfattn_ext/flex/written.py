@@ -1,58 +1,93 @@
-"""Recorded functions as text, as exported programs keep them, and back."""
+"""Recorded functions as text, as exported programs keep them, and back.
+
+The text lists the objects that a recording is made of, each behind those that it refers to.
+"""
 
 from __future__ import annotations
 
 import functools
 import json
-from dataclasses import fields
+from collections.abc import Iterator
+from dataclasses import fields, is_dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..arguments import Keywords
-from . import calls
-from .recorder import Load, Node, Number
-from .statements import Function
-from .tracing import Traced, all_of
+from . import calls, recorder, statements, tracing
+from .tracing import Traced
 
 __all__ = ["read", "write"]
 
-_KINDS = {kind.__name__: kind for kind in (Node, Number, Load, Function, Traced)}
+#: The classes of the objects.
+_KINDS: dict[str, Any] = {
+    name: kind
+    for module in (recorder, statements, tracing)
+    for name, kind in vars(module).items()
+    if is_dataclass(kind)
+}
 #: What torch has by name, as its own attributes.
 _NAMED = (torch.dtype, torch.layout, torch.memory_format)
 
 
 def write(traced: Traced) -> str:
-    """All of a recorded pair of functions but the numbers in the tensors that they capture."""
-    function = traced.function
-    tensors = {id(tensor): number for number, tensor in enumerate(function.tensors)}
-    numbers: dict[int, int] = {}  # of objects, each behind those that it refers to
+    """All of a recorded pair of functions but the numbers in the tensors that they capture.
+
+    Raises:
+        UnsupportedFunctionError: a part of it has no name by which another process could know it.
+    """
+    tensors = {id(tensor): number for number, tensor in enumerate(traced.tensors)}
+    numbers: dict[int, int] = {}
 
     def plain(value: Any) -> Any:
-        if isinstance(value, Tensor):
+        if isinstance(value, Tensor) and id(value) in tensors:
             return {"tensor": tensors[id(value)]}
-        if isinstance(value, tuple(_KINDS.values())):
+        if id(value) in numbers:
             return {"object": numbers[id(value)]}
         if isinstance(value, _NAMED):
             return {"torch": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"device": str(value)}
+        if isinstance(value, torch._ops.OpOverload):
+            return {"operator": str(value)}
         if isinstance(value, dict):
             return {"dict": {name: plain(each) for name, each in value.items()}}
-        return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+        if isinstance(value, (list, tuple)):
+            return [plain(each) for each in value]
+        if value is None or isinstance(value, (bool, int, float, str)):
+            return value
+        raise recorder.UnsupportedFunctionError(f"it uses {value}, which an exported program cannot hold")
 
-    of_gradients = [node for _, *nodes in function.grad_loads for node in nodes]
-    nodes = all_of([function.score, function.mask, function.grad_score, *of_gradients])
     objects = []
-    each: Any
-    for each in (*nodes, function, traced):
+    for each in _in_order(traced):
         objects.append([type(each).__name__, {it.name: plain(getattr(each, it.name)) for it in fields(each)}])
         numbers[id(each)] = len(numbers)
-    forms = [
-        [plain(tensor.dtype), *map(list, (tensor.shape, tensor.stride()))] for tensor in function.tensors
-    ]
+    forms = [[plain(tensor.dtype), *map(list, (tensor.shape, tensor.stride()))] for tensor in traced.tensors]
     return json.dumps({"tensors": forms, "objects": objects})
+
+
+def _in_order(root: Any) -> Iterator[Any]:
+    """The objects that one refers to and itself, each behind those that it refers to."""
+    seen: set[int] = set()
+    waiting = [(root, False)]
+    while waiting:
+        each, complete = waiting.pop()
+        if complete:
+            yield each
+        elif id(each) not in seen:
+            seen.add(id(each))
+            waiting.append((each, True))
+            waiting += [(part, False) for it in fields(each) for part in _objects(getattr(each, it.name))]
+
+
+def _objects(value: Any) -> Iterator[Any]:
+    """Those in a field."""
+    if type(value) in _KINDS.values():
+        yield value
+    elif isinstance(value, (list, tuple, dict)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from _objects(each)
 
 
 @functools.lru_cache(maxsize=256)
@@ -64,35 +99,41 @@ def read(text: str, has_blocks: bool = False) -> tuple[Traced, Keywords]:
         ValueError: it is no such text.
         CompilerError: it cannot be compiled here.
     """
-
-    def restored(value: Any) -> Any:
-        if isinstance(value, list):
-            return tuple(map(restored, value))
-        if not isinstance(value, dict):
-            return value
-        ((kind, of_kind),) = value.items()
-        if kind == "dict":
-            return {name: restored(each) for name, each in of_kind.items()}
-        return {
-            "tensor": lambda: tensors[of_kind],
-            "object": lambda: objects[of_kind],
-            "torch": lambda: getattr(torch, of_kind),
-            "device": lambda: torch.device(of_kind),
-        }[kind]()
-
-    objects: list[Any] = []
     try:
-        written = json.loads(text)
-        tensors = [
-            torch.empty_strided(sizes, strides, dtype=restored(dtype), device="meta")
-            for dtype, sizes, strides in written["tensors"]
-        ]
-        for kind, parts in written["objects"]:
-            objects.append(_KINDS[kind](**{name: restored(part) for name, part in parts.items()}))
-        traced = objects[-1]
+        traced = _read(json.loads(text))
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         raise ValueError(
             "score_function must be a function as this version of selfattn_ext writes it into exported "
             "programs, but it is not: export the program again"
         ) from error
     return traced, calls.loaded(traced, has_blocks)
+
+
+def _read(written: Any) -> Traced:
+    objects: list[Any] = []
+
+    def restored(value: Any) -> Any:
+        if isinstance(value, list):
+            return tuple(map(restored, value))
+        if not isinstance(value, dict):
+            return value
+        ((kind, given),) = value.items()
+        if kind == "dict":
+            return {name: restored(each) for name, each in given.items()}
+        if kind == "torch":
+            return getattr(torch, given)
+        if kind == "device":
+            return torch.device(given)
+        if kind == "operator":
+            return functools.reduce(getattr, given.split("."), torch.ops)
+        return {"tensor": tensors, "object": objects}[kind][given]
+
+    tensors = [
+        torch.empty_strided(sizes, strides, dtype=restored(dtype), device="meta")
+        for dtype, sizes, strides in written["tensors"]
+    ]
+    for kind, parts in written["objects"]:
+        objects.append(_KINDS[kind](**{name: restored(part) for name, part in parts.items()}))
+    if not isinstance(objects[-1], Traced):
+        raise TypeError("not a recording")
+    return objects[-1]
