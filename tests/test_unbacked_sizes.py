@@ -59,6 +59,9 @@ FUNCTIONS: dict[str, Function] = {
     "packed in other strides": lambda rows, starts: packed(
         rows.transpose(1, 2).contiguous().transpose(1, 2), starts
     ),
+    "a sequence per row": lambda rows, starts: packed(
+        rows, torch.arange(rows.size(0) + 1), sinks=rows.sum((0, 2)), return_weights=True
+    ),
     "on keys with room": lambda rows, starts: varlen_attention(
         rows.detach(), rows.detach(), rows.detach(), starts, starts, 9, 9, seqused_k=starts.diff() // 2
     ),
