@@ -39,6 +39,15 @@ def cache_of(rows: Tensor) -> tuple[Tensor, ...]:
     return query, query.repeat(1, 1, 3, 1), query.repeat(1, 1, 3, 1)
 
 
+def step(tokens: Tensor, length: int | Tensor, layout: str | None = None) -> Tensor:
+    """Of one sequence, all of whose new tokens there is room for."""
+    sizes = (1, HEADS, 30, WIDTH) if layout == "bhld" else (1, 30, HEADS, WIDTH)
+    keys, values = torch.zeros(sizes), torch.zeros(sizes)
+    return selfattn_ext.attention_with_kvcache(
+        tokens, keys, values, tokens, tokens, length, is_causal=True, layout=layout
+    )
+
+
 FUNCTIONS: dict[str, Function] = {
     "packed with options": lambda rows, starts: packed(
         rows, starts, is_causal=True, window_size=(3, 0), softcap=3.0, sinks=rows[:, :, 0].sum(0),
@@ -49,6 +58,9 @@ FUNCTIONS: dict[str, Function] = {
     ),
     "packed in other strides": lambda rows, starts: packed(
         rows.transpose(1, 2).contiguous().transpose(1, 2), starts
+    ),
+    "a sequence per row": lambda rows, starts: packed(
+        rows, torch.arange(rows.size(0) + 1), sinks=rows.sum((0, 2)), return_weights=True
     ),
     "on keys with room": lambda rows, starts: varlen_attention(
         rows.detach(), rows.detach(), rows.detach(), starts, starts, 9, 9, seqused_k=starts.diff() // 2
@@ -67,6 +79,10 @@ FUNCTIONS: dict[str, Function] = {
         *(rows.transpose(0, 1).unsqueeze(0),) * 3, lambda s, b, h, q, kv: s * (q + kv) * 0.1
     ),
     "16 bits": lambda rows, starts: packed(rows.bfloat16(), starts, return_lse=True),
+    "tokens of a step": lambda rows, starts: step(rows.detach().unsqueeze(0), 2),
+    "tokens of a step, lengths": lambda rows, starts: step(
+        rows.detach().transpose(0, 1).unsqueeze(0).contiguous(), torch.tensor([2]), layout="bhld"
+    ),
     "a cache": lambda rows, starts: selfattn_ext.attention_with_kvcache(
         *cache_of(rows), rows.detach().unsqueeze(2), rows.detach().unsqueeze(2), 2
     ),

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -170,12 +171,11 @@ def backward_keywords(
 
 
 def _packed_rows(padded: Tensor, starts: Tensor, rows: int) -> Tensor:
-    """(1, H, rows) of the numbers (B, H, L) for the queries of sequences; rows of none get any number."""
-    batch, heads, length = padded.shape
-    if not batch or not length:
-        return padded.new_zeros(1, heads, rows)
+    """(1, H, rows) of the numbers (B, H, L) for the queries of sequences, 0 for rows of none."""
+    batch, _, length = padded.shape
+    # Behind the last sequence, and behind the longest, there are zeros to be read.
+    padded = F.pad(padded, (0, 1, 0, 0, 0, 1))
     row = torch.arange(rows, device=starts.device)
-    sequence = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, batch - 1)
+    sequence = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, batch)
     within = row - starts[sequence]
-    packed = padded[sequence, :, within.clamp(max=length - 1)]
-    return torch.where(within < length, packed.T, 0.0).unsqueeze(0)
+    return padded[sequence, :, within.clamp(max=length)].T.unsqueeze(0)

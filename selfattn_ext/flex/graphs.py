@@ -59,8 +59,9 @@ _OF_MASK = 4
 #: Keywords that torch's operator may do without.
 _OF_PROCESS = {"float32_precision", "kernel_name", "batch_invariant"}
 _NOT_IN_GRAPHS = (
-    "a function that is not compiled must stay out of the graphs of torch.compile where there are options or "
-    "packed sequences: torch.compiler.disable does that to the function that calls"
+    "a function that is not compiled must stay out of the graphs of torch.compile and torch.export where "
+    "there are options, packed sequences or a cache: in torch.compile, torch.compiler.disable does that to "
+    "the function that calls"
 )
 
 

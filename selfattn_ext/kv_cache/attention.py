@@ -60,6 +60,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 _is_exporting = torch.compiler.is_exporting
 _is_overridden = torch.overrides.has_torch_function_variadic
 _fits = cache_checks.fits
+_known = shapes.known
 _increment_version = torch.autograd.graph.increment_version
 
 
@@ -223,7 +224,7 @@ def attention_with_kvcache(
             cache_checks.values(keys, k, keywords, query_offset)
         if query_offset is not None:
             keywords |= position(query_offset)
-        elif is_causal and q.size(2) == 1 and alibi_slopes is None and window_size is DEFAULT_WINDOW:
+        elif is_causal and _known(q.size(2) == 1) and alibi_slopes is None and window_size is DEFAULT_WINDOW:
             # At the end a query sees all that is there, causal or not.
             del keywords["is_causal"]
         elif is_causal or alibi_slopes is not None or window_size is not DEFAULT_WINDOW:
@@ -258,7 +259,7 @@ def _length_after(
             if lengths.dtype is not torch.int32:
                 raise TypeError("lengths that are no int32 or int64")
             lengths = lengths.long()
-        return lengths + new if new else lengths.contiguous()
+        return lengths.contiguous() if key is None else lengths + new
     if before is not None:
         return checks.integer("cache_seqlens", before) + new
     if key is not None:
@@ -277,7 +278,7 @@ def page_numbers(table: Tensor) -> Tensor:
 def _add_end(keywords: Keywords, length: int | Tensor, queries: int, has_alibi: bool) -> None:
     """Adds the position of queries at the end, where it matters."""
     if not has_alibi:
-        if queries == 1:
+        if _known(queries == 1):
             keywords.pop("is_causal", None)
         if not len(keywords.keys() & _POSITIONAL):
             return

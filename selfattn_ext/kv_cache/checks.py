@@ -55,7 +55,10 @@ _NO_DERIVATIVES = (
 def fits(query: Tensor, key_cache: Tensor, key: Tensor | None, heads: int) -> bool:
     """Whether that dimension can be the one of the heads, and the other of the two the length."""
     kv_heads = key_cache.size(heads)
-    if kv_heads == 0 or query.size(heads) % kv_heads:
+    if kv_heads == 0:
+        return False
+    divides = query.size(heads) % kv_heads == 0
+    if divides is not True and not shapes.known(divides):
         return False
     rows = 3 - heads
     return key is None or (
