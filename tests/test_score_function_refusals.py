@@ -34,6 +34,14 @@ def test_refusals() -> None:
     refusal(r"captured are \(float32\[1\]\)", captured=[torch.zeros(4)])
     refusal(r"captured are \(int64\[2\]\)", captured=[torch.zeros(4, 4, dtype=torch.int64)])
     refusal("and 0 numbers", captured_numbers=None)
+    # Whose places take more than the 32 bits that it is compiled for.
+    refusal(r"captured are \(float32\[2\]\(wide\)\)", captured=[torch.zeros(2, 1).expand(2, 2**30)])
+    call, many = Call("Bias", (5, 9)), 2**30 + 1
+    query, key, value = (tensor[:1, :, :1] for tensor in call.tensors())
+    for name, (batch, keys) in {"keys": (1, many), "batch": (many, 9)}.items():
+        given = [x.expand(batch, -1, keys if x is not query else -1, -1) for x in (query, key, value)]
+        with pytest.raises(ValueError, match=f"at most 2\\*\\*30 .*, but {name} is {many}"):
+            ops.attention_forward(*given, SCALE, **call.arguments())
     refusal("without score_function", score_function="")
     refusal("without score_function", score_function="", captured=None)
     blocks = torch.ones(1, 1, 2, 2, dtype=torch.uint8)

@@ -41,17 +41,32 @@ inline float round_to_float16(float x) {
   const uint32_t exponent = bits_of<uint32_t>(size < 0x1p-14f ? 0x1p-14f : size) & 0x7f800000u;
   const float magic = bits_of<float>(exponent + (13u << 23)) * 1.5f;
   const float rounded = (size + magic) - magic;
-  const float limited = rounded >= 65520.0f ? std::numeric_limits<float>::infinity() : rounded;
+  const float limited = size >= 65520.0f ? std::numeric_limits<float>::infinity() : rounded;
   return x != x ? x : std::copysign(size == std::numeric_limits<float>::infinity() ? size : limited, x);
+}
+
+// a * b + c, rounded once where that is one instruction: compilers may not merge products and sums by
+// themselves.
+template <class T>
+inline T multiply_add(T a, T b, T c) {
+#if defined(__CUDA_ARCH__)
+  if constexpr (sizeof(T) == sizeof(float)) return fmaf(a, b, c);
+  return fma(a, b, c);
+#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
+  if constexpr (sizeof(T) == sizeof(float)) return __builtin_fmaf(a, b, c);
+  return __builtin_fma(a, b, c);
+#else
+  return a * b + c;
+#endif
 }
 
 template <class T>
 inline T minimum_of(T a, T b) {
-  return a != a ? a : (b < a || b != b ? b : a);
+  return a < b || a != a ? a : b;
 }
 template <class T>
 inline T maximum_of(T a, T b) {
-  return a != a ? a : (b > a || b != b ? b : a);
+  return a > b || a != a ? a : b;
 }
 template <class T>
 inline T fmin_of(T a, T b) {
@@ -61,15 +76,53 @@ template <class T>
 inline T fmax_of(T a, T b) {
   return b > a || a != a ? b : a;
 }
+
+// Integers that leave their dtype wrap around.
 template <class T>
-inline T neg_of(T x) {
-  return static_cast<T>(-x);
+using Bits = std::conditional_t<sizeof(T) == sizeof(uint64_t), uint64_t, uint32_t>;
+template <class T>
+inline T add_of(T a, T b) {
+  return static_cast<T>(static_cast<Bits<T>>(a) + static_cast<Bits<T>>(b));
 }
 template <class T>
+inline T sub_of(T a, T b) {
+  return static_cast<T>(static_cast<Bits<T>>(a) - static_cast<Bits<T>>(b));
+}
+template <class T>
+inline T mul_of(T a, T b) {
+  return static_cast<T>(static_cast<Bits<T>>(a) * static_cast<Bits<T>>(b));
+}
+// Shifts by less than nothing, or by all bits and more, leave 0, or the sign.
+template <class T>
+inline T bitwise_left_shift_of(T a, T by) {
+  constexpr T kBits = 8 * sizeof(T);
+  return by < 0 || by >= kBits ? T(0) : static_cast<T>(static_cast<Bits<T>>(a) << by);
+}
+template <class T>
+inline T bitwise_right_shift_of(T a, T by) {
+  constexpr T kMost = 8 * sizeof(T) - (std::is_signed_v<T> ? 1 : 0);
+  return static_cast<T>(a >> (by < 0 || by >= kMost ? kMost : by));
+}
+template <class T>
+inline T neg_of(T x) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return -x;
+  } else {
+    return sub_of(T(0), x);
+  }
+}
+// Of the least integer there is no abs_of: C++ does not know that either, and has one instruction for others.
+template <class T>
 inline T abs_of(T x) {
-  if constexpr (std::is_floating_point_v<T>) return std::fabs(x);
-  if constexpr (std::is_unsigned_v<T>) return x;
-  return static_cast<T>(x < 0 ? -x : x);
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::fabs(x);
+  } else {
+    return static_cast<T>(x < 0 ? -x : x);
+  }
+}
+template <class T>
+inline T wrapped_abs_of(T x) {
+  return x < 0 ? neg_of(x) : x;
 }
 template <class T>
 inline T sign_of(T x) {
@@ -86,52 +139,82 @@ inline T relu_of(T x) {
 }
 template <class T>
 inline T square_of(T x) {
-  return static_cast<T>(x * x);
+  if constexpr (std::is_floating_point_v<T>) {
+    return x * x;
+  } else {
+    return mul_of(x, x);
+  }
 }
 template <class T>
 inline bool is_infinite(T x) {
-  if constexpr (std::is_floating_point_v<T>) return std::fabs(x) == std::numeric_limits<T>::infinity();
-  return false;
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::fabs(x) == std::numeric_limits<T>::infinity();
+  } else {
+    return false;
+  }
+}
+// Whether the sign is that of negative numbers: -0 and NaN have one, too.
+template <class T>
+inline bool is_negative(T x) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::copysign(T(1), x) < T(0);
+  } else {
+    return x < 0;
+  }
 }
 
 // Rounding leaves integers what they are.
 template <class T>
 inline T floor_of(T x) {
-  if constexpr (std::is_floating_point_v<T>) return std::floor(x);
-  return x;
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::floor(x);
+  } else {
+    return x;
+  }
 }
 template <class T>
 inline T ceil_of(T x) {
-  if constexpr (std::is_floating_point_v<T>) return std::ceil(x);
-  return x;
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::ceil(x);
+  } else {
+    return x;
+  }
 }
 template <class T>
 inline T trunc_of(T x) {
-  if constexpr (std::is_floating_point_v<T>) return std::trunc(x);
-  return x;
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::trunc(x);
+  } else {
+    return x;
+  }
 }
 template <class T>
 inline T round_of(T x) {
-  if constexpr (std::is_floating_point_v<T>) return std::nearbyint(x);
-  return x;
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::nearbyint(x);
+  } else {
+    return x;
+  }
 }
 template <class T>
 inline T frac_of(T x) {
   return x - trunc_of(x);
 }
 
-// Python's division of integers; by 0 it is 0, where torch raises an error.
+// Of integers; by 0 it is 0, where torch raises an error.
 template <class T>
 inline T truncate_divide(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) return std::trunc(a / b);
   if (b == T(0)) return T(0);
-  if (std::is_signed_v<T> && b == static_cast<T>(-1)) return static_cast<T>(0 - a);
+  if (std::is_signed_v<T> && b == static_cast<T>(-1)) return neg_of(a);
   return static_cast<T>(a / b);
 }
 template <class T>
 inline T fmod_of(T a, T b) {
-  if constexpr (std::is_floating_point_v<T>) return std::fmod(a, b);
-  return static_cast<T>(a - truncate_divide(a, b) * b);
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::fmod(a, b);
+  } else {
+    return sub_of(a, mul_of(truncate_divide(a, b), b));
+  }
 }
 template <class T>
 inline T remainder_of(T a, T b) {
@@ -142,27 +225,16 @@ template <class T>
 inline T floor_divide_of(T a, T b) {
   if constexpr (std::is_floating_point_v<T>) {
     if (b == T(0)) return a / b;
-    return std::floor((a - remainder_of(a, b)) / b + T(0.5));
+    const T rest = std::fmod(a, b);
+    const T quotient = (a - rest) / b - (rest != T(0) && (rest < T(0)) != (b < T(0)) ? T(1) : T(0));
+    if (quotient == T(0)) return std::copysign(T(0), a / b);
+    const T floor = std::floor(quotient);
+    return quotient - floor > T(0.5) ? floor + T(1) : floor;
+  } else {
+    const T quotient = truncate_divide(a, b);
+    const T rest = sub_of(a, mul_of(quotient, b));
+    return static_cast<T>(quotient - (rest != T(0) && (rest < T(0)) != (b < T(0))));
   }
-  const T quotient = truncate_divide(a, b);
-  const T rest = static_cast<T>(a - quotient * b);
-  return static_cast<T>(quotient - (rest != T(0) && (rest < T(0)) != (b < T(0))));
-}
-template <class T>
-inline T floor_divide(T a, T b) {
-  return floor_divide_of(a, b);
-}
-
-// a * b + c, rounded once where that is one instruction: compilers may not merge products and sums by
-// themselves.
-inline float multiply_add(float a, float b, float c) {
-#if defined(__CUDA_ARCH__)
-  return fmaf(a, b, c);
-#elif defined(__FMA__) || defined(__ARM_FEATURE_FMA)
-  return __builtin_fmaf(a, b, c);
-#else
-  return a * b + c;
-#endif
 }
 
 // e^x to 1 unit in the last place: e^x = 2^n e^r with |r| below half of ln 2, and a polynomial for e^r
@@ -224,15 +296,37 @@ template <class T>
 inline T rsqrt_of(T x) {
   return T(1) / std::sqrt(x);
 }
+// From the end that is nearer.
 template <class T>
-inline T power_of(T base, T exponent) {
-  if constexpr (std::is_floating_point_v<T>) return std::pow(base, exponent);
-  T result = 1;
-  for (; exponent > 0; exponent = static_cast<T>(exponent >> 1), base = static_cast<T>(base * base)) {
-    if (exponent & 1) result = static_cast<T>(result * base);
-  }
-  return result;
+inline T lerp_of(T a, T b, T weight) {
+  return std::fabs(weight) < T(0.5) ? multiply_add(weight, b - a, a) : multiply_add(weight - T(1), b - a, b);
 }
+// A negative power of an integer is 0, of 1 and -1 excepted.
+template <class T>
+inline T pow_of(T base, T exponent) {
+  if constexpr (std::is_floating_point_v<T>) {
+    return std::pow(base, exponent);
+  } else {
+    if (exponent < 0 && base != T(1) && base != static_cast<T>(-1)) return T(0);
+    T result = 1;
+    for (T rest = wrapped_abs_of(exponent); rest > 0;
+         rest = static_cast<T>(rest >> 1), base = mul_of(base, base)) {
+      if (rest & 1) result = mul_of(result, base);
+    }
+    return result;
+  }
+}
+
+// The number itself in 32 bits, or, if it has more, the largest that there is. A single minimum, of which
+// compilers make vectors, as they do not of two comparisons.
+inline int32_t saturated(int64_t x) {
+  constexpr uint64_t kMost = 0xffffffffu;
+  constexpr uint32_t kShift = 0x80000000u;
+  const uint64_t shifted = static_cast<uint64_t>(x) + kShift;
+  const uint64_t limited = shifted > kMost ? kMost : shifted;
+  return static_cast<int32_t>(static_cast<uint32_t>(limited) - kShift);
+}
+
 // What is read of a tensor of 16 bits.
 struct BFloat16 {
   uint16_t bits;

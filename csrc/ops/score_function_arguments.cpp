@@ -12,13 +12,42 @@ namespace {
 // As good as any longer block, and far from overflow.
 constexpr int64_t kMostBlockSize = int64_t{1} << 40;
 
+// Functions count batch elements, heads, queries and keys in 32 bits, with room for differences and
+// constants.
+constexpr int64_t kMostPositions = int64_t{1} << 30;
+
+// Whether 32 bits are too few for the places of a tensor's elements, or of those of its gradient, which is
+// contiguous. A function is compiled for one or the other.
+bool is_wide(const Input& tensor) {
+  constexpr int64_t kPlaces = int64_t{1} << 31;
+  int64_t reach = 1, elements = 1;
+  for (int64_t d = 0; d < tensor.rank; ++d) {
+    if (tensor.size[d] == 0) return false;
+    if (tensor.size[d] > kPlaces / elements) return true;
+    elements *= tensor.size[d];
+    reach += (tensor.size[d] - 1) * tensor.stride[d];
+  }
+  return std::max(reach, elements) >= kPlaces;
+}
+
+void check_positions(const AttentionParams& p) {
+  for (const auto& [name, size] : {std::pair("batch", p.batch), std::pair("heads", p.heads),
+                                   std::pair("queries", p.queries), std::pair("keys", p.keys)}) {
+    if (size > kMostPositions) {
+      refuse(
+          "calls with functions of scores have at most 2**30 batch elements, heads, queries and keys, but ",
+          name, " is ", size);
+    }
+  }
+}
+
 // As ScoreFunctionTable::tensors has it.
 std::string kinds_of(const std::vector<TensorHandle>& captured, const Input& query) {
   std::string kinds;
   for (const TensorHandle& handle : captured) {
     const Input input = inspect("captured", handle, query);
     kinds += (kinds.empty() ? "" : " ") + std::string(dtype_text(input.dtype_code)) + "[" +
-             std::to_string(input.rank) + "]";
+             std::to_string(input.rank) + "]" + (is_wide(input) ? "(wide)" : "");
   }
   return kinds;
 }
@@ -37,6 +66,7 @@ const ScoreFunctionTable* function_table(const char* key, const AttentionParams&
     refuse("score_function \"", key, "\" is compiled for scores of ", table->score_bytes,
            " bytes, but those of ", name_of(p.dtype), " inputs have ", bytes);
   }
+  check_positions(p);
   const std::string kinds = kinds_of(options.captured, query);
   if (kinds != table->tensors || static_cast<int64_t>(numbers) != table->numbers) {
     refuse("score_function \"", key, "\" reads the tensors (", table->tensors, ") and ", table->numbers,

@@ -35,7 +35,7 @@ from ..autograd.graph_operators import is_exporting_vmap, is_tracing_graph
 from ..reference import accumulation_dtype
 from . import block_masks, calls, compiler, formula, graphs
 from .functions import Functions, ScoreMod, check_functions
-from .recorder import UnsupportedFunctionError
+from .nodes import UnsupportedFunctionError
 from .tracing import trace
 
 __all__ = ["flex_attention", "with_functions"]
@@ -74,9 +74,10 @@ def flex_attention(
         value: (B | 1, Hk, S, Ev), same dtype.
         score_mod: ``score_mod(score, batch, head, q_idx, kv_idx)`` returns the score to be used. It is called
             once, with tensors of no dimensions: score in float32 (float64 for float64 inputs), the indices in
-            int32. It may use any of torch's operations on single numbers, and elements of other tensors
-            (captured ones) that it indexes. -inf hides a key from a query. It must not decide by a value in
-            Python (``if q_idx > kv_idx``): torch.where does that.
+            int64. It may use any of torch's operations on single numbers, and elements of other tensors
+            (captured ones) that it indexes. -inf hides a key from a query, a bool is 0 or 1. It must not
+            decide by a value in Python (``if q_idx > kv_idx``), which torch.where does, nor hand one to
+            NumPy.
         block_mask: a :class:`torch.nn.attention.flex_attention.BlockMask` of any block size. Blocks of scores
             that it leaves out are not computed.
         scale: factor of the scores before score_mod, ``1 / sqrt(E)`` by default.
@@ -97,6 +98,8 @@ def flex_attention(
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed, or the line of the
             function that decides by a value.
+        RuntimeError: in the backward, torch has no derivative of what a function does; or it is
+            differentiated twice and uses a torch.autograd.Function or hooks.
         IndexError: a function reads beside a captured tensor, for a score that it does not hide. On CUDA such
             a score is NaN instead.
 
@@ -199,7 +202,7 @@ def _outside_of_graphs(
         return (*formula.at_once(in_python), None)
     try:
         requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-        traced = trace(*functions[:2], dtype, device, requires_grad)
+        traced = trace(*functions[:2], dtype, device, requires_grad, calls.sizes_of(*tensors[:2], keywords))
         keywords = {**keywords, **calls.loaded(traced, blocks is not None)}
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         calls.warn(reason)

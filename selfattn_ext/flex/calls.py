@@ -19,7 +19,7 @@ from . import compiler, cuda_compiler, formula
 from .source import source_of
 from .tracing import Traced
 
-__all__ = ["Call", "all_results", "inputs_of", "loaded", "warn"]
+__all__ = ["Call", "all_results", "inputs_of", "loaded", "sizes_of", "warn"]
 
 _TENSORS = len(Tensors._fields)
 _MASK = Tensors._fields.index("mask")
@@ -45,11 +45,19 @@ def all_results(
     ``captured`` are the tensors that ``call.traced`` has, or others in their place.
     """
     requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-    if torch.is_grad_enabled() and (requires_grad or any(call.traced.wanted())):
+    if torch.is_grad_enabled() and (requires_grad or any(call.traced.wanted()) or call.traced.failure):
         out, row_max, *rest = _FlexAttention.apply(*tensors, *captured, call)
         return out, rest[0] if call.want_weights else None, rest[-1] if call.want_lse else None, row_max
     out, row_max, row_sum, weights, _ = _forward(tensors, call, captured)
     return out, weights, row_max + torch.log(row_sum), row_max
+
+
+def sizes_of(query: Tensor, key: Tensor, keywords: Keywords) -> tuple[int, int, int, int]:
+    """How many batch elements, heads, queries and keys there are at most."""
+    batch, heads, queries = query.shape[:3]
+    starts, table = keywords.get("cu_seqlens_q"), keywords.get("block_table")
+    pages = 1 if table is None else table.size(1)
+    return batch if starts is None else starts.size(0) - 1, heads, queries, pages * key.size(2)
 
 
 _warned: set[str] = set()
@@ -136,6 +144,8 @@ class _FlexAttention(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
         call: Call = ctx.call
+        if call.traced.failure is not None:
+            raise RuntimeError(call.traced.failure)
         *given, out, row_max, row_sum, residual, weights = operator_calls.saved_tensors(ctx)
         tensors, captured = Tensors(*given[:_TENSORS]), given[_TENSORS:]
         cotangents = (

@@ -8,8 +8,8 @@ from typing import NamedTuple
 
 import torch
 
+from .nodes import Load, Node, UnsupportedFunctionError
 from .operations import C_TYPES, cast
-from .recorder import Load, Node, UnsupportedFunctionError
 from .statements import Body, Function, contiguous_strides
 
 __all__ = ["Headers", "headers_of", "most_dims"]

@@ -15,7 +15,9 @@ from ..arguments import Keywords, OptionalTensor, Tensors, is_packed
 from ..arguments import formula as plain_formula
 from ..reference import AttentionResult, accumulation_dtype
 from .block_masks import visible_blocks
-from .recorder import Indexing, Load, Node, replay
+from .indexing import Indexing
+from .nodes import Load, Node, replay
+from .tracing import INDEX_DTYPE
 
 if TYPE_CHECKING:
     from .calls import Call
@@ -41,11 +43,11 @@ class _OfAllScores(NamedTuple):
 
 def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> AttentionResult:
     """A call whose functions have been recorded, with these captured tensors in place of the recorded."""
-    function = call.traced.function
+    traced, function = call.traced, call.traced.function
     position = {id(tensor): index for index, tensor in enumerate(function.tensors)}
 
     def known(places: Places) -> dict[Node, Tensor]:
-        return {node: places[node.op] for node in call.traced.inputs() if node.op in places}
+        return {traced.inputs[name]: numbers for name, numbers in places.items()}
 
     def element(load: Load, values: dict[Node, Tensor]) -> Tensor:
         tensor = captured[position[id(load.tensor)]]
@@ -53,14 +55,15 @@ def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> Atte
         for index, size in zip(load.args, tensor.shape, strict=True):
             # As in the kernels: what a hidden score reads is nobody's business.
             at.append(_replayed(index, values).long().clamp(-size, size - 1))
-        return torch.ops.aten.index(tensor, at) if at else tensor
+        return torch.ops.aten.index(tensor, at) if at else tensor.view(1, 1, 1, 1)
 
     def _replayed(node: Node, values: dict[Node, Tensor]) -> Tensor:
-        return replay(node, values, lambda load: element(load, values))
+        return replay(node, values, lambda load: element(load, values), traced.device)
 
     def modified(scores: Tensor, places: Places) -> Tensor:
-        given = {node: scores for node in call.traced.inputs() if node.op == "score"}
-        changed = _replayed(function.score, {**known(places), **given})
+        changed = _replayed(function.score, {**known(places), traced.inputs["score"]: scores})
+        if not traced.differentiable:
+            changed = changed.detach()
         return changed.to(accumulation_dtype(scores.dtype)).expand_as(scores)
 
     def shown(places: Places) -> Tensor:
@@ -80,7 +83,16 @@ def gradients(
     cotangents: Sequence[OptionalTensor],
     needs: Sequence[bool],
 ) -> list[OptionalTensor]:
-    """The gradients of tensors and captured tensors where they are needed, differentiable in turn."""
+    """The gradients of tensors and captured tensors where they are needed, differentiable in turn.
+
+    Raises:
+        RuntimeError: the function does what cannot be computed again for all scores at once.
+    """
+    if call.traced.cannot_repeat is not None:
+        raise RuntimeError(
+            "second derivatives are not available for a function of scores that uses "
+            f"{call.traced.cannot_repeat}"
+        )
     # Aliases: an input may have been made of another one, which is none of this function's business.
     with torch.enable_grad():
         aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in (*tensors, *captured)]
@@ -233,7 +245,7 @@ def _places(
     for dimension, (name, (begin, size)) in enumerate(ranges.items()):
         shape = [1, 1, 1, 1]
         shape[dimension] = size
-        result[name] = torch.arange(begin, begin + size, dtype=torch.int32, device=device).view(shape)
+        result[name] = torch.arange(begin, begin + size, dtype=INDEX_DTYPE, device=device).view(shape)
     return result
 
 

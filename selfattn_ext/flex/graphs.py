@@ -32,7 +32,7 @@ import functools
 import hashlib
 import math
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
@@ -40,7 +40,7 @@ from torch import Tensor
 from torch.fx import GraphModule, Interpreter, Node
 from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
 from .. import ops, sources
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
@@ -48,7 +48,8 @@ from ..autograd.graph_operators import arguments_of, composed
 from ..reference import accumulation_dtype
 from . import block_masks, calls, compiler, written
 from .functions import Functions
-from .recorder import UnsupportedFunctionError
+from .nodes import UnsupportedFunctionError
+from .recorder import tensors_in
 from .tracing import Traced, trace
 
 __all__ = ["outside_of_graphs", "traced_results"]
@@ -247,7 +248,8 @@ def _computed(
     keywords = dict(given["keywords"])
     block_map, size = (None, None) if blocks.lists is None else (_block_map(*blocks.lists), blocks.size)
     try:
-        traced, captured = _recorded(tensors, functions, given["news"] is not None)
+        sizes = calls.sizes_of(*tensors[:2], keywords)
+        traced, captured = _recorded(tensors, functions, sizes, given["news"] is not None)
         keywords |= calls.loaded(traced)
         text = written.write(traced) if torch.compiler.is_exporting() else None
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
@@ -331,7 +333,9 @@ def _torchs(tensors: Tensors, scale: float, functions: _Functions, blocks: _Bloc
     return out, None, lse * math.log(2.0), largest * math.log(2.0)
 
 
-def _recorded(tensors: Tensors, functions: _Functions, on_cache: bool) -> tuple[Traced, list[Tensor]]:
+def _recorded(
+    tensors: Tensors, functions: _Functions, sizes: Sequence[int | torch.SymInt], on_cache: bool
+) -> tuple[Traced, list[Tensor]]:
     """What the functions compute, and the captured tensors in the operators' order."""
     of_stand_in: dict[int, Tensor] = {}
     # What is exported may be trained later, whatever requires a gradient now.
@@ -347,7 +351,8 @@ def _recorded(tensors: Tensors, functions: _Functions, on_cache: bool) -> tuple[
     with _no_modes(), torch.set_grad_enabled(exporting or torch.is_grad_enabled()):
         score_mod, mask_mod = (function.of(stand_in) for function in functions)
         dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
-        traced = trace(score_mod, mask_mod, dtype, device, requires_grad)
+        with _Unread(of_stand_in):
+            traced = trace(score_mod, mask_mod, dtype, device, requires_grad, sizes)
     return traced, [of_stand_in.get(id(tensor), tensor) for tensor in traced.tensors]
 
 
@@ -359,6 +364,19 @@ def _no_modes() -> Iterator[None]:
         for _ in range(torch._C._len_torch_function_stack()):
             stack.enter_context(_pop_mode_temporarily())
         yield
+
+
+class _Unread(TorchDispatchMode):
+    """Nothing is computed of stand-ins, in the middle of one of torch's functions, say."""
+
+    def __init__(self, stand_ins: Container[int]) -> None:
+        super().__init__()
+        self.stand_ins = stand_ins
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if any(id(tensor) in self.stand_ins for tensor in tensors_in(args)):
+            raise UnsupportedFunctionError(f"it uses {func} on a captured tensor, together with an index")
+        return func(*args, **(kwargs or {}))
 
 
 def _stand_in(tensor: Tensor) -> Tensor:

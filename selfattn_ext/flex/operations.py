@@ -5,14 +5,16 @@ Functions that are not C++'s own are in csrc/core/score_function_math.h.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Sequence
 
 import torch
 
-from .recorder import Node, Number, UnsupportedFunctionError
+from .nodes import Node, Number, UnsupportedFunctionError
+from .ranges import Ranges
 
-__all__ = ["C_TYPES", "STANDARD", "cast", "expression", "is_known"]
+__all__ = ["C_TYPES", "STANDARD", "cast", "expression", "is_known", "is_written", "literal"]
 
 #: What a number of a dtype is computed as. Those of 16 bits are rounded after each operation.
 C_TYPES = {
@@ -33,7 +35,10 @@ _INFIX = {"add": "+", "sub": "-", "mul": "*"}
 _COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 _LOGIC = {"logical_and": "&", "logical_or": "|", "logical_xor": "!="}
 _BITS = {"bitwise_and": "&", "bitwise_or": "|", "bitwise_xor": "^"}
-_BITS |= {"bitwise_left_shift": "<<", "bitwise_right_shift": ">>"}
+_TESTS = {"logical_not": "{0} == 0", "isnan": "{0} != {0}"}
+_TESTS |= {"isinf": "is_infinite({0})", "signbit": "is_negative({0})"}
+#: Python's operators, where torch has names of their own for them.
+_OPERATORS = {"__lshift__": "bitwise_left_shift", "__rshift__": "bitwise_right_shift"}
 #: Functions of C++.
 STANDARD = {
     *(
@@ -83,7 +88,7 @@ _OWN = {
         "fmin",
         "fmax",
     ),
-    *("sigmoid_backward", "frac"),
+    *("sigmoid_backward", "frac", "lerp", "bitwise_left_shift", "bitwise_right_shift"),
 }
 _OTHERS = {
     *(
@@ -95,21 +100,20 @@ _OTHERS = {
         "clamp_min",
         "clamp_max",
         "_to_copy",
-        "logical_not",
         "bitwise_not",
     ),
-    *("isnan", "isinf", "masked_fill", "threshold_backward", "lerp", "addcmul", "addcdiv", "fill", "copy"),
+    *("masked_fill", "threshold", "threshold_backward", "addcmul", "addcdiv", "fill", "copy", "ldexp"),
 }
+#: These have two operands of one dtype: that of the result, except in place, where the result is converted.
+_OF_TWO = {*_INFIX, *_BITS, "div", "pow", "minimum", "maximum", "fmin", "fmax", "floor_divide"}
+_OF_TWO |= {"remainder", "fmod", "atan2", "hypot", "copysign"}
 
 
 def is_known(name: str) -> bool:
     """Whether :func:`expression` takes an operation."""
-    return (
-        name in _INFIX
-        or name in _COMPARISONS
-        or name in _LOGIC
-        or name in _BITS
-        or name in STANDARD | _OWN | _OTHERS
+    return any(
+        name in names
+        for names in (_INFIX, _COMPARISONS, _LOGIC, _BITS, _TESTS, _OPERATORS, STANDARD, _OWN, _OTHERS)
     )
 
 
@@ -125,102 +129,168 @@ def cast(text: str, source: torch.dtype, target: torch.dtype) -> str:
     return f"{rounding}({converted})" if rounding and source not in (target, torch.bool) else converted
 
 
-def expression(node: Node, text_of: Callable[[Node], str]) -> str:
-    """What a node computes, rounded to its dtype; ``text_of`` names what it computes it from."""
-    result = _expression(node.op, node, text_of)
+def expression(node: Node, text_of: Callable[[Node], str], ranges: Ranges) -> str:
+    """What a node computes, as its dtype's number in the variable that holds it; ``text_of`` names what it
+    computes it from.
+    """
+    result = _Expression(node, text_of, ranges).text()
     rounding = _ROUNDING.get(node.dtype)
     return f"{rounding}({result})" if rounding else result
 
 
-def _expression(name: str, node: Node, text_of: Callable[[Node], str]) -> str:
-    def operand(index: int, dtype: torch.dtype = node.dtype) -> str:
-        arg = node.args[index]
-        return cast(text_of(arg), arg.dtype, dtype)
+class _Expression:
+    """The text of one operation, which may be done in another dtype than that of its result."""
 
-    def operands(dtype: torch.dtype = node.dtype) -> list[str]:
-        return [cast(text_of(arg), arg.dtype, dtype) for arg in node.args if isinstance(arg, Node)]
+    def __init__(self, node: Node, text_of: Callable[[Node], str], ranges: Ranges):
+        self._node = node
+        self._text_of = text_of
+        self._ranges = ranges
+        dtype = node.dtype
+        if node.op in _OF_TWO and node.common and node.common.is_floating_point == dtype.is_floating_point:
+            dtype = node.common
+        self._dtype = ranges.computed(node, dtype)
+        #: Whether products and sums are C++'s own: those of integers must not leave their dtype.
+        self._is_plain = node.dtype.is_floating_point or ranges.is_exact(node)
 
-    common = node.common or node.dtype
-    if name in _INFIX:
-        alpha = node.kwargs.get("alpha", 1)
-        left, right = operands()
-        if alpha != 1:
-            right = f"{literal(alpha, node.dtype)} * {right}"
-        return f"{left} {_INFIX[name]} {right}"
-    if name == "rsub":
-        alpha = node.kwargs.get("alpha", 1) if len(node.args) < 3 else node.args[2].value
-        factor = "" if alpha == 1 else f"{literal(alpha, node.dtype)} * "
-        return f"{operand(1)} - {factor}{operand(0)}"
-    if name in _COMPARISONS:
-        left, right = operands(common)
-        return f"{left} {_COMPARISONS[name]} {right}"
-    if name in _LOGIC:
-        left, right = operands(torch.bool)
-        return f"{left} {_LOGIC[name]} {right}"
-    if name in _BITS:
-        left, right = operands()
-        return cast(f"({left} {_BITS[name]} {right})", torch.int32, node.dtype)
-    if name in ("logical_not", "isnan", "isinf"):
-        test = {"logical_not": "{} == 0", "isnan": "{0} != {0}", "isinf": "is_infinite({})"}[name]
-        return test.format(operand(0, node.args[0].dtype))
-    if name == "bitwise_not":
-        return f"!{operand(0)}" if node.dtype == torch.bool else f"~{operand(0)}"
-    if name == "div":
-        mode = node.kwargs.get("rounding_mode")
-        if mode is None:
-            return f"{operand(0)} / {operand(1)}"
-        return f"{'floor_divide' if mode == 'floor' else 'truncate_divide'}({operand(0)}, {operand(1)})"
-    if name == "pow":
-        return _power(node, operand)
-    if name == "where":
-        return f"{operand(0, torch.bool)} ? {operand(1)} : {operand(2)}"
-    if name == "masked_fill":
-        return f"{operand(1, torch.bool)} ? {operand(2)} : {operand(0)}"
-    if name in ("clamp", "clamp_min", "clamp_max"):
-        return _clamped(name, node, operand)
-    if name in ("_to_copy", "fill", "copy"):
-        return operand(0 if name == "_to_copy" else 1)
-    if name == "threshold_backward":
-        return f"{operand(1)} <= {operand(2)} ? 0 : {operand(0)}"
-    if name == "lerp":
-        return f"{operand(0)} + {operand(2)} * ({operand(1)} - {operand(0)})"
-    if name in ("addcmul", "addcdiv"):
-        factor = literal(node.kwargs.get("value", 1), node.dtype)
-        return f"{operand(0)} + {factor} * ({operand(1)} {'*' if name == 'addcmul' else '/'} {operand(2)})"
-    if name in STANDARD:
-        return f"std::{name}({', '.join(operands())})"
-    if name in _OWN:
-        if name == "round" and node.kwargs.get("decimals"):
-            raise UnsupportedFunctionError("it rounds to decimals")
-        return f"{name}_of({', '.join(operands())})"
-    raise UnsupportedFunctionError(f"it uses {name}")
+    def text(self) -> str:
+        name = _OPERATORS.get(self._node.op, self._node.op)
+        text, held = self._computed(name), self._ranges.held(self._node)
+        return text if held == self._dtype else cast(f"({text})", self._dtype, held)
+
+    def _operand(self, index: int, dtype: torch.dtype | None = None) -> str:
+        return self._of(self._node.args[index], dtype or self._dtype)
+
+    def _of(self, arg: Node, dtype: torch.dtype) -> str:
+        if isinstance(arg, Number) and is_written(arg):
+            return f"{_ROUNDING.get(dtype, '')}({literal(arg.value, dtype)})"
+        return cast(self._text_of(arg), self._ranges.held(arg), dtype)
+
+    def _operands(self, dtype: torch.dtype | None = None) -> list[str]:
+        return [self._of(arg, dtype or self._dtype) for arg in self._node.args if isinstance(arg, Node)]
+
+    def _sum(self, left: str, name: str, right: str, factor: float | int | bool = 1) -> str:
+        """A sum, difference or product, of the right operand times the factor."""
+        if factor == 1:
+            return f"{left} {_INFIX[name]} {right}" if self._is_plain else f"{name}_of({left}, {right})"
+        if self._dtype.is_floating_point:  # rounded once, as torch does it
+            return (
+                f"multiply_add({literal(factor if name == 'add' else -factor, self._dtype)}, {right}, {left})"
+            )
+        return f"{name}_of({left}, mul_of({literal(factor, self._dtype)}, {right}))"
+
+    def _computed(self, name: str) -> str:
+        node, kwargs = self._node, self._node.kwargs
+        if name in _INFIX:
+            left, right = self._operands()
+            return self._sum(left, name, right, kwargs.get("alpha", 1))
+        if name == "rsub":
+            alpha = kwargs.get("alpha", 1) if len(node.args) < 3 else node.args[2].value
+            return self._sum(self._operand(1), "sub", self._operand(0), alpha)
+        if name in _COMPARISONS:
+            left, right = self._operands(self._ranges.computed(node, node.common or node.dtype))
+            return f"{left} {_COMPARISONS[name]} {right}"
+        if name in _LOGIC:
+            left, right = self._operands(torch.bool)
+            return f"{left} {_LOGIC[name]} {right}"
+        if name in _BITS:
+            left, right = self._operands()
+            return f"({left} {_BITS[name]} {right}){' != 0' if node.dtype == torch.bool else ''}"
+        if name in _TESTS:
+            return _TESTS[name].format(self._operand(0, self._ranges.held(node.args[0])))
+        if name == "bitwise_not":
+            return f"{'!' if node.dtype == torch.bool else '~'}{self._operand(0)}"
+        if name == "div":
+            return self._quotient(kwargs.get("rounding_mode"))
+        if name == "pow":
+            return self._power()
+        if name == "ldexp":
+            return f"{self._operand(0)} * {self._power_of_two()}"
+        if name in ("where", "masked_fill"):
+            condition, if_true, if_false = (0, 1, 2) if name == "where" else (1, 2, 0)
+            chosen = f"{self._operand(if_true)} : {self._operand(if_false)}"
+            return f"{self._operand(condition, torch.bool)} ? {chosen}"
+        if name in ("clamp", "clamp_min", "clamp_max"):
+            return self._clamped(name)
+        if name in ("_to_copy", "fill", "copy"):
+            return self._operand(0 if name == "_to_copy" else 1)
+        if name == "threshold":
+            return f"{self._operand(0)} <= {self._operand(1)} ? {self._operand(2)} : {self._operand(0)}"
+        if name == "threshold_backward":
+            return f"{self._operand(1)} <= {self._operand(2)} ? 0 : {self._operand(0)}"
+        if name in ("addcmul", "addcdiv"):
+            return self._sum_with_factors(name, kwargs.get("value", 1))
+        if name in STANDARD:
+            return f"std::{name}({', '.join(self._operands())})"
+        if name in _OWN:
+            if name == "round" and kwargs.get("decimals"):
+                raise UnsupportedFunctionError("it rounds to decimals")
+            function = "wrapped_abs_of" if name == "abs" and not self._is_plain else f"{name}_of"
+            return f"{function}({', '.join(self._operands())})"
+        raise UnsupportedFunctionError(f"it uses {name}")
+
+    def _quotient(self, rounding_mode: str | None) -> str:
+        left, right = self._operands()
+        if rounding_mode == "floor":
+            return f"floor_divide_of({left}, {right})"
+        if rounding_mode == "trunc" and not self._dtype.is_floating_point:
+            return f"truncate_divide({left}, {right})"
+        quotient = f"{left} / {right}"
+        rounding = _ROUNDING.get(self._dtype, "")
+        return quotient if rounding_mode is None else f"std::trunc({rounding}({quotient}))"
+
+    def _sum_with_factors(self, name: str, factor: float | int | bool) -> str:
+        first, left, right = self._operands()
+        if not self._dtype.is_floating_point:
+            return f"add_of({first}, mul_of(mul_of({literal(factor, self._dtype)}, {left}), {right}))"
+        left = left if factor == 1 else f"{literal(factor, self._dtype)} * {left}"
+        return (
+            f"multiply_add({left}, {right}, {first})" if name == "addcmul" else f"{first} + {left} / {right}"
+        )
+
+    def _power(self) -> str:
+        exponent = self._node.args[1]
+        if isinstance(exponent, Number) and not exponent.is_tensor:
+            if exponent.value in (1, 2, 3):
+                base = self._operand(0)
+                return functools.reduce(
+                    lambda left, right: self._sum(left, "mul", right), [base] * int(exponent.value)
+                )
+            function = {0.5: "std::sqrt", -0.5: "rsqrt_of", -1: "reciprocal_of"}.get(exponent.value)
+            # torch takes the power of float16.
+            if function is not None and self._dtype.is_floating_point and self._dtype != torch.float16:
+                return f"{function}({self._operand(0)})"
+        return f"pow_of({', '.join(self._operands())})"
+
+    def _power_of_two(self) -> str:
+        """ldexp takes it in the dtype of the exponent, and with all digits of integers."""
+        exponent = self._node.args[1].dtype
+        if not exponent.is_floating_point:
+            return f"std::exp2({self._operand(1, torch.promote_types(self._dtype, torch.float32))})"
+        return cast(
+            f"{_ROUNDING.get(exponent, '')}(std::exp2({self._operand(1, exponent)}))", exponent, self._dtype
+        )
+
+    def _clamped(self, name: str) -> str:
+        bounds: Sequence[int | None]
+        bounds = {"clamp_min": (1, None), "clamp_max": (None, 1)}.get(name, (1, 2))
+        text, args = self._operand(0), self._node.args
+        for index, function in zip(bounds, ("maximum_of", "minimum_of"), strict=True):
+            if index is not None and index < len(args) and args[index] is not None:
+                text = f"{function}({self._operand(index)}, {text})"
+        return text
 
 
-def _power(node: Node, operand: Callable[..., str]) -> str:
-    exponent = node.args[1]
-    if isinstance(exponent, Number):
-        if exponent.value in (1, 2, 3):
-            return " * ".join([operand(0)] * int(exponent.value))
-        if exponent.value == 0.5:
-            return f"std::sqrt({operand(0)})"
-        if exponent.value == -1 and node.dtype.is_floating_point:
-            return f"reciprocal_of({operand(0)})"
-    return f"power_of({operand(0)}, {operand(1)})"
-
-
-def _clamped(name: str, node: Node, operand: Callable[..., str]) -> str:
-    bounds: Sequence[int | None]
-    bounds = {"clamp_min": (1, None), "clamp_max": (None, 1)}.get(name, (1, 2))
-    text = operand(0)
-    for index, function in zip(bounds, ("maximum_of", "minimum_of"), strict=True):
-        if index is not None and index < len(node.args) and node.args[index] is not None:
-            text = f"{function}({text}, {operand(index)})"
-    return text
+def is_written(number: Number) -> bool:
+    """Whether a constant is part of the source, as no double may have all the digits of its integer."""
+    return isinstance(number.value, int) and abs(number.value) > 2**53
 
 
 def literal(value: float | int | bool, dtype: torch.dtype) -> str:
     """A constant of C++ with all of its digits."""
     kind = C_TYPES[dtype]
+    if isinstance(value, int) and abs(value) > 2**53:
+        sign, bits = ("-", -value) if value < 0 and dtype.is_floating_point else ("", value % 2**64)
+        return f"{sign}static_cast<{kind}>({bits:#x}u)"
     if not dtype.is_floating_point:
         return f"static_cast<{kind}>({int(value)})"
     if math.isnan(value):

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
+from .nodes import Load, Node
 from .operations import C_TYPES, cast
-from .recorder import Load, Node
-from .statements import KEY, OVER_QUERIES, PAIR, QUERY, TILE, Body, Function, contiguous_strides
+from .statements import KEY, OVER_QUERIES, PAIR, QUERY, TILE, Body, Function, contiguous_strides, is_wide
 from .straight import StraightBody
 
 __all__ = ["kinds_of", "source_of"]
@@ -122,7 +122,8 @@ def source_of(function: Function) -> str:
 def kinds_of(function: Function) -> str:
     """Of the captured tensors, as ScoreFunctionTable has them."""
     return " ".join(
-        f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.dim()}]" for tensor in function.tensors
+        f"{str(tensor.dtype).removeprefix('torch.')}[{tensor.dim()}]{'(wide)' if is_wide(tensor) else ''}"
+        for tensor in function.tensors
     )
 
 

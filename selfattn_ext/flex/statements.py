@@ -10,14 +10,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 
-from .operations import C_TYPES, cast, expression
-from .recorder import Load, Node, Number
+from .nodes import Load, Node, Number, all_of
+from .operations import C_TYPES, cast, expression, is_written, literal
+from .ranges import Ranges
 
-__all__ = ["KEY", "OVER_QUERIES", "PAIR", "QUERY", "TILE", "Body", "Function", "contiguous_strides"]
+__all__ = [
+    "KEY",
+    "OVER_QUERIES",
+    "PAIR",
+    "QUERY",
+    "TILE",
+    "Body",
+    "Function",
+    "contiguous_strides",
+    "is_wide",
+]
 
 #: A node's level: what it depends on.
 TILE, KEY, QUERY, PAIR = 0, 1, 2, 3
@@ -47,7 +58,9 @@ class Function:
     grad_score: Node | None
     grad_loads: Sequence[tuple[int, Load, Node]]
     tensors: Sequence[torch.Tensor]
+    #: Constants that are no part of the source.
     numbers: Sequence[Number]
+    ranges: Ranges
 
 
 #: Begins the innermost loop.
@@ -81,32 +94,35 @@ class Body:
         self.arrays: list[str] = []
         #: What follows the loop over keys.
         self.behind_keys: list[str] = []
-        wide = any(_extent(tensor) >= 2**31 for tensor in function.tensors)
+        self.ranges = function.ranges
+        wide = any(is_wide(tensor) for tensor in function.tensors)
         self.index, self.index_dtype = ("int64_t", torch.int64) if wide else ("int32_t", torch.int32)
 
     def level(self, node: Node) -> int:
         if not self.by_levels:
             return TILE
-        found = self.levels.get(node)
-        if found is None:
-            found = _LEVEL_OF_INPUT.get(node.op, TILE) if isinstance(node.op, str) else TILE
-            for arg in node.args:
+        for each in all_of([node], self.levels):
+            found = _LEVEL_OF_INPUT.get(each.op, TILE)
+            for arg in each.args:
                 if isinstance(arg, Node):
-                    found |= self.level(arg)
-            self.levels[node] = found
-        return found
+                    found |= self.levels[arg]
+            self.levels[each] = found
+        return self.levels[node]
 
     def use(self, node: Node, at: int) -> str:
         """The name of what a node computes, for a statement of level ``at``."""
-        name = self.names.get(node)
-        if name is None:
-            name = self._emit(node)
+        for each in all_of([node], self.names, self._needs):
+            self._emit(each)
         in_array = at in (QUERY, PAIR) and self.level(node) == QUERY and node.op != "q_idx"
-        return f"{name}[i]" if in_array else name
+        return f"{self.names[node]}[i]" if in_array else self.names[node]
 
-    def _emit(self, node: Node) -> str:
+    def _needs(self, node: Node) -> Sequence[Any]:
+        """What has to be there before a node is computed."""
+        return node.args
+
+    def _emit(self, node: Node) -> None:
         level = self.level(node)
-        kind = C_TYPES[node.dtype]
+        kind = C_TYPES[self.ranges.held(node)]
         fixed = {
             "batch": "batch",
             "head": "head",
@@ -117,22 +133,23 @@ class Body:
         }
         if node.op in fixed:
             self.names[node] = fixed[node.op]
-            return self.names[node]
+            return
         self.count += 1
         name = f"{self.LETTERS[level]}{self.count}"
-        if isinstance(node, Number):
+        if isinstance(node, Number) and is_written(node):
+            text = literal(node.value, node.dtype)
+        elif isinstance(node, Number):
             text = f"static_cast<{kind}>(inputs->numbers[{self.number[node]}])"
         elif isinstance(node, Load):
             text = cast(self._load(node), _value_dtype(node.dtype), node.dtype)
         else:
-            text = expression(node, lambda arg: self.use(arg, level))
+            text = expression(node, lambda arg: self.use(arg, level), self.ranges)
         self.names[node] = name
         if level == QUERY:
             self.arrays.append(f"{kind} {name}[kAtOnce];")
             self.statements[level].append(f"{name}[i] = {text};")
         else:
             self.statements[level].append(f"const {kind} {name} = {text};")
-        return name
 
     def offset(self, load: Load, strides: Sequence[str], at: int) -> str:
         """The place of an element, for a statement of level ``at``."""
@@ -147,20 +164,27 @@ class Body:
         if name is None:
             self.count += 1
             name = f"{self.LETTERS[level]}{self.count}"
-            given = cast(self.use(index, level), index.dtype, self.index_dtype)
-            size = f"size{tensor}_{dimension}"
+            dtype, given = self._all_bits(index, self.use(index, level))
+            size, kind = f"size{tensor}_{dimension}", C_TYPES[dtype]
             out = self.statements[level].append
-            out(f"const {self.index} {name}_given = {given};")
-            out(f"const {self.index} {name}_at = {name}_given < 0 ? {name}_given + {size} : {name}_given;")
+            out(f"const {kind} {name}_given = {given};")
+            out(f"const {kind} {name}_at = {name}_given < 0 ? {name}_given + {size} : {name}_given;")
             out(f"const bool {name}_beside = {name}_at < 0 || {name}_at >= {size};")
             self.beside[level].append(f"{name}_beside")
+            inside = f"{name}_beside ? 0 : {cast(f'{name}_at', dtype, self.index_dtype)}"
             if level == QUERY:
                 self.arrays.append(f"{self.index} {name}[kAtOnce];")
-                out(f"{name}[i] = {name}_beside ? 0 : {name}_at;")
+                out(f"{name}[i] = {inside};")
             else:
-                out(f"const {self.index} {name} = {name}_beside ? 0 : {name}_at;")
+                out(f"const {self.index} {name} = {inside};")
             self.limited[index, tensor, dimension] = name
         return f"{name}[i]" if level == QUERY and at in (QUERY, PAIR) else name
+
+    def _all_bits(self, index: Node, text: str) -> tuple[torch.dtype, str]:
+        """An index in a dtype that has all of its bits and can count the elements."""
+        held = self.ranges.held(index)
+        dtype = torch.int64 if held == torch.int64 else self.index_dtype
+        return dtype, cast(text, held, dtype)
 
     def _load(self, load: Load) -> str:
         tensor = self.position[id(load.tensor)]
@@ -225,8 +249,10 @@ def contiguous_strides(function: Function, tensor: int) -> list[str]:
     return [" * ".join(["1", *(f"size{tensor}_{behind}" for behind in dims[dim + 1 :])]) for dim in dims]
 
 
-def _extent(tensor: torch.Tensor) -> int:
-    return sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+def is_wide(tensor: torch.Tensor) -> bool:
+    """Whether places of its elements, or of those of its gradient, which is contiguous, take 64 bits."""
+    reach = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)) + 1
+    return max(reach, tensor.numel()) >= 2**31
 
 
 def _value_dtype(dtype: torch.dtype) -> torch.dtype:

@@ -8,17 +8,15 @@ inside the tensor, which is asked once for a key and its queries.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
-from .operations import cast
-from .recorder import Load, Node
+from .nodes import Load, Node, all_of
+from .operations import C_TYPES, expression
 from .statements import KEY, PAIR, QUERY, Body
 
 __all__ = ["StraightBody"]
-
-_INTEGERS = (torch.int32, torch.int64)
 
 
 class _Run(NamedTuple):
@@ -26,6 +24,13 @@ class _Run(NamedTuple):
 
     dimension: int
     slope: int
+
+
+class _Slope(NamedTuple):
+    """By how much a number grows from a query to the next, and whether it never wraps around meanwhile."""
+
+    slope: int
+    is_exact: bool
 
 
 class StraightBody(Body):
@@ -36,6 +41,21 @@ class StraightBody(Body):
     def __init__(self, *given: object) -> None:
         super().__init__(*given)  # type: ignore[arg-type]
         self.conditions: list[str] = []
+        self._slopes: dict[Node, _Slope | None] = {}
+        #: What numbers with a slope are at the first of the queries.
+        self._at_first_query: dict[Node, str] = {}
+
+    def _needs(self, node: Node) -> Sequence[Any]:
+        run = self._run_of(node) if isinstance(node, Load) else None
+        if run is None:
+            return node.args
+        others = [index for dimension, index in enumerate(node.args) if dimension != run.dimension]
+        terms = all_of([node.args[run.dimension]], operands=self._terms)
+        return [*others, *(term for term in terms if not self.level(term) & QUERY)]
+
+    def _terms(self, node: Node) -> Sequence[Any]:
+        """What a number with a slope is made of."""
+        return node.args if self.level(node) & QUERY else ()
 
     def _load(self, load: Load) -> str:
         tensor = self.position[id(load.tensor)]
@@ -53,17 +73,16 @@ class StraightBody(Body):
     def element(self, load: Load, run: _Run, data: str, strides: Sequence[str]) -> str:
         """The element of a query, by a pointer that a key has."""
         tensor = self.position[id(load.tensor)]
+        start = self._first_of(load.args[run.dimension])
         self.count += 1
         name = f"{self.LETTERS[KEY]}{self.count}"
-        index = load.args[run.dimension]
-        start = cast(self._at_first_query(index), index.dtype, self.index_dtype)
         size = f"size{tensor}_{run.dimension}"
         parts = [f"{name}_start * {strides[run.dimension]}"]
         for dimension, other in enumerate(load.args):
             if dimension != run.dimension:
                 parts.append(f"{self._limited(other, tensor, dimension, KEY)} * {strides[dimension]}")
         if run.slope > 0:
-            inside = f"{name}_start >= 0 && {name}_start + count <= {size}"
+            inside = f"{name}_start >= 0 && {name}_start <= {size} - count"
         else:
             inside = f"{name}_start >= count - 1 && {name}_start < {size}"
         self.statements[KEY] += [
@@ -74,6 +93,28 @@ class StraightBody(Body):
         self.conditions.append(f"{name}_inside")
         return f"{name}[{'' if run.slope > 0 else '-'}i]"
 
+    def _all_bits(self, index: Node, text: str) -> tuple[torch.dtype, str]:
+        """In as many bits as there are in a score, so that compilers make vectors of both."""
+        dtype, given = super()._all_bits(index, text)
+        if dtype == self.index_dtype:
+            return dtype, given
+        return self.index_dtype, f"saturated({given})"
+
+    def _first_of(self, index: Node) -> str:
+        """What a number with a slope is at the first of the queries."""
+        for node in all_of([index], self._at_first_query, self._terms):
+            if node.op == "q_idx":
+                text = "first_query"
+            elif not self.level(node) & QUERY:
+                text = self.use(node, KEY)
+            else:
+                self.count += 1
+                text = f"{self.LETTERS[KEY]}{self.count}"
+                value = expression(node, self._at_first_query.__getitem__, self.ranges)
+                self.statements[KEY].append(f"const {C_TYPES[self.ranges.held(node)]} {text} = {value};")
+            self._at_first_query[node] = text
+        return self._at_first_query[index]
+
     def _run_of(self, load: Load) -> _Run | None:
         if self.level(load) != PAIR:
             return None
@@ -81,44 +122,40 @@ class StraightBody(Body):
         runs = [_Run(at, slope) for at, slope in enumerate(slopes) if slope in (1, -1)]
         return runs[0] if len(runs) == 1 and slopes.count(0) == len(slopes) - 1 else None
 
-    def _slope(self, node: Node) -> int | None:
-        """By how much a number grows from a query to the next; None if that is not known."""
+    def _slope(self, index: Node) -> int | None:
+        for node in all_of([index], self._slopes, self._terms):
+            self._slopes[node] = self._found_slope(node)
+        found = self._slopes[index]
+        return None if found is None else found.slope
+
+    def _found_slope(self, node: Node) -> _Slope | None:
         if node.op == "q_idx":
-            return 1
+            return _Slope(1, True)
         if not self.level(node) & QUERY:
-            return 0
-        if _is_conversion(node):
-            return self._slope(node.args[0])
+            return _Slope(0, True)
         if not _is_sum(node):
             return None
-        first, second = (self._slope(arg) for arg in node.args[:2])
-        if first is None or second is None:
-            return None
-        return {"add": first + second, "sub": first - second, "rsub": second - first}[node.op]
-
-    def _at_first_query(self, node: Node) -> str:
-        """What a number with a slope is at the first of the queries."""
-        if node.op == "q_idx":
-            return "first_query"
-        if not self.level(node) & QUERY:
-            return self.use(node, KEY)
-        if _is_conversion(node):
-            return cast(self._at_first_query(node.args[0]), node.args[0].dtype, node.dtype)
-        first, second = (cast(self._at_first_query(arg), arg.dtype, node.dtype) for arg in node.args[:2])
-        if node.op == "rsub":
-            first, second = second, first
-        return f"({first} {'+' if node.op == 'add' else '-'} {second})"
+        slopes = [self._slopes[arg] for arg in node.args]
+        is_exact = self.ranges.is_exact(node)
+        total = 0
+        for arg, found, sign in zip(node.args, slopes, _SIGNS[node.op], strict=True):
+            # Where a shorter number wraps around, what it is converted to makes a leap.
+            if found is None or not (found.is_exact or arg.dtype.itemsize >= node.dtype.itemsize):
+                return None
+            total += sign * found.slope
+            is_exact &= found.is_exact
+        return _Slope(total, is_exact)
 
 
-def _is_conversion(node: Node) -> bool:
-    return node.op == "_to_copy" and node.dtype in _INTEGERS and node.args[0].dtype in _INTEGERS
+#: Of what is added up.
+_SIGNS = {"_to_copy": (1,), "add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}
+_INTEGERS = (torch.int32, torch.int64)
 
 
 def _is_sum(node: Node) -> bool:
     return (
-        node.op in ("add", "sub", "rsub")
-        and node.dtype in _INTEGERS
-        and len(node.args) == 2
+        node.dtype in _INTEGERS
+        and len(node.args) == len(_SIGNS.get(node.op, ()))
         and all(isinstance(arg, Node) and arg.dtype in _INTEGERS for arg in node.args)
         and node.kwargs.get("alpha", 1) == 1
     )

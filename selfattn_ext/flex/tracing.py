@@ -2,19 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import contextlib
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction
 
-from .recorder import Load, Node, Number, Recorder, UnsupportedFunctionError, record, replay
+from .indexing import Recording
+from .nodes import Load, Node, Number, UnsupportedFunctionError, all_of
+from .operations import C_TYPES, is_written
+from .ranges import ANY_SIZES, INDICES, Ranges, largest_places
+from .recorder import Recorder
 from .statements import Function
 
-__all__ = ["Traced", "all_of", "trace"]
+__all__ = ["INDEX_DTYPE", "Traced", "trace"]
 
-_INDICES = ("batch", "head", "q_idx", "kv_idx")
+#: What functions are given as indices.
+INDEX_DTYPE = torch.int64
 _EXCLUSIVE = {"batch": 1, "head": 2, "q_idx": 4}
 
 
@@ -27,6 +34,14 @@ class Traced:
     device: torch.device
     #: What the operators call along which dimensions no two items write one element of a captured gradient.
     exclusive: int
+    #: The score and the indices, by name.
+    inputs: dict[str, Node]
+    #: Whether the result has a gradient.
+    differentiable: bool = False
+    #: What torch says of the gradients, where it has none: an error in the backward.
+    failure: str | None = None
+    #: What the function does that cannot be computed again for second derivatives.
+    cannot_repeat: str | None = None
 
     @property
     def tensors(self) -> Sequence[Tensor]:
@@ -42,11 +57,6 @@ class Traced:
         """Whether all scores stay as they are."""
         return self.function.score.op == "score" and self.function.mask is None
 
-    def inputs(self) -> list[Node]:
-        """The score and the indices as nodes."""
-        roots = [self.function.score, self.function.mask]
-        return [node for node in all_of(roots) if node.op == "score" or node.op in _INDICES]
-
     def wanted(self) -> list[bool]:
         """For each captured tensor, whether it has a gradient."""
         with_gradient = {tensor for tensor, _, _ in self.function.grad_loads}
@@ -59,8 +69,11 @@ def trace(
     dtype: torch.dtype,
     device: torch.device,
     inputs_require_grad: bool,
+    sizes: Sequence[int | torch.SymInt] = ANY_SIZES,
 ) -> Traced:
     """Calls both functions once and writes down what they compute of a score of ``dtype``.
+
+    ``sizes`` are how many batch elements, heads, queries and keys there are at most.
 
     With gradients where a backward may come: grad mode is on, and the inputs or a captured tensor require
         one.
@@ -69,103 +82,143 @@ def trace(
         ValueError: a function decides by a value in Python, or returns no number.
         UnsupportedFunctionError: a function is more than operations on single numbers.
     """
-    recorder = Recorder()
-    score, *indices = _inputs(recorder, dtype, device, "score")
-    result = recorder.node(score)
-    if score_mod is not None:
-        result = record(recorder, score_mod, [score, *indices])
-    mask = None if mask_mod is None else record(recorder, mask_mod, indices)
-    if isinstance(mask, Number) and mask.value:
-        mask = None
-    if mask is not None and mask.dtype != torch.bool:
-        raise ValueError(f"a mask function must return a bool, but it returned {mask.dtype}")
-    grad_score: Node | None = None
-    grad_loads: list[tuple[Load, Node]] = []
-    loads = [node for node in all_of([result]) if isinstance(node, Load)]
-    captured_require_grad = any(load.tensor.requires_grad for load in loads)
-    if torch.is_grad_enabled() and (inputs_require_grad or captured_require_grad):
-        grad_score, grad_loads = _derivatives(result, dtype, device)
+    recorder = Recorder(device)
+    above = Recording(recorder)
+    names = ("score", *INDICES)
+    inputs = {name: Node(name, (), INDEX_DTYPE if name in INDICES else dtype) for name in names}
+    recorder.keeps_steps = wants_gradients = torch.is_grad_enabled()
+    leaf = _input(recorder, inputs["score"]).requires_grad_(wants_gradients)
+    result, mask, end = inputs["score"], None, leaf
+    # Activation checkpointing has hooks that would compute the whole layer again to get at saved numbers.
+    with _no_hooks():
+        if score_mod is not None:
+            with above, recorder:
+                # The function may change it in place, as it may indices.
+                given = score_mod(leaf.clone(), *(_input(recorder, inputs[name]) for name in INDICES))
+                result, end = _number(above, given)
+        if mask_mod is not None:
+            with above, recorder:
+                given = mask_mod(*(_input(recorder, inputs[name]) for name in INDICES))
+                mask, _ = _number(above, given)
+        if isinstance(mask, Number) and mask.value:
+            mask = None
+        if mask is not None and mask.dtype != torch.bool:
+            raise ValueError(f"a mask function must return a bool, but it returned {mask.dtype}")
+        grad_score: Node | None = None
+        grad_loads: list[tuple[Load, Node]] = []
+        failure = None
+        if wants_gradients and (inputs_require_grad or above.learned):
+            try:
+                grad_score, grad_loads = _derivatives(above, end, leaf)
+            except RuntimeError as reason:
+                failure = str(reason)
     everything = list(all_of([result, mask, grad_score, *(node for pair in grad_loads for node in pair)]))
     tensors: list[Tensor] = []
     for node in everything:
-        if isinstance(node, Load) and all(node.tensor is not tensor for tensor in tensors):
-            _check_captured(node.tensor, device)
-            tensors.append(node.tensor)
+        if isinstance(node, Load):
+            _check_load(node)
+            if all(node.tensor is not tensor for tensor in tensors):
+                _check_captured(node.tensor, device)
+                tensors.append(node.tensor)
     position = {id(tensor): index for index, tensor in enumerate(tensors)}
     by_tensor = [(position[id(load.tensor)], load, grad) for load, grad in grad_loads]
-    numbers = [node for node in everything if isinstance(node, Number)]
-    function = Function(dtype, result, mask, grad_score, by_tensor, tensors, numbers)
-    for node in everything:
-        if isinstance(node, Load) and len(node.args) != node.tensor.dim():
-            raise UnsupportedFunctionError("it takes more than an element of a tensor at once")
-    return Traced(function, device, _exclusive([load for load, _ in grad_loads]))
+    numbers = [node for node in everything if isinstance(node, Number) and not is_written(node)]
+    ranges = Ranges(largest_places(sizes))
+    function = Function(dtype, result, mask, grad_score, by_tensor, tensors, numbers, ranges)
+    exclusive = _exclusive([load for load, _ in grad_loads])
+    return Traced(function, device, exclusive, inputs, end.requires_grad, failure, recorder.cannot_repeat)
 
 
-def _inputs(recorder: Recorder, dtype: torch.dtype, device: torch.device, *first: str) -> list[Tensor]:
-    tensors = []
-    for name in (*first, *_INDICES):
-        kind = torch.int32 if name in _INDICES else dtype
-        tensor = torch.zeros((), dtype=kind, device=device)
-        tensors.append(recorder.know(tensor, Node(name, (), kind)))
-    return tensors
+def _input(recorder: Recorder, node: Node) -> Tensor:
+    blank = recorder.blank(node.dtype)
+    return recorder.know(blank, node)
 
 
-def _derivatives(
-    result: Node, dtype: torch.dtype, device: torch.device
-) -> tuple[Node | None, list[tuple[Load, Node]]]:
-    """The gradients of the score and of what is loaded, by torch's own derivatives of the operations."""
-    recorder = Recorder()
-    values: dict[Node, Tensor] = {}
-    leaves: list[Tensor] = []
-    inputs = _inputs(recorder, dtype, device, "score", "grad")
-    named = dict(zip(("score", "grad", *_INDICES), inputs, strict=True))
-
-    # Made beforehand: what is recorded must not be how leaves come to be.
-    for node in all_of([result]):
-        if isinstance(node, Load):
-            wanted = node.tensor.requires_grad and node.dtype.is_floating_point
-            values[node] = torch.ones((), dtype=node.dtype, device=device, requires_grad=wanted)
-            leaves += [values[node]] if wanted else []
-        elif node.op in named:
-            values[node] = named[node.op]
-    score = named["score"].requires_grad_()
-    # Activation checkpointing has hooks that would compute the whole layer again to get at these numbers.
-    with torch.autograd.graph.saved_tensors_hooks(_itself, _itself), torch.enable_grad(), recorder:
-        for node in all_of([result]):
-            if isinstance(node, Load):
-                indices = tuple(recorder.node(values[index]) for index in node.args)
-                recorder.know(values[node], Load("load", indices, node.dtype, tensor=node.tensor))
-            else:
-                replay(node, values, values.__getitem__)
-        end = values[result].to(dtype)
-        if not end.requires_grad:
-            return recorder.node(0.0), []
-        gradients = torch.autograd.grad(end, [score, *leaves], named["grad"], allow_unused=True)
-    nodes = [recorder.node(0.0 if gradient is None else gradient) for gradient in gradients]
-    loads: list[tuple[Load, Node]] = []
-    for leaf, gradient, node in zip(leaves, gradients[1:], nodes[1:], strict=True):
-        load = recorder.node(leaf)
-        if gradient is not None and isinstance(load, Load):
-            loads.append((load, node))
-    return nodes[0], loads
+def _number(above: Recording, result: Any) -> tuple[Node, Tensor]:
+    """The number that a function has returned, and the tensor that stands for it."""
+    if isinstance(result, (bool, int, float)):
+        return above.recorder.node(result), above.recorder.blank(torch.float64)
+    if not isinstance(result, Tensor):
+        raise ValueError(
+            f"a function of scores must return a tensor, but it returned {type(result).__name__}"
+        )
+    if result.dim():
+        raise ValueError(
+            "a function of scores must return one number for one score, but it returned a tensor of shape "
+            f"{tuple(result.shape)}"
+        )
+    if result.requires_grad and above.recorder.known(result) is None:
+        result = above.own(result)
+    node = above.recorder.node(result)
+    above.recorder.operand(result, node)
+    return node, result
 
 
-def _itself(tensor: Tensor) -> Tensor:
-    return tensor
+def _derivatives(above: Recording, end: Tensor, leaf: Tensor) -> tuple[Node | None, list[tuple[Load, Node]]]:
+    """The gradients of the score and of what is learned, by torch's own derivatives of what was called."""
+    recorder = above.recorder
+    if not end.requires_grad:
+        return recorder.node(0.0), []
+    # A checkpoint in the function reads elements once more.
+    learned = list(above.learned)
+    elements = [leaf, *(element for element, _ in learned)]
+    _check_graph(recorder, end, elements)
+    recorder.keeps_steps = False
+    # Looking for NaN would ask for values.
+    unasked = torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
+    with torch.enable_grad(), unasked, above, recorder:
+        end = end.to(leaf.dtype)
+        # With tensors torch would hide from `above` what a backward of the function's own calls.
+        first, *edges = (torch.autograd.graph.get_gradient_edge(each) for each in (end, *elements))
+        grad = _input(recorder, Node("grad", (), leaf.dtype))
+        found = torch.autograd.grad(first, edges, grad, allow_unused=True)
+        of_score, *nodes = (recorder.node(0.0 if each is None else each) for each in found)
+    return of_score, [
+        (load, node)
+        for (_, load), gradient, node in zip(learned, found[1:], nodes, strict=True)
+        if gradient is not None
+    ]
 
 
-def all_of(roots: Sequence[Node | None]) -> Iterator[Node]:
-    """Every node that the roots need, each behind those that it needs itself."""
-    seen: set[Node] = set()
-    waiting: list[tuple[Node, bool]] = [(root, False) for root in reversed(roots) if root is not None]
+def _check_graph(recorder: Recorder, end: Tensor, leaves: list[Tensor]) -> None:
+    """Asserts that gradients end in ``leaves``: a torch.autograd.Function, say, hands on a captured tensor as
+    no mode sees it.
+    """
+    own = {id(leaf) for leaf in leaves}
+    seen: set[Any] = set()
+    waiting: list[Any] = [end.grad_fn]
     while waiting:
-        node, complete = waiting.pop()
-        if complete:
-            yield node
-        elif node not in seen:
-            seen.add(node)
-            waiting.append((node, True))
-            waiting += [(arg, False) for arg in reversed(node.args) if isinstance(arg, Node)]
+        step = waiting.pop()
+        if step is None or step in seen:
+            continue
+        seen.add(step)
+        if isinstance(step, BackwardCFunction):
+            recorder.cannot_repeat = f"a torch.autograd.Function, {type(step).__name__}"
+        leaf = getattr(step, "variable", None)
+        if leaf is not None and id(leaf) not in own:
+            raise UnsupportedFunctionError("it learns a tensor that no operation of torch shows")
+        waiting += [behind for behind, _ in step.next_functions]
+
+
+def _no_hooks() -> contextlib.AbstractContextManager[Any]:
+    """Tensors are saved as they are, whatever hooks there are around."""
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return contextlib.nullcontext()
+    return torch.autograd.graph.saved_tensors_hooks(_packed, _unpacked)
+
+
+def _packed(tensor: Tensor) -> tuple[Tensor, int]:
+    return tensor, tensor._version
+
+
+def _unpacked(saved: tuple[Tensor, int]) -> Tensor:
+    tensor, version = saved
+    if tensor._version != version:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"a tensor of {tensor.dtype} and shape {tuple(tensor.shape)}"
+        )
+    return tensor
 
 
 def _exclusive(loads: Sequence[Load]) -> int:
@@ -183,6 +236,14 @@ def _exclusive(loads: Sequence[Load]) -> int:
     return sum(_EXCLUSIVE[name] for name in common)
 
 
+def _check_load(load: Load) -> None:
+    tensor = load.tensor
+    if None in load.args or len(load.args) != tensor.dim():
+        raise UnsupportedFunctionError("it takes more than an element of a tensor at once")
+    if load.version is not None and tensor._version != load.version:
+        raise UnsupportedFunctionError("it changes a tensor that it has read")
+
+
 def _check_captured(tensor: Tensor, device: torch.device) -> None:
     if tensor.device != device:
         raise ValueError(
@@ -193,7 +254,19 @@ def _check_captured(tensor: Tensor, device: torch.device) -> None:
         raise ValueError(
             f"a function of scores reads a tensor without elements, of shape {tuple(tensor.shape)}"
         )
-    from .operations import C_TYPES
-
     if tensor.dtype not in C_TYPES:
         raise UnsupportedFunctionError(f"it reads a tensor of {tensor.dtype}")
+    if tensor.layout != torch.strided:
+        raise UnsupportedFunctionError(f"it reads a tensor of layout {tensor.layout}")
+    if tensor._is_zerotensor() or not _has_memory(tensor):
+        raise UnsupportedFunctionError(f"it reads a {type(tensor).__name__} that has no memory of its own")
+
+
+def _has_memory(tensor: Tensor) -> bool:
+    """Whether kernels may read a tensor, now or when a graph of it runs."""
+    if not torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python):
+        return True
+    from torch._subclasses.fake_tensor import FakeTensor
+    from torch._subclasses.functional_tensor import FunctionalTensor
+
+    return isinstance(tensor, (FakeTensor, FunctionalTensor))

@@ -15,7 +15,8 @@ import torch
 from torch import Tensor
 
 from ..arguments import Keywords
-from . import calls, recorder, statements, tracing
+from . import calls, nodes, statements, tracing
+from .ranges import Ranges
 from .tracing import Traced
 
 __all__ = ["read", "write"]
@@ -23,7 +24,7 @@ __all__ = ["read", "write"]
 #: The classes of the objects.
 _KINDS: dict[str, Any] = {
     name: kind
-    for module in (recorder, statements, tracing)
+    for module in (nodes, statements, tracing)
     for name, kind in vars(module).items()
     if is_dataclass(kind)
 }
@@ -49,6 +50,8 @@ def write(traced: Traced) -> str:
             return {"torch": str(value).removeprefix("torch.")}
         if isinstance(value, torch.device):
             return {"device": str(value)}
+        if isinstance(value, Ranges):
+            return {"ranges": dict(value.largest)}
         if isinstance(value, torch._ops.OpOverload):
             return {"operator": str(value)}
         if isinstance(value, dict):
@@ -57,7 +60,7 @@ def write(traced: Traced) -> str:
             return [plain(each) for each in value]
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise recorder.UnsupportedFunctionError(f"it uses {value}, which an exported program cannot hold")
+        raise nodes.UnsupportedFunctionError(f"it uses {value}, which an exported program cannot hold")
 
     objects = []
     for each in _in_order(traced):
@@ -124,6 +127,8 @@ def _read(written: Any) -> Traced:
             return getattr(torch, given)
         if kind == "device":
             return torch.device(given)
+        if kind == "ranges":
+            return Ranges(given)
         if kind == "operator":
             return functools.reduce(getattr, given.split("."), torch.ops)
         return {"tensor": tensors, "object": objects}[kind][given]

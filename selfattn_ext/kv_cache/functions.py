@@ -15,7 +15,7 @@ from ..attend import dropout_seed
 from ..flex import calls, compiler, formula
 from ..flex.functions import Functions, check_functions
 from ..flex.graphs import outside_of_graphs, traced_results
-from ..flex.recorder import UnsupportedFunctionError
+from ..flex.nodes import UnsupportedFunctionError
 from ..flex.tracing import trace
 from ..reference import accumulation_dtype
 from . import checks as cache_checks
@@ -42,13 +42,11 @@ def attend_with_functions(
     ``first`` is the q_idx of query 0, of all sequences or of each (B,); None is 0.
     """
     check_functions(query, score_mod, mask_mod)
-    if first is not None:
-        positions = torch.as_tensor(first, device=query.device).to(torch.int32).expand(batch)
-        score_mod, mask_mod = (_moved(function, positions) for function in (score_mod, mask_mod))
     given = (query, key_cache, value_cache, key, value, batch, options, keywords)
     if torch.compiler.is_exporting():
-        return attend_to_cache(*given, functools.partial(_put_in_graph, Functions(score_mod, mask_mod)))
-    return _outside_of_graphs(*given, score_mod, mask_mod)
+        functions = Functions(*_moved(first, query, batch, score_mod, mask_mod))
+        return attend_to_cache(*given, functools.partial(_put_in_graph, functions))
+    return _outside_of_graphs(*given, first, score_mod, mask_mod)
 
 
 def _put_in_graph(
@@ -80,12 +78,15 @@ def _outside_of_graphs(
     batch: int,
     options: AttentionOptions,
     keywords: Keywords,
+    first: int | Tensor | None,
     score_mod: Any,
     mask_mod: Any,
 ) -> shapes.Results:
     given = (query, key_cache, value_cache, key, value, batch, options)
+    score_mod, mask_mod = _moved(first, query, batch, score_mod, mask_mod)
+    sizes = calls.sizes_of(query, key_cache, keywords)
     try:
-        traced = trace(score_mod, mask_mod, accumulation_dtype(key_cache.dtype), query.device, False)
+        traced = trace(score_mod, mask_mod, accumulation_dtype(key_cache.dtype), query.device, False, sizes)
         if loaded := calls.loaded(traced):
             cache_checks.no_derivatives(traced.tensors)
             keywords = {**keywords, **loaded, **calls.inputs_of(traced, traced.tensors)}
@@ -97,17 +98,25 @@ def _outside_of_graphs(
     return attend_to_cache(*given, keywords)
 
 
-def _moved(function: Any, positions: Tensor) -> Any:
-    """A function of positions as one of the numbers of queries, which come before the number of the key."""
-    if function is None:
-        return None
+def _moved(first: int | Tensor | None, query: Tensor, batch: int, *functions: Any) -> list[Any]:
+    """Functions of positions as those of the numbers of queries, which come before the number of the key."""
+    if first is None:
+        return list(functions)
+    positions = torch.as_tensor(first, device=query.device).long().expand(batch)
+    # Told what the positions can be, the functions need not compute with all of their bits.
+    known = type(positions) is Tensor and positions.is_cpu and batch > 0 and not torch.compiler.is_exporting()
+    bounds = tuple(int(bound) for bound in positions.aminmax()) if known else None
 
-    def moved(*inputs: Tensor) -> Tensor:
-        *before, batch, head, query, key = inputs
-        result: Tensor = function(*before, batch, head, query + positions[batch], key)
-        return result
+    def moved(function: Any) -> Any:
+        def called(*inputs: Tensor) -> Tensor:
+            *before, number, head, index, key = inputs
+            position = positions[number] if bounds is None else positions[number].clamp(*bounds)
+            result: Tensor = function(*before, number, head, index + position, key)
+            return result
 
-    return moved
+        return called
+
+    return [None if function is None else moved(function) for function in functions]
 
 
 def _by_formula(
@@ -129,7 +138,7 @@ def _by_formula(
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(query))
     table, starts_k = keywords.get("block_table"), keywords.get("cu_seqlens_k")
-    capacity = key_cache.size(2) if table is None else table.size(1) * key_cache.size(2)
+    capacity = calls.sizes_of(query, key_cache, keywords)[-1]
     after = keywords.get("seqlens_k", query.new_full((batch,), capacity, dtype=torch.int64))
     starts_q = keywords.get("cu_seqlens_q")
     if key is not None and value is not None:

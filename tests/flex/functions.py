@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from selfattn_ext import flex, reference
-from selfattn_ext.flex.recorder import Indexing
+from selfattn_ext.flex.indexing import Indexing
 
 
 @dataclass

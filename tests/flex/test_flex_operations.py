@@ -1,0 +1,146 @@
+"""Every operation that functions of scores may have, compiled in every dtype of its operands: the numbers are
+those of torch, at special numbers, too.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from operations import BINARY, DTYPES, NOT_COMPILED, UNARY, special_numbers
+from torch import Tensor
+from written import Written, number_of
+
+from selfattn_ext.flex.calls import loaded
+from selfattn_ext.flex.nodes import UnsupportedFunctionError
+from selfattn_ext.flex.tracing import trace
+
+pytestmark = [pytest.mark.cpu_only, pytest.mark.xdist_group("operations")]
+
+#: What torch raises errors for, or ends the process: division of integers by 0, of the least by -1.
+_DIVISIONS = {"floor_divide", "remainder", "fmod", "x / y to 0", "x / y down"}
+#: Differences of numbers that are much alike: what is left is as wrong as these are.
+_CANCELLING = {"tanhshrink", "gelu", "gelu by tanh", "logaddexp2", "softshrink", "logsigmoid"}
+#: Of 0 and -0, torch takes either, by the dtype and the place in memory.
+_EITHER_ZERO = {"minimum", "maximum", "fmin", "fmax"}
+_EITHER_ZERO |= {"clamp from a tensor", "clamp up to a tensor", "clamp to a tensor"}
+
+
+class Case(NamedTuple):
+    name: str
+    of_torch: Callable[..., Tensor]
+    given: tuple[Tensor, ...]
+
+
+@functools.cache
+def pairs(first: torch.dtype, second: torch.dtype, divisible: bool) -> tuple[Tensor, Tensor]:
+    few = first != second
+    x, y = (special_numbers(dtype, few) for dtype in (first, second))
+    at = torch.cartesian_prod(torch.arange(len(x)), torch.arange(len(y)))
+    x, y = x[at[:, 0]], y[at[:, 1]]
+    if divisible and not (first.is_floating_point or second.is_floating_point):
+        taken = (y != 0) & ~((y.long() == -1) & (x == x.min()))
+        x, y = x[taken], y[taken]
+    return x, y
+
+
+def cases() -> list[Case]:
+    found = [Case(name, op, (special_numbers(dtype),)) for dtype in DTYPES for name, op in UNARY.items()]
+    for first, second in itertools.product(DTYPES, DTYPES):
+        found += [Case(name, op, pairs(first, second, name in _DIVISIONS)) for name, op in BINARY.items()]
+    return found
+
+
+@functools.cache
+def compiled() -> tuple[Written, list[tuple[Case, Tensor]]]:
+    """All that torch takes, and what it makes of it."""
+    recorded, kept = [], []
+    for case in cases():
+        try:
+            expected = case.of_torch(*case.given)
+        except (RuntimeError, TypeError):
+            continue
+        given = case.given
+        recorded.append(
+            number_of(lambda q, kv, case=case, given=given: case.of_torch(*(x[q] for x in given)))
+        )
+        kept.append((case, expected))
+    return Written(recorded, (max(case.given[0].numel() for case, _ in kept), 1)), kept
+
+
+def is_right(case: Case, ours: Tensor, torchs: Tensor) -> Tensor:
+    """Whether our numbers are torch's, to a few units in the last place."""
+    if not torchs.dtype.is_floating_point:
+        return ours == torchs.long()
+    info = torch.finfo(torchs.dtype)
+    exact = torchs.double()
+    error = (ours - exact).abs()
+    allowed = (16 if info.eps < 1e-6 else 2) * info.eps * exact.abs() + info.tiny
+    if case.name in _CANCELLING:
+        allowed += 8 * info.eps * case.given[0].double().abs().clamp(min=1)
+        return (ours.isnan() & exact.isnan()) | (ours == exact) | (error <= allowed)
+    if case.name in _EITHER_ZERO:
+        return (ours.isnan() & exact.isnan()) | (ours == exact)
+    same_zero = (ours != 0) | (exact != 0) | (ours.signbit() == exact.signbit())
+    return (
+        (ours.isnan() & exact.isnan())
+        | (ours == exact) & same_zero
+        | (error <= allowed) & ((exact != 0) | (ours != 0))
+    )
+
+
+def is_defined(case: Case, result: torch.dtype) -> Tensor:
+    """Where torch's result is one: it brings no float to an integer that is too short for it, and no integer
+    or constant to a float that is; quotients have digits behind the point where their rest is asked for.
+    """
+    first = case.given[0]
+    defined = torch.ones(first.shape, dtype=torch.bool)
+    for x in case.given:
+        if x.is_floating_point() and not result.is_floating_point and result != torch.bool:
+            info = torch.iinfo(result if case.name != "to int8 and back" else torch.int8)
+            defined &= (x.double() >= info.min) & (x.double() < info.max)
+        if not x.is_floating_point() and result == torch.float16:
+            defined &= x.double().abs() <= torch.finfo(result).max
+    if len(case.given) == 2 and case.name in ("remainder", "fmod"):
+        quotient = first.double() / case.given[1].double()
+        defined &= ~quotient.isfinite() | (quotient.abs() < 2**24)
+    if case.name in ("x + 2**62", "x * a hash") and result == torch.float16:
+        defined &= False
+    if case.name == "7 % x":
+        defined &= first.double().abs() > 1e-30
+    if case.name == "ldexp":
+        defined &= case.given[1].double().abs() < 100
+    return defined
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_numbers(dtype: torch.dtype) -> None:
+    written, kept = compiled()
+    wrong: list[str] = []
+    for number, (case, expected) in enumerate(kept):
+        if case.given[0].dtype != dtype:
+            continue
+        assert written.nodes[number].dtype == expected.dtype or case.name == "ldexp", case
+        ours = written.compute(number, range(expected.numel())).squeeze(1)
+        right = is_right(case, ours, expected) | ~is_defined(case, expected.dtype)
+        if not right.all():  # torch may compute numbers that are no neighbours in memory in another way
+            apart = [torch.stack([x, x], -1)[..., 0] for x in case.given]
+            right |= is_right(case, ours, case.of_torch(*apart))
+        for at in (~right).nonzero().flatten().tolist():
+            operands = ", ".join(f"{x.dtype} {x[at].item()}" for x in case.given)
+            wrong.append(f"{case.name} of {operands}: {ours[at].item()}, torch {expected[at].item()}")
+    assert not wrong, f"{len(wrong)} wrong:\n" + "\n".join(wrong[:40])
+
+
+@pytest.mark.parametrize("name", NOT_COMPILED)
+def test_what_is_not_compiled(name: str) -> None:
+    def score_mod(score: Tensor, *indices: Any) -> Tensor:
+        result: Tensor = NOT_COMPILED[name](score)
+        return result
+
+    with pytest.raises(UnsupportedFunctionError), torch.no_grad():
+        loaded(trace(score_mod, None, torch.float32, torch.device("cpu"), False))
