@@ -101,8 +101,9 @@ class Ranges:
         return torch.int32 if fits else dtype
 
     def _look_up(self, node: Node) -> _Known:
-        for each in all_of([node], self._known):
-            self._known[each] = self._found(each)
+        if node not in self._known:
+            for each in all_of([node], self._known):
+                self._known[each] = self._found(each)
         return self._known[node]
 
     def _found(self, node: Node) -> _Known:

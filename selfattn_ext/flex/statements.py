@@ -101,6 +101,9 @@ class Body:
     def level(self, node: Node) -> int:
         if not self.by_levels:
             return TILE
+        known = self.levels.get(node)
+        if known is not None:
+            return known
         for each in all_of([node], self.levels):
             found = _LEVEL_OF_INPUT.get(each.op, TILE)
             for arg in each.args:
@@ -111,8 +114,9 @@ class Body:
 
     def use(self, node: Node, at: int) -> str:
         """The name of what a node computes, for a statement of level ``at``."""
-        for each in all_of([node], self.names, self._needs):
-            self._emit(each)
+        if node not in self.names:
+            for each in all_of([node], self.names, self._needs):
+                self._emit(each)
         in_array = at in (QUERY, PAIR) and self.level(node) == QUERY and node.op != "q_idx"
         return f"{self.names[node]}[i]" if in_array else self.names[node]
 

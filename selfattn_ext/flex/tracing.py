@@ -92,14 +92,14 @@ def trace(
     # Activation checkpointing has hooks that would compute the whole layer again to get at saved numbers.
     with _no_hooks():
         if score_mod is not None:
+            places = [_input(recorder, inputs[name]) for name in INDICES]
             with above, recorder:
                 # The function may change it in place, as it may indices.
-                given = score_mod(leaf.clone(), *(_input(recorder, inputs[name]) for name in INDICES))
-                result, end = _number(above, given)
+                result, end = _number(above, score_mod(leaf.clone(), *places))
         if mask_mod is not None:
+            places = [_input(recorder, inputs[name]) for name in INDICES]
             with above, recorder:
-                given = mask_mod(*(_input(recorder, inputs[name]) for name in INDICES))
-                mask, _ = _number(above, given)
+                mask, _ = _number(above, mask_mod(*places))
         if isinstance(mask, Number) and mask.value:
             mask = None
         if mask is not None and mask.dtype != torch.bool:
