@@ -1,7 +1,7 @@
 """The way of a call that the attention functions share: compute, explain a refusal, give what was asked for.
 
 Dense, packed and nested calls are computed by :func:`with_gradients`; calls on a cache, which have none, in
-:mod:`selfattn_ext.kv_cache.attention`.
+:mod:`selfattn_ext.kv_cache.step`.
 """
 
 from __future__ import annotations

@@ -271,7 +271,7 @@ def _computed(
     }
     if given["news"] is None:
         return _attention_operator(*tensors[:3], scale, block_map=block_map, block_size=size, **keywords)
-    from ..kv_cache.attention import operator_of_graphs  # which imports this package
+    from ..kv_cache.step import operator_of_graphs  # which imports this package
 
     out, *rest = operator_of_graphs(given["news"])(*tensors[:3], *given["news"], scale, **keywords)
     return out, rest[0] if want_weights else None, rest[-1] if want_lse else None, None

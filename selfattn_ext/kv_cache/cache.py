@@ -33,9 +33,9 @@ from ..arguments import (
 from ..attend import results
 from . import checks as cache_checks
 from . import huge_pages
-from .attention import append_to_cache, attend_to_cache
 from .functions import attend_with_functions
 from .page_pool import PagePool
+from .step import append_to_cache, attend_to_cache
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

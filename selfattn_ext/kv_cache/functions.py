@@ -19,7 +19,7 @@ from ..flex.nodes import UnsupportedFunctionError
 from ..flex.tracing import trace
 from ..reference import accumulation_dtype
 from . import checks as cache_checks
-from .attention import append_to_cache, attend_to_cache
+from .step import append_to_cache, attend_to_cache
 
 __all__ = ["attend_with_functions"]
 
@@ -37,7 +37,7 @@ def attend_with_functions(
     mask_mod: Any,
     first: int | Tensor | None = None,
 ) -> shapes.Results:
-    """:func:`.attention.attend_to_cache` with functions of scores.
+    """:func:`.step.attend_to_cache` with functions of scores.
 
     ``first`` is the q_idx of query 0, of all sequences or of each (B,); None is 0.
     """

@@ -14,8 +14,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from ..arguments import Keywords, PackedCall, checks, keywords_for, position, sequence_checks, shapes
 from ..kv_cache import checks as cache_checks
-from ..kv_cache.attention import attend_to_cache, page_numbers
 from ..kv_cache.functions import attend_with_functions
+from ..kv_cache.step import attend_to_cache, page_numbers
 
 __all__ = ["check", "computed"]
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.export import export
 
 import selfattn_ext
-from selfattn_ext.kv_cache.attention import append_to_cache
+from selfattn_ext.kv_cache.step import append_to_cache
 
 pytestmark = pytest.mark.filterwarnings("ignore:Error detected in")
 

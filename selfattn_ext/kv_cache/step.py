@@ -1,0 +1,261 @@
+"""A step on a cache in the form of the operators: it writes the new keys and values, then attends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.utils._pytree import tree_map_only
+
+from .. import ops
+from ..arguments import (
+    AttentionOptions,
+    Keywords,
+    OptionalTensor,
+    autocast,
+    checks,
+    keywords_of,
+    shapes,
+    with_options,
+)
+from ..attend import dropout_seed
+from ..autograd.graph_operators import arguments_of, composed
+from ..flex import written
+from ..reference import default_scale
+from . import checks as cache_checks
+
+__all__ = ["append_to_cache", "attend_to_cache", "operator_of_graphs", "page_numbers"]
+
+#: The keywords that hold tensors which have gradients elsewhere.
+_WITH_GRADIENTS = ("attn_mask", "alibi_slopes", "sinks")
+
+# Looked up once: an attribute chain costs as much as the call at its end.
+_is_grad_enabled = torch.is_grad_enabled
+_is_any_autocast_enabled = torch._C._is_any_autocast_enabled
+_are_transforms_active = torch._C._are_functorch_transforms_active
+_is_compiling = torch.compiler.is_dynamo_compiling
+_is_exporting = torch.compiler.is_exporting
+_increment_version = torch.autograd.graph.increment_version
+
+
+def page_numbers(table: Tensor) -> Tensor:
+    """A block_table as the operators take it: int32, with dense rows."""
+    if table.dtype is torch.int64:
+        # A number that int32 cannot hold is that of no page, and stays so.
+        table = table.clamp(-1, 2**31 - 1).int()
+    return table if table.stride(-1) == 1 else table.contiguous()
+
+
+def attend_to_cache(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    batch: int,
+    options: AttentionOptions,
+    keywords: Keywords,
+    compute: Callable[..., shapes.Results] | None = None,
+) -> shapes.Results:
+    """The step in the operators' form: (out, weights if wanted, lse if wanted).
+
+    Tensors are (B, H, L, E), or of packed queries (1, H, total, E); ``keywords`` have all but the tensors
+    among the options, with seqlens_k as they are after the step. ``compute`` takes the place of
+    :func:`_attended`.
+    """
+    mask, _, _, scale, _, _, _, slopes, sinks, _, want_weights, want_lse = options
+    if _is_any_autocast_enabled():
+        # Casting would be lost on a cache; so the rest takes its dtype.
+        (query,) = autocast(query, dtype=key_cache.dtype)
+    if mask is not None or slopes is not None or sinks is not None:
+        cache_checks.no_causal_bias(mask)
+        form = shapes.Canonical(query, key_cache, value_cache, (batch,), 4)
+        operands, factor, _, _ = with_options(form, options, keywords)
+        keywords = keywords_of(operands, keywords)
+    else:
+        factor = default_scale(query.size(3)) if scale is None else checks.scale(scale)
+    if "dropout_p" in keywords:
+        keywords["dropout_seed"] = dropout_seed(query)
+    query = shapes.dense_rows(query)
+    if key is None or value is None:
+        if key is not value:
+            raise ValueError("key without value")
+    else:
+        key, value = _written(key, value, key_cache.dtype)
+    if compute is None:
+        compute = _put_in_graph if _is_compiling() or _is_exporting() else _attended
+    return compute(query, key_cache, value_cache, key, value, factor, keywords, want_weights, want_lse)
+
+
+def _attended(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    factor: float,
+    keywords: Keywords,
+    want_weights: bool,
+    want_lse: bool,
+) -> shapes.Results:
+    """The step once all is in the operators' form."""
+    if _is_grad_enabled():
+        for tensor in (query, key_cache, value_cache, key, value, *map(keywords.get, _WITH_GRADIENTS)):
+            if tensor is not None and tensor.requires_grad:
+                raise ValueError("no gradients")
+    if _are_transforms_active() or forward_ad._current_level >= 0:
+        others = map(keywords.get, _WITH_GRADIENTS)
+        cache_checks.no_derivatives((query, key_cache, value_cache, key, value, *others))
+    given = {**keywords, "need_weights": True} if want_weights else keywords
+    if key is None or value is None:
+        out, row_max, row_sum, _ = ops.direct_forward(query, key_cache, value_cache, factor, **given)
+    else:
+        out, row_max, row_sum = ops.direct_with_cache(
+            query, key_cache, value_cache, key, value, factor, **given
+        )
+        # Autograd then knows that whatever saved the cache before has changed.
+        _increment_version((key_cache, value_cache))
+    weights = None
+    if want_weights:
+        weights = ops.attention_weights(query, key_cache, row_max, row_sum, factor, **keywords)
+    return out, weights, row_max + torch.log(row_sum) if want_lse else None
+
+
+def _put_in_graph(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    factor: float,
+    keywords: Keywords,
+    want_weights: bool,
+    want_lse: bool,
+) -> shapes.Results:
+    """The same in a graph, as one operator."""
+    news = () if key is None or value is None else (key, value)
+    wants = {"return_weights": want_weights, "return_lse": want_lse}
+    results = operator_of_graphs(news)(query, key_cache, value_cache, *news, factor, **wants, **keywords)
+    return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
+
+
+def operator_of_graphs(news: Sequence[Tensor]) -> Any:
+    """The operator that computes a step, with new keys and values or without."""
+    return _extending if news else _reading
+
+
+def _operator(
+    query: Tensor,
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: OptionalTensor,
+    value: OptionalTensor,
+    factor: float,
+    *,
+    return_weights: bool = False,
+    return_lse: bool = False,
+    score_function: str | None = None,
+    **keywords: Any,
+) -> list[Tensor]:
+    others = (*map(keywords.get, _WITH_GRADIENTS), *keywords.get("captured", ()))
+    cache_checks.no_derivatives((query, key_cache, value_cache, key, value, *others))
+    if score_function is not None:
+        keywords |= written.read(score_function)[1]
+    results = _attended(
+        query, key_cache, value_cache, key, value, factor, keywords, return_weights, return_lse
+    )
+    return [result for result in results if result is not None]
+
+
+def _reading_operator(
+    query: Tensor, keys: Tensor, values: Tensor, factor: float, **more: Any
+) -> list[Tensor]:
+    return _operator(query, keys, values, None, None, factor, **more)
+
+
+# See Note [Gradients in graphs] in autograd/graph_operators.py: these know that they have none.
+_reading = composed(
+    "attention_without_gradient",
+    arguments_of(ops.attention_forward, need_residual="return_weights", need_weights="return_lse"),
+    "Tensor[]",
+    _reading_operator,
+)
+_extending = composed(
+    "attention_with_cache_without_gradient",
+    arguments_of(
+        ops.attention_with_cache, **{"bool need_weights": "bool return_lse=False, bool return_weights"}
+    ),
+    "Tensor[]",
+    _operator,
+)
+
+
+def _written(key: Tensor, value: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Keys and values as the operators write them: under autocast in the dtype of the cache, with dense rows.
+
+    Values that are features of the keys stay that, as the operators ask where the caches are such, too.
+    """
+    if _is_any_autocast_enabled():
+        k, v = map(shapes.dense_rows, autocast(key, value, dtype=dtype))
+    else:
+        k, v = shapes.dense_rows(key), shapes.dense_rows(value)
+    if (k is key and v is value) or _is_compiling():
+        return k, v
+    first = cache_checks.first_feature(key, value)
+    return (k, v) if first is None else (k, k[..., first : first + v.size(-1)])
+
+
+def append_to_cache(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    lengths: Tensor,
+    cu_seqlens: OptionalTensor,
+    block_table: OptionalTensor,
+) -> None:
+    """Writes keys and values behind those of sequences that long, and no more; in the operators' form."""
+    key, value = _written(key, value, key_cache.dtype)
+    append = _appending if _is_compiling() or _is_exporting() else _appended
+    append(key_cache, value_cache, key, value, lengths, cu_seqlens=cu_seqlens, block_table=block_table)
+
+
+def _appended(
+    key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, *more: Any, **options: Any
+) -> None:
+    cache_checks.no_derivatives((key_cache, value_cache, key, value))
+    ops.append_to_cache(key_cache, value_cache, key, value, *more, **options)
+    _increment_version((key_cache, value_cache))
+
+
+_appending = composed("append_to_cache_without_gradient", arguments_of(ops.append_to_cache), "()", _appended)
+
+
+def _take_negative_views(operator: Any) -> None:
+    """Has an operator that writes to caches refuse those that are negative views, such as ``z.conj().imag``.
+
+    torch would hand the operator copies of them, and then fail an assertion, as nothing is returned that it
+    could copy back. Calls without negative views do not come here, so that they do not pay for it.
+    """
+    schema = operator._schema.arguments
+    written = [index for index, it in enumerate(schema) if it.alias_info and it.alias_info.is_write]
+
+    def resolved(*arguments: Any, **keywords: Any) -> Any:
+        for index in written:
+            if arguments[index].is_neg():
+                raise ValueError(
+                    f"{schema[index].name} is written to, but a negative view, whose memory has the "
+                    "other sign: take resolve_neg() of it"
+                )
+        arguments, keywords = tree_map_only(Tensor, torch.resolve_neg, (arguments, keywords))
+        return operator(*arguments, **keywords)
+
+    _library.impl(operator, resolved, "Negative")
+
+
+_library = torch.library.Library(ops.NAMESPACE, "IMPL")
+for _writing in (ops.append_to_cache, ops.attention_with_cache, _appending, _extending):
+    _take_negative_views(_writing)
