@@ -24,7 +24,7 @@ Begin = Callable[[int], Any]
 
 
 def estimate(files: int, processor_seconds: float) -> str:
-    """For people: how many files are made, and about how long that takes here."""
+    """A sentence for people: how many files are made, and about how long that takes here."""
     processors = _processors()
     minutes = max(1, round(processor_seconds / processors / 60))
     return (

@@ -111,7 +111,7 @@ inline T neg_of(T x) {
     return sub_of(T(0), x);
   }
 }
-// Of the least integer there is no abs_of: C++ does not know that either, and has one instruction for others.
+// The least integer has no absolute value in its type, so callers must not pass it: see wrapped_abs_of.
 template <class T>
 inline T abs_of(T x) {
   if constexpr (std::is_floating_point_v<T>) {
@@ -201,7 +201,7 @@ inline T frac_of(T x) {
   return x - trunc_of(x);
 }
 
-// Of integers; by 0 it is 0, where torch raises an error.
+// Divides integers; a division by 0 gives 0, where torch raises an error.
 template <class T>
 inline T truncate_divide(T a, T b) {
   if (b == T(0)) return T(0);
@@ -296,7 +296,7 @@ template <class T>
 inline T rsqrt_of(T x) {
   return T(1) / std::sqrt(x);
 }
-// From the end that is nearer.
+// Starts at the nearer end, as torch does, so that it is exact at both.
 template <class T>
 inline T lerp_of(T a, T b, T weight) {
   return std::fabs(weight) < T(0.5) ? multiply_add(weight, b - a, a) : multiply_add(weight - T(1), b - a, b);

@@ -34,10 +34,10 @@ __all__ = ["Agreed", "Flags", "Numbers", "Telling", "agree", "digest_of", "tells
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 
-#: What ranks must have in common, by the names that users know.
+#: The parts of a call in which ranks must agree, by the names that users know.
 Call = Mapping[str, Any]
 
-#: What a rank says instead of its call, with a sentence for the others.
+#: Stands in place of a call that a rank refuses; the value is a sentence for the others.
 _REFUSED = "refused"
 
 
@@ -62,7 +62,7 @@ class Numbers(NamedTuple):
 
     query_rows: int = 0
     key_rows: int = 0
-    #: Of dropout; rank 0's holds.
+    #: The seed of dropout; all ranks use rank 0's.
     seed: int = 0
     flags: int = 0
     #: A digest of a mask that is the same for all rows.
@@ -82,7 +82,7 @@ class Telling:
     def __init__(self, *groups: Any) -> None:
         self._groups = groups
         self._agreed: list[dist.ProcessGroup] = []
-        #: What another rank has said, which this one says on.
+        #: The refusal of another rank, which this one passes on to its other group.
         self._heard: str | None = None
 
     def __enter__(self) -> Telling:
@@ -108,7 +108,7 @@ class Telling:
                 continue
             why = str(error) or type(error).__name__
             refused = f"rank {dist.get_rank()} has made no call, as its arguments were refused: {why}"
-            # What is wrong with this rank is already on its way up.
+            # This rank's own error is being raised already; one in telling it must not hide it.
             with contextlib.suppress(Exception), _undisturbed():
                 agree(ranks, {_REFUSED: self._heard or refused}, Numbers())
 

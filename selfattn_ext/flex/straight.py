@@ -94,7 +94,7 @@ class StraightBody(Body):
         return f"{name}[{'' if run.slope > 0 else '-'}i]"
 
     def _all_bits(self, index: Node, text: str) -> tuple[torch.dtype, str]:
-        """In as many bits as there are in a score, so that compilers make vectors of both."""
+        """The index in as many bits as a score has, so that compilers make vectors of both."""
         dtype, given = super()._all_bits(index, text)
         if dtype == self.index_dtype:
             return dtype, given
@@ -147,7 +147,7 @@ class StraightBody(Body):
         return _Slope(total, is_exact)
 
 
-#: Of what is added up.
+#: The sign with which each operand enters a sum.
 _SIGNS = {"_to_copy": (1,), "add": (1, 1), "sub": (1, -1), "rsub": (-1, 1)}
 _INTEGERS = (torch.int32, torch.int64)
 

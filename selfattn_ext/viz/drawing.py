@@ -42,7 +42,7 @@ def save(drawing: Axes | Figure, path: str | os.PathLike[str], *, dpi: int = 200
     figure.draw_without_rendering()
     page, drawn = figure.bbox_inches, figure.get_tightbbox()
     sticks_out = (drawn.min < page.min - 0.01).any() or (drawn.max > page.max + 0.01).any()
-    # As large as the figure otherwise, to the pixel.
+    # None leaves the picture as large as the figure, to the pixel.
     outline = Bbox.union([page, drawn.padded(MARGIN)]) if sticks_out else None
     figure.savefig(target, dpi=dpi, bbox_inches=outline)
     if close:

@@ -28,11 +28,11 @@ Weights: TypeAlias = Any
 
 # Numbers written into cells are legible up to this many keys.
 _MAX_ANNOTATED = 12
-# Of a cell that holds a number, and of one that does not, in inches.
+# A cell's side in inches, with a number in it and without.
 _WIDE_CELL, _CELL = 0.42, 0.2
-# Of the longer side of a picture that stands alone, of one in a grid, and of all that stand side by side.
+# The longest sides in inches: of a picture alone, of one in a grid, of a line of pictures.
 _LARGEST, _LARGEST_IN_GRID, _WIDEST = 10.0, 5.0, 18.0
-# Where there is no weight at all: unlike the colour of any weight, on light and on dark pages.
+# The colour of cells without any weight differs from that of every weight, on light and on dark pages.
 _HIDDEN = "#e4e4e7"
 
 

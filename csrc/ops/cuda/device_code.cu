@@ -20,8 +20,8 @@ std::string capability_text(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
-// As people write them. The build's list is "7.5/8.0"; nvcc's own, "750,800", is without those for which only
-// machine code is made.
+// The architectures as people write them. The build's list is "7.5/8.0"; nvcc's own, "750,800", lacks those
+// for which only machine code is made.
 std::string architectures() {
 #if defined(SELFATTN_CUDA_ARCHITECTURES)
   std::string text;
