@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
-from .nodes import Load, Node
+from .nodes import Load, Node, Number, all_of
 from .operations import C_TYPES, cast
 from .statements import KEY, OVER_QUERIES, PAIR, QUERY, TILE, Body, Function, contiguous_strides, is_wide
 from .straight import StraightBody
@@ -72,8 +73,48 @@ def _text(function: Function, name: str, results: dict[str, Node], ending: list[
 _ARGUMENTS = "const FunctionInputs* inputs, const ScoreTile* tile"
 
 
+#: The sources of functions, by :func:`_key`.
+_known: dict[Any, str] = {}
+_MOST_KNOWN = 256
+
+
 def source_of(function: Function) -> str:
-    """The source of a library with a ScoreFunctionTable."""
+    """The source of a library with a ScoreFunctionTable.
+
+    A function is recorded anew for each call, and writing its source would take longer than that.
+    """
+    key = _key(function)
+    source = _known.get(key)
+    if source is None:
+        if len(_known) == _MOST_KNOWN:
+            _known.clear()
+        source = _known[key] = _written(function)
+    return source
+
+
+def _key(function: Function) -> Any:
+    """All that the source of a function depends on."""
+    of_gradients = [node for _, *nodes in function.grad_loads for node in nodes]
+    roots = [function.score, function.mask, function.grad_score, *of_gradients]
+    tensors = {id(tensor): index for index, tensor in enumerate(function.tensors)}
+    places: dict[Any, int] = {None: -1}
+    nodes: list[Any] = []
+    for node in all_of(roots):
+        places[node] = len(nodes)
+        args = tuple(places[arg] if isinstance(arg, Node) else repr(arg) for arg in node.args)
+        own: Any = None
+        if isinstance(node, Number):
+            own = (repr(node.value), node.is_tensor)
+        elif isinstance(node, Load):
+            own = tensors[id(node.tensor)]
+        nodes.append((node.op, args, node.dtype, node.common, repr(node.kwargs), own))
+    ends = [places[root] for root in roots]
+    of_tensors = [tensor for tensor, *_ in function.grad_loads]
+    largest = function.ranges.largest.values()
+    return function.dtype, *nodes, *ends, *of_tensors, kinds_of(function), *largest
+
+
+def _written(function: Function) -> str:
     kind = C_TYPES[function.dtype]
     scores = f"{_ARGUMENTS}, void* data"
     read = f"{kind}* const at = static_cast<{kind}*>(data) + row + i; const {kind} score = *at; (void)score;"
