@@ -47,7 +47,11 @@ def root() -> Path:
 def same_as_in(package: Path) -> bool:
     """Whether another folder of this package, with its csrc inside, has the same sources and flags."""
     here = Path(__file__)
-    return _contents(package / "csrc", package / here.name) == _contents(root(), here)
+    try:
+        own = root()
+    except FileNotFoundError:
+        return False
+    return _contents(package / "csrc", package / here.name) == _contents(own, here)
 
 
 def _contents(folder: Path, flags: Path) -> dict[str, bytes]:
