@@ -72,11 +72,12 @@ class Part(NamedTuple):
             "query_offset": self.query_offset,
             "window_size": tuple(self.keywords.get(f"window_{side}", -1) for side in ("left", "right")),
         }
+        # Before the options: where one rank has a mask, another one may have an option in its place.
+        described["attn_mask"] = None if mask is None else f"{mask.dtype} for {mask.size(3)} keys"
         for keyword, (name, default) in _OPTIONS.items():
             described[name] = self.keywords.get(keyword, default)
         for name, numbers in (("alibi_slopes", slopes), ("sinks", sinks)):
             described[name] = None if numbers is None else f"of shape {tuple(numbers.shape)}"
-        described["attn_mask"] = None if mask is None else f"{mask.dtype} for {mask.size(3)} keys"
         return described
 
     def flags(self) -> Flags:
