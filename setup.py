@@ -87,10 +87,10 @@ class BuildLibrary(BuildExtension):
             except ValueError as error:
                 raise SystemExit(f"selfattn_ext: {error}") from None
             print(f"selfattn_ext: {plan.explanation}", flush=True)
-            # Declared without them below, as nothing but a build needs to look for nvcc.
-            vars(self.extensions[0]).update(vars(extension(plan)))
             shown = ninja_build.shown(cpp_extension, functools.partial(begin, plan), echo=True)
             with cuda_build.environment(plan, cpp_extension), shown:
+                # Declared without them below, as nothing but a build needs to look for nvcc.
+                vars(self.extensions[0]).update(vars(extension(plan)))
                 try:
                     super().run()
                 except RuntimeError as error:
