@@ -156,7 +156,7 @@ def build_sdist(sdist_directory, config_settings=None):
 
 
 def _settings(given):
-    # What "pip install -v" is to show, how far the build is, would drown in lists of copied files.
+    # Lists of copied files would bury the progress that "pip install -v" is to show.
     return given or {"quiet": "true"}
 
 

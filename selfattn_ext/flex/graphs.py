@@ -338,7 +338,7 @@ def _recorded(
 ) -> tuple[Traced, list[Tensor]]:
     """What the functions compute, and the captured tensors in the operators' order."""
     of_stand_in: dict[int, Tensor] = {}
-    # What is exported may be trained later, whatever requires a gradient now.
+    # An exported program may be trained later, whatever requires a gradient now.
     exporting = torch.compiler.is_exporting() and not on_cache
     requires_grad = exporting or any(tensor is not None and tensor.requires_grad for tensor in tensors)
 

@@ -144,7 +144,7 @@ class Recorder(TorchDispatchMode):
     def node(self, value: Any) -> Node:
         """What stands for a tensor or a number of Python."""
         if not isinstance(value, Tensor):
-            # With all the digits of a Python number: what uses it rounds it to its own dtype.
+            # The number keeps all its digits; each operation rounds it to its own dtype.
             dtype = {bool: torch.bool, int: torch.int64}.get(type(value), torch.float64)
             if dtype == torch.int64 and value >= 2**63:
                 dtype = torch.float64  # torch takes it, as the bits of an integer or as a float

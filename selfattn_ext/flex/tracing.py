@@ -168,7 +168,7 @@ def _derivatives(above: Recording, end: Tensor, leaf: Tensor) -> tuple[Node | No
     unasked = torch.autograd.set_detect_anomaly(torch.is_anomaly_enabled(), check_nan=False)
     with torch.enable_grad(), unasked, above, recorder:
         end = end.to(leaf.dtype)
-        # With tensors torch would hide from `above` what a backward of the function's own calls.
+        # Given tensors, torch would hide from `above` what a backward of the function's own calls.
         first, *edges = (torch.autograd.graph.get_gradient_edge(each) for each in (end, *elements))
         grad = _input(recorder, Node("grad", (), leaf.dtype))
         found = torch.autograd.grad(first, edges, grad, allow_unused=True)

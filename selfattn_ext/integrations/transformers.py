@@ -213,7 +213,7 @@ def _chosen_keys(
 
 def _listed(indices: Tensor, count: int) -> Tensor:
     """(..., K) indices, of which negative ones are none, as bools (..., count)."""
-    # What is negative goes into a column that is cut off.
+    # Negative indices go into a column that is cut off.
     places = torch.where(indices < 0, count, indices).long()
     shown = torch.zeros((*indices.shape[:-1], count + 1), dtype=torch.bool, device=indices.device)
     return shown.scatter(-1, places, True)[..., :count]

@@ -118,7 +118,7 @@ class TestTold:
         assert "Traceback" not in done.stderr
 
     def test_no_lists_of_copied_files(self):
-        # What setuptools says would hide how far the build is.
+        # The output of setuptools would hide how far the build is.
         hook = "import build_backend; print(*map(build_backend._settings, [None, {'verbose': '1'}]))"
         assert ask_backend(sys.executable, hook).stdout.strip() == "{'quiet': 'true'} {'verbose': '1'}"
 
