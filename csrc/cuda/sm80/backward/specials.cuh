@@ -112,7 +112,9 @@ struct PassingMatrix {
   const unsigned char* flags;  // of the tile's rows: whether elements were left out
 };
 
-// Adds factors * matrix, where rows of the latter are columns of the former, for the elements left out.
+// Adds factors * matrix, where rows of the latter are columns of the former, for the elements left out. A tile
+// that was copied as a box holds rows of the next sequence behind those of its own: these are marked, too, but
+// the mask has no element for them.
 template <class C, class Shared>
 __device__ __forceinline__ void add_left_out(const Place<C>& at, const Shared& shared,
                                              const PassingMatrix& matrix, const Scores<C>& factors,
@@ -120,10 +122,11 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const Shared& s
   using E = Element<C::kDType>;
   using Storage = typename E::Storage;
   const AttentionParams& p = at.plan.params;
+  const int columns = at.work.count(at.passing);
 #pragma unroll 1
   for (int n = 0; n < C::kWarpColumns; ++n) {
     const int column = at.lane.first_column + n;
-    if (!matrix.flags[column]) continue;
+    if (column >= columns || !matrix.flags[column]) continue;
     const int passing = at.passing.first + column;
     const auto* elements = static_cast<const Storage*>(matrix.view.data) +
                            (C::kOwnsQueries ? at.work.offset_of_key(matrix.view, matrix.head, passing)
