@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """The C++ compiler of .ci/run, which builds the library four times: what is the same is compiled once.
 
-These are the sources of csrc/core and csrc/cpu, most of the work, as they see nothing of torch and Python.
+These are the sources of csrc/core, csrc/cpu and csrc/peak, most of the work, as they see nothing of torch and Python.
 The second build still reads all their headers: an object file is copied if the text after the preprocessor
 and the flags are those that it was made of.
 
@@ -30,7 +30,7 @@ def source_of(arguments: list[str]) -> str | None:
     if "-c" not in arguments or "-o" not in arguments:
         return None
     found = [it for it in arguments if it.endswith(".cpp") and "csrc" in Path(it).parts]
-    return found[0] if len(found) == 1 and {"core", "cpu"} & {*Path(found[0]).parts} else None
+    return found[0] if len(found) == 1 and {"core", "cpu", "peak"} & {*Path(found[0]).parts} else None
 
 
 def object_file(arguments: list[str], source: str) -> Path:

@@ -22,7 +22,7 @@ MINIMUM_TORCH = (2, 11)
 
 #: Folders of csrc whose sources make the operator library; every ``*.cpp`` in them is compiled, and every
 #: ``*.cu`` in a build with CUDA.
-LIBRARY_FOLDERS = ("core", "cpu", "cuda", "ops")
+LIBRARY_FOLDERS = ("core", "cpu", "cuda", "ops", "peak")
 
 #: What lies in a folder of this name, on whatever level, belongs to builds with CUDA alone.
 CUDA_FOLDER = "cuda"

@@ -12,7 +12,7 @@
 
 #include "../cpu/cpu_features.h"
 #include "../cpu/kernel_table.h"
-#include "../cpu/peak/peak.h"
+#include "../peak/peak.h"
 #include "../ops/build_options.h"
 #include "../ops/engine.h"
 #include "../ops/run_kernel.h"

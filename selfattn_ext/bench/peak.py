@@ -1,6 +1,6 @@
 """The yardstick of the machine, measured in the same run: multiply-adds per second, bytes read per second.
 
-Both come from loops in csrc/cpu/peak that do nothing else, on as many threads as torch has at the moment.
+Both come from loops in csrc/peak that do nothing else, on as many threads as torch has at the moment.
 """
 
 from __future__ import annotations

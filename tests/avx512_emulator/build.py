@@ -35,7 +35,7 @@ CHANGES = [
     (re.compile(r'#include "cpu_features.h"'), '#include "cpu_features.h"\n#include "with_avx512.h"'),
 ]
 #: Where they are made. The rest is copied as it is.
-CHANGED = ("cpu/isa/*avx512*", "cpu/isa/*amx*", "cpu/bfloat16/*", "cpu/peak/*avx512*", "cpu/cpu_features.cpp")
+CHANGED = ("cpu/isa/*avx512*", "cpu/isa/*amx*", "cpu/pairs/*", "peak/*avx512*", "cpu/cpu_features.cpp")
 
 
 def copy_sources(to: Path) -> None:

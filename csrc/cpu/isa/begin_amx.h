@@ -11,4 +11,4 @@
 
 #include "begin_avx512_bf16.h"
 #include "simd_avx512.h"
-#include "../bfloat16/engine_amx.h"
+#include "../pairs/engine_amx.h"

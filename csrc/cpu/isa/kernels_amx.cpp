@@ -3,10 +3,10 @@
 #if defined(__x86_64__)
 
 #include "begin_amx.h"
-#include "../bfloat16/exact_by_tiles.h"
-#include "../bfloat16/pipeline.h"
-#include "../bfloat16/gradient_pipeline.h"
-#include "../bfloat16/pair_kernel.h"
+#include "../pairs/exact_by_tiles.h"
+#include "../pairs/pipeline.h"
+#include "../pairs/gradient_pipeline.h"
+#include "../pairs/pair_kernel.h"
 #include "end_target.h"
 
 namespace selfattn::cpu {

@@ -2,9 +2,9 @@
 #if defined(__x86_64__)
 
 #include "begin_amx.h"
-#include "../bfloat16/decode_by_tiles.h"
-#include "../bfloat16/decode_by_vectors.h"
-#include "../bfloat16/pair_decode.h"
+#include "../pairs/decode_by_tiles.h"
+#include "../pairs/decode_by_vectors.h"
+#include "../pairs/pair_decode.h"
 #include "end_target.h"
 
 #endif

@@ -5,7 +5,7 @@
 
 #include "begin_avx512.h"
 #include "simd_avx512.h"
-#include "../algorithm/fused_kernel.h"
+#include "../fused/fused_kernel.h"
 #include "end_target.h"
 
 namespace selfattn::cpu {

@@ -6,11 +6,11 @@
 
 #include "begin_avx512_bf16.h"
 #include "simd_avx512.h"
-#include "../bfloat16/engine_avx512.h"
-#include "../bfloat16/decode_by_vectors.h"
-#include "../bfloat16/exact_by_vectors.h"
-#include "../bfloat16/pair_decode.h"
-#include "../bfloat16/pair_kernel.h"
+#include "../pairs/engine_avx512.h"
+#include "../pairs/decode_by_vectors.h"
+#include "../pairs/exact_by_vectors.h"
+#include "../pairs/pair_decode.h"
+#include "../pairs/pair_kernel.h"
 #include "end_target.h"
 
 namespace selfattn::cpu {

@@ -9,7 +9,7 @@
 
 #include "simd_scalar.h"
 
-#include "../algorithm/fused_kernel.h"
+#include "../fused/fused_kernel.h"
 
 #if !defined(__clang__)
 #pragma GCC pop_options

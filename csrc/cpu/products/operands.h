@@ -1,6 +1,6 @@
 // What the products of a pass are made from. A pass is written over P, its arithmetic: float and double are
 // computed with as they are (this file); Pairs computes float results from bfloat16 pieces
-// (bfloat16/operands_of_pairs.h). Five kinds of operand, named after what becomes of a tensor's rows in C = A
+// (pairs/operands_of_pairs.h). Five kinds of operand, named after what becomes of a tensor's rows in C = A
 // * B, where the columns of C are lanes:
 //
 //     LaneOperand    B, one row per lane          Q and dO in S^T = K Q^T and dP^T = V dO^T

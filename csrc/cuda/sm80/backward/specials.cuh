@@ -112,9 +112,9 @@ struct PassingMatrix {
   const unsigned char* flags;  // of the tile's rows: whether elements were left out
 };
 
-// Adds factors * matrix, where rows of the latter are columns of the former, for the elements left out. A tile
-// that was copied as a box holds rows of the next sequence behind those of its own: these are marked, too, but
-// the mask has no element for them.
+// Adds factors * matrix, where rows of the latter are columns of the former, for the elements left out. A
+// tile that was copied as a box holds rows of the next sequence behind those of its own: these are marked,
+// too, but the mask has no element for them.
 template <class C, class Shared>
 __device__ __forceinline__ void add_left_out(const Place<C>& at, const Shared& shared,
                                              const PassingMatrix& matrix, const Scores<C>& factors,

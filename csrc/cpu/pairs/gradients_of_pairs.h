@@ -2,7 +2,7 @@
 // nothing comes in between.
 #pragma once
 
-#include "../algorithm/gradient_strip.h"
+#include "../fused/gradient_strip.h"
 #include "weights_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {

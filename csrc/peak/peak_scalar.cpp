@@ -1,5 +1,5 @@
 // The loops of peak.h for the compiler's own 128-bit vectors: SSE2, NEON.
-#include "../isa/simd_common.h"
+#include "../cpu/isa/simd_common.h"
 #include "peak.h"
 
 #define SELFATTN_ISA scalar
@@ -8,7 +8,7 @@
 #pragma GCC optimize("O3")
 #endif
 
-#include "../isa/simd_scalar.h"
+#include "../cpu/isa/simd_scalar.h"
 
 #include "peak_loops.h"
 

@@ -8,8 +8,8 @@
 #include <stdexcept>
 #include <vector>
 
-#include "../amx_permission.h"
-#include "../cpu_features.h"
+#include "../cpu/amx_permission.h"
+#include "../cpu/cpu_features.h"
 
 namespace selfattn::cpu {
 

@@ -4,7 +4,7 @@
 
 #include "peak.h"
 
-#include "../isa/begin_avx512_bf16.h"
+#include "../cpu/isa/begin_avx512_bf16.h"
 
 namespace selfattn::cpu {
 namespace {
@@ -40,7 +40,7 @@ float multiply_add(int64_t iterations) {
 }  // namespace
 }  // namespace selfattn::cpu
 
-#include "../isa/end_target.h"
+#include "../cpu/isa/end_target.h"
 
 namespace selfattn::cpu {
 extern const PeakLoops kPeakAvx512Bf16;

@@ -6,7 +6,7 @@
 //     and of numbers rounded to one or two pieces that distance would be the rounding. Inputs of bfloat16 are
 //     one piece without any rounding, so products of two of them may be pairs; and a float is three pieces,
 //     which tiles multiply with inputs faster than vectors multiply it. That is P = ExactPairs
-//     (bfloat16/exact_pairs.h). Inputs of other types would be several pieces, too.
+//     (pairs/exact_pairs.h). Inputs of other types would be several pieces, too.
 #pragma once
 
 #include "../products/key_rows.h"

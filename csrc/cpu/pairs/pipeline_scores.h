@@ -5,7 +5,7 @@
 
 #include "products_of_pairs.h"
 
-#include "../algorithm/forward_strip.h"
+#include "../fused/forward_strip.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

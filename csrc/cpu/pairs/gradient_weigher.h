@@ -5,7 +5,7 @@
 
 #include "pipeline_weigher.h"
 
-#include "../algorithm/gradient_strip.h"
+#include "../fused/gradient_strip.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

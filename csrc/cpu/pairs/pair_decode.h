@@ -4,7 +4,7 @@
 
 #include "pair_calls.h"
 
-#include "../algorithm/decode.h"
+#include "../fused/decode.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -1,7 +1,7 @@
 // The products of operands.h for P = Pairs: the engine's product of the pieces, then what special rows add.
 #pragma once
 
-#include "../algorithm/delta.h"
+#include "../fused/delta.h"
 #include "weights_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {

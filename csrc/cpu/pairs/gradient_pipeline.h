@@ -14,7 +14,7 @@
 
 #include "gradient_weigher.h"
 
-#include "../algorithm/gradient_panel.h"
+#include "../fused/gradient_panel.h"
 #include "products_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {

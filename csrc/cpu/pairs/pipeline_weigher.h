@@ -9,7 +9,7 @@
 
 #include "operands_of_pairs.h"
 
-#include "../algorithm/forward_strip.h"
+#include "../fused/forward_strip.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

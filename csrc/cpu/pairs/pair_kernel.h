@@ -7,12 +7,12 @@
 
 #include "gradients_of_pairs.h"
 
-#include "../algorithm/backward.h"
-#include "../algorithm/backward_backward.h"
-#include "../algorithm/captured_gradient.h"
-#include "../algorithm/forward.h"
-#include "../algorithm/jvp.h"
-#include "../algorithm/weights.h"
+#include "../fused/backward.h"
+#include "../fused/backward_backward.h"
+#include "../fused/captured_gradient.h"
+#include "../fused/forward.h"
+#include "../fused/jvp.h"
+#include "../fused/weights.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -5,10 +5,10 @@
 
 #define SELFATTN_ISA avx2
 
-#include "../isa/begin_avx2.h"
-#include "../isa/simd_avx2.h"
+#include "../cpu/isa/begin_avx2.h"
+#include "../cpu/isa/simd_avx2.h"
 #include "peak_loops.h"
-#include "../isa/end_target.h"
+#include "../cpu/isa/end_target.h"
 
 namespace selfattn::cpu {
 extern const PeakLoops kPeakAvx2;

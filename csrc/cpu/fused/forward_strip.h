@@ -315,7 +315,7 @@ void forward_blocks(const AttentionParams& p, ForwardStrip<P>& strip, KeyRange k
   }
 }
 
-// Strips meet the `loaded` keys that the scratch holds from key `first` on. bfloat16/pipeline.h has another.
+// Strips meet the `loaded` keys that the scratch holds from key `first` on. pairs/pipeline.h has another.
 template <class P>
 void forward_loaded(const AttentionParams& p, ForwardStrip<P>* strips, int64_t count, int64_t first,
                     int64_t loaded, ForwardScratch<P>& scratch, bool leave_hidden_out) {

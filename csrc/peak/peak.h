@@ -6,7 +6,7 @@
 #include <memory>
 #include <string>
 
-#include "../parallel.h"
+#include "../cpu/parallel.h"
 
 namespace selfattn::cpu {
 

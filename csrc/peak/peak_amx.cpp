@@ -9,7 +9,7 @@
 namespace selfattn::cpu {
 namespace {
 
-// Instructions as text for the reasons that bfloat16/engine_amx.h gives.
+// Instructions as text for the reasons that pairs/engine_amx.h gives.
 template <int kC, int kA, int kB>
 inline void tile_dot() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
