@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from .row_layout import Layout, LayoutName, Span
+from .row_layout import Interval, Layout, LayoutName
 
 __all__ = ["Work", "ring_bytes", "ulysses_bytes"]
 
@@ -62,13 +62,13 @@ class Work:
     def _between(self, lies: Layout, rank: int, source: int, left: int, right: int) -> int:
         return sum(
             _seen(q, k, left, right)
-            for query in lies.pieces(rank)
-            for key in lies.pieces(source)
-            for q, k in zip(query.spans, key.spans, strict=True)
+            for query in lies.spans(rank)
+            for key in lies.spans(source)
+            for q, k in zip(query.intervals, key.intervals, strict=True)
         )
 
 
-def _seen(query: Span, key: Span, left: int, right: int) -> int:
+def _seen(query: Interval, key: Interval, left: int, right: int) -> int:
     """How many pairs of rows of one sequence see each other."""
     at = torch.arange(query.begin, query.end)
     first = at.new_full(at.shape, key.begin) if left < 0 else (at - left).clamp(min=key.begin)

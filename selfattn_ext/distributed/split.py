@@ -225,11 +225,11 @@ def choices(layout: Any, rotate: Any = "p2p") -> None:
 
 
 def check_alignment(keys: Layout) -> None:
-    """That pieces begin where dropout draws random numbers."""
-    pieces = [piece for rank in range(keys.ranks) for piece in keys.pieces(rank)]
-    if any(begin % ALIGNMENT and begin < end for piece in pieces for begin, end in piece.spans):
+    """That spans begin where dropout draws random numbers."""
+    spans = [span for rank in range(keys.ranks) for span in keys.spans(rank)]
+    if any(begin % ALIGNMENT and begin < end for span in spans for begin, end in span.intervals):
         raise ValueError(
-            f"dropout needs pieces that begin at multiples of {ALIGNMENT} rows, which those of the "
+            f"dropout needs spans that begin at multiples of {ALIGNMENT} rows, which those of the "
             f"{keys.name} layout of {keys.length} rows do not; those of zigzag do"
         )
 

@@ -70,9 +70,9 @@ def ring_attention(
         dropout_p, is_causal, scale, enable_gqa, window_size, softcap, query_offset: as there, in positions of
             the whole sequence. Of dropout rank 0 draws the seed.
         group: a ProcessGroup or a DeviceMesh of one dimension; the default group by default.
-        layout: how the sequence is dealt out: in one piece for each rank (contiguous), or in two, so that
+        layout: how the sequence is dealt out: in one span for each rank (contiguous), or in two, so that
             under the causal rule all have as much to do (zigzag). head-tail is the zigzag of torch's own
-            context parallelism, which begins pieces at any row: dropout needs multiples of 4.
+            context parallelism, which begins spans at any row: dropout needs multiples of 4.
         rotate: whether blocks of keys and values go around, so that a rank holds at most two beside its own,
             or all come at once.
         alibi_slopes, sinks: as there, the same on every rank. Each rank gets the part of their gradient that
