@@ -137,7 +137,7 @@ inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPoo
 
 template <class Calls>
 const Kernel* pair_hands_on_to(const AttentionParams& p) {
-  const bool decodes = p.queries <= most_decoded(p) && (PairEngine::kDecodesPlain || decodes_pairs(p));
+  const bool decodes = p.queries <= most_decoded(p) && (PairEngine::kDecodesDirect || decodes_pairs(p));
   return p.queries >= Calls::fewest_queries(p) || decodes ? nullptr : &kFusedAvx512;
 }
 

@@ -40,7 +40,7 @@ struct LoadedAsT {
   }
 };
 template <class T>
-struct StoredPlain : LoadedAsT<T> {
+struct StoredAsT : LoadedAsT<T> {
   using Element = T;
   static constexpr DType kDType = dtype_of<T>();
   static SELFATTN_INLINE typename Simd<T>::Vec load(const T* p) { return Simd<T>::load(p); }

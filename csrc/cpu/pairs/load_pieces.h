@@ -23,8 +23,8 @@ void with_pieces(int pieces, const Body& body) {
 constexpr int64_t kRowsAhead = 16;
 
 // 32 neighbouring numbers of a row as pairs of the depth of K Q^T: neighbours where one piece may be used as
-// it lies in memory, otherwise two that are 16 apart, which needs no shuffling. pack_rows and pack_lanes
-// agree.
+// it lies in memory, otherwise two that are 16 apart, which needs no shuffling. load_row_pieces and
+// load_lane_pieces agree.
 template <int kPieces>
 SELFATTN_INLINE void store_numbers(uint32_t* to, int64_t piece_stride, Numbers x) {
   if constexpr (kPieces == 1) {
@@ -36,7 +36,7 @@ SELFATTN_INLINE void store_numbers(uint32_t* to, int64_t piece_stride, Numbers x
 
 // to[piece][row][padded depth]: rows one after another, zeros up to whole steps, and `rows` padded to 16.
 template <int kPieces>
-void pack_rows(uint32_t* to, int64_t piece_stride, const RowSource& s, Magnitudes& seen) {
+void load_row_pieces(uint32_t* to, int64_t piece_stride, const RowSource& s, Magnitudes& seen) {
   const int64_t pairs = padded_pairs(s.columns);
   for (int64_t row = 0; row < padded_rows(s.rows); ++row) {
     if (row < s.rows) ask_for_rows(s, row + kRowsAhead, 1);
@@ -77,8 +77,8 @@ SELFATTN_INLINE __m512i load_32_bfloat16(const RowSource& s, int64_t row, int64_
                                   element(s.data, DType::kBFloat16, row * s.stride + column));
 }
 
-// pack_lanes of those. A power of two does not round.
-inline void pack_bfloat16_lanes(uint32_t* to, int64_t ld, const RowSource& s, float factor) {
+// load_lane_pieces of those. A power of two does not round.
+inline void load_bfloat16_lanes(uint32_t* to, int64_t ld, const RowSource& s, float factor) {
   const __m512 factors = _mm512_set1_ps(factor);
   for (int64_t lane = 0; lane < s.rows; lane += 16) {
     for (int64_t pair = 0; pair < padded_pairs(s.columns); pair += 16) {
@@ -98,9 +98,9 @@ inline void pack_bfloat16_lanes(uint32_t* to, int64_t ld, const RowSource& s, fl
 // to[piece][pair of columns][lane]: one row per lane times the factor, zeros in the lanes up to a whole
 // vector.
 template <int kPieces>
-void pack_lanes(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, float factor,
-                Magnitudes& seen) {
-  if (kPieces == 1 && s.dtype == DType::kBFloat16) return pack_bfloat16_lanes(to, ld, s, factor);
+void load_lane_pieces(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, float factor,
+                      Magnitudes& seen) {
+  if (kPieces == 1 && s.dtype == DType::kBFloat16) return load_bfloat16_lanes(to, ld, s, factor);
   const __m512 factors = _mm512_set1_ps(factor);
   const int64_t pairs = padded_pairs(s.columns);
   for (int64_t lane = 0; lane < s.rows; lane += 16) {
@@ -139,8 +139,8 @@ SELFATTN_INLINE __m512 load_unless_special(const RowSource& s, int64_t row, int6
 // vectors of columns. Rows marked as special become zeros. Pairs are neighbours or, of several pieces, 16
 // apart, as WeightOperand's are.
 template <int kPieces>
-void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, const bool* special,
-                    Magnitudes& seen) {
+void load_row_pair_pieces(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s,
+                          const bool* special, Magnitudes& seen) {
   for (int64_t pair = 0; pair < padded_pairs(s.rows); ++pair) {
     if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + kRowsAhead, 2);
     if (kPieces == 1 && s.dtype == DType::kBFloat16) {
@@ -166,7 +166,7 @@ void pack_row_pairs(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSou
 }
 
 // 32 rows of those, from `row` on, as 16 pairs of each column.
-inline void pack_bfloat16_columns(uint32_t* to, int64_t ld, const RowSource& s, int64_t row,
+inline void load_bfloat16_columns(uint32_t* to, int64_t ld, const RowSource& s, int64_t row,
                                   const bool* special, Magnitudes& seen) {
   for (int64_t column = 0; column < s.columns; column += 32) {
     __m512i low[16], high[16];
@@ -200,13 +200,13 @@ inline void pack_bfloat16_columns(uint32_t* to, int64_t ld, const RowSource& s, 
 
 // to[piece][column][ld pairs of rows]: a row of the result per column, zeros as above.
 template <int kPieces>
-void pack_columns(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, const bool* special,
-                  Magnitudes& seen) {
+void load_column_pieces(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s,
+                        const bool* special, Magnitudes& seen) {
   const int64_t pairs = padded_pairs(s.rows);
   for (int64_t pair = 0; pair < pairs; pair += 16) {
     if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + kDepthStep, kDepthStep);  // those of the next step
     if (kPieces == 1 && s.dtype == DType::kBFloat16) {
-      pack_bfloat16_columns(to + pair, ld, s, 2 * pair, special, seen);
+      load_bfloat16_columns(to + pair, ld, s, 2 * pair, special, seen);
       continue;
     }
     for (int64_t column = 0; column < s.columns; column += 16) {
