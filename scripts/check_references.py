@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("csrc", "selfattn_ext", "tests", "scripts", "benchmarks")
+FOLDERS = ("csrc", "selfattn_ext", "tests", "simulators", "scripts", "benchmarks")
 
 NAME = re.compile(r"[\w*<>{}./-]*[\w*>}]\.(?:cuh|cu|cpp|h|md|py)\b(?!\(|\.\w|-\w)")
 #: What a comment of C++ can be confused with comes first.
