@@ -1,4 +1,4 @@
-"""Writes what became of every architecture of the installed transformers into docs/transformers-architectures.md.
+"""Writes how the installed transformers' architectures do into docs/transformers-architectures.md.
 
     python scripts/transformers_table.py              # walks, writes the tables between the marks of the page
     python scripts/transformers_table.py bert llama   # one line on each of these, writes nothing
