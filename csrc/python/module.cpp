@@ -42,7 +42,7 @@ selfattn::cuda::MakeCode called_by_any_thread(const py::function& make_code) {
   // For good, as the functions are; Python may have ended before C++ does.
   auto* const held = new py::function(make_code);
   return [held](const std::string& kernel, int capability) {
-    const py::gil_scoped_acquire turn;
+    const py::gil_scoped_acquire gil;
     try {
       return (*held)(kernel, capability).cast<std::vector<std::string>>();
     } catch (const py::error_already_set& error) {
