@@ -1,6 +1,7 @@
-// The operators on CUDA tensors: the device of the tensors, its current stream, and the choice of a kernel.
+// The operators on CUDA tensors: the current device and stream, and the choice of a kernel.
+//
 // Nothing here waits for the device or reads its memory, so that CUDA graphs can capture a call.
-#define USE_CUDA  // the shim's header declares its functions for streams only then
+#define USE_CUDA  // only then does the shim's header declare its functions for streams
 #include "../stable.h"
 
 #include <torch/csrc/stable/accelerator.h>
@@ -20,7 +21,7 @@ namespace selfattn::ops {
 
 namespace {
 
-// While it lives, the device is CUDA's current one; then again the one that was.
+// Makes a device CUDA's current one until the end of a scope, and then the one that was current before.
 class DeviceScope {
  public:
   explicit DeviceScope(Device device) : guard_(device.index), capability_(usable_capability(device.index)) {
@@ -49,8 +50,8 @@ const cuda::Kernel* find_kernel(const char* name) {
   return nullptr;
 }
 
-// For a function that not every kernel has: the kernel asked for or chosen if it has it, else "simt". `like`
-// is the attention that the operator is a part of.
+// Returns a kernel with a function that not every kernel has: the one asked for or chosen if it has the
+// function, else "simt". `like` is the attention that the operator is a part of.
 template <class Function>
 const cuda::Kernel& choose_kernel_with(Function cuda::Kernel::* field, const char* name,
                                        const AttentionParams& like, int capability) {
@@ -138,7 +139,7 @@ void masked_softmax_backward(const char* name, const SoftmaxParams& p, Device de
   run(&cuda::Kernel::masked_softmax_backward, name, p, device);
 }
 
-// The kernel asked for or chosen where it has forward mode and second derivatives, else "simt".
+// Returns the kernel asked for or chosen if it has forward mode and second derivatives, else "simt".
 const cuda::Kernel& choose_for_derivatives(const char* name, const AttentionParams& p, int capability) {
   const cuda::Kernel& kernel = cuda::choose_kernel(name, p, capability);
   return kernel.jvp != nullptr ? kernel : cuda::choose_kernel("simt", p, capability);
