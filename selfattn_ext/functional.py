@@ -38,7 +38,7 @@ from .arguments import (
 from .attend import attend, with_gradients
 from .autograd import plain_attention
 from .reference import default_scale
-from .varlen import nested
+from .varlen import jagged
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -232,7 +232,7 @@ def scaled_dot_product_attention(
         if relevant:
             return overrides.call(scaled_dot_product_attention, relevant, call)
         if checks.is_jagged(query) or checks.is_jagged(key) or checks.is_jagged(value):
-            return nested.attention(call)
+            return jagged.attention(call)
     return attend(call, _computed, call_checks.attention)
 
 
@@ -303,7 +303,7 @@ def attention_weights(
     if _is_overridden(*tensors) and (relevant := overrides.overriding_arguments(*tensors)):
         return overrides.call(attention_weights, relevant, call)
     if checks.is_jagged(key):
-        value = nested.without_columns(key)
+        value = jagged.without_columns(key)
     elif isinstance(key, Tensor) and key.dim() >= 2:
         value = key[..., :0]
     else:
@@ -311,7 +311,7 @@ def attention_weights(
         value = key
     call = AttentionCall(query, key, value, options)
     if checks.is_jagged(query) or checks.is_jagged(key):
-        results = nested.attention(call)
+        results = jagged.attention(call)
     else:
         results = attend(call, _computed, call_checks.attention)
     return results[1:] if return_lse else results[1]

@@ -2,7 +2,7 @@
 
 All tensors are four-dimensional here; :mod:`selfattn_ext.functional` brings user input into that form. The
 names are the dispatcher's own callables, so that a call costs nothing on top. They know no gradients and no
-vmap: those are in :mod:`selfattn_ext.autograd.attention`.
+vmap: those are in :mod:`selfattn_ext.autograd.attention_function`.
 
 The fake kernels give shapes, dtypes and strides without data, for torch.compile, torch.export and
 FakeTensorMode.

@@ -169,7 +169,7 @@ def judge_attention(case: Case, devices: list[Device]) -> None:
     # gradients() wants to know whose.
     asked = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
     judge = AttentionJudge(case, asked, cotangents)
-    # Note [Gradient of weights and lse] in selfattn_ext/autograd/attention.py.
+    # Note [Gradient of weights and lse] in selfattn_ext/autograd/attention_function.py.
     of_weights = (judge.exact["weights"].detach() * cotangents["weights"].double()).sum(-1)
     row_gradients = {
         "grad_row": (of_weights - cotangents["lse"].double()).to(accumulation),

@@ -249,7 +249,7 @@ def call_with(score_mod: Callable[..., Any]) -> torch.Tensor:
 
 @says("does not compile this function")
 def _(here: Here) -> str:
-    here.replace("flex.calls._warned", set())
+    here.replace("flex.kernel_calls._warned", set())
     with pytest.warns(UserWarning, match="does not compile") as warned:
         call_with(lambda score, b, h, q, kv: torch.stack([score, score]).sum())
     return str(warned[0].message)

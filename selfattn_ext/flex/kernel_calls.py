@@ -6,7 +6,7 @@ import os
 import sys
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,25 +16,14 @@ from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
 from ..autograd import operator_calls
 from . import compiler, cuda_compiler, formula
+from .flex_call import Call
 from .source import source_of
 from .tracing import Traced
 
-__all__ = ["Call", "all_results", "inputs_of", "loaded", "sizes_of", "warn"]
+__all__ = ["all_results", "inputs_of", "loaded", "sizes_of", "warn"]
 
 _TENSORS = len(Tensors._fields)
 _MASK = Tensors._fields.index("mask")
-
-
-class Call(NamedTuple):
-    """What a call is beside its tensors."""
-
-    scale: float
-    keywords: Keywords
-    want_weights: bool
-    want_lse: bool
-    traced: Traced
-    blocks: OptionalTensor
-    block_size: tuple[int, int] | None
 
 
 def all_results(

@@ -2,7 +2,7 @@
 
 A jagged tensor is a packed one with its offsets: (B, H, j, E) holds (H, rows, E), (B, j, E) holds (rows, E).
 What is done here is to take it apart and to put the result together; the attention is that of
-:mod:`selfattn_ext.varlen.attention`.
+:mod:`selfattn_ext.varlen.packed_attention`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import AttentionCall, PackedCall, checks
-from .attention import packed_attention
+from .packed_attention import packed_attention
 
 __all__ = ["attention", "without_columns"]
 

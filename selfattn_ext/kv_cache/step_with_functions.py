@@ -12,14 +12,14 @@ from torch import Tensor
 
 from ..arguments import AttentionOptions, Keywords, OptionalTensor, Tensors, autocast, shapes, with_options
 from ..attend import dropout_seed
-from ..flex import calls, compiler, formula
-from ..flex.functions import Functions, check_functions
-from ..flex.graphs import outside_of_graphs, traced_results
+from ..flex import compiler, formula, kernel_calls
+from ..flex.flex_call import Functions, PythonCall, check_functions
+from ..flex.graphs import CacheOperator, outside_of_graphs, traced_results
 from ..flex.nodes import UnsupportedFunctionError
 from ..flex.tracing import trace
 from ..reference import accumulation_dtype
-from . import checks as cache_checks
-from .step import append_to_cache, attend_to_cache
+from . import cache_checks
+from .step import append_to_cache, attend_to_cache, name_in_graphs
 
 __all__ = ["attend_with_functions"]
 
@@ -64,7 +64,8 @@ def _put_in_graph(
     """What a graph of torch.export has of it."""
     news = () if key is None or value is None else (key, value)
     tensors, wants = Tensors(query, key_cache, value_cache), (want_weights, want_lse)
-    out, weights, lse, _ = traced_results(tensors, factor, keywords, wants, functions, news)
+    on_cache = CacheOperator(name_in_graphs(news), news)
+    out, weights, lse, _ = traced_results(tensors, factor, keywords, wants, functions, on_cache)
     return out, weights if want_weights else None, lse if want_lse else None
 
 
@@ -84,14 +85,14 @@ def _outside_of_graphs(
 ) -> shapes.Results:
     given = (query, key_cache, value_cache, key, value, batch, options)
     score_mod, mask_mod = _moved(first, query, batch, score_mod, mask_mod)
-    sizes = calls.sizes_of(query, key_cache, keywords)
+    sizes = kernel_calls.sizes_of(query, key_cache, keywords)
     try:
         traced = trace(score_mod, mask_mod, accumulation_dtype(key_cache.dtype), query.device, False, sizes)
-        if loaded := calls.loaded(traced):
+        if loaded := kernel_calls.loaded(traced):
             cache_checks.no_derivatives(traced.tensors)
-            keywords = {**keywords, **loaded, **calls.inputs_of(traced, traced.tensors)}
+            keywords = {**keywords, **loaded, **kernel_calls.inputs_of(traced, traced.tensors)}
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
-        calls.warn(reason)
+        kernel_calls.warn(reason)
         results = _by_formula(*given, keywords, score_mod, mask_mod)
         cache_checks.no_derivatives(results)  # those of captured tensors
         return results
@@ -138,7 +139,7 @@ def _by_formula(
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(query))
     table, starts_k = keywords.get("block_table"), keywords.get("cu_seqlens_k")
-    capacity = calls.sizes_of(query, key_cache, keywords)[-1]
+    capacity = kernel_calls.sizes_of(query, key_cache, keywords)[-1]
     after = keywords.get("seqlens_k", query.new_full((batch,), capacity, dtype=torch.int64))
     starts_q = keywords.get("cu_seqlens_q")
     if key is not None and value is not None:
@@ -164,7 +165,7 @@ def _by_formula(
         "max_seqlen_k": keywords.get("max_seqlen_k", capacity),
     }
     packed = tensors._replace(query=rows, key=keys, value=values)
-    call = formula.PythonCall(packed, scale, {**keywords, **packing}, score_mod, mask_mod, None, None)
+    call = PythonCall(packed, scale, {**keywords, **packing}, score_mod, mask_mod, None, None)
     out, weights, lse = formula.at_once(call)
     if query.size(0) == batch and "cu_seqlens_q" not in keywords:
         out, lse = (

@@ -15,9 +15,9 @@ from ..autograd import attention_with_gradient
 from .agreement import Flags, tells
 from .group import crossing, eager, ranks_of
 from .heads import Deal, heads_of_rank, to_heads, to_rows
-from .layout import LayoutName
 from .plan import Plan
 from .ring import RingAttention
+from .row_layout import LayoutName
 from .split import (
     Part,
     Split,

@@ -33,8 +33,8 @@ from ..arguments import (
 from ..attend import attend, dropout_seed
 from ..autograd.graph_operators import is_exporting_vmap, is_tracing_graph
 from ..reference import accumulation_dtype
-from . import block_masks, calls, compiler, formula, graphs
-from .functions import Functions, ScoreMod, check_functions
+from . import block_masks, compiler, formula, graphs, kernel_calls
+from .flex_call import Call, Functions, PythonCall, ScoreMod, check_functions
 from .nodes import UnsupportedFunctionError
 from .tracing import trace
 
@@ -196,20 +196,21 @@ def _outside_of_graphs(
         blocks = block_masks.block_map(functions.block_mask)
         size = tuple(functions.block_mask.BLOCK_SIZE)
     dtype, device = accumulation_dtype(tensors.query.dtype), tensors.query.device
-    in_python = formula.PythonCall(tensors, scale, keywords, *functions[:2], blocks, size)
+    in_python = PythonCall(tensors, scale, keywords, *functions[:2], blocks, size)
     if forward_ad._current_level >= 0 or torch._C._are_functorch_transforms_active():
         is_exporting_vmap()  # which raises for derivatives
         return (*formula.at_once(in_python), None)
     try:
         requires_grad = any(tensor is not None and tensor.requires_grad for tensor in tensors)
-        traced = trace(*functions[:2], dtype, device, requires_grad, calls.sizes_of(*tensors[:2], keywords))
-        keywords = {**keywords, **calls.loaded(traced, blocks is not None)}
+        sizes = kernel_calls.sizes_of(*tensors[:2], keywords)
+        traced = trace(*functions[:2], dtype, device, requires_grad, sizes)
+        keywords = {**keywords, **kernel_calls.loaded(traced, blocks is not None)}
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
-        calls.warn(reason)
+        kernel_calls.warn(reason)
         return (*formula.in_rows(in_python), None)
     wants = options.return_weights, options.return_lse
-    return calls.all_results(
-        tensors, calls.Call(scale, keywords, *wants, traced, blocks, size), traced.tensors
+    return kernel_calls.all_results(
+        tensors, Call(scale, keywords, *wants, traced, blocks, size), traced.tensors
     )
 
 

@@ -1,4 +1,4 @@
-"""Functions of scores as users give them."""
+"""What a call with functions of scores consists of: the functions as users give them, or as recorded."""
 
 from __future__ import annotations
 
@@ -7,7 +7,10 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-__all__ = ["Functions", "MaskMod", "ScoreMod", "check_functions"]
+from ..arguments import Keywords, OptionalTensor, Tensors
+from .tracing import Traced
+
+__all__ = ["Call", "Functions", "MaskMod", "PythonCall", "ScoreMod", "check_functions"]
 
 #: Of a score and of the numbers of batch element, head, query and key.
 ScoreMod = Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]
@@ -21,6 +24,30 @@ class Functions(NamedTuple):
     mask_mod: MaskMod | None
     #: A BlockMask, whose function mask_mod is.
     block_mask: Any = None
+
+
+class Call(NamedTuple):
+    """A call beside its tensors, with functions that have been recorded."""
+
+    scale: float
+    keywords: Keywords
+    want_weights: bool
+    want_lse: bool
+    traced: Traced
+    blocks: OptionalTensor
+    block_size: tuple[int, int] | None
+
+
+class PythonCall(NamedTuple):
+    """A call whose functions are Python's as they were given."""
+
+    tensors: Tensors
+    scale: float
+    keywords: Keywords
+    score_mod: ScoreMod | None
+    mask_mod: MaskMod | None
+    blocks: OptionalTensor
+    block_size: tuple[int, int] | None
 
 
 def check_functions(query: Tensor, score_mod: Any, mask_mod: Any = None) -> None:

@@ -30,15 +30,15 @@ from ..arguments import (
     with_options,
 )
 from ..attend import attend, with_gradients
-from ..flex.attention import with_functions
-from ..flex.functions import Functions, check_functions
+from ..flex.attention_with_functions import with_functions
+from ..flex.flex_call import Functions, check_functions
 from . import cached_keys
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
-    from ..flex.functions import MaskMod, ScoreMod
+    from ..flex.flex_call import MaskMod, ScoreMod
 
 __all__ = ["packed_attention", "varlen_attention"]
 

@@ -28,15 +28,15 @@ from ..arguments import (
     split_blocks,
 )
 from ..attend import results
-from . import checks as cache_checks
-from .functions import attend_with_functions
+from . import cache_checks
 from .step import attend_to_cache, page_numbers
+from .step_with_functions import attend_with_functions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
-    from ..flex.functions import MaskMod, ScoreMod
+    from ..flex.flex_call import MaskMod, ScoreMod
 
 __all__ = ["attention_with_kvcache"]
 

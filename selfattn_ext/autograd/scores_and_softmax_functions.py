@@ -1,7 +1,7 @@
 """Gradients of the two halves of attention, the scores and their softmax, of any order and under torch.func.
 
-As in :mod:`selfattn_ext.autograd.attention`, each gradient is a function of its own whose forward is an
-operator, so that it can be differentiated again, and each function has a cheaper form for eager mode.
+As in :mod:`selfattn_ext.autograd.attention_function`, each gradient is a function of its own whose forward
+is an operator, so that it can be differentiated again, and each function has a cheaper form for eager mode.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from ..arguments import Keywords, OptionalTensor, refusals
 from ..arguments.shapes import dense_rows
 from ..reference import accumulation_dtype
 from . import operator_calls
-from .nested import nestable, primals, pushed
+from .forward_levels import nestable, primals, pushed
 from .vmap import fold, fold_optional, slice_batch, unfold
 
 __all__ = ["attention_scores", "masked_softmax"]
 
 
 def _eager_form(function: Any) -> Any:
-    """The same function with its context in forward; Note [Two forms of one function] in attention.py."""
+    """The same function with its context in forward: see Note [Two forms of one function] in
+    attention_function.py.
+    """
 
     class Eager(Function):
         @staticmethod

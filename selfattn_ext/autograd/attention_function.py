@@ -44,8 +44,8 @@ from ..reference import default_scale
 from . import by_formula, operator_calls
 from .differentiated import SOURCES, Inputs
 from .first_order import AttentionBackward
+from .forward_levels import nestable, primals
 from .forward_mode import AttentionTangents, attention_of_duals
-from .nested import nestable, primals
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold
 
 __all__ = ["attention", "plain_attention", "vmapped"]
