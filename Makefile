@@ -42,7 +42,7 @@ STAMPS := build/make/$(shell printf %s '$(abspath $(ENV))' | cksum | cut -d ' ' 
 
 SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not -name __pycache__) \
 	setup.py pyproject.toml selfattn_ext/sources.py selfattn_ext/toolchain.py selfattn_ext/cuda_build.py
-CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+CPP_FILES = $(shell find csrc tests simulators -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help build demo quick test test-clients cpp-test lint format cuda-check ptx-test ptx-quick wheel sdist clean
 help:
@@ -54,9 +54,9 @@ demo: build
 	"$(BIN)/python" -m selfattn_ext demo $(ARGS)
 
 # Style, and every operator and option on the best kernel and on the loops, in a tenth of the time of "test".
-QUICK := test_declared_options.py test_functional.py test_gradients.py test_flags.py test_overrides.py test_nn.py \
-	test_ops.py varlen/test_varlen_errors.py varlen/test_varlen_calls.py kv_cache/test_attention_with_kvcache.py \
-	documents/test_environment_variables.py
+QUICK := attention/test_declared_options.py attention/test_functional.py gradients/test_gradients.py attention/test_flags.py \
+	with_torch/test_overrides.py nn/test_nn.py with_torch/test_ops.py varlen/test_varlen_errors.py \
+	varlen/test_varlen_calls.py kv_cache/test_attention_with_kvcache.py documents/test_environment_variables.py
 quick: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
@@ -157,10 +157,10 @@ $(PTX_ENV)/bin/pytest:
 		'pytest-xdist>=3.5' numpy matplotlib seaborn nbformat nbclient ipykernel
 
 ptx-test: $(PTX_ENV)/bin/pytest
-	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" tests/ptx_machine/run.py $(ARGS)
+	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" simulators/ptx_machine/run.py $(ARGS)
 
 ptx-quick: $(PTX_ENV)/bin/pytest
-	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" tests/ptx_machine/run.py --quick $(ARGS)
+	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" simulators/ptx_machine/run.py --quick $(ARGS)
 
 $(STAMPS)/wheel-tools: pyproject.toml $(STAMPS)/built
 	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[wheel]'

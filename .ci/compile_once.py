@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """The C++ compiler of .ci/run, which builds the library four times: what is the same is compiled once.
 
-These are the sources of csrc/core, csrc/cpu and csrc/peak, most of the work, as they see nothing of torch and Python.
-The second build still reads all their headers: an object file is copied if the text after the preprocessor
-and the flags are those that it was made of.
+These are the sources of csrc/core, csrc/cpu and csrc/peak, most of the work, as they see nothing of torch
+and Python. The second build still reads all their headers: an object file is copied if the text after the
+preprocessor and the flags are those that it was made of.
 
 ONCE_CXX is the compiler, ONCE_OBJECTS the folder of the object files.
 """

@@ -137,8 +137,8 @@ def run(numbers: Sequence[int], file: Path) -> None:
     Raises:
         CommandError: there is no nvcc or no torch with CUDA, or a run failed.
     """
-    sys.path[:0] = [str(ROOT / "tests")]
-    from ptx_machine import build  # imports the package, and tests/emulator
+    sys.path[:0] = [str(ROOT / "simulators")]
+    from ptx_machine import build  # imports the package, and simulators/cuda_emulator
 
     try:
         library = Path(os.environ.get("SELFATTN_LIBRARY") or build.build_package())

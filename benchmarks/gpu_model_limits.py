@@ -1,6 +1,6 @@
 """A model of the least time that a kernel takes on a GPU: what it asks for, over published limits.
 
-Nothing here is measured. docs/cuda-kernels.md ("What bounds a kernel") has the formulas and the sources.
+Nothing here is measured. docs/cuda-performance.md ("What bounds a kernel") has the formulas and the sources.
 """
 
 from __future__ import annotations

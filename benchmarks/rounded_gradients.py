@@ -3,7 +3,7 @@
 The kernels with bfloat16 products make dQ of dS in one bfloat16 piece, and dS of an output whose weights
 were rounded. This computes the same in float32 on any machine, and ways that would keep what keys have in
 common out of dQ, each against float64: the root of the mean square error over that of the gradient.
-docs/performance.md has the outcome.
+docs/performance-lessons.md has the outcome.
 
 Run: python benchmarks/rounded_gradients.py
 """

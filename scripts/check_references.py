@@ -19,7 +19,7 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("csrc", "selfattn_ext", "tests", "scripts", "benchmarks")
+FOLDERS = ("csrc", "selfattn_ext", "tests", "simulators", "scripts", "benchmarks")
 
 NAME = re.compile(r"[\w*<>{}./-]*[\w*>}]\.(?:cuh|cu|cpp|h|md|py)\b(?!\(|\.\w|-\w)")
 #: What a comment of C++ can be confused with comes first.
@@ -40,7 +40,9 @@ def files_of(root: Path) -> list[str]:
             name
             for name in folders
             if name in (".ci", ".github", ".pep517")
-            or not (name.startswith(".") or name in ("build", "dist", "__pycache__"))
+            or not (
+                name.startswith((".", "__pycache__")) or (name in ("build", "dist") and Path(folder) == root)
+            )
         ]
         found += ["/" + Path(folder, name).relative_to(root).as_posix() for name in names]
     return found

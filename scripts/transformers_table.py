@@ -1,4 +1,4 @@
-"""Writes what became of every architecture of the installed transformers into docs/transformers.md.
+"""Writes how the installed transformers' architectures do into docs/transformers-architectures.md.
 
     python scripts/transformers_table.py              # walks, writes the tables between the marks of the page
     python scripts/transformers_table.py bert llama   # one line on each of these, writes nothing
@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "transformers.md"
+PAGE = ROOT / "docs" / "transformers-architectures.md"
 BEGIN, END = "<!-- begin: scripts/transformers_table.py -->", "<!-- end: scripts/transformers_table.py -->"
 SECONDS = 180
 OUTCOMES = {

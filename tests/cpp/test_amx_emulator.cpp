@@ -1,4 +1,4 @@
-// Every AMX instruction through the emulator in tests/amx_emulator: addresses, shapes, configuration, faults,
+// Every AMX instruction through the emulator in simulators/amx: addresses, shapes, configuration, faults,
 // threads. The arithmetic is in test_amx_product.cpp.
 #include "amx_instructions.h"
 #include "check.h"

@@ -1,5 +1,5 @@
 """What the PTX machine counts for each launch, on kernels whose counts are known by hand
-(tests/ptx_machine/programs/counts.cu).
+(simulators/ptx_machine/programs/counts.cu).
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from emulator import build as emulator
+from cuda_emulator import build as emulator
 from ptx_machine import build
 from ptx_machine.build import run
 

@@ -260,7 +260,7 @@ def _(here: Here) -> str:
     return here.error_of(lambda: call_with(lambda score, b, h, q, kv: score if q < kv else -score))
 
 
-@says("reads beside a captured tensor")
+@says("reads outside a captured tensor")
 def _(here: Here) -> str:
     table = torch.zeros(1, device="cpu")
     return here.error_of(lambda: call_with(lambda score, b, h, q, kv: score + table[q]), IndexError)

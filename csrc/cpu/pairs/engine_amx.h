@@ -35,9 +35,9 @@ SELFATTN_INLINE void tile_dot() {
 // configured them before, another library perhaps, finds its configuration again.
 class PairEngine {
  public:
-  static constexpr bool kTiles = true;         // A has its pairs next to each other, and whole tiles of rows
-  static constexpr int kMostPieces = 3;        // six products at 16 times the rate of a multiply-add
-  static constexpr bool kDecodesPlain = true;  // see SELFATTN_FETCH_INTO in begin_amx.h
+  static constexpr bool kTiles = true;          // A has its pairs next to each other, and whole tiles of rows
+  static constexpr int kMostPieces = 3;         // six products at 16 times the rate of a multiply-add
+  static constexpr bool kDecodesDirect = true;  // see SELFATTN_FETCH_INTO in begin_amx.h
 
   PairEngine() {
     __asm__ volatile("sttilecfg %0" : "=m"(before_) : : "memory");

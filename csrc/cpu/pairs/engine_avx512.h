@@ -3,14 +3,14 @@
 // work.
 #pragma once
 
-#include "engine.h"
+#include "pair_product.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
 struct PairEngine {
-  static constexpr bool kTiles = false;         // A may have its pairs anywhere
-  static constexpr int kMostPieces = 1;         // three products at twice the rate would be slower than one
-  static constexpr bool kDecodesPlain = false;  // the plain kernel is as good
+  static constexpr bool kTiles = false;          // A may have its pairs anywhere
+  static constexpr int kMostPieces = 1;          // three products at twice the rate would be slower than one
+  static constexpr bool kDecodesDirect = false;  // the plain kernel is as good
 
   // sum + first + second of each pair
   SELFATTN_INLINE static __m512 add_pairs(__m512 sum, __m512i bits) {

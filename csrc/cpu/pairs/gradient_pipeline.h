@@ -1,5 +1,5 @@
 // The backward where nothing comes between scores, softmax and dS, as a pipeline of blocks of keys: tiles
-// multiply while vectors compute, as in pipeline.h. docs/cpu-kernels.md, "The pipeline of the backward", has
+// multiply while vectors compute, as in pipeline.h. docs/cpu-pairs.md, "The pipeline of the backward", has
 // the reasons.
 //
 // A cell is a strip of queries and a block of 64 keys, in two groups of 32 keys. While vectors make weights

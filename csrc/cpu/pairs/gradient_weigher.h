@@ -1,6 +1,6 @@
 // The vectors' part of gradient_pipeline.h: from scores and dP [key][lane] to weights and dS as the products
 // take them, two keys a step, so that steps can stand between the instructions of an engine. To the bit what
-// pack_gradients makes of them. As in pipeline_weigher.h, all that a step uses is to stay in registers.
+// pair_gradients makes of them. As in pipeline_weigher.h, all that a step uses is to stay in registers.
 #pragma once
 
 #include "pipeline_weigher.h"
@@ -10,7 +10,7 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // Where the weights and dS of some keys go, in bfloat16.
-struct PackedGradients {
+struct PairedGradients {
   uint32_t *weight_rows, *grad_rows;  // [piece][key][pair of queries], as WeightOperand::rows
   uint32_t* grad_lanes;               // [pair of keys][piece][lane]
 };
@@ -37,7 +37,7 @@ class GradientWeigher {
     take_lanes<1>(strip);
   }
   SELFATTN_INLINE void begin(const float* scores, const float* grads, int64_t keys,
-                             const PackedGradients& to) {
+                             const PairedGradients& to) {
     scores_ = scores;
     grads_ = grads;
     end_ = scores + keys * kLd;
@@ -156,7 +156,7 @@ class GradientWeigher {
   }
 
   const float *scores_ = nullptr, *grads_ = nullptr, *end_ = nullptr;
-  PackedGradients to_{};
+  PairedGradients to_{};
   Lanes first_, second_;
   __m512 scale_;
   PowerTerms<kTerms> terms_;

@@ -8,7 +8,7 @@
 // on nothing else in the batch.
 #pragma once
 
-#include "pack.h"
+#include "load_pieces.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -35,7 +35,7 @@ struct Pairs {
 };
 
 template <>
-constexpr bool kPlain<Pairs> = false;
+constexpr bool kDirect<Pairs> = false;
 
 // Packing costs more than bringing in, and processors with tiles have 2 MB.
 template <>
@@ -79,10 +79,10 @@ struct LaneOperand<Pairs> {
   int64_t piece_stride;
   int pieces;
   float factor;
-  bool special;              // some lane is
-  float* is_special;         // [kLanes] 1 or 0
-  LaneOperand<float> plain;  // filled when it is needed
-  bool plain_is_loaded;
+  bool special;               // some lane is
+  float* is_special;          // [kLanes] 1 or 0
+  LaneOperand<float> floats;  // filled when it is needed
+  bool floats_are_loaded;
   RowSource source;
 
   static int64_t size(int64_t columns) { return padded_pairs(columns) * kLanes<Pairs>; }
@@ -95,17 +95,17 @@ struct LaneOperand<Pairs> {
     piece_stride = size(columns);
     data = arena.take<uint32_t>(pieces * piece_stride);
     is_special = arena.take<float>(kLanes<Pairs>);
-    plain.allocate(p, columns, arena);
+    floats.allocate(p, columns, arena);
   }
   // times the factor, a power of two
   void load(const RowSource& s, float power = 1.0f) {
     source = s;
     factor = power;
-    plain_is_loaded = false;
+    floats_are_loaded = false;
     special = false;
     Magnitudes seen = Magnitudes::none();
     with_pieces(pieces, [&](auto count) {
-      pack_lanes<count.value>(data, kLanes<Pairs>, piece_stride, s, factor, seen);
+      load_lane_pieces<count.value>(data, kLanes<Pairs>, piece_stride, s, factor, seen);
     });
     if (pieces == 1) return;
     const bool ordinary = seen.are_ordinary(pieces, s.is_gradient);
@@ -117,9 +117,9 @@ struct LaneOperand<Pairs> {
   }
   bool rounds() const { return pieces == 1; }
   const LaneOperand<float>& as_float() {
-    if (!plain_is_loaded) plain.load(source, factor);
-    plain_is_loaded = true;
-    return plain;
+    if (!floats_are_loaded) floats.load(source, factor);
+    floats_are_loaded = true;
+    return floats;
   }
 };
 
@@ -131,7 +131,7 @@ struct RowOperand<Pairs> {
   uint32_t* buffer;
   bool* is_special;  // [rows]
   bool any_special;
-  float* plain_buffer;  // [kKeyBlock][padded] for converting a block
+  float* float_buffer;  // [kKeyBlock][padded] for converting a block
   float* block;         // [kKeyBlock][kLanes]
   RowSource source;
 
@@ -148,7 +148,7 @@ struct RowOperand<Pairs> {
     piece_stride = size(count, columns);
     buffer = arena.take<uint32_t>(pieces * piece_stride);
     is_special = arena.take<bool>(count);
-    plain_buffer = arena.take<float>(kKeyBlock * round_up_to_vector<float>(columns));
+    float_buffer = arena.take<float>(kKeyBlock * round_up_to_vector<float>(columns));
     block = arena.take<float>(kKeyBlock * kLanes<Pairs>);
   }
   void load(const RowSource& s) {
@@ -165,7 +165,7 @@ struct RowOperand<Pairs> {
     data = buffer;
     row_stride = padded_pairs(s.columns);
     Magnitudes seen = Magnitudes::none();
-    with_pieces(pieces, [&](auto count) { pack_rows<count.value>(buffer, piece_stride, s, seen); });
+    with_pieces(pieces, [&](auto count) { load_row_pieces<count.value>(buffer, piece_stride, s, seen); });
     if (pieces == 1) return;
     const bool ordinary = seen.are_ordinary(pieces, s.is_gradient);
     for (int64_t row = 0; row < s.rows; ++row) {
@@ -227,7 +227,7 @@ struct SpecialRows {
 // Blocks of kKeyBlock rows, each in the layout that the engine wants.
 template <>
 struct ColumnOperand<Pairs> {
-  uint32_t* data;  // [block][piece]..., see pack
+  uint32_t* data;  // [block][piece]..., see load_pieces
   int64_t piece_stride, block_stride, row_stride, pair_stride;
   int pieces;
   SpecialRows specials;
@@ -249,12 +249,12 @@ struct ColumnOperand<Pairs> {
     specials.allocate(count, columns, arena);
   }
   void load(const RowSource& s) {
-    const Magnitudes seen = pack(s, nullptr);
+    const Magnitudes seen = load_pieces(s, nullptr);
     specials.mark(s, pieces, seen);
     any_large = seen.any_from(kLargeExponent);
-    if (specials.any) pack(s, specials.marks);
+    if (specials.any) load_pieces(s, specials.marks);
   }
-  Magnitudes pack(const RowSource& s, const bool* special) const {
+  Magnitudes load_pieces(const RowSource& s, const bool* special) const {
     Magnitudes seen = Magnitudes::none();
     for (int64_t row = 0; row < s.rows; row += kKeyBlock) {
       const RowSource rows = s.from(row, smaller(s.rows - row, kKeyBlock));
@@ -262,9 +262,9 @@ struct ColumnOperand<Pairs> {
       uint32_t* to = data + row / kKeyBlock * block_stride;
       with_pieces(pieces, [&](auto count) {
         if constexpr (PairEngine::kTiles) {
-          pack_columns<count.value>(to, row_stride, piece_stride, rows, marks, seen);
+          load_column_pieces<count.value>(to, row_stride, piece_stride, rows, marks, seen);
         } else {
-          pack_row_pairs<count.value>(to, pair_stride, piece_stride, rows, marks, seen);
+          load_row_pair_pieces<count.value>(to, pair_stride, piece_stride, rows, marks, seen);
         }
       });
     }
@@ -303,16 +303,16 @@ struct VectorOperand<Pairs> {
   }
   // `in_float` marks more rows as special: see WeightOperand.
   void load(const RowSource& s, const float* in_float = nullptr) {
-    specials.mark(s, pieces, pack(s, nullptr));
+    specials.mark(s, pieces, load_pieces(s, nullptr));
     for (int64_t row = 0; in_float != nullptr && row < s.rows; ++row) {
       if (in_float[row] != 0.0f) specials.any = specials.marks[row] = true;
     }
-    if (specials.any) pack(s, specials.marks);
+    if (specials.any) load_pieces(s, specials.marks);
   }
-  Magnitudes pack(const RowSource& s, const bool* special) const {
+  Magnitudes load_pieces(const RowSource& s, const bool* special) const {
     Magnitudes seen = Magnitudes::none();
     with_pieces(pieces, [&](auto count) {
-      pack_row_pairs<count.value>(data, pair_stride, piece_stride, s, special, seen);
+      load_row_pair_pieces<count.value>(data, pair_stride, piece_stride, s, special, seen);
     });
     return seen;
   }

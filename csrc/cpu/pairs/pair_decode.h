@@ -35,7 +35,7 @@ void decode_pairs(const AttentionParams& p, const ForwardOutputs& o, const Threa
 template <class Engine = PairEngine>
 void decode_or_hand_on(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
   if (decodes_pairs(p)) return decode_pairs(p, o, pool);
-  if constexpr (Engine::kDecodesPlain) {
+  if constexpr (Engine::kDecodesDirect) {
     return p.dtype == DType::kFloat64 ? decode_all<double>(p, o, pool) : decode_all<float>(p, o, pool);
   } else {
     kFusedAvx512.forward(p, o, pool);

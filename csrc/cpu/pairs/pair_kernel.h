@@ -21,7 +21,7 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // must not depend on the number of queries cannot have its arithmetic chosen by that.
 struct GainingCalls {
   static int64_t fewest_queries(const AttentionParams& p) {
-    constexpr int64_t kByPieces[] = {kFewQueries + 1, 17, 129};  // measured: docs/performance.md
+    constexpr int64_t kByPieces[] = {kFewQueries + 1, 17, 129};  // measured: docs/performance-lessons.md
     if (!multiplies_pairs(p)) return kAnyQueries;
     return p.batch_invariant ? 0 : kByPieces[Pairs::pieces(p) - 1];
   }
@@ -137,7 +137,7 @@ inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPoo
 
 template <class Calls>
 const Kernel* pair_hands_on_to(const AttentionParams& p) {
-  const bool decodes = p.queries <= most_decoded(p) && (PairEngine::kDecodesPlain || decodes_pairs(p));
+  const bool decodes = p.queries <= most_decoded(p) && (PairEngine::kDecodesDirect || decodes_pairs(p));
   return p.queries >= Calls::fewest_queries(p) || decodes ? nullptr : &kFusedAvx512;
 }
 

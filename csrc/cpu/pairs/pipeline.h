@@ -1,7 +1,7 @@
 // The forward as a pipeline of blocks of keys: tiles multiply while vectors compute. While the weights of a
 // block are made from its scores, the engine multiplies the weights of the block before with the values, and
 // queries with the keys of the block to come. Instructions of both kinds alternate: a processor looks a few
-// hundred of them ahead, so that neither kind waits for the other. docs/cpu-kernels.md, "The pipeline of
+// hundred of them ahead, so that neither kind waits for the other. docs/cpu-pairs.md, "The pipeline of
 // tiles", has the cycles.
 //
 // A block has 128 keys, four groups of 32; the first and the last of a strip may have fewer. The scores of a

@@ -11,10 +11,10 @@ inline void replace_special_scores(const RowOperand<Pairs>& a, int64_t from, int
                                    LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
   constexpr int64_t ld = kLanes<Pairs>;
   if (!b.special && !a.special(from, rows)) return;
-  const Rows<float> plain = rows_as<float>(a.source.from(from, rows), false, a.plain_buffer);
+  const Rows<float> floats = rows_as<float>(a.source.from(from, rows), false, a.float_buffer);
   multiply<float, false>(
-      {columns, plain.data, plain.stride, b.as_float().data, ld, a.block, ld, Update::kStore, nullptr}, rows,
-      vecs);
+      {columns, floats.data, floats.stride, b.as_float().data, ld, a.block, ld, Update::kStore, nullptr},
+      rows, vecs);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t lane = 0; lane < vecs * 16; ++lane) {
       if (a.is_special[from + row] || b.is_special[lane] != 0.0f)

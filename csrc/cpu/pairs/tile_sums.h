@@ -2,7 +2,7 @@
 // ones.
 #pragma once
 
-#include "engine.h"
+#include "pair_product.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -55,20 +55,20 @@ struct WeightOperand<Pairs> {
   bool sums_in_place() const { return PairEngine::kTiles && rounds(); }
 
   // `used` sums the weights as rounded.
-  template <Weigh kWeigh, bool kPacked>
+  template <Weigh kWeigh, bool kPaired>
   SELFATTN_INLINE void store(int64_t row, int64_t lane, const __m512 (&v)[4], __m512 (&used)[2]) const {
     SELFATTN_UNROLL
     for (int i = 0; i < 2; ++i) {
       float* to = block + (row + 2 * i) * kLanes<Pairs> + lane;
       if constexpr (is_one_piece(kWeigh)) {
         const __m512i bits = PairEngine::round_weights(v[2 * i], v[2 * i + 1], used[i]);
-        if constexpr (kPacked) {
+        if constexpr (kPaired) {
           _mm512_storeu_si512(lane_pieces(row / 2 + i, 1) + lane, bits);
         } else {
           _mm512_storeu_ps(to, first_of_pairs(bits));
           _mm512_storeu_ps(to + kLanes<Pairs>, second_of_pairs(bits));
         }
-      } else if constexpr (kPacked) {
+      } else if constexpr (kPaired) {
         constexpr int kPieces = pieces_of(kWeigh);
         store_weight_pair<kPieces>(lane_pieces(row / 2 + i, kPieces) + lane, kLanes<Pairs>, v[2 * i],
                                    v[2 * i + 1]);
@@ -101,7 +101,7 @@ struct WeightOperand<Pairs> {
     }
   }
   // The block from the pieces, of which there is one.
-  void unpack_lanes(int64_t keys, int64_t vecs) const {
+  void unpair_lanes(int64_t keys, int64_t vecs) const {
     for (int64_t key = 0; key < keys; ++key) {
       for (int64_t lane = 0; lane < vecs * 16; lane += 16) {
         const __m512i bits = _mm512_loadu_si512(lane_pieces(key / 2, 1) + lane);

@@ -40,7 +40,7 @@ struct LoadedAsT {
   }
 };
 template <class T>
-struct StoredPlain : LoadedAsT<T> {
+struct StoredAsT : LoadedAsT<T> {
   using Element = T;
   static constexpr DType kDType = dtype_of<T>();
   static SELFATTN_INLINE typename Simd<T>::Vec load(const T* p) { return Simd<T>::load(p); }
@@ -81,7 +81,7 @@ struct FewQueryRows {
 
   // Whether rows lie without gaps for so long that products may use them in another order than that of
   // memory, if they ask for them in it. In short pages and in turns of several heads (see head_step) that
-  // costs more than it saves: docs/performance.md.
+  // costs more than it saves: docs/performance-lessons.md.
   bool in_long_runs(int64_t row_bytes) const {
     constexpr int64_t kLongRun = 32768;  // bytes
     return rows.step() == row_bytes && row_bytes % kLine == 0 && rows.even() * row_bytes > kLongRun;

@@ -6,8 +6,8 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 // In place: lane i of sums[0] becomes the sum over the lanes of sums[i], always as the same tree, where those
-// of a row of queries lie kStride apart: halves first, as in a transpose (see rows.h), each added as soon as
-// it is there. kCount vectors; of more than a vector's lanes those of each kWidth.
+// of a row of queries lie kStride apart: halves first, as in a transpose (see tensor_rows.h), each added as
+// soon as it is there. kCount vectors; of more than a vector's lanes those of each kWidth.
 template <class T, int kCount, int kStride = 1>
 SELFATTN_INLINE void sum_lanes(typename Simd<T>::Vec* sums) {
   using S = Simd<T>;
@@ -197,7 +197,7 @@ void few_query_scores(const T* query, int64_t rows, const FewQueryRows& keys, in
       return few_query_scores_as<T, StoredFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);
     }
   }
-  few_query_scores_as<T, StoredPlain<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+  few_query_scores_as<T, StoredAsT<T>>(query, rows, keys, head_dim, s, row_step, key_step);
 }
 
 // The same as a block of a strip: s[key][query], and 0 in the other lanes of the vectors, which every later

@@ -157,7 +157,7 @@ void few_query_values(const FewQueryValues<T>& a, int64_t rows, const FewQueryRo
       return few_query_value_steps(FewQueryColumns<T, StoredFloat16<T>>(a.value_dim), a, rows, values);
     }
   }
-  few_query_value_steps(FewQueryColumns<T, StoredPlain<T>>(a.value_dim), a, rows, values);
+  few_query_value_steps(FewQueryColumns<T, StoredAsT<T>>(a.value_dim), a, rows, values);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -3,7 +3,7 @@
 #pragma once
 
 #include "arena.h"
-#include "rows.h"
+#include "tensor_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

@@ -15,7 +15,7 @@
 
 #include "arena.h"
 #include "elementary.h"
-#include "rows.h"
+#include "tensor_rows.h"
 #include "tile_multiply.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -24,7 +24,7 @@ constexpr int64_t kKeyBlock = 64;  // keys per block of scores; a multiple of 4,
 
 // Whether products are computed in P itself. Then the scale is part of Q^T, and strips may be of few queries.
 template <class P>
-constexpr bool kPlain = true;
+constexpr bool kDirect = true;
 
 // Keys that the forward brings in at a time, for all strips of an item.
 template <class P>
@@ -139,8 +139,8 @@ struct WeightOperand {
 
   static int64_t bytes(const AttentionParams&) { return Arena::bytes_for<P>(kKeyBlock * kLanes<P>); }
   void allocate(const AttentionParams&, Arena& arena) { block = arena.take<P>(kKeyBlock * kLanes<P>); }
-  // Four rows of vectors. kPacked is for operands that can do without the block, `used` for what rounds them.
-  template <Weigh kWeigh, bool kPacked>
+  // Four rows of vectors. kPaired is for operands that can do without the block, `used` for what rounds them.
+  template <Weigh kWeigh, bool kPaired>
   SELFATTN_INLINE void store(int64_t row, int64_t lane, const typename Simd<P>::Vec (&v)[4],
                              typename Simd<P>::Vec (&)[2]) const {
     SELFATTN_UNROLL

@@ -1,5 +1,5 @@
 // The language of the kernels: CUDA under nvcc, and under SELFATTN_CUDA_EMULATOR the same words for a C++
-// host compiler, which runs the kernels on the CPU (tests/emulator). Dynamic shared memory is the only one:
+// host compiler, which runs the kernels on the CPU (simulators/cuda_emulator). Dynamic shared memory is the only one:
 // what a block uses is then one array, with one size that the launch knows.
 #pragma once
 

@@ -1,5 +1,5 @@
 // The instructions of sm_80 that CUDA C++ has no words for. This is the only file with inline PTX for them;
-// the emulator has a functional model of each (tests/emulator/ptx_sm80_model.h), which golden outputs of real
+// the emulator has a functional model of each (simulators/cuda_emulator/ptx_sm80_model.h), which golden outputs of real
 // devices hold to the truth. On older devices they trap: kernels that use them are never chosen there.
 //
 // Terms of the PTX manual: a "row" is one of the 8 rows of an 8 x 8 matrix of 16-bit elements, 16 bytes,

@@ -1,7 +1,7 @@
 // The instructions of sm_90a that CUDA C++ has no words for: barriers of asynchronous copies, copies by
 // tensor maps (TMA), products of a warpgroup (wgmma), barriers of some warps, and registers that warps hand
 // over. This is the only file with inline PTX for them; the emulator has a functional model of each
-// (tests/emulator/ptx_sm90_model.h). On other devices they trap: kernels that use them are never chosen
+// (simulators/cuda_emulator/ptx_sm90_model.h). On other devices they trap: kernels that use them are never chosen
 // there.
 //
 // Terms of the PTX manual: a "warpgroup" is four neighbouring warps, the first of which has a number that is

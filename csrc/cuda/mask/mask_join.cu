@@ -1,3 +1,4 @@
+// Joins the splits of a mask's gradient: adds their partial sums in order and writes the result.
 #include <algorithm>
 
 #include "../../core/integers.h"

@@ -1,4 +1,4 @@
-// Shapes of the work: which warp owns what, by element type, head dim and path. See docs/cuda-kernels.md.
+// Shapes of the work: which warp owns what, by element type, head dim and path. See docs/cuda-sm80.md.
 #pragma once
 
 #include "../../core/dtype.h"

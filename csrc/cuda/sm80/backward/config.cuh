@@ -1,5 +1,5 @@
 // Shapes of the backward's work: which warp owns what, by element type, head dim, side and path. See
-// docs/cuda-kernels.md.
+// docs/cuda-sm80-backward.md.
 #pragma once
 
 #include "../config.cuh"
