@@ -51,7 +51,7 @@ class Rows:
         )[:5]  # fmt: skip
 
     def of_sinks(self, sinks: OptionalTensor) -> OptionalTensor:
-        """The gradient of sinks (B | 1, H): of this rank's rows."""
+        """The gradient of sinks (B | 1, H) that comes from this rank's rows."""
         if sinks is None:
             return None
         out = self._out.to(self._row_max.dtype)
@@ -74,7 +74,7 @@ class OwnGradients:
         self.slopes = None if slopes is None else torch.zeros_like(slopes)
 
     def add(self, meeting: Meeting, query: Tensor, mask: Tensor, slopes: Tensor) -> None:
-        """What a meeting gives them."""
+        """Adds the gradients of a meeting."""
         self.query[:, :, meeting.query.rows] += query
         if self.mask is not None:
             part_of_mask(self.mask, meeting).add_(mask)
@@ -83,6 +83,6 @@ class OwnGradients:
 
 
 def zeros(tensor: Tensor) -> Tensor:
-    """Sums of a tensor's shape, in the dtype of sums."""
+    """Zeros of a tensor's shape, in the dtype in which sums are computed."""
     dtype = accumulation_dtype(tensor.dtype)
     return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)

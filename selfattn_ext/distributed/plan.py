@@ -26,7 +26,7 @@ class Meeting(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """What ranks agree about. ``keywords`` are the operators', without positions."""
+    """The parts of a call that ranks agree about. ``keywords`` are the operators', without positions."""
 
     ranks: Ranks
     queries: Layout
@@ -36,7 +36,7 @@ class Plan(NamedTuple):
     keywords: Keywords
     query_offset: int
     device: torch.device
-    #: Of dropout: rank 0's.
+    #: The seed of dropout, which is rank 0's.
     seed: int
     first_head: int
     #: Whether rows are those of packed sequences, and whether each of them is computed alone: masks and
@@ -105,7 +105,7 @@ def _packed(name: str, span: Span, device: torch.device) -> Keywords:
 def part_of_mask(mask: Tensor, meeting: Meeting) -> Tensor:
     """A view of a mask (B | 1, H | 1, L | 1, S | 1) of this rank's queries and all keys of their sequence.
 
-    Where this rank has one row, a mask of one row is that row's and that of all its rows alike.
+    If this rank has one row, it makes no difference whether a mask of one row is for that row or for all.
     """
     rows = meeting.query.rows if mask.size(2) != 1 else slice(None)
     columns = slice(*meeting.key.intervals[0]) if mask.size(3) != 1 else slice(None)
@@ -113,7 +113,7 @@ def part_of_mask(mask: Tensor, meeting: Meeting) -> Tensor:
 
 
 def part_of_slopes(slopes: Tensor, meeting: Meeting) -> Tensor:
-    """A view of slopes (B | 1, H)."""
+    """A view of the slopes (B | 1, H) of the meeting's sequence."""
     if meeting.sequence is None or slopes.size(0) == 1:
         return slopes
     return slopes[meeting.sequence : meeting.sequence + 1]

@@ -22,7 +22,7 @@ _MASK = 3
 
 
 class RingAttention(Function):
-    """Of query, key, value (B, H, L, E), a mask, slopes, sinks and a plan: out and the log-sum-exp."""
+    """Takes query, key, value (B, H, L, E), a mask, slopes, sinks and a plan; returns out and log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -56,7 +56,7 @@ class RingAttention(Function):
         own = OwnGradients(query, mask if of_mask else None, slopes)
 
         def of_block(source: int, block: Sequence[Tensor]) -> list[Tensor]:
-            """What this rank's queries give a rank's keys and values; what these give them is added up."""
+            """The gradients that this rank's queries give a rank's keys and values."""
             found = [zeros(tensor) for tensor in block]
             for meeting in plan.meetings(source):
                 columns = meeting.key.rows

@@ -1,4 +1,4 @@
-"""Which rows of a sequence a rank of a group holds.
+"""The rows of a sequence that each rank of a group holds.
 
 A sequence is cut into spans of almost equal length, one for each rank (contiguous) or two (zigzag: rank r of
 n has the spans r and 2n - 1 - r, so that under the causal rule all ranks have the same work). Packed
@@ -39,11 +39,11 @@ class Span(NamedTuple):
 
     @property
     def rows(self) -> slice:
-        """Where they are in the rank's part."""
+        """Where the span is in the rank's part."""
         return slice(self.at, self.at + sum(end - begin for begin, end in self.intervals))
 
     def of_sequence(self, number: int) -> Span:
-        """Those of one sequence."""
+        """The part of the span that belongs to one sequence."""
         before = Span(self.intervals[:number], self.at)
         return Span((self.intervals[number],), before.rows.stop)
 
