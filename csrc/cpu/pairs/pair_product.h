@@ -1,4 +1,4 @@
-// A product of matrices in bfloat16 pairs, as the engines (engine_*.h) compute it:
+// A product of matrices in bfloat16 pairs, as the engines (engine_*.h) compute it.
 //
 //     C(row, lane)  (=, +=, or scaled +=)  sum over the depth of A(row, .) * B(., lane)
 //
