@@ -208,7 +208,7 @@ template <class P>
 bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t key, int64_t keys,
                  Scalar<P> factor, WeightOperand<P>& weights, bool keep_block) {
   bool moved = false;
-  if constexpr (!kPlain<P>) {
+  if constexpr (!kDirect<P>) {
     if (weights.sums_in_place() || (!p.dropout.enabled && !keep_block)) {
       with_weighing<P>(p, factor, [&](auto weigh) {
         moved = softmax_block<P, weigh.kind, true>(strip, keys, weights.block, factor, weights);

@@ -12,7 +12,7 @@ struct ExactPairs : Pairs {
 };
 
 template <>
-constexpr bool kPlain<ExactPairs> = false;
+constexpr bool kDirect<ExactPairs> = false;
 
 template <>
 struct ScalarOf<ExactPairs> {

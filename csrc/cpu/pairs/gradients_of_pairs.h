@@ -79,7 +79,7 @@ void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float 
 
 template <>
 inline void pack_gradients<Pairs>(const AttentionParams& p, const GradientStrip<Pairs>& strip, int64_t keys,
-                                  float factor, const PackedPlace& place, GradientScratch<Pairs>& scratch) {
+                                  float factor, const PairedPlace& place, GradientScratch<Pairs>& scratch) {
   with_weighing<Pairs>(p, factor, [&](auto weigh) {
     for (int64_t lane = 0; lane < strip.vecs * 16; lane += 32) {
       if (strip.vecs * 16 - lane > 16) {

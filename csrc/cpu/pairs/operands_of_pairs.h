@@ -35,7 +35,7 @@ struct Pairs {
 };
 
 template <>
-constexpr bool kPlain<Pairs> = false;
+constexpr bool kDirect<Pairs> = false;
 
 // Packing costs more than bringing in, and processors with tiles have 2 MB.
 template <>

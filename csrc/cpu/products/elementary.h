@@ -106,7 +106,7 @@ SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive_short(typename Simd<T>::Ve
 
 // How a score becomes a weight, in all passes: they must agree to the bit.
 enum class Weigh {
-  kPlain,        // exp(s - shift)
+  kDirect,       // exp(s - shift)
   kThreePieces,  // the same for weights that become so many pieces of bfloat16
   kTwoPieces,    // which round by more than the error of a shorter exp
   kOnePiece,  // The weight could do with still less accuracy, the sum could not: the log-sum-exp is a float
@@ -130,7 +130,7 @@ SELFATTN_INLINE typename Simd<T>::Vec weight_of(typename Simd<T>::Vec s, typenam
                                                 typename Simd<T>::Vec shift) {
   using S = Simd<T>;
   const auto x = S::sub(is_scaled(kWeigh) ? S::mul(s, scale) : s, shift);
-  if constexpr (kWeigh == Weigh::kPlain) {
+  if constexpr (kWeigh == Weigh::kDirect) {
     return exp_nonpositive<T>(x);
   } else {
     return exp_nonpositive_short<T, exp_terms(kWeigh)>(x);

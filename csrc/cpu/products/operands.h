@@ -24,7 +24,7 @@ constexpr int64_t kKeyBlock = 64;  // keys per block of scores; a multiple of 4,
 
 // Whether products are computed in P itself. Then the scale is part of Q^T, and strips may be of few queries.
 template <class P>
-constexpr bool kPlain = true;
+constexpr bool kDirect = true;
 
 // Keys that the forward brings in at a time, for all strips of an item.
 template <class P>
