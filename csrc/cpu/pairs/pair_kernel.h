@@ -43,9 +43,9 @@ void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const Threa
   const int64_t fewest = Calls::fewest_queries(p), decoded = most_decoded(p);
   if (!p.sequences.any()) {
     if (p.queries <= decoded) return pair_decode(p, o, pool);
-    return p.queries < fewest ? kFusedAvx512.forward(p, o, pool) : attention_forward<Pairs>(p, o, pool);
+    return p.queries < fewest ? kFusedAvx512.forward(p, o, pool) : forward_pass<Pairs>(p, o, pool);
   }
-  if (p.queries >= fewest) attention_forward<Pairs>(elements_with(p, fewest, kAnyQueries), o, pool);
+  if (p.queries >= fewest) forward_pass<Pairs>(elements_with(p, fewest, kAnyQueries), o, pool);
   if (p.queries > decoded && fewest > decoded + 1) {
     kFusedAvx512.forward(elements_with(p, decoded + 1, fewest - 1), o, pool);
   }
@@ -74,8 +74,7 @@ size_t larger_workspace(const AttentionParams& p, int64_t fewest, const ByPairs&
 template <class Calls>
 void pair_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
   divide(
-      p, Calls::fewest_queries(p),
-      [&](const AttentionParams& some) { attention_weights<Pairs>(some, o, pool); },
+      p, Calls::fewest_queries(p), [&](const AttentionParams& some) { weights_pass<Pairs>(some, o, pool); },
       [&](const AttentionParams& some) { kFusedAvx512.weights(some, o, pool); });
 }
 template <class Calls>
@@ -86,8 +85,7 @@ size_t pair_backward_workspace(const AttentionParams& p) {
 template <class Calls>
 void pair_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   divide(
-      p, Calls::fewest_queries(p),
-      [&](const AttentionParams& some) { attention_backward<Pairs>(some, a, pool); },
+      p, Calls::fewest_queries(p), [&](const AttentionParams& some) { backward_pass<Pairs>(some, a, pool); },
       [&](const AttentionParams& some) { kFusedAvx512.backward(some, a, pool); });
 }
 template <class Calls>
@@ -108,7 +106,7 @@ template <class Calls>
 void pair_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
   divide(
       p, fewest_moving_queries<Calls>(p),
-      [&](const AttentionParams& some) { attention_jvp<ExactPairs>(some, a, pool); },
+      [&](const AttentionParams& some) { jvp_pass<ExactPairs>(some, a, pool); },
       [&](const AttentionParams& some) { kFusedAvx512.jvp(some, a, pool); });
 }
 template <class Calls>
@@ -121,7 +119,7 @@ void pair_backward_backward(const AttentionParams& p, const BackwardBackwardArgu
                             const ThreadPool& pool) {
   divide(
       p, fewest_moving_queries<Calls>(p),
-      [&](const AttentionParams& some) { attention_backward_backward<ExactPairs>(some, a, pool); },
+      [&](const AttentionParams& some) { backward_backward_pass<ExactPairs>(some, a, pool); },
       [&](const AttentionParams& some) { kFusedAvx512.backward_backward(some, a, pool); });
 }
 
@@ -141,13 +139,6 @@ const Kernel* pair_hands_on_to(const AttentionParams& p) {
   const bool decodes = p.queries <= most_decoded(p) && (PairEngine::kDecodesDirect || decodes_pairs(p));
   return p.queries >= Calls::fewest_queries(p) || decodes ? nullptr : &kFusedAvx512;
 }
-
-// Both the passes over pairs and kFusedAvx512, which takes all other calls, apply these options.
-constexpr OptionSet kPairOptions = {
-    Option::kMask,          Option::kOwnMasks,       Option::kAlibiSlopes, Option::kSinks,
-    Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
-    Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
-    Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
 
 template <class Calls>
 constexpr Kernel pair_kernel(const char* isa, const char* description, const Kernel* when_forced = nullptr) {
@@ -169,7 +160,7 @@ constexpr Kernel pair_kernel(const char* isa, const char* description, const Ker
   kernel.masked_softmax = pair_masked_softmax;
   kernel.masked_softmax_backward = pair_masked_softmax_backward;
   kernel.hands_on_to = pair_hands_on_to<Calls>;
-  kernel.options = kPairOptions;
+  kernel.options = kFusedOptions;
   kernel.when_forced = when_forced;
   return kernel;
 }
