@@ -1,4 +1,4 @@
-// What rows.cpp calls: one instantiation each in a file of its own.
+// The templates that rows.cpp calls. Each is instantiated in files of its own.
 #pragma once
 
 #include "rows.h"

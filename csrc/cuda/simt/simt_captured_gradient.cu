@@ -1,4 +1,4 @@
-// All dtypes in one file: what the library has of these kernels is little but their names.
+// All dtypes are in one file, because without a function these kernels are nearly empty.
 #include "captured_gradient.cuh"
 
 namespace selfattn::cuda::simt {
