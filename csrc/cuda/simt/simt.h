@@ -11,7 +11,7 @@ extern const Kernel kSimt;
 
 namespace simt {
 
-// One instantiation each in a file of its own.
+// selfattn_ext/build/sources.py lists the instances of these templates.
 template <DType kDType>
 void forward(const AttentionParams& params, const ForwardOutputs& outputs, const Launch& where);
 template <DType kDType>
