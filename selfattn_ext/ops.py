@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import library, signatures
+from . import signatures
+from .build import library
 from .reference import accumulation_dtype
 
 __all__ = [

@@ -37,7 +37,8 @@ from cases import (
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import arguments, library, ops, reference
+from selfattn_ext import arguments, ops, reference
+from selfattn_ext.build import library
 
 from . import sequence_cases
 

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import selfattn_ext
-from selfattn_ext import backends, library, ops
+from selfattn_ext import backends, ops
 from selfattn_ext.arguments import checks, forced_kernel, refusals
 from selfattn_ext.autograd import operator_calls
+from selfattn_ext.build import library
 
 BUILD = library.extension().build_info()
 needs_kernels = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")

@@ -1,4 +1,4 @@
-// The templates that rows.cpp calls. Each is instantiated in files of its own.
+// Templates that rows.cpp calls; selfattn_ext/build/sources.py lists the instances of the first.
 #pragma once
 
 #include "rows.h"

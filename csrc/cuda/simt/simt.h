@@ -12,7 +12,7 @@ extern const Kernel kSimt;
 
 namespace simt {
 
-// Each of these templates is instantiated in files of its own.
+// selfattn_ext/build/sources.py lists the instances of these templates.
 template <DType kDType>
 void forward(const AttentionParams& params, const ForwardOutputs& outputs, const Launch& where);
 template <DType kDType>
