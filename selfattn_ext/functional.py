@@ -36,7 +36,7 @@ from .arguments import (
     split_blocks,
 )
 from .attend import attend, with_gradients
-from .autograd import plain_attention
+from .autograd import basic_attention
 from .reference import default_scale
 from .varlen import jagged
 
@@ -212,10 +212,10 @@ def scaled_dot_product_attention(
                     if not enable_gqa and query.size(1) != key.size(1) != 1:
                         raise ValueError("heads that do not go together")
                 if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-                    return plain_attention(query, key, value, (factor, is_causal, enable_gqa, keywords))
+                    return basic_attention(query, key, value, (factor, is_causal, enable_gqa, keywords))
                 if keywords and factor is not None:
                     return ops.direct_forward(query, key, value, factor, **keywords)[0]
-                return ops.plain_attention(query, key, value, factor, is_causal, enable_gqa)
+                return ops.basic_attention(query, key, value, factor, is_causal, enable_gqa)
         except REFUSALS:
             # Something to broadcast or to make dense, or a mistake: the general way finds out which.
             pass

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import library
+from .build import library
 from .reference import accumulation_dtype
 
 __all__ = [
@@ -32,11 +32,11 @@ __all__ = [
     "attention_scores_backward",
     "attention_weights",
     "attention_with_cache",
+    "basic_attention",
+    "basic_attention_backward",
+    "basic_attention_forward",
     "masked_softmax",
     "masked_softmax_backward",
-    "plain_attention",
-    "plain_attention_backward",
-    "plain_attention_forward",
 ]
 
 _Operator = TypeVar("_Operator", bound=Callable[..., Any])
@@ -271,7 +271,7 @@ def attention_captured_gradients(
 
 @_direct
 @_operator
-def plain_attention(
+def basic_attention(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool, enable_gqa: bool
 ) -> Tensor:
     """out alone, with the default scale for None."""
@@ -281,7 +281,7 @@ def plain_attention(
 
 @_direct
 @_operator
-def plain_attention_forward(
+def basic_attention_forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool, enable_gqa: bool
 ) -> tuple[Tensor, Tensor, Tensor | None]:
     """The same -> out, statistics (2,B,H,L), which are row_max and row_sum, and out_residual, None where the
@@ -295,7 +295,7 @@ def plain_attention_forward(
 
 @_direct
 @_operator
-def plain_attention_backward(
+def basic_attention_backward(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,

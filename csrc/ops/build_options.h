@@ -15,8 +15,8 @@
 #endif
 #endif
 
-// Why the build has no CUDA kernels: a key of ABSENT in selfattn_ext/cuda_build.py, empty if it has them or
-// if nobody asked for them.
+// Why the build has no CUDA kernels: a key of ABSENT in selfattn_ext/build/cuda_build.py; empty if it has
+// them or nobody asked for them.
 #ifndef SELFATTN_CUDA_ABSENT
 #define SELFATTN_CUDA_ABSENT
 #endif

@@ -18,8 +18,12 @@ void require_declared(const cpu::Kernel& kernel, OptionSet used) {
          names_of(used.without(kernel.options)).c_str());
 }
 
-// Refuses what forward mode and second derivatives do not apply: functions of scores and maps of blocks.
+// Forward mode and second derivatives take no functions of scores, and not every kernel has them.
 void require_derivatives(const cpu::Kernel& kernel, const AttentionParams& p) {
+  if (kernel.jvp == nullptr) {
+    refuse("kernel \"", kernel.name, "\" (", kernel.isa,
+           ") has no forward mode and no second derivatives; kernel \"fused\" has both");
+  }
   const OptionSet used = options_of(p);
   const OptionSet rest = used.without(used.without({Option::kFunction, Option::kBlockMap}));
   if (rest.empty()) return;

@@ -55,14 +55,14 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "Tensor? out_residual=None, Tensor? grad_row=None, Tensor? grad_weights=None, " +
       options + ") -> Tensor");
   define(
-      "plain_attention(Tensor query, Tensor key, Tensor value, float? scale, bool is_causal, bool "
+      "basic_attention(Tensor query, Tensor key, Tensor value, float? scale, bool is_causal, bool "
       "enable_gqa) "
       "-> Tensor");
   define(
-      "plain_attention_forward(Tensor query, Tensor key, Tensor value, float? scale, bool is_causal, "
+      "basic_attention_forward(Tensor query, Tensor key, Tensor value, float? scale, bool is_causal, "
       "bool enable_gqa) -> (Tensor out, Tensor statistics, Tensor out_residual)");
   define(
-      "plain_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
+      "basic_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
       "Tensor statistics, Tensor? out_residual, float? scale, bool is_causal) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
   // Writes key and value (B,Hk,L,E|Ev) behind the seqlens (B,) rows of the caches, which are (B,Hk,S,E|Ev)

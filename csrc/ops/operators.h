@@ -19,8 +19,8 @@ void attention_scores(StableIValue* values, uint64_t, uint64_t);
 void attention_scores_backward(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t);
-void plain_attention(StableIValue* values, uint64_t, uint64_t);
-void plain_attention_forward(StableIValue* values, uint64_t, uint64_t);
-void plain_attention_backward(StableIValue* values, uint64_t, uint64_t);
+void basic_attention(StableIValue* values, uint64_t, uint64_t);
+void basic_attention_forward(StableIValue* values, uint64_t, uint64_t);
+void basic_attention_backward(StableIValue* values, uint64_t, uint64_t);
 
 }  // namespace selfattn::ops

@@ -3,7 +3,7 @@
 Note [Two forms of one function]
     torch.func needs the setup_context form of autograd.Function, which costs an ordinary training step
     several times the call overhead of the form with the context in forward. So attention has both:
-    ``_Attention`` for eager mode (and ``_PlainAttention``, the same with fewer arguments) and
+    ``_Attention`` for eager mode (and ``_BasicAttention``, the same with fewer arguments) and
     ``_TransformedAttention``, used while a torch.func transform is active.
 
 Note [Second derivatives]
@@ -48,7 +48,7 @@ from .forward_levels import nestable, primals
 from .forward_mode import AttentionTangents, attention_of_duals
 from .vmap import each_slice, fold, fold_optional, slice_batch, unfold
 
-__all__ = ["attention", "plain_attention", "vmapped"]
+__all__ = ["attention", "basic_attention", "vmapped"]
 
 #: How many tensors a call has, and which is the mask.
 _TENSORS = len(Tensors._fields)
@@ -94,7 +94,7 @@ def _any_requires_grad(tensors: Tensors) -> bool:
     return False
 
 
-class _PlainAttention(Function):
+class _BasicAttention(Function):
     """Eager mode with no tensor but query, key and value, returning out: the least that a call can cost.
 
     Without keywords (beside the causal rule) it takes the operators that know none, and None for the default
@@ -110,7 +110,7 @@ class _PlainAttention(Function):
         if keywords:
             out, *statistics, residual = operator_calls.forward(query, key, value, scale, keywords)
         else:
-            out, statistics, residual = ops.plain_attention_forward(
+            out, statistics, residual = ops.basic_attention_forward(
                 query, key, value, scale, is_causal, enable_gqa
             )
         ctx.save_for_backward(query, key, value, out, residual)
@@ -140,7 +140,7 @@ class _PlainAttention(Function):
                     grad_out, query, key, value, out, row_max, row_sum, scale, **keywords
                 )
             else:
-                grads = ops.plain_attention_backward(
+                grads = ops.basic_attention_backward(
                     grad_out, query, key, value, out, statistics, residual, scale, is_causal
                 )
         except MemoryError as error:
@@ -150,10 +150,10 @@ class _PlainAttention(Function):
 
 # Function.apply looks for the wrappers of torch.func in every argument; who calls this, and _eager_attention,
 # has made sure that no transform is active.
-plain_attention = super(Function, _PlainAttention).apply
+basic_attention = super(Function, _BasicAttention).apply
 # The engine calls apply of the context, which looks for backward in Python: spared the search, a step on tiny
 # tensors is faster by a fiftieth.
-_PlainAttention._backward_cls.apply = _PlainAttention.backward  # type: ignore[attr-defined]
+_BasicAttention._backward_cls.apply = _BasicAttention.backward  # type: ignore[attr-defined]
 
 
 class _Attention(Function):

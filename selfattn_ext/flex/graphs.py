@@ -42,9 +42,10 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .. import ops, sources
+from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
 from ..autograd.graph_operators import arguments_of, composed
+from ..build import sources
 from ..reference import accumulation_dtype
 from . import block_masks, compiler, kernel_calls, written
 from .flex_call import Call, Functions

@@ -189,6 +189,6 @@ def test_constants_are_no_reason_to_compile_again(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfattn_ext.toolchain.compiler", lambda: ["g++", "-no-such-flag"])
+    monkeypatch.setattr("selfattn_ext.build.toolchain.compiler", lambda: ["g++", "-no-such-flag"])
     with pytest.raises(compiler.CompilerError, match="no-such-flag"):
         compiler._compiled("int x;")

@@ -368,7 +368,7 @@ void backward_sequences(const AttentionParams& p, const BackwardArguments& a, co
 }
 
 template <class P>
-void attention_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
+void backward_pass(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   if (p.sequences.any()) return backward_sequences<P>(p, a, pool);
   const BackwardTask<P> task(p, a);
   for_each_item(pool, task.items(), task, task.item_kind());

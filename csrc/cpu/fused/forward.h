@@ -132,7 +132,7 @@ void forward_sequences(const AttentionParams& p, const ForwardOutputs& outputs, 
 }
 
 template <class P>
-void attention_forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
+void forward_pass(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   if (p.sequences.any()) return forward_sequences<P>(p, outputs, pool);
   if constexpr (kDirect<P>) {
     if (p.queries <= most_decoded(p)) return decode<P>(p, outputs, pool);

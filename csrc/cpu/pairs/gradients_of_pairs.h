@@ -1,5 +1,5 @@
-// From scores and dP to what the products with weights and dS take, in one go: for pieces of bfloat16 where
-// nothing comes in between.
+// Turns scores and dP into weights and dS in pairs, in one pass over registers. It serves calls where nothing
+// comes in between.
 #pragma once
 
 #include "../fused/gradient_strip.h"
@@ -7,12 +7,12 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// A vector of queries as a block is packed.
+// What pairing a block needs of a vector of queries.
 template <Weigh kWeigh>
 struct PairedLanes {
   Normaliser<float, kWeigh> weigh;
   __m512 delta;
-  __mmask16 valid;  // lanes past the last query meet rows of zeros; they must be numbers for that to be 0
+  __mmask16 valid;  // lanes past the last query meet rows of zeros, and must be finite for that to give 0
 
   SELFATTN_INLINE PairedLanes(const GradientStrip<Pairs>& strip, float factor, int64_t lane, __mmask16 lanes)
       : weigh(strip.row_max + lane, strip.inverse_sum + lane, factor),
@@ -20,8 +20,7 @@ struct PairedLanes {
         valid(lanes) {}
 };
 
-// The rows of 32 queries, beginning with `lane`, or of the strip's last 16: then the second half of them is
-// 0.
+// Pairs the rows of 32 queries from `lane` on, or of the strip's last 16 with zeros as the second half.
 template <Weigh kWeigh, int kVecs>
 void pair_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float factor, int64_t first,
                          int64_t lane, const GradientScratch<Pairs>& scratch) {
@@ -62,7 +61,7 @@ void pair_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float 
       }
       continue;
     }
-    __m512i both[2];  // a vector of both keys
+    __m512i both[2];  // one vector of queries each, of both keys
     SELFATTN_UNROLL
     for (int i = 0; i < 2; ++i) {
       const __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(weight[i][1], weight[i][0]);

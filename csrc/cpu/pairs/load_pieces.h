@@ -1,5 +1,5 @@
-// Packing rows of a tensor as pieces (pieces.h), in the layouts that the operands of operands_of_pairs.h
-// have. What passes by is looked at on the way.
+// Loads rows of a tensor as pieces (pieces.h), in the layouts of operands_of_pairs.h. The magnitudes of what
+// is loaded are gathered on the way.
 #pragma once
 
 #include "pieces.h"
@@ -19,12 +19,12 @@ void with_pieces(int pieces, const Body& body) {
   body(PieceCount<1>{});
 }
 
-// How far ahead of their use rows are asked for, where packing takes them one or two at a time.
+// Rows are prefetched this far ahead where they are loaded one or two at a time.
 constexpr int64_t kRowsAhead = 16;
 
-// 32 neighbouring numbers of a row as pairs of the depth of K Q^T: neighbours where one piece may be used as
-// it lies in memory, otherwise two that are 16 apart, which needs no shuffling. load_row_pieces and
-// load_lane_pieces agree.
+// Stores 32 neighbouring numbers of a row as pairs along the depth of K Q^T. With one piece, which may also
+// be used where it lies in memory, a pair is two neighbours; otherwise it is two numbers that are 16 apart,
+// which needs no shuffling. load_row_pieces and load_lane_pieces must agree on this.
 template <int kPieces>
 SELFATTN_INLINE void store_numbers(uint32_t* to, int64_t piece_stride, Numbers x) {
   if constexpr (kPieces == 1) {
@@ -34,7 +34,8 @@ SELFATTN_INLINE void store_numbers(uint32_t* to, int64_t piece_stride, Numbers x
   }
 }
 
-// to[piece][row][padded depth]: rows one after another, zeros up to whole steps, and `rows` padded to 16.
+// Fills to[piece][row][padded depth]: rows one after another, zeros up to whole steps, and the number of rows
+// padded to 16.
 template <int kPieces>
 void load_row_pieces(uint32_t* to, int64_t piece_stride, const RowSource& s, Magnitudes& seen) {
   const int64_t pairs = padded_pairs(s.columns);
@@ -68,8 +69,8 @@ SELFATTN_INLINE void store_transposed_pieces(uint32_t* to, int64_t ld, int64_t p
   for (int i = 0; i < 16; ++i) store_row_pair<kPieces>(to + i * ld, piece_stride, above[i], below[i]);
 }
 
-// 32 numbers of a bfloat16 row, which are their only piece as they lie; nothing of a row that is past the end
-// or marked as special.
+// Loads 32 numbers of a bfloat16 row, which are their own only piece; a row past the end or marked as special
+// gives zeros.
 SELFATTN_INLINE __m512i load_32_bfloat16(const RowSource& s, int64_t row, int64_t column,
                                          const bool* special) {
   if (row >= s.rows || (special != nullptr && special[row])) return _mm512_setzero_si512();
@@ -77,7 +78,7 @@ SELFATTN_INLINE __m512i load_32_bfloat16(const RowSource& s, int64_t row, int64_
                                   element(s.data, DType::kBFloat16, row * s.stride + column));
 }
 
-// load_lane_pieces of those. A power of two does not round.
+// Does load_lane_pieces for bfloat16 rows. The factor is a power of two, so it does not round.
 inline void load_bfloat16_lanes(uint32_t* to, int64_t ld, const RowSource& s, float factor) {
   const __m512 factors = _mm512_set1_ps(factor);
   for (int64_t lane = 0; lane < s.rows; lane += 16) {
@@ -95,8 +96,8 @@ inline void load_bfloat16_lanes(uint32_t* to, int64_t ld, const RowSource& s, fl
   }
 }
 
-// to[piece][pair of columns][lane]: one row per lane times the factor, zeros in the lanes up to a whole
-// vector.
+// Fills to[piece][pair of columns][lane] with one row per lane, times the factor, and zeros in the lanes up
+// to a whole vector.
 template <int kPieces>
 void load_lane_pieces(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s, float factor,
                       Magnitudes& seen) {
@@ -128,16 +129,17 @@ void load_lane_pieces(uint32_t* to, int64_t ld, int64_t piece_stride, const RowS
   }
 }
 
-// The first 16 numbers of a row from a column on; nothing of a row that is past the end or marked as special.
+// Loads 16 numbers of a row from a column on, as many as there are; a row past the end or marked as special
+// gives zeros.
 SELFATTN_INLINE __m512 load_unless_special(const RowSource& s, int64_t row, int64_t column,
                                            const bool* special) {
   if (row >= s.rows || (special != nullptr && special[row])) return _mm512_setzero_ps();
   return load_16(element(s.data, s.dtype, row * s.stride + column), s.dtype, s.columns - column);
 }
 
-// to[piece][pair of rows][ld]: rows as they are, two and two, zeros up to whole steps of rows and whole
-// vectors of columns. Rows marked as special become zeros. Pairs are neighbours or, of several pieces, 16
-// apart, as WeightOperand's are.
+// Fills to[piece][pair of rows][ld]: rows as they are, two at a time, with zeros up to whole steps of rows
+// and whole vectors of columns. Rows marked as special become zeros. The rows of a pair are neighbours or,
+// with several pieces, 16 apart, like those of WeightOperand.
 template <int kPieces>
 void load_row_pair_pieces(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s,
                           const bool* special, Magnitudes& seen) {
@@ -165,7 +167,7 @@ void load_row_pair_pieces(uint32_t* to, int64_t ld, int64_t piece_stride, const 
   }
 }
 
-// 32 rows of those, from `row` on, as 16 pairs of each column.
+// Does load_column_pieces for 32 bfloat16 rows from `row` on, which are 16 pairs of each column.
 inline void load_bfloat16_columns(uint32_t* to, int64_t ld, const RowSource& s, int64_t row,
                                   const bool* special, Magnitudes& seen) {
   for (int64_t column = 0; column < s.columns; column += 32) {
@@ -186,7 +188,7 @@ inline void load_bfloat16_columns(uint32_t* to, int64_t ld, const RowSource& s, 
     SELFATTN_UNROLL
     for (int i = 0; i < 16; ++i) tile[1][i] = _mm512_castsi512_ps(high[i]);
     transpose<float>(tile[1]);
-    // Interleaving keeps to quarters of a vector: four columns of each eight are low.
+    // Interleaving works within quarters of a vector, so `low` holds four of every eight columns.
     SELFATTN_UNROLL
     for (int half = 0; half < 2; ++half) {
       SELFATTN_UNROLL
@@ -198,13 +200,14 @@ inline void load_bfloat16_columns(uint32_t* to, int64_t ld, const RowSource& s, 
   }
 }
 
-// to[piece][column][ld pairs of rows]: a row of the result per column, zeros as above.
+// Fills to[piece][column][ld pairs of rows]: one row of the result per column, with zeros as in
+// load_row_pair_pieces.
 template <int kPieces>
 void load_column_pieces(uint32_t* to, int64_t ld, int64_t piece_stride, const RowSource& s,
                         const bool* special, Magnitudes& seen) {
   const int64_t pairs = padded_pairs(s.rows);
   for (int64_t pair = 0; pair < pairs; pair += 16) {
-    if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + kDepthStep, kDepthStep);  // those of the next step
+    if (2 * pair < s.rows) ask_for_rows(s, 2 * pair + kDepthStep, kDepthStep);  // the rows of the next step
     if (kPieces == 1 && s.dtype == DType::kBFloat16) {
       load_bfloat16_columns(to + pair, ld, s, 2 * pair, special, seen);
       continue;

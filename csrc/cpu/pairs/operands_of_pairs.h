@@ -1,11 +1,11 @@
-// Arithmetic in bfloat16 pieces: the operands of operands.h for P = Pairs, over an engine that multiplies
-// pairs (engine_*.h). Sums are float.
+// The operands of operands.h for P = Pairs, in bfloat16 pieces. An engine multiplies them (engine_*.h); sums
+// are float.
 //
 // Some numbers have no pieces: NaN and Inf, and magnitudes whose pieces or products would overflow or vanish.
-// Rows that hold one are special. A score of a special query or key is computed in float as if nothing else
-// existed; a special row of values takes part as zeros and is then added in float, for the queries that see
-// it. What a row of the result is made of thus depends on that row's query and on the keys that it sees, and
-// on nothing else in the batch.
+// Rows that hold one are special. A score of a special query or key is computed in float, by itself; a
+// special row of values takes part as zeros and is then added in float, for the queries that see it. So the
+// arithmetic of a row of the result depends on that row's query and on the keys that it sees, and on nothing
+// else in the batch.
 #pragma once
 
 #include "load_pieces.h"
@@ -26,7 +26,8 @@ struct Pairs {
                                                                  : 1;
     }
   }
-  // Of scores and of dP: there a float16 keeps all its bits. An error of a score is not damped by anything.
+  // The PairProduct::order of scores and dP: there a float16 keeps all its bits, since nothing damps an error
+  // of a score.
   static int order_of_scores(const AttentionParams& p) { return p.dtype == DType::kFloat16 ? 3 : pieces(p); }
   static bool is_exact_factor(double factor) {
     int exponent;
@@ -37,26 +38,29 @@ struct Pairs {
 template <>
 constexpr bool kDirect<Pairs> = false;
 
-// Packing costs more than bringing in, and processors with tiles have 2 MB.
+// Splitting rows into pieces costs more than bringing them in, so more strips share it; and processors with
+// tiles have 2 MB of level-2 cache.
 template <>
 constexpr int64_t kMostStrips<Pairs> = PairEngine::kTiles ? 32 : 16;
 template <>
 constexpr int64_t kStripCache<Pairs> = (PairEngine::kTiles ? 1408 : 768) * 1024;
 
-// A tile of dK or dV is loaded and stored as a whole, whatever is added to it.
+// A tile of dK or dV is loaded and stored as a whole, however little is added to it.
 template <>
 constexpr int64_t kPanelStrips<Pairs> = 4;
 
-// Measured without tiles only: packing waited for memory for up to a tenth of the time.
+// Measured without tiles only: loading pieces waited for memory for up to a tenth of the time.
 template <>
 constexpr bool kAsksForNextPanel<Pairs> = !PairEngine::kTiles;
 
-// Each chunk packs all queries. Panels pass through a chunk seldom enough for half of the level-2 cache.
+// Each chunk splits all queries into pieces. Panels pass through a chunk so seldom that it may take half of
+// the level-2 cache.
 template <>
 constexpr int64_t kChunkBytes<Pairs> = (PairEngine::kTiles ? 256 : 512) * 1024;
 
-// A pipeline (pipeline.h) begins and ends with what is loaded: as many keys as leave the level-2 cache room
-// for strips. Not of p.keys: elements of a batch share scratch that is laid out for one of them.
+// A pipeline (pipeline.h) begins and ends with the loaded keys, so as many are loaded as leave the level-2
+// cache room for strips. p.keys does not count here: elements of a batch share scratch that is laid out for
+// one of them.
 template <>
 inline int64_t loaded_keys<Pairs>(const AttentionParams& p) {
   constexpr int64_t kLeast = 4 * kKeyBlock, kNumbers = 128 * 1024;
@@ -79,9 +83,9 @@ struct LaneOperand<Pairs> {
   int64_t piece_stride;
   int pieces;
   float factor;
-  bool special;               // some lane is
+  bool special;               // whether some lane is special
   float* is_special;          // [kLanes] 1 or 0
-  LaneOperand<float> floats;  // filled when it is needed
+  LaneOperand<float> floats;  // the same in float, loaded when needed
   bool floats_are_loaded;
   RowSource source;
 
@@ -97,7 +101,7 @@ struct LaneOperand<Pairs> {
     is_special = arena.take<float>(kLanes<Pairs>);
     floats.allocate(p, columns, arena);
   }
-  // times the factor, a power of two
+  // Loads the rows times `power`, a power of two.
   void load(const RowSource& s, float power = 1.0f) {
     source = s;
     factor = power;
@@ -184,8 +188,8 @@ struct RowOperand<Pairs> {
 // Rows that take part in a product as zeros, and are added to its result in float.
 struct SpecialRows {
   bool* marks;     // [rows]
-  float* values;   // [kKeyBlock][padded columns] those of a block, one after another
-  float* weights;  // [kKeyBlock][kLanes] and the weights that they meet
+  float* values;   // [kKeyBlock][padded columns] the special rows of a block, one after another
+  float* weights;  // [kKeyBlock][kLanes] the weights that they meet
   float* visible;
   bool any;
   RowSource source;
@@ -201,7 +205,7 @@ struct SpecialRows {
     weights = arena.take<float>(kKeyBlock * kLanes<Pairs>);
     visible = arena.take<float>(kKeyBlock * kLanes<Pairs>);
   }
-  // `seen` has seen all of them.
+  // `seen` holds the magnitudes of all rows.
   void mark(const RowSource& s, int pieces, const Magnitudes& seen) {
     source = s;
     any = false;
@@ -278,7 +282,7 @@ struct ColumnOperand<Pairs> {
   }
   void load_shared(const RowSource& s, const RowOperand<Pairs>&) { load(s); }
   bool special(int64_t from, int64_t rows) const { return specials.any_of(from, rows); }
-  bool finite(int64_t, int64_t) const { return !specials.any; }  // of one piece
+  bool finite(int64_t, int64_t) const { return !specials.any; }  // asked with one piece
   bool large() const { return any_large; }
 };
 
@@ -301,7 +305,7 @@ struct VectorOperand<Pairs> {
     data = arena.take<uint32_t>(pieces * piece_stride);
     specials.allocate(count, columns, arena);
   }
-  // `in_float` marks more rows as special: see WeightOperand.
+  // `in_float` marks more rows as special: see WeightOperand::in_float.
   void load(const RowSource& s, const float* in_float = nullptr) {
     specials.mark(s, pieces, load_pieces(s, nullptr));
     for (int64_t row = 0; in_float != nullptr && row < s.rows; ++row) {
@@ -317,7 +321,7 @@ struct VectorOperand<Pairs> {
     return seen;
   }
   bool special() const { return specials.any; }
-  bool finite(int64_t, int64_t) const { return !specials.any; }  // of one piece
+  bool finite(int64_t, int64_t) const { return !specials.any; }  // asked with one piece
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,6 +1,9 @@
-// What a pair engine is asked for: C(row, lane) (=, +=, or scaled +=) sum over the depth of A(row, .) * B(.,
-// lane), where A and B are sums of bfloat16 pieces in pairs (pieces.h). Products of the smallest pieces may
-// be left out: they are below the rounding of what is kept.
+// A product of matrices in bfloat16 pairs, as the engines (engine_*.h) compute it.
+//
+//     C(row, lane)  (=, +=, or scaled +=)  sum over the depth of A(row, .) * B(., lane)
+//
+// A and B are sums of pieces in pairs (pieces.h). Products of the smallest pieces may be left out, since they
+// are below the rounding of what is kept.
 #pragma once
 
 #include "../products/tile_multiply.h"
@@ -12,7 +15,7 @@ struct PairProduct {
   int order;      // products of pieces i and j are taken where i + j < order
   int64_t pairs;  // depth / 2; whole steps for an engine of tiles
 
-  // From one row, pair or piece to the next: strides count pairs.
+  // Distances from one row, pair or piece to the next, in pairs.
   const uint32_t* a;
   int64_t a_row, a_pair = 1, a_piece;
   const uint32_t* b;
@@ -24,14 +27,14 @@ struct PairProduct {
   const float* lane_scale = nullptr;  // for Update::kScaleAdd alone
 };
 
-// The halves of a vector of bfloat16, element by element side by side.
+// Interleaves the two halves of a vector of bfloat16, element by element.
 SELFATTN_INLINE __m512i interleave_halves(__m512i bits) {
   const __m512i order = _mm512_set_epi16(31, 15, 30, 14, 29, 13, 28, 12, 27, 11, 26, 10, 25, 9, 24, 8, 23, 7,
                                          22, 6, 21, 5, 20, 4, 19, 3, 18, 2, 17, 1, 16, 0);
   return _mm512_permutexvar_epi16(order, bits);
 }
 
-// Two vectors of bfloat16, the same for 16 elements of each from kFirst on.
+// Interleaves 16 elements of each of two vectors of bfloat16, from element kFirst on.
 template <int kFirst>
 SELFATTN_INLINE __m512i interleave_rows(__m512i above, __m512i below) {
   const __m512i order =
@@ -41,7 +44,7 @@ SELFATTN_INLINE __m512i interleave_rows(__m512i above, __m512i below) {
   return _mm512_permutex2var_epi16(above, order, below);
 }
 
-// Two rows rounded to bfloat16, elements of the same column side by side, `above` in the low halves.
+// Rounds two rows to bfloat16 and puts elements of the same column side by side, `above` in the low halves.
 SELFATTN_INLINE __m512i pair_rows(__m512 above, __m512 below) {
   return interleave_halves((__m512i)_mm512_cvtne2ps_pbh(below, above));
 }

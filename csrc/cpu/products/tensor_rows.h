@@ -1,5 +1,4 @@
-// Moving rows between the user's tensors and scratch: conversion to the accumulation type T, padding,
-// transposition.
+// Moves rows between tensors and scratch: converts to T, pads, transposes. T is the type of the sums.
 #pragma once
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -21,8 +20,8 @@ inline void* element(void* data, DType dtype, int64_t index) {
   return static_cast<char*>(data) + index * size_of(dtype);
 }
 
-// What load_row and store_row do with less than a vector, or with a type that no instruction converts. Out of
-// line: they stand in every loop over rows, and this takes ten times the code of the rest.
+// load_row and store_row use these for less than a vector, and for types that no instruction converts. They
+// are out of line: every loop over rows would hold them, and they take ten times the code of the rest.
 template <class T>
 __attribute__((noinline)) void load_elements(const void* data, DType dtype, int64_t n, T* buffer) {
   for (int64_t i = 0; i < n; ++i) buffer[i] = load_element<T>(data, dtype, i);
@@ -32,7 +31,7 @@ __attribute__((noinline)) void store_elements(void* data, DType dtype, int64_t n
   for (int64_t i = 0; i < n; ++i) store_element<T>(data, dtype, i, buffer[i]);
 }
 
-// One vector of n <= kWidth neighbouring elements; zeros fill the rest and nothing beyond them is read.
+// Loads one vector of n <= kWidth neighbouring elements; zeros fill the rest and nothing beyond them is read.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec load_row(const void* data, DType dtype, int64_t n) {
   using S = Simd<T>;
@@ -63,8 +62,8 @@ SELFATTN_INLINE void store_row(void* data, DType dtype, int64_t n, typename Simd
   store_elements<T>(data, dtype, smaller(n, S::kWidth), buffer);
 }
 
-// n elements of a result at `index`, and at the same place of the residual, where there is one, what the
-// conversion to dtype took away.
+// Stores n elements of a result at `index`, and what the conversion to dtype took away at the same place of
+// the residual (nullable).
 template <class T>
 SELFATTN_INLINE void store_with_residual(void* data, void* residual, DType dtype, int64_t index, int64_t n,
                                          typename Simd<T>::Vec v) {
@@ -75,7 +74,7 @@ SELFATTN_INLINE void store_with_residual(void* data, void* residual, DType dtype
   }
 }
 
-// Asks for `rows` rows of `bytes` bytes, `stride` bytes apart, ahead of their use.
+// Prefetches `rows` rows of `bytes` bytes, `stride` bytes apart.
 inline void prefetch_block(const void* data, int64_t stride, int64_t rows, int64_t bytes) {
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t at = 0; at < bytes; at += 64) {
@@ -102,8 +101,8 @@ SELFATTN_INLINE void transpose(typename Simd<T>::Vec (&rows)[Simd<T>::kWidth]) {
   }
 }
 
-// dst[column * ld + lane] = factor * src(row lane, column) for `rows` rows, zeros in the lanes up to a whole
-// vector. Source columns are neighbours in memory; rows are row_stride elements apart.
+// dst[column * ld + lane] = factor * src(row lane, column) for `rows` rows, with zeros in the lanes up to a
+// whole vector. Source columns are neighbours in memory; rows are row_stride elements apart.
 template <class T>
 void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t row_stride, int64_t rows,
                      int64_t columns, T factor) {
@@ -142,8 +141,8 @@ void load_transposed(T* dst, int64_t ld, const void* src, DType dtype, int64_t r
   }
 }
 
-// dst(row lane, column) = src[column * ld + lane] * lane_scale[lane], converted to dtype. `residual`, where
-// given, is laid out as dst and receives what the conversion took away.
+// dst(row lane, column) = src[column * ld + lane] * lane_scale[lane], converted to dtype. `residual`
+// (nullable) is laid out like dst and receives what the conversion took away.
 template <class T>
 void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, int64_t columns, const T* src,
                       int64_t ld, const T* lane_scale, void* residual = nullptr) {
@@ -192,9 +191,8 @@ void store_transposed(void* dst, DType dtype, int64_t row_stride, int64_t rows, 
   }
 }
 
-// dst[column] = factor * src[column] for `columns` neighbouring elements, zeros up to a whole vector. The
-// element type is asked once per row: between converting one vector and the next the question would cost more
-// than the answer.
+// dst[column] = factor * src[column] for `columns` neighbouring elements, with zeros up to a whole vector.
+// The element type is tested once per row: a test for every vector would cost more than the conversion.
 template <class T>
 void load_padded_row(T* dst, const void* src, DType dtype, int64_t columns, T factor) {
   using S = Simd<T>;
@@ -218,7 +216,7 @@ void load_padded_row(T* dst, const void* src, DType dtype, int64_t columns, T fa
   }
 }
 
-// dst[row][padded] = factor * src(row, column), zeros in the padding.
+// dst[row][padded] = factor * src(row, column), with zeros in the padding.
 template <class T>
 void load_rows(T* dst, const void* src, DType dtype, int64_t row_stride, int64_t rows, int64_t columns,
                T factor) {
@@ -233,7 +231,7 @@ struct RowSource {
   const void* data;
   DType dtype;
   int64_t stride, rows, columns;
-  bool is_gradient = false;  // which may be much smaller than data is
+  bool is_gradient = false;  // gradients may be much smaller than data
 
   RowSource from(int64_t row, int64_t count) const {
     return {element(data, dtype, row * stride), dtype, stride, count, columns, is_gradient};
@@ -246,7 +244,7 @@ inline RowSource row_source(const View& view, DType dtype, int64_t batch, int64_
   return {element(view.data, dtype, view.offset(batch, head, first)), dtype, view.stride[2], rows, columns};
 }
 
-// Rows that will be needed soon. Reading them is half of the time of packing, without.
+// Prefetches rows that will be needed soon. Without it, loading pieces spends half of its time on reading.
 inline void ask_for_rows(const RowSource& s, int64_t row, int64_t rows) {
   const int64_t bytes = size_of(s.dtype);
   prefetch_block(element(s.data, s.dtype, row * s.stride), s.stride * bytes, rows, s.columns * bytes);
@@ -259,8 +257,8 @@ struct Rows {
   int64_t stride;
 };
 
-// The tensor's own memory where it already holds T and nothing asks for padding; otherwise a converted copy
-// in `buffer` with rows padded by zeros to whole vectors.
+// Returns the tensor's own memory if it already holds T and needs no padding; otherwise a converted copy in
+// `buffer` with rows padded by zeros to whole vectors.
 template <class T>
 Rows<T> rows_as(const RowSource& s, bool whole_vectors, T* buffer) {
   if (s.dtype == dtype_of<T>() && !(whole_vectors && s.columns % Simd<T>::kWidth != 0)) {
@@ -273,8 +271,8 @@ Rows<T> rows_as(const RowSource& s, bool whole_vectors, T* buffer) {
 template <class T>
 bool all_finite(const T* data, int64_t stride, int64_t rows, int64_t columns) {
   using S = Simd<T>;
-  // x * 0 is 0 for finite x and NaN otherwise, and NaN survives addition. Four sums, of four rows: one would
-  // wait for its own latency.
+  // x * 0 is 0 for finite x and NaN otherwise, and NaN survives addition. There are four sums, of four rows,
+  // since one would wait for its own latency.
   constexpr int kSums = 4;
   const auto zero = S::set(T(0));
   const int64_t whole = columns / S::kWidth * S::kWidth;

@@ -1,4 +1,4 @@
-// The way from a dtype to its kernels, and where the numbers of the rows lie in the memory that they get.
+// Chooses the kernels of a dtype, and lays out the arrays of row gradients in memory.
 #include "rows.h"
 
 #include "../../core/sequences.h"

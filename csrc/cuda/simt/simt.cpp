@@ -1,4 +1,4 @@
-// The entry in the kernel table, and the way from a dtype to its kernels.
+// The entry of "simt" in the kernel table, which calls the kernels of each dtype.
 #include "simt.h"
 
 #include <stdexcept>
@@ -61,7 +61,7 @@ size_t backward_backward_workspace(const AttentionParams& p, const BackwardBackw
 void backward_backward_of_dtype(const AttentionParams& p, const BackwardBackwardArguments& a,
                                 const Launch& where) {
   BackwardArguments first = a.backward;
-  first.grad_sinks_rows = nullptr;  // the first derivative's, which nobody wants
+  first.grad_sinks_rows = nullptr;  // only the second derivative's is wanted
   rows::prepare(p, first, where.workspace, where);
   call_for_dtype(p.dtype, [&](auto dtype) { backward_backward<dtype>(p, a, where); });
   if (a.backward.grad_mask.data == nullptr) return;

@@ -224,9 +224,9 @@ STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CUDA, library) {
   library.impl("attention_scores_backward", &attention_scores_backward);
   library.impl("masked_softmax", &masked_softmax);
   library.impl("masked_softmax_backward", &masked_softmax_backward);
-  library.impl("plain_attention", &plain_attention);
-  library.impl("plain_attention_forward", &plain_attention_forward);
-  library.impl("plain_attention_backward", &plain_attention_backward);
+  library.impl("basic_attention", &basic_attention);
+  library.impl("basic_attention_forward", &basic_attention_forward);
+  library.impl("basic_attention_backward", &basic_attention_backward);
   library.impl("attention_refusals", &attention_refusals);
 }
 

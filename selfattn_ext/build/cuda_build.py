@@ -1,10 +1,10 @@
-"""Whether a build gets CUDA kernels, for which GPUs, and by which nvcc.
+"""Decides whether a build gets CUDA kernels, for which GPUs, and by which nvcc.
 
-setup.py and CMake load this file by its path, jit.py imports it; it needs neither torch nor the rest of the
-package.
-Without a reason to do otherwise a build includes the CUDA kernels where torch has CUDA and a usable nvcc is
-found, and is for the CPU alone where not: ``SELFATTN_CUDA=1`` makes that an error, ``SELFATTN_CUDA=0`` leaves
-CUDA out.
+setup.py and CMake load this file by its path and jit.py imports it, so it needs neither torch nor the rest of
+the package.
+By default a build includes the CUDA kernels if torch has CUDA and a usable nvcc is found, and otherwise is
+for the CPU alone. ``SELFATTN_CUDA=1`` makes it an error if they cannot be built, ``SELFATTN_CUDA=0`` leaves
+them out.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from typing import Any, NamedTuple
 VARIABLE = "SELFATTN_CUDA"
 ARCHITECTURES_VARIABLE = "TORCH_CUDA_ARCH_LIST"
 
-#: What a build without a GPU at hand is made for; scripts/cuda_compile_check.py compiles them all. Code for
-#: 8.0 runs on 8.6 and 8.9, code for 12.0 on 12.1; later GPUs compile the PTX of the last for themselves.
+#: The architectures of a build on a machine without a GPU; scripts/cuda_compile_check.py compiles for all of
+#: them. Code for 8.0 runs on 8.6 and 8.9, code for 12.0 on 12.1; the drivers of later GPUs compile the PTX of
+#: the last one.
 DEFAULT_ARCHITECTURES = ("7.5", "8.0", "9.0a", "10.0", "12.0")
 
-#: Whose PTX is that of which, as scripts/cuda_compile_check.py makes sure: with both, nvcc's front end, which
-#: is over half of its work, runs once.
+#: Architectures that have the same PTX as another one, which scripts/cuda_compile_check.py verifies. If both
+#: are wanted, nvcc's front end, which is over half of its work, runs once.
 SAME_PTX = {"12.0": "10.0"}
 
 #: The oldest GPUs that the kernels are written for.
 MINIMUM_CAPABILITY = (7, 5)
 
-#: About how many processor seconds a build takes for the CPU, for the host's part of the CUDA sources, and
-#: for an architecture, to PTX and from there to machine code. docs/install.md says how they were measured.
+#: About how many processor seconds a build takes: for the CPU, for the host's part of the CUDA sources, and
+#: for each architecture, first to PTX and then to machine code. docs/install.md says how they were measured.
 CPU_SECONDS = 360
 CUDA_HOST_SECONDS = 139
 CUDA_SECONDS = {
@@ -46,7 +47,7 @@ CUDA_SECONDS = {
     "12.0": (134, 109),
 }
 
-#: Why a library has no CUDA kernels, by the name under which it remembers the reason.
+#: Why a library has no CUDA kernels, by the name of the reason that is compiled into it.
 ABSENT = {
     "": "the build did not ask for them",
     "unwanted": f"it was built with {VARIABLE}=0",
@@ -59,7 +60,7 @@ ABSENT = {
 
 
 def install_hint(torch_cuda: str | None) -> str:
-    """How to come by a library with CUDA kernels, for people. ``torch_cuda`` is ``torch.version.cuda``."""
+    """Tells users how to get a library with CUDA kernels. ``torch_cuda`` is ``torch.version.cuda``."""
     toolkit = f"the CUDA toolkit {torch_cuda}" if torch_cuda else "a torch with CUDA and its CUDA toolkit"
     return (
         f"Install {toolkit} (nvcc on PATH, or its folder in CUDA_HOME), then selfattn_ext again with "
@@ -67,7 +68,7 @@ def install_hint(torch_cuda: str | None) -> str:
     )
 
 
-# The generations by which torch's variable may name architectures.
+# TORCH_CUDA_ARCH_LIST may name generations instead of architectures.
 _GENERATIONS = {
     "Turing": "7.5+PTX",
     "Ampere": "8.0;8.6+PTX",
@@ -116,7 +117,7 @@ def find_nvcc() -> Nvcc | None:
     for command in places:
         try:
             banner = _run([command, "--version"]).stdout
-            # Where nvcc on PATH is a link or a script, only nvcc itself knows where its toolkit is.
+            # If nvcc on PATH is a link or a script, only nvcc itself knows where its toolkit is.
             dryrun = _run([command, "--dryrun", "-x", "cu", os.devnull]).stderr
             listed = _run([command, "--list-gpu-arch"]).stdout
         except (OSError, subprocess.TimeoutExpired):
@@ -138,7 +139,7 @@ def _number(architecture: str) -> tuple[int, int]:
 
 
 def _for_gpus(capabilities: Sequence[tuple[int, int]], nvcc: Nvcc) -> tuple[str, ...]:
-    """The machine code of these GPUs, PTX for those that are newer than nvcc."""
+    """Machine code for these GPUs, and PTX for those that are newer than nvcc."""
     result = []
     for capability in sorted(set(capabilities)):
         name = f"{capability[0]}.{capability[1]}"
@@ -152,12 +153,12 @@ def _for_gpus(capabilities: Sequence[tuple[int, int]], nvcc: Nvcc) -> tuple[str,
 def _by_default(nvcc: Nvcc) -> tuple[str, ...]:
     known = [name for name in DEFAULT_ARCHITECTURES if name.rstrip("a") in nvcc.architectures]
     if known and known[-1].endswith("a"):
-        known.append(known[-1].rstrip("a"))  # an architecture's own instructions have no PTX for later ones
+        known.append(known[-1].rstrip("a"))  # PTX for 9.0a does not run on later GPUs
     return (*known[:-1], f"{known[-1]}+PTX") if known else ()
 
 
 def architectures_of(variable: str, capabilities: Sequence[tuple[int, int]], nvcc: Nvcc) -> tuple[str, ...]:
-    """What to compile for: TORCH_CUDA_ARCH_LIST, else the GPUs of this machine, else the default list.
+    """The architectures to compile for: TORCH_CUDA_ARCH_LIST, else this machine's GPUs, else the defaults.
 
     Raises:
         ValueError: the variable names something that nvcc or the kernels do not know.
@@ -176,7 +177,7 @@ def architectures_of(variable: str, capabilities: Sequence[tuple[int, int]], nvc
                 f"{ARCHITECTURES_VARIABLE}={variable} asks for {name}, and {nvcc} can compile the kernels "
                 f"for {', '.join(known)}, each with +PTX or without"
             )
-    # Machine code for 9.0 has the instructions that only these GPUs have; PTX for later ones has not.
+    # Machine code for 9.0 uses the instructions that only these GPUs have; PTX for later GPUs does not.
     with_own = []
     for name in result:
         with_own += ["9.0a"] if name == "9.0" else ["9.0a", name] if name == "9.0+PTX" else [name]
@@ -194,7 +195,7 @@ def architecture_flags(architectures: Sequence[str]) -> list[str]:
             flags.append(f"-gencode=arch=compute_{ptx},code=sm_{number}")
         if name.endswith("+PTX"):
             flags.append(f"-gencode=arch=compute_{ptx},code=compute_{ptx}")
-    # nvcc itself tells the sources of those alone that its front end runs for.
+    # nvcc itself tells the sources only the architectures that its front end runs for.
     with_code = "/".join(dict.fromkeys(name.rstrip("a") for name in known))
     return [*flags, f"-DSELFATTN_CUDA_ARCHITECTURES={with_code}"]
 
@@ -209,7 +210,7 @@ def cmake_architectures(nvcc: Nvcc) -> list[str]:
 
 
 def _host_problem(nvcc: Nvcc) -> str | None:
-    """What nvcc says against a small program: the host compiler may be too new, or headers may be missing."""
+    """nvcc's error for a small program: its host compiler may be too new, or headers may be missing."""
     text = "#include <cuda_runtime.h>\n#include <string>\n__global__ void kernel() {}\nint main() {}\n"
     with tempfile.TemporaryDirectory() as folder:
         source = Path(folder, "probe.cu")
@@ -236,7 +237,7 @@ def plan(
         torch_version: ``torch.__version__``.
         torch_cuda: ``torch.version.cuda``.
         capabilities: the compute capabilities of this machine's GPUs.
-        at_run_time: the library is for this machine alone, so that without a GPU there is no use in CUDA.
+        at_run_time: the library is for this machine alone, so CUDA kernels are of no use without a GPU.
 
     Raises:
         ValueError: SELFATTN_CUDA=1 asks for what is not possible, or a variable makes no sense.
@@ -291,7 +292,7 @@ def plan_for(torch: Any, *, at_run_time: bool = False) -> Plan:
 
 
 def processor_seconds(plan: Plan) -> float:
-    """About how long the files of a build take, all together, on one processor."""
+    """About how many seconds all files of a build take on one processor."""
     total = CPU_SECONDS + (CUDA_HOST_SECONDS if plan.cuda else 0)
     known = [name.removesuffix("+PTX") for name in plan.architectures]
     for name in dict.fromkeys(known):
@@ -301,7 +302,7 @@ def processor_seconds(plan: Plan) -> float:
 
 
 def definitions(plan: Plan) -> list[str]:
-    """Compiler flags by which the library remembers why it has no CUDA kernels, or which of them it has."""
+    """Compiler flags that tell the library why it has no CUDA kernels, or which of them it has."""
     if plan.absent:
         return [f"-DSELFATTN_CUDA_ABSENT={plan.absent}"]
     return ["-DSELFATTN_CUDA_HOPPER"] if "9.0a" in plan.architectures else []
@@ -311,8 +312,8 @@ def definitions(plan: Plan) -> list[str]:
 def environment(plan: Plan, cpp_extension: Any) -> Iterator[None]:
     """Make torch's build code, the module torch.utils.cpp_extension, use the plan's nvcc.
 
-    torch guesses the toolkit's folder when that module is first imported, and guesses wrong where nvcc on
-    PATH is a script.
+    torch guesses the toolkit's folder when that module is first imported, and guesses wrong if nvcc on PATH
+    is a script.
     """
     if plan.nvcc is None:
         yield

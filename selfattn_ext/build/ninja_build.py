@@ -1,6 +1,7 @@
-"""Runs ninja for torch's build code: shows how far it is, and lets one process at a time build in a folder.
+"""Runs ninja for torch's build code: shows progress, and lets one process at a time build in a folder.
 
-setup.py loads this file by its path, jit.py imports it; it needs neither torch nor the rest of the package.
+setup.py loads this file by its path and jit.py imports it, so it needs neither torch nor the rest of the
+package.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def _processors() -> int:
 
 
 def _jobs() -> int:
-    """How many compilers may run at once; 0 where ninja decides. As torch reads it."""
+    """How many compilers may run at once, read from MAX_JOBS as torch reads it; 0 if ninja decides."""
     wanted = os.environ.get("MAX_JOBS", "")
     return int(wanted) if wanted.isdigit() else 0
 
@@ -51,7 +52,7 @@ def shown(
 ) -> Iterator[None]:
     """Make torch's build code, the module torch.utils.cpp_extension, run ninja by :func:`run`.
 
-    ``echo`` prints the compilers' warnings. A torch whose code has another name for it shows nothing.
+    ``echo`` prints the compilers' warnings. If torch's function has another name, nothing is shown.
     """
     before = getattr(cpp_extension, "_run_ninja_build", None)
 
@@ -71,7 +72,7 @@ def shown(
 
 
 def run(folder: str, begin: Begin, kept_open: Sequence[int] = ()) -> str:
-    """Make what the folder's build.ninja lists and what is not up to date. Returns the compilers' warnings.
+    """Bring everything that the folder's build.ninja lists up to date. Returns the compilers' warnings.
 
     Args:
         folder: where build.ninja is.
@@ -82,7 +83,7 @@ def run(folder: str, begin: Begin, kept_open: Sequence[int] = ()) -> str:
         RuntimeError: something does not compile; the message holds the compiler's output.
     """
     environment = {**os.environ, **_STATUS}
-    # Without -n ninja tells how many files there are when the first has been made.
+    # ninja itself tells how many files there are only when the first has been made.
     listed = subprocess.run(
         ["ninja", "-n"], cwd=folder, env=environment, capture_output=True, text=True, errors="replace"
     ).stdout
@@ -117,8 +118,8 @@ def run(folder: str, begin: Begin, kept_open: Sequence[int] = ()) -> str:
 def alone_in(folder: Path) -> Iterator[list[int]]:
     """One process at a time builds in a folder. Yields what ninja and the compilers are to keep open.
 
-    The system ends the turn of a process that was killed, once its compilers have ended, too. torch's lock is
-    a file, which stays behind then, and for which torch would wait for ever.
+    If a process is killed, the system releases its lock as soon as its compilers have ended, too. torch's own
+    lock is a file, which a killed process leaves behind and for which torch would wait for ever.
     """
     torch_lock = folder / "lock"
     with (folder / "selfattn_ext.lock").open("a") as turn:
@@ -129,7 +130,7 @@ def alone_in(folder: Path) -> Iterator[list[int]]:
                 _tell(f"selfattn_ext: waiting for another process that compiles in {folder}")
                 fcntl.flock(turn, fcntl.LOCK_EX)
         except OSError:
-            # Some file systems have no locks; there torch's file is all that keeps processes apart.
+            # Some file systems have no locks. On these, only torch's file keeps processes apart.
             if torch_lock.exists():
                 _tell(f"selfattn_ext: another process is compiling; if there is none, delete {torch_lock}")
         else:
@@ -138,13 +139,13 @@ def alone_in(folder: Path) -> Iterator[list[int]]:
 
 
 def remove_damaged(library: Path) -> None:
-    """Remove a library that does not fit its seal: ninja, which goes by times, would not make it again."""
+    """Remove a library that does not fit its seal; ninja, which compares times, would not make it again."""
     if library.exists() and (not _seal(library).exists() or _seal(library).read_text() != _digest(library)):
         library.unlink()
 
 
 def seal(library: Path) -> None:
-    """Write down what is in a library, which has been loaded once."""
+    """Keep the digest of a library that has been loaded once; see :func:`remove_damaged`."""
     if library.exists():
         _seal(library).write_text(_digest(library))
 

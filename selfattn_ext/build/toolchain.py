@@ -1,7 +1,7 @@
 """What a build needs besides torch: a C++17 compiler, Python's headers, ninja.
 
-setup.py and the PEP 517 backend load this file by its path, before torch is found, so it imports neither
-torch nor the rest of the package.
+setup.py and the PEP 517 backend load this file by its path before torch is found, so it imports neither torch
+nor the rest of the package.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def compiler_problem() -> str | None:
 def ninja_folder() -> str | None:
     """The folder of the ninja program: on PATH, beside this interpreter or in the ninja package; else None.
 
-    PATH alone is not enough: ``.venv/bin/python`` may be called without activating its environment.
+    PATH alone is not enough, because ``.venv/bin/python`` may be called without activating its environment.
     """
     places = [
         os.environ.get("PATH", os.defpath),
@@ -81,7 +81,7 @@ def environment() -> Iterator[None]:
     if command is not None:
         os.environ["CXX"] = shlex.join(command)
         if len(command) == 1:
-            # nvcc would take gcc, which need not be of a version that it accepts.
+            # Otherwise nvcc would take gcc, which may be of a version that it does not accept.
             os.environ.setdefault("NVCC_CCBIN", command[0])
     if folder is not None:
         os.environ["PATH"] = os.pathsep.join([saved["PATH"] or os.defpath, folder])

@@ -1,10 +1,10 @@
 """Finds and loads the compiled library.
 
-Importing ``selfattn_ext._C`` registers the operators with torch; ``ops()`` and ``extension()`` are the two
-ways in for the rest of the package. A checkout that was installed by "pip install ." has no library of its
-own, and takes the installed one as long as the sources are the same. One that was never installed is compiled
-then and there, through torch's cache of extensions. SELFATTN_LIBRARY names another file, for builds
-with sanitizers or, in the tests, with the CUDA kernels on the CPU.
+Importing ``selfattn_ext._C`` registers the operators with torch; the rest of the package calls ``ops()`` and
+``extension()``. A checkout that was installed by "pip install ." has no library of its own, and takes the
+installed one as long as the sources are the same. A checkout that was never installed is compiled when it is
+imported, through torch's cache of extensions. SELFATTN_LIBRARY names another file, for builds with sanitizers
+or, in the tests, with the CUDA kernels on the CPU.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ import torch
 
 from . import jit, sources
 
-_MODULE = f"{__package__}._C"
+_PACKAGE = Path(__file__).parents[1]
+_MODULE = f"{sources.PACKAGE}._C"
 _VARIABLE = "SELFATTN_LIBRARY"
 
 
@@ -65,17 +66,17 @@ def extension() -> ModuleType:
 
 
 def _beside() -> str | None:
-    return _in_package(Path(__file__).parent)
+    return _in_package(_PACKAGE)
 
 
 def _in_package(package: Path) -> str | None:
-    # In this folder and nowhere else: an editable install would offer the library of another checkout.
+    # Only this folder is searched, because an editable install would offer the library of another checkout.
     spec = importlib.machinery.PathFinder.find_spec(_MODULE, [str(package)])
     return None if spec is None else spec.origin
 
 
 def _of_the_same_sources() -> str | None:
-    """The library that "pip install ." has made of this checkout, for programs that run in it."""
+    """The library that "pip install ." made from this checkout, for programs that run in the checkout."""
     return next((file for package, file in _installed() if sources.same_as_in(package)), None)
 
 
@@ -83,7 +84,7 @@ def _installed() -> Iterator[tuple[Path, str]]:
     """Other packages on the path that hold their sources and a library, as pip installs them."""
     for folder in map(Path, sys.path):
         package = folder / sources.PACKAGE
-        if (package / "csrc").is_dir() and package.resolve() != Path(__file__).resolve().parent:
+        if (package / "csrc").is_dir() and package.resolve() != _PACKAGE.resolve():
             file = _in_package(package)
             if file is not None:
                 yield package, file
@@ -121,11 +122,11 @@ def _compile() -> ModuleType:
         folder = sources.root()
     except FileNotFoundError as error:
         raise ImportError(f"{nothing}, and {error}: install it again") from error
-    why = f"no compiled library for this Python in {Path(__file__).parent}"
+    why = f"no compiled library for this Python in {_PACKAGE}"
     for package, _ in _installed():
         why += f", and the sources of {package} differ"
     why += "; pip install -e . in the checkout makes one ahead of time"
-    # torch caches by name, so that two checkouts need two.
+    # torch's cache goes by name, so each checkout needs a name of its own.
     name = f"selfattn_ext_{zlib.crc32(os.fsencode(folder)):08x}"
     try:
         return jit.compile_and_load(name, sources.compile_flags(), why=why)

@@ -56,7 +56,7 @@ TensorHandle nothing() {
 
 }  // namespace
 
-void plain_attention(StableIValue* values, uint64_t, uint64_t) {
+void basic_attention(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   const Arguments arguments(stack);
   const ForwardCall& call = arguments.call;
@@ -68,7 +68,7 @@ void plain_attention(StableIValue* values, uint64_t, uint64_t) {
   stack.put(out.handle);
 }
 
-void plain_attention_forward(StableIValue* values, uint64_t, uint64_t) {
+void basic_attention_forward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   const Arguments arguments(stack);
   const ForwardCall& call = arguments.call;
@@ -88,7 +88,7 @@ void plain_attention_forward(StableIValue* values, uint64_t, uint64_t) {
   stack.put(out.handle, statistics.handle, residual.handle);
 }
 
-void plain_attention_backward(StableIValue* values, uint64_t, uint64_t) {
+void basic_attention_backward(StableIValue* values, uint64_t, uint64_t) {
   Stack stack(values);
   BackwardTensors tensors(stack);
   tensors.statistics = stack.tensor();
@@ -101,9 +101,9 @@ void plain_attention_backward(StableIValue* values, uint64_t, uint64_t) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(SELFATTN_NAMESPACE, CPU, library) {
-  library.impl("plain_attention", &plain_attention);
-  library.impl("plain_attention_forward", &plain_attention_forward);
-  library.impl("plain_attention_backward", &plain_attention_backward);
+  library.impl("basic_attention", &basic_attention);
+  library.impl("basic_attention_forward", &basic_attention_forward);
+  library.impl("basic_attention_backward", &basic_attention_backward);
 }
 
 }  // namespace selfattn::ops
