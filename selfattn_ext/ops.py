@@ -1,8 +1,8 @@
 """The operators of the compiled library, one typed name per operator, and their fake kernels.
 
 All tensors are four-dimensional here; :mod:`selfattn_ext.functional` brings user input into that form. The
-names are the dispatcher's own callables, so that a call costs nothing on top. They know no gradients and no
-vmap: those are in :mod:`selfattn_ext.autograd.attention_function`.
+names are the dispatcher's own callables, so that a call through them costs nothing extra. They have no
+gradients and no vmap, which :mod:`selfattn_ext.autograd.attention` adds.
 
 The fake kernels give shapes, dtypes and strides without data, for torch.compile, torch.export and
 FakeTensorMode.
@@ -32,16 +32,16 @@ __all__ = [
     "attention_scores_backward",
     "attention_weights",
     "attention_with_cache",
-    "masked_softmax",
-    "masked_softmax_backward",
     "basic_attention",
     "basic_attention_backward",
     "basic_attention_forward",
+    "masked_softmax",
+    "masked_softmax_backward",
 ]
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
 
-#: The dtypes whose rounding is worth remembering.
+#: The dtypes for which a forward keeps what rounding took away from its output.
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 _ops = library.ops()
@@ -67,7 +67,7 @@ masked_softmax_backward: signatures.MaskedSoftmaxBackward = _ops.masked_softmax_
 
 
 def _direct(overload: Any) -> Any:
-    """The callable inside an overload, which costs less. torch.compile traces overloads only."""
+    """Returns the callable inside an overload, whose calls cost less; torch.compile traces only overloads."""
     return getattr(overload, "_op", overload)
 
 
@@ -80,12 +80,10 @@ basic_attention_backward: signatures.BasicAttentionBackward = _direct(_ops.basic
 
 
 def _refuse_meta(*arguments: Any) -> None:
-    """Fake kernels also answer for the meta device, where a caller would get tensors without data for
-    results.
-    """
+    """Refuses meta tensors: fake kernels run for them, too, and their results would have no data."""
     if any(isinstance(argument, Tensor) and argument.device.type == "meta" for argument in arguments):
         raise RuntimeError(
-            "selfattn_ext runs on no meta tensors; use torch._subclasses.FakeTensorMode for shapes"
+            "selfattn_ext does not run on meta tensors; use torch._subclasses.FakeTensorMode for shapes"
         )
 
 
@@ -94,11 +92,11 @@ def _fake(name: str) -> Callable[[_Kernel], _Kernel]:
 
 
 def _empty_like(layout: Tensor, length: int, width: int) -> Tensor:
-    """An empty (B, H, length, width) in the order of the tensor's head and sequence dimensions, dense."""
+    """Returns an empty dense (B, H, length, width) with heads and rows in the order of ``layout``."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
     batch, heads, rows, _ = layout.shape
-    # Where sizes depend on data, an answer that is wrong for one head or one row changes no place in memory.
+    # Where sizes depend on data, guessing wrong for one head or one row leaves every address the same.
     several = guard_or_true(heads > 1) and guard_or_true(rows > 1) and guard_or_true(layout.stride(1) != 0)
     if several and guard_or_false(layout.stride(1) < layout.stride(2)):
         return layout.new_empty((batch, length, heads, width)).transpose(1, 2)
@@ -110,7 +108,7 @@ def _(
     query: Tensor, key: Tensor, value: Tensor, scale: float, *, need_residual: bool = False, **options: Any
 ) -> tuple[Tensor, ...]:
     _refuse_meta(query, key, value, *options.values())
-    batch, heads, length, _ = query.shape  # of packed queries (1, H, rows, E), as their results are
+    batch, heads, length, _ = query.shape  # packed queries are (1, H, rows, E), and so are their results
     statistics = (
         query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype)) for _ in range(2)
     )
@@ -151,7 +149,7 @@ def _(
 
 
 def _rows(query: Tensor) -> Tensor:
-    """An empty row statistic."""
+    """Returns an empty tensor for one number per row, such as the row maximum."""
     return query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
 
 
@@ -165,7 +163,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any) -
 
 
 def _gradients(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Empty gradients of a call."""
+    """Returns empty tensors for the gradients of a call."""
     statistics = accumulation_dtype(query.dtype)
     optional = (
         (options.get("attn_mask") if options.get("need_mask_grad", False) else None, query.dtype),
