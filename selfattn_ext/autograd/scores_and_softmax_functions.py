@@ -1,6 +1,6 @@
 """Differentiable halves of attention, the scores and their softmax, also under torch.func.
 
-As in :mod:`selfattn_ext.autograd.attention`, each gradient is a function of its own whose forward is an
+As in :mod:`.attention_function`, each gradient is a function of its own whose forward is an
 operator, so that it can be differentiated any number of times, and each function has a cheaper form for
 eager mode.
 """
