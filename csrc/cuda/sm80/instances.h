@@ -1,7 +1,7 @@
 // What the .cu files of this folder compile: one element type and one padded dim each.
 #pragma once
 
-#include "plan.h"
+#include "../../core/attention_params.h"
 
 struct CUstream_st;
 

@@ -1,72 +1,17 @@
-// Tiles from global to shared memory.
-//
-// Eight neighbouring lanes (four where rows have 12 or 4 chunks) share a row, so that a warp reads whole
-// lines and a row's flag has one group of writers. Whatever lies beyond the tensor or its dim becomes zero.
+// Tiles from global to shared memory. Whatever lies beyond the tensor or its dim becomes zero.
 #pragma once
 
-#include "../../core/integers.h"
 #include "../common/element.cuh"
-#include "fragments.cuh"
-#include "pieces.cuh"
-#include "shared_layout.cuh"
-#include "work.cuh"
+#include "../mma/non_finite.cuh"
+#include "../mma/pieces.cuh"
+#include "../mma/tile_share.cuh"
+#include "sm80_shared_memory.cuh"
 
 namespace selfattn::cuda::sm80 {
 
-// How the threads of a block share a tile of kRows rows of kChunks chunks.
-template <class C, int kRowCount, int kChunks>
-struct TileShare {
-  static constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // of a row
-  static constexpr int kStep = C::kThreads / kLanes;       // rows at a time
-  static constexpr int kPasses = static_cast<int>(divide_up(kRowCount, kStep));
-  static constexpr int kPerLane = kChunks / kLanes;
-  // Whether neighbouring rows begin in the same bank, so that they take their chunks in different order.
-  static constexpr bool kAlternates = kChunks % 16 == 0;
-  static_assert(kChunks % kLanes == 0 && kStep % 8 == 0, "the swizzle of a thread's chunks never changes");
-
-  int row, lane;
-  __device__ __forceinline__ TileShare() {
-    const unsigned thread = static_cast<unsigned>(this_thread<C>());
-    row = static_cast<int>(thread / kLanes);
-    lane = static_cast<int>(thread % kLanes);
-  }
-
-  // The chunk that a thread of float32 takes as its i-th: those of even and of odd rows are in different
-  // halves of 256 bytes. Two rows are stored at a time, and their pieces are half as long: they fill the
-  // banks.
-  __device__ __forceinline__ int chunk(int i) const {
-    const int odd = kAlternates ? row & 1 : 0;
-    return lane + ((i & ~1) + ((i & 1) ^ odd)) * kLanes;
-  }
-
-  // Whether this pass goes beyond the tile: known when compiling, but for the last.
-  static __device__ __forceinline__ bool beyond(int pass, int row_of_pass) {
-    return kRowCount % kStep != 0 && pass == kPasses - 1 && row_of_pass >= kRowCount;
-  }
-
-  // Whether any lane of this thread's row says yes.
-  __device__ __forceinline__ bool any_of_row(bool mine) const {
-    const uint32_t votes = __ballot_sync(kWholeWarp, mine);
-    const int first = static_cast<int>(threadIdx.x) & 31 & ~(kLanes - 1);
-    return (votes >> first & ((1u << kLanes) - 1u)) != 0;
-  }
-
-  // Calls body(row) for the thread's rows of the tile and flags those to which any of their lanes says yes.
-  // Returns whether one of the thread's rows is flagged. Collective.
-  template <class Body>
-  __device__ __forceinline__ bool flag_rows(unsigned char* flags, const Body& body) const {
-    bool any = false;
-#pragma unroll 1
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int r = row + pass * kStep;
-      const bool exists = !beyond(pass, r);
-      const bool flag = any_of_row(exists && body(r));
-      if (lane == 0 && exists) flags[r] = flag;
-      any |= flag;
-    }
-    return any;
-  }
-};
+using mma::Plan;
+using mma::RowOf;
+using mma::TileShare;
 
 // The chunk of 16 bytes that begins at `column` of a row, element by element: for rows that are not aligned
 // or end within a chunk.
@@ -134,7 +79,7 @@ __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage*
   using Share = TileShare<C, kRowCount, C::kDim* static_cast<int>(sizeof(Storage)) / 16>;
   const Share share;
   const Storage* row = matrix + static_cast<uint32_t>(first + share.row) * stride;
-  if (C::kPlain || vectors) {
+  if (C::kBare || vectors) {
     start_vectors<C, false>(shared, share, row + share.lane * kPerChunk<Storage>, stride, count, dim);
   } else {
 #pragma unroll 1
@@ -162,7 +107,7 @@ __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const At
   const Share share;
   const int count = work.keys - rows.first_key;
   const auto* head = static_cast<const Storage*>(rows.first);
-  if (C::kPlain || rows.vectors) {
+  if (C::kBare || rows.vectors) {
     constexpr int kAtOnce = kWarp / Share::kLanes;  // rows of a warp
     static_assert(Share::kPasses * kAtOnce <= kWarp && C::kKeys % Share::kStep == 0,
                   "a row for each lane, and no pass goes beyond the tile");
@@ -182,7 +127,7 @@ __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const At
 #pragma unroll 1
     for (int r = share.row; r < C::kKeys; r += Share::kStep) {
       const int key = min(rows.first_key + r, work.keys - 1);
-      copy_row<C>(shared, share, r, key_row<Storage>(p, rows.view, rows.first, work, key), r < count,
+      copy_row<C>(shared, share, r, mma::key_row<Storage>(p, rows.view, rows.first, work, key), r < count,
                   rows.dim);
     }
   }
@@ -231,19 +176,20 @@ class PassingRows {
 template <class C, bool kLeaveOut>
 __device__ __forceinline__ bool store_pieces(unsigned char* planes, int plane_bytes, int row, int chunk,
                                              float4 x) {
-  const bool special = has_no_pieces(x.x) || has_no_pieces(x.y) || has_no_pieces(x.z) || has_no_pieces(x.w);
+  const bool special = mma::has_no_pieces(x.x) || mma::has_no_pieces(x.y) || mma::has_no_pieces(x.z) ||
+                       mma::has_no_pieces(x.w);
   if (kLeaveOut && special) {
-    if (has_no_pieces(x.x)) x.x = 0.0f;
-    if (has_no_pieces(x.y)) x.y = 0.0f;
-    if (has_no_pieces(x.z)) x.z = 0.0f;
-    if (has_no_pieces(x.w)) x.w = 0.0f;
+    if (mma::has_no_pieces(x.x)) x.x = 0.0f;
+    if (mma::has_no_pieces(x.y)) x.y = 0.0f;
+    if (mma::has_no_pieces(x.z)) x.z = 0.0f;
+    if (mma::has_no_pieces(x.w)) x.w = 0.0f;
   }
   unsigned char* to = planes + Swizzle<C::kDim>::offset(row, chunk / 2) + chunk % 2 * 8;
 #pragma unroll
   for (int piece = 0; piece < C::kPieces; ++piece) {
     uint2 packed;
-    packed.x = take_piece(x.x, x.y);
-    packed.y = take_piece(x.z, x.w);
+    packed.x = mma::take_piece(x.x, x.y);
+    packed.y = mma::take_piece(x.z, x.w);
     *reinterpret_cast<uint2*>(to + piece * plane_bytes) = packed;
   }
   return special;
@@ -292,7 +238,7 @@ __device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& w
         special |= store_pieces<C, false>(shared.queries(), SharedLayout<C>::kQueryPlane, r, chunk, x);
       } else {
         unsigned char* to = shared.queries() + Swizzle<C::kDim>::offset(r, chunk);
-        if (C::kPlain || plan.query_vectors) {
+        if (C::kBare || plan.query_vectors) {
           ptx::copy_async_16(to, from + column, column < columns);
         } else {
           copy_elements(to, from, column, columns);
@@ -325,6 +271,24 @@ __device__ __forceinline__ bool split_staged(const SharedMemory<C>& shared, unsi
     }
     return special;
   });
+}
+
+// Zeroes what this thread brought into the tile and is not finite. It has waited for its copies.
+template <class C>
+__device__ __forceinline__ void clear_non_finite_values(const SharedMemory<C>& shared) {
+  using Share = TileShare<C, C::kKeys, C::kDim / 8>;
+  const Share share;
+#pragma unroll 1
+  for (int r = share.row; r < C::kKeys; r += Share::kStep) {
+#pragma unroll 1
+    for (int chunk = share.lane; chunk < C::kDim / 8; chunk += Share::kLanes) {
+      auto* elements = reinterpret_cast<uint16_t*>(shared.values() + Swizzle<C::kDim>::offset(r, chunk));
+#pragma unroll 1
+      for (int i = 0; i < 8; ++i) {
+        if (mma::is_non_finite<C::kDType>(elements[i])) elements[i] = 0;
+      }
+    }
+  }
 }
 
 }  // namespace selfattn::cuda::sm80

@@ -5,9 +5,12 @@
 // permutes. All the rest is a constant of the instruction.
 #pragma once
 
-#include "loads.cuh"
+#include "../mma/paired_weights.cuh"
+#include "sm80_shared_memory.cuh"
 
 namespace selfattn::cuda::sm80 {
+
+using mma::LeftBlock;
 
 // The lane's part in reading blocks of 16 rows by 16 columns. kRowsFirst: matrices 0 and 1 are the upper and
 // lower rows (queries, values); otherwise the left and right columns (keys).
@@ -21,7 +24,7 @@ struct BlockReader {
       : tile(tile_of_rows) {
     const int lower = (kRowsFirst ? lane >> 3 : lane >> 4) & 1,
               right = (kRowsFirst ? lane >> 4 : lane >> 3) & 1;
-    first = of_thread<C>(Swizzle::offset(first_row + (lane & 7) + lower * 8, right));
+    first = mma::of_thread<C>(Swizzle::offset(first_row + (lane & 7) + lower * 8, right));
   }
   // The address for columns 16 * step .. and rows moved by a multiple of 16.
   __device__ __forceinline__ const unsigned char* at(int step, int rows) const {
@@ -49,8 +52,6 @@ __device__ __forceinline__ bool left_out(int piece, int pieces) {
 __device__ __forceinline__ int first_product(int pieces) { return pieces == 3 ? 0 : pieces == 2 ? 3 : 5; }
 
 template <class C>
-using LeftBlock = uint32_t[C::kPieces][C::kStrips][4];  // 16 rows of every strip by 16
-template <class C>
 using RightBlock = uint32_t[C::kPieces][4];  // 16 by two times 8 columns
 
 // sums[strip][first], [first + 1] += a b. float32 sums the products of pieces of these 16 terms by themselves
@@ -58,7 +59,7 @@ using RightBlock = uint32_t[C::kPieces][4];  // 16 by two times 8 columns
 template <class C, int kTiles>
 __device__ __forceinline__ void multiply_block(const LeftBlock<C>& a, const RightBlock<C>& b, int pieces,
                                                float (&sums)[C::kStrips][kTiles][4], int first) {
-  using A = Arithmetic<C::kDType>;
+  using A = mma::Arithmetic<C::kDType>;
   if constexpr (!C::kFloat32) {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
@@ -102,7 +103,7 @@ __device__ __forceinline__ void multiply_rows(const Operand& left, const Operand
                                               int pieces, float (&sums)[C::kStrips][kTiles][4]) {
   const BlockReader<C, true> left_reader(left.tile, left.first_row, lane);
   const BlockReader<C, false> right_reader(right.tile, right.first_row, lane);
-  clear(sums);
+  mma::clear(sums);
 #pragma unroll
   for (int step = 0; step < C::kDim / 16; ++step) {
     if (C::asks_whether_beyond(step) && step * 16 >= dim) break;
@@ -124,28 +125,6 @@ __device__ __forceinline__ void multiply_rows(const Operand& left, const Operand
         ptx::load_matrix_x4(b[piece], right_reader.at(step, tile * 8) + piece * right.plane_bytes);
       }
       multiply_block<C>(a, b, pieces, sums, tile);
-    }
-  }
-}
-
-// Columns 8 * tile .. + 15 of the weights as a left operand: the accumulators of two neighbouring products of
-// scores are one as they stand, once packed, so that weights never leave the registers.
-template <class C, int kTiles>
-__device__ __forceinline__ void pack_weights(const float (&weights)[C::kStrips][kTiles][4], int tile,
-                                             LeftBlock<C>& a) {
-#pragma unroll
-  for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // Registers 0 and 1: both rows of the left eight columns; 2 and 3: of the right.
-      const float* pair = &weights[strip][tile + i / 2][i % 2 * 2];
-      float low = pair[0], high = pair[1];
-      if constexpr (C::kFloat32) {
-#pragma unroll
-        for (int piece = 0; piece < C::kPieces; ++piece) a[piece][strip][i] = take_piece(low, high);
-      } else {
-        a[0][strip][i] = Arithmetic<C::kDType>::pack(low, high);
-      }
     }
   }
 }
@@ -180,14 +159,14 @@ __device__ __forceinline__ void accumulate(const float (&weights)[C::kStrips][kT
                                            const Operand& right, int lane, int dim, int pieces,
                                            float (&output)[C::kStrips][C::kDimTiles][4]) {
   constexpr int kBlocks = kTiles / 2;
-  LeftBlock<C> packed[C::kFloat32 ? 1 : kBlocks];
+  LeftBlock<C> paired[C::kFloat32 ? 1 : kBlocks];
   if constexpr (!C::kFloat32) {
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) pack_weights<C>(weights, 2 * n, packed[n]);
+    for (int n = 0; n < kBlocks; ++n) mma::pair_weights<C>(weights, 2 * n, paired[n]);
   }
   const auto block = [&](int n) -> const LeftBlock<C>& {
-    if constexpr (C::kFloat32) pack_weights<C>(weights, 2 * n, packed[0]);
-    return packed[C::kFloat32 ? 0 : n];
+    if constexpr (C::kFloat32) mma::pair_weights<C>(weights, 2 * n, paired[0]);
+    return paired[C::kFloat32 ? 0 : n];
   };
   accumulate_blocks<C, kBlocks>(block, right, lane, dim, pieces, output);
 }

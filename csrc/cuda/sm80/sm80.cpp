@@ -4,8 +4,9 @@
 #include <cstdint>
 
 #include "../function/function_kernels.h"
+#include "../mma/forward_plan.h"
 #include "../simt/simt.h"
-#include "backward/instances.h"
+#include "backward/sm80_backward.h"
 #include "instances.h"
 
 namespace selfattn::cuda {
@@ -22,7 +23,7 @@ bool hands_over(const AttentionParams& p) { return !backward::takes(p); }
 const char* refuses(const AttentionParams& p, int capability) {
   if (capability < kLeastCapability) return "it needs compute capability 8.0 or later";
   if (p.dtype == DType::kFloat64) return "tensor cores do not multiply float64";
-  if (p.head_dim > kMaxDim || p.value_dim > kMaxDim) return "it takes head dims up to 256";
+  if (p.head_dim > mma::kMaxDim || p.value_dim > mma::kMaxDim) return "it takes head dims up to 256";
   // Differences of two indices, sums with SeenKeys and with a tile's size are exact.
   constexpr int64_t kMost = (int64_t{1} << 30) - 1024;
   if (p.batch > kMost || p.heads > kMost || p.keys > kMost || p.queries > kMost) {
@@ -100,7 +101,7 @@ constexpr Kernel entry() {
                 Option::kPages,         Option::kBatchInvariant}
           .with(kFunctionOptions);
   kernel.refuses = &refuses;
-  kernel.forward_workspace = &forward_workspace;
+  kernel.forward_workspace = &mma::forward_workspace;
   kernel.forward = &forward;
   kernel.weights = &weights;
   kernel.backward_workspace = &backward_workspace;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../kernel.h"
+#include "../mma/backward/backward_plan.h"
 
 namespace selfattn::cuda {
 
@@ -13,6 +14,11 @@ namespace sm80 {
 // leaves them to this one. The workspace is that of kSm80's forward.
 void forward_of_few_queries(const AttentionParams& params, const ForwardOutputs& outputs,
                             const Launch& where);
+
+// The gradient of the mask, if one is wanted, for a kernel that computes the others itself. The workspace is
+// that of kSm80's backward, and holds the statistics.
+void gradient_of_mask(const AttentionParams& params, const BackwardArguments& arguments,
+                      const mma::backward::Statistics& statistics, const Launch& where);
 
 }  // namespace sm80
 

@@ -1,4 +1,4 @@
-#include "launch.cuh"
+#include "sm80_launch.cuh"
 
 namespace selfattn::cuda::sm80 {
 

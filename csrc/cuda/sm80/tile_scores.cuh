@@ -2,11 +2,18 @@
 // that both see the same bits.
 #pragma once
 
+#include "../mma/score_options.cuh"
+#include "loads.cuh"
 #include "multiply.cuh"
-#include "scores.cuh"
-#include "special.cuh"
+#include "special_numbers.cuh"
 
 namespace selfattn::cuda::sm80 {
+
+using mma::Lane;
+using mma::MaskBitsOf;
+using mma::Place;
+using mma::Plan;
+using mma::Scores;
 
 template <class C>
 class TileScores {
@@ -55,7 +62,7 @@ class TileScores {
   // block.
   __device__ __forceinline__ bool load_mask(int tile) {
     if constexpr (FunctionTile<float>::kAny) {
-      if (hides_all(seen_tile(work_, p_.function, tile * C::kKeys))) return false;
+      if (hides_all(mma::seen_tile(work_, p_.function, tile * C::kKeys))) return false;
       if (p_.mask.data == nullptr) return true;
     }
     const Lane<C> lane_of_mask;
@@ -72,15 +79,15 @@ class TileScores {
     if constexpr (C::kFloat32) {
       if (special) replace_special_scores(Place<C>{{plan_, work_, lane()}, first_key}, shared_, scores_);
     }
-    if constexpr (!C::kPlain) {
+    if constexpr (!C::kBare) {
       const Lane<C> lane_of_scores;
       const Place<C> place{{plan_, work_, lane_of_scores}, first_key};
       const auto ignore = [](int, int, int, int, float) {};
-      apply_options(place, plan_.scale, plan_.mask_pairs, scores_.at, ignore, ignore);
-      if (p_.mask.data != nullptr) hide_by_mask(lane_of_scores, mask_, scores_);
+      mma::apply_options(place, plan_.scale, plan_.mask_pairs, scores_.at, ignore, ignore);
+      if (p_.mask.data != nullptr) mma::hide_by_mask(lane_of_scores, mask_, scores_);
     }
-    if (!kWhole && !sees_whole_tile(work_, first_key)) {
-      hide_by_position(work_, lane(), first_key, scores_);
+    if (!kWhole && !mma::sees_whole_tile(work_, first_key)) {
+      mma::hide_by_position(work_, lane(), first_key, scores_);
     }
   }
 

@@ -3,7 +3,7 @@
 #include <algorithm>
 
 #include "../../core/integers.h"
-#include "../sm80/plan.h"
+#include "../mma/forward_plan.h"
 
 namespace selfattn::cuda::sm90 {
 
@@ -36,7 +36,7 @@ MappedTensor mapped(const View& view, int64_t batch, int64_t heads, int64_t rows
 }  // namespace
 
 bool is_mappable(const View& view, int64_t rows, int64_t columns) {
-  if (!sm80::readable_by_vectors(view, columns) || (rows > 1 && view.stride[2] == 0)) return false;
+  if (!mma::readable_by_vectors(view, columns) || (rows > 1 && view.stride[2] == 0)) return false;
   return std::all_of(view.stride, view.stride + 3, [&](int64_t stride) {
     return stride >= 0 && stride * static_cast<int64_t>(size_of(view.dtype)) < kMostStride;
   });

@@ -2,7 +2,7 @@
 // never loaded.
 #pragma once
 
-#include "../sm80/visibility.cuh"
+#include "../mma/visibility.cuh"
 
 namespace selfattn::cuda::sm90 {
 
@@ -32,7 +32,7 @@ __device__ __forceinline__ bool mask_shows_any(const View& mask, int batch, int 
     bool shown = false;
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      const sm80::RowOf row = row_at(first + r);
+      const mma::RowOf row = row_at(first + r);
       const int64_t at = mask.offset(batch, row.head, row.query) + first_key * step;
       const char* const bytes = static_cast<const char*>(mask.data) + at * size;
       const bool vectors = step == 1 && reinterpret_cast<uintptr_t>(bytes) % 16 == 0;
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool mask_shows_any(const View& mask, int batch, int 
       }
 #pragma unroll 1
       for (int key = chunks * per_chunk + lane; key < keys; key += kWarp) {
-        shown |= !sm80::mask_hides(mask, at + key * step);
+        shown |= !mma::mask_hides(mask, at + key * step);
       }
     }
     if (__any_sync(kWholeWarp, shown)) return true;

@@ -2,10 +2,10 @@
 // keys that a mask shows, and starts the copies.
 #pragma once
 
-#include "../sm80/non_finite.cuh"
+#include "../mma/non_finite.cuh"
 #include "mask_tiles.cuh"
-#include "plan.h"
-#include "shared_memory.cuh"
+#include "sm90_plan.h"
+#include "sm90_shared_memory.cuh"
 
 namespace selfattn::cuda::sm90 {
 
@@ -13,7 +13,7 @@ template <class C>
 class Producer {
  public:
   __device__ __forceinline__ Producer(const Plan& plan, const SharedMemory<C>& shared)
-      : plan_(plan), p_(plan.plan.params), shared_(shared) {}
+      : plan_(plan), p_(plan.params), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
     int item = 0;
@@ -41,13 +41,13 @@ class Producer {
         if (lane() == 0) number = static_cast<int64_t>(atomicAdd(plan_.next_item, 1ull));
         number = __shfl_sync(kWholeWarp, number, 0);
       }
-      if (number >= plan_.plan.blocks) {
+      if (number >= plan_.blocks) {
         careful = true;
         number = item > 0 ? repeated(item - 1) : -1;
         if (number < 0) return false;
       }
       if (lane() == 0) {
-        Work<C>& work = shared_.work(item) = Work<C>(plan_.plan, number);
+        Work<C>& work = shared_.work(item) = Work<C>(plan_, number);
         work.careful = careful;
         control().number[item % kItems] = number;
       }
@@ -73,7 +73,7 @@ class Producer {
     const Work<C>& work = shared_.work(item);
     wait_for_warp(&control().query_empty, (item & 1) ^ 1);
     start_queries(work);
-    bool waits = plan_.plan.folds;  // for queries, which others have not been told of
+    bool waits = plan_.folds;  // for queries, which others have not been told of
     const int last = work.begin < work.end ? (work.end - 1) / C::kKeys : work.first_tile - 1;
 #pragma unroll 1
     for (int tile = shown(work, last); tile >= work.first_tile; tile = shown(work, tile - 1)) {
@@ -83,7 +83,7 @@ class Producer {
       bring_values(work, tile);
     }
     if (waits) finish_queries();
-    if constexpr (!C::kPlain) {
+    if constexpr (!C::kBare) {
       wait_for_warp(&control().key_empty[keys_.stage], keys_.parity ^ 1);
       if (lane() == 0) {
         control().tile_of[keys_.stage] = -1;
@@ -95,7 +95,7 @@ class Producer {
 
   // Of one head a box. Folded ones are copied row by row, which the first keys do not wait for.
   __device__ __forceinline__ void start_queries(const Work<C>& work) const {
-    if (plan_.plan.folds) {
+    if (plan_.folds) {
       const auto row_at = [&](int r) {
         return static_cast<const uint16_t*>(p_.query.data) + work.offset(p_.query, work.row(r));
       };
@@ -119,7 +119,7 @@ class Producer {
 
   // The next tile, counting down, of which the mask shows anything.
   __device__ __forceinline__ int shown(const Work<C>& work, int tile) const {
-    if constexpr (!C::kPlain) {
+    if constexpr (!C::kBare) {
       if (p_.mask.data == nullptr) return tile;
       const auto row_at = [&](int n) { return work.row(n); };
       // Of a mask that heads share, the folded rows of one are all there are.
@@ -137,7 +137,7 @@ class Producer {
     wait_for_warp(&control().key_empty[keys_.stage], keys_.parity ^ 1);
     uint64_t* const full = &control().key_full[keys_.stage];
     unsigned char* const to = shared_.keys(keys_.stage);
-    if constexpr (!C::kPlain) {
+    if constexpr (!C::kBare) {
       if (lane() == 0) control().tile_of[keys_.stage] = tile;
     }
     if (plan_.boxes_per_tile > 0) {
@@ -190,7 +190,7 @@ class Producer {
                                             int tile, int panels, unsigned char* to) const {
     const int first_key = tile * C::kKeys;
     const auto row_at = [&](int r) {
-      return sm80::key_row<uint16_t>(p_, view, first, work, min(first_key + r, max(work.keys - 1, 0)));
+      return mma::key_row<uint16_t>(p_, view, first, work, min(first_key + r, max(work.keys - 1, 0)));
     };
     start_rows<C::kKeys>(to, work.keys - first_key, dim, panels, row_at);
     ptx::copy_async_wait<0>();
@@ -251,7 +251,7 @@ class Producer {
         auto* const chunk = reinterpret_cast<uint16_t*>(tile + (panel * C::kKeys + r) * 128) + lane() % 8 * 8;
 #pragma unroll 1
         for (int i = 0; i < 8; ++i) {
-          if (r >= rows || (careful && sm80::is_non_finite<C::kDType>(chunk[i]))) chunk[i] = 0;
+          if (r >= rows || (careful && mma::is_non_finite<C::kDType>(chunk[i]))) chunk[i] = 0;
         }
       }
     }
@@ -260,7 +260,7 @@ class Producer {
   const Plan& plan_;
   const AttentionParams& p_;
   const SharedMemory<C> shared_;
-  Turn<C::kStages> keys_, values_;
+  RingPosition<C::kStages> keys_, values_;
   uint32_t landed_ = 0;
 };
 

@@ -9,7 +9,7 @@ namespace selfattn::cuda::sm90 {
 
 // Where a thread stands in a ring of stages: the stage, and the parity of the phase that its barriers are in.
 template <int kStages>
-struct Turn {
+struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
 

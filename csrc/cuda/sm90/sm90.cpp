@@ -4,8 +4,9 @@
 
 #include "../function/function_kernels.h"
 #include "../sm80/sm80.h"
-#include "backward/instances.h"
+#include "backward/sm90_backward.h"
 #include "instances.h"
+#include "sm90_plan.h"
 
 namespace selfattn::cuda {
 
@@ -42,7 +43,7 @@ const char* refuses(const AttentionParams& p, int capability) {
     return "it computes only bfloat16 and float16";
   constexpr int64_t kLeastDim = 32;
   if (std::max(p.head_dim, p.value_dim) <= kLeastDim) return "it takes head dims above 32";
-  if (std::max(p.head_dim, p.value_dim) > kMostDimWithOptions && !sm80::is_plain(p)) {
+  if (std::max(p.head_dim, p.value_dim) > kMostDimWithOptions && !mma::is_bare(p)) {
     return "above head dims of 192 it takes only calls without masks and other changes of scores";
   }
   if (has_few_queries(p)) return "it leaves few queries to \"sm80\"";
@@ -59,7 +60,9 @@ void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Laun
 
 void run_backward(const AttentionParams& p, const BackwardArguments& arguments, const Launch& where) {
   if (!backward::takes(p, arguments)) return kSm80.backward(p, arguments, where);
-  backward::run(p, arguments, where);
+  const mma::backward::Statistics statistics = mma::backward::prepare_statistics(p, arguments, where);
+  backward::run(p, arguments, statistics, where.stream);
+  sm80::gradient_of_mask(p, arguments, statistics, where);
 }
 
 // The weights are sm80's, and so is whatever memory the gradients need.

@@ -1,4 +1,4 @@
-#include "launch.cuh"
+#include "sm90_launch.cuh"
 
 namespace selfattn::cuda::sm90 {
 

@@ -1,7 +1,8 @@
+#include "sm90_plan.h"
+
 #include <algorithm>
 
 #include "../../core/integers.h"
-#include "plan.h"
 
 namespace selfattn::cuda::sm90 {
 
@@ -10,7 +11,7 @@ namespace {
 constexpr int64_t kCounterBytes = 256;
 
 int64_t counter_offset(const AttentionParams& p) {
-  return divide_up(static_cast<int64_t>(sm80::forward_workspace(p)), kCounterBytes) * kCounterBytes;
+  return divide_up(static_cast<int64_t>(mma::forward_workspace(p)), kCounterBytes) * kCounterBytes;
 }
 
 // Rows of the boxes that make up a tile of keys in pages; 0 if there are none.
@@ -40,16 +41,15 @@ size_t forward_workspace(const AttentionParams& p) {
   return static_cast<size_t>(counter_offset(p) + kCounterBytes);
 }
 
-Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const sm80::TileShape& tile,
+Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const mma::TileShape& tile,
                   void* workspace) {
-  Plan plan;
-  plan.plan = sm80::plan_forward(p, outputs, tile, nullptr);
+  Plan plan{{}, mma::plan_forward(p, outputs, tile, nullptr)};
   plan.next_item = reinterpret_cast<unsigned long long*>(static_cast<char*>(workspace) + counter_offset(p));
-  if (plan.plan.blocks == 0) return plan;
-  plan.plan.folds = folds(p, tile.rows);
-  if (plan.plan.folds) {
-    plan.plan.row_tiles = divide_up(p.heads / p.kv_heads * p.queries, tile.rows);
-    plan.plan.blocks = p.batch * p.kv_heads * plan.plan.row_tiles;
+  if (plan.blocks == 0) return plan;
+  plan.folds = folds(p, tile.rows);
+  if (plan.folds) {
+    plan.row_tiles = divide_up(p.heads / p.kv_heads * p.queries, tile.rows);
+    plan.blocks = p.batch * p.kv_heads * plan.row_tiles;
   }
 
   const bool paged = p.pages.table != nullptr;

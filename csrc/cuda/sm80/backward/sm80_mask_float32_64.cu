@@ -1,4 +1,4 @@
-#include "mask_gradient.cuh"
+#include "sm80_mask_gradient.cuh"
 
 namespace selfattn::cuda::sm80::backward {
 
