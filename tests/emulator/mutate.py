@@ -196,7 +196,7 @@ def cases_of(file: Path) -> list[str]:
 
 
 def kernels_of(file: Path) -> list[str]:
-    """The kernels that a file belongs to: by its folder, or both. sm80 speaks for mma, which sm90 uses, too."""
+    """The kernels that a file belongs to: by its folder, or both. sm80 stands for mma, too."""
     if "mma" in file.parts:
         return ["sm80"]
     return [name for name in KERNELS if name in file.parts] or ["simt", "sm80"]

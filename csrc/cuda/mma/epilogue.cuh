@@ -7,9 +7,11 @@
 
 namespace selfattn::cuda::mma {
 
-// Normalised rows (or, of splits, the sums as they are) go through shared memory, where the tiles have been,
-// so that a row is written by neighbouring lanes; each warp takes care of its own rows. Blocks of eight
-// columns are exchanged by the row's number against bank conflicts, within the row.
+// The place of a row's column in the shared memory through which rows are written.
+//
+// Normalised rows (or the sums of splits as they are) go through shared memory, in place of the tiles, so
+// that neighbouring lanes write a row; each warp writes its own rows. Against bank conflicts, blocks of eight
+// columns change places within the row by its number.
 template <int kColumns>
 __device__ __forceinline__ int exchanged(int row, int column) {
   constexpr int kBlocks = kColumns % 32 == 0 ? 4 : 2;
@@ -17,20 +19,20 @@ __device__ __forceinline__ int exchanged(int row, int column) {
   return row * kColumns + (column ^ (row & (kBlocks - 1)) << 3);
 }
 
-// Eight neighbouring 16-bit elements, the first of which is at a multiple of 16 bytes.
+// Stores eight neighbouring 16-bit elements, the first of which is at a multiple of 16 bytes.
 template <DType kDType>
 __device__ __forceinline__ void store_chunk(void* tensor, int64_t at, const float (&x)[8]) {
   using E = Element<kDType>;
   const auto pair = [&](int n) {
     return static_cast<uint32_t>(E::narrow(x[2 * n])) | static_cast<uint32_t>(E::narrow(x[2 * n + 1])) << 16;
   };
-  // Of an assignment nvcc 13.0 made four stores of 4 bytes here.
+  // nvcc 13.0 split a plain assignment into four 4-byte stores.
   __stwb(reinterpret_cast<uint4*>(static_cast<uint16_t*>(tensor) + at),
          uint4{pair(0), pair(1), pair(2), pair(3)});
 }
 
 // Calls body(row, column, numbers) for eight neighbouring numbers of a row that the warp has put there, from
-// `first` of `columns` on: 16 bytes of 16-bit results for each lane, in several rows at a time.
+// `first` of `columns` on. Each lane has 16 bytes of 16-bit results, and a warp several rows at a time.
 template <class C, class Body>
 __device__ __forceinline__ void for_each_chunk(const float* rows, const Lane<C>& lane, int end, int first,
                                                int columns, const Body& body) {
@@ -46,7 +48,7 @@ __device__ __forceinline__ void for_each_chunk(const float* rows, const Lane<C>&
   }
 }
 
-// The results of a warp's rows by chunks. Returns whether all that the lane has written is finite.
+// Writes the results of a warp's rows by chunks. Returns whether all that the lane has written is finite.
 template <class C>
 __device__ __forceinline__ bool write_chunks(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
                                              const float* rows, int end, int first) {
@@ -68,7 +70,8 @@ __device__ __forceinline__ bool write_chunks(const Plan& plan, const Work<C>& wo
   return finite;
 }
 
-// The same by pairs of numbers, for results that no 16 bytes fit, and the sums of a split.
+// The same by pairs of numbers, for results that cannot be written 16 bytes at a time and for the sums of a
+// split.
 template <class C>
 __device__ __forceinline__ bool write_pairs(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
                                             const float* rows, int end, int first, bool partial) {
@@ -98,9 +101,9 @@ __device__ __forceinline__ bool write_pairs(const Plan& plan, const Work<C>& wor
   return finite;
 }
 
-// The plain path subtracts the rounded product of maximum and scale from exact ones: of scores beyond this it
-// may be off by half a power of two, and by more than the exponent of a float holds where they are larger
-// still. Such rows are computed once more, in the formula's order. Collective of the warp.
+// The bare path subtracts the rounded product of maximum and scale from exact ones. With scores beyond this
+// the difference may be off by half a power of two, and with still larger ones by more than the exponent of a
+// float holds. Such rows are computed once more, in the formula's order. Collective of the warp.
 constexpr float kLargeScore = 0x1p23f;
 
 template <class C, class Storage>
@@ -126,7 +129,7 @@ __device__ __forceinline__ void write_large_rows(const Plan& plan, const Work<C>
   }
 }
 
-// `rows`: shared memory for kExchangeColumns floats of each row of the tile.
+// Writes the rows of a warp. `rows`: shared memory for kExchangeColumns floats of each row of the tile.
 template <class C, class Storage>
 __device__ __forceinline__ void write_rows(const Plan& plan, const Work<C>& work, const Lane<C>& lane,
                                            float* rows, const Softmax<C, Storage>& softmax,

@@ -8,16 +8,16 @@ namespace selfattn::cuda::mma {
 
 namespace {
 
-constexpr int64_t kAlignment = 16;  // bytes, of an asynchronous copy
+constexpr int64_t kAlignment = 16;  // bytes that an asynchronous copy takes at a time
 
-// Those that the plain kernels apply, forward and backward: Note [Declared options] in core/options.h.
-// Whether rows can be read by vectors may differ from chunk to chunk of a sequence, and with it who computes
-// them.
+// The bare kernels, forward and backward, apply these: Note [Declared options] in core/options.h.
+// kBatchInvariant is not among them: whether rows can be read by vectors may differ from chunk to chunk of a
+// sequence, and the kernel would change with it.
 constexpr OptionSet kBareOptions = {Option::kSinks,         Option::kWindow,     Option::kQueryOffset,
                                     Option::kPackedQueries, Option::kPackedKeys, Option::kKeyLengths,
                                     Option::kQueryOffsets,  Option::kPages};
-// Of plain kernels: neither the scale's product with log2(e) nor its inverse vanishes or overflows in
-// float32.
+// Bare kernels take scales between these: neither the product with log2(e) nor its inverse vanishes or
+// overflows in float32.
 constexpr double kLeastScale = 1e-30, kMostScale = 1e30;
 
 void count_blocks(Plan& plan, const TileShape& tile) {
@@ -60,7 +60,7 @@ size_t forward_workspace(const AttentionParams& p) { return split_workspace<floa
 
 namespace {
 
-// What forward and weights have in common.
+// Fills what the plans of forward and weights have in common.
 Plan plan_scores(const AttentionParams& p, const TileShape& tile) {
   Plan plan;
   plan_call(p, plan);

@@ -1,5 +1,5 @@
-// What a launch of a forward kernel is told: the call, and how its work is divided. Plain C++, filled on the
-// host from shapes, strides and addresses alone.
+// The plan of a forward launch: the call, and how its work is divided among blocks. Plain C++: the host fills
+// it from shapes, strides and addresses alone.
 #pragma once
 
 #include <cstddef>
@@ -12,27 +12,27 @@
 
 namespace selfattn::cuda::mma {
 
-// A unit is what shares keys and values: one query head, or of few-query sequences all query heads of a kv
-// head, their queries one after another ("folded"). Its rows are cut into tiles; of few-query sequences its
-// keys into splits.
+// A unit shares keys and values. It is one query head or, in few-query sequences, all query heads of a kv
+// head with their queries one after another ("folded"). Its rows are cut into tiles and, in few-query
+// sequences, its keys into splits.
 //
-// The host knows the longest sequence. What follows from the length of each is worked out by its blocks.
+// The host knows only the longest sequence. Blocks work out what follows from the length of their own.
 struct Plan {
-  ForwardOutputs outputs;          // of the forward
-  WeightsOutputs weights_outputs;  // of the weights
+  ForwardOutputs outputs;          // set in plans of the forward
+  WeightsOutputs weights_outputs;  // set in plans of the weights
 
-  // Elements of the batch that this launch takes, and the splits of few-query sequences.
+  // The batch elements that this launch takes, and the splits of few-query sequences.
   SplitLaunch<float> split_launch;
 
-  // Of the longest sequence.
+  // These count what the longest sequence has.
   int64_t row_tiles = 0;
-  int64_t key_tiles = 1;  // of the weights, which have a block for each
+  int64_t key_tiles = 1;  // for the weights, which have a block for each
   int64_t blocks = 0;
 
   float scale = 1.0f;
   float scale_log2 = 1.0f;     // scale * log2(e)
-  float dropout_scale = 1.0f;  // of the output: weights themselves are only dropped
-  int pieces = 1;              // of float32 numbers, see pieces.cuh
+  float dropout_scale = 1.0f;  // a factor of the output: weights themselves are only dropped
+  int pieces = 1;              // how many a float32 number is split into, see pieces.cuh
 
   // Whether rows can be read and results written 16 bytes at a time, results written and masks read two
   // elements at a time.
@@ -43,7 +43,7 @@ struct Plan {
   bool out_pairs = false;
   bool mask_pairs = false;
 
-  bool folds = false;  // where the kernel leaves the choice to the plan: see Fold in work.cuh
+  bool folds = false;  // read only by kernels that leave the choice to the plan: see Fold in work.cuh
 
   AttentionParams params;  // last: see FunctionArguments in core/score_function.h
 };
@@ -56,31 +56,31 @@ constexpr double kLog2E = 1.4426950408889634;
 struct TileShape {
   int64_t rows;
   int64_t keys;
-  bool folded;  // all query heads of a kv head are one unit, as of few-query sequences
+  bool folded;  // all query heads of a kv head are one unit
 };
 
-// Of a launch for the first elements of the batch.
+// Plans the launch for the first elements of the batch.
 Plan plan_forward(const AttentionParams& params, const ForwardOutputs& outputs, const TileShape& tile,
                   void* workspace);
-// Moves on to the elements behind those of the last launch. Returns whether there are any.
+// Moves on to the elements after those of the last launch. Returns whether there are any.
 bool next_launch(Plan& plan, const TileShape& tile);
 Plan plan_weights(const AttentionParams& params, const WeightsOutputs& outputs, const TileShape& tile);
 
-// Whether the plain kernels apply all options of a call, whose scale must be positive and whose rows readable
-// 16 bytes at a time.
+// Whether the bare kernels take a call: they apply all its options, its scale is positive, and its rows can
+// be read 16 bytes at a time.
 bool is_bare(const AttentionParams& params);
 
 size_t forward_workspace(const AttentionParams& params);
 
-// Whether the rows of a view, of `columns`, can be read or written 16 bytes at a time, or the elements of a
-// mask two at a time.
+// Whether the rows of a view, which have `columns` elements, can be read or written 16 bytes at a time, or
+// the elements of a mask two at a time.
 bool readable_by_vectors(const View& view, int64_t columns);
 bool readable_by_pairs(const View& mask, int64_t columns);
 
-// Of numbers of the call's dtype at its precision, see pieces.cuh.
+// How many pieces a number of the call's dtype has at its precision, see pieces.cuh.
 int pieces_of(const AttentionParams& params);
 
-// What the plans of forward and backward have in common.
+// Fills what the plans of forward and backward have in common.
 template <class AnyPlan>
 void plan_call(const AttentionParams& p, AnyPlan& plan) {
   plan.params = p;

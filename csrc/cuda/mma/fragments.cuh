@@ -1,7 +1,8 @@
-// What a warp keeps of a tile in registers, as mma leaves it in the lanes: the forward's and the backward's,
-// whose Config says how many strips of 16 rows a warp owns and into how many tiles of eight columns or dims
-// its accumulators are cut. at[strip][tile][2 * half + i] is the element of row Lane::row(strip, half) and
-// column Lane::column(tile) + i or dim Lane::dim(tile) + i.
+// The part of a tile that a warp keeps in registers, laid out as mma leaves it in the lanes.
+//
+// The Config of a kernel says how many strips of 16 rows a warp owns and into how many tiles of eight columns
+// or dims its accumulators are cut. at[strip][tile][2 * half + i] is the element of row Lane::row(strip,
+// half) and column Lane::column(tile) + i or dim Lane::dim(tile) + i.
 #pragma once
 
 #include "../common/elementary.cuh"
@@ -18,8 +19,8 @@ struct Output {
   float at[C::kStrips][C::kDimTiles][4];
 };
 
-// A number that follows from that of the thread. Where registers are scarcer than additions, what follows
-// from it is worked out anew wherever it is asked for.
+// A number that follows from the thread's. Where registers are scarcer than additions, the compiler must work
+// it out anew wherever it is used.
 template <class C>
 __device__ __forceinline__ int of_thread(int number) {
   return C::kKeepsAddresses ? number : ptx::opaque(number);
@@ -29,12 +30,11 @@ __device__ __forceinline__ int this_thread() {
   return of_thread<C>(static_cast<int>(threadIdx.x));
 }
 
-// Where a thread stands.
+// The place of a thread in its warp, and of the warp in the tile.
 template <class C>
 struct Lane {
   int thread, lane, group, quad;
-  int first_row;  // of the warp, in the tile
-  int first_column;
+  int first_row, first_column;  // the warp's first ones in the tile
 
   __device__ __forceinline__ Lane()
       : thread(this_thread<C>()), lane(thread & 31), group(lane >> 2), quad(lane & 3) {
@@ -80,7 +80,7 @@ __device__ __forceinline__ void clear(float (&elements)[kStrips][kTiles][4]) {
   }
 }
 
-// The lane's elements of one row.
+// Scales the lane's elements of one row.
 template <int kStrips, int kTiles>
 __device__ __forceinline__ void scale_row(float (&elements)[kStrips][kTiles][4], int strip, int half,
                                           float by) {
@@ -105,7 +105,7 @@ __device__ __forceinline__ bool is_finite(const float (&elements)[kStrips][kTile
   return finite;
 }
 
-// Over the four lanes that share a row. Collective.
+// These reduce over the four lanes that share a row. Collective.
 __device__ __forceinline__ float max_of_row(float x) {
   x = larger(x, __shfl_xor_sync(kWholeWarp, x, 1));
   return larger(x, __shfl_xor_sync(kWholeWarp, x, 2));
@@ -115,8 +115,8 @@ __device__ __forceinline__ float sum_of_row(float x) {
   return x + __shfl_xor_sync(kWholeWarp, x, 2);
 }
 
-// Element `column` of the warp's columns, in the lane's row of that strip and half, from whichever of the
-// four lanes has it. Registers have no index at run time, hence the selection. Collective.
+// Element `column` of the warp's columns, in the lane's row of that strip and half. It comes from the one of
+// the four lanes that has it. Registers have no index at run time, hence the selection. Collective.
 template <int kStrips, int kTiles>
 __device__ __forceinline__ float element_of_row(const float (&elements)[kStrips][kTiles][4], int lane,
                                                 int strip, int half, int column) {

@@ -1,10 +1,9 @@
-// Values of NaN and Inf in 16-bit types. A weight of 0 does not hide them, so that a key which may not be
-// seen could still spoil a row.
+// Values of NaN and Inf in 16-bit types: a key that a row may not see must not spoil it.
 //
-// Nobody looks at the values on the usual way. If the result turns out not to be finite, the block starts
-// over with such values zeroed as they arrive, and adds them to the rows that see them at the end. Their
-// weights need not be known for that: a product with NaN or Inf is NaN or Inf, whatever is positive in front
-// of it.
+// A weight of 0 does not hide such values. Normally no kernel looks for them. If the result turns out not to
+// be finite, the block starts over with such values zeroed as they arrive, and at the end adds them to the
+// rows that see them. Their weights need not be known for that: the product of NaN or Inf and anything
+// positive is NaN or Inf.
 #pragma once
 
 #include "../common/dropout.cuh"
@@ -13,14 +12,14 @@
 
 namespace selfattn::cuda::mma {
 
-// Exponent of all ones.
+// Whether all bits of the exponent are ones.
 template <DType kDType>
 __device__ __forceinline__ bool is_non_finite(uint16_t x) {
   constexpr uint32_t kExponent = kDType == DType::kBFloat16 ? 0x7f80u : 0x7c00u;
   return (x & kExponent) == kExponent;
 }
 
-// Each warp looks through all keys of the block for its rows.
+// Adds these values to the rows that see them. Each warp searches all keys of the block for its own rows.
 template <class C>
 __device__ __forceinline__ void add_non_finite_values(const Plan& plan, const Work<C>& work,
                                                       const Lane<C>& lane, Output<C>& output) {

@@ -9,8 +9,8 @@ namespace selfattn::cuda::mma {
 template <class C>
 using LeftBlock = uint32_t[C::kPieces][C::kStrips][4];  // 16 rows of every strip by 16
 
-// Columns 8 * tile .. + 15 of the weights as a left operand: the accumulators of two neighbouring products of
-// scores are one as they stand, once packed, so that weights never leave the registers.
+// Makes a left operand of columns 8 * tile .. + 15 of the weights. The accumulators of two neighbouring
+// products of scores only need to be rounded and paired for that, so that weights never leave the registers.
 template <class C, int kTiles>
 __device__ __forceinline__ void pair_weights(const float (&weights)[C::kStrips][kTiles][4], int tile,
                                              LeftBlock<C>& a) {
@@ -18,7 +18,7 @@ __device__ __forceinline__ void pair_weights(const float (&weights)[C::kStrips][
   for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      // Registers 0 and 1: both rows of the left eight columns; 2 and 3: of the right.
+      // Registers 0 and 1 hold both rows of the left eight columns, 2 and 3 those of the right.
       const float* pair = &weights[strip][tile + i / 2][i % 2 * 2];
       float low = pair[0], high = pair[1];
       if constexpr (C::kFloat32) {
@@ -31,8 +31,8 @@ __device__ __forceinline__ void pair_weights(const float (&weights)[C::kStrips][
   }
 }
 
-// Weights of 16 bits as left operands of products, see pair_weights: the two of a lane that are neighbours in
-// one row of eight keys.
+// 16-bit weights as left operands of products, see pair_weights. A register pairs the lane's two neighbours
+// in a row of eight keys.
 template <class C>
 struct PairedWeights {
   LeftBlock<C> block[C::kColumnTiles / 2];

@@ -1,6 +1,7 @@
-// Which query and key the elements of a tile of scores stand for: options ask this, and nothing else, of the
-// kernel whose scores they are. The backward has a place of its own, where rows may be keys. Rows that a
-// place names exist, columns beyond the last are for the options to leave alone.
+// Which query and key the elements of a tile of scores stand for.
+//
+// Options ask a kernel for its Place and nothing else. The backward has a Place of its own, whose rows may be
+// keys. Rows that a Place names exist; the options leave alone columns beyond the last.
 #pragma once
 
 #include "../function/function_tile.cuh"
@@ -9,7 +10,7 @@
 
 namespace selfattn::cuda::mma {
 
-// What both have in common.
+// The part that the Places of forward and backward share.
 template <class C, class AnyPlan, class AnyWork>
 struct PlaceOfWork {
   static constexpr bool kFloat32 = C::kFloat32;
@@ -25,7 +26,7 @@ struct PlaceOfWork {
   __device__ __forceinline__ int64_t query_offset() const { return work.query_offset; }
 };
 
-// Of the forward: rows are queries, columns keys.
+// The forward's Place: rows are queries, columns keys.
 template <class C>
 struct Place : PlaceOfWork<C, Plan, Work<C>> {
   static constexpr bool kColumnsAreKeys = true;
@@ -35,12 +36,12 @@ struct Place : PlaceOfWork<C, Plan, Work<C>> {
   __device__ __forceinline__ RowOf row(int row_of_tile) const { return this->work.row(row_of_tile); }
   __device__ __forceinline__ int first_key_of_warp() const { return first_key + this->lane.first_column; }
 
-  // What the function's map says of the tile.
+  // How the map of the call's function sees the tile.
   __device__ __forceinline__ SeenTile seen() const {
     return seen_tile(this->work, this->params().function, first_key);
   }
 
-  // Of an element: its query (a row here), and its key.
+  // The query (a row here) and the key of an element.
   __device__ __forceinline__ RowOf query(int strip, int half, int /*tile*/, int /*i*/) const {
     return row(this->lane.row(strip, half));
   }

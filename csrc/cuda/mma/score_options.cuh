@@ -1,4 +1,5 @@
-// From dot products to final scores: what common/score_tile.cuh does to single elements, on accumulators.
+// The options that turn dot products into final scores, applied to accumulators. common/score_tile.cuh does
+// the same to single elements.
 #pragma once
 
 #include "../function/function_tile.cuh"
@@ -7,7 +8,7 @@
 
 namespace selfattn::cuda::mma {
 
-// Replaces, so that NaN of hidden keys ends here.
+// Replaces hidden scores by -inf, so that NaN of hidden keys ends here.
 template <class C>
 __device__ __forceinline__ void hide_by_position(const Work<C>& work, const Lane<C>& lane, int first_key,
                                                  Scores<C>& scores) {
@@ -33,19 +34,19 @@ __device__ __forceinline__ float quick_exp(float x) {
   return ptx::exp2_approx(x * static_cast<float>(kLog2E));
 }
 
-// tanh to a few units of 2^-24, absolutely: plenty for scores of 16-bit numbers.
+// tanh with an absolute error of a few 2^-24: plenty for scores of 16-bit numbers.
 __device__ __forceinline__ float quick_tanh(float x) {
   return 1.0f - __fdividef(2.0f, 1.0f + ptx::exp2_approx(x * static_cast<float>(2 * kLog2E)));
 }
 
-// Between the positions of a query and a key: what ALiBi multiplies its slope with.
+// The distance between the positions of a query and a key, which ALiBi multiplies its slope with.
 template <class Place>
 __device__ __forceinline__ float distance(const Place& at, int query, int key) {
   const int64_t n = query + at.query_offset() - key;
   return static_cast<float>(n < 0 ? -n : n);
 }
 
-// Two neighbouring elements of a mask; the second only where it exists.
+// Loads two neighbouring elements of a mask, the second only where it exists.
 template <class T>
 __device__ __forceinline__ void load_pair(const T* at, int64_t stride, bool vector, bool second,
                                           T (&pair)[2]) {
@@ -68,7 +69,7 @@ __device__ __forceinline__ float widened(uint16_t x, DType dtype) {
   return dtype == DType::kBFloat16 ? float_from_bfloat16(x) : float_from_float16(x);
 }
 
-// Adds a float tensor of (batch, heads, queries, keys) whose elements are stored as T.
+// Adds a float tensor of shape (batch, heads, queries, keys) whose elements are stored as T.
 template <class T, class Place, int kStrips, int kTiles>
 __device__ __forceinline__ void add_tensor(const Place& at, const View& tensor, bool pairs,
                                            float (&scores)[kStrips][kTiles][4]) {
@@ -110,7 +111,7 @@ __device__ __forceinline__ void add_tensor(const Place& at, const View& tensor, 
   }
 }
 
-// The call's function on one element.
+// The call's function, placed on one element.
 template <class Place>
 __device__ __forceinline__ FunctionTile<float> function_at(const Place& at, SeenTile seen, int strip,
                                                            int half, int tile, int i) {
@@ -121,10 +122,10 @@ __device__ __forceinline__ FunctionTile<float> function_at(const Place& at, Seen
   return function;
 }
 
-// Every option but what hides, each in a pass of its own over the registers: a flag is asked once, not for
-// every element. A function makes -inf of what it hides. `capped` is called as for_each_element's body with
-// tanh(score / softcap) of every element, for whoever needs the slope of the softcap, and `given` with what
-// the function is given.
+// Applies every option that does not hide keys, each in a pass of its own over the registers, so that its
+// flag is tested once and not for every element. A function makes -inf of what it hides. Callers that need
+// the slope of the softcap get tanh(score / softcap) of every element by `capped`, and those that need what
+// the function was given get it by `given`; both are called like for_each_element's body.
 template <class Place, int kStrips, int kTiles, class Capped, class Given>
 __device__ __forceinline__ void apply_options(const Place& at, float scale, bool mask_pairs,
                                               float (&scores)[kStrips][kTiles][4], const Capped& capped,
@@ -171,7 +172,7 @@ __device__ __forceinline__ void apply_options(const Place& at, float scale, bool
   }
 }
 
-// What the mask hides, whatever its score is.
+// Hides what the mask hides, whatever the scores are.
 template <class C>
 __device__ __forceinline__ void hide_by_mask(const Lane<C>& lane, const MaskBitsOf<C>& mask,
                                              Scores<C>& scores) {

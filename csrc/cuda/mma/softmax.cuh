@@ -8,20 +8,19 @@
 
 namespace selfattn::cuda::mma {
 
-// Where Softmax keeps the numbers of rows between its steps: kernels whose registers do not hold them name
-// another place, with kParks and parked(thread, strip, number).
+// Softmax keeps the numbers of rows between its steps in this place. A kernel whose registers do not hold
+// them names another one, with kParks and parked(thread, strip, number).
 struct InRegisters {
   static constexpr bool kParks = false;
 };
 
 template <class C, class Storage = InRegisters>
 struct Softmax {
-  float max[C::kStrips][2];  // of the row; the plain path keeps it unscaled until finish()
-  float sum[C::kStrips][2];  // of the lane's own columns until finish()
-  // 16-bit types: the sum of the weights as they are rounded for the product with values, which is what
-  // outputs are divided by. Otherwise what the values of a row have in common, such as an offset, would carry
-  // that rounding into the output, and by way of delta into all gradients. From finish() on the difference to
-  // sum.
+  float max[C::kStrips][2];  // the row's; the bare path keeps it unscaled until finish()
+  float sum[C::kStrips][2];  // until finish() that of the lane's own columns
+  // 16-bit types: the sum of the weights as they are rounded for the product with values. Outputs are divided
+  // by it: otherwise what the values of a row have in common, such as an offset, would carry that rounding
+  // into the output, and by way of delta into all gradients. From finish() on it is the difference to sum.
   float rounded[C::kStrips][2];
 
   __device__ __forceinline__ void reset(const Storage& storage = {}) {
@@ -34,7 +33,7 @@ struct Softmax {
     }
   }
 
-  // The numbers of a strip leave registers and come back, where kParks.
+  // If the storage parks, the numbers of a strip leave registers and come back.
   __device__ __forceinline__ void park(const Storage& storage, int strip) const {
     park(storage, strip, 0, sum);
     park(storage, strip, 1, max);
@@ -46,17 +45,16 @@ struct Softmax {
     take(storage, strip, 2, rounded);
   }
 
-  // exp(score - max). On the plain path scale and log2(e) are one factor and the difference is one
+  // exp(score - max). On the bare path scale and log2(e) are one factor and the difference is one
   // multiply-add. Elsewhere the difference comes first: it is exact near the maximum, where float32 needs
-  // that, and a row hidden softly by the least finite number must not overflow.
+  // that, and a row that is hidden softly, by the least finite number, must not overflow.
   static __device__ __forceinline__ float weight(float score, float shift, float scale_log2) {
     if constexpr (C::kBare) return ptx::exp2_approx(fmaf(score, scale_log2, -shift));
     return quick_exp(score - shift);
   }
 
-  // Scores become weights, and sums are brought down to the new maximum; scale_output(strip, half, factor) is
-  // called to do that with the output. The maxima of all rows come first, so that their shuffles wait for
-  // each other once.
+  // Turns scores into weights and brings sums down to the new maximum; scale_output(strip, half, factor) does
+  // so with the output. The maxima of all rows come first, so that their shuffles wait for each other once.
   template <class ScaleOutput>
   __device__ __forceinline__ void step(float scale_log2, Scores<C>& scores, const ScaleOutput& scale_output,
                                        const Storage& storage = {}) {
@@ -71,7 +69,8 @@ struct Softmax {
                                      : softmax_shift(most[strip][half]);
         const float rescale = weight(max[strip][half], shift, scale_log2);
         max[strip][half] = most[strip][half];
-        // Of float32 a tile has a sum of its own: added to a large weight, each small one would be rounded.
+        // In float32 each tile has a sum of its own: added to a large weight, each small one would be
+        // rounded.
         const float others = sum[strip][half] * rescale;
         float total = C::kFloat32 ? 0.0f : others;
 #pragma unroll
@@ -91,8 +90,8 @@ struct Softmax {
     }
   }
 
-  // Adds to `rounded`: a product of the weights with ones, in which every lane of a row gets all of it. So it
-  // is cut off like the sums of the output, which are divided by it.
+  // Adds to `rounded` by a product of the weights with ones, which gives the whole sum to every lane of a
+  // row. So its bits are cut off like those of the output's sums, which are divided by it.
   __device__ __forceinline__ void add_rounded(const PairedWeights<C>& paired, const Storage& storage = {}) {
     using Arithmetic = mma::Arithmetic<C::kDType>;
 #pragma unroll
@@ -109,9 +108,9 @@ struct Softmax {
     }
   }
 
-  // The plain path subtracts the rounded product of maximum and scale from exact ones. Here sums and output
-  // become those of the exact maximum, or sums of large scores would be off by what that rounding was. Where
-  // it is more than a float's exponent, write_large_rows() computes the row anew.
+  // The bare path subtracts the rounded product of maximum and scale from exact ones. Here sums and output
+  // become those of the exact maximum; otherwise sums of large scores would be off by that rounding. Where it
+  // exceeds a float's exponent, write_large_rows() computes the row anew.
   __device__ __forceinline__ void finish(float scale, float scale_log2, Output<C>& output,
                                          const Storage& storage = {}) {
 #pragma unroll
@@ -134,7 +133,7 @@ struct Softmax {
   }
 
  private:
-  // Of the scores and those before them. Collective.
+  // The maxima of the scores and those before them. Collective.
   __device__ __forceinline__ void find_maxima(const Storage& storage, const Scores<C>& scores,
                                               float (&most)[C::kStrips][2]) {
 #pragma unroll
@@ -179,7 +178,8 @@ struct Softmax {
   }
 };
 
-// The survivors' factor is that of the whole output, so that 16-bit weights keep their range.
+// Calls zero(strip, half, tile, i) for each weight that dropout drops. The factor of the others is applied to
+// the whole output, so that 16-bit weights keep their range.
 template <class C, class Zero>
 __device__ __forceinline__ void for_each_dropped(const Place<C>& at, const Zero& zero) {
 #pragma unroll

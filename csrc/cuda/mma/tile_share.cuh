@@ -1,4 +1,4 @@
-// How the threads of a block share a tile that they read or look through.
+// How the threads of a block divide a tile that they load or search.
 #pragma once
 
 #include "../../core/integers.h"
@@ -10,11 +10,11 @@ namespace selfattn::cuda::mma {
 // lines and a row's flag has one group of writers.
 template <class C, int kRowCount, int kChunks>
 struct TileShare {
-  static constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // of a row
-  static constexpr int kStep = C::kThreads / kLanes;       // rows at a time
+  static constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // lanes that share a row
+  static constexpr int kStep = C::kThreads / kLanes;       // rows that the block takes at a time
   static constexpr int kPasses = static_cast<int>(divide_up(kRowCount, kStep));
   static constexpr int kPerLane = kChunks / kLanes;
-  // Whether neighbouring rows begin in the same bank, so that they take their chunks in different order.
+  // Whether neighbouring rows begin in the same bank: they then take their chunks in different order.
   static constexpr bool kAlternates = kChunks % 16 == 0;
   static_assert(kChunks % kLanes == 0 && kStep % 8 == 0, "the swizzle of a thread's chunks never changes");
 
@@ -25,15 +25,15 @@ struct TileShare {
     lane = static_cast<int>(thread % kLanes);
   }
 
-  // The chunk that a thread of float32 takes as its i-th: those of even and of odd rows are in different
-  // halves of 256 bytes. Two rows are stored at a time, and their pieces are half as long: they fill the
-  // banks.
+  // The i-th chunk that a thread takes of float32. Chunks of even and of odd rows are in different halves of
+  // 256 bytes, so that two rows, which are stored at a time, fill the banks with their pieces of half the
+  // size.
   __device__ __forceinline__ int chunk(int i) const {
     const int odd = kAlternates ? row & 1 : 0;
     return lane + ((i & ~1) + ((i & 1) ^ odd)) * kLanes;
   }
 
-  // Whether this pass goes beyond the tile: known when compiling, but for the last.
+  // Whether this pass goes beyond the tile. All but the last are known not to when compiling.
   static __device__ __forceinline__ bool beyond(int pass, int row_of_pass) {
     return kRowCount % kStep != 0 && pass == kPasses - 1 && row_of_pass >= kRowCount;
   }
@@ -45,8 +45,8 @@ struct TileShare {
     return (votes >> first & ((1u << kLanes) - 1u)) != 0;
   }
 
-  // Calls body(row) for the thread's rows of the tile and flags those to which any of their lanes says yes.
-  // Returns whether one of the thread's rows is flagged. Collective.
+  // Calls body(row) for the thread's rows of the tile, and flags a row if body returns true in any of its
+  // lanes. Returns whether one of the thread's rows is flagged. Collective.
   template <class Body>
   __device__ __forceinline__ bool flag_rows(unsigned char* flags, const Body& body) const {
     bool any = false;

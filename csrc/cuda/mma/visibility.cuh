@@ -1,4 +1,4 @@
-// Who sees whom within a tile: by position, and by the mask.
+// Which queries of a tile see which of its keys, by position and by the mask.
 #pragma once
 
 #include "../common/elementary.cuh"
@@ -43,14 +43,14 @@ __device__ __forceinline__ bool mask_hides(const View& mask, int64_t element) {
   return false;
 }
 
-// Whether the call's function hides them.
+// Whether the call's function hides a key from a query.
 __device__ __forceinline__ bool function_hides(const ScoreFunction& function, int batch, RowOf row, int key) {
   FunctionTile<float> tile(function, batch, row.head, row.query);
   tile.move_to(key);  // so that the map is asked for this score
   return tile.hides(0, 0);
 }
 
-// What the function's map says of a tile of the forward.
+// How the function's map sees a tile of the forward.
 template <class C>
 __device__ __forceinline__ SeenTile seen_tile(const Work<C>& work, const ScoreFunction& function,
                                               int first_key) {
@@ -68,7 +68,7 @@ __device__ __forceinline__ SeenTile seen_tile(const Work<C>& work, const ScoreFu
   return all;
 }
 
-// One query and key, by every rule.
+// Whether a query sees a key by every rule.
 template <bool kHasMask, class Work>
 __device__ __forceinline__ bool sees(const AttentionParams& p, const Work& work, RowOf row, int key) {
   return key >= row.query + work.seen_begin && key < row.query + work.seen_end && key < work.keys &&
@@ -77,15 +77,15 @@ __device__ __forceinline__ bool sees(const AttentionParams& p, const Work& work,
          (!FunctionTile<float>::kAny || !function_hides(p.function, work.batch, row, key));
 }
 
-// Of a warp whose rows are queries and whose columns are keys, the bits of the rows that a lane owns: column
-// c of the warp is bit c % 32 of word c / 32, set where the mask shows it.
+// The mask's bits for the rows that a lane owns, in a warp whose rows are queries and whose columns are keys.
+// Column c of the warp is bit c % 32 of word c / 32, set where the mask shows it.
 template <int kStrips, int kColumns>
 struct MaskBits {
   static constexpr int kWords = (kColumns + 31) / 32;
   uint32_t of[kStrips][2][kWords];
 
-  // Reads the mask of a tile, one row after another with the keys across the lanes, as they lie in memory.
-  // Returns whether the mask shows anything to the rows of the warp.
+  // Reads the mask of a tile row by row, with the keys across the lanes, as they lie in memory. Returns
+  // whether the mask shows anything to the rows of the warp.
   template <class Place>
   __device__ __forceinline__ bool load(const Place& at) {
     const View& mask = at.params().mask;
@@ -114,7 +114,7 @@ struct MaskBits {
     return any != 0;
   }
 
-  // Words are chosen by numbers known when compiling, as registers must be.
+  // Words are chosen by compile-time numbers, since they are registers.
   __device__ __forceinline__ bool shows(int quad, int strip, int half, int tile, int i) const {
     return of[strip][half][tile / 4] >> (tile % 4 * 8 + quad * 2 + i) & 1u;
   }

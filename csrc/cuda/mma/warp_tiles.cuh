@@ -1,4 +1,4 @@
-// Which warp owns what of a tile, and the kinds of kernels whose shapes are chosen by that.
+// The kinds of kernels, and which warp owns what of their tiles.
 #pragma once
 
 #include "../../core/dtype.h"
@@ -12,7 +12,7 @@ enum class Path {
   kFewQuery,  // the same for few queries: the warps of a block share its rows and divide the keys
 };
 
-// What the shapes of forward and backward are chosen by.
+// The shapes of forward and backward kernels are chosen by these.
 template <DType kDTypeOf, int kDimOf, Path kPathOf>
 struct Kind {
   static constexpr DType kDType = kDTypeOf;
@@ -24,20 +24,21 @@ struct Kind {
   static constexpr int kPieces = kFloat32 ? 3 : 1;  // at most, see pieces.cuh
 };
 
-// What follows from a choice of warps, strips, columns and the dim of a row's sums: `Choice` is a Kind that
-// says which these are. Rows of the tile are divided among row warps, its columns among column warps.
+// The numbers that follow from a choice of warps, strips, columns and the dim of a row's sums. `Choice` is a
+// Kind with functions for these. Row warps divide the rows of a tile, column warps its columns.
 template <class Choice>
 struct WarpTiles : Choice {
   static constexpr int kRowWarps = Choice::row_warps();
   static constexpr int kColumnWarps = Choice::column_warps();
-  static constexpr int kStrips = Choice::strips();                // of 16 rows, that a warp owns
-  static constexpr int kThreads = 32 * kRowWarps * kColumnWarps;  // that compute
+  static constexpr int kStrips = Choice::strips();                // strips of 16 rows that a warp owns
+  static constexpr int kThreads = 32 * kRowWarps * kColumnWarps;  // threads that compute
   static constexpr int kWarpRows = 16 * kStrips;
-  static constexpr int kRows = kWarpRows * kRowWarps;  // of a tile
-  static constexpr int kColumns = Choice::columns();   // of a tile
+  static constexpr int kRows = kWarpRows * kRowWarps;  // rows of a tile
+  static constexpr int kColumns = Choice::columns();   // columns of a tile
   static constexpr int kWarpColumns = kColumns / kColumnWarps;
-  static constexpr int kColumnTiles = kWarpColumns / 8;    // of eight columns: those of one product
-  static constexpr int kDimTiles = Choice::sum_dim() / 8;  // of a row's sums over the columns
+  static constexpr int kColumnTiles = kWarpColumns / 8;  // tiles of eight columns: those of one product
+  static constexpr int kDimTiles =
+      Choice::sum_dim() / 8;  // tiles of eight dims in a row's sums over the columns
   static_assert(kWarpColumns % 16 == 0, "the second product sums over 16 columns");
 };
 

@@ -1,4 +1,4 @@
-// What a block computes: which rows of which heads, against which keys.
+// The work of a block of the forward: which rows of which heads it computes, against which keys.
 #pragma once
 
 #include "../common/element.cuh"
@@ -13,40 +13,41 @@ struct RowOf {
   int query;
 };
 
-// What a kernel needs whose plan may tell it to fold: rows are then the queries of all query heads of a kv
-// head, one after another. The few-query path always does so, and the others of sm80 have no code for it.
+// The number that row() needs in a kernel whose plan may tell it to fold: its rows are then the queries of
+// all query heads of a kv head, one after another. The few-query path always folds, and the other paths of
+// sm80 never do.
 template <bool kMay>
 struct Fold {};
 template <>
 struct Fold<true> {
-  // The next integer above 2^16 / queries; 0 where nothing is folded. It has its place between other numbers:
+  // The next integer above 2^16 / queries; 0 where nothing is folded. It fills a gap between other numbers:
   // with 8 bytes more in Work, ptxas runs out of uniform registers in the loop of sm90 at 128 dims.
   uint16_t reciprocal = 0;
 };
 
-// Lies in shared memory: what is asked for once a tile should not fill registers in between.
+// It lies in shared memory: numbers that are needed once per tile should not fill registers in between.
 template <class C>
 struct Work {
   int batch, kv_head, split;
-  int splits;                      // of the sequence's keys
-  int queries, keys;               // of the sequence
-  int first_head;                  // of the unit; where Fold folds, of the tile
-  int first_row;                   // of the tile, in the unit; where Fold folds, in the first head
-  int rows;                        // of the tile that exist; none where the block has nothing to do
-  int begin, end;                  // keys that some row may see
-  int first_tile;                  // of these keys: tiles are visited from the last to this one
-  int whole_begin, whole_end;      // keys that every row sees by its position
-  int first_whole_tile;            // of these keys, but not the last tile to be visited
-  bool careful = false;            // NaN and Inf of values are looked for
-  Fold<C::kMayFold> fold;          // what row() needs where its plan folds
+  int splits;                  // how many parts the sequence's keys are cut into
+  int queries, keys;           // how many the sequence has
+  int first_head;              // the unit's; where Fold folds, the tile's
+  int first_row;               // the tile's, counted in the unit; where Fold folds, in the first head
+  int rows;                    // how many of the tile exist; 0 if the block has nothing to do
+  int begin, end;              // the keys that some row may see
+  int first_tile;              // the tile of `begin`; tiles are visited from the last to this one
+  int whole_begin, whole_end;  // the keys that every row sees by its position
+  int first_whole_tile;        // the first with such keys alone, not counting the last tile to be visited
+  bool careful = false;        // NaN and Inf of values are looked for
+  Fold<C::kMayFold> fold;
   int64_t seen_begin, seen_end;    // query i sees the keys i + seen_begin .. i + seen_end - 1 of these
-  int64_t query_offset;            // of the sequence
+  int64_t query_offset;            // the sequence's
   int64_t query_start, key_start;  // where the sequence begins in packed tensors
-  int64_t first_statistic;         // of the first head
-  const void* first_key;           // of the kv head, in the sequence or, of pages, in the first of them
+  int64_t first_statistic;         // the first head's
+  const void* first_key;           // the kv head's, in the sequence or in the first page
   const void* first_value;
 
-  // `block` counts row tiles first, so that blocks which run together share keys and values in the cache; the
+  // `block` counts row tiles first, so that blocks which run together share keys and values in the cache. The
   // last tile, which sees most under a causal mask, starts first. The grid is that of the longest sequence.
   __device__ __forceinline__ Work(const Plan& plan, int64_t block) {
     const AttentionParams& p = plan.params;
@@ -93,7 +94,7 @@ struct Work {
     end = static_cast<int>(min(range.end, to));
     first_tile = begin / C::kKeys;
 
-    // Windows move with the query: the first ends earliest, the last begins latest.
+    // Windows move with the query: that of the first ends earliest, that of the last begins latest.
     const int64_t first_end = visible_keys(positions, first, first).end;
     whole_begin = static_cast<int>(visible_keys(positions, last, last).begin);
     whole_end = static_cast<int>(min(first_end, int64_t{end}));
@@ -106,11 +107,11 @@ struct Work {
     }
   }
 
-  // The first row is counted from its own head on, so that all rows of the tile are below 2 * 128: then a
-  // product with the reciprocal tells whose they are, where a division for each would be felt.
+  // The first row is counted from its own head on, so that all rows of the tile are below 2 * 128. Then a
+  // product with the reciprocal tells their heads, while a division for each would cost time.
   __device__ __forceinline__ void begin_in_head(const AttentionParams& p) {
     static_assert(C::kRows <= 128, "heads that are folded have fewer queries");
-    const int of_head = max(queries, static_cast<int>(kFewQueries) + 1);  // fewer are another path's
+    const int of_head = max(queries, static_cast<int>(kFewQueries) + 1);  // fewer take another path
     const int heads = first_row / of_head;
     first_head += heads;
     first_row -= heads * of_head;
@@ -125,7 +126,7 @@ struct Work {
            view.offset(paged ? 0 : batch, kv_head, paged ? 0 : key_start);
   }
 
-  // Rows beyond the last are taken for the last, so that whatever is read for them exists.
+  // Rows beyond the last stand for the last, so that what is read for them exists.
   __device__ __forceinline__ RowOf row(int row_of_tile) const {
     const int r = first_row + min(row_of_tile, rows - 1);
     if constexpr (C::kMayFold) {
@@ -136,7 +137,7 @@ struct Work {
     return {first_head + r / queries, r % queries};
   }
 
-  // Where a row lies in tensors like the query, and in arrays of row statistics.
+  // The place of a row in tensors like the query, and in arrays of row statistics.
   __device__ __forceinline__ int64_t offset(const View& view, RowOf row) const {
     return view.offset(batch, row.head, query_start + row.query);
   }
@@ -145,7 +146,7 @@ struct Work {
   }
 };
 
-// One key or value of the block's head: `first` is one of Work's.
+// One key or value of the block's head; `first` is first_key or first_value of Work.
 template <class Storage, class C>
 __device__ __forceinline__ const Storage* key_row(const AttentionParams& p, const View& view,
                                                   const void* first, const Work<C>& work, int key) {

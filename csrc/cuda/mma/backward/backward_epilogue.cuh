@@ -1,4 +1,4 @@
-// From accumulators to gradients: warps that divided the columns are added up, rows are scaled and written.
+// From accumulators to gradients: warps that divided the columns are added up, rows scaled and written.
 #pragma once
 
 #include "../../common/elementary.cuh"
@@ -7,8 +7,8 @@
 
 namespace selfattn::cuda::mma::backward {
 
-// The second of two warps that share rows hands its numbers to the first. The tiles in shared memory are no
-// longer needed, and make room. Called by all warps.
+// The second of two warps that share rows hands its numbers to the first, in place of the tiles in shared
+// memory, which are no longer needed. Called by all warps.
 template <class C, class Shared, int kRowCount, int kColumnCount>
 __device__ __forceinline__ void add_column_warps(const Shared& shared,
                                                  float (&numbers)[kRowCount][kColumnCount]) {
@@ -17,7 +17,7 @@ __device__ __forceinline__ void add_column_warps(const Shared& shared,
     constexpr int kLanes = kWarp * C::kRowWarps;
     const int thread = Lane<C>().thread;
     float* at = shared.exchange() + thread % kLanes;
-    __syncthreads();  // whatever was there has been read
+    __syncthreads();  // all warps have read what was there
     if (thread >= kLanes) {
 #pragma unroll
       for (int n = 0; n < kRowCount * kColumnCount; ++n) {
@@ -31,22 +31,22 @@ __device__ __forceinline__ void add_column_warps(const Shared& shared,
         numbers[n / kColumnCount][n % kColumnCount] += at[n * kLanes];
       }
     }
-    // The rows on their way out take other places of the same memory.
+    // Rows that are written next take other places of the same memory.
     __syncthreads();
   }
 }
 
-// Where results go.
+// The tensor that results go to.
 struct Target {
   const View& view;
   int head;
   int columns;
   bool vectors;  // can be written 16 bytes at a time
-  bool pairs;    // or two elements
+  bool pairs;    // can be written two elements at a time
 };
 
-// Through shared memory, where the tiles have been, so that a row is written by neighbouring lanes; each warp
-// takes care of its own rows. Called by all warps.
+// Writes rows through shared memory, in place of the tiles, so that neighbouring lanes write a row; each warp
+// writes its own rows. Called by all warps.
 template <class C, class Shared>
 __device__ __forceinline__ void write_rows(const Work<C>& work, const Shared& shared, Output<C>& output,
                                            float factor, const Target& target) {
@@ -94,7 +94,7 @@ __device__ __forceinline__ void write_rows(const Work<C>& work, const Shared& sh
   __syncwarp();
 }
 
-// All that a block has summed up. Called by all warps; nobody needs the tiles any more.
+// Writes all that a block has summed up. Called by all warps when none needs the tiles any more.
 template <class C, class Shared>
 __device__ __forceinline__ void write_gradients(const Plan& plan, const Work<C>& work, const Shared& shared,
                                                 Slopes<C>& slopes, Output<C>& qk_sum, Output<C>& vo_sum) {

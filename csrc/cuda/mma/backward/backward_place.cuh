@@ -1,4 +1,4 @@
-// Which query and key the elements of a tile of the backward stand for, and which of them see each other.
+// Which query and key the elements of a backward tile stand for, and which of them see each other.
 #pragma once
 
 #include "../dropout_bits.cuh"
@@ -15,17 +15,17 @@ struct Place : PlaceOfWork<C, Plan, Work<C>> {
 
   Passing passing;
 
-  // Rows beyond the last are taken for the last, so that whatever is read for them exists.
+  // Rows beyond the last stand for the last, so that what is read for them exists.
   __device__ __forceinline__ int existing(int row_of_tile) const {
     return min(row_of_tile, this->work.rows - 1);
   }
-  // Where rows are queries.
+  // To be called where rows are queries.
   __device__ __forceinline__ RowOf row(int row_of_tile) const {
     return {passing.head, this->work.first_row + existing(row_of_tile)};
   }
   __device__ __forceinline__ int first_key_of_warp() const { return passing.first + this->lane.first_column; }
 
-  // Of an element.
+  // The query and the key of an element.
   __device__ __forceinline__ RowOf query(int strip, int half, int tile, int i) const {
     return {passing.head,
             this->work.query(passing, existing(this->lane.row(strip, half)), this->lane.column(tile) + i)};
@@ -34,19 +34,19 @@ struct Place : PlaceOfWork<C, Plan, Work<C>> {
     return this->work.key(passing, existing(this->lane.row(strip, half)), this->lane.column(tile) + i);
   }
 
-  // What the function's map says of the tile.
+  // How the map of the call's function sees the tile.
   __device__ __forceinline__ SeenTile seen() const {
     return seen_tile(this->work, this->params().function, passing);
   }
 
-  // Deltas of the queries of the tile.
+  // The deltas of the tile's queries.
   template <class Shared>
   __device__ __forceinline__ const float* deltas(const Shared& shared) const {
     if constexpr (!C::kReadsDelta) return shared.delta();
     return this->plan.statistics.delta + this->work.own_statistic;
   }
 
-  // Numbers of the queries of an element and its right neighbour, from an array of those of the tile.
+  // The numbers of an element's query and of its right neighbour's, from an array for the tile's queries.
   __device__ __forceinline__ float2 of_queries(const float* numbers, int strip, int half, int tile) const {
     if constexpr (!C::kOwnsQueries)
       return *reinterpret_cast<const float2*>(numbers + this->lane.column(tile));
@@ -55,7 +55,8 @@ struct Place : PlaceOfWork<C, Plan, Work<C>> {
   }
 };
 
-// Columns of the tile that a row sees, or is seen by, by their positions. None of a row that does not exist.
+// The columns of the tile that a row sees, or is seen by, by their positions. A row that does not exist has
+// none.
 template <class C>
 __device__ __forceinline__ Columns visible_columns(const Place<C>& at, int row_of_tile) {
   const Work<C>& work = at.work;
@@ -67,7 +68,7 @@ __device__ __forceinline__ Columns visible_columns(const Place<C>& at, int row_o
   return {min(max(begin, 0), C::kColumns), min(max(end, 0), C::kColumns)};
 }
 
-// What the function's map says of a tile.
+// How the function's map sees a tile.
 template <class C>
 __device__ __forceinline__ SeenTile seen_tile(const Work<C>& work, const ScoreFunction& function,
                                               Passing passing) {
@@ -79,7 +80,7 @@ __device__ __forceinline__ SeenTile seen_tile(const Work<C>& work, const ScoreFu
 }
 
 // Whether all rows of the block exist and see, or are seen by, every column of the tile by their positions.
-// Windows move with the row: the first ends earliest, the last begins latest.
+// Windows move with the row: that of the first ends earliest, that of the last begins latest.
 template <class C>
 __device__ __forceinline__ bool sees_whole_tile(const Place<C>& at) {
   if (at.work.rows < C::kRows) return false;
@@ -87,15 +88,15 @@ __device__ __forceinline__ bool sees_whole_tile(const Place<C>& at) {
   return first.begin <= 0 && last.begin <= 0 && first.end >= C::kColumns && last.end >= C::kColumns;
 }
 
-// Of a warp whose rows are keys and whose columns are queries: bit 2 * half + i of four for every eight
-// columns.
+// The mask's bits in a warp whose rows are keys and whose columns are queries: bit 2 * half + i of four for
+// every eight columns.
 template <class C>
 struct TurnedMaskBits {
   static constexpr int kWords = (C::kColumnTiles + 7) / 8;
   uint32_t of[C::kStrips][kWords];
 
-  // Two queries at a time, with the keys of a strip across the lanes. Returns whether the mask shows any of
-  // the warp's keys to anybody.
+  // Reads two queries at a time, with the keys of a strip across the lanes. Returns whether the mask shows
+  // any of the warp's keys to any query.
   __device__ __forceinline__ bool load(const Place<C>& at) {
     const View& mask = at.params().mask;
     const int lane = at.lane.lane;

@@ -7,7 +7,7 @@ namespace selfattn::cuda::mma::backward {
 
 namespace {
 
-// Of which statistics are kept.
+// How many rows have statistics.
 int64_t rows_of(const AttentionParams& p) {
   const bool packed = p.sequences.query_starts != nullptr;
   return (packed ? 1 : p.batch) * p.heads * padded_queries(p);

@@ -1,5 +1,4 @@
-// What the kernels ask of each query, brought into the form that they copy to shared memory 16 bytes at a
-// time.
+// Statistics of the queries, padded so that kernels can copy them to shared memory 16 bytes at a time.
 #pragma once
 
 #include "../../common/elementary.cuh"
@@ -13,14 +12,14 @@ namespace selfattn::cuda::mma::backward {
 
 constexpr int kStatisticsThreads = 256;
 
-// Beyond this a float's rounding of a row's log2 of the sum is more than 2^-12 of the weights: an eighth of
-// bfloat16's own, as much as float16's.
+// Beyond this, the rounding of a row's log2 of the sum to float is more than 2^-12 of the weights: an eighth
+// of bfloat16's own rounding, as much as float16's.
 constexpr float kLargeScore = 2048.0f;
 
-// A thread for each of `rows_of_head` queries of every head, as many as the longest sequence has, padded.
-// Queries that do not exist get a weight of 0. Plain kernels raise 2 to a power, and need one number for
-// shift and sum: of a row that saw nothing, +inf. Of a row of large scores its rounding would be a factor of
-// all weights; there it is NaN, so that the block starts over and asks for shift and sum (weigh_bare).
+// Each thread has one of the `rows_of_head` queries of a head: as many as the longest sequence has, padded.
+// Queries that do not exist get a weight of 0. Bare kernels raise 2 to a power, and need one number for shift
+// and sum. It is +inf for a row that saw nothing. In a row of large scores its rounding would be a factor of
+// all weights: there it is NaN, so that the block starts over and reads shift and sum (weigh_bare).
 template <bool kBare>
 __global__ void __launch_bounds__(kStatisticsThreads, 1)
     statistics_kernel(const AttentionParams p, const rows::RowGradients<float> from, const Statistics to,

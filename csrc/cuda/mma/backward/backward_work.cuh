@@ -1,4 +1,4 @@
-// What a block of the backward computes: which rows, against which columns of which heads.
+// The work of a block of the backward: which rows it owns, and which columns of which heads pass by.
 #pragma once
 
 #include "../../common/element.cuh"
@@ -10,17 +10,17 @@ namespace selfattn::cuda::mma::backward {
 
 // A tile of columns that passes by. Sizes and indices have 32 bits here, as in the forward.
 struct Passing {
-  int head;   // whose queries the tile's scores belong to
+  int head;   // that of the queries which the tile's scores belong to
   int first;  // key or query
 };
 
-// Rows that a block owns: those of a tile of a unit, which is a head's queries or a kv head's keys.
+// The rows that a block owns: a tile of a unit, which is a head's queries or a kv head's keys.
 struct RowTile {
   int64_t unit;
   int first_row;
 
-  // `block` counts row tiles first, so that blocks which run together share what passes by in the cache; the
-  // tiles that see most under a causal mask start first: the last of queries, the first of keys.
+  // `block` counts row tiles first, so that blocks which run together share in the cache what passes by. The
+  // tiles that see most under a causal mask start first: the last ones of queries, the first ones of keys.
   template <class C>
   static __device__ __forceinline__ RowTile of_block(const Plan& plan, int64_t block) {
     int tile = static_cast<int>(block % plan.row_tiles);
@@ -29,24 +29,24 @@ struct RowTile {
   }
 };
 
-// Lies in shared memory: what is asked for once a tile should not fill registers in between.
+// It lies in shared memory: numbers that are needed once per tile should not fill registers in between.
 template <class C>
 struct Work {
   RowTile tile;
-  int64_t own_statistic;  // of the tile's first row, where rows are queries
+  int64_t own_statistic;  // that of the tile's first row, where rows are queries
   int batch, kv_head;
-  int head, last_head;         // whose queries own or pass, the last before the first if nothing is seen
-  int first_row;               // of the tile: query or key
-  int rows;                    // of the tile that exist: none beyond a sequence's end
-  int begin, end;              // columns that some row may see by its position
-  int queries, keys;           // that exist
-  int query_batch, key_batch;  // in tensors, see Sequence
+  int head, last_head;         // those of the queries; the last is before the first if nothing is seen
+  int first_row;               // the tile's first query or key
+  int rows;                    // how many of the tile exist: none beyond a sequence's end
+  int begin, end;              // the columns that some row may see by its position
+  int queries, keys;           // how many exist
+  int query_batch, key_batch;  // their place in tensors, see Sequence
   int first_query, first_key;
   int64_t query_offset;
   int seen_begin, seen_end;  // see SeenKeys
-  int64_t first_statistic;   // of the first head, see Statistics
-  const void* passing_qk;    // of row 0 of kv_head or of `head`: keys or queries
-  const void* passing_vo;    // values or dO
+  int64_t first_statistic;   // the first head's, see Statistics
+  const void* passing_qk;    // row 0 of the keys of kv_head or of the queries of `head`
+  const void* passing_vo;    // the same of values or dO
 
   __device__ __forceinline__ Work(const Plan& plan, const RowTile& own) {
     const AttentionParams& p = plan.params;
@@ -106,14 +106,14 @@ struct Work {
   }
   __device__ __forceinline__ bool holds(Passing passing) const { return passing.head <= last_head; }
 
-  // The query and the key of an element. Neither needs to exist.
+  // The query and the key of an element. They need not exist.
   __device__ __forceinline__ int query(Passing passing, int row, int column) const {
     return C::kOwnsQueries ? first_row + row : passing.first + column;
   }
   __device__ __forceinline__ int key(Passing passing, int row, int column) const {
     return C::kOwnsQueries ? passing.first + column : first_row + row;
   }
-  // Columns of a tile that exist.
+  // How many columns of a tile exist.
   __device__ __forceinline__ int count(Passing passing) const {
     return min((C::kOwnsQueries ? keys : queries) - passing.first, C::kTileColumns);
   }
@@ -124,7 +124,7 @@ struct Work {
            (kOfQueries ? offset_of_query(view, head, 0) : offset_of_key(view, kv_head, 0));
   }
 
-  // Where tensors hold a query of a head, or a key of a kv head.
+  // The places in tensors of a query of a head, and of a key of a kv head.
   __device__ __forceinline__ int64_t offset_of_query(const View& view, int of_head, int query) const {
     return view.offset(query_batch, of_head, first_query + query);
   }

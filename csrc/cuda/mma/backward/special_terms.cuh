@@ -1,12 +1,13 @@
-// Numbers that products cannot take: of float32 those without pieces (../special.cuh), of 16-bit types NaN
-// and Inf (../non_finite.cuh). In tiles whose rows are summed up they are zero, and their terms are added one
-// by one, in float, to the rows that see them. What a row is made of depends on itself and on what it sees
-// alone.
+// The terms of numbers that products cannot take, added to gradients one by one.
 //
-// float32 looks at every number anyway, zeroes these everywhere, and computes the dot products of rows that
-// hold one anew. The 16-bit types multiply whatever there is: an element of a product of scores depends on
+// Such numbers are float32 without pieces (../pieces.cuh), and NaN and Inf of 16-bit types
+// (../non_finite.cuh). In tiles whose rows are summed up they are zero, and their terms are added, in float,
+// to the rows that see them. So a row depends on itself and on what it sees alone.
+//
+// float32 looks at every number anyway, zeroes these everywhere, and computes anew the dot products of rows
+// that hold one. The 16-bit types multiply whatever there is: an element of a product of scores depends on
 // its own query and key, and if these may not see each other it is replaced. They zero what passes by once
-// the products of scores are there, and that only in a block whose results turned out not to be finite.
+// they have the products of scores, and only in a block whose results turned out not to be finite.
 #pragma once
 
 #include "../non_finite.cuh"
@@ -17,8 +18,8 @@
 namespace selfattn::cuda::mma::backward {
 
 // 16-bit types: zeroes what is not finite in a passing tile, which has arrived for all threads, and marks its
-// rows. chunk_at(row, chunk): where eight elements of the row are, each of them once. Returns whether this
-// thread met any.
+// rows. chunk_at(row, chunk) is where eight elements of the row are; the chunks hold each element once.
+// Returns whether this thread met any.
 template <class C, int kDim, class ChunkAt>
 __device__ __forceinline__ bool clear_non_finite_rows(unsigned char* flags, const ChunkAt& chunk_at) {
   using Share = TileShare<C, C::kColumns, kDim / 8>;
@@ -54,9 +55,9 @@ struct PassingMatrix {
   const unsigned char* flags;  // of the tile's rows: whether elements were left out
 };
 
-// Adds factors * matrix, where rows of the latter are columns of the former, for the elements left out. A
-// tile that was copied as a box holds rows of the next sequence behind those of its own: these are marked,
-// too, but the mask has no element for them.
+// Adds factors * matrix for the elements left out; columns of the factors are rows of the matrix. A tile that
+// was copied as a box holds rows of the next sequence after those of its own. These are marked, too, but are
+// skipped: the mask has no element for them.
 template <class C, class Shared>
 __device__ __forceinline__ void add_left_out(const Place<C>& at, const Shared& shared,
                                              const PassingMatrix& matrix, const Scores<C>& factors,
@@ -82,7 +83,7 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const Shared& s
         const RowOf query = {at.passing.head, at.work.query(at.passing, row, column)};
         if (!sees<!C::kBare>(p, at.work, query, at.work.key(at.passing, row, column))) continue;
         if (is_dead<C>(shared, C::kOwnsQueries ? row : column)) continue;
-        // As above: unrolled, the elements of all dims would be loaded at once.
+        // If this loop were unrolled, the elements of all dims would be loaded at once.
 #pragma unroll 1
         for (int m = 0; m < C::kDimTiles * 2; ++m) {
           const int d = at.lane.dim(m / 2) + m % 2;
@@ -102,7 +103,7 @@ __device__ __forceinline__ void add_left_out(const Place<C>& at, const Shared& s
   }
 }
 
-// ds and weights as weigh() leaves them.
+// `ds` and `weights` are as weigh() leaves them.
 template <class C, class Shared>
 __device__ __forceinline__ void add_special_terms(const Place<C>& at, const Shared& shared,
                                                   const Scores<C>& weights, const Scores<C>& ds,

@@ -5,7 +5,7 @@
 
 namespace selfattn::cuda::mma::backward {
 
-// Sums of -dS * distance over the keys of a row: what ALiBi's slopes have of it.
+// The sums of -dS * distance over the keys of a row, which are its part of the gradients of ALiBi's slopes.
 template <class C>
 struct Slopes {
   float sum[C::kStrips][2];
@@ -72,22 +72,21 @@ __device__ __forceinline__ void for_each_pair(Scores<C>& s, Scores<C>& dp, const
 
 __device__ __forceinline__ float pick(float2 pair, int i) { return i == 0 ? pair.x : pair.y; }
 
-// Whether a query of the tile saw nothing, or nothing but scores of -inf.
+// Whether a query of the tile saw no key, or only scores of -inf.
 template <class C, class Shared>
 __device__ __forceinline__ bool is_dead(const Shared& shared, int query_of_tile) {
   return C::kBare ? shared.shift()[query_of_tile] == infinity<float>()
                   : shared.inverse_sum()[query_of_tile] == 0.0f;
 }
 
-// exp(score - shift) / sum of a query. Products that another order of summation made larger than the row's
-// maximum count as that: where scores are large, a rounding error of theirs may be any number of powers of
-// two.
+// exp(score - shift) / sum of a query. If another order of summation made a product larger than the row's
+// maximum, it counts as the maximum: the rounding error of large scores may be any number of powers of two.
 __device__ __forceinline__ float formula_weight(float score, float shift, float inverse_sum) {
   const float difference = score - shift;
   return quick_exp(difference > 0.0f ? 0.0f : difference) * inverse_sum;
 }
 
-// Of an element whose query has large scores.
+// The weight of an element whose query has large scores.
 template <class C>
 __device__ __forceinline__ float large_weight(const Place<C>& at, int strip, int half, int tile, int i,
                                               float dot) {
@@ -99,7 +98,7 @@ __device__ __forceinline__ float large_weight(const Place<C>& at, int strip, int
                         statistics.inverse_sum[query]);
 }
 
-// Calls for nothing but scale and window: scale and log2(e) are one factor, sum and maximum one number.
+// Weighs for bare kernels: scale and log2(e) are one factor, sum and maximum one number.
 template <class C, class Shared>
 __device__ __forceinline__ void weigh_bare(const Place<C>& at, const Shared& shared, Scores<C>& s,
                                            Scores<C>& dp) {
@@ -129,7 +128,7 @@ __device__ __forceinline__ void weigh_bare(const Place<C>& at, const Shared& sha
   }
 }
 
-// dp becomes the gradient of the weights before dropout, less delta.
+// Turns dp into the gradient of the weights before dropout, less delta.
 template <class C, class Shared>
 __device__ __forceinline__ void centre_gradients(const Place<C>& at, const Shared& shared,
                                                  const Kept<C>& kept, Scores<C>& dp) {
@@ -148,7 +147,7 @@ __device__ __forceinline__ void centre_gradients(const Place<C>& at, const Share
   });
 }
 
-// Every option, by passes over the registers as in the forward.
+// Weighs with every option, by passes over the registers as in the forward.
 template <class C, class Shared>
 __device__ __forceinline__ void weigh_options(const Place<C>& at, const Shared& shared, Scores<C>& s,
                                               Scores<C>& dp, Scores<C>& cap_slope, Scores<C>& given) {
@@ -160,8 +159,9 @@ __device__ __forceinline__ void weigh_options(const Place<C>& at, const Shared& 
       at, at.plan.scale, at.plan.mask_pairs, s.at,
       [&](int strip, int half, int tile, int i, float tanh) {
         const float slope = fmaf(-tanh, tanh, 1.0f);
-        // Queries want the gradient of the capped score too, for ALiBi's slopes. What is hidden is
-        // 0 by the time that the two are multiplied: the maximum is 0 where its slope is NaN.
+        // The side of queries needs the gradient of the capped score, too, for ALiBi's slopes. The gradient
+        // of a hidden element is 0 by the time that the two are multiplied, and fmaxf makes 0 of a slope of
+        // NaN.
         if constexpr (C::kSide == Side::kQuery) {
           cap_slope.at[strip][tile][2 * half + i] = fmaxf(slope, 0.0f);
         }
@@ -176,7 +176,7 @@ __device__ __forceinline__ void weigh_options(const Place<C>& at, const Shared& 
     const float shift = pick(at.of_queries(shared.shift(), strip, half, tile), i);
     const float inverse_sum = pick(at.of_queries(shared.inverse_sum(), strip, half, tile), i);
     if (FunctionTile<float>::kAny && score == -infinity<float>()) {
-      score = gradient = 0.0f;  // hidden, whatever both products were
+      score = gradient = 0.0f;  // the function hides it, whatever both products were
     } else {
       score = formula_weight(score, shift, inverse_sum);
     }
@@ -191,7 +191,7 @@ __device__ __forceinline__ void weigh_options(const Place<C>& at, const Shared& 
   }
 }
 
-// Whatever the weights and gradients of hidden elements are, NaN included, they become 0.
+// Zeroes the weights and gradients of hidden elements, whatever they are, NaN included.
 template <class C, class Shared>
 __device__ __forceinline__ void hide(const Place<C>& at, const Shared& shared, const MaskBits<C>& mask,
                                      bool careful, Scores<C>& s, Scores<C>& dp) {
@@ -223,7 +223,7 @@ __device__ __forceinline__ void hide(const Place<C>& at, const Shared& shared, c
       });
     }
   }
-  // Queries that saw nothing but scores of -inf have no gradients either.
+  // Queries that saw only scores of -inf have no gradients either.
   if (careful) {
     for_each_pair(s, dp, [&](int strip, int half, int tile, int i, float& weight, float& gradient) {
       const int query = C::kOwnsQueries ? at.lane.row(strip, half) : at.lane.column(tile) + i;
@@ -232,11 +232,11 @@ __device__ __forceinline__ void hide(const Place<C>& at, const Shared& shared, c
   }
 }
 
-// s: dot products of queries and keys, becomes the weights P, dropped but without the survivors' factor
-// plan.dropout_scale (the result's). dp: dot products of dO and values, becomes the gradients of the dot
-// products but for the factor plan.scale (the result's too), on the side of masks those of the scores. Sides
-// that do not need dp leave it undefined. careful: NaN or Inf is about. Shared: see SharedMemory, whose
-// statistics of the tile's queries are all that is asked for.
+// s: dot products of queries and keys. They become the weights P after dropout, without the factor
+// plan.dropout_scale, which the result gets. dp: dot products of dO and values. They become the gradients of
+// the dot products without the factor plan.scale, which the result gets, too; on the side of masks those of
+// the scores. Sides that do not need dp leave it undefined. careful: whether there may be NaN or Inf. Shared:
+// a kernel's shared memory, of which the statistics of the tile's queries are used.
 template <class C, class Shared>
 __device__ __forceinline__ void weigh(const Place<C>& at, const Shared& shared, const MaskBits<C>& mask,
                                       Slopes<C>& slopes, bool careful, Scores<C>& s, Scores<C>& dp) {
