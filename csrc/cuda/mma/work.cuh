@@ -25,7 +25,7 @@ struct Fold<true> {
   uint16_t reciprocal = 0;
 };
 
-// It lies in shared memory: numbers that are needed once per tile should not fill registers in between.
+// Work lies in shared memory: numbers that are needed once per tile should not fill registers in between.
 template <class C>
 struct Work {
   int batch, kv_head, split;
@@ -40,7 +40,7 @@ struct Work {
   int first_whole_tile;        // the first with such keys alone, not counting the last tile to be visited
   bool careful = false;        // NaN and Inf of values are looked for
   Fold<C::kMayFold> fold;
-  int64_t seen_begin, seen_end;    // query i sees the keys i + seen_begin .. i + seen_end - 1 of these
+  int64_t seen_begin, seen_end;    // query i sees keys i + seen_begin .. i + seen_end - 1, if they exist
   int64_t query_offset;            // the sequence's
   int64_t query_start, key_start;  // where the sequence begins in packed tensors
   int64_t first_statistic;         // the first head's

@@ -1,4 +1,4 @@
-// Tiles from global to shared memory. Whatever lies beyond the tensor or its dim becomes zero.
+// Copies of tiles from global to shared memory. What lies beyond the tensor or its dim becomes zero.
 #pragma once
 
 #include "../common/element.cuh"
@@ -13,8 +13,8 @@ using mma::Plan;
 using mma::RowOf;
 using mma::TileShare;
 
-// The chunk of 16 bytes that begins at `column` of a row, element by element: for rows that are not aligned
-// or end within a chunk.
+// Copies the chunk of 16 bytes that begins at `column` of a row element by element: for rows that are not
+// aligned or end within a chunk.
 template <class Storage>
 __device__ __forceinline__ void copy_elements(unsigned char* shared, const Storage* row, int column,
                                               int dim) {
@@ -27,14 +27,14 @@ __device__ __forceinline__ void copy_elements(unsigned char* shared, const Stora
 template <class Storage>
 constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Storage));
 
-// Where a chunk of a tile of keys or values arrives: 16-bit elements in the swizzled tile, float32 in the
-// staging area, where every thread finds its own chunks again.
+// The place where a chunk of a tile of keys or values arrives: for 16-bit elements in the swizzled tile, for
+// float32 in the staging area, where every thread finds its own chunks again.
 template <class C>
 __device__ __forceinline__ int arrival(int row, int chunk) {
   return C::kFloat32 ? row * (C::kDim * 4) + chunk * 16 : Swizzle<C::kDim>::offset(row, chunk);
 }
 
-// Starts to bring this thread's chunks of a row, or zeros. The first of them is at `from` and goes to `to`.
+// Starts to copy this thread's chunks of a row, or zeros. The first of them is at `from` and goes to `to`.
 template <class C, class Share, class Storage>
 __device__ __forceinline__ void start_row(unsigned char* to, const Share& share, const Storage* from,
                                           bool exists, int dim) {
@@ -46,7 +46,7 @@ __device__ __forceinline__ void start_row(unsigned char* to, const Share& share,
   }
 }
 
-// Brings them element by element.
+// Copies this thread's chunks of a row element by element.
 template <class C, class Share, class Storage>
 __device__ __forceinline__ void copy_row(unsigned char* shared, const Share& share, int r, const Storage* row,
                                          bool exists, int dim) {
@@ -56,8 +56,8 @@ __device__ __forceinline__ void copy_row(unsigned char* shared, const Share& sha
   }
 }
 
-// Starts to bring this thread's rows of a tile, 16 bytes at a time; its first chunk is at `from`. kFull:
-// all rows of the tile exist, and not `count` of them.
+// Starts to copy this thread's rows of a tile, 16 bytes at a time; its first chunk is at `from`. kFull: all
+// rows of the tile exist, otherwise `count` of them.
 template <class C, bool kFull, class Share, class Storage>
 __device__ __forceinline__ void start_vectors(unsigned char* shared, const Share& share, const Storage* from,
                                               int64_t stride, int count, int dim) {
@@ -71,8 +71,7 @@ __device__ __forceinline__ void start_vectors(unsigned char* shared, const Share
   }
 }
 
-// Starts to bring `count` rows of a matrix from `first` on, and zeros for those of the tile that are not
-// there.
+// Starts to copy `count` rows of a matrix from `first` on, and zeros for the rest of the tile.
 template <class C, int kRowCount, class Storage>
 __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage* matrix, int64_t stride,
                                            int first, int count, int dim, bool vectors) {
@@ -92,14 +91,14 @@ __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage*
 // Keys or values, from one of them on.
 struct KeyRows {
   const View& view;
-  const void* first;  // key 0: of Work
+  const void* first;  // key 0: first_key or first_value of Work
   int first_key;
   int dim;
-  bool vectors;  // can be read 16 bytes at a time
+  bool vectors;  // rows can be read 16 bytes at a time
 };
 
-// The same of keys or values in pages. Each lane looks up where one row of
-// its warp's lies, and they tell each other: a division and a look at the table for each row. Collective.
+// The same for keys or values in pages. Each lane looks up one row of its warp's and tells the others where
+// it is, so that each row costs one division and one look at the table. Collective.
 template <class C, class Storage>
 __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const AttentionParams& p,
                                                  const Work<C>& work, const KeyRows& rows) {
@@ -133,7 +132,7 @@ __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const At
   }
 }
 
-// Starts to bring a tile of keys or values of the block's head.
+// Starts to copy a tile of keys or values of the block's head.
 template <class C, class Storage>
 __device__ __forceinline__ void start_keys(unsigned char* shared, const AttentionParams& p,
                                            const Work<C>& work, const KeyRows& rows) {
@@ -145,9 +144,9 @@ __device__ __forceinline__ void start_keys(unsigned char* shared, const Attentio
   }
 }
 
-// What a thread of the plain path brings of one tile of keys or values after another, last to first. It keeps
-// the address of its first chunk and moves it on, as 64-bit products for every tile would keep the warps from
-// their matrix products; where registers are even scarcer, it works it out.
+// A thread's part of tiles of keys or values that pass by on the bare path, last to first. It keeps the
+// address of its first chunk and moves it on, since 64-bit products for every tile would keep the warps from
+// their matrix products. If registers are even scarcer, it works the address out (kParks).
 template <class C, class Storage>
 class PassingRows {
  public:
@@ -157,7 +156,7 @@ class PassingRows {
             static_cast<uint32_t>(rows.first_key + share.row) * rows.view.stride[2] +
             share.lane * kPerChunk<Storage>;
   }
-  // Starts to bring a tile, the first one or that before the last. kFull: all its rows exist.
+  // Starts to copy the first tile, or the one before the last copied. kFull: all its rows exist.
   template <bool kFull>
   __device__ __forceinline__ void start(unsigned char* shared, const KeyRows& rows, const Work<C>& work) {
     const int64_t stride = rows.view.stride[2];
@@ -171,8 +170,8 @@ class PassingRows {
   const Storage* from_;
 };
 
-// Four numbers to the planes of their pieces. Returns whether one has none; with kLeaveOut that one becomes
-// zero.
+// Stores the pieces of four numbers in their planes. Returns whether a number has none; with kLeaveOut it
+// becomes zero.
 template <class C, bool kLeaveOut>
 __device__ __forceinline__ bool store_pieces(unsigned char* planes, int plane_bytes, int row, int chunk,
                                              float4 x) {
@@ -187,15 +186,15 @@ __device__ __forceinline__ bool store_pieces(unsigned char* planes, int plane_by
   unsigned char* to = planes + Swizzle<C::kDim>::offset(row, chunk / 2) + chunk % 2 * 8;
 #pragma unroll
   for (int piece = 0; piece < C::kPieces; ++piece) {
-    uint2 packed;
-    packed.x = mma::take_piece(x.x, x.y);
-    packed.y = mma::take_piece(x.z, x.w);
-    *reinterpret_cast<uint2*>(to + piece * plane_bytes) = packed;
+    uint2 pairs;
+    pairs.x = mma::take_piece(x.x, x.y);
+    pairs.y = mma::take_piece(x.z, x.w);
+    *reinterpret_cast<uint2*>(to + piece * plane_bytes) = pairs;
   }
   return special;
 }
 
-// Four numbers of a row that has `columns` of them, zeros beyond.
+// Loads four numbers of a row that has `columns` of them, and zeros beyond.
 __device__ __forceinline__ float4 load_four(const float* row, int column, int columns, bool vectors) {
   float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
   if (vectors) {
@@ -209,8 +208,8 @@ __device__ __forceinline__ float4 load_four(const float* row, int column, int co
   return x;
 }
 
-// The tile of queries, once for a block. float32 is split on the way; returns whether this thread met a
-// number without pieces.
+// Starts to copy the tile of queries, once for a block. float32 is split into pieces on the way. Returns
+// whether this thread met a number without pieces.
 template <class C>
 __device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& work,
                                               const SharedMemory<C>& shared) {
@@ -254,8 +253,8 @@ __device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& w
   return any;
 }
 
-// Makes pieces of the staged tile: each thread of the chunks that it brought itself, so that no barrier is
-// needed before. Marks rows with numbers that have none. Returns whether this thread met one.
+// Makes pieces of the staged tile. Each thread takes the chunks that it copied itself, so that no barrier is
+// needed before. Marks rows with numbers that have no pieces. Returns whether this thread met one.
 template <class C, bool kLeaveOut>
 __device__ __forceinline__ bool split_staged(const SharedMemory<C>& shared, unsigned char* planes,
                                              unsigned char* flags) {
@@ -273,7 +272,7 @@ __device__ __forceinline__ bool split_staged(const SharedMemory<C>& shared, unsi
   });
 }
 
-// Zeroes what this thread brought into the tile and is not finite. It has waited for its copies.
+// Zeroes what is not finite in the part of the tile that this thread copied. It has waited for its copies.
 template <class C>
 __device__ __forceinline__ void clear_non_finite_values(const SharedMemory<C>& shared) {
   using Share = TileShare<C, C::kKeys, C::kDim / 8>;

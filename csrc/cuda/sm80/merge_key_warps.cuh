@@ -1,4 +1,4 @@
-// The warps that divided the keys of the same rows put their results together.
+// Warps that divided the keys of the same rows merge their results.
 #pragma once
 
 #include "../mma/softmax.cuh"
@@ -6,8 +6,8 @@
 
 namespace selfattn::cuda::sm80 {
 
-// Halves of the warps that share rows merge pairwise, until the first has it all. The tiles in shared memory
-// are no longer needed and make room.
+// Halves of the warps that share rows merge pairwise until the first warp has everything, in place of the
+// tiles in shared memory, which are no longer needed.
 template <class C>
 __device__ __forceinline__ void merge_key_warps(const SharedMemory<C>& shared, const mma::Lane<C>& lane,
                                                 mma::Softmax<C, SharedMemory<C>>& softmax,

@@ -1,7 +1,7 @@
-// The two matrix products of a tile on tensor cores.
+// The two matrix products of a tile on tensor cores, by mma.sync.
 //
-// Operands come from swizzled tiles by ldmatrix, four 8 x 8 matrices at a time. A lane's address is a
-// constant of the thread but for the step along the row: an exclusive or within the bytes that the swizzle
+// ldmatrix reads operands from swizzled tiles, four 8 x 8 matrices at a time. A lane's address is a constant
+// of the thread, except for the step along the row: an exclusive or within the bytes that the swizzle
 // permutes. All the rest is a constant of the instruction.
 #pragma once
 
@@ -13,7 +13,7 @@ namespace selfattn::cuda::sm80 {
 using mma::LeftBlock;
 
 // The lane's part in reading blocks of 16 rows by 16 columns. kRowsFirst: matrices 0 and 1 are the upper and
-// lower rows (queries, values); otherwise the left and right columns (keys).
+// lower rows (queries, values), otherwise the left and right columns (keys).
 template <class C, bool kRowsFirst>
 struct BlockReader {
   using Swizzle = sm80::Swizzle<C::kDim>;
@@ -26,7 +26,7 @@ struct BlockReader {
               right = (kRowsFirst ? lane >> 4 : lane >> 3) & 1;
     first = mma::of_thread<C>(Swizzle::offset(first_row + (lane & 7) + lower * 8, right));
   }
-  // The address for columns 16 * step .. and rows moved by a multiple of 16.
+  // The address for columns 16 * step .. + 15 and rows moved by a multiple of 16.
   __device__ __forceinline__ const unsigned char* at(int step, int rows) const {
     constexpr int kSteps = Swizzle::kSpan / 32;
     return tile + (first ^ (step % kSteps << 5)) +
@@ -35,7 +35,7 @@ struct BlockReader {
 };
 
 // The products of pieces that are kept, smallest first: tensor cores cut their running sum off instead of
-// rounding it, relative to what it holds by then. Two pieces begin at the fourth, one at the last.
+// rounding it, relative to what it holds by then. Two pieces begin at the fourth product, one at the last.
 constexpr int kProducts = 6;
 __host__ __device__ constexpr int left_piece(int product) {
   return product == 0 ? 2 : product == 1 || product == 3 ? 1 : 0;
@@ -43,8 +43,8 @@ __host__ __device__ constexpr int left_piece(int product) {
 __host__ __device__ constexpr int right_piece(int product) {
   return product == 2 ? 2 : product == 1 || product == 4 ? 1 : 0;
 }
-// Whether numbers have fewer pieces than this. Not asked of 16-bit types, whose loads would all be under a
-// condition: the compiler then keeps one register buffer for them, and every product waits for its own load.
+// Whether numbers have no such piece. 16-bit types do not ask: their loads would all be under a condition,
+// and the compiler would keep one register buffer for them, so that every product waits for its own load.
 template <class C>
 __device__ __forceinline__ bool left_out(int piece, int pieces) {
   return C::kPieces > 1 && piece >= pieces;
@@ -55,7 +55,8 @@ template <class C>
 using RightBlock = uint32_t[C::kPieces][4];  // 16 by two times 8 columns
 
 // sums[strip][first], [first + 1] += a b. float32 sums the products of pieces of these 16 terms by themselves
-// and adds that in float: otherwise long sums would lose the bits that are cut off all in one direction.
+// and adds the result in float: otherwise long sums would lose the bits that are cut off, all in one
+// direction.
 template <class C, int kTiles>
 __device__ __forceinline__ void multiply_block(const LeftBlock<C>& a, const RightBlock<C>& b, int pieces,
                                                float (&sums)[C::kStrips][kTiles][4], int first) {
@@ -97,7 +98,7 @@ struct Operand {
   int first_row;
 };
 
-// sums = left right^T over `dim`: scores, unscaled, from queries and keys.
+// sums = left right^T over `dim`: unscaled scores from queries and keys.
 template <class C, int kTiles>
 __device__ __forceinline__ void multiply_rows(const Operand& left, const Operand& right, int lane, int dim,
                                               int pieces, float (&sums)[C::kStrips][kTiles][4]) {
@@ -129,8 +130,8 @@ __device__ __forceinline__ void multiply_rows(const Operand& left, const Operand
   }
 }
 
-// output += weights right: of weights and values, the columns of the former being the rows of the latter.
-// block(n) gives columns 16 n .. + 15 of the weights.
+// output += weights right, as for weights and values: columns of the weights are rows of `right`. block(n)
+// gives columns 16 n .. + 15 of the weights.
 template <class C, int kBlocks, class Block>
 __device__ __forceinline__ void accumulate_blocks(const Block& block, const Operand& right, int lane, int dim,
                                                   int pieces, float (&output)[C::kStrips][C::kDimTiles][4]) {
@@ -152,8 +153,8 @@ __device__ __forceinline__ void accumulate_blocks(const Block& block, const Oper
   }
 }
 
-// The same of weights that are still numbers. Packed, those of 16 bits take half the registers; pieces of
-// float32 would take more and are made as they are needed.
+// The same for weights that are still float. In pairs, 16-bit ones take half the registers; pieces of float32
+// would take more and are made as they are needed.
 template <class C, int kTiles>
 __device__ __forceinline__ void accumulate(const float (&weights)[C::kStrips][kTiles][4],
                                            const Operand& right, int lane, int dim, int pieces,

@@ -10,13 +10,13 @@ extern const Kernel kSm80;
 
 namespace sm80 {
 
-// The forward of the sequences of few queries alone, if the call has any (split_keys.h), for a kernel that
-// leaves them to this one. The workspace is that of kSm80's forward.
+// Computes the forward of the sequences of few queries alone, if the call has any (split_keys.h), for a
+// kernel that leaves them to this one. The workspace is that of kSm80's forward.
 void forward_of_few_queries(const AttentionParams& params, const ForwardOutputs& outputs,
                             const Launch& where);
 
-// The gradient of the mask, if one is wanted, for a kernel that computes the others itself. The workspace is
-// that of kSm80's backward, and holds the statistics.
+// Computes the gradient of the mask, if one is wanted, for a kernel that computes the others itself. The
+// workspace is that of kSm80's backward, and holds the statistics.
 void gradient_of_mask(const AttentionParams& params, const BackwardArguments& arguments,
                       const mma::backward::Statistics& statistics, const Launch& where);
 

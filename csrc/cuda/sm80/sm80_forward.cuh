@@ -1,6 +1,7 @@
-// The forward: a tile of queries stays, tiles of keys and values pass by, last to first (Dao et al. 2022;
-// Dao 2023). Loads run ahead by half a tile: values come while scores are computed, the next keys while the
-// softmax and the product with the values are.
+// The forward: a tile of queries stays, and tiles of keys and values pass by, last to first.
+//
+// The method is that of Dao et al. 2022 and Dao 2023. Loads run ahead by half a tile: values come while
+// scores are computed, the next keys while the softmax and the product with the values are.
 #pragma once
 
 #include "../common/grid.cuh"
@@ -28,18 +29,18 @@ class Forward : TileScores<C> {
       : Base(plan, block, memory) {}
 
   __device__ __forceinline__ void run() {
-    // The grid is that of the longest sequence. Which of the kernels takes a sequence is a matter of its own
-    // length, as their bits differ.
+    // The grid is that of the longest sequence. The kernel that takes a sequence is chosen by the sequence's
+    // own length, as the kernels' bits differ.
     if (work_.rows <= 0 || counts_as_few(p_, work_.queries) != C::kFewQuery) return;
     this->start_queries();
     for (;;) {
       attend();
-      // Once more where 0 * Inf or 0 * NaN of a hidden key may have shown in the result.
+      // Once more if 0 * Inf or 0 * NaN of a hidden key may have spoilt the result.
       if (C::kFloat32 || work_.careful || !__syncthreads_or(!mma::is_finite(output_.at))) break;
       if (threadIdx.x == 0) shared_.work().careful = true;
       __syncthreads();
     }
-    // A block that met no keys has not waited for its queries, whose place the results take.
+    // A block that met no keys has not waited for its queries, and results take their place.
     ptx::copy_async_wait<0>();
     softmax_.finish(plan_.scale, plan_.scale_log2, output_, shared_);
     if constexpr (C::kColumnWarps > 1) merge_key_warps(shared_, this->lane(), softmax_, output_);
@@ -65,8 +66,8 @@ class Forward : TileScores<C> {
     ptx::copy_async_commit();
     while (tile >= first_tile()) {
       if constexpr (C::kLean) {
-        // Most tiles, in a loop of their own: branches among its products would keep the compiler from
-        // choosing their order. The last one is none of them, so that each loads the next tile's keys.
+        // Most tiles are computed in a loop of their own: branches among its products would keep the compiler
+        // from choosing their order. It does not take the last tile, so that each loads the next tile's keys.
         if (!work_.careful && p_.pages.table == nullptr && tile < work_.whole_end / C::kKeys) {
           while (tile >= work_.first_whole_tile) tile = attend_tile<true>(tile);
         }
@@ -75,8 +76,8 @@ class Forward : TileScores<C> {
     }
   }
 
-  // Returns the next tile. kLean: every row sees every key of the tile, so that all of them exist, they are
-  // in no pages, the block is not careful, and there is a next tile.
+  // Returns the next tile. kLean: every row sees every key of the tile, so that all of them exist; they are
+  // not in pages, the block is not careful, and there is a next tile.
   template <bool kLean>
   __device__ __forceinline__ int attend_tile(int tile) {
     const int first_key = tile * C::kKeys;
@@ -124,15 +125,15 @@ class Forward : TileScores<C> {
     mma::clear(output_.at);
   }
 
-  // Warps without rows help to load. On the plain path they compute, too, what nobody wants: each warp has a
-  // scheduler of its own, so that others do not wait for it, and the question would cost registers.
+  // Warps without rows help to load. On the bare path they also compute, and the result is not used: each
+  // warp has a scheduler of its own, so that others do not wait for it, and a test would cost registers.
   __device__ __forceinline__ bool has_rows() const { return C::kBare || this->lane().first_row < work_.rows; }
 
-  // From shared memory whenever it is asked for: registers are scarcer than reads.
+  // Read from shared memory wherever it is used: registers are scarcer than reads.
   __device__ __forceinline__ int first_tile() const { return work_.first_tile; }
 
-  // The next tile, counting down from `tile`, of which the mask shows anything to some row; its bits are read
-  // by then, long before they are needed.
+  // Counts down from `tile` to a tile of which the mask shows anything to some row. Its bits are read by
+  // then, long before they are needed.
   __device__ __forceinline__ int find_tile(int tile) {
     if constexpr (!C::kBare) {
       if (!this->has_mask()) return tile;
@@ -146,7 +147,7 @@ class Forward : TileScores<C> {
             plan_.value_vectors};
   }
 
-  // kLean: all keys of the tile exist, and are in no pages.
+  // kLean: all keys of the tile exist, and they are not in pages.
   template <bool kLean>
   __device__ __forceinline__ void start_keys(int tile) {
     if constexpr (C::kBare) {
@@ -167,7 +168,7 @@ class Forward : TileScores<C> {
                                  values_of(tile));
   }
 
-  // As wait_for_keys.
+  // Waits like wait_for_keys(). Returns whether values hold numbers without pieces.
   template <bool kLean>
   __device__ __forceinline__ bool wait_for_values() {
     ptx::copy_async_wait<0>();

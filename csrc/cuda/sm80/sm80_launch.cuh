@@ -1,4 +1,4 @@
-// From a call to the kernels that compute it.
+// From a forward call, or one for the weights, to the sm80 kernels that compute it.
 #pragma once
 
 #include "../function/launch_with_function.cuh"
@@ -39,7 +39,7 @@ void run_forward(const AttentionParams& p, const ForwardOutputs& outputs, cudaSt
                  void* workspace) {
   run_few_queries<kDType, kDim>(p, outputs, stream, workspace);
   if (has_few_queries(p)) return;
-  // float32 spends its time on products: what the other path would save is not felt.
+  // float32 spends its time on products: the bare path would save too little.
   if constexpr (kDType != DType::kFloat32) {
     if (mma::is_bare(p)) return run_path<Config<kDType, kDim, Path::kBare>>(p, outputs, stream, workspace);
   }

@@ -1,4 +1,4 @@
-// Shared memory of a block, and the swizzle that keeps its banks free of conflicts.
+// Shared memory of a block of the forward, and the swizzle that keeps its banks free of conflicts.
 #pragma once
 
 #include "../mma/work.cuh"
@@ -7,11 +7,11 @@ namespace selfattn::cuda::sm80 {
 
 using mma::Work;
 
-constexpr int kMostSharedBytes = 99 * 1024;  // that consumer devices have for a block
+constexpr int kMostSharedBytes = 99 * 1024;  // what consumer devices have for a block
 
-// Rows of kDim 16-bit elements in chunks of 16 bytes. ldmatrix reads the same chunk of eight rows at once,
-// which must lie in eight different groups of four banks: the chunk's place in its row is exchanged by the
-// row's number. Rows of 64 or 192 bytes already alternate between the halves of the banks.
+// The layout of rows of kDim 16-bit elements in chunks of 16 bytes. ldmatrix reads the same chunk of eight
+// rows at once, and these must lie in eight different groups of four banks: so chunks change places in their
+// row by the row's number. Rows of 64 or 192 bytes already alternate between the halves of the banks.
 template <int kDim>
 struct Swizzle {
   static constexpr int kRowBytes = kDim * 2;
@@ -26,16 +26,16 @@ struct Swizzle {
   }
 };
 
-// Bytes from the start of the block's shared memory. 16-bit types: the tile of queries, one of keys, one of
-// values. float32: planes of bfloat16 pieces of the queries, planes that keys and values take in turn, and a
-// staging area for the next of them as it comes from memory.
+// Places in bytes from the start of the block's shared memory. 16-bit types have a tile of queries, one of
+// keys and one of values. float32 has planes of bfloat16 pieces of the queries, planes that keys and values
+// take in turn, and a staging area for the next tile as it comes from memory.
 template <class C>
 struct SharedLayout {
   static constexpr int kQueryPlane = C::kRows * C::kDim * 2;
   static constexpr int kTilePlane = C::kKeys * C::kDim * 2;
 
   static constexpr int kWork = 0;
-  static constexpr int kTiles = 128;  // where they begin, and what takes their place at the end
+  static constexpr int kTiles = 128;  // the tiles begin here, and so does what takes their place at the end
   static_assert(sizeof(Work<C>) <= kTiles, "a block's plan comes before its tiles");
 
   static constexpr int kQueries = kTiles;
@@ -43,14 +43,14 @@ struct SharedLayout {
   static constexpr int kValues = C::kFloat32 ? kKeys : kKeys + kTilePlane;
   static constexpr int kStaging = kValues + C::kPieces * kTilePlane;
   static constexpr int kFlags = kStaging + (C::kFloat32 ? 2 * kTilePlane : 0);
-  // A byte per row of a tile: whether it holds numbers that need attention, see special_numbers.cuh.
+  // A byte for each row of a tile: whether it holds numbers without pieces, see special_numbers.cuh.
   static constexpr int kQueryFlags = kFlags, kKeyFlags = kQueryFlags + C::kRows;
   static constexpr int kValueFlags = kKeyFlags + C::kKeys;
-  // Of both rows of each strip of a thread: sum, maximum, rounded sum.
+  // Sum, maximum and rounded sum of both rows of each strip of a thread.
   static constexpr int kParked = (kValueFlags + C::kKeys + 7) / 8 * 8;
   static constexpr int kBytes = kParked + (C::kParks ? 3 * C::kStrips * C::kThreads * 8 : 0);
 
-  // At the end: states and outputs of half the warps that divided the keys.
+  // At the end, states and outputs of half the warps that divided the keys take the place of the tiles.
   static constexpr int kStateFloats = C::kStrips * 2;
   static constexpr int kExchangeFloats = (3 * kStateFloats + C::kStrips * C::kDimTiles * 4) * kWarp;
   static_assert(C::kRowWarps * (C::kColumnWarps / 2) * kExchangeFloats * 4 <= kFlags - kTiles,

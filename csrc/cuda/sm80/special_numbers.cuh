@@ -1,9 +1,10 @@
-// float32 numbers without pieces: NaN, Inf and far-off magnitudes (mma/pieces.cuh). They are kept out of the
-// products and their terms computed one by one, in float, for the rows that see them. What a row is made of
-// depends on its own query and the keys that it sees alone: whatever is hidden from it, and whatever its
-// neighbours hold, changes no bit of it.
+// float32 numbers without pieces: NaN, Inf and extreme magnitudes (mma/pieces.cuh).
 //
-// Where query or key holds such a number, the score is computed anew. Where a value is one, it is zero in the
+// They are kept out of the products, and their terms are computed one by one, in float, for the rows that see
+// them. So a row depends on its own query and the keys that it sees alone: what is hidden from it, and what
+// its neighbours hold, changes no bit of it.
+//
+// If a query or key holds such a number, the score is computed anew. If a value is one, it is zero in the
 // tile, and weight * value is added for the rows that see the key.
 #pragma once
 
@@ -26,8 +27,8 @@ __device__ __forceinline__ float dot_product(const float* x, const float* y, Cou
   return dot;
 }
 
-// Tiles are taken in a loop that is not unrolled, to keep rare code small; registers have no index at run
-// time, hence the selection.
+// The loop over tiles is not unrolled, to keep rare code small. Registers have no index at run time, hence
+// the selection.
 template <class C>
 __device__ __forceinline__ void replace_special_scores(const Place<C>& at, const SharedMemory<C>& shared,
                                                        Scores<C>& scores) {

@@ -1,5 +1,6 @@
-// The scores of a block's rows against one tile of keys after another: what forward and weights share, so
-// that both see the same bits.
+// The scores of a block's rows and one tile of keys after another.
+//
+// Forward and weights share them, so that both see the same bits.
 #pragma once
 
 #include "../mma/score_options.cuh"
@@ -26,10 +27,10 @@ class TileScores {
     __syncthreads();
   }
 
-  // Made anew wherever it is asked for: registers are scarcer than additions.
+  // The lane is made anew wherever it is used: registers are scarcer than additions.
   static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
 
-  // Once, before the first keys.
+  // To be called once, before the first keys.
   __device__ __forceinline__ void start_queries() {
     special_query_ = sm80::start_queries<C>(plan_, work_, shared_);
   }
@@ -43,7 +44,7 @@ class TileScores {
 
   // When this returns, the tile is there for every warp, and every warp is done with what came before: 16-bit
   // types may then load over the tile of values. float32 needs the barrier twice, as keys and values take
-  // turns in the same planes. Returns whether keys or queries hold numbers that need attention.
+  // turns in the same planes. Returns whether keys or queries hold numbers without pieces.
   __device__ __forceinline__ bool wait_for_keys() {
     ptx::copy_async_wait<0>();
     __syncthreads();
@@ -54,7 +55,7 @@ class TileScores {
     return false;
   }
 
-  // Whether something else than positions may hide a whole tile.
+  // Whether the mask or the function's map may hide a whole tile.
   __device__ __forceinline__ bool has_mask() const {
     return p_.mask.data != nullptr || (FunctionTile<float>::kAny && p_.function.map.blocks != nullptr);
   }

@@ -1,4 +1,4 @@
-// The weights themselves, from the forward's row statistics: a block for every tile of rows and of keys.
+// The weights themselves, from the forward's row statistics, by a block for each tile of rows and keys.
 #pragma once
 
 #include <algorithm>
@@ -13,7 +13,7 @@ using mma::Place;
 using mma::Plan;
 using mma::RowOf;
 
-// On their way out the weights take the place of the tiles, which for small dims is not enough.
+// When they are written, the weights take the place of the tiles, which is too small for small dims.
 template <class C>
 constexpr int weights_shared_bytes() {
   return std::max(SharedLayout<C>::kTiles + C::kRows * C::kKeys * 4, SharedLayout<C>::kBytes);
@@ -48,7 +48,7 @@ class Weights : TileScores<C> {
   }
 
  private:
-  // A hidden key has weight 0 in every row, one that holds NaN included.
+  // A hidden key has weight 0 in every row, even in one that holds NaN.
   __device__ __forceinline__ void weigh() {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {

@@ -29,7 +29,7 @@ struct RowTile {
   }
 };
 
-// It lies in shared memory: numbers that are needed once per tile should not fill registers in between.
+// Work lies in shared memory: numbers that are needed once per tile should not fill registers in between.
 template <class C>
 struct Work {
   RowTile tile;

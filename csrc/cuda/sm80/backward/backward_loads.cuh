@@ -1,4 +1,4 @@
-// What a block of the backward reads, from global to shared memory.
+// Copies of the backward's tiles and statistics from global to shared memory.
 #pragma once
 
 #include "../loads.cuh"
@@ -19,9 +19,9 @@ struct Matrix {
   bool vectors;     // rows can be read 16 bytes at a time
 };
 
-// Brings `count` rows of a matrix from `first` on into a tile; the rest of the tile becomes zeros.
-// 16-bit types are on their way when this returns. float32 is there, split into pieces: the products of six
-// pieces take so long that waiting is not felt, and shared memory has no room for a staging area. Numbers
+// Copies `count` rows of a matrix from `first` on into a tile; the rest of the tile becomes zeros. 16-bit
+// types are on their way when this returns. float32 has arrived, split into pieces: the six products of
+// pieces take so long that waiting costs little, and shared memory has no room for a staging area. Numbers
 // without pieces become zero, and the rows that hold them are marked. Returns whether this thread met one.
 template <class C, int kRowCount>
 __device__ __forceinline__ bool load_tile(const Matrix& matrix, int first, int count, unsigned char* tile,
@@ -49,7 +49,7 @@ __device__ __forceinline__ bool load_tile(const Matrix& matrix, int first, int c
   }
 }
 
-// Queries or keys, dO or values.
+// A tensor that operands are read from: queries or keys, dO or values.
 struct Source {
   const View& view;
   int64_t columns;
@@ -73,7 +73,7 @@ __device__ __forceinline__ Matrix own_matrix(const Source& operand, const Work<C
   const auto* rows = work.template rows_of<C::kOwnsQueries>(operand.view);
   return {rows, operand.view.stride[2], operand.columns, operand.vectors};
 }
-// `rows`: of the first head, as Work has them.
+// `rows`: passing_qk or passing_vo of Work, which are the first head's.
 template <class C>
 __device__ __forceinline__ Matrix passing_matrix(const Source& operand, const Work<C>& work, const void* rows,
                                                  int head) {
@@ -82,7 +82,7 @@ __device__ __forceinline__ Matrix passing_matrix(const Source& operand, const Wo
   return {first, operand.view.stride[2], operand.columns, operand.vectors};
 }
 
-// Starts to bring the numbers of a tile of queries.
+// Starts to copy the statistics of a tile of queries.
 template <class C>
 __device__ __forceinline__ void start_statistics(const Plan& plan, const Work<C>& work,
                                                  const SharedMemory<C>& shared, int head, int first_query) {
@@ -96,7 +96,7 @@ __device__ __forceinline__ void start_statistics(const Plan& plan, const Work<C>
   if (!C::kReadsDelta) ptx::copy_async_16(shared.delta() + chunk, statistics.delta + at + chunk, true);
 }
 
-// The tiles that the block owns, once. Returns whether this thread met a number that needs attention.
+// Loads the tiles that the block owns, once. Returns whether this thread met a number without pieces.
 template <class C>
 __device__ __forceinline__ bool load_own(const Plan& plan, const Work<C>& work,
                                          const SharedMemory<C>& shared) {
@@ -111,7 +111,7 @@ __device__ __forceinline__ bool load_own(const Plan& plan, const Work<C>& work,
   return special;
 }
 
-// A passing tile: queries (with their numbers) or keys.
+// Loads a passing tile of qk: queries (with their statistics) or keys.
 template <class C>
 __device__ __forceinline__ bool load_qk(const Plan& plan, const Work<C>& work, const SharedMemory<C>& shared,
                                         Passing passing) {
@@ -122,7 +122,7 @@ __device__ __forceinline__ bool load_qk(const Plan& plan, const Work<C>& work, c
                                    shared.passing_qk_flags());
 }
 
-// The other one: dO or values.
+// Loads a passing tile of vo: dO or values.
 template <class C>
 __device__ __forceinline__ bool load_vo(const Plan& plan, const Work<C>& work, const SharedMemory<C>& shared,
                                         Passing passing) {

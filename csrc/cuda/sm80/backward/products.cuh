@@ -1,4 +1,4 @@
-// The matrix products of a tile, by the functions of the forward (multiply.cuh).
+// The matrix products of a backward tile, by the functions of multiply.cuh.
 #pragma once
 
 #include "../multiply.cuh"
@@ -11,7 +11,7 @@ using mma::Output;
 using mma::Scores;
 using mma::backward::Plan;
 
-// products = own passing^T, of tiles in shared memory.
+// products = own passing^T, for tiles in shared memory.
 template <class C>
 __device__ __forceinline__ void multiply_tiles(const unsigned char* own, const unsigned char* passing,
                                                int64_t dim, int pieces, Scores<C>& products) {

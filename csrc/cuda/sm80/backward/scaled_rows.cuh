@@ -1,7 +1,9 @@
-// Gradients of scores too small for pieces. They are proportional to dO, which may be of any magnitude, and
-// below 2^-80 the last pieces of a float32 begin to vanish (mma/pieces.cuh). So each row of a sum is kept
-// 2^40 times too large until a tile has a gradient that is not small. That is exact, and depends on the row
-// alone. By then a gradient is below 2^-40, so that not even the terms of the largest numbers
+// Rows of gradients that are kept scaled up while the gradients are too small for pieces.
+//
+// Gradients of scores are proportional to dO, which may be of any magnitude, and below 2^-80 the last pieces
+// of a float32 begin to vanish (mma/pieces.cuh). So each row of a sum is kept 2^40 times too large until a
+// tile has a gradient that is not small. That is exact, and depends on the row alone. Until then scaled
+// gradients are below 2^-40, so that not even the terms of the largest numbers
 // (mma/backward/special_terms.cuh) overflow.
 #pragma once
 
@@ -17,7 +19,7 @@ class ScaledRows {
  public:
   __device__ __forceinline__ void reset() { up_ = ~0u; }
 
-  // Brings gradients to the scale of their rows, and the sums so far to a new one. Collective of the warp.
+  // Scales gradients as their rows are, and the sums so far where that changes. Collective of the warp.
   __device__ __forceinline__ void scale(Scores<C>& ds, Output<C>& sums) {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
@@ -39,7 +41,7 @@ class ScaledRows {
     }
   }
 
-  // After the last tile: the sums as they are.
+  // To be called after the last tile: undoes the scale of the sums.
   __device__ __forceinline__ void undo(Output<C>& sums) const {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
@@ -58,7 +60,7 @@ class ScaledRows {
   static __device__ __forceinline__ uint32_t bit(int strip, int half) { return 1u << (strip * 2 + half); }
   __device__ __forceinline__ bool is_up(int strip, int half) const { return up_ & bit(strip, half); }
 
-  uint32_t up_;  // a bit for each row of the lane whose sums are too large as yet
+  uint32_t up_;  // a bit for each row of the lane whose sums are still scaled up
 };
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -1,4 +1,4 @@
-// A backward call: numbers of the rows first, then one kernel for each side and one for the mask.
+// A backward call: statistics of the rows first, then a kernel for each side and one for the mask.
 #include "sm80_backward.h"
 
 #include <algorithm>
@@ -17,8 +17,8 @@ namespace {
 
 constexpr int64_t kMaxFloat32Dim = 128;  // more does not fit into shared memory as pieces
 
-// Those that the kernels of this folder apply: Note [Declared options] in core/options.h. Keys in pages have
-// no gradient.
+// The kernels of this folder apply these: Note [Declared options] in core/options.h. Keys in pages have no
+// gradient.
 constexpr OptionSet kOptions =
     OptionSet{Option::kMask,          Option::kOwnMasks,   Option::kAlibiSlopes, Option::kSinks,
               Option::kDropout,       Option::kWindow,     Option::kQueryOffset, Option::kSoftcap,
@@ -26,7 +26,7 @@ constexpr OptionSet kOptions =
               Option::kBatchInvariant}
         .with(kFunctionOptions);
 
-// What there is for an element type and a padded dim.
+// The functions compiled for an element type and a padded dim.
 struct Instance {
   mma::backward::Sides sides;
   MaskRegions (*regions)(const AttentionParams&, const BackwardArguments&);

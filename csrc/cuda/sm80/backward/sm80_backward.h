@@ -1,4 +1,4 @@
-// A backward call of sm80, and its kernels for the mask's gradient.
+// A backward call of sm80.
 #pragma once
 
 #include <cstddef>
@@ -10,7 +10,7 @@ namespace selfattn::cuda::sm80::backward {
 // Whether these kernels compute the gradients of such a call: otherwise simt does.
 bool takes(const AttentionParams& params);
 
-// Workspace: statistics_bytes(), and what the mask's gradient needs.
+// The workspace holds the statistics, and what the mask's gradient needs.
 size_t workspace_bytes(const AttentionParams& params, const BackwardArguments& arguments);
 void run(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
 

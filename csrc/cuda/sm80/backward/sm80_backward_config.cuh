@@ -1,5 +1,4 @@
-// Shapes of the backward's work: which warp owns what, by element type, head dim, side and path. See
-// docs/cuda-kernels.md.
+// The backward's warps and tiles, by element type, head dim, side and path. See docs/cuda-kernels.md.
 #pragma once
 
 #include "../../mma/backward/backward_kind.cuh"
@@ -40,8 +39,7 @@ struct Config
           Choice<mma::backward::BackwardKind<mma::Kind<kDTypeOf, kDimOf, kPathOf>, kSideOf, kCarefulOf>>> {
   using Careful = Config<kDTypeOf, kDimOf, kSideOf, kPathOf, true>;
 
-  // Of a tile.
-  static constexpr int kTileColumns = Config::kColumns;  // that pass by together
+  static constexpr int kTileColumns = Config::kColumns;  // columns that pass by as one tile
   static constexpr int kQueries = Config::kOwnsQueries ? Config::kRows : Config::kColumns;
   static constexpr int kKeys = Config::kOwnsQueries ? Config::kColumns : Config::kRows;
 
@@ -49,10 +47,10 @@ struct Config
   static constexpr int kExchangeColumns = kDimOf;
 
   // Whether a row's delta is read where the statistics kernel left it, and not from shared memory, which two
-  // blocks of a multiprocessor fill: an A100's at 128 dims, a consumer device's at 64.
+  // blocks of a multiprocessor fill: that of an A100 at 128 dims, of a consumer device at 64.
   static constexpr bool kReadsDelta = Config::kBare && kSideOf == Side::kQuery && !kCarefulOf;
 
-  // Whether a step of 16 dims may lie beyond the true dim, and is worth asking: see the forward's.
+  // Whether a step of 16 dims may lie beyond the true dim and a test for it pays: see the forward's.
   static __host__ __device__ constexpr bool asks_whether_beyond(int step) {
     return step > 0 && (Config::kBare ? kDimOf == 256 && step % 4 == 0 : true);
   }

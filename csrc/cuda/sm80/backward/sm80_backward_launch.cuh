@@ -1,4 +1,4 @@
-// From a call to the kernels that compute it.
+// From a backward call to the sm80 kernels that compute the gradients of queries, keys and values.
 #pragma once
 
 #include "../../function/launch_with_function.cuh"
@@ -33,7 +33,7 @@ void run_path(const AttentionParams& p, const BackwardArguments& a, const Statis
 template <DType kDType, int kDim>
 void run_sides(const AttentionParams& p, const BackwardArguments& a, const Statistics& statistics,
                CUstream_st* stream) {
-  // float32 spends its time on products: what the other path would save is not felt.
+  // float32 spends its time on products: the bare path would save too little.
   if constexpr (kDType != DType::kFloat32) {
     if (mma::backward::is_bare(p, a)) return run_path<kDType, kDim, Path::kBare>(p, a, statistics, stream);
   }

@@ -11,33 +11,33 @@ namespace selfattn::cuda::sm80::backward {
 
 using mma::backward::Work;
 
-// Bytes from the start of the block's shared memory. float32 tiles are planes of bfloat16 pieces.
+// Places in bytes from the start of the block's shared memory. float32 tiles are planes of bfloat16 pieces.
 template <class C>
 struct SharedLayout {
   static constexpr int kOwnPlane = C::kRows * C::kDim * 2;
   static constexpr int kPassingPlane = C::kColumns * C::kDim * 2;
 
   static constexpr int kWork = 0;
-  static constexpr int kTiles = 128;  // where they begin, and what takes their place at the end
+  static constexpr int kTiles = 128;  // the tiles begin here, and so does what takes their place at the end
   static_assert(sizeof(Work<C>) <= kTiles, "a block's plan comes before its tiles");
 
   static constexpr int kOwnQK = kTiles;
   static constexpr int kOwnVO = kOwnQK + C::kPieces * kOwnPlane;
   static constexpr int kPassingQK = kOwnVO + (C::kNeedsDP ? C::kPieces * kOwnPlane : 0);
   static constexpr int kPassingVO = kPassingQK + C::kPieces * kPassingPlane;
-  // At the end, sums of the warps that divided the columns and results on their way out take the tiles'
-  // place.
+  // At the end, sums of the warps that divided the columns, and then results, take the tiles' place.
   static constexpr int kTilesEnd = kPassingVO + C::kPieces * kPassingPlane;
   static constexpr int kResultsEnd = kTiles + C::kRows * C::kDim * 4;
   static constexpr int kStatistics = std::max(kTilesEnd, kResultsEnd);
   static constexpr int kShift = kStatistics;
   static constexpr int kInverseSum = kShift + C::kQueries * 4;
   static constexpr int kDelta = kInverseSum + (C::kBare ? 0 : C::kQueries * 4);
-  // A byte per row of a tile: whether it holds numbers that need attention. Where two blocks are to fit, only
-  // whoever computes a tile again has them; the others leave room for that.
+  // A byte for each row of a tile: whether it holds numbers that products cannot take. If two blocks must
+  // fit, only the Config that computes a tile again has these flags; its room is there, as its tiles are
+  // smaller.
   static constexpr bool kHasFlags = C::kCareful || C::kSide != Side::kQuery;
   static constexpr int kFlags = kDelta + (C::kReadsDelta ? 0 : C::kQueries * 4);
-  // Of a mask's gradient: see ../../mask/line_totals.cuh.
+  // Totals of the mask's gradient: see ../../mask/line_totals.cuh.
   static constexpr int kTotals = kFlags + (kHasFlags ? 2 * C::kRows + 2 * C::kColumns : 0);
   static constexpr int kLines = std::max(C::kRows, C::kColumns);
   static constexpr int kBytes = kTotals + (C::kSide == Side::kMask ? kLines * 8 : 0);
@@ -62,7 +62,8 @@ struct SharedMemory {
     return reinterpret_cast<float*>(bytes + Layout::kTiles);
   }
 
-  // Statistics of the queries of a tile, whether rows or columns; not all are there, see Layout.
+  // Statistics of the tile's queries, which are rows or columns. Not every Config has all of them, see
+  // Layout.
   __device__ __forceinline__ float* shift() const { return floats(Layout::kShift); }
   __device__ __forceinline__ float* inverse_sum() const { return floats(Layout::kInverseSum); }
   __device__ __forceinline__ float* delta() const { return floats(Layout::kDelta); }

@@ -1,13 +1,14 @@
-// The backward of one side: a block owns a tile of queries or keys, tiles of the others pass by, and for each
-// pair of tiles the weights and the gradients of the scores are worked out anew, from
+// The backward of one side: a block owns a tile of queries or keys, and tiles of the others pass by.
 //
-//   s = first own, first passing: q k        dp = second own, second passing: dO v
+// For each pair of tiles the weights and the gradients of the scores are worked out anew, from
 //
-// so that nothing has to be added up between blocks. Rows are what the block owns in both directions: weights
-// and gradients leave mma as they are wanted for the sums over the columns, and never leave the registers.
+//   s = own qk, passing qk: q k        dp = own vo, passing vo: dO v
 //
-// One tile of each passing operand is in shared memory. The second comes while the first is accumulated, the
-// first while the products of the second are computed.
+// so that blocks have no sums to share. The rows of all products are what the block owns: so weights and
+// gradients leave mma in the layout that the sums over the columns need, and never leave the registers.
+//
+// One tile of each passing operand is in shared memory. That of vo is loaded while that of qk is accumulated,
+// and that of qk while the products of vo are computed.
 #pragma once
 
 #include "../../common/grid.cuh"
@@ -38,8 +39,8 @@ class Gradients {
     __syncthreads();
   }
 
-  // Returns whether results were written: not if they turned out not to be finite, and 0 * Inf or 0 * NaN of
-  // a hidden row may be why.
+  // Returns whether results were written. They are not if they turn out not to be finite and 0 * Inf or 0 *
+  // NaN of a hidden row may be the reason.
   __device__ __forceinline__ bool run() {
     if (work_.rows <= 0) return true;  // a sequence shorter than the longest
     load_own<C>(plan_, work_, shared_);
@@ -50,7 +51,7 @@ class Gradients {
       pass_values();
     }
     if (!C::kCareful && __syncthreads_or(!finite())) return false;
-    // A block that met no tile has not waited for its own, whose place the results take.
+    // A block that met no tile has not waited for its own, and results take their place.
     ptx::copy_async_wait<0>();
     __syncthreads();
     write();
@@ -58,7 +59,7 @@ class Gradients {
   }
 
  private:
-  // Made anew wherever it is asked for: registers are scarcer than additions.
+  // The lane is made anew wherever it is used: registers are scarcer than additions.
   static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
 
   __device__ __forceinline__ void reset() {
@@ -75,7 +76,7 @@ class Gradients {
     return finite;
   }
 
-  // The first tile from `passing` on of which the mask shows anything to some row; its bits are read by then.
+  // The first tile from `passing` on of which the mask shows anything to some row. Its bits are read by then.
   __device__ __forceinline__ Passing find(Passing passing) {
     if constexpr (!C::kBare) {
       const bool has_map = FunctionTile<float>::kAny && p_.function.map.blocks != nullptr;
@@ -96,8 +97,9 @@ class Gradients {
     return __syncthreads_or(mask_.load(Place<C>{{plan_, work_, lane}, passing})) != 0;
   }
 
-  // Warps without rows help to load. Where registers are scarcest, and on the plain path, they compute, too,
-  // what nobody wants: see the forward's. Keys of 128 dims ask, as all products without a condition spill.
+  // Warps without rows help to load. Where registers are scarcest, and on the bare path, they also compute,
+  // and the result is not used: see the forward's. The side of keys with 128 dims tests, since it spills if
+  // all products are without a condition.
   __device__ __forceinline__ bool has_rows() const {
     constexpr bool kAsks = C::kDim == 128 && C::kSide == Side::kKeyValue;
     return C::kFloat32 || C::kDim == 256 || (C::kBare && !kAsks) || lane().first_row < work_.rows;
@@ -110,7 +112,7 @@ class Gradients {
     ptx::copy_async_commit();
     while (more) {
       ptx::copy_async_wait<0>();
-      __syncthreads();  // the second tile is there; every warp is done with the first
+      __syncthreads();  // the tile of vo is there; every warp is done with that of qk
       const bool special_qk = load_qk<C>(plan_, work_, shared_, passing);
       ptx::copy_async_commit();
       if (has_rows()) multiply_vo(plan_, shared_, dp_);
@@ -123,8 +125,8 @@ class Gradients {
       }
       passing = find(work_.next(passing));
       more = work_.holds(passing);
-      // The products of the second tile were done at the last barrier, its accumulation and its flags were
-      // not.
+      // At the last barrier all warps were done with the products of vo, but not with its accumulation and
+      // flags.
       if (C::kSumsVO || C::kCareful) __syncthreads();
       if (more) special_vo = load_vo<C>(plan_, work_, shared_, passing);
       ptx::copy_async_commit();
@@ -132,7 +134,7 @@ class Gradients {
     }
   }
 
-  // The same for weights alone, which need no dp: the order is the forward's.
+  // The same for dV alone, which needs no dp: the order is the forward's.
   __device__ __forceinline__ void pass_values() {
     static_assert(!C::kFloat32 || C::kNeedsDP, "float32 sums both at once");
     Passing passing = find(work_.first_passing());
@@ -140,7 +142,7 @@ class Gradients {
     ptx::copy_async_commit();
     while (work_.holds(passing)) {
       ptx::copy_async_wait<0>();
-      __syncthreads();  // the first tile is there; every warp is done with the second
+      __syncthreads();  // the tile of qk is there; every warp is done with that of vo
       load_vo<C>(plan_, work_, shared_, passing);
       ptx::copy_async_commit();
       if (has_rows()) multiply_qk(plan_, shared_, s_);
@@ -148,7 +150,7 @@ class Gradients {
       attend(passing, false);
       passing = find(work_.next(passing));
       ptx::copy_async_wait<0>();
-      __syncthreads();  // the second tile is there; every warp is done with the first
+      __syncthreads();  // the tile of vo is there; every warp is done with that of qk
       if (work_.holds(passing)) load_qk<C>(plan_, work_, shared_, passing);
       ptx::copy_async_commit();
       if (has_rows()) accumulate_vo(plan_, shared_, s_, vo_sum_);
@@ -166,8 +168,8 @@ class Gradients {
     return false;
   }
 
-  // From products to weights and gradients. The terms of numbers that need attention are added here, one by
-  // one; in the tiles they are zero.
+  // Turns products into weights and gradients. The terms of numbers that products cannot take are added here,
+  // one by one; in the tiles they are zero.
   __device__ __forceinline__ void attend(Passing passing, bool special) {
     if constexpr (C::kFloat32) {
       if (special && has_rows()) {
@@ -206,8 +208,8 @@ class Gradients {
   Output<C> qk_sum_, vo_sum_;
 };
 
-// Again, where NaN or Inf showed: rare, and a function of its own, so that it takes no registers from the
-// kernel.
+// Computes the tile again if NaN or Inf showed. That is rare, and a function of its own, so that it takes no
+// registers from the kernel.
 template <class C>
 __device__ SELFATTN_CALLED void start_over(const Plan& plan, unsigned char* memory) {
   using Careful = typename C::Careful;
@@ -216,7 +218,8 @@ __device__ SELFATTN_CALLED void start_over(const Plan& plan, unsigned char* memo
                 "the same block can do it all again");
 #pragma unroll 1
   for (int part = 0; part < C::kRows / Careful::kRows; ++part) {
-    // By its numbers: a copy would read the bytes behind them, too, which nobody writes.
+    // Its numbers are copied one by one: a copy of the struct would also read its padding, which nothing
+    // writes.
     const RowTile& before = SharedMemory<C>{memory}.work().tile;
     const RowTile tile{before.unit, before.first_row + (part > 0 ? Careful::kRows : 0)};
     __syncthreads();

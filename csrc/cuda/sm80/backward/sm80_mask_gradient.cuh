@@ -1,7 +1,8 @@
-// The gradient of a float mask: a block owns a region of it (../../mask/mask_regions.h), and the tiles of
-// scores that fall on the region pass by. Their gradients are added up where they are worked out, in
-// registers, element by element; sums over queries or keys that the mask does not tell apart come once for
-// several tiles.
+// The gradient of a float mask: a block owns a region of it, and tiles of scores on it pass by.
+//
+// ../../mask/mask_regions.h defines the regions. Gradients are added up where they are worked out, in
+// registers, element by element. If the mask does not tell queries or keys apart, their sums are taken once
+// for several tiles.
 #pragma once
 
 #include "../../function/launch_with_function.cuh"
@@ -39,7 +40,7 @@ class MaskGradient {
     const int64_t to = min(from + regions_.split_items, regions_.items);
     const LineTotals totals(regions_, shared_.totals());
     mma::clear(sum_.at);
-    int tiles = 0;  // in it
+    int tiles = 0;  // how many sum_ holds
 #pragma unroll 1
     for (int64_t n = from; n < to; ++n) {
       if (add(regions_.item(corner, n))) ++tiles;
@@ -58,7 +59,8 @@ class MaskGradient {
  private:
   static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
 
-  // Whether the item is one that somebody may see: the same ones whatever the other sequences of a batch are.
+  // Adds an item. Returns whether any query may see it, which does not depend on the other sequences of a
+  // batch.
   __device__ __forceinline__ bool add(const MaskRegions::Tile& item) {
     const int first_row = static_cast<int>(item.row_tile) * C::kRows;
     const Sequence sequence = sequence_of(p_, item.batch);
@@ -109,7 +111,7 @@ class MaskGradient {
     return true;
   }
 
-  // In the place of the tiles.
+  // Puts the sums into shared memory, in place of the tiles.
   __device__ __forceinline__ void put_sums() {
     float* sums = shared_.exchange();
     const Lane<C> own;
@@ -145,8 +147,8 @@ class MaskGradient {
   const AttentionParams& p_;
   const MaskRegions& regions_;
   const SharedMemory<C> shared_;
-  const Work<C>& work_;                       // lies in shared memory; of one item after another
-  int64_t row_tile_ = -1, column_tile_ = -1;  // in shared memory
+  const Work<C>& work_;                       // lies in shared memory, for one item after another
+  int64_t row_tile_ = -1, column_tile_ = -1;  // what is in shared memory
   bool own_special_ = false, passing_special_ = false;
   mma::backward::MaskBits<C> mask_;
   Scores<C> sum_;

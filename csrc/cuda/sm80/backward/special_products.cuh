@@ -1,5 +1,6 @@
-// Products of a tile with the numbers that mma.sync cannot take, computed or cleared one by one: see
-// mma/backward/special_terms.cuh.
+// Products of numbers that mma.sync cannot take, computed one by one, and such numbers zeroed in tiles.
+//
+// mma/backward/special_terms.cuh says which numbers these are.
 #pragma once
 
 #include "../../mma/backward/special_terms.cuh"
@@ -13,11 +14,11 @@ using mma::Scores;
 using mma::TileShare;
 using mma::backward::Place;
 
-// Elements are taken in loops that are not unrolled, to keep rare code small; registers have no index at run
-// time, hence the selection. n counts the lane's columns.
+// Sets an element, of which n counts the lane's columns. Loops over elements are not unrolled, to keep rare
+// code small. Registers have no index at run time, hence the selection.
 template <class C>
 __device__ __forceinline__ void set_element(Scores<C>& elements, int half, int n, float x) {
-  static_assert(C::kStrips == 1, "of the only strip");
+  static_assert(C::kStrips == 1, "the element is in the only strip");
 #pragma unroll
   for (int tile = 0; tile < C::kColumnTiles; ++tile) {
 #pragma unroll
@@ -31,7 +32,7 @@ __device__ __forceinline__ const float* floats_at(const View& view, int64_t offs
   return static_cast<const float*>(view.data) + offset;
 }
 
-// float32: s and dp of rows and columns that hold such a number.
+// float32: computes s and dp anew for rows and columns that hold a number without pieces.
 template <class C>
 __device__ __forceinline__ void replace_special_products(const Place<C>& at, const SharedMemory<C>& shared,
                                                          Scores<C>& s, Scores<C>& dp) {
