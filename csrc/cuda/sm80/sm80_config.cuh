@@ -34,7 +34,7 @@ template <DType kDTypeOf, int kDimOf, Path kPathOf>
 struct Config : mma::WarpTiles<Choice<mma::Kind<kDTypeOf, kDimOf, kPathOf>>> {
   static constexpr int kKeys = Config::kColumns;
   static constexpr bool kMayFold = false;          // see Fold in mma/work.cuh
-  static constexpr int kExchangeColumns = kDimOf;  // results of so many pass through shared memory at a time
+  static constexpr int kExchangeColumns = kDimOf;  // columns of results in shared memory at a time
 
   // Whether registers are so scarce that the numbers of rows lie in shared memory while products are
   // computed, and addresses of rows are worked out for every tile.

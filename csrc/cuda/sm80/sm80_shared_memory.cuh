@@ -7,7 +7,7 @@ namespace selfattn::cuda::sm80 {
 
 using mma::Work;
 
-constexpr int kMostSharedBytes = 99 * 1024;  // what consumer devices have for a block
+constexpr int kMostSharedBytes = 99 * 1024;  // the most that a block of consumer devices has
 
 // The layout of rows of kDim 16-bit elements in chunks of 16 bytes. ldmatrix reads the same chunk of eight
 // rows at once, and these must lie in eight different groups of four banks: so chunks change places in their

@@ -9,7 +9,7 @@ namespace selfattn::cuda::sm90 {
 
 namespace {
 
-constexpr int64_t kMostStride = int64_t{1} << 40;  // in bytes, of tensor maps
+constexpr int64_t kMostStride = int64_t{1} << 40;  // bytes that a tensor map allows
 
 MappedTensor mapped(const View& view, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
                     int64_t box_rows) {
@@ -23,7 +23,7 @@ MappedTensor mapped(const View& view, int64_t batch, int64_t heads, int64_t rows
     const int64_t stride = view.stride[3 - d];
     moves[d] = sizes[d] > 1 && stride > 0;
     tiled.sizes[d] = moves[d] ? sizes[d] : 1;
-    // One that is never taken must be legal all the same.
+    // A stride that is never taken must be legal, too.
     tiled.strides[d] = d == 0 ? 1 : moves[d] ? stride : divide_up(columns, 8) * 8;
   }
   MappedTensor tensor;

@@ -15,7 +15,7 @@ namespace {
 
 constexpr int kCapability = 90;
 
-// What there is for a padded head dim and value dim.
+// The function compiled for a padded head dim and value dim.
 using Instance = void (*)(const AttentionParams&, const ForwardOutputs&, CUstream_st*, void* workspace);
 
 template <DType kDType>
@@ -48,8 +48,9 @@ const char* refuses(const AttentionParams& p, int capability) {
   }
   if (has_few_queries(p)) return "it leaves few queries to \"sm80\"";
   if (const char* reason = kSm80.refuses(p, capability)) return reason;
-  if (p.head_dim == 0 || p.value_dim == 0 || p.keys == 0) return "there is no map of an empty tensor";
-  if (!can_be_mapped(p)) return "rows must begin at multiples of 16 bytes, and none be repeated";
+  if (p.head_dim == 0 || p.value_dim == 0 || p.keys == 0)
+    return "a tensor map cannot describe an empty tensor";
+  if (!can_be_mapped(p)) return "rows must begin at multiples of 16 bytes and must not be repeated";
   return nullptr;
 }
 
@@ -65,7 +66,7 @@ void run_backward(const AttentionParams& p, const BackwardArguments& arguments, 
   sm80::gradient_of_mask(p, arguments, statistics, where);
 }
 
-// The weights are sm80's, and so is whatever memory the gradients need.
+// sm80 computes the weights, and says how much memory the gradients need.
 constexpr Kernel entry() {
   Kernel kernel;
   kernel.name = "sm90";

@@ -1,14 +1,16 @@
-// Shapes of the forward's work on Hopper: two warpgroups compute with 64 queries each, a third brings what
-// they need. A product of a warpgroup leaves in each of its four warps what a product of mma.sync leaves in a
-// warp, so that mma/'s functions for a warp's registers serve here, too.
+// The forward's warps and tiles on Hopper, by element type, dims and path.
+//
+// Two warpgroups compute with 64 queries each, and a third loads what they need. A product of a warpgroup
+// leaves in each of its four warps what a product of mma.sync leaves in a warp, so that mma/'s functions for
+// a warp's registers serve here, too.
 #pragma once
 
 #include "../mma/warp_tiles.cuh"
 
 namespace selfattn::cuda::sm90 {
 
-// Head dim and value dim are padded, the value dim to whole panels of 64 columns: the values' rows are summed
-// up, and a product of half a panel is nowhere documented.
+// Head dim and value dim are padded, the value dim to whole panels of 64 columns: rows of values are summed
+// up, and no document says how to multiply half a panel.
 template <class K, int kValueDimOf>
 struct Choice : K {
   static constexpr int kValueDim = kValueDimOf;
@@ -37,13 +39,15 @@ struct Config
   static constexpr int kPanels = (kDimOf + 63) / 64, kValuePanels = kValueDimOf / 64;
   static_assert(kValueDimOf % 64 == 0, "panels are whole");
 
-  static constexpr int kStages = kDimOf <= 64 ? 3 : 2;  // of keys, and of values
+  static constexpr int kStages =
+      kDimOf <= 64 ? 3 : 2;  // tiles of keys, and of values, that shared memory holds
 
-  // Whether a warpgroup computes weights while its product of the weights before with values runs. That takes
-  // registers for both.
+  // Whether a warpgroup computes weights while its product of the previous weights with values runs. That
+  // takes registers for both.
   static constexpr bool kOverlaps = kValueDimOf < 192;
 
-  // What a warpgroup that computes takes, and what the other keeps: 2 * 128 * 224 + 128 * 56 of 65,536.
+  // Registers of a thread of the warpgroups that compute, and of the producer: 2 * 128 * 224 + 128 * 56 of
+  // 65,536.
   static constexpr int kRegisters = kBareOf ? 224 : 216, kProducerRegisters = kBareOf ? 56 : 72;
 };
 

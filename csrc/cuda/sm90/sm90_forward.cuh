@@ -1,7 +1,8 @@
-// The forward on Hopper. Two warpgroups have 64 queries each; tiles of keys and values come to both of them,
-// last to first, as the producer brings them. While one computes weights, the other has the tensor cores:
-// they take turns at issuing products (Shah et al. 2024). Within a warpgroup, the product with the values of
-// one tile runs while the weights of the next are computed.
+// The forward on Hopper: two warpgroups with 64 queries each, and a producer of keys and values.
+//
+// Tiles of keys and values come to both warpgroups, last to first. While one computes weights, the other has
+// the tensor cores: they take turns at issuing products (Shah et al. 2024). Within a warpgroup, the product
+// with the values of one tile runs while the weights of the next are computed.
 #pragma once
 
 #include "../common/grid.cuh"
@@ -18,7 +19,7 @@ using mma::PairedWeights;
 using mma::Place;
 using mma::Scores;
 
-// The sum of two numbers of 16 bits.
+// The sum of a pair of 16-bit numbers.
 template <DType kDType>
 __device__ __forceinline__ float sum_of_pair(uint32_t pair) {
   using E = Element<kDType>;
@@ -36,7 +37,7 @@ class Consumer {
       : plan_(plan),
         p_(plan.params),
         shared_(shared),
-        // Of all lanes of a warp, and so that the compiler knows.
+        // Broadcast, so the compiler knows it is warp-uniform.
         group_(__shfl_sync(kWholeWarp, static_cast<int>(threadIdx.x) / C::kGroupThreads, 0)) {}
 
   __device__ __forceinline__ void run() {
@@ -49,12 +50,12 @@ class Consumer {
       store(work, item);
       arrive_of_warp(&control().done[item % kItems]);
     }
-    if (group_ == 0) take_turn();  // as many as were given
+    if (group_ == 0) take_turn();  // so that as many turns are taken as were given
   }
 
  private:
-  // Products are issued in turns. Named barriers from 1 on: that of a group is the others' word that it is
-  // its turn.
+  // Products are issued in turns. Each group has a named barrier, from 1 on; the other group signals this
+  // barrier to pass the turn.
   __device__ __forceinline__ void take_turn() const { ptx::sync_threads(1 + group_, C::kThreads); }
   __device__ __forceinline__ void give_turn() const { ptx::arrive_threads(2 - group_, C::kThreads); }
 
@@ -64,8 +65,8 @@ class Consumer {
   __device__ __forceinline__ void attend(const Work<C>& work) {
     softmax_.reset();
     mma::clear(output_.at);
-    // As group_: then lanes cannot part in the loop, and ptxas has descriptors of matrices and addresses of
-    // barriers in uniform registers.
+    // Warp-uniform like group_, so the loop cannot diverge, and ptxas keeps descriptors of matrices and
+    // addresses of barriers in uniform registers.
     first_tile_ = __shfl_sync(kWholeWarp, work.first_tile, 0);
     tile_ = __shfl_sync(kWholeWarp, work.begin < work.end ? (work.end - 1) / C::kKeys + 1 : first_tile_, 0);
     if constexpr (C::kOverlaps) {
@@ -74,7 +75,7 @@ class Consumer {
       while (next_tile()) {
         compute_scores(work);
         weigh(work, [&](int, int half, float by) { mma::scale_row(output_.at, 0, half, by); });
-        pack(work);
+        pair(work);
         add_output();
       }
       arrive_of_warp(&control().query_empty);
@@ -86,7 +87,7 @@ class Consumer {
     if (any) {
       compute_scores(work);
       weigh(work, [](int, int, float) {});
-      pack(work);
+      pair(work);
       while (next_tile()) {
         ptx::barrier_wait(&control().value_full[values_.stage], values_.parity);
         take_turn();
@@ -100,7 +101,7 @@ class Consumer {
         finish_output();
         mma::scale_row(output_.at, 0, 0, factors[0]);
         mma::scale_row(output_.at, 0, 1, factors[1]);
-        pack(work);
+        pair(work);
       }
     }
     arrive_of_warp(&control().query_empty);
@@ -176,7 +177,7 @@ class Consumer {
     return {{plan_, work, lane_of_scores}, tile_ * C::kKeys};
   }
 
-  // While the products run.
+  // To be called while the products run.
   __device__ __forceinline__ void load_mask(const Work<C>& work) {
     if constexpr (!C::kBare) {
       const Lane<C> lane_of_mask;
@@ -184,7 +185,7 @@ class Consumer {
     }
   }
 
-  // Scores, which have arrived, become weights. scale_output as in Softmax::step.
+  // Turns scores, which have arrived, into weights. scale_output: see Softmax::step.
   template <class ScaleOutput>
   __device__ __forceinline__ void weigh(const Work<C>& work, const ScaleOutput& scale_output) {
     ptx::products_touch(scores_.at[0]);
@@ -202,8 +203,8 @@ class Consumer {
     softmax_.step(plan_.scale_log2, scores_, scale_output);
   }
 
-  // Weights become a left operand, and the sum of what they are then is taken.
-  __device__ __forceinline__ void pack(const Work<C>& work) {
+  // Makes a left operand of the weights, and sums up the rounded ones.
+  __device__ __forceinline__ void pair(const Work<C>& work) {
     weights_ = PairedWeights<C>(scores_);
 #pragma unroll
     for (int step = 0; step < C::kKeys / 16; ++step) {
@@ -219,8 +220,8 @@ class Consumer {
 
   __device__ __forceinline__ void store(const Work<C>& work, int item) {
     if (!work.careful && __any_sync(kWholeWarp, !is_finite(work))) {
-      // Perhaps because of a hidden NaN: once more, with values that the producer has looked through. Several
-      // warps may say so at the same time.
+      // A hidden NaN may be the reason: the item comes once more, with values that the producer has searched.
+      // Several warps may ask for that at the same time.
       if (threadIdx.x % kWarp == 0) atomicAdd(&control().again[item % kItems], 1);
       return;
     }
@@ -231,7 +232,7 @@ class Consumer {
     mma::write_rows(plan_, work, lane(), shared_.exchange(), softmax_, output_);
   }
 
-  // Of the lane's rows that exist.
+  // Whether the lane's rows that exist are finite.
   __device__ __forceinline__ bool is_finite(const Work<C>& work) const {
     bool finite = true;
 #pragma unroll
@@ -254,7 +255,7 @@ class Consumer {
   const SharedMemory<C> shared_;
   const int group_;
   RingPosition<C::kStages> keys_, values_;
-  int tile_ = 0, first_tile_ = 0;  // the current one, and the last to come
+  int tile_ = 0, first_tile_ = 0;  // the current tile, and the last to come
 
   Scores<C> scores_;
   PairedWeights<C> weights_;

@@ -1,4 +1,4 @@
-// From a call to the kernels that compute it.
+// From a forward call to the sm90 kernels that compute it.
 #pragma once
 
 #include <algorithm>

@@ -1,5 +1,4 @@
-// Shared memory of a block: tiles as copies leave them, results on their way out, and what its warps tell
-// each other.
+// Shared memory of a block of the forward: tiles, results on their way out, and barriers of its warps.
 #pragma once
 
 #include "../common/ptx_sm80.cuh"
@@ -10,20 +9,20 @@ namespace selfattn::cuda::sm90 {
 
 using mma::Work;
 
-// So many items of work are known at a time: while one is computed, the next is brought.
+// The items of work that are known at a time: while one is computed, the next is loaded.
 constexpr int kItems = 2;
 
-// Barriers named "full" are waited for by those who compute, "empty" by the producer.
+// Warps that compute wait for barriers named "full", the producer for those named "empty".
 template <class C>
 struct Control {
   uint64_t query_full, query_empty;
   uint64_t key_full[C::kStages], key_empty[C::kStages];
   uint64_t value_full[C::kStages], value_empty[C::kStages];
-  uint64_t value_landed;    // of values that the producer changes before others see them
+  uint64_t value_landed;    // values have arrived that the producer changes before others see them
   uint64_t done[kItems];    // the item is computed
-  int64_t number[kItems];   // of the item
-  int tile_of[C::kStages];  // the tile of keys in a stage; -1: the item has no more
-  int again[kItems];        // the item is to be computed once more, carefully
+  int64_t number[kItems];   // the item's number
+  int tile_of[C::kStages];  // the tile of keys in a stage; -1 if the item has no more
+  int again[kItems];        // not 0 if the item must be computed once more, carefully
 
   __device__ __forceinline__ void init() {
     constexpr int kWarps = C::kThreads / kWarp;
@@ -46,7 +45,7 @@ struct Control {
 
 template <class C>
 struct SharedLayout {
-  static constexpr int kRowBytes = 128;  // of a panel
+  static constexpr int kRowBytes = 128;  // bytes of a panel's row
   static constexpr int kQueryBytes = C::kRows * kRowBytes * C::kPanels;
   static constexpr int kKeyBytes = C::kKeys * kRowBytes * C::kPanels;
   static constexpr int kValueBytes = C::kKeys * kRowBytes * C::kValuePanels;
@@ -59,7 +58,7 @@ struct SharedLayout {
   static constexpr int kWork = (kControl + static_cast<int>(sizeof(Control<C>)) + 15) / 16 * 16;
   static constexpr int kEnd = kWork + kItems * static_cast<int>(sizeof(Work<C>));
 
-  static constexpr int kAlignment = 1024;  // of tiles, for the swizzle; blocks are given 128
+  static constexpr int kAlignment = 1024;  // what the swizzle of tiles needs; blocks are given 128
   static constexpr int kBytes = kEnd + kAlignment - 128;
   static_assert(kBytes <= 227 * 1024, "a block of compute capability 9.0 has no more");
 };
@@ -86,8 +85,8 @@ struct SharedMemory {
   __device__ __forceinline__ Control<C>& control() const {
     return *reinterpret_cast<Control<C>*>(bytes + Layout::kControl);
   }
-  // The same with an address that is made anew wherever it is asked for: the compiler would keep that of each
-  // barrier in a register.
+  // The same with an address that is made anew wherever it is used: otherwise the compiler would keep that of
+  // each barrier in a register.
   __device__ __forceinline__ Control<C>& control_again() const {
     return *reinterpret_cast<Control<C>*>(bytes + ptx::opaque(Layout::kControl));
   }

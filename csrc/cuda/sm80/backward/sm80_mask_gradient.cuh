@@ -148,7 +148,7 @@ class MaskGradient {
   const MaskRegions& regions_;
   const SharedMemory<C> shared_;
   const Work<C>& work_;                       // lies in shared memory, for one item after another
-  int64_t row_tile_ = -1, column_tile_ = -1;  // what is in shared memory
+  int64_t row_tile_ = -1, column_tile_ = -1;  // those in shared memory
   bool own_special_ = false, passing_special_ = false;
   mma::backward::MaskBits<C> mask_;
   Scores<C> sum_;

@@ -1,5 +1,6 @@
-// The warp that brings what others compute with: the tiles that the block owns, then those that pass by and
-// of which the mask shows anything.
+// The warp that loads what other warps of the backward compute with.
+//
+// It copies the tiles that the block owns, then those that pass by and of which the mask shows anything.
 #pragma once
 
 #include "../mask_tiles.cuh"
@@ -41,8 +42,8 @@ class Producer {
     }
   }
 
-  // The numbers of a tile of queries. Whoever has waited for the second operand finds them: this warp arrives
-  // there later, behind a __syncwarp().
+  // Copies the statistics of a tile of queries. A warp that has waited for the tile of vo finds them: this
+  // warp arrives there later, after a __syncwarp().
   __device__ __forceinline__ void bring_numbers(int head, int first_query, const TileNumbers<C>& to) const {
     const mma::backward::Statistics& statistics = plan_.statistics;
     const int64_t at = work_.first_statistic + head * statistics.queries + first_query;
@@ -93,7 +94,7 @@ class Producer {
   __device__ __forceinline__ uint64_t* qk_full() const { return &control().qk_full[qk_stage()]; }
   __device__ __forceinline__ uint64_t* vo_full() const { return &control().vo_full[vo_stage()]; }
 
-  // Until nobody needs what is in the tile's place.
+  // These wait until no warp needs what is in the tile's place.
   __device__ __forceinline__ void wait_for_qk() const {
     wait_for_warp(&control().qk_empty[qk_stage()], (tile_ / C::kQKStages & 1) ^ 1);
   }

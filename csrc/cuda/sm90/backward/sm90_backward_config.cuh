@@ -1,6 +1,8 @@
-// Shapes of the backward's work on Hopper. A block owns rows, which are queries or keys, and columns pass by.
-// A product of a warpgroup leaves in each of its four warps what a product of mma.sync leaves in a warp, so
-// that mma/'s functions for a tile in registers serve here, too.
+// The backward's warps and tiles on Hopper, by element type, dims, side and path.
+//
+// A block owns rows, which are queries or keys, and columns pass by. A product of a warpgroup leaves in each
+// of its four warps what a product of mma.sync leaves in a warp, so that mma/'s functions for a tile in
+// registers serve here, too.
 #pragma once
 
 #include "../../mma/backward/backward_kind.cuh"
@@ -9,8 +11,8 @@ namespace selfattn::cuda::sm90::backward {
 
 using mma::backward::Side;
 
-// Head dim (of qk) and value dim (of vo) are padded to multiples of 16, which a product takes at a time, and
-// in shared memory to whole panels of 64 columns, as what is summed up is.
+// Head dim (of qk) and value dim (of vo) are padded to multiples of 16, which a product takes at a time. In
+// shared memory, and where they are summed up, they are padded to whole panels of 64 columns.
 template <class K, int kValueDimOf>
 struct Choice : K {
   static constexpr int kQKDim = K::kDim, kVODim = kValueDimOf;
@@ -21,8 +23,8 @@ struct Choice : K {
   static constexpr int row_warps() { return kGroups * kGroupThreads / 32; }
   static constexpr int column_warps() { return 1; }
   static constexpr int strips() { return 1; }
-  // Columns that pass by as one tile, and those of them that are computed with at a time: as many as leave
-  // registers for the sums of a row and for what options or special numbers need.
+  // The columns that pass by as one tile, and those of them that are computed with at a time: as many as
+  // leave registers for the sums of a row and for what options or special numbers need.
   static constexpr int tile_columns() {
     if (!K::kBare || K::kDim > 128) return 64;
     return K::kDim > 64 && K::kSide == Side::kKeyValue ? 64 : 128;
@@ -54,12 +56,13 @@ struct Config : mma::WarpTiles<Choice<KindOf<kDTypeOf, kDimOf, kSideOf, kBareOf,
   static constexpr int kTileQueries = Config::kOwnsQueries ? Config::kRows : kTileColumns;
   static constexpr int kTileKeys = Config::kOwnsQueries ? kTileColumns : Config::kRows;
 
-  // Tiles of either passing operand that are known at a time. At a value dim of 256 there is room for one of
-  // vo where its products are needed; it is released early there, as it is not summed up.
+  // The tiles of each passing operand that are known at a time. At a value dim of 256 there is room for one
+  // of vo where its products are needed; it is released early there, as it is not summed up.
   static constexpr int kQKStages = 2;
   static constexpr int kVOStages = Config::kVODim == 256 && Config::kNeedsDP ? 1 : 2;
 
-  // What a warpgroup that computes takes, and what the other keeps: 2 * 128 * 240 + 128 * 24 of 65,536.
+  // Registers of a thread of the warpgroups that compute, and of the producer: 2 * 128 * 240 + 128 * 24 of
+  // 65,536.
   static constexpr int kRegisters = kBareOf ? 240 : 224, kProducerRegisters = kBareOf ? 24 : 56;
 };
 

@@ -1,4 +1,4 @@
-// What a launch of a backward kernel of sm90 is told. Plain C++, filled on the host.
+// The plan of an sm90 backward launch: the common plan, and what the producer copies. Plain C++.
 #pragma once
 
 #include "../../mma/backward/backward_plan.h"
@@ -13,7 +13,7 @@ struct Copies {
 
 struct Plan : Copies, mma::backward::Plan {};
 
-// Above it, sums leave no registers for what options need.
+// Above this dim, sums leave no registers for what options need.
 constexpr int kMostValueDimWithOptions = 128;
 
 // `rows`, `columns`: of a tile; `owns_queries`: see BackwardKind.

@@ -1,5 +1,4 @@
-// Shared memory of a block of the backward: what it owns, rings of what passes by, and what its warps tell
-// each other.
+// Shared memory of a block of the backward: tiles that it owns, rings of passing ones, and barriers.
 #pragma once
 
 #include "../../common/ptx_sm80.cuh"
@@ -12,15 +11,15 @@ namespace selfattn::cuda::sm90::backward {
 using mma::backward::Passing;
 using mma::backward::Work;
 
-// Barriers named "full" are waited for by those who compute, "empty" by the producer.
+// Warps that compute wait for barriers named "full", the producer for those named "empty".
 template <class C>
 struct Control {
   uint64_t own_full;
   uint64_t qk_full[C::kQKStages], qk_empty[C::kQKStages];
   uint64_t vo_full[C::kVOStages], vo_empty[C::kVOStages];
-  uint64_t done;                  // all tiles are computed with
-  Passing passing[C::kQKStages];  // head -1: there are no more
-  int again;                      // not 0: the tiles come once more, to be computed with carefully
+  uint64_t done;                  // the warps are done with all tiles
+  Passing passing[C::kQKStages];  // its head is -1 if there are no more
+  int again;                      // not 0 if the tiles must come once more, to be computed with carefully
 
   __device__ __forceinline__ void init() {
     constexpr int kWarps = C::kThreads / kWarp;
@@ -41,7 +40,7 @@ struct Control {
 
 template <class C>
 struct SharedLayout {
-  static constexpr int kRowBytes = 128;  // of a panel
+  static constexpr int kRowBytes = 128;  // bytes of a panel's row
   static constexpr int kOwnQKBytes = C::kRows * kRowBytes * C::kQKPanels;
   static constexpr int kOwnVOBytes = C::kNeedsDP ? C::kRows * kRowBytes * C::kVOPanels : 0;
   static constexpr int kQKBytes = C::kTileColumns * kRowBytes * C::kQKPanels;
@@ -55,19 +54,19 @@ struct SharedLayout {
   static_assert(C::kRows * C::kExchangeColumns * 4 <= kNumbers,
                 "results on their way out take the tiles' place");
 
-  // Of the queries of a tile: three numbers each, and of each stage where queries pass by.
+  // Three numbers for each query of a tile; if queries pass by, for the tiles of all stages.
   static constexpr int kNumberBytes = 3 * C::kTileQueries * 4;
   static constexpr int kFlags = kNumbers + (C::kOwnsQueries ? 1 : C::kQKStages) * kNumberBytes;
   static constexpr int kControl = kFlags + 2 * C::kTileColumns;
   static constexpr int kWork = (kControl + static_cast<int>(sizeof(Control<C>)) + 15) / 16 * 16;
   static constexpr int kEnd = kWork + static_cast<int>(sizeof(Work<C>));
 
-  static constexpr int kAlignment = 1024;  // of tiles, for the swizzle; blocks are given 128
+  static constexpr int kAlignment = 1024;  // what the swizzle of tiles needs; blocks are given 128
   static constexpr int kBytes = kEnd + kAlignment - 128;
   static_assert(kBytes <= 227 * 1024, "a block of compute capability 9.0 has no more");
 };
 
-// What mma's functions ask of shared memory while columns pass by.
+// The part of shared memory that mma/'s functions use while columns pass by.
 template <class C>
 struct TileNumbers {
   float* numbers;
@@ -80,7 +79,7 @@ struct TileNumbers {
   __device__ __forceinline__ unsigned char* passing_qk_flags() const { return flags; }
   __device__ __forceinline__ unsigned char* passing_vo_flags() const { return flags + C::kTileColumns; }
 
-  // Those of a part of the columns.
+  // The numbers and flags of the columns from `first_column` on.
   __device__ __forceinline__ TileNumbers part(int first_column) const {
     return {C::kOwnsQueries ? numbers : numbers + first_column, flags + first_column};
   }

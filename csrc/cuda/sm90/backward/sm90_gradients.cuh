@@ -1,9 +1,11 @@
-// The backward of one side on Hopper, as sm80/backward/gradients.cuh has it: a block owns a tile of queries
-// or keys, 64 rows for each of two warpgroups, and tiles of the others come as the producer brings them.
-// Weights and gradients of scores leave the products as the left operands of the sums, in registers. While
-// one warpgroup weighs, the other has the tensor cores.
+// The backward of one side on Hopper: a block owns a tile of queries or keys, and the others pass by.
 //
-// If a result is not finite, 0 * Inf or 0 * NaN of a hidden row may be why: then the tiles come once more.
+// Each of two warpgroups has 64 rows, and the producer loads the tiles that pass by. Weights and gradients of
+// scores leave the products as the left operands of the sums, in registers. While one warpgroup weighs, the
+// other has the tensor cores.
+//
+// If a result is not finite, 0 * Inf or 0 * NaN of a hidden row may be the reason: then the tiles come once
+// more.
 #pragma once
 
 #include "../../common/grid.cuh"
@@ -35,7 +37,7 @@ class Gradients {
     mma::clear(vo_sum_.at);
     if constexpr (C::kCareful) {
       pass_carefully();
-      ptx::sync_threads(kConsumers, C::kThreads);  // nobody needs the tiles any more
+      ptx::sync_threads(kConsumers, C::kThreads);  // no warp needs the tiles any more
     } else {
       pass();
       tile = tile_;
@@ -46,8 +48,8 @@ class Gradients {
   }
 
  private:
-  // Named barriers: of all who compute, and, from the second on, a group's: the others' word that it is its
-  // turn to issue products.
+  // Named barriers: one of all warps that compute, and, from the second on, one of each group. The other
+  // group signals this barrier to pass the turn to issue products.
   static constexpr int kConsumers = 1, kTurns = 2;
 
   __device__ __forceinline__ void take_turn() const { ptx::sync_threads(kTurns + group_, C::kThreads); }
@@ -55,17 +57,18 @@ class Gradients {
 
   __device__ __forceinline__ Control<C>& control() const { return shared_.control(); }
 
-  // Where registers are scarcest, what can be worked out wherever it is asked for is not kept.
+  // Where registers are scarcest, these numbers are worked out wherever they are used.
   __device__ __forceinline__ int tile() const { return C::kCareful ? ptx::opaque(tile_) : tile_; }
   __device__ __forceinline__ int group() const { return C::kCareful ? group_of_warp() : group_; }
-  // The same of all lanes of a warp, and so that the compiler knows.
+  // Broadcast, so the compiler knows it is warp-uniform.
   static __device__ __forceinline__ int group_of_warp() {
     const int thread = ptx::opaque(static_cast<int>(threadIdx.x));
     return __shfl_sync(kWholeWarp, thread / C::kGroupThreads, 0);
   }
 
   // While one group weighs, the other has the tensor cores: for the sums of its columns, then for the
-  // products of its next ones, the first of which is there to go on with when the sums are done.
+  // products of its next columns. The first of these products runs when the sums are done, so that the tensor
+  // cores go on.
   __device__ __forceinline__ void pass() {
     if (group_ == 1) give_turn();  // the first turn is group 0's
     if (next_tile()) {
@@ -74,7 +77,7 @@ class Gradients {
       multiply_vo();
       give_turn();
       weigh();
-      int tile = tile_, column = column_;  // of the sums, where those of the products are one ahead
+      int tile = tile_, column = column_;  // those of the sums; those of the products are one ahead
       while (next_columns()) {
         take_turn();
         add_products(tile, column);
@@ -93,11 +96,11 @@ class Gradients {
       leave_summed(tile);
       give_turn();
     }
-    if (group_ == 0) take_turn();  // as many as were given
+    if (group_ == 0) take_turn();  // so that as many turns are taken as were given
     leave_last();
   }
 
-  // The same, one step after the other.
+  // The same, one step after another.
   __device__ __forceinline__ void pass_carefully() {
     for (bool more = next_tile(); more;) {
       multiply_qk();
@@ -111,12 +114,12 @@ class Gradients {
     leave_last();
   }
 
-  // Behind the last tile of all. Returns whether all results are finite.
+  // To be called after the last tile. Returns whether all results of the block are finite.
   __device__ __forceinline__ bool agree() const {
     bool finite = true;
     if constexpr (C::kSumsQK) finite = finite && mma::is_finite(qk_sum_.at);
     if constexpr (C::kSumsVO) finite = finite && mma::is_finite(vo_sum_.at);
-    // Several warps may say so at the same time.
+    // Several warps may find that at the same time.
     if (__any_sync(kWholeWarp, !finite) && threadIdx.x % kWarp == 0) atomicAdd(&control().again, 1);
     arrive_of_warp(&control().done);
     ptx::barrier_wait(&control().done, 0);
@@ -137,7 +140,8 @@ class Gradients {
   }
   __device__ __forceinline__ bool is_end_of_tile() const { return column_ + C::kColumns == C::kTileColumns; }
 
-  // The group needs the tile no more: what is only multiplied when that is done, what is summed up later.
+  // Signals that the group no longer needs the tile of an operand: after the products if it is only
+  // multiplied, otherwise after the sums.
   template <bool kQK, bool kVO>
   __device__ __forceinline__ void leave(int tile) const {
     __syncwarp();
@@ -147,7 +151,7 @@ class Gradients {
   }
   __device__ __forceinline__ void leave_multiplied(int tile) const { leave<!C::kSumsQK, !C::kSumsVO>(tile); }
   __device__ __forceinline__ void leave_summed(int tile) const { leave<C::kSumsQK, C::kSumsVO>(tile); }
-  // The word that there are no more takes a place, too.
+  // The stage that says that there are no more tiles is left, too.
   __device__ __forceinline__ void leave_last() {
     leave<true, true>(tile());
     ++tile_;
@@ -156,7 +160,7 @@ class Gradients {
   __device__ __forceinline__ unsigned char* qk_tile() const { return shared_.qk(tile() % C::kQKStages); }
   __device__ __forceinline__ unsigned char* vo_tile() const { return shared_.vo(tile() % C::kVOStages); }
 
-  // Of the columns.
+  // The place of the columns.
   __device__ __forceinline__ Place<C> place(const Lane<C>& lane) const {
     const Passing passing = control().passing[tile() % C::kQKStages];
     return {{plan_, work_, lane}, Passing{passing.head, passing.first + column_}};
@@ -165,7 +169,7 @@ class Gradients {
     return shared_.numbers(tile() % C::kQKStages).part(column_);
   }
 
-  // Starts the products of what the group owns and of the columns.
+  // These start the products of what the group owns and of the columns.
   __device__ __forceinline__ void multiply_qk() { multiply<C::kQKDim>(shared_.own_qk(), qk_tile(), s_); }
   __device__ __forceinline__ void multiply_vo() {
     ptx::barrier_wait(&control().vo_full[tile() % C::kVOStages], tile() / C::kVOStages & 1);
@@ -174,7 +178,7 @@ class Gradients {
   template <int kDim>
   __device__ __forceinline__ void multiply(const unsigned char* own, const unsigned char* passing,
                                            Scores<C>& products) {
-    ptx::products_touch(products.at[0]);  // not between the fence and the first product
+    ptx::products_touch(products.at[0]);  // must not be between the fence and the first product
     ptx::products_fence();
 #pragma unroll
     for (int step = 0; step < kDim / 16; ++step) {
@@ -185,7 +189,7 @@ class Gradients {
     ptx::products_commit();
   }
 
-  // Waits for the products, which become weights and gradients of scores, and left operands.
+  // Waits for the products, and makes weights and gradients of scores of them, as left operands.
   __device__ __forceinline__ void weigh() {
     if constexpr (!C::kBare) {
       if (p_.mask.data != nullptr) mask_.load(place(Lane<C>()));
@@ -205,7 +209,7 @@ class Gradients {
     }
   }
 
-  // Starts the sums of a tile's columns, from one of them on.
+  // Starts the sums over a tile's columns from `column` on.
   __device__ __forceinline__ void add_products(int tile, int column) {
 #pragma unroll
     for (int step = 0; step < C::kColumns / 16; ++step) {
@@ -237,7 +241,8 @@ class Gradients {
     if constexpr (C::kSumsQK) ptx::products_touch(qk_sum_.at[0]);
   }
 
-  // Zeroes what is not finite in the columns' queries or keys, and marks them, when all have their products.
+  // When all warps have their products, zeroes what is not finite in the columns' queries or keys, and marks
+  // these.
   __device__ __forceinline__ void clear_non_finite() const {
     ptx::sync_threads(kConsumers, C::kThreads);
     if constexpr (C::kSumsQK) clear_rows<C::kQKPanels>(qk_tile(), numbers().passing_qk_flags());
@@ -246,7 +251,7 @@ class Gradients {
     ptx::sync_threads(kConsumers, C::kThreads);
   }
 
-  // Whole panels: chunks of 16 bytes have changed places within theirs.
+  // It goes by whole panels, since chunks of 16 bytes have changed places within theirs.
   template <int kPanels>
   __device__ __forceinline__ void clear_rows(unsigned char* tile, unsigned char* flags) const {
     mma::backward::clear_non_finite_rows<C, kPanels * 64>(flags, [&](int r, int chunk) {
@@ -260,7 +265,7 @@ class Gradients {
   const SharedMemory<C> shared_;
   const Work<C>& work_;  // lies in shared memory
   const int group_;
-  int tile_ = 0, column_ = 0;  // how many have passed, and the first column that is computed with
+  int tile_ = 0, column_ = 0;  // how many tiles have passed, and the first column that is computed with
 
   mma::backward::MaskBits<C> mask_;
   mma::backward::Slopes<C> slopes_;
