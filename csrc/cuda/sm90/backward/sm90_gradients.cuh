@@ -67,8 +67,8 @@ class Gradients {
   }
 
   // While one group weighs, the other has the tensor cores: for the sums of its columns, then for the
-  // products of its next columns. The first of these products runs when the sums are done, so that the tensor
-  // cores go on.
+  // products of its next columns. The first of these is issued before the sums are waited for, so that the
+  // tensor cores have something to go on with.
   __device__ __forceinline__ void pass() {
     if (group_ == 1) give_turn();  // the first turn is group 0's
     if (next_tile()) {
