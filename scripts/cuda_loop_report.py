@@ -69,13 +69,13 @@ extern "C" __device__ int useful_products = {self.products} * C::kStrips * C::kC
 
 
 def _forward(dim: int) -> Kernel:
-    config = f"Config<DType::kBFloat16, {dim}, Path::kPlain>"
-    return Kernel("cuda/sm80/forward.cuh", "selfattn::cuda::sm80", "forward_kernel", config, 2)
+    config = f"Config<DType::kBFloat16, {dim}, Path::kBare>"
+    return Kernel("cuda/sm80/sm80_forward.cuh", "selfattn::cuda::sm80", "forward_kernel", config, 2)
 
 
 def _backward(dim: int, side: str, products: int) -> Kernel:
-    config = f"Config<DType::kBFloat16, {dim}, Side::{side}, Path::kPlain>"
-    header, namespace = "cuda/sm80/backward/gradients.cuh", "selfattn::cuda::sm80::backward"
+    config = f"Config<DType::kBFloat16, {dim}, Side::{side}, Path::kBare>"
+    header, namespace = "cuda/sm80/backward/sm80_gradients.cuh", "selfattn::cuda::sm80::backward"
     return Kernel(header, namespace, "backward_kernel", config, products)
 
 

@@ -34,7 +34,7 @@ SCORES = 64 * 128  # the figures are for this many scores
 DIMS = (64, 128)
 _FORWARD = {
     f"forward-{dim}": cuda_loop_report.Kernel(
-        "cuda/sm90/forward.cuh",
+        "cuda/sm90/sm90_forward.cuh",
         "selfattn::cuda::sm90",
         "forward_kernel",
         f"Config<DType::kBFloat16, {dim}, {dim}, true>",
@@ -44,7 +44,7 @@ _FORWARD = {
 }
 _BACKWARD = {
     f"{side}-{dim}": cuda_loop_report.Kernel(
-        "cuda/sm90/backward/gradients.cuh",
+        "cuda/sm90/backward/sm90_gradients.cuh",
         "selfattn::cuda::sm90::backward",
         "backward_kernel",
         f"Config<DType::kBFloat16, {dim}, {dim}, Side::{name}, true>",
