@@ -8,7 +8,8 @@ measured.
 It needs nvcc and a torch with CUDA, and no GPU: the PTX machine (simulators/ptx_machine) executes the
 kernels on the CPU and counts. SELFATTN_LIBRARY names a library that is built for it already, else this
 builds one, which takes minutes. gpu_model_cases.py holds the calls, gpu_model_counts.py what is derived
-from their counts, gpu_model_limits.py the devices. docs/cuda-performance.md has the formulas and the sources.
+from their counts, gpu_model_limits.py the devices. docs/cuda-performance.md has the formulas and the
+sources.
 """
 
 from __future__ import annotations

@@ -19,8 +19,9 @@ import gpu_cases
 import gpu_measure
 import torch
 
-from selfattn_ext import bench, library
+from selfattn_ext import bench
 from selfattn_ext.bench import report, timer
+from selfattn_ext.build import library
 from selfattn_ext.terminal import CommandError, check_output, table
 
 

@@ -13,8 +13,8 @@ from statistics import median
 
 import torch
 
-from selfattn_ext import library
 from selfattn_ext.bench import peak
+from selfattn_ext.build import library
 
 SIZES = [2**power for power in range(11, 19)]
 

@@ -36,13 +36,11 @@ def files_of(root: Path) -> list[str]:
     """Every file of the tree, as a path with slashes before it; without what is built or downloaded."""
     found = []
     for folder, folders, names in os.walk(root):
+        left_out = ("__pycache__", "build", "dist") if Path(folder) == root else ("__pycache__",)
         folders[:] = [
             name
             for name in folders
-            if name in (".ci", ".github", ".pep517")
-            or not (
-                name.startswith((".", "__pycache__")) or (name in ("build", "dist") and Path(folder) == root)
-            )
+            if name in (".ci", ".github", ".pep517") or not (name.startswith(".") or name in left_out)
         ]
         found += ["/" + Path(folder, name).relative_to(root).as_posix() for name in names]
     return found

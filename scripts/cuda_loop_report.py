@@ -33,8 +33,8 @@ import sass
 
 ROOT = Path(__file__).resolve().parents[1]
 # By path: importing the package would load torch and the compiled library.
-sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
-cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "cuda_build.py")))
+sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "sources.py")))
+cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "cuda_build.py")))
 terminal = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "terminal.py")))
 
 #: Bytes of shared memory and registers of a multiprocessor (CUDA C++ Programming Guide).

@@ -36,9 +36,9 @@ from .arguments import (
     split_blocks,
 )
 from .attend import attend, with_gradients
-from .autograd import plain_attention
+from .autograd import basic_attention
 from .reference import default_scale
-from .varlen import nested
+from .varlen import jagged
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -212,10 +212,10 @@ def scaled_dot_product_attention(
                     if not enable_gqa and query.size(1) != key.size(1) != 1:
                         raise ValueError("heads that do not go together")
                 if _is_grad_enabled() and (query.requires_grad or key.requires_grad or value.requires_grad):
-                    return plain_attention(query, key, value, (factor, is_causal, enable_gqa, keywords))
+                    return basic_attention(query, key, value, (factor, is_causal, enable_gqa, keywords))
                 if keywords and factor is not None:
                     return ops.direct_forward(query, key, value, factor, **keywords)[0]
-                return ops.plain_attention(query, key, value, factor, is_causal, enable_gqa)
+                return ops.basic_attention(query, key, value, factor, is_causal, enable_gqa)
         except REFUSALS:
             # Something to broadcast or to make dense, or a mistake: the general way finds out which.
             pass
@@ -232,7 +232,7 @@ def scaled_dot_product_attention(
         if relevant:
             return overrides.call(scaled_dot_product_attention, relevant, call)
         if checks.is_jagged(query) or checks.is_jagged(key) or checks.is_jagged(value):
-            return nested.attention(call)
+            return jagged.attention(call)
     return attend(call, _computed, call_checks.attention)
 
 
@@ -303,7 +303,7 @@ def attention_weights(
     if _is_overridden(*tensors) and (relevant := overrides.overriding_arguments(*tensors)):
         return overrides.call(attention_weights, relevant, call)
     if checks.is_jagged(key):
-        value = nested.without_columns(key)
+        value = jagged.without_columns(key)
     elif isinstance(key, Tensor) and key.dim() >= 2:
         value = key[..., :0]
     else:
@@ -311,7 +311,7 @@ def attention_weights(
         value = key
     call = AttentionCall(query, key, value, options)
     if checks.is_jagged(query) or checks.is_jagged(key):
-        results = nested.attention(call)
+        results = jagged.attention(call)
     else:
         results = attend(call, _computed, call_checks.attention)
     return results[1:] if return_lse else results[1]

@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from selfattn_ext import backends, cuda_build, library, sources
+from selfattn_ext import backends
+from selfattn_ext.build import cuda_build, library, sources
 from selfattn_ext.terminal import describe
 
 VARIABLES = (

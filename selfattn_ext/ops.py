@@ -2,7 +2,7 @@
 
 All tensors are four-dimensional here; :mod:`selfattn_ext.functional` brings user input into that form. The
 names are the dispatcher's own callables, so that a call costs nothing on top. They know no gradients and no
-vmap: those are in :mod:`selfattn_ext.autograd.attention`.
+vmap: those are in :mod:`selfattn_ext.autograd.attention_function`.
 
 The fake kernels give shapes, dtypes and strides without data, for torch.compile, torch.export and
 FakeTensorMode.
@@ -16,7 +16,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import library, signatures
+from . import signatures
+from .build import library
 from .reference import accumulation_dtype
 
 __all__ = [
@@ -33,9 +34,9 @@ __all__ = [
     "attention_with_cache",
     "masked_softmax",
     "masked_softmax_backward",
-    "plain_attention",
-    "plain_attention_backward",
-    "plain_attention_forward",
+    "basic_attention",
+    "basic_attention_backward",
+    "basic_attention_forward",
 ]
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
@@ -73,9 +74,9 @@ def _direct(overload: Any) -> Any:
 direct_forward: signatures.AttentionForward = _direct(attention_forward)
 direct_with_cache: signatures.AttentionWithCache = _direct(attention_with_cache)
 direct_backward: signatures.AttentionBackward = _direct(attention_backward)
-plain_attention: signatures.PlainAttention = _direct(_ops.plain_attention.default)
-plain_attention_forward: signatures.PlainAttentionForward = _direct(_ops.plain_attention_forward.default)
-plain_attention_backward: signatures.PlainAttentionBackward = _direct(_ops.plain_attention_backward.default)
+basic_attention: signatures.BasicAttention = _direct(_ops.basic_attention.default)
+basic_attention_forward: signatures.BasicAttentionForward = _direct(_ops.basic_attention_forward.default)
+basic_attention_backward: signatures.BasicAttentionBackward = _direct(_ops.basic_attention_backward.default)
 
 
 def _refuse_meta(*arguments: Any) -> None:
@@ -216,13 +217,13 @@ def _(
     return query.new_empty(sum(captured_sizes), dtype=torch.float64)
 
 
-@_fake("plain_attention")
+@_fake("basic_attention")
 def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
     _refuse_meta(query, key, value)
     return _empty_like(query, query.shape[2], value.shape[3])
 
 
-@_fake("plain_attention_forward")
+@_fake("basic_attention_forward")
 def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
     _refuse_meta(query, key, value)
     out = _empty_like(query, query.shape[2], value.shape[3])
@@ -230,7 +231,7 @@ def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor,
     return out, statistics, torch.empty_like(out) if query.dtype in SIXTEEN_BITS else None
 
 
-@_fake("plain_attention_backward")
+@_fake("basic_attention_backward")
 def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any) -> tuple[Tensor, ...]:
     _refuse_meta(grad_out, query, key, value)
     return tuple(_empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value))

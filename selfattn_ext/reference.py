@@ -3,7 +3,7 @@
 The functions here hold the whole (L, S) matrix, accept any floating dtype (16-bit inputs are computed in
 float32 and rounded once, at the end) and may be differentiated any number of times, in reverse and forward
 mode, under torch.func too. Tests, benchmarks, documentation and the second derivatives of
-:mod:`selfattn_ext.autograd.attention` use them.
+:mod:`selfattn_ext.autograd.attention_function` use them.
 
 The formula, after Vaswani et al. (2017), with every option of the package in its order::
 

@@ -21,9 +21,9 @@ __all__ = [
     "AttentionWithCache",
     "MaskedSoftmax",
     "MaskedSoftmaxBackward",
-    "PlainAttention",
-    "PlainAttentionBackward",
-    "PlainAttentionForward",
+    "BasicAttention",
+    "BasicAttentionBackward",
+    "BasicAttentionForward",
 ]
 
 
@@ -209,7 +209,7 @@ class MaskedSoftmaxBackward(Protocol):
     ) -> Tensor: ...
 
 
-class PlainAttention(Protocol):
+class BasicAttention(Protocol):
     """(query, key, value, scale, is_causal, enable_gqa) -> out, the default scale for None."""
 
     def __call__(
@@ -223,7 +223,7 @@ class PlainAttention(Protocol):
     ) -> Tensor: ...
 
 
-class PlainAttentionForward(Protocol):
+class BasicAttentionForward(Protocol):
     """The same -> (out, statistics (2,B,H,L), out_residual).
 
     statistics are row_max and row_sum; out_residual is None where the dtype has none.
@@ -240,7 +240,7 @@ class PlainAttentionForward(Protocol):
     ) -> tuple[Tensor, Tensor, Tensor | None]: ...
 
 
-class PlainAttentionBackward(Protocol):
+class BasicAttentionBackward(Protocol):
     """(grad_out, query, ..., is_causal) -> the gradients of query, key and value."""
 
     def __call__(

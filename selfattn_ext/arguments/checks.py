@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import cuda_build, library
+from ..build import cuda_build, library
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES_TEXT = "float64, float32, bfloat16 or float16"

@@ -1,6 +1,6 @@
 """Gradients of every operator: eager, under torch.func, and in the graphs of torch.compile."""
 
-from .attention import plain_attention
+from .attention_function import basic_attention
 from .graph_operators import (
     attention_scores_with_gradient,
     attention_with_gradient,
@@ -11,5 +11,5 @@ __all__ = [
     "attention_scores_with_gradient",
     "attention_with_gradient",
     "masked_softmax_with_gradient",
-    "plain_attention",
+    "basic_attention",
 ]

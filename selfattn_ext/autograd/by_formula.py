@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ..arguments import formula
 from .differentiated import COTANGENTS, SOURCES, TANGENTS, Inputs
-from .nested import pushed
+from .forward_levels import pushed
 
 __all__ = ["attention", "gradients", "pull", "push", "second_gradients", "tangents"]
 

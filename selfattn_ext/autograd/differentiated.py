@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Keywords, OptionalTensor, Tensors, is_packed
-from .nested import primals
+from .forward_levels import primals
 from .vmap import fold, fold_optional, slice_batch, unfold_gradient
 
 __all__ = ["COTANGENTS", "SAVED", "SOURCES", "TANGENTS", "Inputs", "fold_inputs", "unfold_gradients"]

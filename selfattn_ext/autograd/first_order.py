@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from . import by_formula, operator_calls
 from .differentiated import COTANGENTS, SAVED, SOURCES, Inputs, fold_inputs, unfold_gradients
-from .nested import nestable
+from .forward_levels import nestable
 from .second_order import AttentionBackwardBackward
 from .vmap import each_slice
 
@@ -17,7 +17,7 @@ __all__ = ["AttentionBackward"]
 
 
 class AttentionBackward(Function):
-    """The six gradients of :class:`Inputs`; see Note [Second derivatives] in attention.py.
+    """The six gradients of :class:`Inputs`; see Note [Second derivatives] in attention_function.py.
 
     Differentiable in the cotangents and in the six inputs of attention. out, the row statistics and the
     weights only spare the operator their recomputation: what depends on them is counted through the inputs.

@@ -13,7 +13,7 @@ from ..arguments import Keywords, OptionalTensor, Tensors
 from . import by_formula, operator_calls
 from .differentiated import SAVED, SOURCES, TANGENTS, Inputs, fold_inputs
 from .first_order import AttentionBackward
-from .nested import make_dual, nestable, unpack_dual
+from .forward_levels import make_dual, nestable, unpack_dual
 from .second_order import AttentionBackwardBackward
 from .vmap import each_slice, slice_batch, unfold
 

@@ -29,8 +29,8 @@ from torch.autograd import forward_ad
 
 from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
-from .attention import attention, vmapped
-from .scores_and_softmax import attention_scores, masked_softmax
+from .attention_function import attention, vmapped
+from .scores_and_softmax_functions import attention_scores, masked_softmax
 
 __all__ = [
     "arguments_of",
@@ -196,7 +196,7 @@ def _in_graph(step: _Step) -> Any:
 def attention_with_gradient(
     tensors: Tensors, scale: float, keywords: Keywords, want_weights: bool, want_lse: bool
 ) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
-    """:func:`selfattn_ext.autograd.attention.attention`, in a graph as one operator."""
+    """:func:`.attention_function.attention`, in a graph as one operator."""
     compute = _in_graph(_OF_ATTENTION)
     if compute is None:
         return attention(tensors, scale, keywords, want_weights, want_lse)
@@ -206,7 +206,7 @@ def attention_with_gradient(
 
 
 def attention_scores_with_gradient(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
-    """:func:`selfattn_ext.autograd.scores_and_softmax.attention_scores`, in a graph as one operator."""
+    """:func:`.scores_and_softmax_functions.attention_scores`, in a graph as one operator."""
     compute = _in_graph(_OF_SCORES)
     if compute is None:
         return attention_scores(query, key, scale, kernel)
@@ -216,7 +216,7 @@ def attention_scores_with_gradient(query: Tensor, key: Tensor, scale: float, ker
 def masked_softmax_with_gradient(
     scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords
 ) -> Tensor:
-    """:func:`selfattn_ext.autograd.scores_and_softmax.masked_softmax`, in a graph as one operator."""
+    """:func:`.scores_and_softmax_functions.masked_softmax`, in a graph as one operator."""
     compute = _in_graph(_OF_SOFTMAX)
     if compute is None:
         return masked_softmax(scores, mask, scale, keywords)

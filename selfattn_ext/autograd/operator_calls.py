@@ -93,7 +93,7 @@ def backward(
     keywords: Keywords,
     need_mask_grad: bool,
 ) -> tuple[Tensor, ...]:
-    """The six gradients of the operator; see Note [Gradient of weights and lse] in attention.py."""
+    """The six gradients of the operator; see Note [Gradient of weights and lse] in attention_function.py."""
     query, key, value = tensors[:3]
     out, row_max, row_sum = saved[:3]
     try:

@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from . import by_formula, operator_calls
 from .differentiated import COTANGENTS, SAVED, SOURCES, Inputs, fold_inputs, unfold_gradients
-from .nested import nestable
+from .forward_levels import nestable
 from .vmap import each_slice, slice_batch, unfold
 
 __all__ = ["AttentionBackwardBackward"]

@@ -9,9 +9,9 @@ from dataclasses import dataclass
 
 import torch
 
-from selfattn_ext import library
 from selfattn_ext.bench.cases import Precision
 from selfattn_ext.bench.timer import Timing
+from selfattn_ext.build import library
 
 #: Larger than the caches, so that the memory is what is read.
 READ_BYTES = 256 * 2**20

@@ -23,15 +23,15 @@ from torch.overrides import TorchFunctionMode
 
 from .. import functional
 from ..arguments import checks, split_blocks
-from ..integrations.sdpa_mode import calling
+from ..rebound import calling
 from ..varlen import varlen_attention
 from .agreement import Telling
-from .attention import ring_attention, ulysses_attention
 from .group import ranks_of
-from .layout import LayoutName
 from .packed import ring_varlen_attention
+from .row_layout import LayoutName
 from .shard import unshard_sequence
 from .split import choices
+from .split_attention import ring_attention, ulysses_attention
 
 __all__ = ["context_parallel"]
 

@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from .layout import Layout, LayoutName, Span
+from .row_layout import Layout, LayoutName, Span
 
 __all__ = ["Work", "ring_bytes", "ulysses_bytes"]
 

@@ -13,7 +13,7 @@ from torch.autograd import Function
 from ..reference import accumulation_dtype
 from . import traffic
 from .group import Ranks
-from .layout import Layout, put_rows, rows_of_rank
+from .row_layout import Layout, put_rows, rows_of_rank
 from .taking_part import anchor, tied
 
 __all__ = ["Deal", "heads_of_rank", "to_heads", "to_rows"]

@@ -26,9 +26,9 @@ from ..arguments.call import DEFAULT_SOFTCAP, DEFAULT_WINDOW
 from ..attend import attend, dropout_seed
 from .agreement import Numbers, agree, tells
 from .group import Ranks, eager, ranks_of
-from .layout import Layout, LayoutName
 from .plan import Plan
 from .ring import RingAttention
+from .row_layout import Layout, LayoutName
 from .split import Part, check_alignment, check_plain_call, choices
 
 __all__ = ["ring_varlen_attention"]

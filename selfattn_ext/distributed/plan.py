@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..arguments import Keywords
 from .group import Ranks
-from .layout import Layout, Piece
+from .row_layout import Layout, Piece
 
 __all__ = ["Pair", "Plan", "part_of_mask", "part_of_slopes"]
 

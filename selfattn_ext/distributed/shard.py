@@ -11,8 +11,8 @@ from torch.autograd import Function
 from ..arguments import checks
 from .agreement import Numbers, agree, tells
 from .group import Ranks, eager, ranks_of
-from .layout import Layout, LayoutName, put_rows, rows_of_rank
 from .packed import checked_starts
+from .row_layout import Layout, LayoutName, put_rows, rows_of_rank
 from .split import check_length, check_plain, choices, laid_out
 from .taking_part import anchor, recorded, recording, tied
 

@@ -15,7 +15,7 @@ from ..arguments import AttentionCall, Keywords, OptionalTensor, Tensors, call_c
 from ..attend import dropout_seed
 from .agreement import Flags, Numbers, agree, digest_of
 from .group import Ranks
-from .layout import ALIGNMENT, LAYOUTS, Layout
+from .row_layout import ALIGNMENT, LAYOUTS, Layout
 from .taking_part import recorded, recording
 
 __all__ = [

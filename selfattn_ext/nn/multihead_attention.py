@@ -12,7 +12,7 @@ from torch.nn.parameter import Parameter
 
 from ..arguments import checks, split_blocks
 from ..functional import scaled_dot_product_attention
-from .checks import check_input, check_positive, is_traced, step_of_trace
+from .layer_checks import check_input, check_positive, is_traced, step_of_trace
 from .rotary import rotary_embedding
 
 

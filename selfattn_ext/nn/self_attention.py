@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..arguments import checks
 from ..capture import is_capturing
 from ..functional import scaled_dot_product_attention
-from .checks import check_input, check_positive, is_traced, step_of_trace
+from .layer_checks import check_input, check_positive, is_traced, step_of_trace
 
 
 class SelfAttention(nn.Module):

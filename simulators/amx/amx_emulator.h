@@ -1,4 +1,4 @@
-// What a program sees of the emulator: whether it is there, and how much it has executed. A program that must
+// What a program sees of the emulator: whether it is there, and what it has executed. A program that must
 // also run without it asks through dlsym, ctypes or a weak declaration.
 #pragma once
 
@@ -6,11 +6,11 @@
 
 extern "C" {
 
-// True. csrc/cpu/amx_permission.cpp asks this, and takes AMX as present where it exists.
+// Returns true. csrc/cpu/amx_permission.cpp calls this, and takes AMX as present if the function exists.
 bool selfattn_emulates_amx();
 
 // How many instructions of this mnemonic ("tdpbf16ps", lower case) have run in this process, in all threads;
-// of all kinds for "". Unknown mnemonics have run never.
+// "" stands for all kinds. Unknown mnemonics have never run.
 uint64_t selfattn_amx_emulator_count(const char* mnemonic);
 
 }  // extern "C"

@@ -27,15 +27,16 @@ struct Fma {
   static AMX_EMULATOR_INLINE float apply(float a, float b, float sum) { return __builtin_fmaf(a, b, sum); }
 };
 
-// In double the product of two bfloat16 is exact, and it has no more digits than a float, so that rounding
-// the sum first to double's 53 digits (at least 2·24 + 2) and then to float rounds as if once.
+// In double, the product of two bfloat16 is exact, and it has no more digits than a float. So rounding the
+// sum to double's 53 digits (at least 2·24 + 2) and then to float gives the same as rounding it once.
 struct Baseline {
   static AMX_EMULATOR_INLINE float apply(float a, float b, float sum) {
     return static_cast<float>(static_cast<double>(a) * static_cast<double>(b) + static_cast<double>(sum));
   }
 };
 
-// All 16 columns are computed, whose loops compilers turn into vectors; only those of the shape are kept.
+// All 16 columns are computed, since compilers turn loops over them into vectors; only those of the shape are
+// kept.
 template <typename MultiplyAdd>
 AMX_EMULATOR_INLINE void product(const ProductShape& shape, TileRows& result, const TileRows& a,
                                  const TileRows& b) {
@@ -57,7 +58,8 @@ AMX_EMULATOR_INLINE void product(const ProductShape& shape, TileRows& result, co
   }
 }
 
-// Round to nearest even, flush subnormal results, take subnormal inputs as zero, all exceptions masked.
+// Rounds to nearest even, flushes subnormal results, takes subnormal inputs as zero, and masks all
+// exceptions.
 class AmxRounding {
  public:
   AmxRounding() : before_(_mm_getcsr()) { _mm_setcsr(0x1f80 | 0x8000 | 0x0040); }
@@ -69,8 +71,8 @@ class AmxRounding {
   unsigned before_;
 };
 
-// Not inlined: to the compiler the rounding mode is no operand, and it could move arithmetic across the
-// switch.
+// This is not inlined: to the compiler the rounding mode is no operand, so it could move arithmetic across
+// the switch.
 __attribute__((noinline, target("avx2,fma"))) void product_fma(const ProductShape& shape, TileRows& result,
                                                                const TileRows& a, const TileRows& b) {
   product<Fma>(shape, result, a, b);
@@ -81,7 +83,7 @@ __attribute__((noinline)) void product_baseline(const ProductShape& shape, TileR
   product<Baseline>(shape, result, a, b);
 }
 
-// Asked when the library is loaded: a signal handler is no place for the first question.
+// This is asked when the library is loaded, since a signal handler is no place to ask for the first time.
 const bool kHasFma = [] {
   __builtin_cpu_init();
   return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");

@@ -10,8 +10,8 @@ struct ProductShape {
 };
 
 // result[m][n] += Σₖ a[m][2k]·b[k][2n] + Σₖ a[m][2k+1]·b[k][2n+1]: a and b are bfloat16, the result is float,
-// and the two sums are separate chains of float fused multiply-adds in the order of k. Rounds to nearest
-// even, takes subnormal numbers as zero and gives none, whatever the caller's MXCSR says.
+// and the two sums are separate chains of float fused multiply-adds in the order of k. The product rounds to
+// nearest even, takes subnormal numbers as zero and gives none, whatever the caller's MXCSR says.
 void bf16_product(const ProductShape& shape, TileRows& result, const TileRows& a, const TileRows& b);
 
 // The two ways to compute it, which give the same bits: with the processor's fused multiply-add, and without.

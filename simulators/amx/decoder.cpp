@@ -1,6 +1,6 @@
 // The encodings of AMX-TILE and AMX-BF16 in 64-bit mode: C4, two VEX bytes, opcode, ModRM, and for memory
-// operands SIB and a displacement. Assemblers emit no prefix before them; with one this decoder does not take
-// them for AMX.
+// operands SIB and a displacement. Assemblers put no prefix before them; this decoder does not take an
+// instruction with one for AMX.
 #include "instruction.h"
 
 namespace amx_emulator {
@@ -53,7 +53,7 @@ int decode_memory(const uint8_t* code, bool vex_x, bool vex_b, MemoryOperand& me
 const char* decode_configuration(const Fields& f, Instruction& instruction) {
   if (f.memory()) {
     if (f.prefix != kNone && f.prefix != k66) return "no such instruction (opcode 49, memory operand)";
-    if (f.reg != 0) return "LDTILECFG and STTILECFG want ModRM.reg 0";
+    if (f.reg != 0) return "LDTILECFG and STTILECFG need ModRM.reg 0";
     instruction.kind = f.prefix == kNone ? Kind::kLoadConfig : Kind::kStoreConfig;
     return nullptr;
   }
@@ -67,10 +67,10 @@ const char* decode_configuration(const Fields& f, Instruction& instruction) {
   return nullptr;
 }
 
-// Opcode 4B: tiles from and to memory.
+// Opcode 4B: loads and stores of tiles.
 const char* decode_transfer(const Fields& f, bool sib, Instruction& instruction) {
   if (!f.memory() || f.prefix == kNone) return "no such instruction (opcode 4B)";
-  if (!sib) return "tile loads and stores want a SIB byte";
+  if (!sib) return "tile loads and stores need a SIB byte";
   instruction.kind = f.prefix == kF2 ? Kind::kLoad : f.prefix == k66 ? Kind::kLoadT1 : Kind::kStore;
   instruction.tile = f.reg;
   return nullptr;
@@ -78,7 +78,7 @@ const char* decode_transfer(const Fields& f, bool sib, Instruction& instruction)
 
 // Opcode 5C: products of 16-bit floats.
 const char* decode_product(const Fields& f, Instruction& instruction) {
-  if (f.memory() || f.prefix != kF3) return "of the products of tiles only TDPBF16PS is emulated";
+  if (f.memory() || f.prefix != kF3) return "TDPBF16PS is the only product of tiles that is emulated";
   instruction.kind = Kind::kDotBf16;
   instruction.tile = f.reg;
   instruction.source1 = f.rm;

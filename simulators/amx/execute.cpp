@@ -14,13 +14,13 @@ namespace amx_emulator {
 
 namespace {
 
-// initial-exec: the dynamic model may allocate at a thread's first access, which would be in a signal
-// handler. Preloaded and linked libraries get their thread storage with the thread.
+// The model is initial-exec, since the dynamic one may allocate at a thread's first access, which would be in
+// a signal handler. Preloaded and linked libraries get their thread storage with the thread.
 __attribute__((tls_model("initial-exec"))) thread_local TileState state;
 
 std::atomic<uint64_t> counts[kKinds];
 
-// A line for stderr, put together without stdio, which is not for signal handlers.
+// A line for stderr, put together without stdio, which signal handlers must not use.
 class Line {
  public:
   Line& text(const char* part) {
@@ -44,7 +44,7 @@ class Line {
 };
 
 const char* perform(const Instruction& instruction, uint64_t address, uint64_t index) {
-  // Tile loads and stores take the index for the distance of rows, the others add it to the address.
+  // Tile loads and stores take the index as the distance of rows; the others add it to the address.
   auto* const rows = reinterpret_cast<uint8_t*>(address);
   auto* const block = reinterpret_cast<uint8_t*>(address + index);
   const auto stride = static_cast<ptrdiff_t>(index);

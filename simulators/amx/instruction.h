@@ -44,7 +44,7 @@ enum class Decoding {
   kDecoded,
 };
 
-// Reads no byte beyond the instruction. For kUndefined `fault` says what is wrong.
+// Reads no byte beyond the instruction. If it returns kUndefined, `fault` says what is wrong.
 Decoding decode(const uint8_t* code, Instruction& instruction, const char*& fault);
 
 }  // namespace amx_emulator

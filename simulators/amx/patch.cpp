@@ -1,5 +1,6 @@
-// A signal costs microseconds, and where a hypervisor intercepts invalid opcodes many of them. A jump costs
-// next to nothing, and every AMX instruction has the five bytes that a jump takes.
+// Replaces instructions by jumps to stubs that execute them. A signal costs microseconds, many of them where
+// a hypervisor intercepts invalid opcodes; a jump costs next to nothing, and every AMX instruction has the
+// five bytes that a jump takes.
 //
 //   site:  jmp stub          stub:  make room below the red zone, save flags and rax
 //          ...next                  call enter, with the stub's data in rax
@@ -25,7 +26,7 @@ extern "C" {
 
 void selfattn_amx_emulator_enter();
 
-// Which parts of the vector state enter saves; never the tiles, of which there are none.
+// Which parts of the vector state enter saves; never the tiles, which this processor lacks.
 __attribute__((visibility("hidden"))) uint64_t selfattn_amx_emulator_saved = 0;
 
 struct StubData {
@@ -40,8 +41,9 @@ __attribute__((visibility("hidden"))) void selfattn_amx_emulator_run_stub(
 
 }  // extern "C"
 
-// On entry rax holds the StubData; above the return address are the program's rax, its flags and 128 bytes of
-// red zone. XRSTOR wants 64 bytes after the legacy area to be zero before XSAVE fills in what it saved.
+// On entry, rax holds the StubData; above the return address are the program's rax, its flags and 128 bytes
+// of red zone. XRSTOR needs the 64 bytes after the legacy area to be zero before XSAVE fills in what it
+// saved.
 __asm__(R"(
   .text
   .globl selfattn_amx_emulator_enter
@@ -113,7 +115,7 @@ namespace amx_emulator {
 namespace {
 
 constexpr int kJumpBytes = 5;
-constexpr int kLine = 64;  // of the cache
+constexpr int kLine = 64;  // bytes of a cache line
 constexpr uint8_t kJump = 0xe9;
 
 // Code and data of one stub.
@@ -139,7 +141,7 @@ bool within_jump(uint64_t from, uint64_t to) {
   return distance > -kReach && distance < kReach;
 }
 
-// What of the vector state the processor and the operating system have, 0 for "patch nothing".
+// The parts of the vector state that the processor and the operating system have; 0 means to patch nothing.
 uint64_t saved_state() {
   constexpr uint64_t kVectors = 0xe7;  // x87, xmm, ymm, opmask, zmm
   constexpr unsigned kRoom = 4096;     // what enter sets aside
@@ -219,8 +221,8 @@ void write_stub(Stub& stub, uint64_t address, const Instruction& instruction) {
   code.quad(reinterpret_cast<uint64_t>(&selfattn_amx_emulator_enter));
 }
 
-// Other threads may be executing the instruction. Eight bytes of one cache line change at once, so they see
-// the old instruction, which traps, or the jump.
+// Other threads may be executing the instruction. Eight bytes of one cache line change at once, so these
+// threads see either the old instruction, which traps, or the jump.
 void write_jump(uint64_t address, uint64_t target) {
   const uint64_t line_end = (address | (kLine - 1)) + 1;
   const uint64_t first = address < line_end - 8 ? address : line_end - 8;
@@ -232,7 +234,7 @@ void write_jump(uint64_t address, uint64_t target) {
   const auto offset = static_cast<int32_t>(target - (address + kJumpBytes));
   std::memcpy(jump + 1, &offset, sizeof(offset));
   std::memcpy(reinterpret_cast<uint8_t*>(&after) + (address - first), jump, kJumpBytes);
-  // Locked, since a plain store that is not aligned need not be atomic.
+  // The store is locked, since a plain store that is not aligned need not be atomic.
   __asm__ volatile("lock cmpxchgq %2, %1" : "+a"(before), "+m"(*place) : "r"(after) : "memory", "cc");
 }
 
@@ -242,8 +244,8 @@ void try_patch(uint64_t address, const Instruction& instruction) {
   if (stub == nullptr) return;
   const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
   void* const start = reinterpret_cast<void*>(address & ~(page - 1));
-  // Writable from now on: who made it writable before may rely on it, and taking it back could race with
-  // them.
+  // The page stays writable: other code may have made it writable before and rely on it, and taking that back
+  // could race with that code.
   if (mprotect(start, page, PROT_READ | PROT_WRITE | PROT_EXEC) != 0) return;
   write_stub(*stub, address, instruction);
   write_jump(address, reinterpret_cast<uint64_t>(stub->code));
@@ -256,7 +258,7 @@ bool is_patched(uint64_t address) { return *reinterpret_cast<const volatile uint
 void patch(uint64_t address, const Instruction& instruction) {
   const bool one_line = address % kLine + kJumpBytes <= kLine;
   if (selfattn_amx_emulator_saved == 0 || instruction.length < kJumpBytes || !one_line) return;
-  if (busy.test_and_set(std::memory_order_acquire)) return;  // another thread is at it: next time
+  if (busy.test_and_set(std::memory_order_acquire)) return;  // another thread is patching
   try_patch(address, instruction);
   busy.clear(std::memory_order_release);
 }

@@ -8,7 +8,7 @@ namespace amx_emulator {
 
 namespace {
 
-// Byte by byte and not memcpy: a build with -fsanitize=address then checks every one of them.
+// It copies byte by byte, not by memcpy: so a build with -fsanitize=address checks every one of them.
 void copy(uint8_t* to, const uint8_t* from, int count) {
   for (int n = 0; n < count; ++n) to[n] = from[n];
 }
@@ -138,9 +138,11 @@ const char* dot_bf16(TileState& state, int tile, int source1, int source2) {
     const char* fault = unusable(state, n);
     if (fault != nullptr) return fault;
   }
-  if (state.rows[tile] != state.rows[source1]) return "#UD: the result has not the rows of the first source";
+  if (state.rows[tile] != state.rows[source1]) {
+    return "#UD: the rows of the result are not the rows of the first source";
+  }
   if (state.row_bytes[tile] != state.row_bytes[source2]) {
-    return "#UD: the result has not the columns of the second source";
+    return "#UD: the columns of the result are not the columns of the second source";
   }
   if (state.row_bytes[source1] / 4 != state.rows[source2]) {
     return "#UD: the pairs in a row of the first source are not the rows of the second";

@@ -1,6 +1,6 @@
-// The state that AMX adds to a thread, and what its instructions do to it, after the operation sections of
-// Intel's Software Developer's Manual. A function that returns a sentence has changed nothing: the processor
-// would have raised the exception that the sentence begins with.
+// The state that AMX adds to a thread, and what its instructions do to it. It follows the operation sections
+// of Intel's Software Developer's Manual. A function that returns a sentence has changed nothing: the
+// processor would have raised the exception that the sentence begins with.
 #pragma once
 
 #include <cstddef>
@@ -15,7 +15,7 @@ constexpr int kConfigBytes = 64;
 
 using TileRows = uint8_t[kMaxRows][kMaxRowBytes];
 
-// All zero is the initial state: nothing configured.
+// All zeros are the initial state, in which nothing is configured.
 struct TileState {
   bool configured;
   uint8_t start_row;

@@ -1,9 +1,9 @@
-// Where the processor meets the emulator: a processor without AMX raises SIGILL at its instructions, and the
-// handler here executes them and goes on behind them, and has them patched so that they do not trap again.
-// Anything else goes to whoever handled SIGILL before.
+// The signal handler by which instructions reach the emulator. A processor without AMX raises SIGILL at its
+// instructions. The handler executes them, continues after them, and has them patched so that they do not
+// trap again. It hands any other SIGILL on to the handler that was there before.
 //
-// The handler allocates nothing and takes no lock, so it runs in any number of threads. What it reads and
-// writes for the program may fault like the instruction itself; that SIGSEGV is then reported from inside the
+// The handler allocates nothing and takes no lock, so it runs in any number of threads. Its reads and writes
+// for the program may fault like the instruction itself; that SIGSEGV is then reported from inside the
 // handler.
 #include <dlfcn.h>
 #include <signal.h>
@@ -22,7 +22,7 @@ namespace {
 
 using SigactionFunction = int (*)(int, const struct sigaction*, struct sigaction*);
 
-// What other code believes to be SIGILL's handler; see sigaction() below.
+// The handler of SIGILL that other code believes to be installed; see sigaction() below.
 struct sigaction next_action{};
 bool installed = false;
 
@@ -42,7 +42,8 @@ void hand_on(int signal_number, siginfo_t* info, void* context, bool sent) {
     next.sa_handler(signal_number);
     return;
   }
-  // The default action: on return the instruction faults again, or the signal that was sent is there again.
+  // This is the default action: on return the instruction faults again, or the signal that was sent is there
+  // again.
   struct sigaction standard{};
   standard.sa_handler = SIG_DFL;
   real_sigaction()(SIGILL, &standard, nullptr);
@@ -61,8 +62,8 @@ void on_illegal_instruction(int signal_number, siginfo_t* info, void* raw_contex
   const char* fault = nullptr;
   const Decoding decoding =
       sent ? Decoding::kNotAmx : decode(reinterpret_cast<const uint8_t*>(rip), instruction, fault);
-  // Another thread may have patched it since it trapped, even while it was being decoded. Asked last: bytes
-  // that are old now were old when they were read.
+  // Another thread may have patched the instruction since it trapped, even while it was being decoded. This
+  // is asked last: bytes that are old now were old when they were read.
   if (!sent && is_patched(address)) return;
   if (decoding == Decoding::kNotAmx) {
     hand_on(signal_number, info, raw_context, sent);
@@ -81,7 +82,8 @@ void on_illegal_instruction(int signal_number, siginfo_t* info, void* raw_contex
 __attribute__((constructor)) void install() {
   struct sigaction action{};
   action.sa_sigaction = on_illegal_instruction;
-  // SA_ONSTACK: on the thread's alternative stack if it has one, as for every other handler of faults.
+  // SA_ONSTACK: the handler runs on the thread's alternative stack if it has one, like every other handler of
+  // faults.
   action.sa_flags = SA_SIGINFO | SA_ONSTACK | SA_RESTART;
   sigemptyset(&action.sa_mask);
   installed = real_sigaction()(SIGILL, &action, &next_action) == 0;
@@ -94,8 +96,8 @@ extern "C" {
 
 bool selfattn_emulates_amx() { return installed; }
 
-// These two stand before libc's. Python's faulthandler, which pytest switches on, takes SIGILL for itself; it
-// gets what is left of the signal, and believes to have all of it.
+// These two take the place of libc's. Python's faulthandler, which pytest switches on, installs itself for
+// SIGILL; it gets the signals that the emulator hands on, and believes that it gets all of them.
 int sigaction(int signal_number, const struct sigaction* action, struct sigaction* before) noexcept {
   if (signal_number != SIGILL || !installed) return real_sigaction()(signal_number, action, before);
   const struct sigaction last = next_action;

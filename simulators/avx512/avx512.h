@@ -1,6 +1,6 @@
-// The AVX-512 intrinsics that the kernels use, as functions for processors that have AVX2 alone: build.py
-// compiles a copy of the kernels in which _mm512_add_ps is emulated512::add_ps. Each does what Intel's
-// Intrinsics Guide says of it, for every value, but for the payload of a NaN.
+// The AVX-512 intrinsics that the kernels use, as functions for processors that have AVX2 alone. build.py
+// compiles a copy of the kernels in which _mm512_add_ps is emulated512::add_ps. Each function does what
+// Intel's Intrinsics Guide says of the intrinsic, for every value, except for the payload of a NaN.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +11,7 @@
 #include <limits>
 
 #define SELFATTN_EMULATED inline __attribute__((always_inline))
-// What is long, so that the kernels stay as small as they are.
+// Long functions are called, so that the kernels stay as small as they are.
 #define SELFATTN_CALLED inline __attribute__((noinline))
 
 #pragma GCC push_options
@@ -19,7 +19,7 @@
 
 namespace emulated512 {
 
-// Vectors of 512 bits by what is in them; converting from one to the other keeps the bits.
+// Vectors of 512 bits by the type of their elements; converting one to another keeps the bits.
 typedef int16_t Int16 __attribute__((vector_size(64), may_alias));
 typedef int32_t Int32 __attribute__((vector_size(64), may_alias));
 typedef uint32_t UInt32 __attribute__((vector_size(64), may_alias));
@@ -63,7 +63,7 @@ SELFATTN_EMULATED void storeu_ps(void* to, __m512 v) { std::memcpy(to, &v, sizeo
 SELFATTN_EMULATED void storeu_pd(void* to, __m512d v) { std::memcpy(to, &v, sizeof(v)); }
 SELFATTN_EMULATED void storeu_si512(void* to, __m512i v) { std::memcpy(to, &v, sizeof(v)); }
 
-// Those that the processor wants aligned.
+// These need an aligned address on the processor, too.
 inline void check_aligned(const void* address) {
   if (reinterpret_cast<uintptr_t>(address) % 64 != 0) __builtin_trap();
 }
@@ -76,7 +76,7 @@ SELFATTN_EMULATED void store_si512(void* to, __m512i v) {
   storeu_si512(to, v);
 }
 
-// Of an element without its bit nothing is touched.
+// Memory of an element whose bit is 0 is not touched.
 template <class V, class E>
 SELFATTN_EMULATED V load_some(uint64_t mask, const void* from) {
   E elements[sizeof(V) / sizeof(E)] = {};
@@ -164,7 +164,7 @@ SELFATTN_CALLED __m512d fmadd_pd(__m512d a, __m512d b, __m512d c) {
   return joined<__m512d>(part(0), part(1));
 }
 
-// The second operand where they are equal or one of them is NaN.
+// The result is the second operand where the two are equal or one of them is NaN.
 SELFATTN_CALLED __m512 max_ps(__m512 a, __m512 b) { return a > b ? a : b; }
 SELFATTN_CALLED __m512d max_pd(__m512d a, __m512d b) { return a > b ? a : b; }
 SELFATTN_CALLED __m512i max_epu32(__m512i a, __m512i b) {

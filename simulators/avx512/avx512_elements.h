@@ -1,4 +1,4 @@
-// avx512.h: what moves, chooses, compares, converts or sums up elements one by one.
+// The part of avx512.h that moves, chooses, compares, converts or sums elements one by one.
 #pragma once
 
 namespace emulated512 {
@@ -105,7 +105,7 @@ SELFATTN_CALLED __m512i permutexvar_epi16(__m512i index, __m512i a) {
   return permutex2var_epi16(a, index & set1_epi16(31), a);
 }
 
-// Of each 128 bits, the half from element kCount * which of both vectors, one element after the other.
+// Interleaves halves of both vectors within each 128 bits: low halves if `which` is 0, high ones if 1.
 template <class V>
 SELFATTN_EMULATED V interleaved(V a, V b, unsigned which) {
   constexpr unsigned kPart = 16 / sizeof(a[0]);
@@ -201,7 +201,7 @@ SELFATTN_EMULATED __m512 maskz_scalef_ps(__mmask16 mask, __m512 a, __m512 b) {
   return maskz_mov_ps(mask, scalef_ps(a, b));
 }
 
-// The kernels round to the nearest whole number, and reduce by the one below.
+// The kernels round to the nearest whole number and reduce by the one below; other modes end the process.
 SELFATTN_CALLED __m512 roundscale_ps(__m512 a, int how) {
   if (how != (_MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC)) __builtin_trap();
   for (unsigned i = 0; i < 16; ++i) a[i] = std::nearbyint(a[i]);
@@ -238,7 +238,7 @@ SELFATTN_EMULATED __m256i cvtps_ph(__m512 v, int how) {
                          _mm256_cvtps_ph(half<__m256>(v, 1), _MM_FROUND_TO_NEAREST_INT));
 }
 
-// In these instructions subnormal numbers count as zero, and none comes out.
+// These instructions take subnormal numbers as zero and give none.
 SELFATTN_EMULATED float flushed(float x) {
   return std::fpclassify(x) == FP_SUBNORMAL ? std::copysign(0.0f, x) : x;
 }
@@ -256,7 +256,7 @@ SELFATTN_CALLED __m512bh cvtne2ps_pbh(__m512 high, __m512 low) {
   }
   return load<__m512bh>(result);
 }
-// The second of each pair comes first; every sum is rounded.
+// The second product of each pair is added first; every sum is rounded.
 SELFATTN_CALLED __m512 add_dots(__m512 sum, UInt32 a, UInt32 b) {
   for (unsigned i = 0; i < 16; ++i) {
     const uint32_t x = a[i], y = b[i];

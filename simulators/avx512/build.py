@@ -1,7 +1,7 @@
-"""Compiles the package with its kernels for AVX-512, AVX512_BF16 and AMX for processors that have AVX2 alone.
+"""Compiles the package with its kernels for AVX-512 and AMX for processors that have AVX2 alone.
 
 ``python simulators/avx512/build.py`` prints the path of the library, for ``SELFATTN_LIBRARY``. Vectors
-come from avx512.h beside this file, tiles from simulators/amx, which is to be preloaded.
+come from avx512.h beside this file, tiles from simulators/amx, which must be preloaded.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ EMULATOR = ROOT / "simulators" / "avx512"
 #: The library of simulators/amx, beside the one of the package.
 AMX = "libselfattn_amx_emulator.so"
 
-#: What is different in the copy of the sources that is compiled: intrinsics are functions of avx512.h, target
-#: regions stay below AVX-512, and the processor's features are those that are emulated, too.
+#: The changes in the copy of the sources that is compiled: intrinsics are functions of avx512.h, target
+#: regions stay below AVX-512, and the processor's features include those that are emulated.
 CHANGES = [
     (re.compile(r"\b_mm512_(\w+)"), r"emulated512::\1"),
     (re.compile(r"\b_mm256_(maskz_loadu_epi16)\b"), r"emulated512::\1_of_256"),
     (re.compile(r"\b_mm_(cmpeq_epi8_mask)\b"), r"emulated512::\1_of_128"),
     (re.compile(r"\bavx512\w+,|,prefer-vector-width=512\b"), ""),
-    # Registers that values are kept in: the emulator has its vectors in memory.
+    # Constraints of assembler statements: the emulator has its vectors in memory, not in registers.
     (re.compile(r'"\+(?:v|Yk)"'), '"+m"'),
     (re.compile(r"#include <immintrin.h>"), '#include "avx512.h"'),
     (re.compile(r"features = detect\(\);"), "features = with_avx512(detect());"),
     (re.compile(r'#include "cpu_features.h"'), '#include "cpu_features.h"\n#include "with_avx512.h"'),
 ]
-#: Where they are made. The rest is copied as it is.
+#: The files that are changed. All others are copied as they are.
 CHANGED = ("cpu/isa/*avx512*", "cpu/isa/*amx*", "cpu/pairs/*", "peak/*avx512*", "cpu/cpu_features.cpp")
 
 
 def copy_sources(to: Path) -> None:
-    """Brings the changed copy of csrc up to date; what has not changed keeps its time."""
+    """Brings the changed copy of csrc up to date; a file that has not changed keeps its time."""
     changed = {path for pattern in CHANGED for path in cuda_emulator.CSRC.glob(pattern)}
     for path in cuda_emulator.CSRC.rglob("*"):
         if not path.is_file():
@@ -55,18 +55,18 @@ def copy_sources(to: Path) -> None:
 
 
 def write_ninja(tools: cuda_emulator.Tools, csrc: Path) -> cuda_emulator.NinjaFile:
-    """The library of a build without CUDA, with the emulator of AMX."""
+    """Describes the library of a build without CUDA, and that of the emulator of AMX."""
     file = cuda_emulator.NinjaFile(tools)
-    # GCC warns that AVX-512 changes how vectors of 512 bits are handed on: all of the library is without.
+    # GCC warns that AVX-512 changes how vectors of 512 bits are passed, but no part of this library uses it.
     common = ["-std=c++17", "-fPIC", "-fvisibility=hidden", "-fno-gnu-unique", "-Wno-psabi"]
     python = ["-isystem", str(tools.torch / "include"), "-isystem", sysconfig.get_path("include")]
     names = [f"-DTORCH_EXTENSION_NAME={cuda_emulator.MODULE}", "-DSELFATTN_NAMESPACE=selfattn"]
     flags = [*common, f"-I{csrc}", f"-I{EMULATOR}", *python, *names]
     sources = sorted(path for path in csrc.rglob("*.cpp") if "cuda" not in path.relative_to(csrc).parts)
     amx = sorted((ROOT / "simulators" / "amx").glob("*.cpp"))
-    # More optimisation would take minutes longer to compile than tests are shorter.
+    # With more optimisation, compiling would take minutes longer than the tests would save.
     objects = file.objects(sources, "package", [*flags, "-O1"])
-    # To be preloaded: it catches signals in storage of each thread that a library loaded later does not get.
+    # It must be preloaded: its signal handler needs storage of each thread that a library loaded later lacks.
     file.link(
         AMX,
         file.objects(amx, "amx", ["-std=c++17", "-fPIC", "-O3"]),
@@ -101,7 +101,7 @@ def build(jobs: int | None = None) -> Path:
 
 
 def environment() -> dict[str, str]:
-    """What the environment of a process that runs on an up-to-date library holds; see build."""
+    """Builds the library, and returns the environment variables of a process that uses it."""
     made = build()
     return {"SELFATTN_LIBRARY": str(made), "LD_PRELOAD": str(made.with_name(AMX))}
 

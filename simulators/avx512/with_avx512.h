@@ -1,4 +1,4 @@
-// A processor's features, and those that are emulated.
+// The processor's features with those added that are emulated.
 #pragma once
 
 #include "cpu/cpu_features.h"

@@ -27,7 +27,7 @@ CSRC = ROOT / "csrc"
 #: Where a process finds this package, and what the tests share.
 SHARED = (ROOT / "simulators", ROOT / "tests" / "support")
 
-#: The name of the Python module, as selfattn_ext.library imports it.
+#: The name of the Python module, as selfattn_ext/build/library.py imports it.
 MODULE = "_C"
 
 #: What the operators ask of the framework that needs a GPU: host_device.cpp answers instead.
@@ -40,9 +40,9 @@ OF_A_DEVICE = (
     "torch_call_dispatcher",
 )
 
-# By path: importing the package would load the library that may be about to be built.
-sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
-toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "toolchain.py")))
+# They are loaded by path, because importing the package would load the library that may be about to be built.
+sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "sources.py")))
+toolchain = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "toolchain.py")))
 
 #: What each variant adds to the flags of the kernels and, apart, of the emulator. Race detection instruments
 #: the kernels only: the emulator itself is what they are judged by.
@@ -102,8 +102,15 @@ def library_sources() -> list[Path]:
 
 
 def kernel_sources(folder: Path = CSRC) -> list[Path]:
-    """The CUDA kernels and the C++ files beside them."""
-    return sorted(path for suffix in ("*.cu", "*.cpp") for path in (folder / "cuda").rglob(suffix))
+    """The CUDA kernels and the C++ files beside them, and the instances of the kernels' templates."""
+    found = [path for suffix in ("*.cu", "*.cpp") for path in (folder / "cuda").rglob(suffix)]
+    return sorted([*found, *instances(folder)])
+
+
+def instances(folder: Path = CSRC) -> list[Path]:
+    """The instances of the templates in `folder`, which are written if they are missing."""
+    written = ROOT / "build" / "instances" if folder == CSRC else folder.parent / "instances"
+    return [Path(path) for path in sources.write_instances(written, folder)]
 
 
 def emulator_sources() -> list[Path]:
@@ -270,6 +277,7 @@ def build_function(name: str, headers: dict[str, str], variant: str = "plain") -
     shared = [
         path for pattern in (*needed, "sm80/**/*statistics.cu") for path in (CSRC / "cuda").glob(pattern)
     ]
+    shared += [path for path in instances() if path.parent.name == "rows"]
     kernels = file.objects(
         [*sorted(shared), EMULATOR / "function_kernels.cpp"], f"{variant}/functions/{name}", with_function
     )

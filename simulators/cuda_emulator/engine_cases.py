@@ -37,7 +37,8 @@ from cases import (
 from tolerances import assert_accurate
 from torch import Tensor
 
-from selfattn_ext import arguments, library, ops, reference
+from selfattn_ext import arguments, ops, reference
+from selfattn_ext.build import library
 
 from . import sequence_cases
 
@@ -151,7 +152,7 @@ def judge_residual(case: Case, devices: list[Device]) -> None:
 
     def plain_forward(call: Host) -> Named:
         options = {"scale": None, "is_causal": False, "enable_gqa": True}
-        out, _, residual = call("plain_attention_forward", **given, **options)
+        out, _, residual = call("basic_attention_forward", **given, **options)
         return {"out": out, "out_residual": residual}
 
     compare(forward, judge, devices)
@@ -169,7 +170,7 @@ def judge_attention(case: Case, devices: list[Device]) -> None:
     # gradients() wants to know whose.
     asked = {name: tensor.clone().requires_grad_() for name, tensor in tensors.items()}
     judge = AttentionJudge(case, asked, cotangents)
-    # Note [Gradient of weights and lse] in selfattn_ext/autograd/attention.py.
+    # Note [Gradient of weights and lse] in selfattn_ext/autograd/attention_function.py.
     of_weights = (judge.exact["weights"].detach() * cotangents["weights"].double()).sum(-1)
     row_gradients = {
         "grad_row": (of_weights - cotangents["lse"].double()).to(accumulation),
@@ -215,7 +216,7 @@ def cotangents_for(case: Case) -> Named:
     return {**cotangents, "out": laid_out(cotangents["out"], case.grad_layout)}
 
 
-def judge_plain_attention(case: Case, device: Device) -> None:
+def judge_basic_attention(case: Case, device: Device) -> None:
     """The operators for calls without options."""
     tensors = case.inputs()
     cotangents = cotangents_of(cotangents_for(case), case.seed)
@@ -225,11 +226,11 @@ def judge_plain_attention(case: Case, device: Device) -> None:
     given |= {"scale": None, "is_causal": case.is_causal}
 
     def results_of(call: Host) -> Named:
-        (alone,) = call("plain_attention", **given, enable_gqa=True)
-        out, statistics, residual = call("plain_attention_forward", **given, enable_gqa=True)
-        assert torch.equal(alone, out), "plain_attention"
+        (alone,) = call("basic_attention", **given, enable_gqa=True)
+        out, statistics, residual = call("basic_attention_forward", **given, enable_gqa=True)
+        assert torch.equal(alone, out), "basic_attention"
         saved = {"out": out, "statistics": statistics, "out_residual": residual}
-        grads = call("plain_attention_backward", grad_out=cotangents["out"], **given, **saved)
+        grads = call("basic_attention_backward", grad_out=cotangents["out"], **given, **saved)
         results = {"out": out, "row_max": statistics[0], "row_sum": statistics[1]}
         results["out_residual"] = out.new_empty(0) if residual is None else residual
         return results | {f"grad of {name}": grad for name, grad in zip(tensors, grads, strict=True)}
@@ -412,7 +413,7 @@ def main() -> None:
             for number, options in enumerate(OPTIONS):
                 case = Case(*size, dtype, layout="transposed", seed=number, **options)
                 judge_attention(case, able)
-            judge_plain_attention(Case(*size, dtype, is_causal=True), devices[0])
+            judge_basic_attention(Case(*size, dtype, is_causal=True), devices[0])
             if dtype in ops.SIXTEEN_BITS:
                 judge_residual(Case(*size, dtype), able)
             square = torch.randn(*size[:2], *size[3:5]).to(dtype)

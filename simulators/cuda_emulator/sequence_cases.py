@@ -158,7 +158,7 @@ def given_by(case: SequenceCase, tensors: Named) -> tuple[Named, Judge]:
     judge = Judge(asked, tensors, cotangents)
     given = {**tensors, "grad_out": cotangents["out"]}
     if case.weights:
-        # Note [Gradient of weights and lse] in selfattn_ext/autograd/attention.py.
+        # Note [Gradient of weights and lse] in selfattn_ext/autograd/attention_function.py.
         of_weights = (judge.exact["weights"].detach() * cotangents["weights"].double()).sum(-1)
         parts = [of_weights[b : b + 1, :, : case.lengths[b][0]] for b in range(case.batch)]
         rows = case.joined(parts, 0.0) - cotangents["lse"].double()

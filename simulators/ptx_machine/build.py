@@ -20,7 +20,7 @@ from cuda_emulator import build as emulator
 
 ROOT = emulator.ROOT
 # By path: importing the package would load the library that is about to be built, after building another one.
-cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "cuda_build.py")))
+cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "cuda_build.py")))
 
 MACHINE = ROOT / "simulators" / "ptx_machine"
 NVCC_TO_PTX = MACHINE / "nvcc_to_ptx"

@@ -11,8 +11,9 @@ from prompts import LENGTH, Prompt, assert_same, prompt
 from torch import Tensor
 
 import selfattn_ext
-from selfattn_ext import batch_invariant, library, scaled_dot_product_attention
+from selfattn_ext import batch_invariant, scaled_dot_product_attention
 from selfattn_ext.arguments import batch_invariance
+from selfattn_ext.build import library
 
 
 @pytest.fixture(autouse=True)

@@ -17,7 +17,8 @@ import torch
 from compiled_functions import load
 from torch import Tensor
 
-from selfattn_ext import backends, library
+from selfattn_ext import backends
+from selfattn_ext.build import library
 
 BATCH, HEADS, KV_HEADS, KEYS, HEAD_DIM, VALUE_DIM, PAGE = 2, 4, 2, 40, 24, 16, 10
 #: Calls that kernels compute in ways of their own: one query, as in decoding, a few, and many.

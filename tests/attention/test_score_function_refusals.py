@@ -10,7 +10,8 @@ from compiled_functions import load
 from function_cases import SCALE, Call
 from torch import Tensor
 
-from selfattn_ext import library, ops
+from selfattn_ext import ops
+from selfattn_ext.build import library
 
 
 def refusal(

@@ -13,8 +13,9 @@ import numpy as np
 import pytest
 import torch
 
-from selfattn_ext import backends, info, library, sources
+from selfattn_ext import backends, info
 from selfattn_ext.arguments import forced_kernel
+from selfattn_ext.build import library, sources
 from selfattn_ext.commands import check, heatmap
 from selfattn_ext.commands.cli import main
 from selfattn_ext.terminal import CommandError, Progress, check_output, table

@@ -377,7 +377,7 @@ TEST(faults_of_products) {
   expect_abort([] { __asm__ volatile(".byte 0xc4, 0xe2, 0x63, 0x5e, 0xca"); }, "",
                "AMX-INT8 is not emulated");
   // TILELOADD (%rax) without SIB byte.
-  expect_abort([] { __asm__ volatile(".byte 0xc4, 0xe2, 0x7b, 0x4b, 0x08"); }, "", "want a SIB byte");
+  expect_abort([] { __asm__ volatile(".byte 0xc4, 0xe2, 0x7b, 0x4b, 0x08"); }, "", "need a SIB byte");
 }
 
 #if defined(__SANITIZE_ADDRESS__)

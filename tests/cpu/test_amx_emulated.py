@@ -19,7 +19,8 @@ import turns
 from avx512 import build
 
 import selfattn_ext
-from selfattn_ext import backends, library, toolchain
+from selfattn_ext import backends
+from selfattn_ext.build import library, toolchain
 
 TESTS = modules.TESTS
 EMULATOR = TESTS.parent / "simulators" / "amx"

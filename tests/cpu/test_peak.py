@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from selfattn_ext import backends, library
+from selfattn_ext import backends
 from selfattn_ext.bench.peak import Ceiling, Meter
+from selfattn_ext.build import library
 
 SECONDS = 0.02
 

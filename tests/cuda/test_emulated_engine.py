@@ -15,7 +15,8 @@ from cuda_emulator import build
 #: of a result of 64. Says after the report of each whether it has ended as it should.
 WRITES = """
 import ctypes, os, sys, torch
-from selfattn_ext import library, ops
+from selfattn_ext import ops
+from selfattn_ext.build import library
 for at in sys.argv[1:]:
     if (process := os.fork()) == 0:
         query = library.ops().to_device(torch.ones(1, 1, 1, 16))

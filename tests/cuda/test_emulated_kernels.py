@@ -1,4 +1,4 @@
-"""The CUDA kernels, compiled for simulators/cuda_emulator, on the CPU: every option at the lengths and head dims
+"""The CUDA kernels, compiled for simulators/cuda_emulator, on the CPU: every option at lengths and head dims
 around the edges of tiles, under different schedules, and existing tests of the package.
 """
 

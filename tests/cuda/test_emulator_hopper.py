@@ -195,4 +195,4 @@ def test_the_driver_refuses_strides(plain: Path) -> None:
     """One that is not a multiple of 16 bytes."""
     done = run(plain, "map")
     assert done.returncode == 1
-    assert "CUDA's driver makes no map of a tensor with the sizes 64, 256, 1, 1" in done.stdout
+    assert "CUDA's driver cannot make a map of a tensor with the sizes 64, 256, 1, 1" in done.stdout

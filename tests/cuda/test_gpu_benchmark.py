@@ -13,12 +13,12 @@ import gpu
 import pytest
 import torch
 
-from selfattn_ext import library
 from selfattn_ext.bench import timer
 from selfattn_ext.bench.cases import Case
 from selfattn_ext.bench.kv_cache import CacheCase
 from selfattn_ext.bench.timer import Timing
 from selfattn_ext.bench.varlen import VarlenCase
+from selfattn_ext.build import library
 from selfattn_ext.terminal import table
 
 FOLDER = Path(__file__).parents[2] / "benchmarks"

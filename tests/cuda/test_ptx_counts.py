@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ptx_machine import build
 
-from selfattn_ext import cuda_build
+from selfattn_ext.build import cuda_build
 
 pytestmark = [
     pytest.mark.ptx_machine,

@@ -16,7 +16,7 @@ from cuda_emulator import build as emulator
 from ptx_machine import build
 from ptx_machine.build import run
 
-from selfattn_ext import cuda_build
+from selfattn_ext.build import cuda_build
 
 pytestmark = [
     pytest.mark.ptx_machine,

@@ -84,7 +84,7 @@ def compare(length: int, balanced: bool, rotate: str, options: dict[str, Any]) -
         # Small numbers, each a mean of many: the bound is of their own size.
         size = float(exact[name].abs().max())
         assert_accurate(name, numbers / mesh.size() / size, exact[name] / size, peer[name] / size)
-    assert F.scaled_dot_product_attention.__module__ != "selfattn_ext.integrations.torch_context_parallel"
+    assert F.scaled_dot_product_attention.__module__ != "selfattn_ext.distributed.torch_context_parallel"
 
 
 @pytest.mark.parametrize(

@@ -29,8 +29,8 @@ class Recorder(TorchDispatchMode):
         if func.namespace == ops.NAMESPACE:
             name = func.overloadpacket.__name__
             assert name in ops.__all__, "an operator of another name"
-            # The plain operators, which take no options, stand for those that do.
-            name = "attention_forward" if name == "plain_attention" else name.removeprefix("plain_")
+            # The basic operators, which take no options, stand for those that do.
+            name = "attention_forward" if name == "basic_attention" else name.removeprefix("basic_")
             self.seen.append((name, (kwargs or {}).get("float32_precision")))
         return func(*args, **(kwargs or {}))
 

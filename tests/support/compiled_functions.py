@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from selfattn_ext import library, sources
+from selfattn_ext.build import library, sources
 
 SOURCE = Path(__file__).parent / "score_functions.cpp"
 

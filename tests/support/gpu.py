@@ -151,7 +151,7 @@ ELSEWHERE = {
 def missing() -> str | None:
     """What is missing for tests on a GPU, or None."""
     # Here, as simulators/ptx_machine/run.py wants MODULES before there is a library to load.
-    from selfattn_ext import library
+    from selfattn_ext.build import library
 
     if not library.extension().build_info()["cuda"]:
         return "needs a GPU, and this build of selfattn_ext is for the CPU alone"

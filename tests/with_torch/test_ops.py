@@ -85,15 +85,15 @@ def calls(dtype: torch.dtype, transposed: bool) -> list[tuple[Any, tuple[Any, ..
             ),
         ]
     library = getattr(torch.ops, ops.NAMESPACE)
-    out, statistics, residual = ops.plain_attention_forward(query, key, value, None, True, True)
+    out, statistics, residual = ops.basic_attention_forward(query, key, value, None, True, True)
     saved = (out, query, key, value, out, statistics, residual)
     return [
         *cache_calls(dtype, transposed),
         *everything,
         *function_calls(dtype, transposed),
-        (library.plain_attention.default, (query, key, value, 0.3, False, True), {}),
-        (library.plain_attention_forward.default, (query, key, value, None, True, True), {}),
-        (library.plain_attention_backward.default, (*saved, None, True), {}),
+        (library.basic_attention.default, (query, key, value, 0.3, False, True), {}),
+        (library.basic_attention_forward.default, (query, key, value, None, True, True), {}),
+        (library.basic_attention_backward.default, (*saved, None, True), {}),
         (ops.attention_scores, (query, key, 0.3), {}),
         (ops.attention_scores_backward, (scores, query, key, 0.3), {}),
         (ops.masked_softmax, (scores, 0.3), {"mask": torch.rand(1, 1, 5, 6) < 0.5, "is_causal": True}),
@@ -283,7 +283,7 @@ def test_strides_at_sizes_of_one(transposed: bool, shape: tuple[int, int]) -> No
 
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_plain_operators_give_the_same_bits(dtype: torch.dtype, is_causal: bool) -> None:
+def test_basic_operators_give_the_same_bits(dtype: torch.dtype, is_causal: bool) -> None:
     for transposed, width in ((False, 8), (True, 8), (False, 7), (False, 96)):
         query, key, value = (torch.randn(2, heads, 9, width).to(dtype) for heads in (4, 2, 2))
         if transposed:
@@ -298,21 +298,21 @@ def test_plain_operators_give_the_same_bits(dtype: torch.dtype, is_causal: bool)
             is_causal=is_causal, out_residual=residual,
         )  # fmt: skip
         for given in (scale, None):
-            plain = ops.plain_attention_forward(query, key, value, given, is_causal, True)
-            assert torch.equal(plain[0], out)
-            assert torch.equal(plain[0], ops.plain_attention(query, key, value, given, is_causal, True))
-            assert torch.equal(plain[1], torch.stack([row_max, row_sum]))
-            assert plain[2] is None if residual is None else torch.equal(plain[2], residual)
+            basic = ops.basic_attention_forward(query, key, value, given, is_causal, True)
+            assert torch.equal(basic[0], out)
+            assert torch.equal(basic[0], ops.basic_attention(query, key, value, given, is_causal, True))
+            assert torch.equal(basic[1], torch.stack([row_max, row_sum]))
+            assert basic[2] is None if residual is None else torch.equal(basic[2], residual)
             # The statistics as they come, and in a layout of their own.
-            for statistics in (plain[1], plain[1].mT.contiguous().mT):
-                plain_grads = ops.plain_attention_backward(
-                    out.cos(), query, key, value, out, statistics, plain[2], given, is_causal
+            for statistics in (basic[1], basic[1].mT.contiguous().mT):
+                basic_grads = ops.basic_attention_backward(
+                    out.cos(), query, key, value, out, statistics, basic[2], given, is_causal
                 )
-                assert all(torch.equal(*pair) for pair in zip(plain_grads, grads, strict=False))
+                assert all(torch.equal(*pair) for pair in zip(basic_grads, grads, strict=False))
 
 
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_plain_calls_take_the_plain_operators(is_causal: bool) -> None:
+def test_plain_calls_take_the_basic_operators(is_causal: bool) -> None:
     """Only they are fast on tiny tensors; anything they do not know goes to the others."""
     names: list[str] = []
 
@@ -330,7 +330,7 @@ def test_plain_calls_take_the_plain_operators(is_causal: bool) -> None:
             scaled_dot_product_attention(*tensors, None, 0.0, is_causal, 0.3, True)
             scaled_dot_product_attention(*tensors, is_causal=is_causal, enable_gqa=True, softcap=1.0)
     assert names == [
-        "plain_attention_forward", "plain_attention_backward", "plain_attention", "attention_forward",
+        "basic_attention_forward", "basic_attention_backward", "basic_attention", "attention_forward",
     ]  # fmt: skip
 
 
