@@ -1,4 +1,4 @@
-// Directions in which attention is differentiated, and what comes of it: forward mode and second derivatives.
+// The arguments of forward mode and second derivatives: directions, and results along them.
 //
 // Note [Second derivatives]
 //     With t a direction (a tangent for each input), the forward mode gives tangent_out and tangent_lse,
@@ -34,7 +34,7 @@
 
 namespace selfattn {
 
-// One for each input of attention that has one; what is missing is 0.
+// A tangent for each input of attention; one that is missing is 0.
 struct Tangents {
   View query;                // nullable; shaped as query, last stride 1
   View key;                  // nullable; shaped as key (of pages: the same pages), last stride 1
@@ -46,7 +46,7 @@ struct Tangents {
 
 struct JvpArguments {
   Tangents tangents;
-  ForwardOutputs forward;       // all but the tangents of attention's results
+  ForwardOutputs forward;       // the results of attention, without their tangents
   View tangent_out;             // (batch, heads, queries, value_dim), last stride 1
   void* tangent_lse = nullptr;  // laid out as row_max; 0 where a row sees nothing
 };

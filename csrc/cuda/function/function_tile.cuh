@@ -33,10 +33,10 @@ namespace selfattn::cuda {
 
 // Who sees the scores of a tile: all of them alike, or as their blocks have it.
 struct SeenTile {
-  Seen by = Seen::kByWhomTheFunctionShows;
+  Seen by = Seen::kFunctionDecides;
   bool alike = true;
 };
-__device__ __forceinline__ bool hides_all(SeenTile seen) { return seen.alike && seen.by == Seen::kByNobody; }
+__device__ __forceinline__ bool hides_all(SeenTile seen) { return seen.alike && seen.by == Seen::kNone; }
 
 #if defined(SELFATTN_FUNCTION)
 
@@ -69,7 +69,7 @@ class HeadMap {
 
  private:
   __device__ __forceinline__ Seen of_block(int query, int key) const {
-    if (query >= map.query_blocks || key >= map.key_blocks) return Seen::kByNobody;
+    if (query >= map.query_blocks || key >= map.key_blocks) return Seen::kNone;
     return static_cast<Seen>(blocks_[query * map.stride[2] + key]);
   }
   // In 32 bits, as positions are: a quotient of 64 takes several times as long.
@@ -108,14 +108,14 @@ class FunctionTile {
 
   __device__ __forceinline__ bool has_map() const { return function.map.blocks != nullptr; }
   __device__ __forceinline__ bool shows(int row, int column) const {
-    return seen(row, column) != Seen::kByNobody;
+    return seen(row, column) != Seen::kNone;
   }
 
   // From a score to what the function makes of it, -inf where it or the map hides.
   __device__ __forceinline__ T score(int row, int column, T given) const {
     const Seen by = seen(row, column);
-    if (by == Seen::kByNobody) return -infinity<T>();
-    return score_function::modified(function.arguments, by == Seen::kByEverybody, batch_, head_,
+    if (by == Seen::kNone) return -infinity<T>();
+    return score_function::modified(function.arguments, by == Seen::kAll, batch_, head_,
                                     first_query_ + row, first_key_ + column, given);
   }
   // Whether an element is hidden whatever its score is: whether one of 0 is, for functions whose -inf does
