@@ -108,6 +108,7 @@ ELSEWHERE = {
     "test_gpu": "is about scripts for the GPU",
     "test_gradient_blocks": "compares two ways that a kernel for the CPU has",
     "test_huge": "is about the memory of a CPU",
+    "test_import_circles": "is about the sources",
     "test_install": "is about the build",
     "test_jit": "is about the build",
     "test_kv_cache_graphs": "is about graphs, and functions of which a GPU's compile for seconds",
