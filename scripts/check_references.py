@@ -1,9 +1,9 @@
-"""Fails where a comment or a docstring names a file that the tree does not have.
+"""Fails if a comment or a docstring names a file that the tree does not have.
 
     python scripts/check_references.py
 
-Looks through the sources of FOLDERS for names that end like a source or a page. A name may be a path or the
-end of one; ``*``, ``<dtype>`` and ``{name}`` in it stand for anything.
+It searches the sources of FOLDERS for names that end like a source or a page. A name may be a path or the end
+of one; ``*``, ``<dtype>`` and ``{name}`` in it stand for anything.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("csrc", "selfattn_ext", "tests", "simulators", "scripts", "benchmarks")
 
 NAME = re.compile(r"[\w*<>{}./-]*[\w*>}]\.(?:cuh|cu|cpp|h|md|py)\b(?!\(|\.\w|-\w)")
-#: What a comment of C++ can be confused with comes first.
+#: Strings and characters of C++ come first, because they may hold the beginning of a comment.
 TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)+\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
-#: Files that programs write, and those of others: name -> where it is.
+#: Files outside of the tree, which programs or other projects write: name -> where the file is.
 ELSEWHERE = {
     "Python.h": "of Python",
     "table.md": "the user's, written by benchmarks/gpu_run.py --markdown",
@@ -33,7 +33,7 @@ ELSEWHERE = {
 
 
 def files_of(root: Path) -> list[str]:
-    """Every file of the tree, as a path with slashes before it; without what is built or downloaded."""
+    """Every file of the tree, as a path that begins with a slash; built and downloaded files are left out."""
     found = []
     for folder, folders, names in os.walk(root):
         left_out = ("__pycache__", "build", "dist") if Path(folder) == root else ("__pycache__",)
@@ -65,7 +65,7 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def dangling(root: Path) -> list[str]:
-    """What is wrong, a line for each name: ``file:line: no file is called name``."""
+    """A line for each name that is wrong: ``file:line: no file is called name``."""
     files = files_of(root)
     problems = []
     for file in sorted(files):

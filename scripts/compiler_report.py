@@ -1,4 +1,4 @@
-"""Reads what ptxas and nvdisasm tell about compiled CUDA kernels."""
+"""Reads the reports of ptxas and nvdisasm about compiled CUDA kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ _PROPERTIES = re.compile(r"Function properties for (\w+)")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
-# Barriers that ptxas puts in, and matrix instructions that it lets wait for each other: slow code, which it
-# reports among its remarks.
+# ptxas reports slow code among its remarks: barriers that it inserts, and matrix instructions that wait for
+# each other.
 _REMARK = re.compile(r"^.*\(C75\d\d\).*$", re.M)
 
 _FUNCTION = re.compile(r"^\s*\.section\s+\.text\.(\w+)")
@@ -33,7 +33,7 @@ class Usage:
 
 
 def usage_of_kernels(report: str) -> dict[str, Usage]:
-    """By mangled name, from the output of ``-Xptxas -v``; functions that are no kernels are left out."""
+    """The usage by mangled name, from the output of ``-Xptxas -v``; only kernels are included."""
     found: dict[str, Usage] = {}
     entries: set[str] = set()
     function, stack, spill = "", 0, 0
@@ -51,12 +51,12 @@ def usage_of_kernels(report: str) -> dict[str, Usage]:
 
 
 def remarks(report: str) -> list[str]:
-    """Lines of ptxas's report that are no errors to it, but are to us."""
+    """Lines of ptxas's report that are errors to us, though not to ptxas."""
     return [match[0].strip() for match in _REMARK.finditer(report)]
 
 
 def errors(report: str) -> list[str]:
-    """The lines that say what stopped nvcc; without any, the last ones."""
+    """The lines that say why nvcc stopped; if there are none, the last lines."""
     lines = [line.strip() for line in report.splitlines() if line.strip()]
     return [line for line in lines if re.search(r"\berror\b", line)][:20] or lines[-20:]
 

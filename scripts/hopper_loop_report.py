@@ -1,15 +1,15 @@
-"""Which instructions the main loops of kernels for Hopper execute, for the same work.
+"""Reports which instructions the main loops of kernels for Hopper execute for the same work.
 
     python scripts/hopper_loop_report.py                       our plain kernels of bfloat16, 64 and 128 dims
     python scripts/hopper_loop_report.py --markdown            as a table of Markdown
     python scripts/hopper_loop_report.py --loop forward-64     the loop itself
     python scripts/hopper_loop_report.py first.cubin:64 second.cubin:128:5      kernels of another library
 
-A FILE has the head dim of its kernel behind it, and how many products make up a tile: 2 in a forward, which
-is the default, 5 in a backward. Counted is what one warp executes in one iteration of the loop that sass.py
-finds, on the way without masking and careful code. Figures are for 64 x 128 scores of a warpgroup: how many
-scores an iteration has follows from the sizes of its products. Stall counts are ptxas's (sass.py), in cycles:
-a warp alone takes at least so many. It needs nvcc and nvdisasm, but no GPU.
+After a FILE come the head dim of its kernel, and the number of products for a tile: 2 in a forward, which is
+the default, 5 in a backward. The script counts the instructions of one warp in one iteration of the loop that
+sass.py finds, on the path without masking and careful code. Figures are for 64 x 128 scores of a warpgroup:
+how many scores an iteration has follows from the sizes of its products. Stall counts are ptxas's (sass.py),
+in cycles: a warp alone takes at least so many. The script needs nvcc and nvdisasm, but no GPU.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ import nvcc
 import sass
 
 ARCHITECTURE = "90a"
-SCORES = 64 * 128  # for which figures are
+SCORES = 64 * 128  # the figures are for so many
 
 DIMS = (64, 128)
 _FORWARD = {
@@ -55,7 +55,7 @@ _BACKWARD = {
 }
 KERNELS = _FORWARD | _BACKWARD
 
-#: Opcodes by what they are for. Those of the uniform datapath begin with U.
+#: Opcodes by their purpose. Those of the uniform datapath begin with U.
 KINDS = {
     "HGMMA": ("HGMMA",),
     "MUFU": ("MUFU",),
@@ -81,7 +81,7 @@ def kind_of(instruction: sass.Instruction) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """What the table tells of a kernel."""
+    """A kernel's column of the table."""
 
     name: str
     registers: int  # of a thread that computes
@@ -108,12 +108,12 @@ class Column:
 
 
 def _shape(product: sass.Instruction) -> list[int]:
-    """64, 128, 16 of HGMMA.64x128x16.F32.BF16."""
+    """The sizes of a product: 64, 128, 16 for HGMMA.64x128x16.F32.BF16."""
     return [int(size) for size in product.name.split(".")[1].split("x")]
 
 
 def _most_registers(function: sass.Function) -> int:
-    """What a warpgroup takes at most, in place of those that its threads begin with."""
+    """The most registers that a warpgroup takes, which replace those that its threads begin with."""
     taken = [i.operands for i in function.code if i.opcode == "USETMAXREG"]
     return max((int(re.findall(r"0x[0-9a-f]+", operands)[-1], 16) for operands in taken), default=0)
 

@@ -1,10 +1,10 @@
-"""A model of one multiprocessor that plays a loop as ptxas has scheduled it: what the schedule allows.
+"""A model of one multiprocessor, which plays a loop as ptxas has scheduled it.
 
 Four schedulers issue one instruction a cycle each, in order within a warp. Stall counts and scoreboards are
 those of the machine code (sass.py). A unit of a scheduler is busy for the cycles of BUSY; requests to shared
 memory wait in one queue for a unit that moves 128 bytes a cycle. Barriers and waits for asynchronous copies
-hold warps up. Left out are the fetching of instructions, banks of registers and of shared memory, the limits
-of L2 and DRAM, and the clock. So differences of a few points mean nothing; rankings do.
+hold warps up. The model leaves out the fetching of instructions, banks of registers and of shared memory, the
+limits of L2 and DRAM, and the clock. So differences of a few points mean nothing; rankings do.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ BUSY = {
     80: {"tensor": 8, "FMA": 2, "ALU": 2, "MUFU": 8},
     90: {"tensor": 6, "FMA": 1, "ALU": 2, "MUFU": 8},
 }
-#: Cycles from the last byte moved, or for MUFU from its end, to the result. Other than by asynchronous
-#: copies, loops load from global memory only what they have loaded before: the first-level cache has it.
+#: Cycles from the last byte moved, or for MUFU from its end, to the result. Except by asynchronous copies,
+#: loops load from global memory only what they have loaded before, so that the first-level cache has it.
 LATENCY = {
     "LDSM": 25, "LDS": 22, "SHFL": 22, "MUFU": 18, "local": 40, "STS": 20, "global": 40, "special": 30,
 }  # fmt: skip
-#: From the first cycle of an LDSM to its result, with nothing before it.
+#: Cycles from the start of an LDSM to its result, if no request is before it.
 LDSM_CYCLES = 29
 _MEMORY = ("LDSM", "LDS", "STS", "SHFL", "LDGSTS", "global", "local")
 _REQUESTS = 8  # to memory that a scheduler has under way before it stops
@@ -40,7 +40,7 @@ _NEVER = float("inf")
 
 @dataclass(frozen=True)
 class Residents:
-    """What runs on the multiprocessor at a time."""
+    """The blocks that run on the multiprocessor at a time."""
 
     blocks: int
     warps: int  # of a block
@@ -82,7 +82,7 @@ class _Run:
         self, loop: Sequence[sass.Instruction], architecture: int, residents: Residents, apart: float
     ) -> None:
         self._loop, self._busy, self._residents = loop, BUSY[architecture], residents
-        # Blocks begin apart from each other, and barriers end a little late, so that they lock into no phase.
+        # Blocks begin apart from each other and barriers end a little late, so that blocks do not run in step.
         self._dice = random.Random(int(apart * 1000))
         length = sum(instruction.stall for instruction in loop)
         self._warps = [
@@ -118,7 +118,7 @@ class _Run:
             now = now + 1 if issued else max(now + 1, int(-(-soonest // 1)))
 
     def share(self) -> float:
-        """Of the time, without the first rounds: that with a tensor core at work."""
+        """The share of time, without the first rounds, in which a tensor core works."""
         begin = max(warp.rounds[2] for warp in self._all)
         end = min(warp.rounds[-1] for warp in self._all)
         count = sum(begin <= at < end for at in self.products)
@@ -135,7 +135,7 @@ class _Run:
         if instruction.opcode == "DEPBAR" and warp.groups:
             at = max([at, *warp.groups[: len(warp.groups) - _groups_left(instruction)]])
         if unit in self._busy:
-            # MUFU takes one more before the first has ended.
+            # MUFU accepts one more instruction before the first has ended.
             at = max(at, self._free[scheduler][unit] - (self._busy[unit] if unit == "MUFU" else 0))
         if unit in _MEMORY:
             under_way = [end for end in self._requests[scheduler] if end > now]
@@ -164,7 +164,7 @@ class _Run:
         self._last[scheduler] = warp
 
     def _execute(self, scheduler: int, warp: _Warp, instruction: sass.Instruction, now: int) -> float:
-        """Keeps its unit busy. Returns when the result is there."""
+        """Keeps the instruction's unit busy. Returns when the result is there."""
         unit = instruction.unit
         if unit in self._busy:
             begin = max(now, self._free[scheduler][unit])
@@ -195,8 +195,8 @@ class _Run:
 def tensor_share(
     loop: Sequence[sass.Instruction], architecture: int, residents: Residents, rounds: int = 9
 ) -> float:
-    """The share of time with tensor cores at work: the mean over four distances between the blocks and two
-    ways to choose the next warp, the last one or another.
+    """The share of time in which tensor cores work: the mean over four distances between the blocks, and over
+    two ways to choose the next warp, the last one or another.
     """
     shares = []
     for apart in (0.03, 0.23, 0.43, 0.63):
@@ -208,7 +208,7 @@ def tensor_share(
 
 
 def load_distances(loop: Sequence[sass.Instruction]) -> list[int]:
-    """Of every LDSM: the cycles, by stall counts alone, until an instruction waits for its scoreboard."""
+    """For every LDSM, the cycles by stall counts alone until an instruction waits for its scoreboard."""
     begins = [0]
     for instruction in [*loop, *loop]:
         begins.append(begins[-1] + instruction.stall)

@@ -1,4 +1,4 @@
-"""Compiles one CUDA source for some architectures, and remembers outcomes as long as nothing has changed."""
+"""Compiles a CUDA source for some architectures, and remembers the outcome while nothing changes."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ from pathlib import Path
 
 import compiler_report
 
-#: Warnings of every stage are errors; ptxas tells registers, and fails on spills and local memory.
+#: Warnings of every stage are errors; ptxas reports registers, and fails on spills and local memory.
 STRICT = ("-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills,-warn-lmem-usage,-Werror")
 
-#: Architectures for which nvcc's front end, over half of its work, makes the same PTX unless a source asks
-#: which of them it is compiled for, as those for Hopper do.
+#: Architectures for which nvcc's front end, which is over half of its work, makes the same PTX. Sources that
+#: ask for the architecture, as those for Hopper do, are exceptions.
 SAME_PTX = (("80", "90a"), ("100", "120"))
 
-# Raised whenever Outcome or the way to make one changes.
+# This number is raised whenever Outcome or the way to make one changes.
 _FORMAT = 3
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What compiling one source for one architecture gave."""
+    """The result of compiling one source for one architecture."""
 
     exit_code: int
     report: str  # everything that nvcc and its stages printed
@@ -53,8 +53,8 @@ class Compiler:
 
     Args:
         nvcc, nvdisasm: the programs; without nvdisasm no opcodes are counted.
-        flags: what the build hands to nvcc.
-        cache: a folder for what has been compiled without an error.
+        flags: what the build passes to nvcc.
+        cache: a folder for the outcomes without an error.
     """
 
     def __init__(self, nvcc: str, nvdisasm: str | None, flags: Sequence[str], cache: Path) -> None:
@@ -64,12 +64,12 @@ class Compiler:
         self._versions = [subprocess.run(tool, capture_output=True, text=True).stdout for tool in tools]
 
     def compile(self, source: Path, architectures: Sequence[str], compare: bool = False) -> list[Outcome]:
-        """Compile, or recall what compiling the same text with the same compiler gave.
+        """Compile, or recall the outcomes of the same text and compiler.
 
         Args:
-            architectures: as nvcc has them, without ``sm_``: one of them, or several of a group of SAME_PTX.
-                The front end runs for the first that is not remembered.
-            compare: it runs for each, and compiling fails where the PTX is not the same.
+            architectures: nvcc's names without ``sm_``: one of them, or several of a group of SAME_PTX. The
+                front end runs for the first that is not remembered.
+            compare: run the front end for each, and fail if the PTX is not the same.
         """
         found = {name: _recall(self._record(source, name)) for name in architectures}
         missing = [name for name in architectures if found[name] is None]
@@ -101,7 +101,7 @@ class Compiler:
         return found
 
     def _assemble(self, folder: str, text: str, front: Outcome, architecture: str) -> Outcome:
-        """The machine code of the PTX; what both halves printed and took."""
+        """Make the machine code of the PTX. The outcome has both halves' reports, and their time together."""
         ptx, cubin = Path(folder, "target.ptx"), Path(folder, "kernels.cubin")
         ptx.write_text(_for_target(text, architecture), encoding="utf-8")
         back = self._run(folder, "-cubin", ptx, cubin, architecture)
@@ -131,12 +131,12 @@ def _for_target(ptx: str, architecture: str) -> str:
 
 
 def _same(ptx: str, other: str) -> bool:
-    """Whether two texts differ in their target at most, and in the number of the compiler's process."""
+    """Whether two texts are equal but for their target and the number of the compiler's process."""
     return _without_process(_for_target(ptx, "")) == _without_process(_for_target(other, ""))
 
 
 def _without_process(text: str) -> str:
-    """Names without those of unnamed namespaces, "53_GLOBAL__N__" and so on, which hold that number."""
+    """The text without the names of unnamed namespaces, "53_GLOBAL__N__" and so on: they hold that number."""
     return re.sub(r"(\d\d)(_GLOBAL__N__\w+)", lambda found: _without_process(found[2][int(found[1]) :]), text)
 
 
@@ -144,7 +144,7 @@ def _run(command: Sequence[str], output: Path) -> Outcome:
     start = time.perf_counter()
     with output.open("w+", encoding="utf-8", errors="replace") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        # The resources of this one child and what it has waited for: of many jobs at once, its own.
+        # wait4 gives the resources of this child and of its own children, even if other jobs run at once.
         _, status, resources = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     report = output.read_text(encoding="utf-8", errors="replace")
@@ -172,7 +172,7 @@ def _digest(path: str) -> str | None:
 def _remember(record: Path, outcome: Outcome, files: Sequence[str]) -> None:
     record.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"files": {path: _digest(path) for path in files}, "outcome": asdict(outcome)})
-    # Under its name only when whole, should two runs write it or one be interrupted.
+    # The file gets its name only when it is complete: two runs may write it, or one may be interrupted.
     with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False, encoding="utf-8") as file:
         file.write(text)
     os.replace(file.name, record)

@@ -1,8 +1,8 @@
-"""Machine code as nvdisasm prints it: instructions with what ptxas has planned for them, and main loops.
+"""Reads machine code as nvdisasm prints it: instructions, their schedule by ptxas, and main loops.
 
-ptxas schedules when compiling: every instruction says in its control bits for how many cycles its warp stops
-behind it, which of six scoreboards it sets until its results are there (or its operands read), and which ones
-it waits for.
+ptxas schedules when compiling: the control bits of every instruction say for how many cycles its warp pauses
+after it, which of six scoreboards it sets until its results are there (or its operands are read), and which
+ones it waits for.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from functools import cached_property
 from pathlib import Path
 
 SCOREBOARDS = 6
-PRODUCTS = ("HMMA", "HGMMA")  # of a warp, of a warpgroup
+PRODUCTS = ("HMMA", "HGMMA")  # the first is a warp's, the second a warpgroup's
 
-# What executes an opcode. Unknown ones are integer arithmetic, compares and selections: ALU.
+# The unit that executes an opcode. The ALU executes all others: integer arithmetic, compares and selections.
 _UNITS = {
     "HMMA": "tensor",
     "FFMA": "FMA", "FMUL": "FMA", "FADD": "FMA", "HFMA2": "FMA", "IMAD": "FMA",
@@ -55,7 +55,7 @@ class Instruction:
 
     @cached_property
     def unit(self) -> str:
-        """What executes it."""
+        """The unit that executes it."""
         if self.opcode.startswith("U"):
             return "uniform"
         return _UNITS.get(self.opcode, "ALU")
@@ -82,7 +82,7 @@ class Instruction:
 
     @property
     def jumps(self) -> bool:
-        """Within the function: ptxas jumps by CALL, too. The other way of BRA.DIV is for diverged warps."""
+        """Whether it jumps within the function, which CALL may do, too; BRA.DIV jumps only if a warp diverges."""
         return (self.opcode == "BRA" and ".DIV" not in self.name) or (
             self.opcode == "CALL" and "`(.L_" in self.operands
         )
@@ -93,7 +93,7 @@ class Instruction:
 
     @property
     def leaves(self) -> bool:
-        """It never goes on to the next instruction."""
+        """Whether the next instruction never follows."""
         return self.opcode in ("EXIT", "RET", "BRX") and not self.predicate
 
     @property
@@ -129,7 +129,7 @@ def read(nvdisasm: str, cubin: Path) -> list[Function]:
 
 
 def parse(text: str) -> list[Function]:
-    """The functions in what ``nvdisasm -c -hex`` prints: 128 bits for each instruction, in two lines."""
+    """The functions in the output of ``nvdisasm -c -hex``, which has 128 bits per instruction, in two lines."""
     functions: list[Function] = []
     waiting: list[str] = []  # labels of the next instruction
     for line in text.splitlines():
@@ -179,7 +179,7 @@ class _Flow:
         return list(dict.fromkeys(jump + (following if last.may_fall_through else [])))
 
     def _walk(self) -> tuple[set[tuple[int, int]], list[int]]:
-        """Edges back to a block that is being visited, and the blocks in an order without the others."""
+        """Edges back to a block that is being visited, and the blocks in the order of all other edges."""
         back: set[tuple[int, int]] = set()
         done: list[int] = []
         open_, seen = {0}, {0}
@@ -219,10 +219,10 @@ class _Flow:
 
 
 def main_loop(function: Function) -> list[Instruction]:
-    """One iteration of the loop that holds most products, HMMA or HGMMA, not counting the loops within it; of
-    several the one with the shortest path.
+    """One iteration of the loop that holds most products, HMMA or HGMMA, not counting the loops within it. If
+    several loops hold as many, it is the one with the shortest path.
 
-    Of all paths through the loop the one with most products, then with most asynchronous copies, so that
+    The path through the loop is the one with most products, then with most asynchronous copies, so that
     neither products nor loads are skipped, then with fewest instructions, so that rare code is left out.
     """
     flow = _Flow(function)

@@ -1,9 +1,9 @@
-"""Writes how the installed transformers' architectures do into docs/transformers-architectures.md.
+"""Writes the outcome of each architecture of transformers into docs/transformers-architectures.md.
 
-    python scripts/transformers_table.py              # walks, writes the tables between the marks of the page
-    python scripts/transformers_table.py bert llama   # one line on each of these, writes nothing
+    python scripts/transformers_table.py              # writes the tables between the marks of the page
+    python scripts/transformers_table.py bert llama   # prints one line on each of these, writes nothing
 
-Each architecture is built small, with random weights, and judged beside itself on "eager", as
+Each architecture is built small, with random weights, and compared with itself on "eager", as
 tests/clients/test_transformers_zoo.py does. A process that hangs or dies is replaced by another one.
 """
 
@@ -154,7 +154,7 @@ def tables(verdicts: list[dict[str, Any]]) -> str:
 
 
 def reason(verdict: dict[str, Any]) -> str:
-    """The first reason, short, without what breaks a page."""
+    """The first reason, shortened, without characters that would break the page."""
     first = (verdict["notes"] or ["nothing to compare"])[0].split(" // ")[0].split(" / ")[0]
     return re.sub(r"[`|<>*]", "", first)[:140].strip()
 
