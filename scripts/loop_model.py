@@ -82,7 +82,7 @@ class _Run:
         self, loop: Sequence[sass.Instruction], architecture: int, residents: Residents, apart: float
     ) -> None:
         self._loop, self._busy, self._residents = loop, BUSY[architecture], residents
-        # Blocks begin apart from each other and barriers end a little late, so that blocks do not run in step.
+        # Blocks begin apart from each other, and barriers end a little late, so that they do not run in step.
         self._dice = random.Random(int(apart * 1000))
         length = sum(instruction.stall for instruction in loop)
         self._warps = [

@@ -82,7 +82,7 @@ class Instruction:
 
     @property
     def jumps(self) -> bool:
-        """Whether it jumps within the function, which CALL may do, too; BRA.DIV jumps only if a warp diverges."""
+        """Whether it jumps within the function, as CALL may, too; BRA.DIV jumps only if a warp diverges."""
         return (self.opcode == "BRA" and ".DIV" not in self.name) or (
             self.opcode == "CALL" and "`(.L_" in self.operands
         )
@@ -129,7 +129,7 @@ def read(nvdisasm: str, cubin: Path) -> list[Function]:
 
 
 def parse(text: str) -> list[Function]:
-    """The functions in the output of ``nvdisasm -c -hex``, which has 128 bits per instruction, in two lines."""
+    """The functions in the output of ``nvdisasm -c -hex``, where an instruction has 128 bits in two lines."""
     functions: list[Function] = []
     waiting: list[str] = []  # labels of the next instruction
     for line in text.splitlines():
