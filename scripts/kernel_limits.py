@@ -1,4 +1,4 @@
-"""The limits of each CUDA kernel that scripts/cuda_compile_check.py enforces."""
+"""The limits that scripts/cuda_compile_check.py holds each compiled CUDA kernel to."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ COMPILER_BYTES = 2 * 10**9
 
 @dataclass(frozen=True)
 class Limit:
-    """How many registers of a thread a kernel may use, and whether its products must be HMMA.
+    """The most registers per thread that a kernel may use, and whether its products must be HMMA.
 
-    Kernels for Hopper are launched with a fixed number of registers, which ptxas reports although warpgroups
-    exchange registers later. They must hold HGMMA for products, and UTMALDG for copies by tensor maps.
+    A kernel for Hopper is limited in the registers that its threads are launched with, which ptxas reports
+    even if they hand some over later. Its products must be HGMMA, and its copies by tensor maps UTMALDG.
     """
 
     registers: int
@@ -22,7 +22,7 @@ class Limit:
     hopper: bool = False
 
 
-#: Kernels that must hold stores of 16 bytes: they store 16-bit results that way if the strides allow it.
+#: Kernels that must contain stores of 16 bytes, which write 16-bit results if their strides allow it.
 STORES_OF_16_BYTES = (
     "sm80/*float16_*/forward_kernel",
     "sm90/*/forward_kernel",
@@ -30,42 +30,43 @@ STORES_OF_16_BYTES = (
 )
 
 
-#: By folder/file/function, the file without its suffix; the first pattern that fits counts.
+#: Limits by folder/file/function, the file without its suffix; the first pattern that matches counts.
 LIMITS = {
     "cuda/device_code/*": Limit(registers=32),
     "rows/*": Limit(registers=64),
     "cache/*": Limit(registers=64),
     "function/*": Limit(registers=64),
-    # Three blocks of 128 threads, for the function that is called if a sum overflows; float16's takes 56.
+    # Three blocks of 128 threads fit. It needs this many for the function that it calls if a sum has
+    # overflowed; float16's takes 56.
     "split/merge_splits/*": Limit(registers=168),
     "split/*": Limit(registers=72),  # seven blocks of 128 threads
     "simt/*/*forward*": Limit(registers=240),  # two blocks of 128 threads fit a multiprocessor
     "simt/*/*softmax*": Limit(registers=128),
     "simt/simt_mask_gradient_float64/*": Limit(registers=240),
     "simt/*/mask_gradient*": Limit(registers=168),  # three blocks
-    "simt/*/*gradient*": Limit(registers=240),  # two blocks
-    "simt/*/tangent*": Limit(registers=240),  # two blocks
+    "simt/*/*gradient*": Limit(registers=240),  # two
+    "simt/*/tangent*": Limit(registers=240),  # two
     "simt/*/*": Limit(registers=128),
     "mask/*/*": Limit(registers=96),
     "backward/sm80_mask*": Limit(registers=248, tensor_cores=True),  # two blocks of 128 threads
     "sm90/*/*": Limit(registers=168, hopper=True),  # one block of 384 threads
     "sm80/*float32_32/*": Limit(registers=232, tensor_cores=True),  # two blocks of 128 threads, as with 200
     "sm80/*_32/*": Limit(registers=200, tensor_cores=True),
-    "sm80/*float32_64/*": Limit(registers=240, tensor_cores=True),  # two blocks
+    "sm80/*float32_64/*": Limit(registers=240, tensor_cores=True),  # two
     "sm80/*_64/*": Limit(registers=248, tensor_cores=True),
     "sm80/*_96/*": Limit(registers=252, tensor_cores=True),
     "sm80/*/*": Limit(registers=255, tensor_cores=True),
-    "backward/sm90_*": Limit(registers=168, hopper=True),  # like the forward's
+    "backward/sm90_*": Limit(registers=168, hopper=True),  # as the forward
     "backward/*statistics/*": Limit(registers=32),
     "backward/*/*": Limit(registers=255, tensor_cores=True),
 }
 
 
 def stores_16_bytes(kernel: str) -> bool:
-    """Whether a kernel, given as folder/file/function, is one of STORES_OF_16_BYTES."""
+    """Tells whether a kernel, given as folder/file/function, is one of STORES_OF_16_BYTES."""
     return any(fnmatchcase(kernel, pattern) for pattern in STORES_OF_16_BYTES)
 
 
 def limit_of(kernel: str) -> Limit | None:
-    """The limit of a kernel, given as folder/file/function; None if the table has none."""
+    """Returns the limit of a kernel, given as folder/file/function, None if the table has none."""
     return next((limit for pattern, limit in LIMITS.items() if fnmatchcase(kernel, pattern)), None)
