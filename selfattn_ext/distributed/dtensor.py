@@ -1,6 +1,6 @@
-"""DTensors through this package's operators: sharded on the batch, or on heads that ranks divide.
+"""DTensors pass this package's operators sharded on the batch, or on heads that ranks divide.
 
-What is sharded otherwise, on the sequence or a head's elements, torch gathers first.
+Those that are sharded otherwise, on the sequence or a head's elements, torch gathers first.
 """
 
 from __future__ import annotations
@@ -23,9 +23,15 @@ _LIKE_QUERY = ("out_residual", "grad_row")
 
 def register_sharding() -> None:
     """Makes DTensors known to attention: :func:`selfattn_ext.scaled_dot_product_attention` and torch's on the
-    CPU then take query, key and value that are sharded on the batch or on heads. Dropout is refused.
+    CPU then take query, key and value that are sharded on the batch or on heads.
 
-    Again is no harm. It takes torch's experimental interface of that name.
+    It holds for the whole process, and calling it again does no harm. Tensors that are sharded otherwise, or
+    on heads that the ranks do not divide, are gathered first. Calls with dropout are refused: ValueError or
+    RuntimeError.
+
+    Raises:
+        ImportError: this torch has no torch.distributed, or not the experimental function register_sharding,
+            by which this works.
     """
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
@@ -41,13 +47,13 @@ def register_sharding() -> None:
     )
     for operator in operators:
         register(operator)(partial(_shardings, operator))
-        # torch remembers what it has found by these: whether there is a residual is one of them.
+        # torch remembers its findings by these arguments, one of which says whether there is a residual.
         names = [each.name for each in operator._schema.arguments if each.kwarg_only]
         known[operator] = RuntimeSchemaInfo(3, names, needs_pytree=True)
 
 
 def _shardings(operator: Any, *args: Any, **kwargs: Any) -> list[tuple[list[Any], list[Any]]]:
-    """What torch.distributed.tensor.experimental.register_sharding asks for."""
+    """The shardings that an operator takes, as torch's register_sharding asks for them."""
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
@@ -62,7 +68,7 @@ def _shardings(operator: Any, *args: Any, **kwargs: Any) -> list[tuple[list[Any]
     placements: list[Any] = [Replicate()]
     if all(name in _LIKE_QUERY for name in named):
         placements.append(Shard(0))
-        # Else ranks would have query heads of other ranks' keys.
+        # Otherwise ranks would have query heads whose keys are on other ranks.
         if all(value.tensor_meta.shape[1] % query.mesh.size() == 0 for value in args if is_tensor(value)):
             placements.append(Shard(1))
     found = []

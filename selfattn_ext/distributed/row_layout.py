@@ -1,10 +1,10 @@
-"""Which rows of a sequence a rank of a group holds.
+"""The rows of a sequence that each rank of a group holds.
 
-A sequence is cut into pieces of almost equal length, one for each rank (contiguous) or two (zigzag: rank r of
-n has the pieces r and 2n - 1 - r, so that under the causal rule all ranks have the same work). Of sequences
-packed one behind the other each is cut so (zigzag), or all as if they were one (contiguous). Pieces begin at
-multiples of four rows, as random numbers of dropout are drawn for four keys at once; so the last pieces of a
-short sequence may be empty. Those of torch's own context parallelism (head-tail) are zigzag's without that.
+A sequence is cut into spans of almost equal length, one for each rank (contiguous) or two (zigzag: rank r of
+n has the spans r and 2n - 1 - r, so that under the causal rule all ranks have the same work). Packed
+sequences are each cut so (zigzag), or all together as if they were one (contiguous). Spans begin at multiples
+of four rows, as random numbers of dropout are drawn for four keys at once; so the last spans of a short
+sequence may be empty. Those of torch's own context parallelism (head-tail) are zigzag's without that.
 """
 
 from __future__ import annotations
@@ -15,37 +15,37 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ALIGNMENT", "LAYOUTS", "Layout", "LayoutName", "Piece", "Span", "put_rows", "rows_of_rank"]
+__all__ = ["ALIGNMENT", "LAYOUTS", "Layout", "LayoutName", "Span", "put_rows", "rows_of_rank"]
 
 LayoutName = Literal["zigzag", "contiguous", "head-tail"]
 LAYOUTS = ("zigzag", "contiguous", "head-tail")
 
-#: What the rows at which pieces begin are multiples of.
+#: Spans begin at rows that are multiples of this.
 ALIGNMENT = 4
 
 
-class Span(NamedTuple):
+class Interval(NamedTuple):
     """Rows begin .. end - 1 of a sequence."""
 
     begin: int
     end: int
 
 
-class Piece(NamedTuple):
-    """Rows of each sequence, which lie one behind the other in their rank's part from the row ``at`` on."""
+class Span(NamedTuple):
+    """Rows of each sequence, which lie end to end in their rank's part from the row ``at`` on."""
 
-    spans: tuple[Span, ...]
+    intervals: tuple[Interval, ...]
     at: int
 
     @property
     def rows(self) -> slice:
-        """Where they are in the rank's part."""
-        return slice(self.at, self.at + sum(end - begin for begin, end in self.spans))
+        """Where the span is in the rank's part."""
+        return slice(self.at, self.at + sum(end - begin for begin, end in self.intervals))
 
-    def of_sequence(self, number: int) -> Piece:
-        """Those of one sequence."""
-        before = Piece(self.spans[:number], self.at)
-        return Piece((self.spans[number],), before.rows.stop)
+    def of_sequence(self, number: int) -> Span:
+        """The part of the span that belongs to one sequence."""
+        before = Span(self.intervals[:number], self.at)
+        return Span((self.intervals[number],), before.rows.stop)
 
 
 class Layout(NamedTuple):
@@ -62,57 +62,56 @@ class Layout(NamedTuple):
         """The rows of all sequences."""
         return self.starts[-1]
 
-    def pieces(self, rank: int) -> list[Piece]:
-        """Those of a rank that are not empty, in the order in which it has them."""
+    def spans(self, rank: int) -> list[Span]:
+        """The spans of a rank that are not empty, in the order in which it has them."""
         numbers = [rank] if self.name == "contiguous" else [rank, 2 * self.ranks - 1 - rank]
-        found: list[Piece] = []
+        found: list[Span] = []
         at = 0
         for number in numbers:
-            piece = Piece(tuple(self._span(number, start, end) for start, end in pairwise(self.starts)), at)
-            if piece.rows.stop > at:
-                found.append(piece)
-                at = piece.rows.stop
+            span = Span(tuple(self._interval(number, start, end) for start, end in pairwise(self.starts)), at)
+            if span.rows.stop > at:
+                found.append(span)
+                at = span.rows.stop
         return found
 
     def size(self, rank: int) -> int:
         """How many rows a rank has."""
-        return sum(piece.rows.stop - piece.rows.start for piece in self.pieces(rank))
+        return sum(span.rows.stop - span.rows.start for span in self.spans(rank))
 
-    def whole_rows(self, rank: int) -> list[Span]:
+    def whole_rows(self, rank: int) -> list[Interval]:
         """Where a rank's rows are among those of all sequences, in its order."""
         return [
-            Span(start + span.begin, start + span.end)
-            for piece in self.pieces(rank)
-            for start, span in zip(self.starts, piece.spans, strict=False)
-            if span.begin < span.end
+            Interval(start + each.begin, start + each.end)
+            for span in self.spans(rank)
+            for start, each in zip(self.starts, span.intervals, strict=False)
+            if each.begin < each.end
         ]
 
-    def _span(self, number: int, start: int, end: int) -> Span:
-        """The rows of piece ``number`` of the sequence from ``start`` to ``end``."""
+    def _interval(self, number: int, start: int, end: int) -> Interval:
+        """The rows of span ``number`` of the sequence from ``start`` to ``end``."""
         if self.name != "contiguous":
             count, rows = 2 * self.ranks, ALIGNMENT if self.name == "zigzag" else 1
-            return Span(_cut(end - start, number, count, rows), _cut(end - start, number + 1, count, rows))
+            return Interval(*(_cut(end - start, each, count, rows) for each in (number, number + 1)))
         first, last = (_cut(self.length, at, self.ranks, ALIGNMENT) for at in (number, number + 1))
         begin = min(max(first - start, 0), end - start)
-        return Span(begin, max(begin, min(last, end) - start))
+        return Interval(begin, max(begin, min(last, end) - start))
 
 
-def _cut(length: int, piece: int, count: int, rows: int) -> int:
-    """Where a piece of so many begins: at a multiple of ``rows``."""
-    return length if piece == count else piece * length // count // rows * rows
+def _cut(length: int, span: int, count: int, rows: int) -> int:
+    """The first row of a span, of ``count`` that a sequence is cut into: a multiple of ``rows``."""
+    return length if span == count else span * length // count // rows * rows
 
 
 def rows_of_rank(whole: Tensor, layout: Layout, rank: int, dim: int) -> Tensor:
     """A rank's part of all rows, which are along ``dim``; a tensor of its own."""
-    spans = layout.whole_rows(rank)
-    parts = [whole.narrow(dim, span.begin, span.end - span.begin) for span in spans]
+    parts = [whole.narrow(dim, begin, end - begin) for begin, end in layout.whole_rows(rank)]
     return torch.cat(parts, dim) if parts else whole.narrow(dim, 0, 0).clone()
 
 
 def put_rows(whole: Tensor, part: Tensor, layout: Layout, rank: int, dim: int) -> None:
     """Writes a rank's part where its rows are among all."""
     at = 0
-    for span in layout.whole_rows(rank):
-        size = span.end - span.begin
-        whole.narrow(dim, span.begin, size).copy_(part.narrow(dim, at, size))
+    for begin, end in layout.whole_rows(rank):
+        size = end - begin
+        whole.narrow(dim, begin, size).copy_(part.narrow(dim, at, size))
         at += size

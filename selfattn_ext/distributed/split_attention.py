@@ -1,4 +1,4 @@
-"""The functions that users call on their part of a sequence."""
+"""ring_attention and ulysses_attention, which users call on their rank's part of a sequence."""
 
 from __future__ import annotations
 
@@ -67,25 +67,25 @@ def ring_attention(
         attn_mask: broadcastable to (..., H, L, S of all ranks): this rank's rows, and all keys in the order
             of the whole sequence. bool or floating, as in
             :func:`selfattn_ext.scaled_dot_product_attention`; gets a gradient if it requires one.
-        dropout_p, is_causal, scale, enable_gqa, window_size, softcap, query_offset: as there, in positions of
-            the whole sequence. Of dropout rank 0 draws the seed.
+        dropout_p, is_causal, scale, enable_gqa, window_size, softcap, query_offset: as that function
+            takes them, in positions of the whole sequence. Rank 0 draws the seed of dropout.
         group: a ProcessGroup or a DeviceMesh of one dimension; the default group by default.
-        layout: how the sequence is dealt out: in one piece for each rank (contiguous), or in two, so that
+        layout: how the sequence is dealt out: in one span for each rank (contiguous), or in two, so that
             under the causal rule all have as much to do (zigzag). head-tail is the zigzag of torch's own
-            context parallelism, which begins pieces at any row: dropout needs multiples of 4.
+            context parallelism, which begins spans at any row: dropout needs multiples of 4.
         rotate: whether blocks of keys and values go around, so that a rank holds at most two beside its own,
             or all come at once.
-        alibi_slopes, sinks: as there, the same on every rank. Each rank gets the part of their gradient that
-            comes from its rows: the gradient of one process is the sum over the ranks.
+        alibi_slopes, sinks: as that function takes them, the same on every rank. Each rank gets the part of
+            their gradient that comes from its rows: the gradient of one process is the sum over the ranks.
         return_lse: also return the log-sum-exp of this rank's rows.
 
     Returns:
         out (..., H, L, Ev), this rank's rows, or (out, lse). Both are differentiable once.
 
     Raises:
-        ValueError, TypeError: naming the argument, what was given and what is allowed; on every rank where
-            ranks make unlike calls or one of them is refused, naming the rank and what differs, before keys
-            and values are exchanged.
+        ValueError, TypeError: naming the argument, what was given and what is allowed; on every rank if
+            ranks make different calls or one of them is refused, naming the rank and what differs, before
+            keys and values are exchanged.
         RuntimeError: torch.distributed is not initialised, or a rank does not come within the group's
             timeout.
 
@@ -133,26 +133,28 @@ def ulysses_attention(
     query_offset: int = DEFAULT_QUERY_OFFSET,
     return_lse: bool = False,
 ) -> Any:
-    """The same with an exchange of heads: for the time of the computation each rank has some of the heads and
-    the whole sequence.
+    """Attention over a split sequence by an exchange of heads: while it computes, each rank has some of the
+    heads and the whole sequence.
 
     Args:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap,
             alibi_slopes, sinks, query_offset, return_lse: as :func:`ring_attention` takes them.
-        group: the ranks that exchange heads, as there. Query heads are dealt out as evenly as they can be;
-            kv heads go where their query heads are, so that there may be fewer of them than ranks.
-        ring_group: both ways together, for a mesh of two dimensions: the ranks that stand where this one
+        group: the ranks that exchange heads, as :func:`ring_attention` takes it. Query heads are dealt out as
+            evenly as they can be; kv heads go where their query heads are, so that there may be fewer of them
+            than ranks.
+        ring_group: combines both ways on a mesh of two dimensions: the ranks that stand where this one
             stands in ``group``. The sequence is dealt out over this group by ``layout``, and what each gets
             over ``group`` in order: ``shard_sequence(shard_sequence(x, dim, group=ring_group), dim,
             group=group, layout="contiguous")``.
-        layout, rotate: as there; ``rotate`` is the ring's.
+        layout, rotate: as :func:`ring_attention` takes them; ``rotate`` is the ring's.
 
     Returns:
         out (..., H, L, Ev), this rank's rows, or (out, lse). Differentiable any number of times, or once with
         a ring.
 
     Raises:
-        as :func:`ring_attention`.
+        ValueError, TypeError, RuntimeError: as :func:`ring_attention` does; also for a ring_group that
+            shares other processes than this one with ``group``.
 
     The method is that of Jacobs et al. (2023), "DeepSpeed Ulysses".
     """
@@ -221,7 +223,7 @@ def _deal(own: Split, heads: int, differentiated: bool) -> Deal:
 
 
 def _some_heads(tensors: Tensors, own: Split, deal: Deal, flags: Flags) -> Tensors:
-    """Of all rows those heads that this rank computes. ``flags`` are those of all ranks together."""
+    """All rows of the heads that this rank computes. ``flags`` are those of all ranks together."""
     query, key, value, mask, slopes, sinks, _ = tensors
     heads = query.size(1)
     begin, end = deal.heads[own.ranks.rank]
@@ -258,7 +260,7 @@ def _some_heads(tensors: Tensors, own: Split, deal: Deal, flags: Flags) -> Tenso
 
 
 def _deal_of_keys(deal: Deal, own: Split, kv_heads: int) -> Deal | None:
-    """The kv heads of each rank's query heads; None where ranks would have unlike groups."""
+    """The kv heads of each rank's query heads; None if ranks would have different groups."""
     group = deal.total // kv_heads if kv_heads else 1
     found = []
     for begin, end in deal.heads:

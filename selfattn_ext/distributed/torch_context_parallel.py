@@ -2,10 +2,10 @@
 
 Note [Where torch's context parallelism is met]
     torch puts a function of its own in the place of F.scaled_dot_product_attention, which makes DTensors of a
-    rank's tensors, and knows how to split three operators of CUDA. What else its attention is made of would
-    be computed on DTensors whose rows are not in order. So while the switch is on, the function that torch
-    puts there is ours, which splits the whole call. This takes two names that are private to torch; where a
-    version has not got them, its context parallelism stays torch's. So it does where the switch is turned on
+    rank's tensors, and knows how to split three operators of CUDA. The other operators of its attention would
+    compute on DTensors whose rows are not in order. So while the switch is on, the function that torch
+    puts there is ours, which splits the whole call. This takes three names that are private to torch; in a
+    version without them its context parallelism stays torch's, and so it does if the switch is turned on
     before there are process groups.
 """
 
@@ -38,7 +38,7 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """They are torch's again, once it has been called as often."""
+    """Blocks are torch's again, once this has been called as often as :func:`activate`."""
     module = _module()
     if module is not None and _torchs:
         torchs = _torchs.pop()

@@ -20,7 +20,7 @@ def activate() -> None:
 
 
 def restore() -> None:
-    """They are torch's again, once it has been called as often."""
+    """Blocks are torch's again, once this has been called as often as :func:`activate`."""
     if (module := _module()) is not None:
         module.restore()
 

@@ -82,7 +82,7 @@ def test_full_run_compares_with_all_peers_and_draws(
     [
         (["--tables", "tiny", "--png", "x.png"], "which --tables leaves out"),
         (["--png", "x.txt"], "must end in .png"),
-        (["--only", "packed"], "--only packed: goes with --classes"),
+        (["--only", "packed"], "--only packed needs --classes"),
         (["--classes", "--only", "unheard"], "which are plain, longer, elsewhere"),
     ],
 )

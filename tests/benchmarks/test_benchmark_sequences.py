@@ -123,7 +123,7 @@ def test_rows_of_different_kinds_make_one_table(monkeypatch: pytest.MonkeyPatch)
     assert [row.ratio("padded") is None for row in rows] == [True, False, True]
     text = report.text(rows)
     assert "torch: scaled_dot_product_attention takes no pages" in text
-    assert "pages of 16: the case has pages of its own" in text
+    assert "pages of 16: the case has pages already" in text
     assert "padded / ours: median" in text
 
 

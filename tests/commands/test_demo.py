@@ -153,7 +153,7 @@ def test_demo_as_a_whole_keeps_to_its_seconds(
     )
     assert demo.run(options) == 0
     assert 210.0 < machine.now - start <= 251.0
-    assert "to be through within" in capsys.readouterr().out
+    assert "to finish within" in capsys.readouterr().out
 
 
 def _book(folder: Path) -> Path:

@@ -136,6 +136,25 @@ def test_backward_takes_the_kernel_of_its_forward() -> None:
     assert not all(torch.equal(*pair) for pair in zip(inside, fused, strict=True))
 
 
+def test_the_loops_refuse_forward_mode_and_second_derivatives() -> None:
+    refusal = (
+        r'kernel "loops" \(scalar\) has no forward mode and no second derivatives; kernel "fused" has both'
+    )
+    x = torch.randn(1, 2, 5, 8)
+    leaf = x.clone().requires_grad_()
+
+    def attend(x: torch.Tensor) -> torch.Tensor:
+        return scaled_dot_product_attention(x, x, x)
+
+    with backends.use("loops"):
+        with pytest.raises(ValueError, match=refusal):
+            torch.func.jvp(attend, (x,), (x,))
+        (gradient,) = torch.autograd.grad(attend(leaf).sin().sum(), leaf, create_graph=True)
+        with pytest.raises(ValueError, match=refusal):
+            gradient.sin().sum().backward()
+    torch.testing.assert_close(gradient, torch.autograd.grad(attend(leaf).sin().sum(), leaf)[0])
+
+
 @pytest.mark.parametrize(("kernel", "isa"), [("", "scalar"), ("loops", "")], ids=str)
 def test_environment(kernel: str, isa: str, run_python: Callable[..., str]) -> None:
     script = (

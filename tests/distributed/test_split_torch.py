@@ -142,7 +142,7 @@ def masked_on_rank_1() -> None:
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (dropped, (24,), r"dropout needs pieces that begin at multiples of 4 rows"),
+        (dropped, (24,), r"dropout needs spans that begin at multiples of 4 rows"),
         (masked, (), r"attn_mask of shape .* the keys of all ranks"),
         (masked_on_rank_1, (), r"attn_mask must have this rank's 8 rows, or one"),
     ],

@@ -41,13 +41,13 @@ def no_formula(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("case", derivatives.CASES, ids=str)
-def test_pair_of_options(case: Case, kernel: str) -> None:
+def test_pair_of_options(case: Case, tangent_kernel: str) -> None:
     """Second derivatives too, which share their judge."""
     derivatives.check(case)
 
 
 @pytest.mark.parametrize("mask", [None, "bool", "float"])
-def test_against_finite_differences(mask: str | None, kernel: str, no_formula: None) -> None:
+def test_against_finite_differences(mask: str | None, tangent_kernel: str, no_formula: None) -> None:
     case = Case(
         batch=1, heads=2, kv_heads=1, queries=3, keys=4, head_dim=2, value_dim=2, dtype=torch.float64,
         mask=mask, alibi=1, sinks=1, softcap=1.2, lse=True,
@@ -158,7 +158,7 @@ def test_jacobian_of_packed_sequences(no_formula: None) -> None:
                                jacfwd(lambda k: exact(query, k, value)[0])(key))  # fmt: skip
 
 
-def test_a_hidden_nan_stays_hidden(kernel: str) -> None:
+def test_a_hidden_nan_stays_hidden(tangent_kernel: str) -> None:
     """In primals and in tangents of keys, values and the mask."""
     query, key, value = qkv(5, 7)
     mask = torch.randn(5, 7, dtype=torch.float64)
@@ -179,7 +179,7 @@ def test_a_hidden_nan_stays_hidden(kernel: str) -> None:
     assert not lse[:, :, 3].any()
 
 
-def test_rows_hidden_by_the_lowest_number(kernel: str) -> None:
+def test_rows_hidden_by_the_lowest_number(tangent_kernel: str) -> None:
     query, key, value = qkv(5, 7, dtype=torch.float32)
     mask = torch.zeros(5, 7)
     mask[:, 2] = mask[3] = torch.finfo(torch.float32).min
@@ -196,7 +196,7 @@ def test_rows_hidden_by_the_lowest_number(kernel: str) -> None:
 
 
 @pytest.mark.parametrize("lengths", [(0, 3), (3, 0), (0, 0)])
-def test_nothing_to_attend_to(lengths: tuple[int, int], kernel: str) -> None:
+def test_nothing_to_attend_to(lengths: tuple[int, int], tangent_kernel: str) -> None:
     points = tuple(qkv(*lengths))
     out, tangent = jvp(lambda *points: scaled_dot_product_attention(*points), points, points)
     assert out.shape == tangent.shape == (2, 2, lengths[0], 4)
@@ -204,7 +204,7 @@ def test_nothing_to_attend_to(lengths: tuple[int, int], kernel: str) -> None:
 
 
 @pytest.mark.parametrize("layout", ["transposed", "offset", "columns"])
-def test_layouts_of_tangents(layout: str, kernel: str) -> None:
+def test_layouts_of_tangents(layout: str, tangent_kernel: str) -> None:
     points = tuple(qkv(5, 7))
     tangents = [torch.randn_like(tensor) for tensor in points]
     moved = tuple(laid_out(tangent, layout) for tangent in tangents)
@@ -217,7 +217,7 @@ def test_layouts_of_tangents(layout: str, kernel: str) -> None:
         torch.testing.assert_close(result, shared[0], rtol=0, atol=0)
 
 
-def test_the_same_bits_on_any_number_of_threads(kernel: str) -> None:
+def test_the_same_bits_on_any_number_of_threads(tangent_kernel: str) -> None:
     points = tuple(qkv(130, 300, dtype=torch.float32))
     tangents = tuple(torch.randn_like(tensor) for tensor in points)
     results = []

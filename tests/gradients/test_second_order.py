@@ -89,7 +89,7 @@ def test_higher_compositions(name: str) -> None:
     compare(BY_FORMULA[name])
 
 
-def test_against_finite_differences(no_formula: None, kernel: str) -> None:  # noqa: F811
+def test_against_finite_differences(no_formula: None, tangent_kernel: str) -> None:  # noqa: F811
     case = Case(
         batch=1, heads=2, kv_heads=1, queries=2, keys=3, head_dim=2, value_dim=2, dtype=torch.float64,
         mask="float rows", sinks=1, softcap=1.2, lse=True,
@@ -116,7 +116,7 @@ def test_packed_sequences(no_formula: None) -> None:  # noqa: F811
         torch.testing.assert_close(*results)
 
 
-def test_a_hidden_nan_stays_hidden(kernel: str) -> None:
+def test_a_hidden_nan_stays_hidden(tangent_kernel: str) -> None:
     seen = torch.ones(5, 7, dtype=torch.bool)
     seen[:, 2] = seen[3] = False
     points, along = qkv(5, 7), qkv(5, 7)
@@ -134,7 +134,7 @@ def test_a_hidden_nan_stays_hidden(kernel: str) -> None:
     assert not clean[0][:, :, 3].any()
 
 
-def test_the_same_bits_on_any_number_of_threads(kernel: str) -> None:
+def test_the_same_bits_on_any_number_of_threads(tangent_kernel: str) -> None:
     points, along = (tuple(qkv(130, 300, dtype=torch.float32)) for _ in range(2))
 
     def loss(*points: Tensor) -> Tensor:

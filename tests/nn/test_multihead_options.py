@@ -181,7 +181,7 @@ def test_constructor_errors(error: type[Exception], match: str, options: dict[st
         ),
         (
             ValueError,
-            r"attn_mask must have the shape .*, got \(3, 7\), which is that of key_padding_mask",
+            r"attn_mask must have the shape .*, got \(3, 7\), which is the shape of key_padding_mask",
             (X, Y, Y),
             {"attn_mask": torch.zeros(BATCH, SOURCE)},
         ),
