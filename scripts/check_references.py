@@ -1,8 +1,8 @@
-"""Fails where a comment or a docstring names a file that the tree does not have.
+"""A check that every file named in a comment or a docstring exists.
 
     python scripts/check_references.py
 
-Looks through the sources of FOLDERS for names that end like a source or a page. A name may be a path or the
+It searches the sources of FOLDERS for names that end like a source or a page. A name may be a path or the
 end of one; ``*``, ``<dtype>`` and ``{name}`` in it stand for anything.
 """
 
@@ -19,13 +19,13 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("csrc", "selfattn_ext", "tests", "scripts", "benchmarks")
+FOLDERS = ("csrc", "selfattn_ext", "tests", "simulators", "scripts", "benchmarks")
 
 NAME = re.compile(r"[\w*<>{}./-]*[\w*>}]\.(?:cuh|cu|cpp|h|md|py)\b(?!\(|\.\w|-\w)")
-#: What a comment of C++ can be confused with comes first.
+#: Strings come before comments, as they may contain what looks like one.
 TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)+\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
-#: Files that programs write, and those of others: name -> where it is.
+#: Files that programs write, and files of other projects: name -> where it is.
 ELSEWHERE = {
     "Python.h": "of Python",
     "table.md": "the user's, written by benchmarks/gpu_run.py --markdown",
@@ -33,21 +33,21 @@ ELSEWHERE = {
 
 
 def files_of(root: Path) -> list[str]:
-    """Every file of the tree, as a path with slashes before it; without what is built or downloaded."""
+    """Returns every file of the tree as a path that begins with a slash, without built or downloaded ones."""
     found = []
     for folder, folders, names in os.walk(root):
+        left_out = ("__pycache__", "build", "dist") if Path(folder) == root else ("__pycache__",)
         folders[:] = [
             name
             for name in folders
-            if name in (".ci", ".github", ".pep517")
-            or not (name.startswith(".") or name in ("build", "dist", "__pycache__"))
+            if name in (".ci", ".github", ".pep517") or not (name.startswith(".") or name in left_out)
         ]
         found += ["/" + Path(folder, name).relative_to(root).as_posix() for name in names]
     return found
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """The comments and docstrings of a source, each with its first line."""
+    """Yields the comments and docstrings of a source, each with the number of its first line."""
     source = path.read_text(encoding="utf-8")
     if path.suffix != ".py":
         for found in TOKEN.finditer(source):
@@ -65,7 +65,7 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def dangling(root: Path) -> list[str]:
-    """What is wrong, a line for each name: ``file:line: no file is called name``."""
+    """Returns a line for each wrong name: ``file:line: no file is called name``."""
     files = files_of(root)
     problems = []
     for file in sorted(files):

@@ -12,7 +12,7 @@
 #   --suite    the rest of the tests
 #   --check    the kernels against nvcc's and the disassembler's reports, for this GPU's architecture
 #   --golden   what the GPU answers to every instruction that the emulator models, as golden.tar: unpack it in
-#              tests/emulator/golden and commit that, for the emulator's tests to replay
+#              simulators/cuda_emulator/golden and commit that, for the emulator's tests to replay
 #   --bench    the table against each backend of torch's scaled_dot_product_attention
 #   --quick    with --bench: fewer cases
 #
@@ -58,8 +58,8 @@ record_golden() { # record_golden PYTHON ARCHITECTURE ARCHIVE
   folder=$(mktemp -d) || return
   trap 'rm -rf "$folder"' EXIT
   PATH="${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin" nvcc -std=c++17 -O3 -Icsrc \
-    -gencode "arch=compute_$2,code=sm_$2" tests/emulator/programs/probe.cu -o "$folder/probe" &&
-    "$1" tests/emulator/probe.py "$folder/probe" "$folder/golden" && tar -cf "$3" -C "$folder/golden" .
+    -gencode "arch=compute_$2,code=sm_$2" simulators/cuda_emulator/programs/probe.cu -o "$folder/probe" &&
+    "$1" simulators/cuda_emulator/probe.py "$folder/probe" "$folder/golden" && tar -cf "$3" -C "$folder/golden" .
 }
 
 # shellcheck disable=SC2329  # likewise
@@ -68,7 +68,7 @@ ask_hopper() { # ask_hopper ARCHITECTURE: whether each number of products and of
   folder=$(mktemp -d) || return
   trap 'rm -rf "$folder"' EXIT
   PATH="${CUDA_HOME:+$CUDA_HOME/bin:}$PATH:/usr/local/cuda/bin" nvcc -std=c++17 -O3 -Icsrc \
-    -gencode "arch=compute_$1,code=sm_$1" tests/ptx_machine/programs/hopper.cu -o "$folder/hopper" || return
+    -gencode "arch=compute_$1,code=sm_$1" simulators/ptx_machine/programs/hopper.cu -o "$folder/hopper" || return
   for test in products boxes; do "$folder/hopper" "$test" || return; done >"$folder/differences"
   cat "$folder/differences"
   [ -s "$folder/differences" ] && ! grep -v ': 0$' "$folder/differences"

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import library, ops
+from . import ops
 from .arguments import (
     DEFAULT_QUERY_OFFSET,
     DEFAULT_SOFTCAP,
@@ -41,6 +41,7 @@ from .arguments import (
     prepare,
 )
 from .arguments import forced_kernel as _forced
+from .build import library
 from .reference import default_scale
 
 __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]

@@ -107,6 +107,10 @@ CPU_KERNELS = (
 KERNELS = CPU_KERNELS if gpu.DEVICE == "cpu" else gpu.KERNELS
 
 
+#: Those with forward mode and second derivatives, which "loops" leaves out.
+TANGENT_KERNELS = [kernel for kernel in KERNELS if kernel != "loops"]
+
+
 #: What the name of a test has of the kernel it runs on.
 OF_KERNEL = re.compile(r"(?<=[\[-])(?:" + "|".join(map(re.escape, sorted({*KERNELS, *ISAS}))) + r")(?=[\]-])")
 
@@ -126,6 +130,13 @@ def forced(kernel: str) -> Iterator[None]:
 @pytest.fixture(params=KERNELS)
 def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
     """Every kernel of this machine in every instruction set, forced."""
+    with forced(request.param):
+        yield request.param
+
+
+@pytest.fixture(params=TANGENT_KERNELS)
+def tangent_kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    """Every kernel of this machine with forward mode and second derivatives, forced."""
     with forced(request.param):
         yield request.param
 

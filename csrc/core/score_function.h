@@ -72,7 +72,7 @@ struct ScoreFunctionTable {
 };
 
 // Who sees a block of scores.
-enum class Seen : uint8_t { kByNobody, kByWhomTheFunctionShows, kByEverybody };
+enum class Seen : uint8_t { kNone, kFunctionDecides, kAll };
 
 // Who sees which blocks of scores.
 // Strides are 0 where batch elements or heads share the map. Queries and keys behind the last block are seen

@@ -6,7 +6,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Few machines have AMX, and the kernels that use it must be tested on the others too: tests/amx_emulator
+// Few machines have AMX, and the kernels that use it must be tested on the others too: simulators/amx
 // executes the instructions of the compiled library in a signal handler, and defines this function. Nothing
 // in the library does; the reference is weak, so that the loader sets it to null where no emulator is
 // preloaded or linked in. The visibility is spelled out because a hidden one would let the linker set it to

@@ -20,10 +20,11 @@ struct Kernel {
   void (*weights)(const AttentionParams&, const WeightsOutputs&, const ThreadPool&);
   size_t (*backward_workspace)(const AttentionParams&);
   void (*backward)(const AttentionParams&, const BackwardArguments&, const ThreadPool&);
-  // Adds; nullptr where functions are none of the options.
+  // Adds to the gradients; nullptr if score functions are unsupported.
   void (*captured_gradients)(const AttentionParams&, const BackwardArguments&, const CapturedGradients&,
                              const ThreadPool&);
-  // Forward mode and second derivatives, of calls without functions of scores.
+  // Forward mode and second derivatives, for calls without functions of scores. A kernel may lack all three
+  // (nullptr): a call that forces it is then refused by its name.
   void (*jvp)(const AttentionParams&, const JvpArguments&, const ThreadPool&);
   size_t (*backward_backward_workspace)(const AttentionParams&);
   void (*backward_backward)(const AttentionParams&, const BackwardBackwardArguments&, const ThreadPool&);
@@ -42,5 +43,12 @@ struct Kernel {
   // only what it is the fastest for. Nullptr where there is no difference.
   const Kernel* when_forced = nullptr;
 };
+
+// The options that every pass in fused/ applies, whichever numbers it multiplies.
+constexpr OptionSet kFusedOptions = {
+    Option::kMask,          Option::kOwnMasks,       Option::kAlibiSlopes, Option::kSinks,
+    Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
+    Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
+    Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
 
 }  // namespace selfattn::cpu

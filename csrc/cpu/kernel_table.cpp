@@ -13,7 +13,7 @@
 
 namespace selfattn::cpu {
 
-// The library of the emulator has the CUDA kernels on the CPU instead, for tests (tests/emulator).
+// The library of the emulator has the CUDA kernels on the CPU instead, for tests (simulators/cuda_emulator).
 #if defined(__x86_64__) && !defined(SELFATTN_CUDA_EMULATOR)
 extern const Kernel kFusedAmx;
 extern const Kernel kFusedAvx512Bf16;

@@ -11,15 +11,19 @@ namespace selfattn::ops {
 
 namespace {
 
-// Note [Declared options] in core/options.h.
+// See Note [Declared options] in core/options.h.
 void require_declared(const cpu::Kernel& kernel, OptionSet used) {
   if (used.within(kernel.options)) return;
   refuse("kernel \"", kernel.name, "\" (", kernel.isa, ") does not apply ",
          names_of(used.without(kernel.options)).c_str());
 }
 
-// Of forward mode and second derivatives, which take no functions of scores.
+// Forward mode and second derivatives take no functions of scores, and not every kernel has them.
 void require_derivatives(const cpu::Kernel& kernel, const AttentionParams& p) {
+  if (kernel.jvp == nullptr) {
+    refuse("kernel \"", kernel.name, "\" (", kernel.isa,
+           ") has no forward mode and no second derivatives; kernel \"fused\" has both");
+  }
   const OptionSet used = options_of(p);
   const OptionSet rest = used.without(used.without({Option::kFunction, Option::kBlockMap}));
   if (rest.empty()) return;
@@ -27,7 +31,8 @@ void require_derivatives(const cpu::Kernel& kernel, const AttentionParams& p) {
          ") has no forward mode and no second derivatives with ", names_of(rest).c_str());
 }
 
-// Calls function(params, arguments) for the whole call, or for one element after the other.
+// Calls function(params, arguments) for the whole call, or for each batch element if the kernel does not
+// apply the options of sequences.
 template <class Arguments, class Function>
 void for_each_call(const cpu::Kernel& kernel, const AttentionParams& p, const Arguments& arguments,
                    const Function& function) {
@@ -44,7 +49,7 @@ void for_each_call(const cpu::Kernel& kernel, const AttentionParams& p, const Ar
     }
   }
   if (p.function.table != nullptr && *p.function.inputs.out_of_range != 0) {
-    throw std::out_of_range("score_function reads beside a captured tensor, for a score that is not hidden");
+    throw std::out_of_range("score_function reads outside a captured tensor, for a score that is not hidden");
   }
 }
 
@@ -109,7 +114,7 @@ void captured_gradients(const char* kernel, const AttentionParams& p, const Back
   });
 }
 
-// Serial and in double, so that the result depends on nothing but the rows.
+// The sum is serial and in double, so that the result depends on nothing but the rows.
 template <class T>
 void sum_of_rows(const AttentionParams& p, const T* rows, T* sums, bool shared_by_batch) {
   for (int64_t b = 0; b < (shared_by_batch ? 1 : p.batch); ++b) {
@@ -144,7 +149,7 @@ void masked_softmax_backward(const char* kernel, const SoftmaxParams& p, Device)
 }
 
 void append(const AppendParams& a, Device) {
-  // A thread copies some 16 bytes in the time of a score.
+  // A thread copies about 16 bytes in the time that a score takes.
   const int64_t bytes = a.kv_heads * a.rows * (a.head_dim + a.value_dim) * size_of(a.dtype);
   const int64_t copied = bytes * (a.row_starts == nullptr ? a.batch : 1);
   cpu::append_to_cache(a, thread_pool(static_cast<double>(copied) / 16));

@@ -1,5 +1,6 @@
-// The operators that run on CPU and CUDA tensors, as the dispatcher calls them. Each checks its arguments and
-// allocates its results by itself; what is left to the kind of device is an Engine.
+// The operators that run on CPU and CUDA tensors, as the dispatcher calls them.
+//
+// Each checks its arguments and allocates its results; the rest depends on the device and is an Engine's.
 #pragma once
 
 #include "stable.h"
@@ -18,8 +19,8 @@ void attention_scores(StableIValue* values, uint64_t, uint64_t);
 void attention_scores_backward(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax(StableIValue* values, uint64_t, uint64_t);
 void masked_softmax_backward(StableIValue* values, uint64_t, uint64_t);
-void plain_attention(StableIValue* values, uint64_t, uint64_t);
-void plain_attention_forward(StableIValue* values, uint64_t, uint64_t);
-void plain_attention_backward(StableIValue* values, uint64_t, uint64_t);
+void basic_attention(StableIValue* values, uint64_t, uint64_t);
+void basic_attention_forward(StableIValue* values, uint64_t, uint64_t);
+void basic_attention_backward(StableIValue* values, uint64_t, uint64_t);
 
 }  // namespace selfattn::ops

@@ -1,6 +1,6 @@
 """Gradients of every operator: eager, under torch.func, and in the graphs of torch.compile."""
 
-from .attention import plain_attention
+from .attention_function import basic_attention
 from .graph_operators import (
     attention_scores_with_gradient,
     attention_with_gradient,
@@ -10,6 +10,6 @@ from .graph_operators import (
 __all__ = [
     "attention_scores_with_gradient",
     "attention_with_gradient",
+    "basic_attention",
     "masked_softmax_with_gradient",
-    "plain_attention",
 ]

@@ -14,7 +14,7 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-from .. import library, sources, toolchain
+from ..build import library, sources, toolchain
 from . import function_cache
 
 __all__ = ["KEY_LENGTH", "CompilerError", "load"]

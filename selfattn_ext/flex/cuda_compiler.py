@@ -8,7 +8,7 @@ import contextlib
 import functools
 import hashlib
 
-from .. import library, sources
+from ..build import library, sources
 from . import compiler, function_cache, nvrtc
 from .cuda_source import Headers, headers_of, most_dims
 from .operations import STANDARD

@@ -5,7 +5,7 @@ derivatives exist, and the way where a function cannot be compiled.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,20 +15,15 @@ from ..arguments import Keywords, OptionalTensor, Tensors, is_packed
 from ..arguments import formula as plain_formula
 from ..reference import AttentionResult, accumulation_dtype
 from .block_masks import visible_blocks
+from .flex_call import Call, PythonCall
 from .indexing import Indexing
 from .nodes import Load, Node, replay
 from .tracing import INDEX_DTYPE
 
-if TYPE_CHECKING:
-    from .calls import Call
-
-__all__ = ["PythonCall", "at_once", "gradients", "in_rows"]
+__all__ = ["at_once", "gradients", "in_rows"]
 
 #: Scores that :func:`in_rows` holds at once, of all heads and batch elements.
 _SCORES_AT_ONCE = 1 << 24
-
-ScoreMod = Callable[..., Any]
-
 
 #: Where scores stand: the indices that functions are called with, each along a dimension of its own.
 Places = dict[str, Tensor]
@@ -110,18 +105,6 @@ def gradients(
             )
         )
     return [next(found) if need else None for _, need in zip(aliases, needs, strict=False)]
-
-
-class PythonCall(NamedTuple):
-    """A call whose functions are Python's as they were given."""
-
-    tensors: Tensors
-    scale: float
-    keywords: Keywords
-    score_mod: ScoreMod | None
-    mask_mod: ScoreMod | None
-    blocks: OptionalTensor
-    block_size: tuple[int, int] | None
 
 
 def at_once(call: PythonCall) -> AttentionResult:
@@ -249,7 +232,7 @@ def _places(
     return result
 
 
-def _mapped(function: Callable[..., Any], has_score: bool) -> ScoreMod:
+def _mapped(function: Callable[..., Any], has_score: bool) -> Callable[..., Any]:
     """A function of one score as one of all scores (B, H, L, S), or of indices alone."""
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(*((0,) if has_score else ()), *dims))

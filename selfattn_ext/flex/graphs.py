@@ -42,17 +42,18 @@ from torch.overrides import _pop_mode_temporarily
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 
-from .. import ops, sources
+from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
 from ..autograd.graph_operators import arguments_of, composed
+from ..build import sources
 from ..reference import accumulation_dtype
-from . import block_masks, calls, compiler, written
-from .functions import Functions
+from . import block_masks, compiler, kernel_calls, written
+from .flex_call import Call, Functions
 from .nodes import UnsupportedFunctionError
 from .recorder import tensors_in
 from .tracing import Traced, trace
 
-__all__ = ["outside_of_graphs", "traced_results"]
+__all__ = ["CacheOperator", "outside_of_graphs", "traced_results"]
 
 _NAME = "selfattn_flex_attention"
 _OF_SCORE = 5  # inputs of score_mod: the score and its indices
@@ -66,21 +67,26 @@ _NOT_IN_GRAPHS = (
 )
 
 
+class CacheOperator(NamedTuple):
+    """The operator that computes a step on a cache in a graph, and the new keys and values that it writes."""
+
+    name: str
+    news: tuple[Tensor, ...]
+
+
 def traced_results(
     tensors: Tensors,
     scale: float,
     keywords: Keywords,
     wants: tuple[bool, bool],
     functions: Functions,
-    news: tuple[Tensor, ...] | None = None,
+    on_cache: CacheOperator | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """What :func:`.calls.all_results` returns, where a graph is traced, with an empty tensor for what there
-    is not. ``wants`` are weights and lse.
-
-    ``news`` are written into a cache, which key and value are then; without a cache it is None, and it is ()
-    for a cache that is read alone.
+    """The results of :func:`.kernel_calls.all_results` where a graph is traced, with an empty tensor in place
+    of each result that there is not. ``wants`` are weights and lse. With ``on_cache``, key and value are
+    caches.
     """
-    call = tensors, scale, keywords, wants, functions, news
+    call = tensors, scale, keywords, wants, functions, on_cache
     if torch.compiler.is_dynamo_compiling():
         return _results(*call)
     # torch.export without Dynamo, which torch's own flex_attention then calls in this way.
@@ -96,7 +102,7 @@ def _results(
     keywords: Keywords,
     wants: tuple[bool, bool],
     functions: Functions,
-    news: tuple[Tensor, ...] | None,
+    on_cache: CacheOperator | None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     score_mod, mask_mod, block_mask = functions
     blocks: tuple[Any, ...] = (None, None, None, None, 1, 1)
@@ -110,7 +116,8 @@ def _results(
         "others": others,
         "keywords": keywords,
         "wants": wants,
-        "news": news,
+        "cache_operator": None if on_cache is None else on_cache.name,
+        "news": () if on_cache is None else on_cache.news,
         "made_by": _put_in_graphs(),
     }
     results: tuple[Tensor, Tensor, Tensor, Tensor] = _operator(
@@ -245,35 +252,34 @@ class _Blocks(NamedTuple):
 def _computed(
     tensors: Tensors, scale: float, given: dict[str, Any], functions: _Functions, blocks: _Blocks
 ) -> tuple[Any, ...]:
-    keywords = dict(given["keywords"])
+    keywords, on_cache = dict(given["keywords"]), given["cache_operator"]
     block_map, size = (None, None) if blocks.lists is None else (_block_map(*blocks.lists), blocks.size)
     try:
-        sizes = calls.sizes_of(*tensors[:2], keywords)
-        traced, captured = _recorded(tensors, functions, sizes, given["news"] is not None)
-        keywords |= calls.loaded(traced)
+        sizes = kernel_calls.sizes_of(*tensors[:2], keywords)
+        traced, captured = _recorded(tensors, functions, sizes, on_cache is not None)
+        keywords |= kernel_calls.loaded(traced)
         text = written.write(traced) if torch.compiler.is_exporting() else None
     except (UnsupportedFunctionError, compiler.CompilerError) as reason:
         has_options = any(tensor is not None for tensor in tensors[3:]) or given["wants"][0]
-        if has_options or keywords.keys() - _OF_PROCESS or given["news"] is not None:
+        if has_options or keywords.keys() - _OF_PROCESS or on_cache is not None:
             raise UnsupportedFunctionError(_NOT_IN_GRAPHS) from reason
-        calls.warn(reason)
+        kernel_calls.warn(reason)
         return _torchs(tensors, scale, functions, blocks)
     want_weights, want_lse = given["wants"]
     if text is None:
-        call = calls.Call(scale, keywords, want_weights, want_lse, traced, block_map, size)
-        return calls.all_results(tensors, call, captured)
+        call = Call(scale, keywords, want_weights, want_lse, traced, block_map, size)
+        return kernel_calls.all_results(tensors, call, captured)
     keywords = {
         **keywords_of(tensors, keywords),
         "return_weights": want_weights,
         "return_lse": want_lse,
         "score_function": text,
-        **calls.inputs_of(traced, captured),
+        **kernel_calls.inputs_of(traced, captured),
     }
-    if given["news"] is None:
+    if on_cache is None:
         return _attention_operator(*tensors[:3], scale, block_map=block_map, block_size=size, **keywords)
-    from ..kv_cache.step import operator_of_graphs  # which imports this package
-
-    out, *rest = operator_of_graphs(given["news"])(*tensors[:3], *given["news"], scale, **keywords)
+    operator = getattr(getattr(torch.ops, ops.NAMESPACE), on_cache).default
+    out, *rest = operator(*tensors[:3], *given["news"], scale, **keywords)
     return out, rest[0] if want_weights else None, rest[-1] if want_lse else None, None
 
 
@@ -298,11 +304,11 @@ def _attention(
 ) -> list[Tensor]:
     traced, loaded = written.read(score_function, block_map is not None)
     size = None if block_size is None else (block_size[0], block_size[1])
-    call = calls.Call(
+    call = Call(
         scale, {**keywords, **loaded}, return_weights, return_lse, traced, block_map, size,
     )  # fmt: skip
     tensors = Tensors(query, key, value, attn_mask, alibi_slopes, sinks, dropout_seed)
-    results = calls.all_results(tensors, call, captured)
+    results = kernel_calls.all_results(tensors, call, captured)
     return [query.new_empty(0) if result is None else result for result in results]
 
 

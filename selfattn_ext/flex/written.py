@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..arguments import Keywords
-from . import calls, nodes, statements, tracing
+from . import kernel_calls, nodes, statements, tracing
 from .ranges import Ranges
 from .tracing import Traced
 
@@ -109,7 +109,7 @@ def read(text: str, has_blocks: bool = False) -> tuple[Traced, Keywords]:
             "score_function must be a function as this version of selfattn_ext writes it into exported "
             "programs, but it is not: export the program again"
         ) from error
-    return traced, calls.loaded(traced, has_blocks)
+    return traced, kernel_calls.loaded(traced, has_blocks)
 
 
 def _read(written: Any) -> Traced:

@@ -45,14 +45,14 @@ def _lengths(tensor: Tensor, side: str, options: dict[str, Any]) -> list[int]:
 
 
 @register_flop_formula(
-    [_operators.attention_forward, _operators.plain_attention, _operators.plain_attention_forward],
+    [_operators.attention_forward, _operators.basic_attention, _operators.basic_attention_forward],
     get_raw=True,
 )
 def _forward(query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
     return _products(query, key, query.shape[3] + value.shape[3], kwargs)
 
 
-@register_flop_formula([_operators.attention_backward, _operators.plain_attention_backward], get_raw=True)
+@register_flop_formula([_operators.attention_backward, _operators.basic_attention_backward], get_raw=True)
 def _backward(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> int:
     # The scores again, the gradients of query and key; those of the weights and of value.
     return _products(query, key, 3 * query.shape[3] + 2 * value.shape[3], kwargs)

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import threading
-import types
 from collections.abc import Callable
 from contextlib import ContextDecorator
 from types import TracebackType
@@ -34,9 +33,10 @@ from torch.overrides import TorchFunctionMode
 
 from .. import backends, functional
 from ..arguments import precision, split_blocks
+from ..rebound import calling
 from . import aten_multihead
 
-__all__ = ["as_sdpa", "calling"]
+__all__ = ["as_sdpa"]
 
 # Part of every build of torch, for C++ tests that include it by hand.
 _KEY = "TESTING_ONLY_GenericMode"
@@ -208,19 +208,6 @@ def _attention(
         return F.scaled_dot_product_attention(
             query, key, value, attn_mask, dropout_p, is_causal, scale=scale, enable_gqa=enable_gqa
         )
-
-
-def calling(function: Any, **others: Callable[..., Any]) -> Any:
-    """The same code with other functions under some of its global names."""
-    copy = types.FunctionType(
-        function.__code__,
-        {**function.__globals__, **others},
-        function.__name__,
-        function.__defaults__,
-        function.__closure__,
-    )
-    copy.__kwdefaults__ = function.__kwdefaults__
-    return copy
 
 
 _multi_head_attention_forward = calling(

@@ -31,17 +31,16 @@ from ..arguments import (
     split_blocks,
 )
 from ..attend import results
-from . import checks as cache_checks
-from . import huge_pages
-from .functions import attend_with_functions
+from . import cache_checks, huge_pages
 from .page_pool import PagePool
 from .step import append_to_cache, attend_to_cache
+from .step_with_functions import attend_with_functions
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
     from ..arguments.overloads import ForAny, ForLse, ForOut, ForWeights, ForWeightsAndLse
-    from ..flex.functions import MaskMod, ScoreMod
+    from ..flex.flex_call import MaskMod, ScoreMod
 
 __all__ = ["KVCache"]
 

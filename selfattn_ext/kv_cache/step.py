@@ -25,9 +25,9 @@ from ..attend import dropout_seed
 from ..autograd.graph_operators import arguments_of, composed
 from ..flex import written
 from ..reference import default_scale
-from . import checks as cache_checks
+from . import cache_checks
 
-__all__ = ["append_to_cache", "attend_to_cache", "operator_of_graphs", "page_numbers"]
+__all__ = ["append_to_cache", "attend_to_cache", "name_in_graphs", "page_numbers"]
 
 #: The keywords that hold tensors which have gradients elsewhere.
 _WITH_GRADIENTS = ("attn_mask", "alibi_slopes", "sinks")
@@ -138,13 +138,14 @@ def _put_in_graph(
     """The same in a graph, as one operator."""
     news = () if key is None or value is None else (key, value)
     wants = {"return_weights": want_weights, "return_lse": want_lse}
-    results = operator_of_graphs(news)(query, key_cache, value_cache, *news, factor, **wants, **keywords)
+    operator = _extending if news else _reading
+    results = operator(query, key_cache, value_cache, *news, factor, **wants, **keywords)
     return results[0], results[1] if want_weights else None, results[-1] if want_lse else None
 
 
-def operator_of_graphs(news: Sequence[Tensor]) -> Any:
-    """The operator that computes a step, with new keys and values or without."""
-    return _extending if news else _reading
+def name_in_graphs(news: Sequence[Tensor]) -> str:
+    """The name of the operator that computes a step in a graph, with new keys and values or without."""
+    return _EXTENDING if news else _READING
 
 
 def _operator(
@@ -177,14 +178,15 @@ def _reading_operator(
 
 
 # See Note [Gradients in graphs] in autograd/graph_operators.py: these know that they have none.
+_READING, _EXTENDING = "attention_without_gradient", "attention_with_cache_without_gradient"
 _reading = composed(
-    "attention_without_gradient",
+    _READING,
     arguments_of(ops.attention_forward, need_residual="return_weights", need_weights="return_lse"),
     "Tensor[]",
     _reading_operator,
 )
 _extending = composed(
-    "attention_with_cache_without_gradient",
+    _EXTENDING,
     arguments_of(
         ops.attention_with_cache, **{"bool need_weights": "bool return_lse=False, bool return_weights"}
     ),

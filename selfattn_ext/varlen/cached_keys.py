@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from ..arguments import Keywords, PackedCall, checks, keywords_for, position, sequence_checks, shapes
-from ..kv_cache import checks as cache_checks
-from ..kv_cache.functions import attend_with_functions
+from ..kv_cache import cache_checks
 from ..kv_cache.step import attend_to_cache, page_numbers
+from ..kv_cache.step_with_functions import attend_with_functions
 
 __all__ = ["check", "computed"]
 

@@ -36,6 +36,15 @@ inline std::vector<const cpu::Kernel*> sequence_kernels() {
   return list;
 }
 
+// Those of them with forward mode and second derivatives, the portable one last.
+inline std::vector<const cpu::Kernel*> tangent_kernels() {
+  std::vector<const cpu::Kernel*> list;
+  for (const cpu::Kernel* kernel : available_kernels()) {
+    if (kernel->jvp != nullptr) list.push_back(kernel);
+  }
+  return list;
+}
+
 // A tensor of its own allocation, of exactly its size, with a margin around it that must stay untouched.
 class Buffer {
  public:

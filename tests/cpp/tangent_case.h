@@ -1,8 +1,10 @@
-// Calls of a kernel in a direction, on plain memory: its forward mode and its second derivatives.
+// Calls of a kernel in a direction, on plain memory: its forward mode and its second derivatives, and the
+// differences of the loops that judge them.
 #pragma once
 
 #include "attention_case.h"
 #include "core/tangents.h"
+#include "cpu/loops/loops.h"
 
 namespace selfattn::test {
 
@@ -67,7 +69,7 @@ struct TangentResults {
   Buffer grad_query, grad_key, grad_value, grad_mask, grad_slopes_rows, grad_sinks_rows;
   Buffer tangent_out_again, tangent_lse_again;  // of the second derivatives
 
-  TangentResults(const cpu::Kernel& kernel, TangentCase& c, const cpu::ThreadPool& pool)
+  explicit TangentResults(const TangentCase& c)
       : out(c.grad_out.filled(NAN)),
         out_residual(out),
         row_max(Buffer(AttentionCase::accumulation(c.dtype), c.grad_row.size()).filled(NAN)),
@@ -81,7 +83,9 @@ struct TangentResults {
         grad_slopes_rows(row_max),
         grad_sinks_rows(row_max),
         tangent_out_again(out),
-        tangent_lse_again(row_max) {
+        tangent_lse_again(row_max) {}
+
+  TangentResults(const cpu::Kernel& kernel, TangentCase& c, const cpu::ThreadPool& pool) : TangentResults(c) {
     const AttentionParams p = c.params();
     const bool rounded = size_of(c.dtype) == 2;
     JvpArguments jvp;
@@ -129,5 +133,54 @@ struct TangentResults {
     return list;
   }
 };
+
+// How near the differences of by_differences are to the derivatives.
+constexpr double kDifferenceLimit = 1e-7;
+
+// The same of a case in float64 by the loops, which have neither: forward mode is the difference of their
+// forward along the tangents, and second derivatives that of their backward, by the symmetry of second
+// derivatives (Note [Second derivatives] in core/tangents.h).
+inline TangentResults by_differences(TangentCase& c, const cpu::ThreadPool& pool) {
+  constexpr double kStep = 1e-5;
+  const auto moved = [&c](double step) {
+    TangentCase there = c;
+    there.options.grad_weights = false;
+    for (size_t b = 0; b < 6; ++b) {
+      if (!c.has(b)) continue;
+      Buffer& input = *there.inputs()[b];
+      for (int64_t n = 0; n < input.count(); ++n) {
+        if (std::isfinite(input.get(n))) input.set(n, input.get(n) + step * c.tangents()[b]->get(n));
+      }
+    }
+    return there;
+  };
+  TangentCase at = moved(0), ahead = moved(kStep), behind = moved(-kStep);
+  const AttentionResults here(cpu::kLoops, at, pool), there(cpu::kLoops, ahead, pool),
+      back(cpu::kLoops, behind, pool);
+  TangentResults r(c);
+  r.out = here.out;
+  r.row_max = here.row_max;
+  r.row_sum = here.row_sum;
+  const auto differ = [](Buffer& result, const Buffer& more, const Buffer& less) {
+    for (int64_t n = 0; n < result.count(); ++n) result.set(n, (more.get(n) - less.get(n)) / (2 * kStep));
+  };
+  differ(r.tangent_out, there.out, back.out);
+  differ(r.grad_query, there.grad_query, back.grad_query);
+  differ(r.grad_key, there.grad_key, back.grad_key);
+  differ(r.grad_value, there.grad_value, back.grad_value);
+  differ(r.grad_mask, there.grad_mask, back.grad_mask);
+  differ(r.grad_slopes_rows, there.grad_slopes_rows, back.grad_slopes_rows);
+  differ(r.grad_sinks_rows, there.grad_sinks_rows, back.grad_sinks_rows);
+  const auto lse = [](const AttentionResults& results, int64_t n) {
+    return results.row_max.get(n) + std::log(results.row_sum.get(n));
+  };
+  for (int64_t n = 0; n < r.row_max.count(); ++n) {
+    const bool dead = here.row_sum.get(n) == 0;
+    r.tangent_lse.set(n, dead ? 0 : (lse(there, n) - lse(back, n)) / (2 * kStep));
+  }
+  r.tangent_out_again = r.tangent_out;
+  r.tangent_lse_again = r.tangent_lse;
+  return r;
+}
 
 }  // namespace selfattn::test

@@ -1,20 +1,20 @@
-// Forward mode and second derivatives of every kernel that this machine can run, on plain memory: those of
-// the loops against differences, the others against the loops in float64, within their buffers, and the same
-// on any number of threads.
+// Forward mode and second derivatives of every kernel that has them and that this machine can run, on plain
+// memory: against differences of the loops and against the portable kernel in float64, within their buffers,
+// and the same on any number of threads.
 #include "comparison.h"
-#include "cpu/loops/loops.h"
 #include "tangent_case.h"
 #include "thread_pool.h"
 
 using namespace selfattn;
-using test::AttentionCase;
-using test::Buffer;
+using test::by_differences;
 using test::compare;
 using test::compare_statistics;
 using test::describe;
+using test::kDifferenceLimit;
 using test::option_sets;
 using test::Options;
 using test::Shape;
+using test::tangent_kernels;
 using test::TangentCase;
 using test::TangentResults;
 using test::tolerance;
@@ -25,94 +25,41 @@ namespace {
 constexpr unsigned kAll = 0b111111;
 constexpr unsigned kGiven[] = {kAll, 0b000111, 0b001000, 0b000001, 0b110010, 0b000100, 0};
 
-// The case with its inputs moved by `step` along its tangents.
-TangentCase moved(const TangentCase& c, const TangentCase& direction, double step) {
-  TangentCase there = c, along = direction;
-  for (size_t b = 0; b < 6; ++b) {
-    if (!along.has(b)) continue;
-    Buffer& input = *there.inputs()[b];
-    for (int64_t n = 0; n < input.count(); ++n) {
-      if (std::isfinite(input.get(n))) input.set(n, input.get(n) + step * along.tangents()[b]->get(n));
-    }
+// Checks the results that the options ask for.
+void check(const TangentResults& got, const TangentResults& expected, double limit, const TangentCase& c,
+           const cpu::Kernel& kernel) {
+  const std::string what =
+      describe(kernel, c.dtype, c.shape, c.options) + " tangents " + std::to_string(c.given);
+  compare_statistics(got, expected, limit, what);
+  const auto expected_list = expected.all(c.options), got_list = got.all(c.options);
+  for (size_t n = 0; n < got_list.size(); ++n) {
+    compare(*got_list[n].second, *expected_list[n].second, limit, what + ": " + got_list[n].first,
+            std::string(got_list[n].first) != "out");
   }
-  return there;
-}
-
-// F of Note [Second derivatives], where a row sees anything.
-double inner_product(const TangentCase& c, const TangentResults& r) {
-  double sum = 0;
-  for (int64_t n = 0; n < r.out.count(); ++n) sum += c.grad_out.get(n) * r.tangent_out.get(n);
-  for (int64_t n = 0; n < r.row_max.count(); ++n) sum -= c.grad_row.get(n) * r.tangent_lse.get(n);
-  return sum;
-}
-
-double log_sum(const TangentResults& r, int64_t row) {
-  return r.row_max.get(row) + std::log(r.row_sum.get(row));
-}
-
-// <gradients, direction> of what the second derivatives are with respect to the inputs.
-double along(TangentCase& d, const TangentResults& r) {
-  double sum = 0;
-  const Buffer* gradients[] = {&r.grad_query, &r.grad_key, &r.grad_value, &r.grad_mask};
-  for (size_t b = 0; b < 4; ++b) {
-    for (int64_t n = 0; d.has(b) && n < gradients[b]->count(); ++n) {
-      const double tangent = d.tangents()[b]->get(n);
-      if (!std::isnan(tangent)) sum += gradients[b]->get(n) * tangent;
-    }
-  }
-  for (int64_t n = 0; n < r.row_max.count(); ++n) {
-    const int64_t head = n / d.shape.queries;  // counted over the batch
-    if (d.has(4)) sum += r.grad_slopes_rows.get(n) * d.tangent_slopes.get(head % d.shape.heads);
-    if (d.has(5)) sum += r.grad_sinks_rows.get(n) * d.tangent_sinks.get(head);
-  }
-  return sum;
 }
 
 }  // namespace
 
-TEST(the_loops_agree_with_differences) {
-  constexpr double kStep = 1e-5, kLimit = 1e-7;
+TEST(derivatives_agree_with_differences_of_the_loops) {
   const Shape shape{2, 4, 2, 5, 7, 3, 2};
   const cpu::ThreadPool pool = test::serial_pool(1);
   for (const Options& options : option_sets()) {
     for (const unsigned given : kGiven) {
       TangentCase c(DType::kFloat64, shape, options, given);
-      TangentCase ahead = moved(c, c, kStep), behind = moved(c, c, -kStep);
-      const TangentResults here(cpu::kLoops, c, pool), there(cpu::kLoops, ahead, pool),
-          back(cpu::kLoops, behind, pool);
-      const std::string what =
-          describe(cpu::kLoops, c.dtype, shape, options) + " tangents " + std::to_string(given);
-      for (int64_t n = 0; n < here.out.count(); ++n) {
-        const double difference = (there.out.get(n) - back.out.get(n)) / (2 * kStep);
-        CHECK_FOR(test::near(here.tangent_out.get(n), difference, kLimit, std::fabs(difference)), what);
+      const TangentResults expected = by_differences(c, pool);
+      for (const cpu::Kernel* kernel : tangent_kernels()) {
+        check(TangentResults(*kernel, c, pool), expected, kDifferenceLimit, c, *kernel);
       }
-      for (int64_t n = 0; n < here.row_max.count(); ++n) {
-        const bool dead = here.row_sum.get(n) == 0;
-        const double difference = dead ? 0 : (log_sum(there, n) - log_sum(back, n)) / (2 * kStep);
-        CHECK_FOR(test::near(here.tangent_lse.get(n), difference, kLimit, std::fabs(difference)), what);
-      }
-      // In a direction of its own, with every tangent that there is.
-      TangentCase direction = c;
-      direction.given = kAll;
-      test::Random random(31);
-      for (Buffer* buffer : direction.tangents()) {
-        for (int64_t n = 0; n < buffer->count(); ++n) {
-          if (!std::isnan(buffer->get(n))) buffer->set(n, random.next());
-        }
-      }
-      TangentCase on = moved(c, direction, kStep), off = moved(c, direction, -kStep);
-      const TangentResults after(cpu::kLoops, on, pool), before(cpu::kLoops, off, pool);
-      const double difference = (inner_product(on, after) - inner_product(off, before)) / (2 * kStep);
-      CHECK_FOR(test::near(along(direction, here), difference, kLimit, std::fabs(difference)), what);
     }
   }
 }
 
-TEST(derivatives_agree_with_the_loops_in_float64) {
+TEST(derivatives_agree_with_the_portable_kernel_in_float64) {
   const Shape shapes[] = {{1, 1, 1, 1, 1, 1, 1},     {2, 4, 2, 17, 35, 7, 5},   {1, 2, 1, 3, 70, 16, 24},
                           {1, 2, 2, 65, 67, 33, 16}, {1, 1, 1, 1, 129, 64, 64}, {1, 2, 1, 48, 9, 0, 3},
                           {1, 2, 1, 5, 6, 4, 0}};
   const cpu::ThreadPool pool = test::thread_pool(2);
+  const cpu::Kernel& portable = *tangent_kernels().back();
   size_t turn = 0;
   for (const Shape& shape : shapes) {
     for (const DType dtype : test::kDTypes) {
@@ -120,17 +67,10 @@ TEST(derivatives_agree_with_the_loops_in_float64) {
         const unsigned given = turn++ % 2 == 0 ? kAll : kGiven[turn / 2 % std::size(kGiven)];
         TangentCase c(dtype, shape, options, given, shape.heads > 1);
         TangentCase wide = c.in_float64();
-        const TangentResults expected(cpu::kLoops, wide, pool);
-        for (const cpu::Kernel* kernel : test::available_kernels()) {
-          const TangentResults got(*kernel, c, pool);
-          const std::string what =
-              describe(*kernel, dtype, shape, options) + " tangents " + std::to_string(given);
-          compare_statistics(got, expected, tolerance(dtype), what);
-          const auto expected_list = expected.all(options), got_list = got.all(options);
-          for (size_t n = 0; n < got_list.size(); ++n) {
-            compare(*got_list[n].second, *expected_list[n].second, tolerance(dtype),
-                    what + ": " + got_list[n].first, std::string(got_list[n].first) != "out");
-          }
+        const TangentResults expected(portable, wide, pool);
+        check(expected, by_differences(wide, pool), kDifferenceLimit, wide, portable);
+        for (const cpu::Kernel* kernel : tangent_kernels()) {
+          check(TangentResults(*kernel, c, pool), expected, tolerance(dtype), c, *kernel);
         }
       }
     }
@@ -145,14 +85,10 @@ TEST(many_keys_take_no_more_memory) {
     options.window_left = 11900;
     TangentCase c(dtype, {1, 2, 1, 3, 12000, 3, 2}, options, kAll);
     TangentCase wide = c.in_float64();
-    const TangentResults expected(cpu::kLoops, wide, pool);
-    for (const cpu::Kernel* kernel : test::available_kernels()) {
-      const TangentResults got(*kernel, c, pool);
-      const auto expected_list = expected.all(options), got_list = got.all(options);
-      for (size_t n = 0; n < got_list.size(); ++n) {
-        compare(*got_list[n].second, *expected_list[n].second, tolerance(dtype),
-                describe(*kernel, dtype, c.shape, options) + ": " + got_list[n].first);
-      }
+    const TangentResults expected = by_differences(wide, pool);
+    for (const cpu::Kernel* kernel : tangent_kernels()) {
+      check(TangentResults(*kernel, c, pool), expected, std::fmax(tolerance(dtype), kDifferenceLimit), c,
+            *kernel);
     }
   }
 }
@@ -163,9 +99,7 @@ TEST(derivatives_do_not_depend_on_the_threads) {
     for (const DType dtype : {DType::kFloat32, DType::kBFloat16}) {
       for (const Options& options : option_sets()) {
         TangentCase c(dtype, shape, options, kAll);
-        for (const cpu::Kernel* kernel : test::available_kernels()) {
-          // Its items do not wait, and it takes a second for each of these.
-          if (kernel == &cpu::kLoops && shape.queries > 100) continue;
+        for (const cpu::Kernel* kernel : tangent_kernels()) {
           const TangentResults one(*kernel, c, test::thread_pool(1));
           for (const cpu::ThreadPool& pool : {test::thread_pool(3), test::serial_pool(4)}) {
             const TangentResults several(*kernel, c, pool);

@@ -15,9 +15,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import selfattn_ext
-from selfattn_ext import backends, library, ops
+from selfattn_ext import backends, ops
 from selfattn_ext.arguments import checks, forced_kernel, refusals
 from selfattn_ext.autograd import operator_calls
+from selfattn_ext.build import library
 
 BUILD = library.extension().build_info()
 needs_kernels = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")
@@ -141,7 +142,7 @@ class TestChecks:
         with pytest.raises(ValueError, match="mask is on cpu"):
             ops.masked_softmax(self.here, 1.0, mask=self.host)
         with pytest.raises(ValueError, match="value is on cpu"):
-            ops.plain_attention(self.here, self.here, self.host, None, False, False)
+            ops.basic_attention(self.here, self.here, self.host, None, False, False)
         with pytest.raises(ValueError, match="value is on cpu"):
             ops.attention_refusals(self.here, self.here, self.host, 1.0)
 
@@ -158,7 +159,7 @@ class TestChecks:
     def test_one_device_for_the_other_gradients(self) -> None:
         here, host = self.here, self.host
         with pytest.raises(ValueError, match="statistics is on cpu"):
-            ops.plain_attention_backward(
+            ops.basic_attention_backward(
                 here, here, here, here, here, torch.zeros(2, 1, 2, 4), None, None, False
             )
         with pytest.raises(ValueError, match="grad_scores is on cpu"):
@@ -193,7 +194,7 @@ class TestChecks:
             ops.attention_backward(**call, scale=1.0, dropout_p=0.5, need_mask_grad=True)
         statistics = claimed(torch.zeros(2, 1, 2, 4))
         with pytest.raises(MemoryError, match="grad_query"):
-            ops.plain_attention_backward(x, x, x, x, x, statistics, None, None, False)
+            ops.basic_attention_backward(x, x, x, x, x, statistics, None, None, False)
         with pytest.raises(MemoryError, match="grad_query"):
             ops.attention_scores_backward(square, x, x, 1.0)
         with pytest.raises(MemoryError, match="grad_scores"):
@@ -338,7 +339,7 @@ class TestOutOfMemory:
     @pytest.mark.parametrize(
         ("name", "call"),
         [
-            ("plain_attention_backward", lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x)),
+            ("basic_attention_backward", lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x)),
             ("direct_backward", lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x, softcap=1.0)),
             ("attention_backward", lambda x: selfattn_ext.scaled_dot_product_attention(x, x, x, x @ x.mT)),
             ("attention_scores_backward", lambda x: selfattn_ext.attention_scores(x, x)),

@@ -38,7 +38,7 @@ class BackwardTask {
         chunk(chunk_keys<P>(params)),
         chunks(chunk_count<P>(params)),
         heads_kv(params.batch * params.kv_heads),
-        takes_packed(options_of(params).within(kPackedOptions) && arguments.grad_weights.data == nullptr &&
+        takes_paired(options_of(params).within(kPairedOptions) && arguments.grad_weights.data == nullptr &&
                      arguments.grad_slopes_rows == nullptr && !MaskSum<P>::takes(arguments)),
         mask_sum(params, arguments, chunk, chunks, sharers),
         strips_done(new std::atomic<int64_t>[static_cast<size_t>(heads_kv * chunks)]) {
@@ -107,8 +107,8 @@ class BackwardTask {
   const BackwardArguments& a;
   int64_t chunk, chunks, heads_kv;
   // Whether the call asks for nothing of weights and dS but the gradients of query, key and value, and all of
-  // its options are in the scores: then they may go to the products in packed form alone.
-  bool takes_packed;
+  // its options are in the scores: then they may go to the products in paired form alone.
+  bool takes_paired;
   MaskSum<P> mask_sum;
   std::unique_ptr<std::atomic<int64_t>[]>
       strips_done;  // [chunks][heads_kv] strips whose dQ the chunk has added to
@@ -151,7 +151,7 @@ class BackwardTask {
   // already.
   template <class Operand>
   static bool well_behaved(const Operand& operand, int64_t rows, int64_t columns) {
-    if constexpr (kPlain<P>) return all_finite(operand.rows.data, operand.rows.stride, rows, columns);
+    if constexpr (kDirect<P>) return all_finite(operand.rows.data, operand.rows.stride, rows, columns);
     return true;
   }
 
@@ -189,7 +189,7 @@ class BackwardTask {
     const auto rows_of = [&](const View& view, int64_t columns) {
       return row_source(view, p.dtype, item.batch, head, panel.first, panel.count, columns);
     };
-    if constexpr (kPlain<P>) {
+    if constexpr (kDirect<P>) {
       s.query_rows.load(rows_of(p.query, p.head_dim));
     } else {
       // Numbers of one piece are in float nowhere, those of more come in panels of one strip.
@@ -216,19 +216,19 @@ class BackwardTask {
       };
       for (int64_t i = 0, at = 0; i < panel.strips; at += panel.counts[i++]) {
         next.ask();
-        const PackedPlace place{at, rows};
+        const PairedPlace place{at, rows};
         int64_t count = panel.contributes[i] ? seen_rows(s.strips[i], item, from, rows) : 0;
         if (count > 0) {
           const bool mark = alone || s.key_columns.special(from, count);
-          const bool direct = takes_packed && packs_gradients(s) && s.strips[i].ordinary && !mark;
-          if (by_blocks && direct && rows == kKeyBlock && !special_values(s, from, rows)) {
+          const bool paired = takes_paired && pairs_gradients(s) && s.strips[i].ordinary && !mark;
+          if (by_blocks && paired && rows == kKeyBlock && !special_values(s, from, rows)) {
             add_run();
             if (!waiting.takes(from, i)) add_waiting();
             waiting.add(from, i);
             continue;
           }
           add_waiting();
-          count = add_strip(s, item, i, from, count, place, step, mark, direct) ? count : 0;
+          count = add_strip(s, item, i, from, count, place, step, mark, paired) ? count : 0;
         }
         if (count == 0) {
           add_run();
@@ -258,8 +258,8 @@ class BackwardTask {
                         s.grad_key + from * s.head_stride, visible);
   }
 
-  static bool packs_gradients(const Scratch& s) {
-    if constexpr (kPlain<P>) {
+  static bool pairs_gradients(const Scratch& s) {
+    if constexpr (kDirect<P>) {
       return false;
     } else {
       return s.block.grad.in_float == nullptr;
@@ -268,7 +268,7 @@ class BackwardTask {
 
   // Whether dP of a block is not made of pieces alone.
   static bool special_values(const Scratch& s, int64_t from, int64_t rows) {
-    if constexpr (kPlain<P>) {
+    if constexpr (kDirect<P>) {
       return false;
     } else {
       return s.value_rows.special(from, rows);
@@ -285,13 +285,13 @@ class BackwardTask {
   // A strip of the panel against `count` keys of the block: adds to dQ^T and makes ready what add_rows takes.
   // false if all of them are hidden.
   bool add_strip(Scratch& s, const Item& item, int64_t i, int64_t from, int64_t count,
-                 const PackedPlace& place, int64_t step, bool mark, bool direct) const {
+                 const PairedPlace& place, int64_t step, bool mark, bool paired) const {
     GradientStrip<P>& strip = s.strips[i];
     const int64_t key = item.begin + from;
     mask_sum.prefetch(s.mask, strip, from, count);
     const GradientBlock<P> block{key, count, from, &s.key_rows, &s.value_rows};
-    if (!grad_score_block<P>(p, a, strip, block, s.block, mark, direct ? &place : nullptr)) return false;
-    if (!direct) {
+    if (!grad_score_block<P>(p, a, strip, block, s.block, mark, paired ? &place : nullptr)) return false;
+    if (!paired) {
       T* grad = s.block.grad.block;
       mask_sum.add_block(s.mask, strip, step, from, count, grad);
       apply_function_gradient<P>(p.function, strip, key, count, s.block.block.given, grad);
@@ -368,7 +368,7 @@ void backward_sequences(const AttentionParams& p, const BackwardArguments& a, co
 }
 
 template <class P>
-void attention_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
+void backward_pass(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   if (p.sequences.any()) return backward_sequences<P>(p, a, pool);
   const BackwardTask<P> task(p, a);
   for_each_item(pool, task.items(), task, task.item_kind());

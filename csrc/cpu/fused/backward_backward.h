@@ -356,8 +356,8 @@ struct SecondScoreGradient {
 };
 
 template <class P>
-void attention_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
-                                 const ThreadPool& pool) {
+void backward_backward_pass(const AttentionParams& p, const BackwardBackwardArguments& a,
+                            const ThreadPool& pool) {
   const bool has_mask = a.backward.grad_mask.data != nullptr;
   if (!p.sequences.any()) {
     const BackwardBackwardTask<P> task(p, a);

@@ -8,7 +8,7 @@ namespace selfattn::cpu::SELFATTN_ISA {
 
 // Of a row of the map, nullptr behind the last one.
 inline Seen seen_in_block(const BlockMap& map, const uint8_t* row, int64_t key_block) {
-  return row == nullptr || key_block >= map.key_blocks ? Seen::kByNobody : static_cast<Seen>(row[key_block]);
+  return row == nullptr || key_block >= map.key_blocks ? Seen::kNone : static_cast<Seen>(row[key_block]);
 }
 
 inline const uint8_t* row_of_blocks(const BlockMap& map, int64_t batch, int64_t head, int64_t query_block) {
@@ -27,8 +27,8 @@ inline KeyRange shown_keys(const AttentionParams& p, int64_t batch, int64_t head
   for (int64_t block = first / map.query_size; block <= last / map.query_size; ++block) {
     const uint8_t* row = row_of_blocks(map, batch, head, block);
     int64_t left = 0, right = map.key_blocks;
-    while (left < begin && seen_in_block(map, row, left) == Seen::kByNobody) ++left;
-    while (right > end && seen_in_block(map, row, right - 1) == Seen::kByNobody) --right;
+    while (left < begin && seen_in_block(map, row, left) == Seen::kNone) ++left;
+    while (right > end && seen_in_block(map, row, right - 1) == Seen::kNone) --right;
     begin = smaller(begin, left);
     end = larger(end, right);
   }

@@ -79,7 +79,7 @@ struct ForwardTask {
     }
     run(strips, scratch, false);
     bool finite = !scratch.block.large_values;
-    if constexpr (kPlain<P>) {
+    if constexpr (kDirect<P>) {
       for (int64_t i = 0; i < strips; ++i) finite = finite && scratch.strips[i].finite(p);
       if (!finite) run(strips, scratch, true);
     } else {
@@ -123,7 +123,7 @@ struct ForwardTask {
 // Each element as if it had come alone, those with few queries by decoding.
 template <class P>
 void forward_sequences(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
-  if constexpr (kPlain<P>) decode_sequences<P>(p, outputs, pool);
+  if constexpr (kDirect<P>) decode_sequences<P>(p, outputs, pool);
   const auto calls = element_calls(p, outputs, most_decoded(p) + 1, kAnyQueries);
   int64_t strips = 0;
   for (const auto& call : calls) strips += ForwardTask<P>::strips(call.params);
@@ -132,9 +132,9 @@ void forward_sequences(const AttentionParams& p, const ForwardOutputs& outputs, 
 }
 
 template <class P>
-void attention_forward(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
+void forward_pass(const AttentionParams& p, const ForwardOutputs& outputs, const ThreadPool& pool) {
   if (p.sequences.any()) return forward_sequences<P>(p, outputs, pool);
-  if constexpr (kPlain<P>) {
+  if constexpr (kDirect<P>) {
     if (p.queries <= most_decoded(p)) return decode<P>(p, outputs, pool);
   }
   const ForwardTask<P> task(p, outputs, ForwardTask<P>::strips(p), pool.threads);

@@ -116,7 +116,7 @@ struct LaneSums {
 };
 
 // exp(s * scale - shift) of a vector of queries to `weights`.
-template <class P, Weigh kWeigh, bool kPacked>
+template <class P, Weigh kWeigh, bool kPaired>
 SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, int64_t lane,
                                         typename Simd<Scalar<P>>::Vec scale,
                                         typename Simd<Scalar<P>>::Vec shift,
@@ -134,7 +134,7 @@ SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, i
       weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
       sum[i] = S::add(sum[i], weight[i]);
     }
-    weights.template store<kWeigh, kPacked>(j, lane, weight, used);
+    weights.template store<kWeigh, kPaired>(j, lane, weight, used);
   }
   if (j < keys) {
     typename S::Vec weight[4];
@@ -144,15 +144,15 @@ SELFATTN_INLINE LaneSums<P> weigh_lanes(int64_t keys, const Scalar<P>* column, i
       weight[i] = weight_of<T, kWeigh>(S::load(column + (j + i) * ld), scale, shift);
       sum[i] = S::add(sum[i], weight[i]);  // in its place, so that zeros after it change nothing
     }
-    weights.template store<kWeigh, kPacked>(j, lane, weight, used);
+    weights.template store<kWeigh, kPaired>(j, lane, weight, used);
   }
   return {S::add(S::add(sum[0], sum[1]), S::add(sum[2], sum[3])), S::add(used[0], used[1])};
 }
 
 // Turns a block of scores, still to be multiplied by `factor`, into unnormalised weights and moves the
-// running maximum and sum on. The weights go to `weights`; `s` may be its block. kPacked: see WeightOperand.
+// running maximum and sum on. The weights go to `weights`; `s` may be its block. kPaired: see WeightOperand.
 // Returns whether sums in place have to be rescaled.
-template <class P, Weigh kWeigh, bool kPacked>
+template <class P, Weigh kWeigh, bool kPaired>
 bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* s, Scalar<P> factor,
                    const WeightOperand<P>& weights) {
   using T = Scalar<P>;
@@ -170,7 +170,7 @@ bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
     if constexpr (kSumTells) {
       if (S::any(S::less(nothing, old_max))) {
         const auto shift = S::select(higher, S::set(T(0)), old_max);
-        const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPacked>(keys, column, lane, scale, shift, weights);
+        const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPaired>(keys, column, lane, scale, shift, weights);
         higher = S::either(higher, S::less(S::set(T(kMostBlockSum)), sums.all));
         if (!S::any(higher)) {
           S::store(strip.row_sum + lane, S::add(S::load(strip.row_sum + lane), sums.all));
@@ -189,7 +189,7 @@ bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
     }
     // Where nothing has been visible yet, subtracting -inf would make NaN of -inf scores.
     const auto shift = S::select(S::equal(new_max, nothing), S::set(T(0)), new_max);
-    const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPacked>(keys, column, lane, scale, shift, weights);
+    const LaneSums<P> sums = weigh_lanes<P, kWeigh, kPaired>(keys, column, lane, scale, shift, weights);
     const auto rescale = exp_nonpositive<T>(S::sub(old_max, shift));
     S::store(strip.row_sum + lane, S::fma(S::load(strip.row_sum + lane), rescale, sums.all));
     if constexpr (is_one_piece(kWeigh)) {
@@ -202,20 +202,20 @@ bool softmax_block(const ForwardStrip<P>& strip, int64_t keys, const Scalar<P>* 
 }
 
 // Scores to the weights that meet the values: softmax and dropout. `keep_block` asks for weights.block too,
-// where a product could do with their packed form alone.
+// where a product could do with their paired form alone.
 // Returns what softmax_block does.
 template <class P>
 bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t key, int64_t keys,
                  Scalar<P> factor, WeightOperand<P>& weights, bool keep_block) {
   bool moved = false;
-  if constexpr (!kPlain<P>) {
+  if constexpr (!kDirect<P>) {
     if (weights.sums_in_place() || (!p.dropout.enabled && !keep_block)) {
       with_weighing<P>(p, factor, [&](auto weigh) {
         moved = softmax_block<P, weigh.kind, true>(strip, keys, weights.block, factor, weights);
       });
       weights.pad_lanes(keys, strip.vecs);
       if (!p.dropout.enabled && !keep_block) return moved;
-      weights.unpack_lanes(keys, strip.vecs);
+      weights.unpair_lanes(keys, strip.vecs);
     }
   }
   if (!weights.sums_in_place()) {

@@ -13,19 +13,19 @@
 namespace selfattn::cpu::SELFATTN_ISA {
 
 inline void fused_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? attention_forward<double>(p, o, pool) : attention_forward<float>(p, o, pool);
+  p.dtype == DType::kFloat64 ? forward_pass<double>(p, o, pool) : forward_pass<float>(p, o, pool);
 }
 inline void fused_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? attention_weights<double>(p, o, pool) : attention_weights<float>(p, o, pool);
+  p.dtype == DType::kFloat64 ? weights_pass<double>(p, o, pool) : weights_pass<float>(p, o, pool);
 }
 inline size_t fused_backward_workspace(const AttentionParams& p) {
   return p.dtype == DType::kFloat64 ? backward_workspace<double>(p) : backward_workspace<float>(p);
 }
 inline void fused_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? attention_backward<double>(p, a, pool) : attention_backward<float>(p, a, pool);
+  p.dtype == DType::kFloat64 ? backward_pass<double>(p, a, pool) : backward_pass<float>(p, a, pool);
 }
 inline void fused_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? attention_jvp<double>(p, a, pool) : attention_jvp<float>(p, a, pool);
+  p.dtype == DType::kFloat64 ? jvp_pass<double>(p, a, pool) : jvp_pass<float>(p, a, pool);
 }
 inline size_t fused_backward_backward_workspace(const AttentionParams& p) {
   return p.dtype == DType::kFloat64 ? backward_backward_workspace<double>(p)
@@ -33,8 +33,8 @@ inline size_t fused_backward_backward_workspace(const AttentionParams& p) {
 }
 inline void fused_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
                                     const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? attention_backward_backward<double>(p, a, pool)
-                             : attention_backward_backward<float>(p, a, pool);
+  p.dtype == DType::kFloat64 ? backward_backward_pass<double>(p, a, pool)
+                             : backward_backward_pass<float>(p, a, pool);
 }
 inline void fused_captured_gradients(const AttentionParams& p, const BackwardArguments& a,
                                      const CapturedGradients& g, const ThreadPool& pool) {
@@ -42,26 +42,18 @@ inline void fused_captured_gradients(const AttentionParams& p, const BackwardArg
                              : captured_gradients<float>(p, a, g, pool);
 }
 inline void fused_scores(const ScoresParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? attention_scores<double>(p, pool) : attention_scores<float>(p, pool);
+  p.dtype == DType::kFloat64 ? scores_pass<double>(p, pool) : scores_pass<float>(p, pool);
 }
 inline void fused_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? attention_scores_backward<double>(p, pool)
-                             : attention_scores_backward<float>(p, pool);
+  p.dtype == DType::kFloat64 ? scores_backward_pass<double>(p, pool) : scores_backward_pass<float>(p, pool);
 }
 inline void fused_masked_softmax(const SoftmaxParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? masked_softmax<double>(p, pool) : masked_softmax<float>(p, pool);
+  p.dtype == DType::kFloat64 ? masked_softmax_pass<double>(p, pool) : masked_softmax_pass<float>(p, pool);
 }
 inline void fused_masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? masked_softmax_backward<double>(p, pool)
-                             : masked_softmax_backward<float>(p, pool);
+  p.dtype == DType::kFloat64 ? masked_softmax_backward_pass<double>(p, pool)
+                             : masked_softmax_backward_pass<float>(p, pool);
 }
-
-// Those of every pass over Simd<T>: forward and decoding, weights, backward.
-constexpr OptionSet kFusedOptions = {
-    Option::kMask,          Option::kOwnMasks,       Option::kAlibiSlopes, Option::kSinks,
-    Option::kDropout,       Option::kWindow,         Option::kQueryOffset, Option::kSoftcap,
-    Option::kPackedQueries, Option::kPackedKeys,     Option::kKeyLengths,  Option::kQueryOffsets,
-    Option::kPages,         Option::kBatchInvariant, Option::kFunction,    Option::kBlockMap};
 
 constexpr Kernel fused_kernel(const char* isa, const char* description) {
   Kernel kernel{};

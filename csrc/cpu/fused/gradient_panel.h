@@ -47,7 +47,7 @@ struct PanelBlocks {
   }
 };
 
-// Whether add_blocks takes the blocks of a call that need packed weights and dS alone, see PackedPlace.
+// Whether add_blocks takes the blocks of a call that need paired weights and dS alone, see PairedPlace.
 template <class P>
 bool adds_blocks(const AttentionParams&) {
   return false;

@@ -201,21 +201,21 @@ SELFATTN_INLINE typename Simd<T>::Vec sum_over_keys(const T* grad, int64_t keys,
   return S::add(S::add(sums[0], sums[1]), S::add(sums[2], sums[3]));
 }
 
-// Where the packed blocks of a strip go, for a block that is not needed in T: the place of its first query
+// Where the paired blocks of a strip go, for a block that is not needed in T: the place of its first query
 // among those of its panel, and how many rows of keys are to be there.
-struct PackedPlace {
+struct PairedPlace {
   int64_t first_query, rows;
 };
 
-// What may come between scores and packed weights: options that the scores hold already. Dropout and the
+// What may come between scores and paired weights: options that the scores hold already. Dropout and the
 // softcap's gradient need weights and dS as numbers of their own.
-constexpr OptionSet kPackedOptions = {Option::kMask,   Option::kAlibiSlopes, Option::kSinks,
+constexpr OptionSet kPairedOptions = {Option::kMask,   Option::kAlibiSlopes, Option::kSinks,
                                       Option::kWindow, Option::kQueryOffset, Option::kBatchInvariant};
 
-// Scores and dP in the scratch's blocks to packed weights and dS.
+// Scores and dP in the scratch's blocks to paired weights and dS.
 template <class P>
-void pack_gradients(const AttentionParams& p, const GradientStrip<P>& strip, int64_t keys, Scalar<P> factor,
-                    const PackedPlace& place, GradientScratch<P>& scratch);
+void pair_gradients(const AttentionParams& p, const GradientStrip<P>& strip, int64_t keys, Scalar<P> factor,
+                    const PairedPlace& place, GradientScratch<P>& scratch);
 
 // Keys first .. first + count - 1, which are rows `from` and on of the operands.
 template <class P>
@@ -225,11 +225,11 @@ struct GradientBlock {
 };
 
 // Fills scratch.weights and scratch.grad for a block; false when all of it is hidden. With a place, in
-// packed form alone: that is for calls within kPackedOptions, of ordinary strips.
+// paired form alone: that is for calls within kPairedOptions, of ordinary strips.
 template <class P>
 bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, GradientStrip<P>& strip,
                       const GradientBlock<P>& block, GradientScratch<P>& scratch, bool need_visible,
-                      const PackedPlace* place = nullptr) {
+                      const PairedPlace* place = nullptr) {
   using T = Scalar<P>;
   using S = Simd<T>;
   constexpr int64_t ld = kLanes<P>;
@@ -242,9 +242,9 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
   }
   if (need_visible) mark_visible<P>(strip, keys, weights, scratch.visible);
   multiply_lanes<P>(*block.values, block.from, keys, strip.grad_out, p.value_dim, strip.vecs, grads);
-  if constexpr (!kPlain<P>) {
+  if constexpr (!kDirect<P>) {
     if (place != nullptr) {
-      pack_gradients<P>(p, strip, keys, factor, *place, scratch);
+      pair_gradients<P>(p, strip, keys, factor, *place, scratch);
       return true;
     }
   }

@@ -232,7 +232,7 @@ struct JvpTask {
 };
 
 template <class P>
-void attention_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
+void jvp_pass(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
   if (p.sequences.any()) {
     const auto calls = element_calls(p, a, 0, kAnyQueries);
     const auto joint = joint_task<JvpTask<P>>(calls, pool.threads);

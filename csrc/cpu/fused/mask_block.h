@@ -2,7 +2,7 @@
 // windows.
 #pragma once
 
-#include "../products/rows.h"
+#include "../products/tensor_rows.h"
 #include "query_strip.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {

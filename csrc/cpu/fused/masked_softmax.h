@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../products/elementary.h"
-#include "../products/rows.h"
+#include "../products/tensor_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -123,13 +123,13 @@ struct SoftmaxTask {
 };
 
 template <class T>
-void masked_softmax(const SoftmaxParams& p, const ThreadPool& pool) {
+void masked_softmax_pass(const SoftmaxParams& p, const ThreadPool& pool) {
   const SoftmaxTask<T> task(p, false);
   for_each_item(pool, task.items(), task, Items::kIndependent);
 }
 
 template <class T>
-void masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
+void masked_softmax_backward_pass(const SoftmaxParams& p, const ThreadPool& pool) {
   const SoftmaxTask<T> task(p, true);
   for_each_item(pool, task.items(), task, Items::kIndependent);
 }

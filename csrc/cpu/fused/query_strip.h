@@ -15,7 +15,7 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // multiplied by powers of two alone, which do not round them.
 template <class P>
 bool queries_take_scale(double scale) {
-  if constexpr (kPlain<P>) {
+  if constexpr (kDirect<P>) {
     return scale_keeps_queries(scale);
   } else {
     return P::is_exact_factor(scale);
@@ -45,12 +45,12 @@ struct QueryStrip {
     count = queries;
     vecs = divide_up(queries, Simd<T>::kWidth);
     keys = shown_keys(p, batch, head, first, first + count - 1);
-    few_queries = kPlain<P> && p.queries <= kFewQueries && !p.batch_invariant;
+    few_queries = kDirect<P> && p.queries <= kFewQueries && !p.batch_invariant;
     const RowSource rows = source(p, p.query, p.head_dim);
     rest_of_scale = T(1);
     T in_query = static_cast<T>(p.scale);
     if (!queries_take_scale<P>(p.scale)) std::swap(in_query, rest_of_scale);
-    if constexpr (kPlain<P>) {
+    if constexpr (kDirect<P>) {
       if (few_queries) {
         load_rows<T>(query.data, rows.data, rows.dtype, rows.stride, count, p.head_dim, in_query);
         return;

@@ -34,7 +34,7 @@ SELFATTN_INLINE typename Simd<T>::Vec distances(int64_t first, typename Simd<T>:
 template <class P>
 void dot_block(QueryStrip<P>& strip, const RowOperand<P>& keys, int64_t from, int64_t count, int64_t head_dim,
                Scalar<P>* s) {
-  if constexpr (kPlain<P>) {
+  if constexpr (kDirect<P>) {
     if (strip.few_queries) {
       return few_query_score_block<P>(strip.query.data, strip.count, keys.rows.data + from * keys.rows.stride,
                                       keys.rows.stride, count, head_dim, s, kLanes<P>);
@@ -115,7 +115,7 @@ Scalar<P> finish_scores(const AttentionParams& p, const QueryStrip<P>& strip, in
   const bool windowed = window_of_block(p, strip, key, keys, scratch);
   const bool altered = scratch.given != nullptr || alters_scores_of(p, strip, key, keys);
   const bool scaled = strip.rest_of_scale != T(1);
-  if (!windowed && !altered && !(kPlain<P> && scaled)) return strip.rest_of_scale;
+  if (!windowed && !altered && !(kDirect<P> && scaled)) return strip.rest_of_scale;
   const bool capped = p.softcap > 0.0, sloped = p.alibi_slopes.data != nullptr;
   const bool masked = p.mask.data != nullptr;
   const auto take = [&](const ScoreSteps& steps) {
@@ -157,8 +157,8 @@ bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, in
 // Calls body with the Weighing for scores that `factor` is still to be multiplied into.
 template <class P, class Body>
 void with_weighing(const AttentionParams& p, Scalar<P> factor, const Body& body) {
-  if constexpr (kPlain<P>) {
-    body(Weighing<Weigh::kPlain>{});
+  if constexpr (kDirect<P>) {
+    body(Weighing<Weigh::kWhole>{});
   } else if constexpr (P::kFloatWeights) {
     factor == 1 ? body(Weighing<Weigh::kThreePieces>{}) : body(Weighing<Weigh::kScaledThreePieces>{});
   } else if (P::pieces(p) == 1) {

@@ -15,7 +15,7 @@ bool for_each_part(const ScoreFunction& function, const QueryStrip<P>& strip, in
   constexpr int64_t ld = kLanes<P>;
   const BlockMap& map = function.map;
   ScoreTile tile{function.first_batch + strip.batch, strip.head, strip.first, strip.count, key, keys, ld};
-  if (map.blocks == nullptr) return visit(Seen::kByWhomTheFunctionShows, tile, 0);
+  if (map.blocks == nullptr) return visit(Seen::kFunctionDecides, tile, 0);
   const int64_t end_query = strip.first + strip.count, end_key = key + keys;
   for (int64_t query = strip.first, next_query; query < end_query; query = next_query) {
     const int64_t query_block = query / map.query_size;
@@ -41,7 +41,7 @@ bool for_each_part(const ScoreFunction& function, const QueryStrip<P>& strip, in
 template <class P>
 bool map_shows_block(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys) {
   return for_each_part(function, strip, key, keys,
-                       [](Seen seen, const ScoreTile&, int64_t) { return seen != Seen::kByNobody; });
+                       [](Seen seen, const ScoreTile&, int64_t) { return seen != Seen::kNone; });
 }
 
 // Whether the function changes a score of a block, or may hide one.
@@ -49,8 +49,8 @@ template <class P>
 bool alters_block(const ScoreFunction& function, const QueryStrip<P>& strip, int64_t key, int64_t keys) {
   const ScoreFunctionTable* table = function.table;
   return for_each_part(function, strip, key, keys, [&](Seen seen, const ScoreTile&, int64_t) {
-    if (seen == Seen::kByEverybody) return table != nullptr && table->apply_unmasked != nullptr;
-    return seen == Seen::kByNobody || (table != nullptr && table->apply != nullptr);
+    if (seen == Seen::kAll) return table != nullptr && table->apply_unmasked != nullptr;
+    return seen == Seen::kNone || (table != nullptr && table->apply != nullptr);
   });
 }
 
@@ -64,14 +64,14 @@ bool apply_function(const ScoreFunction& function, const QueryStrip<P>& strip, i
   FunctionInputs inputs = function.inputs;
   inputs.out_of_range = &beside;
   for_each_part(function, strip, key, keys, [&](Seen seen, const ScoreTile& tile, int64_t at) {
-    if (seen == Seen::kByNobody) {
+    if (seen == Seen::kNone) {
       for (int64_t j = 0; j < tile.keys; ++j) {
         for (int64_t i = 0; i < tile.queries; ++i) {
           s[at + j * tile.stride + i] = -std::numeric_limits<T>::infinity();
         }
       }
     } else if (function.table != nullptr) {
-      const auto apply = seen == Seen::kByEverybody ? function.table->apply_unmasked : function.table->apply;
+      const auto apply = seen == Seen::kAll ? function.table->apply_unmasked : function.table->apply;
       if (apply != nullptr) apply(&inputs, &tile, s + at);
     }
     return false;
@@ -100,7 +100,7 @@ void apply_function_gradient(const ScoreFunction& function, const QueryStrip<P>&
                              int64_t keys, const Scalar<P>* scores, Scalar<P>* grad) {
   if (function.table == nullptr || function.table->differentiate == nullptr) return;
   for_each_part(function, strip, key, keys, [&](Seen seen, const ScoreTile& tile, int64_t at) {
-    if (seen != Seen::kByNobody) {
+    if (seen != Seen::kNone) {
       function.table->differentiate(&function.inputs, &tile, scores + at, grad + at);
     }
     return false;
@@ -113,7 +113,7 @@ void add_captured_gradients(const ScoreFunction& function, const QueryStrip<P>& 
                             int64_t keys, const Scalar<P>* scores, const Scalar<P>* grad,
                             double* const* sums) {
   for_each_part(function, strip, key, keys, [&](Seen seen, const ScoreTile& tile, int64_t at) {
-    if (seen != Seen::kByNobody) {
+    if (seen != Seen::kNone) {
       function.table->add_captured(&function.inputs, &tile, scores + at, grad + at, sums);
     }
     return false;

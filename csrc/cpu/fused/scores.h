@@ -118,13 +118,13 @@ struct ScoresGradientTask {
 };
 
 template <class T>
-void attention_scores(const ScoresParams& p, const ThreadPool& pool) {
+void scores_pass(const ScoresParams& p, const ThreadPool& pool) {
   const ScoresTask<T> task(p);
   for_each_item(pool, task.items(), task, Items::kIndependent);
 }
 
 template <class T>
-void attention_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
+void scores_backward_pass(const ScoresParams& p, const ThreadPool& pool) {
   const ScoresGradientTask<T, false> query_task(p);
   for_each_item(pool, query_task.items(), query_task, Items::kIndependent);
   const ScoresGradientTask<T, true> key_task(p);

@@ -18,7 +18,7 @@ struct SecondWorkspace {
   explicit SecondWorkspace(const AttentionParams& p, void* memory = nullptr)
       : key_stride(round_up_to_vector<T>(p.head_dim)),
         value_stride(round_up_to_vector<T>(p.value_dim)),
-        rows(kPlain<P> ? p.keys : round_up(p.keys, 16)),
+        rows(kDirect<P> ? p.keys : round_up(p.keys, 16)),
         keys_size(p.batch * p.kv_heads * rows * key_stride),
         values_size(p.batch * p.kv_heads * rows * value_stride),
         rows_size(p.batch * p.heads * p.queries),

@@ -38,16 +38,16 @@ struct TangentRows {
   char* pages;  // see key_source
 
   static int64_t bytes(const AttentionParams& p, int64_t columns) {
-    const int64_t once_more = kPlain<P> ? 0 : ColumnOperand<P>::bytes(p, kKeyBlock, columns);
+    const int64_t once_more = kDirect<P> ? 0 : ColumnOperand<P>::bytes(p, kKeyBlock, columns);
     return RowOperand<P>::bytes(p, kKeyBlock, columns) + once_more + block_bytes(p, kKeyBlock, columns);
   }
   void allocate(const AttentionParams& p, int64_t columns, Arena& arena) {
     with_lanes.allocate(p, kKeyBlock, columns, arena);
-    if (!kPlain<P>) with_weights.allocate(p, kKeyBlock, columns, arena);
+    if (!kDirect<P>) with_weights.allocate(p, kKeyBlock, columns, arena);
     pages = arena.take<char>(block_bytes(p, kKeyBlock, columns));
   }
   void load(const RowSource& s, Meets meets) {
-    if constexpr (kPlain<P>) {
+    if constexpr (kDirect<P>) {
       with_lanes.load(s);
       with_weights.load_shared(s, with_lanes);
     } else {

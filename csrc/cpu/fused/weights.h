@@ -84,7 +84,7 @@ struct WeightsTask {
 };
 
 template <class P>
-void attention_weights(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool& pool) {
+void weights_pass(const AttentionParams& p, const WeightsOutputs& outputs, const ThreadPool& pool) {
   if (p.sequences.any()) {
     const auto calls = element_calls(p, outputs, 0, kAnyQueries);
     const auto joint = joint_task<WeightsTask<P>>(calls);

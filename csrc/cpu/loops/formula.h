@@ -87,13 +87,6 @@ class Formula {
     return 1 - t * t;
   }
 
-  // d² softcap(s) / ds²
-  T softcap_curvature(T s) const {
-    if (p.softcap == 0.0) return 0;
-    const T t = std::tanh(s / static_cast<T>(p.softcap));
-    return -2 * t * (1 - t * t) / static_cast<T>(p.softcap);
-  }
-
   // What ALiBi adds for a slope of 1.
   T distance_bias(int64_t i, int64_t j) const {
     const int64_t distance = i + p.query_offset - j;

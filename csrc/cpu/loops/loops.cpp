@@ -14,9 +14,6 @@ constexpr Kernel loops_kernel() {
   kernel.weights = &loops::weights;
   kernel.backward_workspace = &loops::backward_workspace;
   kernel.backward = &loops::backward;
-  kernel.jvp = &loops::jvp;
-  kernel.backward_backward_workspace = &loops::backward_backward_workspace;
-  kernel.backward_backward = &loops::backward_backward;
   kernel.scores = &loops::scores;
   kernel.scores_backward = &loops::scores_backward;
   kernel.masked_softmax = &loops::masked_softmax;

@@ -14,10 +14,6 @@ void forward(const AttentionParams& params, const ForwardOutputs& outputs, const
 void weights(const AttentionParams& params, const WeightsOutputs& outputs, const ThreadPool& pool);
 size_t backward_workspace(const AttentionParams& params);
 void backward(const AttentionParams& params, const BackwardArguments& arguments, const ThreadPool& pool);
-void jvp(const AttentionParams& params, const JvpArguments& arguments, const ThreadPool& pool);
-size_t backward_backward_workspace(const AttentionParams& params);
-void backward_backward(const AttentionParams& params, const BackwardBackwardArguments& arguments,
-                       const ThreadPool& pool);
 void scores(const ScoresParams& params, const ThreadPool& pool);
 void scores_backward(const ScoresParams& params, const ThreadPool& pool);
 void masked_softmax(const SoftmaxParams& params, const ThreadPool& pool);

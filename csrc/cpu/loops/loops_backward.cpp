@@ -16,7 +16,6 @@
 
 #include "formula.h"
 #include "loops.h"
-#include "mask_task.h"
 
 namespace selfattn::cpu::loops {
 
@@ -171,6 +170,45 @@ struct KeyTask {
   }
 };
 
+// One element of the mask's gradient, summed over the dimensions along which that element was broadcast. The
+// sum is in float64, because a row of ds adds up to 0: rounding errors could be all that is left of it.
+template <class T>
+struct MaskTask {
+  Gradient<T> gradient;
+  int64_t size[4];  // of the mask
+
+  explicit MaskTask(const Gradient<T>& g) : gradient(g) {
+    const AttentionParams& p = g.formula.p;
+    const int64_t full[4] = {p.batch, p.heads, p.queries, p.keys};
+    for (int d = 0; d < 4; ++d) size[d] = g.a.grad_mask.stride[d] == 0 ? 1 : full[d];
+  }
+
+  using Scratch = NoScratch;
+
+  int64_t items() const { return size[0] * size[1] * size[2] * size[3]; }
+
+  void operator()(int64_t item, Scratch&) const {
+    const AttentionParams& p = gradient.formula.p;
+    const View& grad_mask = gradient.a.grad_mask;
+    const int64_t column = item % size[3];
+    const RowIndex row(item / size[3], size[1], size[2]);
+
+    double sum = 0;
+    for (int64_t b = row.b; b < p.batch; b += size[0]) {
+      for (int64_t h = row.h; h < p.heads; h += size[1]) {
+        for (int64_t i = row.i; i < p.queries; i += size[2]) {
+          for (int64_t j = column; j < p.keys; j += size[3]) {
+            if (gradient.sees(b, h, i, j)) sum += static_cast<double>(gradient.at(b, h, i, j).score);
+          }
+        }
+      }
+    }
+    // Sequences of a packed batch may share the mask: each call adds to what the calls before it have left.
+    sum += load<double>(grad_mask, row.b, row.h, row.i, column);
+    store<double>(grad_mask, row.b, row.h, row.i, column, sum);
+  }
+};
+
 template <class T>
 void backward_as(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
   const Gradient<T> gradient{Formula<T>(p), a, static_cast<T*>(a.workspace)};
@@ -178,7 +216,7 @@ void backward_as(const AttentionParams& p, const BackwardArguments& a, const Thr
   for_each_item(pool, p.batch * p.heads * p.queries, QueryTask<T>{gradient});
   for_each_item(pool, p.batch * p.kv_heads * p.keys, KeyTask<T>{gradient});
   if (a.grad_mask.data != nullptr) {
-    const MaskTask<Gradient<T>> task(gradient, p, a.grad_mask);
+    const MaskTask<T> task(gradient);
     for_each_item(pool, task.items(), task);
   }
 }

@@ -1,4 +1,4 @@
-// The forward's warps and tiles, by element type, head dim and path. See docs/cuda-kernels.md.
+// The forward's warps and tiles, by element type, head dim and path. See docs/cuda-sm80.md.
 #pragma once
 
 #include "../mma/warp_tiles.cuh"

@@ -1,4 +1,4 @@
-// What the .cu files of this folder compile.
+// Backward kernels of sm80, each for one element type and one padded dim.
 #pragma once
 
 #include "../../common/launch.h"
@@ -9,13 +9,13 @@ namespace selfattn::cuda::sm80::backward {
 
 using mma::backward::Statistics;
 
-// Compiled in sm80_backward_<dtype>_<dim>.cu.
+// selfattn_ext/build/sources.py lists the instances, also those of the mask's gradient.
 template <DType kDType, int kDim>
 void run_sides(const AttentionParams& params, const BackwardArguments& arguments,
                const Statistics& statistics, CUstream_st* stream);
 
-// The gradient of the mask; compiled in sm80_mask_<dtype>_<dim>.cu. How its work is divided, and the gradient
-// itself: `partial` has mask_partial_bytes().
+// The gradient of the mask: how its work is divided, and the gradient itself. `partial` has
+// mask_partial_bytes().
 template <DType kDType, int kDim>
 MaskRegions regions_of_mask(const AttentionParams& params, const BackwardArguments& arguments);
 template <DType kDType, int kDim>

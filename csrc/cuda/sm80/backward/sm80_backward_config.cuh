@@ -1,4 +1,4 @@
-// The backward's warps and tiles, by element type, head dim, side and path. See docs/cuda-kernels.md.
+// The backward's warps and tiles, by element type, head dim, side and path. See docs/cuda-sm80-backward.md.
 #pragma once
 
 #include "../../mma/backward/backward_kind.cuh"

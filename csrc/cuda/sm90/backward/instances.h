@@ -1,4 +1,4 @@
-// What the .cu files of this folder compile: one element type, one padded head dim and value dim each.
+// Backward kernels of sm90, each for one element type, one padded head dim and one padded value dim.
 #pragma once
 
 #include "../../mma/backward/backward_plan.h"
@@ -7,7 +7,7 @@ namespace selfattn::cuda::sm90::backward {
 
 using mma::backward::Statistics;
 
-// The gradients of queries, keys and values; compiled in sm90_backward_<dtype>_<dim>[_<value dim>].cu.
+// The gradients of queries, keys and values; selfattn_ext/build/sources.py lists the instances.
 template <DType kDType, int kDim, int kValueDim>
 void run_sides(const AttentionParams& params, const BackwardArguments& arguments,
                const Statistics& statistics, CUstream_st* stream);

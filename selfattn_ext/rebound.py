@@ -1,0 +1,22 @@
+"""Python functions of torch that call other functions than they were written to call."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+__all__ = ["calling"]
+
+
+def calling(function: Any, **others: Callable[..., Any]) -> Any:
+    """The same code with other functions under some of its global names."""
+    copy = types.FunctionType(
+        function.__code__,
+        {**function.__globals__, **others},
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
