@@ -30,7 +30,7 @@ _SIDES = {
     "sm80": ("queries", "keys", "dK", "dV", "mask"),
     "simt": ("queries", "keys", "mask"),
 }
-_PATHS = ("plain", "options", "few queries")
+_PATHS = ("bare", "options", "few queries")
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Kernel:
 
 
 def short_name(signature: str) -> str:
-    """Returns a short name such as "sm80 forward, plain" for the signature of a kernel."""
+    """Returns a short name such as "sm80 forward, bare" for the signature of a kernel."""
     found = re.search(r"selfattn::cuda::((?:\w+::)*)(?:\(anonymous namespace\)::)?(\w+)", signature)
     if found is None:
         return signature

@@ -1,6 +1,6 @@
 """A report on the machine code of the sm80 kernels' main loops, played by a model of a GPU.
 
-    python scripts/cuda_loop_report.py                         the plain kernels of bfloat16, 64 and 128 dims
+    python scripts/cuda_loop_report.py                         the bare kernels of bfloat16, 64 and 128 dims
     python scripts/cuda_loop_report.py --markdown              the table of docs/cuda-performance.md
     python scripts/cuda_loop_report.py --kernels forward-64 --archs 80
     python scripts/cuda_loop_report.py --sources ../older/csrc            of another checkout

@@ -1,6 +1,6 @@
 """A report on the instructions in the main loops of kernels for Hopper, for the same work.
 
-    python scripts/hopper_loop_report.py                       our plain kernels of bfloat16, 64 and 128 dims
+    python scripts/hopper_loop_report.py                       our bare kernels of bfloat16, 64 and 128 dims
     python scripts/hopper_loop_report.py --markdown            as a table of Markdown
     python scripts/hopper_loop_report.py --loop forward-64     the loop itself
     python scripts/hopper_loop_report.py first.cubin:64 second.cubin:128:5      kernels of another library
