@@ -47,7 +47,7 @@ class Kernel:
 
 
 def short_name(signature: str) -> str:
-    """ "sm80 forward, bare" for the signature of a kernel."""
+    """Returns a short name such as "sm80 forward, bare" for the signature of a kernel."""
     found = re.search(r"selfattn::cuda::((?:\w+::)*)(?:\(anonymous namespace\)::)?(\w+)", signature)
     if found is None:
         return signature
