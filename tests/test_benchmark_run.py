@@ -83,7 +83,7 @@ def test_full_run_compares_with_all_peers_and_draws(
         (["--tables", "tiny", "--png", "x.png"], "which --tables leaves out"),
         (["--png", "x.txt"], "must end in .png"),
         (["--only", "packed"], "--only packed needs --classes"),
-        (["--classes", "--only", "unheard"], "which are plain, longer, elsewhere"),
+        (["--classes", "--only", "unheard"], "the classes are plain, longer, elsewhere"),
     ],
 )
 def test_full_run_refuses_before_measuring(

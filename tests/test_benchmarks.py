@@ -165,7 +165,7 @@ def test_the_timed_call_gives_all_gradients_every_time(graph_kept: bool) -> None
     assert len(expected) == 4
     for _ in range(2):
         assert all(map(torch.equal, timed(), expected))
-    with pytest.raises(ValueError, match="backward is False"):
+    with pytest.raises(ValueError, match="needs backward=True"):
         replace(SMALL, graph_kept=True)
 
 

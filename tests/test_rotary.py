@@ -135,7 +135,7 @@ X, P = torch.randn(2, 3, 4, 8), torch.arange(4)
         (ValueError, r"\(2, 4\) or \(4,\) for x .* got \(3,\)", lambda: apply_rotary(X, P[:3])),
         (ValueError, r"must be \(3,\) for x", lambda: apply_rotary(X[0].transpose(0, 1)[:3], P)),
         (ValueError, r"\(2, 3\) or \(3,\)", lambda: apply_rotary(X, P, layout="blhd")),
-        (ValueError, "for 16 features and x has 8", lambda: apply_rotary(X, rotary_factors(P, 16))),
+        (ValueError, "for 16 features, more than the 8 of x", lambda: apply_rotary(X, rotary_factors(P, 16))),
         (TypeError, "positions must be a tensor or what", lambda: apply_rotary(X, range(4))),
         (TypeError, "tensor of real numbers, got torch.complex64", lambda: rotary_factors(P * 1j, 4)),
         (ValueError, "even number above 0, got 3", lambda: rotary_factors(P, 3)),
