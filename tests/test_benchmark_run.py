@@ -30,7 +30,7 @@ CACHED = CacheCase.of((9, 4), 2, 16)
 
 @pytest.fixture
 def full_run(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[list[str]], int]]:
-    """main() of benchmarks/run.py, with tables of two small cases each, and a class of each kind."""
+    """Returns main() of benchmarks/run.py, with tables of two small cases each and a class of each kind."""
     monkeypatch.syspath_prepend(str(FOLDER))
     for name in MODULES:
         monkeypatch.delitem(sys.modules, name, raising=False)
