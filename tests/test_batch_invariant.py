@@ -225,7 +225,7 @@ def test_caches_of_unlike_lengths(page_size: int | None, isa: str, dtype: torch.
     whole = [p.attend(0, LENGTH) for p in (first, second)]
     for begins, size in (((30, 0), 1), ((100, 3), 4), ((64, 129), 17), ((90, 60), 64)):
         lengths = torch.tensor(begins)
-        # Beyond the keys of each sequence the cache holds other numbers.
+        # Beyond the keys of each sequence the cache is NaN.
         caches = it.key.clone(), it.value.clone()
         for cache in caches:
             for b, begin in enumerate(begins):

@@ -41,7 +41,9 @@ def test_results_and_gradients(p: float, kernel: str) -> None:
 
 
 def test_gradients_of_a_number_for_all_pairs(kernel: str) -> None:
-    """The sum over all rows of few weights of 1 / (1 - p) is as small as their rounding errors, or 0."""
+    """A mask of one number for all pairs has a gradient that sums over all rows. With few weights, each of
+    1 / (1 - p), it is as small as its rounding errors, or 0.
+    """
     shape = Case(batch=3, heads=8, kv_heads=4, queries=130, keys=200, head_dim=64, value_dim=16)
     for seed in range(3):
         check(replace(shape, mask="float number", sinks=seed % 2, dropout_p=0.99, seed=seed))

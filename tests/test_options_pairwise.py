@@ -1,4 +1,4 @@
-"""Every value of every option together with every value of every other one, on every kernel."""
+"""Every value of an option with every value of every other option, on every kernel."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ OPTIONS = {
 
 
 def covering(options: dict[str, list]) -> list[dict]:
-    """Combinations such that every pair of values of two options occurs in one of them (greedy,
-    reproducible).
-    """
+    """Returns combinations in which every pair of values of two options occurs (greedy, reproducible)."""
     names = list(options)
     open_pairs = {
         ((first, a), (second, b))
