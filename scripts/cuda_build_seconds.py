@@ -1,4 +1,4 @@
-"""Measures how many processor seconds the CUDA kernels of a build take, for each architecture.
+"""Measurement of the processor seconds that compiling the CUDA kernels takes per architecture.
 
     python scripts/cuda_build_seconds.py                   every source, as a build without a GPU
     python scripts/cuda_build_seconds.py --every 3 --archs 8.0 9.0a
@@ -80,7 +80,7 @@ def main() -> None:
 
     found = cuda_build.find_nvcc()
     if found is None:
-        sys.exit("there is no nvcc: put it on PATH or the folder of its toolkit into CUDA_HOME")
+        sys.exit("there is no nvcc: put it on PATH, or set CUDA_HOME to the folder of its toolkit")
     wanted = ";".join(arguments.archs or []) or os.environ.get(cuda_build.ARCHITECTURES_VARIABLE, "")
     architectures = cuda_build.architectures_of(wanted, [], found)
     flags = [*sources.cuda_flags(), *cuda_build.architecture_flags(architectures), "-Xcompiler=-fPIC"]

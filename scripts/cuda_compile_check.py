@@ -1,4 +1,4 @@
-"""Compiles every CUDA kernel for every architecture, and fails where the result is not as it should be.
+"""A check that compiles every CUDA kernel for every architecture and judges the result.
 
     python scripts/cuda_compile_check.py                     every source, every architecture
     python scripts/cuda_compile_check.py --archs 90a --jobs 1
@@ -59,7 +59,7 @@ class Verdict:
 
     source: str
     architecture: str
-    kernels: dict[str, compiler_report.Usage]  # by mangled name: instances of a template share all others
+    kernels: dict[str, compiler_report.Usage]  # by mangled name, as instances of a template share the others
     tensor_instructions: int
     problems: list[str]
     seconds: float
@@ -212,7 +212,7 @@ def check(compiler: nvcc.Compiler, order: Sequence[tuple[Path, str]], jobs: int)
 
 
 def text(verdicts: Sequence[Verdict]) -> str:
-    """A line for each source: registers for each architecture, HMMA instructions, cost of compiling."""
+    """Returns a line per source: registers for each architecture, HMMA instructions, cost of compiling."""
     architectures = sorted({verdict.architecture for verdict in verdicts}, key=nvcc.architecture_number)
     rows = []
     for source in dict.fromkeys(verdict.source for verdict in verdicts):
@@ -253,7 +253,7 @@ def _cost(verdicts: Sequence[Verdict]) -> str:
 
 
 def summary(verdicts: Sequence[Verdict], elapsed: float) -> str:
-    """The problems, the cost, and one line about the whole."""
+    """Returns the problems, the cost, and one line about the whole."""
     lines = [
         f"{_shown(verdict.source)} for sm_{verdict.architecture}: {problem}"
         for verdict in verdicts
@@ -327,13 +327,13 @@ def _parser() -> argparse.ArgumentParser:
         help=f"every source for sm_{_EVERYWHERE} and one other architecture, not for all of them",
     )
     parser.add_argument(
-        "--turn", type=int, metavar="N", help="with --sparse: the other one for a third of the sources, by N"
+        "--turn", type=int, metavar="N", help="with --sparse: compile only a part of the pairs, chosen by N"
     )
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compilers at once"
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compilers that run at once"
     )
-    parser.add_argument("--no-sass", action="store_true", help="leave out what needs nvdisasm")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    parser.add_argument("--no-sass", action="store_true", help="leave out the checks that need nvdisasm")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
     parser.add_argument(
         "--cache",
         type=Path,

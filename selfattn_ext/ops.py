@@ -41,7 +41,7 @@ __all__ = [
 
 _Operator = TypeVar("_Operator", bound=Callable[..., Any])
 
-#: The dtypes whose rounding is worth remembering.
+#: The dtypes for which a forward keeps what rounding took away from its output.
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 _ops = library.ops()
@@ -64,21 +64,19 @@ def _direct(operator: _Operator) -> _Operator:
 
 
 def _refuse_meta(*arguments: Any) -> None:
-    """Fake kernels also answer for the meta device, where a caller would get tensors without data for
-    results.
-    """
+    """Refuses meta tensors: fake kernels run for them, too, and their results would have no data."""
     if any(isinstance(argument, Tensor) and argument.device.type == "meta" for argument in arguments):
         raise RuntimeError(
-            "selfattn_ext runs on no meta tensors; use torch._subclasses.FakeTensorMode for shapes"
+            "selfattn_ext does not run on meta tensors; use torch._subclasses.FakeTensorMode for shapes"
         )
 
 
 def _empty_like(layout: Tensor, length: int, width: int) -> Tensor:
-    """An empty (B, H, length, width) in the order of the tensor's head and sequence dimensions, dense."""
+    """Returns an empty dense (B, H, length, width) with heads and rows in the order of ``layout``."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
     batch, heads, rows, _ = layout.shape
-    # Where sizes depend on data, an answer that is wrong for one head or one row changes no place in memory.
+    # Where sizes depend on data, guessing wrong for one head or one row leaves every address the same.
     several = guard_or_true(heads > 1) and guard_or_true(rows > 1) and guard_or_true(layout.stride(1) != 0)
     if several and guard_or_false(layout.stride(1) < layout.stride(2)):
         return layout.new_empty((batch, length, heads, width)).transpose(1, 2)

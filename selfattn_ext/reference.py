@@ -1,4 +1,4 @@
-"""Attention as its formula, in plain PyTorch operations: what every kernel of this package is judged against.
+"""Attention as its formula in plain PyTorch operations, the judge of every kernel.
 
 The functions here hold the whole (L, S) matrix, accept any floating dtype (16-bit inputs are computed in
 float32 and rounded once, at the end) and may be differentiated any number of times, in reverse and forward
@@ -133,7 +133,7 @@ def attention(
     v = _repeat_heads(value.to(dtype), query.size(-3))
     length, keys = q.size(-2), k.size(-2)
 
-    # Where there is no memory for the matrices of this formula, that is said before anything is computed.
+    # If there is no memory for the matrices of this formula, this fails before anything is computed.
     q.new_empty((*torch.broadcast_shapes(q.shape[:-2], k.shape[:-2]), length, keys))
     seen = visible_pairs(
         length,
@@ -145,7 +145,7 @@ def attention(
     )
     shown, bias = _split_mask(attn_mask, dtype)
     seen = _both(_both(seen, shown), visible)
-    # Once 0 * NaN can arise, the products must leave hidden pairs out one by one.
+    # If an input is not finite, 0 * NaN can arise, so the products must leave out hidden pairs one by one.
     apart = None if seen is None or _all_finite(q, k, v) else seen
 
     scores = (_product(q, k.mT) if apart is None else _dot_visible(q, k, apart)) * (
@@ -349,7 +349,7 @@ def _softmax_with_lse(scores: Tensor, sinks: Tensor | None) -> tuple[Tensor, Ten
 
     The weights are normalised by the row sum: exp(s - lse) would lose log(n) where |max| is large.
     """
-    # Results do not depend on the maximum, so that it may be a constant of differentiation of any order.
+    # Results do not depend on the maximum, so derivatives of any order may treat it as a constant.
     fixed = scores.detach()
     top = fixed.amax(-1) if scores.size(-1) else fixed.sum(-1) - torch.inf
     if sinks is not None:
@@ -410,7 +410,7 @@ def philox4x32(
     for index in range(rounds):
         if index:
             k0, k1 = (k0 + 0x9E3779B9) & _WORD, (k1 + 0xBB67AE85) & _WORD
-        # The 64-bit product wraps into the sign; shift and mask recover both words all the same.
+        # The 64-bit product may overflow into the sign; shift and mask recover both words nevertheless.
         first, second = c0 * 0xD2511F53, c2 * 0xCD9E8D57
         c0, c1, c2, c3 = (
             ((second >> 32) & _WORD) ^ c1 ^ k0,

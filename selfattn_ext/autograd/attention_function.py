@@ -1,4 +1,4 @@
-"""Gradients of attention: autograd.Function classes over the operators, of any order and under torch.func.
+"""Differentiable attention: autograd.Function classes over the operators, also under torch.func.
 
 Note [Two forms of one function]
     torch.func needs the setup_context form of autograd.Function, which costs an ordinary training step
@@ -8,10 +8,10 @@ Note [Two forms of one function]
 
 Note [Second derivatives]
     The first-order gradient is a function of its own, :class:`AttentionBackward`, whose forward is the fused
-    backward operator, and so are the gradients of that, :class:`AttentionBackwardBackward`, and attention
-    with its tangents, :class:`AttentionTangents`. Each is differentiated by the others: only third order,
-    and what depends on weights, goes through the formula of :mod:`selfattn_ext.reference`, with its (L, S)
-    matrices. The formula is differentiable any number of times, hence so is attention.
+    backward operator. So are the gradients of that, :class:`AttentionBackwardBackward`, and attention with
+    its tangents, :class:`AttentionTangents`. The derivatives of each are computed by the others. Only those
+    of third order, and those that depend on weights, use the formula of :mod:`selfattn_ext.reference`, with
+    its (L, S) matrices. The formula is differentiable any number of times, hence so is attention.
 
 Note [Gradient of weights and lse]
     With P the softmax, W the weights after dropout and dW, dl the gradients of W and lse, the score gradient
@@ -19,14 +19,14 @@ Note [Gradient of weights and lse]
     rowsum(W * dW) - dl``. The operator computes the first term of delta; ``grad_row`` carries the other two.
 
 Note [Threads of a backward]
-    torch computes gradients of CUDA tensors in threads of its own, where context variables of the caller do
-    not hold. What a gradient depends on beside tensors, the kernel asked for and the precision of float32
-    products, therefore comes from the forward's call.
+    torch computes gradients of CUDA tensors in threads of its own, which do not see the caller's context
+    variables. A gradient therefore takes the forced kernel and the precision of float32 products from the
+    forward's call.
 
 Note [Rounded outputs]
-    delta wants the output and the weights as they were before they were rounded to 16 bits. The forward
-    operator gives what rounding took away from out as out_residual, where a backward is to come; weights that
-    get a gradient are computed again, in float32.
+    delta needs the output and the weights as they were before they were rounded to 16 bits. If a backward is
+    to come, the forward operator returns what rounding took away from out as out_residual. Weights that get a
+    gradient are computed again, in float32.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ from .vmap import each_slice, fold, fold_optional, slice_batch, unfold
 
 __all__ = ["attention", "basic_attention", "vmapped"]
 
-#: How many tensors a call has, and which is the mask.
+#: The number of tensors of a call, and the index of the mask among them.
 _TENSORS = len(Tensors._fields)
 _MASK = Tensors._fields.index("mask")
 
@@ -58,9 +58,10 @@ _MASK = Tensors._fields.index("mask")
 def attention(
     tensors: Tensors, scale: float, keywords: Keywords, want_weights: bool, want_lse: bool
 ) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
-    """Differentiable attention on four-dimensional tensors: (out, weights if wanted, lse if wanted).
+    """Computes differentiable attention of four-dimensional tensors.
 
-    ``keywords`` are the operators' keyword arguments that are no tensors, those at their default left out.
+    ``keywords`` are further keyword arguments of the operators; those at their default are left out.
+    Returns (out, weights if wanted, lse if wanted).
     """
     if torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0:
         duals = attention_of_duals(tensors, scale, keywords, want_weights)
@@ -87,7 +88,7 @@ def attention(
 
 
 def _any_requires_grad(tensors: Tensors) -> bool:
-    # Not any() of a generator, which costs a call on tiny tensors a twentieth.
+    # any() of a generator would make a call on tiny tensors slower by a twentieth.
     for tensor in tensors:  # noqa: SIM110
         if tensor is not None and tensor.requires_grad:
             return True
@@ -95,10 +96,10 @@ def _any_requires_grad(tensors: Tensors) -> bool:
 
 
 class _BasicAttention(Function):
-    """Eager mode with no tensor but query, key and value, returning out: the least that a call can cost.
+    """The cheapest form of a call, for eager mode: query, key and value are its only tensors, out its result.
 
-    Without keywords (beside the causal rule) it takes the operators that know none, and None for the default
-    scale.
+    Without keywords (the causal rule is none) it calls the operators that have none, where a scale of None
+    stands for the default.
     """
 
     @staticmethod
@@ -114,7 +115,7 @@ class _BasicAttention(Function):
                 query, key, value, scale, is_causal, enable_gqa
             )
         ctx.save_for_backward(query, key, value, out, residual)
-        # Neither an input nor a result, so that the context may simply hold it, which is cheaper.
+        # The statistics are neither inputs nor results, so the context may simply hold them, which is cheap.
         ctx.call = (statistics, scale, is_causal, keywords)
         return out
 
@@ -148,16 +149,16 @@ class _BasicAttention(Function):
         return grads[0], grads[1], grads[2], None
 
 
-# Function.apply looks for the wrappers of torch.func in every argument; who calls this, and _eager_attention,
-# has made sure that no transform is active.
+# Function.apply looks for the wrappers of torch.func in every argument. This name and _eager_attention skip
+# that, as their callers have made sure that no transform is active.
 basic_attention = super(Function, _BasicAttention).apply
-# The engine calls apply of the context, which looks for backward in Python: spared the search, a step on tiny
-# tensors is faster by a fiftieth.
+# The engine calls the context's apply, which searches for backward in Python. Without this search, a step on
+# tiny tensors is faster by a fiftieth.
 _BasicAttention._backward_cls.apply = _BasicAttention.backward  # type: ignore[attr-defined]
 
 
 class _Attention(Function):
-    """Eager mode: of the tensors of a call, scale, keywords, want_weights and want_lse; returns out, or
+    """The form for eager mode: (tensors of a call, scale, keywords, want_weights, want_lse) → out, or
     (out, [weights], [lse]).
     """
 
@@ -172,7 +173,7 @@ class _Attention(Function):
         weights = None
         if want_weights:
             weights = ops.attention_weights(query, key, row_max, row_sum, scale, **merged)
-        # See Note [Rounded outputs] for why 16-bit weights are of no use to the backward.
+        # Note [Rounded outputs] says why 16-bit weights do not help the backward.
         saved_weights = None if query.dtype in ops.SIXTEEN_BITS else weights
         ctx.save_for_backward(*tensors, *statistics, saved_weights)
         ctx.call = (scale, keywords, want_weights, want_lse)
@@ -210,7 +211,7 @@ _eager_attention = super(Function, _Attention).apply
 
 
 def _of_inputs(results: tuple[Tensor, ...], needs: tuple[bool, ...]) -> tuple[OptionalTensor, ...]:
-    """What a backward returns: of the six gradients those that are needed, and None for all other inputs."""
+    """Returns what a backward returns: the needed ones of the six gradients, None for all other inputs."""
     gradients = [result if needed else None for result, needed in zip(results, needs, strict=False)]
     return (*gradients, *(None,) * (len(needs) - len(gradients)))
 
@@ -223,14 +224,14 @@ def _of_backward(
     keywords: Keywords,
     need_mask_grad: bool,
 ) -> Inputs:
-    """The inputs of :class:`AttentionBackward`."""
+    """Returns the inputs of :class:`AttentionBackward`."""
     given: list[Any] = [*cotangents, *tensors, *saved, *(None,) * len(SOURCES)]
     return Inputs._make([*given, scale, keywords, need_mask_grad]).counted_through_inputs()
 
 
 class _TransformedAttention(Function):
-    """Under torch.func: of the tensors of a call, scale, keywords and want_weights; returns (out, lse,
-    row_max, row_sum, [out_residual], [weights]).
+    """The form for torch.func: (tensors of a call, scale, keywords, want_weights) → (out, lse, row_max,
+    row_sum, [out_residual], [weights]).
     """
 
     @staticmethod
@@ -295,8 +296,9 @@ class _TransformedAttention(Function):
 def vmapped(
     apply: Callable[..., tuple[Tensor, ...]], info: Any, in_dims: tuple[Any, ...], *inputs: Any
 ) -> tuple[tuple[Tensor, ...], Any]:
-    """The results of ``apply`` for all slices, and their mapped dimensions. ``inputs`` are the tensors of a
-    call, its scale, its keywords, and what else ``apply`` takes.
+    """Returns the results of ``apply`` for all slices of a vmap, and their mapped dimensions.
+
+    ``inputs`` are the tensors of a call, its scale, its keywords, and further arguments of ``apply``.
     """
     given, call = Tensors(*inputs[:_TENSORS]), inputs[_TENSORS:]
     dims: Any = Tensors(*in_dims[:_TENSORS])

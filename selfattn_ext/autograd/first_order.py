@@ -1,4 +1,4 @@
-"""The gradients of attention as a function of its own, which can be differentiated again."""
+"""First derivatives: the gradients of attention as a function that can be differentiated again."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ __all__ = ["AttentionBackward"]
 class AttentionBackward(Function):
     """The six gradients of :class:`Inputs`; see Note [Second derivatives] in attention_function.py.
 
-    Differentiable in the cotangents and in the six inputs of attention. out, the row statistics and the
-    weights only spare the operator their recomputation: what depends on them is counted through the inputs.
+    They are differentiable in the cotangents and in the six inputs of attention. out, the row statistics and
+    the weights only save the operator their recomputation; dependence on them is counted through the inputs.
     """
 
     @staticmethod

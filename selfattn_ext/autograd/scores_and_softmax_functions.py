@@ -1,7 +1,8 @@
-"""Gradients of the two halves of attention, the scores and their softmax, of any order and under torch.func.
+"""Differentiable halves of attention, the scores and their softmax, also under torch.func.
 
-As in :mod:`selfattn_ext.autograd.attention_function`, each gradient is a function of its own whose forward
-is an operator, so that it can be differentiated again, and each function has a cheaper form for eager mode.
+As in :mod:`.attention_function`, each gradient is a function of its own whose forward is an
+operator, so that it can be differentiated any number of times, and each function has a cheaper form for
+eager mode.
 """
 
 from __future__ import annotations
@@ -25,9 +26,7 @@ __all__ = ["attention_scores", "masked_softmax"]
 
 
 def _eager_form(function: Any) -> Any:
-    """The same function with its context in forward: see Note [Two forms of one function] in
-    attention_function.py.
-    """
+    """Returns a function's eager form: Note [Two forms of one function] in attention_function.py says why."""
 
     class Eager(Function):
         @staticmethod
@@ -43,18 +42,18 @@ def _eager_form(function: Any) -> Any:
 
 
 def _has_transforms() -> bool:
-    """Whether a call may have to do with forward mode or torch.func, which the eager form does not know."""
+    """Tells whether forward mode or torch.func may be active, for which the eager form is not made."""
     return torch._C._are_functorch_transforms_active() or forward_ad._current_level >= 0
 
 
 def _sum(*terms: OptionalTensor) -> OptionalTensor:
-    """That of the terms that are there."""
+    """Returns the sum of the terms that are not None, None if there is none."""
     given = [term for term in terms if term is not None]
     return sum(given[1:], given[0]) if given else None
 
 
 def attention_scores(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
-    """Differentiable ``scale * query @ key^T`` on four-dimensional tensors."""
+    """Computes differentiable ``scale * query @ key^T`` of four-dimensional tensors."""
     if _has_transforms():
         return _Scores.apply(query, key, scale, kernel)
     if torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
@@ -126,7 +125,7 @@ class _ScoresBackward(Function):
 
     @staticmethod
     def backward(ctx: Any, of_query: Tensor, of_key: Tensor) -> Any:  # type: ignore[override]
-        """The scores of (query, key) and their gradients are parts of one trilinear function."""
+        """Uses that the scores of (query, key) and their gradients are parts of one trilinear function."""
         grad, query, key = ctx.saved_tensors
         of_grad = _Scores.apply(of_query, key, *ctx.call) + _Scores.apply(query, of_key, *ctx.call)
         return (of_grad, *_ScoresBackward.apply(grad, of_query, of_key, *ctx.call), None, None)
@@ -150,7 +149,7 @@ class _ScoresBackward(Function):
 
 
 def masked_softmax(scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords) -> Tensor:
-    """Differentiable ``softmax(scale * scores + mask)`` over the last of four dimensions."""
+    """Computes differentiable ``softmax(scale * scores + mask)`` over the last of four dimensions."""
     if _has_transforms():
         return _MaskedSoftmax.apply(scores, mask, scale, keywords)
     if torch.is_grad_enabled() and (scores.requires_grad or (mask is not None and mask.requires_grad)):
@@ -194,7 +193,7 @@ class _MaskedSoftmax(Function):
     @staticmethod
     @nestable
     def jvp(ctx: Any, of_scores: OptionalTensor, of_mask: OptionalTensor, *rest: Any) -> Any:
-        """The matrix of derivatives is symmetric, so that it is the backward's."""
+        """Calls the backward, as the matrix of derivatives is symmetric."""
         weights: Any = primals(ctx)[0]
         scale, kernel = ctx.call
         run = _MaskedSoftmaxBackward.apply
@@ -224,7 +223,10 @@ _EagerMaskedSoftmax = _eager_form(_MaskedSoftmax)
 
 
 class _MaskedSoftmaxBackward(Function):
-    """The weights are an output of the first function, so that their own dependence is counted there."""
+    """The gradient of the scores, as a function of the cotangent and the weights.
+
+    The weights are an output of :class:`_MaskedSoftmax`, so their dependence on the scores is counted there.
+    """
 
     @staticmethod
     def forward(grad: Tensor, weights: Tensor, scale: float, kernel: str) -> Tensor:  # type: ignore[override]
@@ -263,7 +265,7 @@ class _MaskedSoftmaxBackward(Function):
 
 
 def _softmax_gradient(scale: float, grad: Tensor, weights: Tensor) -> tuple[Tensor]:
-    """:class:`_MaskedSoftmaxBackward` in torch's operations."""
+    """Computes what :class:`_MaskedSoftmaxBackward` computes, in torch's operations."""
     dtype = accumulation_dtype(weights.dtype)
     g, p = grad.to(dtype), weights.to(dtype)
     products = torch.where(p == 0, 0.0, p * g)

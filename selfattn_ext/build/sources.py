@@ -105,19 +105,26 @@ INSTANCES = (
     Instances(
         "sm80",
         "sm80",
-        ("launch.cuh",),
+        ("sm80_launch.cuh",),
         ("run_forward", "run_few_queries", "run_weights"),
         _SM80_DTYPES,
         ((32,), (64,), (96,), (128,), (192,), (256,)),
     ),
     Instances(
-        "sm80/backward", "sm80_backward", ("launch.cuh",), ("run_sides",), _SM80_DTYPES, ((64,), (128,))
+        "sm80/backward",
+        "sm80_backward",
+        ("sm80_backward_launch.cuh",),
+        ("run_sides",),
+        _SM80_DTYPES,
+        ((64,), (128,)),
     ),
-    Instances("sm80/backward", "sm80_backward", ("launch.cuh",), ("run_sides",), _16_BITS, ((256,),)),
+    Instances(
+        "sm80/backward", "sm80_backward", ("sm80_backward_launch.cuh",), ("run_sides",), _16_BITS, ((256,),)
+    ),
     Instances(
         "sm80/backward",
         "sm80_mask",
-        ("mask_gradient.cuh",),
+        ("sm80_mask_gradient.cuh",),
         ("regions_of_mask", "run_mask"),
         _SM80_DTYPES,
         ((64,), (128,)),
@@ -125,7 +132,7 @@ INSTANCES = (
     Instances(
         "sm80/backward",
         "sm80_mask",
-        ("mask_gradient.cuh",),
+        ("sm80_mask_gradient.cuh",),
         ("regions_of_mask", "run_mask"),
         _16_BITS,
         ((256,),),
@@ -133,7 +140,7 @@ INSTANCES = (
     Instances(
         "sm90",
         "sm90",
-        ("launch.cuh",),
+        ("sm90_launch.cuh",),
         ("run_forward",),
         _16_BITS,
         ((64, 64), (96, 128), (128, 128), (192, 128), (192, 192), (256, 256)),
@@ -141,7 +148,7 @@ INSTANCES = (
     Instances(
         "sm90/backward",
         "sm90_backward",
-        ("launch.cuh",),
+        ("sm90_backward_launch.cuh",),
         ("run_sides",),
         _16_BITS,
         ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)),

@@ -23,7 +23,9 @@ _SIMT = ("forward", "backward", "mask_gradient", "captured_gradient", "score_mat
 #: The kernels that may have a function inside.
 _KERNELS = (
     *(f"simt/{name}" for name in _SIMT),
-    *(f"sm80/{name}" for name in ("forward", "weights", "backward/gradients", "backward/mask_gradient")),
+    "sm80/sm80_forward",
+    "sm80/weights",
+    *(f"sm80/backward/sm80_{name}" for name in ("gradients", "mask_gradient")),
 )
 
 #: Products and sums stay apart (no fused multiply-add, unless it is written as one), so that a score has the

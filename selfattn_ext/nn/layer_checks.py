@@ -1,4 +1,4 @@
-"""Argument checks that the layers share, and what torch.fx gives them in place of tensors."""
+"""Argument checks that the layers share, and their support of torch.fx.symbolic_trace."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def check_positive(**sizes: int) -> None:
 
 def check_input(name: str, x: Tensor, features: int, weight: Tensor) -> None:
     if isinstance(x, Proxy):
-        return  # It stands for any tensor.
+        return  # a proxy of torch.fx stands for any tensor
     if not isinstance(x, Tensor):
         raise TypeError(f"{name} must be a tensor, got {type(x).__name__}")
     if x.dim() < 2 or x.shape[-1] != features:
@@ -29,11 +29,11 @@ def check_input(name: str, x: Tensor, features: int, weight: Tensor) -> None:
 
 
 def is_traced(layer: nn.Module, x: Any) -> bool:
-    """Whether torch.fx.symbolic_trace calls the layer as a part of a model."""
+    """Tells whether torch.fx.symbolic_trace calls the layer as a part of a model."""
     return isinstance(x, Proxy) and x.tracer.root is not layer  # type: ignore[attr-defined]
 
 
 def step_of_trace(layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    """The call as one step of the trace, as those of torch's own layers are."""
+    """Records the call as one step of the trace, as torch.fx does with torch's own layers."""
     tracer: Any = args[0].tracer
     return tracer.create_proxy("call_module", tracer.path_of_module(layer), args, kwargs)

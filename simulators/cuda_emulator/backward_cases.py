@@ -55,7 +55,7 @@ _BROADCASTS = [name for name in MORE_MASKS if name.endswith(("number", *"bhqk"))
 def cases() -> list[Case]:
     """Every pair of values of two options in some case; the others in an order that spreads what is alike."""
     chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
-    more = [*_mask_cases(), *_plain_cases(), *wide_cases()]
+    more = [*_mask_cases(), *_bare_cases(), *wide_cases()]
     return [replace(case, seed=index) for index, case in enumerate([*chosen, *more])]
 
 
@@ -76,7 +76,7 @@ def _mask_cases() -> list[Case]:
     ]
 
 
-def _plain_cases() -> list[Case]:
+def _bare_cases() -> list[Case]:
     """No options: tiles of every dim with a rest and without, and exponentials beyond float32 at the end."""
     lengths = itertools.cycle([(65, 65), (128, 128), (130, 63), (64, 192)])
     causal = itertools.cycle([False, True, True, False, True])

@@ -273,10 +273,8 @@ def build_function(name: str, headers: dict[str, str], variant: str = "plain") -
     file, flags = NinjaFile(found), emulated_flags(CSRC)
     emulator = emulator_objects(file, variant, flags)
     with_function = [*flags, "-DSELFATTN_FUNCTION", f"-I{own}", *VARIANTS[variant][0]]
-    needed = ("rows/*.cu", "rows/*.cpp", "function/*.cu", "split/*.cu", "sm80/**/*plan.cpp")
-    shared = [
-        path for pattern in (*needed, "sm80/**/*statistics.cu") for path in (CSRC / "cuda").glob(pattern)
-    ]
+    needed = ("rows/*.cu", "rows/*.cpp", "function/*.cu", "split/*.cu", "mma/**/*.cpp")
+    shared = [path for pattern in (*needed, "mma/**/*.cu") for path in (CSRC / "cuda").glob(pattern)]
     shared += [path for path in instances() if path.parent.name == "rows"]
     kernels = file.objects(
         [*sorted(shared), EMULATOR / "function_kernels.cpp"], f"{variant}/functions/{name}", with_function

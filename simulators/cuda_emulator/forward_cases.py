@@ -67,7 +67,7 @@ def cases() -> list[Case]:
 
 
 def _wide_cases() -> list[Case]:
-    """The head dims that kernels have the fewest registers for, on the plain path, with options and with few
+    """The head dims that kernels have the fewest registers for, on the bare path, with options and with few
     queries.
     """
     paths: list[dict[str, Any]] = [

@@ -10,8 +10,8 @@
 #include "cuda/simt/backward.cuh"
 #include "cuda/simt/captured_gradient.cuh"
 #include "cuda/simt/forward.cuh"
-#include "cuda/sm80/backward/launch.cuh"
-#include "cuda/sm80/launch.cuh"
+#include "cuda/sm80/backward/sm80_backward_launch.cuh"
+#include "cuda/sm80/sm80_launch.cuh"
 #include "device_memory.h"
 
 namespace selfattn {
@@ -59,15 +59,12 @@ void run_simt(const AttentionParams& p, const ForwardOutputs& outputs, const Bac
 
 void run_sm80(const AttentionParams& p, const ForwardOutputs& outputs, const BackwardArguments& a,
               const CapturedGradients& g) {
-  namespace backward = cuda::sm80::backward;
   constexpr DType kDType = DType::kFloat16;
-  const Workspace splits(cuda::sm80::forward_workspace(p));
+  const Workspace splits(cuda::mma::forward_workspace(p));
   cuda::sm80::run_forward<kDType, 64>(p, outputs, nullptr, splits.memory.get());
-  const Workspace workspace(backward::statistics_bytes(p));
-  cuda::rows::prepare(p, a, workspace.memory.get(), workspace.launch());
-  const backward::Statistics statistics = backward::statistics_in(workspace.memory.get(), p);
-  backward::pad_statistics(p, statistics, backward::is_plain(p, a), workspace.launch());
-  backward::run_sides<kDType, 64>(p, a, statistics, nullptr);
+  const Workspace workspace(cuda::mma::backward::statistics_bytes(p));
+  const auto statistics = cuda::mma::backward::prepare_statistics(p, a, workspace.launch());
+  cuda::sm80::backward::run_sides<kDType, 64>(p, a, statistics, nullptr);
   if (g.size() > 0) captured_gradients<kDType>(p, a, g);
 }
 

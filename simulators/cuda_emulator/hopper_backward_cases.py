@@ -39,12 +39,12 @@ OPTIONS = {
 
 
 def cases() -> list[Case]:
-    """Every pair of values of two options in some case; calls on the plain path; large and low scores; at the
+    """Every pair of values of two options in some case; calls on the bare path; large and low scores; at the
     end a few that together run every statement of the kernels, which mutate.py judges them by.
     """
     chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
     lengths = [(129, 200), (300, 64), (128, 257), (65, 128)]
-    plain = [
+    bare = [
         Case(
             *(batch, 2 * kv_heads, kv_heads, *lengths[turn % 4], size, value_size, dtype),
             is_causal=turn % 3 != 0,
@@ -64,19 +64,19 @@ def cases() -> list[Case]:
         for dtype in OPTIONS["dtype"]
         for size, keys, causal in ((64, 64, False), (64, 192, True), (128, 200, False))
     ]
-    # What options there are beyond their dims, and what only looks like a plain call.
+    # What options there are beyond their dims, and what only looks like a bare call.
     wide = [
         Case(1, 2, 1, 130, 140, *dims, torch.bfloat16, **options)
         for dims in ((136, 192), (256, 64), (192, 96))
         for options in ({"weights": True}, {"alibi": 1, "sinks": True}, {"mask": "bool tiles"})
         if dims != (256, 64) or options == {"weights": True}
     ]
-    every = [*chosen, *plain, *low, *wide, *of_statements()]
+    every = [*chosen, *bare, *low, *wide, *of_statements()]
     return [replace(case, seed=index) for index, case in enumerate(every)]
 
 
 def of_statements() -> list[Case]:
-    """Many tiles for a block of each side, on the plain path and with options, of dims with one kernel for dK
+    """Many tiles for a block of each side, on the bare path and with options, of dims with one kernel for dK
     and dV and with two, with masks that show nothing of some tiles, and with NaN in what is hidden. Small, as
     mutate.py runs them often.
     """

@@ -57,30 +57,30 @@ FOLDED = {
 
 
 def cases() -> list[Case]:
-    """Every pair of values of two options in some case; calls on the plain path for every head dim; at the
+    """Every pair of values of two options in some case; calls on the bare path for every head dim; at the
     end a few that together run every statement of the kernel, which mutate.py judges it by.
     """
     chosen = [as_case(index, row) for index, row in enumerate(covering(OPTIONS))]
-    plain = [
+    bare = [
         Case(1, 2, 1, 129 + size // 2, 200, size, value_size, dtype, is_causal=causal, lse=True)
         for size, value_size in (*OPTIONS["dims"], (256, 256), (200, 256))
         for dtype in (torch.bfloat16, torch.float16)
         for causal in (False, True)
     ]
-    numbered = [replace(case, seed=len(chosen) + n) for n, case in enumerate(plain)]
+    numbered = [replace(case, seed=len(chosen) + n) for n, case in enumerate(bare)]
     return [*chosen, *numbered, *folded(), *folded_sequences(), *of_statements()]
 
 
 def folded() -> list[Case]:
-    """Of heads that share keys, with fewer than 128 queries: with options, and on the plain path."""
-    plain = [
+    """Of heads that share keys, with fewer than 128 queries: with options, and on the bare path."""
+    bare = [
         Case(1, heads, kv_heads, queries, 140, size, value_size, torch.bfloat16, is_causal=True, lse=True)
         for queries, (heads, kv_heads) in zip((17, 31, 65, 100), FOLDED["head_counts"], strict=True)
         for size, value_size in ((64, 64), (128, 128), (136, 192), (256, 256))
     ]
-    plain += [replace(plain[0], query_offset=offset) for offset in (60, -5, -20)]
+    bare += [replace(bare[0], query_offset=offset) for offset in (60, -5, -20)]
     chosen = [as_case(index, row) for index, row in enumerate(covering(FOLDED))]
-    return [*chosen, *(replace(case, seed=n) for n, case in enumerate(plain))]
+    return [*chosen, *(replace(case, seed=n) for n, case in enumerate(bare))]
 
 
 def folded_sequences() -> list[SequenceCase]:
@@ -120,7 +120,7 @@ def folded_sequences() -> list[SequenceCase]:
 
 def of_statements() -> list[Case]:
     """Several items of work for a block, and several tiles of keys for an item: with weights computed beside
-    products (value dims below 192) and not, on the plain path and with options; hidden NaN; keys in pages
+    products (value dims below 192) and not, on the bare path and with options; hidden NaN; keys in pages
     that boxes fit, and in pages that they do not, behind a sequence of few queries, which is left to others;
     there heads are folded, of one sequence without keys.
     """

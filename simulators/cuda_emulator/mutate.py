@@ -48,25 +48,29 @@ STATEMENT = re.compile(rf"(?<!\w)(?:\w+::)*(?:{_CALLS})\s*\([^;{{}}]*?\)\s*;")
 #: Where sequences of a packed backward end: file below csrc/cuda, a bound that it holds once, what is there
 #: without it.
 BOUNDS = [
-    ("sm80/backward/work.cuh", "(C::kOwnsQueries ? queries : keys) - first_row", "C::kRows"),
-    ("sm80/backward/work.cuh", "(C::kOwnsQueries ? keys : queries) - passing.first", "C::kTileColumns"),
-    ("sm80/backward/place.cuh", "min(row_of_tile, this->work.rows - 1)", "row_of_tile"),
-    ("sm80/backward/place.cuh", "min(end, work.end - at.passing.first)", "end"),
-    ("sm80/backward/place.cuh", "row_of_tile >= work.rows", "false"),
-    ("sm80/backward/place.cuh", "at.work.rows < C::kRows", "false"),
-    ("sm80/backward/place.cuh", "row_of_tile < at.work.rows", "true"),
-    ("sm80/backward/place.cuh", "query < at.queries()", "true"),
-    ("sm80/backward/gradients.cuh", "work_.rows <= 0", "false"),
+    ("mma/backward/backward_work.cuh", "(C::kOwnsQueries ? queries : keys) - first_row", "C::kRows"),
     (
-        "sm80/backward/epilogue.cuh",
+        "mma/backward/backward_work.cuh",
+        "(C::kOwnsQueries ? keys : queries) - passing.first",
+        "C::kTileColumns",
+    ),
+    ("mma/backward/backward_place.cuh", "min(row_of_tile, this->work.rows - 1)", "row_of_tile"),
+    ("mma/backward/backward_place.cuh", "min(end, work.end - at.passing.first)", "end"),
+    ("mma/backward/backward_place.cuh", "row_of_tile >= work.rows", "false"),
+    ("mma/backward/backward_place.cuh", "at.work.rows < C::kRows", "false"),
+    ("mma/backward/backward_place.cuh", "row_of_tile < at.work.rows", "true"),
+    ("mma/backward/backward_place.cuh", "query < at.queries()", "true"),
+    ("sm80/backward/sm80_gradients.cuh", "work_.rows <= 0", "false"),
+    (
+        "mma/backward/backward_epilogue.cuh",
         "min(lane.first_row + C::kWarpRows, work.rows)",
         "lane.first_row + C::kWarpRows",
     ),
-    ("sm80/backward/mask_gradient.cuh", "rows <= 0", "false"),
-    ("sm80/backward/mask_gradient.cuh", "passing.first >= range.end", "false"),
-    ("sm80/backward/mask_gradient.cuh", "lane().first_row >= rows", "false"),
-    ("sm80/backward/statistics.cuh", "query < sequence.queries", "true"),
-    ("sm80/backward/statistics.cuh", "query >= round_up(sequence.queries, kQueryPadding)", "false"),
+    ("sm80/backward/sm80_mask_gradient.cuh", "rows <= 0", "false"),
+    ("sm80/backward/sm80_mask_gradient.cuh", "passing.first >= range.end", "false"),
+    ("sm80/backward/sm80_mask_gradient.cuh", "lane().first_row >= rows", "false"),
+    ("mma/backward/backward_statistics.cuh", "query < sequence.queries", "true"),
+    ("mma/backward/backward_statistics.cuh", "query >= round_up(sequence.queries, kQueryPadding)", "false"),
     ("rows/row_gradients.cuh", "query_of_sequence >= sequence.queries", "false"),
     ("simt/tangents.cuh", "rows_left <= 0", "false"),
     ("simt/tangents.cuh", "row >= rows_left", "false"),
@@ -89,33 +93,36 @@ EQUIVALENT: dict[tuple[str, str], str] = {
     ("simt/forward.cuh", "__syncwarp();"): "a barrier of the block comes before the weights are read",
     ("simt/tangents.cuh", "rows_left <= 0"): "as that of the backward, below",
     (
-        "backward/gradients.cuh",
+        "backward/sm90_gradients.cuh",
         "leave_last();",
     ): "behind sm90's careful pass nobody asks for the place any more; behind the other it is missed",
     (
-        "backward/gradients.cuh",
+        "backward/sm80_gradients.cuh",
         "work_.rows <= 0",
     ): "a block without rows writes nothing; it leaves to save time",
     (
-        "backward/place.cuh",
+        "backward/backward_place.cuh",
         "at.work.rows < C::kRows",
     ): "visible_columns hides the last row as well; this is quicker",
     (
-        "backward/place.cuh",
+        "backward/backward_place.cuh",
         "row_of_tile >= work.rows",
     ): "rows beyond the last have a weight of 0 or are not written",
     (
-        "backward/place.cuh",
+        "backward/backward_place.cuh",
         "row_of_tile < at.work.rows",
     ): "rows beyond the last are given the last one's bits, and visible_columns hides them",
-    ("backward/mask_gradient.cuh", "rows <= 0"): "an item without rows adds zeros; leaving it saves time",
     (
-        "backward/mask_gradient.cuh",
+        "backward/sm80_mask_gradient.cuh",
+        "rows <= 0",
+    ): "an item without rows adds zeros; leaving it saves time",
+    (
+        "backward/sm80_mask_gradient.cuh",
         "passing.first >= range.end",
     ): "an item that nobody sees adds zeros; leaving it saves time",
-    ("backward/mask_gradient.cuh", "lane().first_row >= rows"): "the same of a warp's rows",
+    ("backward/sm80_mask_gradient.cuh", "lane().first_row >= rows"): "the same of a warp's rows",
     (
-        "backward/statistics.cuh",
+        "backward/backward_statistics.cuh",
         "query < sequence.queries",
     ): "what is worked out of queries beyond the last is hidden, whatever it is",
 }
@@ -189,7 +196,9 @@ def cases_of(file: Path) -> list[str]:
 
 
 def kernels_of(file: Path) -> list[str]:
-    """The kernels that a file belongs to: by its folder, or both."""
+    """The kernels that a file belongs to: by its folder, or both. sm80 stands for mma, too."""
+    if "mma" in file.parts:
+        return ["sm80"]
     return [name for name in KERNELS if name in file.parts] or ["simt", "sm80"]
 
 

@@ -72,7 +72,7 @@ def cases() -> list[SequenceCase]:
             heads=heads, kv_heads=kv_heads, head_dim=head_dim, value_dim=value_dim, seed=index, **row
         )
         chosen.append(case.made())
-    return [*chosen, *_plain_cases(), *_end_cases()]
+    return [*chosen, *_bare_cases(), *_end_cases()]
 
 
 def _end_cases() -> list[SequenceCase]:
@@ -87,7 +87,7 @@ def _end_cases() -> list[SequenceCase]:
     return [case.made() for case in cases]
 
 
-def _plain_cases() -> list[SequenceCase]:
+def _bare_cases() -> list[SequenceCase]:
     """No options, which kernels for tensor cores have a path of their own for: every width of theirs."""
     widths = (64, 128, 256)
     return [

@@ -35,7 +35,7 @@ def cases() -> list[SequenceCase]:
     """Every dtype, form and option that has to do with what splits leave and how they are joined."""
     float64, float32, bfloat16, float16 = torch.float64, torch.float32, torch.bfloat16, torch.float16
     chosen = [
-        # The plain paths.
+        # The bare paths.
         SequenceCase(lengths=EDGES, form="cache", dtype=float64),
         SequenceCase(lengths=EDGES, form="pages", dtype=float32, page_size=7),
         SequenceCase(lengths=QUERIES, form="packed cache", dtype=bfloat16),

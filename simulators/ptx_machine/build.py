@@ -132,7 +132,7 @@ def write_ninja(found: emulator.Tools) -> emulator.NinjaFile:
 
     cuda = emulator.CSRC / "cuda"
     headers = " ".join(
-        str(path) for folder in ("common", "sm80") for path in sorted((cuda / folder).glob("*.*h"))
+        str(path) for folder in ("common", "mma", "sm80") for path in sorted((cuda / folder).glob("*.*h"))
     )
     places = (emulator.EMULATOR, MACHINE)
     for program in sorted(path for place in places for path in (place / "programs").glob("*.cu")):

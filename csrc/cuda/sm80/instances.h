@@ -1,7 +1,7 @@
 // Forward kernels of sm80, each for one element type and one padded dim.
 #pragma once
 
-#include "plan.h"
+#include "../../core/attention_params.h"
 
 struct CUstream_st;
 

@@ -1,7 +1,7 @@
 // Forward kernels of sm90, each for one element type, one padded head dim and one padded value dim.
 #pragma once
 
-#include "plan.h"
+#include "../../core/attention_params.h"
 
 struct CUstream_st;
 

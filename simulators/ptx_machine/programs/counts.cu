@@ -6,6 +6,7 @@
 #include <cstring>
 
 #include "cuda/sm80/loads.cuh"
+#include "cuda/sm80/sm80_config.cuh"
 
 namespace ptx = selfattn::cuda::ptx;
 namespace sm80 = selfattn::cuda::sm80;
@@ -85,7 +86,7 @@ struct Pieces : sm80::Config<selfattn::DType::kFloat32, 64, sm80::Path::kOptions
 __global__ void pieces(const uint32_t* in, uint32_t*) {
   SELFATTN_DYNAMIC_SHARED(memory);
   constexpr int kRows = 8, kPlane = kRows * Pieces::kDim * 2;
-  const sm80::TileShare<Pieces, kRows, Pieces::kDim / 4> share;
+  const selfattn::cuda::mma::TileShare<Pieces, kRows, Pieces::kDim / 4> share;
 #pragma unroll
   for (int i = 0; i < share.kPerLane; ++i) {
     const int chunk = share.chunk(i);

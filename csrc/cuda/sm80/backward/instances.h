@@ -3,12 +3,11 @@
 
 #include "../../common/launch.h"
 #include "../../mask/mask_regions.h"
-#include "plan.h"
+#include "../../mma/backward/backward_plan.h"
 
 namespace selfattn::cuda::sm80::backward {
 
-// The gradients of queries, keys and values.
-using Sides = void (*)(const AttentionParams&, const BackwardArguments&, const Statistics&, CUstream_st*);
+using mma::backward::Statistics;
 
 // selfattn_ext/build/sources.py lists the instances, also those of the mask's gradient.
 template <DType kDType, int kDim>
@@ -22,14 +21,5 @@ MaskRegions regions_of_mask(const AttentionParams& params, const BackwardArgumen
 template <DType kDType, int kDim>
 void run_mask(const AttentionParams& params, const BackwardArguments& arguments, const Statistics& statistics,
               void* partial, const Launch& where);
-
-// From what rows::prepare() left in the workspace; compiled in sm80_backward_statistics.cu.
-void pad_statistics(const AttentionParams& params, const Statistics& to, bool plain, const Launch& where);
-
-// A whole call: sm80_backward.cpp. Workspace: statistics_bytes(), and what the mask's gradient needs.
-size_t workspace_bytes(const AttentionParams& params, const BackwardArguments& arguments);
-void run(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
-// The same with another kernel's sides.
-void run(const AttentionParams& params, const BackwardArguments& arguments, Sides sides, const Launch& where);
 
 }  // namespace selfattn::cuda::sm80::backward
