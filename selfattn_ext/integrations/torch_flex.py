@@ -72,7 +72,19 @@ def attention(
     kernel_options: Any,
     return_aux: Any,
 ) -> Any:
-    """The function that torch's calls while the switch is on, with the same arguments and results."""
+    """The function that torch's flex_attention calls while the switch is on.
+
+    Args:
+        query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options, return_aux:
+            as :func:`torch.nn.attention.flex_attention.flex_attention` takes them.
+
+    Returns:
+        The results of :func:`selfattn_ext.flex_attention`, or of torch's own function for other devices,
+        dtypes and classes of tensors.
+
+    Raises:
+        ValueError, TypeError, RuntimeError, IndexError: as :func:`selfattn_ext.flex_attention` does.
+    """
     if not _taken(query, key, value) or torch.compiler.is_exporting():
         return switch.torchs(
             query, key, value, score_mod, block_mask, scale, enable_gqa, return_lse, kernel_options,

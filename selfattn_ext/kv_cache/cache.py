@@ -195,6 +195,9 @@ class KVCache:
         """Ends a sequence, and a step that it takes part in: its pages go back to the pool, its number to
         allocate().
 
+        Args:
+            sequence: its number.
+
         Raises:
             ValueError, TypeError: there is no sequence of that number.
         """
