@@ -111,6 +111,7 @@ ELSEWHERE = {
     "test_install": "is about the build",
     "test_jit": "is about the build",
     "test_kv_cache_graphs": "is about graphs, and functions of which a GPU's compile for seconds",
+    "test_import_circles": "is about the sources",
     "test_library": "is about the build",
     "test_makefile": "is about the build",
     "test_moving": "is about what torch's functions do on the CPU",
