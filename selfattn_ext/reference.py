@@ -313,7 +313,7 @@ def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def _all_finite(*tensors: Tensor) -> bool:
     """Whether every element is finite, asked of the stored data where torch.func has wrapped the tensors.
 
-    While a CUDA graph records, or torch traces, nobody knows: then the answer must be no.
+    While a CUDA graph records, or torch traces, this cannot be known, and the answer must be no.
     """
     if torch._guards.detect_fake_mode(tensors) is not None or get_proxy_mode() is not None:
         return False

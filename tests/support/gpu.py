@@ -144,7 +144,7 @@ ELSEWHERE = {
     "test_unbacked": "is about graphs, and functions of which a GPU's compile for seconds",
     "test_types": "is about type checkers",
     "test_wide": "is about the order of sums on the CPU",
-    "test_wild": "on a GPU nobody looks at the numbers: the emulator's tests show that kernels limit them",
+    "test_wild": "on a GPU the numbers are not checked; the emulator's tests show that kernels limit them",
 }
 
 
