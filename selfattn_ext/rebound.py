@@ -1,4 +1,4 @@
-"""Python functions of torch that call other functions than they were written to call."""
+"""Copies of Python functions in which some global names stand for other functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""torch.nn.attention.flex_attention on this package's kernels, for programs that call torch's function.
+"""torch's own flex_attention runs on this package's kernels, in programs that call it.
 
 :func:`activate` and :func:`restore` hold for the process; :mod:`.flex_mode` has the same as a block.
 
