@@ -177,7 +177,7 @@ def varlen_attention(
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed. Offsets are checked
             before anything reads by them.
-        IndexError: a function reads beside a captured tensor, for a score that it does not hide.
+        IndexError: a function reads outside a captured tensor, for a score that it does not hide.
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
     On CUDA the check of offsets waits for the GPU once per tensor; it remembers those that it has seen and
