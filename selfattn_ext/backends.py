@@ -49,14 +49,22 @@ __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels
 
 @dataclass(frozen=True)
 class Kernel:
-    """One compiled kernel."""
+    """One compiled kernel.
+
+    Args:
+        name: "fused" or "loops" on the CPU, "sm90", "sm80" or "simt" on CUDA.
+        isa: the instruction set on the CPU, "cuda" on CUDA.
+        description: a sentence for people.
+        dtypes: the names of the dtypes that it takes.
+        automatic: whether it is chosen without being asked for.
+        reason: why this machine cannot run it; None if it can.
+    """
 
     name: str
     isa: str
     description: str
     dtypes: tuple[str, ...]
     automatic: bool
-    #: Why this machine cannot run it; None when it can.
     reason: str | None
 
     @property
@@ -71,15 +79,21 @@ class Kernel:
 
 @dataclass(frozen=True)
 class Explanation:
-    """Which kernel a call takes, and why each of the others does not run. ``str()`` of it is for people."""
+    """The kernel that a call takes, and why each of the others does not run. ``str()`` of it is for people.
+
+    Args:
+        kernel, isa: the kernel, as :class:`Kernel` has them.
+        device, dtype: those of the query, as strings.
+        float32_precision: the precision of products of float32 numbers; None for other dtypes.
+        threads: the number of threads; None on CUDA.
+        refused: for each other kernel, as "name/isa", the reason.
+    """
 
     kernel: str
     isa: str
     device: str
     dtype: str
-    #: How exact products of float32 numbers are to be; None for other dtypes.
     float32_precision: str | None
-    #: None on CUDA.
     threads: int | None
     refused: dict[str, str]
 
@@ -106,8 +120,13 @@ def kernels(device: torch.device | str = "cpu") -> list[Kernel]:
     """Every compiled kernel for a kind of device, best first, those that this machine cannot run too.
 
     Args:
-        device: "cpu" or "cuda". There are none for "cuda" in a build without CUDA; ``reason`` is about the
-            GPU that is named, or the current one.
+        device: "cpu" or "cuda". ``reason`` is about the GPU that is named, or the current one.
+
+    Returns:
+        The kernels; none for "cuda" in a build without CUDA, and none for other kinds of devices.
+
+    Raises:
+        RuntimeError: ``device`` names no device that torch knows.
     """
     wanted = torch.device(device)
     if wanted.type == "cpu":
@@ -121,7 +140,14 @@ def kernels(device: torch.device | str = "cpu") -> list[Kernel]:
 
 
 def available(device: torch.device | str = "cpu") -> list[Kernel]:
-    """Those of :func:`kernels` that this machine can run, best first."""
+    """The kernels that this machine can run, best first.
+
+    Args:
+        device: as :func:`kernels` takes it.
+
+    Returns:
+        Those of :func:`kernels` whose ``reason`` is None.
+    """
     return [kernel for kernel in kernels(device) if kernel.available]
 
 
@@ -131,7 +157,11 @@ def _capability(device: torch.device) -> int:
 
 
 def cpu_isas() -> list[str]:
-    """The instruction sets of the CPU whose fused kernels this machine can run, best first."""
+    """The instruction sets of the CPU whose fused kernels this machine can run.
+
+    Returns:
+        Their names, best first, as :func:`use_cpu_isa` takes them.
+    """
     return list(dict.fromkeys(kernel.isa for kernel in available() if kernel.automatic))
 
 
@@ -149,6 +179,12 @@ def use(name: str) -> Iterator[None]:
     in threads of its own, so that a forward which activation checkpointing repeats there is chosen for
     automatically; SELFATTN_KERNEL holds for all threads.
 
+    Args:
+        name: the ``name`` of a :class:`Kernel`, or "".
+
+    Returns:
+        A context manager. Blocks may be nested.
+
     Raises:
         ValueError: no kernel has that name, or this machine cannot run it.
     """
@@ -160,6 +196,12 @@ def use(name: str) -> Iterator[None]:
 @contextmanager
 def use_cpu_isa(name: str) -> Iterator[None]:
     """Inside the ``with`` block, the whole process uses the kernels of one instruction set; "" is automatic.
+
+    Args:
+        name: one of :func:`cpu_isas`, or "".
+
+    Returns:
+        A context manager.
 
     Raises:
         ValueError: the instruction set is unknown, or this machine lacks it.
@@ -206,10 +248,17 @@ def explain(
     """Which kernel :func:`selfattn_ext.scaled_dot_product_attention` takes for these arguments, and why no
     other.
 
-    Takes the same arguments, computes nothing.
+    Args:
+        query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap,
+            alibi_slopes, sinks, query_offset, return_weights, return_lse: as that function takes them.
+            Nothing is computed from them.
+
+    Returns:
+        An :class:`Explanation`.
 
     Raises:
-        ValueError, TypeError: for what the function itself would refuse, with the same message.
+        ValueError, TypeError: for arguments that the function would refuse, with the same message; on CUDA
+            also if a kernel is asked for that does not take the call.
     """
     options = AttentionOptions(
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
