@@ -97,7 +97,6 @@ ELSEWHERE = {
     "test_bfloat16": "instructions of a CPU",
     "test_cases": "is about the judges",
     "test_check_references": "is about the sources",
-    "test_list_files": "is about the sources",
     "test_cli": "is about arguments; what a command computes is in test_demo.py, or uses the GPU by itself",
     "test_compile_once": "is about the build",
     "test_cpp": "is about threads of the CPU",
