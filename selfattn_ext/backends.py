@@ -1,19 +1,19 @@
-"""Which kernel runs: what was compiled, what this machine can run, what a call takes, why the others do not.
+"""The choice of kernels: which are compiled, which can run here, which one a call takes, and why.
 
 Each operator has several kernels. On the CPU, "fused" is tiled and vectorised, compiled once per instruction
-set, and chosen by itself; "loops" is the formula as three nested loops, to read and to compare with, and runs
-only when asked for::
+set, and chosen automatically; "loops" is the formula as three nested loops, to read and to compare with, and
+runs only when asked for::
 
     with selfattn_ext.backends.use("loops"):
         out = selfattn_ext.scaled_dot_product_attention(query, key, value)
 
-On CUDA, in builds that have kernels for it, "sm90" takes 16-bit numbers on Hopper, "sm80" what tensor cores
-can do elsewhere, and "simt" everything.
+On CUDA, in builds that have kernels for it, "sm90" takes 16-bit numbers on Hopper, "sm80" takes other calls
+that tensor cores can compute, and "simt" takes every call.
 
 The environment variable SELFATTN_KERNEL names the kernel for a whole process, SELFATTN_CPU_ISA the
 instruction set (scalar, avx2, avx512, avx512_bf16, amx); :func:`use_cpu_isa` sets the latter inside a
-process. The last two hand calls that they have no faster way for on to avx512; :func:`explain` says so. A
-forced amx hands on only what it cannot compute.
+process. avx512_bf16 and amx pass calls that they do not compute faster to avx512, and :func:`explain` says
+so. A forced amx passes on only calls that it cannot compute.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def _row(row: dict[str, Any]) -> Kernel:
 
 
 def kernels(device: torch.device | str = "cpu") -> list[Kernel]:
-    """Every compiled kernel for a kind of device, best first, those that this machine cannot run too.
+    """Every compiled kernel for a kind of device, best first, also those that this machine cannot run.
 
     Args:
         device: "cpu" or "cuda". ``reason`` is about the GPU that is named, or the current one.
@@ -175,9 +175,9 @@ def use(name: str) -> Iterator[None]:
     """Inside the ``with`` block, calls of this thread or task take the kernel ``name``; "" is the automatic
     choice.
 
-    A gradient takes the kernel of its forward, wherever it is taken. torch computes gradients of CUDA tensors
-    in threads of its own, so that a forward which activation checkpointing repeats there is chosen for
-    automatically; SELFATTN_KERNEL holds for all threads.
+    A gradient takes the kernel of its forward, wherever it is computed. torch computes gradients of CUDA
+    tensors in threads of its own; if activation checkpointing repeats a forward there, its kernel is chosen
+    automatically. SELFATTN_KERNEL holds for all threads.
 
     Args:
         name: the ``name`` of a :class:`Kernel`, or "".
@@ -245,8 +245,8 @@ def explain(
     return_weights: bool = False,
     return_lse: bool = False,
 ) -> Explanation:
-    """Which kernel :func:`selfattn_ext.scaled_dot_product_attention` takes for these arguments, and why no
-    other.
+    """Tells which kernel :func:`selfattn_ext.scaled_dot_product_attention` takes for these arguments, and why
+    it takes no other.
 
     Args:
         query, key, value, attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap,
@@ -284,7 +284,7 @@ def explain(
     if other is not None:
         taken = next(kernel for kernel in kernels() if (kernel.name, kernel.isa) == (chosen.name, other))
     refused = {
-        f"{kernel.name}/{kernel.isa}": f"hands such calls on to {taken.isa}"
+        f"{kernel.name}/{kernel.isa}": f"passes such calls on to {taken.isa}"
         if kernel == chosen
         else _refusal(kernel, taken, forced)
         for kernel in kernels()
@@ -308,7 +308,7 @@ def _explain_on_cuda(call: Prepared, forced: str) -> Explanation:
         tensors = tensors._replace(seed=torch.zeros(1, dtype=torch.int64, device=query.device))
     keywords = keywords_of(tensors, options)
     keywords.pop("kernel_name", None)
-    # The operator of that name asks the kernels about the very call.
+    # This operator asks the kernels about exactly this call.
     lines = ops.attention_refusals(query, key, value, scale, **keywords).split("\n")
     reasons = dict(zip((kernel.name for kernel in kernels(query.device)), lines, strict=True))
     takers = [name for name, reason in reasons.items() if not reason]

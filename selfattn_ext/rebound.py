@@ -10,7 +10,7 @@ __all__ = ["calling"]
 
 
 def calling(function: Any, **others: Callable[..., Any]) -> Any:
-    """The same code with other functions under some of its global names."""
+    """Returns a function with the same code, which finds other functions under some of its global names."""
     copy = types.FunctionType(
         function.__code__,
         {**function.__globals__, **others},

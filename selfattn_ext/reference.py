@@ -2,8 +2,8 @@
 
 The functions here hold the whole (L, S) matrix, accept any floating dtype (16-bit inputs are computed in
 float32 and rounded once, at the end) and may be differentiated any number of times, in reverse and forward
-mode, under torch.func too. Tests, benchmarks, documentation and the second derivatives of
-:mod:`selfattn_ext.autograd.attention_function` use them.
+mode, also under torch.func. Tests, benchmarks, documentation and :mod:`selfattn_ext.autograd.by_formula`, for
+third derivatives, use them.
 
 The formula, after Vaswani et al. (2017), with every option of the package in its order::
 
@@ -60,10 +60,10 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def usable_softcap(softcap: float, dtype: torch.dtype) -> float:
-    """The softcap as arithmetic in ``dtype`` can divide by it and multiply with it.
+    """Returns the softcap as a number that arithmetic in ``dtype`` can divide by and multiply with.
 
-    Near the largest number and beyond it is off (0), as it changes no score that leaves the softmax a choice;
-    below the smallest normal number it is that number, as either bounds scores by nothing.
+    A softcap near the largest number or beyond is off (0), as scores that it would change leave the softmax
+    no choice. One below the smallest normal number becomes that number, as both bound all scores to about 0.
     """
     limits = torch.finfo(dtype)
     return 0.0 if softcap == 0.0 or softcap > limits.max / 1e8 else max(softcap, limits.tiny)
@@ -339,7 +339,7 @@ def _repeat_heads(tensor: Tensor, heads: int) -> Tensor:
 
 
 def _split_mask(mask: Tensor | None, dtype: torch.dtype) -> tuple[Tensor | None, Tensor | None]:
-    """A mask as (what may be seen, what is added there); the bias is 0 where nothing may be seen."""
+    """Splits a mask into (visible pairs, bias); the bias is 0 for hidden pairs."""
     if mask is None:
         return None, None
     if mask.dtype == torch.bool:
@@ -356,9 +356,9 @@ def _both(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 
 def _all_finite(*tensors: Tensor) -> bool:
-    """Whether every element is finite, asked of the stored data where torch.func has wrapped the tensors.
+    """Tells whether every element is finite, from the stored data if torch.func has wrapped the tensors.
 
-    While a CUDA graph records, or torch traces, nobody knows: then the answer must be no.
+    While a CUDA graph records, or torch traces, this cannot be known, and the answer must be no.
     """
     if torch._guards.detect_fake_mode(tensors) is not None or get_proxy_mode() is not None:
         return False
@@ -431,8 +431,8 @@ def dropout_keep(seed: Tensor, p: float, shape: tuple[int, int, int, int], first
     Returns:
         A bool tensor of that shape, True for weights that are kept.
 
-    Philox4x32-7 with the key (low, high 32 bits of seed) and the counter (j >> 2, i, h, b); key j takes
-    output word ``j & 3`` and is dropped when that word is below ``floor(p * 2**32)``.
+    The random words are those of Philox4x32-7 with the key (low, high 32 bits of seed) and the counter
+    (j >> 2, i, h, b). Key j takes the word ``j & 3`` and is dropped if that is below ``floor(p * 2**32)``.
     """
     batch, heads, length, keys = shape
     origin = seed[1:] if seed.numel() == 5 else seed.new_zeros(4)
