@@ -112,7 +112,6 @@ ELSEWHERE = {
     "test_instances": "is about the build",
     "test_jit": "is about the build",
     "test_kv_cache_graphs": "is about graphs, and functions of which a GPU's compile for seconds",
-    "test_import_circles": "is about the sources",
     "test_library": "is about the build",
     "test_list_files": "is about the sources",
     "test_makefile": "is about the build",
