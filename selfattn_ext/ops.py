@@ -31,11 +31,11 @@ __all__ = [
     "attention_scores_backward",
     "attention_weights",
     "attention_with_cache",
-    "masked_softmax",
-    "masked_softmax_backward",
     "basic_attention",
     "basic_attention_backward",
     "basic_attention_forward",
+    "masked_softmax",
+    "masked_softmax_backward",
 ]
 
 _Kernel = TypeVar("_Kernel", bound=Callable[..., Any])

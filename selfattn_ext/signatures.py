@@ -19,11 +19,11 @@ __all__ = [
     "AttentionScoresBackward",
     "AttentionWeights",
     "AttentionWithCache",
-    "MaskedSoftmax",
-    "MaskedSoftmaxBackward",
     "BasicAttention",
     "BasicAttentionBackward",
     "BasicAttentionForward",
+    "MaskedSoftmax",
+    "MaskedSoftmaxBackward",
 ]
 
 

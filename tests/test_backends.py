@@ -137,7 +137,7 @@ def test_backward_takes_the_kernel_of_its_forward() -> None:
 
 
 def test_the_loops_refuse_forward_mode_and_second_derivatives() -> None:
-    refusal = r'kernel "loops" \(scalar\) has no forward mode and no second derivatives; kernel "fused" has both'
+    refusal = r'"loops" \(scalar\) has no forward mode and no second derivatives; kernel "fused" has both'
     x = torch.randn(1, 2, 5, 8)
     leaf = x.clone().requires_grad_()
 

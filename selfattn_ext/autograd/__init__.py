@@ -10,6 +10,6 @@ from .graph_operators import (
 __all__ = [
     "attention_scores_with_gradient",
     "attention_with_gradient",
-    "masked_softmax_with_gradient",
     "basic_attention",
+    "masked_softmax_with_gradient",
 ]
