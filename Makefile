@@ -4,19 +4,19 @@
 #   make demo           train a small transformer on these kernels and on torch's   about a minute
 #   make quick          what to run before each commit                            a minute and a half
 #   make test           the Python tests                                         10 minutes on two cores
-#   make lint           ruff, clang-format, mypy, shellcheck, names of files in comments; make format corrects
+#   make lint           ruff, clang-format, mypy, shellcheck, names of files in comments; make format corrects style
 #   make cpp-test       the C++ unit tests; with a sanitizer: SANITIZE=thread or SANITIZE=address,undefined
 #   make cuda-check     compile the CUDA kernels for every architecture; needs nvcc, but no GPU
-#   make ptx-test       the tests of the CUDA half as on a GPU, on a machine of software that executes the kernels' PTX;
-#                       make ptx-quick is a part. Both need nvcc, no GPU, and 6 GB for a torch with CUDA in .ci-venv
+#   make ptx-test       the tests of the CUDA half as on a GPU, in a program that executes the kernels' PTX; make
+#                       ptx-quick runs a part. Both need nvcc, no GPU, and 6 GB for a torch with CUDA in .ci-venv
 #   make wheel          a manylinux wheel; make sdist writes a source archive, make clean removes what was built
 #   make test-clients   the tests with transformers, timm, diffusers and the benchmarks' peers, which are installed
-#                       first, beside the installed torch; CLIENTS="transformers==4.57.*" asks for other versions
+#                       first, beside the installed torch; CLIENTS="transformers==4.57.*" chooses other versions
 #
-# ARGS hands arguments on: make test ARGS="-k causal -x", make demo ARGS="--text book.txt".
-# The commands make .venv and install torch there. An activated environment with torch 2.11 or newer is used instead.
-# All checks together are .ci/run, about an hour on two cores. CONTRIBUTING.md says how to add a kernel, an option or
-# a test.
+# ARGS passes arguments on: make test ARGS="-k causal -x", make demo ARGS="--text book.txt".
+# The commands make .venv and install torch there, unless an environment with torch 2.11 or newer is activated.
+# .ci/run runs all checks, which takes about an hour on two cores. CONTRIBUTING.md says how to add a kernel, an
+# option or a test.
 # PYTHON3 chooses the Python that .venv is made with: make build PYTHON3=python3.12
 # TORCH chooses the torch of .venv, and may hold any options of pip: make test TORCH="torch==2.14.1"
 
@@ -32,17 +32,17 @@ export PIP_NO_INPUT = 1
 ACTIVE := $(shell [ -n "$$VIRTUAL_ENV$$CONDA_PREFIX" ] && python3 -c 'import os, runpy, sys; \
 	from importlib.metadata import version; \
 	active = [os.path.realpath(os.environ.get(name, "/")) for name in ("VIRTUAL_ENV", "CONDA_PREFIX")]; \
-	supports = runpy.run_path("selfattn_ext/sources.py")["supports"]; \
+	supports = runpy.run_path("selfattn_ext/build/sources.py")["supports"]; \
 	usable = sys.version_info >= (3, 10) and os.path.realpath(sys.prefix) in active; \
 	print(sys.prefix if usable and supports(version("torch")) else "")' 2>/dev/null)
 ENV := $(or $(ACTIVE),.venv)
 BIN := $(ENV)/bin
-# What has been done in which environment; by checksum, because its path may hold spaces.
+# These files say what has been done in an environment, which they name by checksum: its path may hold spaces.
 STAMPS := build/make/$(shell printf %s '$(abspath $(ENV))' | cksum | cut -d ' ' -f 1)
 
 SOURCES := $(shell find csrc .pep517 -not -name '.*.sw?' -not -name '*.pyc' -not -name __pycache__) \
-	setup.py pyproject.toml selfattn_ext/sources.py selfattn_ext/toolchain.py selfattn_ext/cuda_build.py
-CPP_FILES = $(shell find csrc tests -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
+	setup.py pyproject.toml $(patsubst %,selfattn_ext/build/%.py,sources toolchain cuda_build)
+CPP_FILES = $(shell find csrc tests simulators -name '*.cpp' -o -name '*.h' -o -name '*.cu' -o -name '*.cuh')
 
 .PHONY: help build demo quick test test-clients cpp-test lint format cuda-check ptx-test ptx-quick wheel sdist clean
 help:
@@ -53,10 +53,10 @@ build: $(STAMPS)/built
 demo: build
 	"$(BIN)/python" -m selfattn_ext demo $(ARGS)
 
-# Style, and every operator and option on the best kernel and on the loops, in a tenth of the time of "test".
-QUICK := test_declared_options.py test_functional.py test_gradients.py test_flags.py test_overrides.py test_nn.py \
-	test_ops.py varlen/test_varlen_errors.py varlen/test_varlen_calls.py kv_cache/test_attention_with_kvcache.py \
-	documents/test_environment_variables.py
+# "quick" checks style, and every operator and option on the best kernel and on the loops, in a tenth of test's time.
+QUICK := attention/test_declared_options.py attention/test_functional.py gradients/test_gradients.py attention/test_flags.py \
+	with_torch/test_overrides.py nn/test_nn.py with_torch/test_ops.py varlen/test_varlen_errors.py \
+	varlen/test_varlen_calls.py kv_cache/test_attention_with_kvcache.py documents/test_environment_variables.py
 quick: $(STAMPS)/lint-tools
 	"$(BIN)/ruff" check .
 	"$(BIN)/ruff" format --check .
@@ -72,7 +72,7 @@ test-clients: $(STAMPS)/clients
 	"$(BIN)/python" -m pytest tests/clients --numprocesses logical --maxprocesses 8 --dist loadgroup --durations 15 $(ARGS)
 
 ifeq ($(ACTIVE),)
-# Made again when TORCH changes; .venv is told its torch by the stamp's text.
+# torch is installed again when TORCH changes; the stamp's text says which torch .venv has.
 ifneq ($(shell cat $(STAMPS)/torch 2>/dev/null),$(TORCH))
 .PHONY: $(STAMPS)/torch
 endif
@@ -94,8 +94,8 @@ endif
 		"(Debian, Ubuntu: apt install python3-venv), or activate an environment that has torch" >&2; exit 1; }
 	$(PYTHON3) -m venv .venv
 
-# Without build isolation, so that a rebuild needs no network; object files stay in build/, so it compiles what changed.
-# pip would not show how far that is, and so it comes first.
+# There is no build isolation, so that a rebuild needs no network; object files stay in build/, so that it compiles what
+# changed. setup.py runs before pip, because pip would show no progress.
 $(STAMPS)/built: $(SOURCES) $(STAMPS)/torch
 	"$(BIN)/python" -m pip install --quiet 'setuptools>=77' ninja
 	"$(BIN)/python" setup.py --quiet build_ext --inplace
@@ -106,7 +106,8 @@ $(STAMPS)/lint-tools: pyproject.toml $(STAMPS)/built
 	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[lint]'
 	@touch $@
 
-# Made again when CLIENTS changes. The torch that is there must stay: some of them ask for any, pip for the newest.
+# They are installed again when CLIENTS changes. The installed torch must stay: some clients accept any torch, and pip
+# would take the newest.
 ifneq ($(shell cat $(STAMPS)/clients 2>/dev/null),$(CLIENTS))
 .PHONY: $(STAMPS)/clients
 endif
@@ -129,7 +130,7 @@ format: $(STAMPS)/lint-tools
 	"$(BIN)/clang-format" -i $(CPP_FILES)
 
 comma := ,
-# The C++ unit tests: a second compilation, without Python.
+# The C++ unit tests compile the library a second time, without Python.
 $(STAMPS)/cpp-tools: pyproject.toml $(STAMPS)/built
 	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[cpp]'
 	@touch $@
@@ -144,11 +145,11 @@ cpp-test: $(STAMPS)/cpp-tools
 	"$(BIN)/cmake" --build $(CPP_BUILD)
 	cd $(CPP_BUILD) && "$(abspath $(BIN))/ctest" --output-on-failure --parallel "$$(getconf _NPROCESSORS_ONLN)"
 
-# What nvcc makes of the CUDA kernels, for every architecture; needs no GPU.   (ARGS="--sparse" takes less time)
+# nvcc compiles the CUDA kernels for every architecture; that needs no GPU.   (ARGS="--sparse" takes less time)
 cuda-check: $(STAMPS)/built
 	"$(BIN)/python" scripts/cuda_compile_check.py $(ARGS)
 
-# The torch of the PTX machine, which needs one with CUDA. In an environment of its own, which .ci/run uses, too.
+# The PTX machine needs a torch with CUDA; it is in an environment of its own, which .ci/run uses, too.
 PTX_TORCH ?= torch==2.14.1
 PTX_ENV ?= .ci-venv
 $(PTX_ENV)/bin/pytest:
@@ -157,17 +158,17 @@ $(PTX_ENV)/bin/pytest:
 		'pytest-xdist>=3.5' numpy matplotlib seaborn nbformat nbclient ipykernel
 
 ptx-test: $(PTX_ENV)/bin/pytest
-	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" tests/ptx_machine/run.py $(ARGS)
+	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" simulators/ptx_machine/run.py $(ARGS)
 
 ptx-quick: $(PTX_ENV)/bin/pytest
-	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" tests/ptx_machine/run.py --quick $(ARGS)
+	PATH="$(abspath $(PTX_ENV))/bin:$$PATH" "$(PTX_ENV)/bin/python" simulators/ptx_machine/run.py --quick $(ARGS)
 
 $(STAMPS)/wheel-tools: pyproject.toml $(STAMPS)/built
 	"$(BIN)/python" -m pip install --quiet --no-build-isolation -e '.[wheel]'
 	@touch $@
 
-# A manylinux wheel for this Python and every supported torch. The libraries of torch and of CUDA that it needs are
-# those that torch has loaded by then, and no copies; kernels run on torch's own threads, so there is no OpenMP in it.
+# A manylinux wheel is for this Python and every supported torch. It uses the libraries of torch and of CUDA that torch
+# has loaded by then, and holds no copies; kernels run on torch's own threads, so there is no OpenMP in it.
 wheel: $(STAMPS)/wheel-tools
 	rm -rf build/wheel
 	"$(BIN)/python" -m pip wheel --quiet --no-build-isolation --no-deps --wheel-dir build/wheel .

@@ -1,4 +1,4 @@
-"""Builds selfattn_ext._C; all metadata is in pyproject.toml, the list of sources in selfattn_ext/sources.py.
+"""Builds selfattn_ext._C; pyproject.toml has the metadata, selfattn_ext/build/sources.py the sources.
 
 ``python setup.py build_ext --inplace`` rebuilds what has changed in a checkout.
 """
@@ -29,11 +29,14 @@ else:
 
 ROOT = Path(__file__).resolve().parent
 
-# By path: importing the package would load the library that is about to be built.
+# They are loaded by path, because importing the package would load the library that is about to be built.
 sources, toolchain, cuda_build, ninja_build, terminal = (
     SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / f"{name}.py")))
-    for name in ("sources", "toolchain", "cuda_build", "ninja_build", "terminal")
+    for name in ("build/sources", "build/toolchain", "build/cuda_build", "build/ninja_build", "terminal")
 )
+
+#: Where the explicit instantiations of CUDA kernels are written.
+INSTANCES = ROOT / "build" / "instances"
 
 
 def relative(paths: list[str]) -> list[str]:
@@ -41,11 +44,11 @@ def relative(paths: list[str]) -> list[str]:
 
 
 def extension(plan) -> Extension:
-    """The library for what the plan says about CUDA."""
+    """The library, with CUDA kernels or without, as the plan says."""
     make = cpp_extension.CUDAExtension if plan.cuda else cpp_extension.CppExtension
     return make(
         "selfattn_ext._C",
-        relative(sources.extension_sources(plan.cuda)),
+        relative(sources.extension_sources(plan.cuda, INSTANCES)),
         depends=relative(sources.headers()),
         extra_compile_args={
             "cxx": [*sources.compile_flags(), *cuda_build.definitions(plan)],
@@ -56,15 +59,15 @@ def extension(plan) -> Extension:
 
 
 def begin(plan, files: int):
-    """Says how much work there is; returns what shows how far it is."""
-    share = files / len(sources.extension_sources(plan.cuda))
+    """Says how much work there is, and returns a progress bar."""
+    share = files / len(sources.extension_sources(plan.cuda, INSTANCES))
     work = ninja_build.estimate(files, share * cuda_build.processor_seconds(plan))
     print(f"selfattn_ext: compiling {work}", flush=True)
     return terminal.Progress("selfattn_ext: compiled", files, log_lines=20)
 
 
 class BuildLibrary(BuildExtension):
-    """torch's build_ext, with its tools looked for first and its object files kept."""
+    """torch's build_ext, which first looks for its tools and keeps its object files."""
 
     def finalize_options(self) -> None:
         super().finalize_options()
@@ -89,7 +92,7 @@ class BuildLibrary(BuildExtension):
             print(f"selfattn_ext: {plan.explanation}", flush=True)
             shown = ninja_build.shown(cpp_extension, functools.partial(begin, plan), echo=True)
             with cuda_build.environment(plan, cpp_extension), shown:
-                # Declared without them below, as nothing but a build needs to look for nvcc.
+                # Only a build needs to look for nvcc, so the declaration below has no CUDA sources.
                 vars(self.extensions[0]).update(vars(extension(plan)))
                 try:
                     super().run()
@@ -98,12 +101,12 @@ class BuildLibrary(BuildExtension):
 
 
 class BuildPackage(build_py):
-    """build_py that ships csrc inside the package, so that an installed package can compile itself again."""
+    """A build_py that copies csrc into the package, so that an installed package can compile itself again."""
 
     def run(self) -> None:
         target = Path(self.build_lib) / "selfattn_ext"
         if not self.editable_mode:
-            # What an earlier build left here and the checkout no longer has must not get into the wheel.
+            # Files of an earlier build that the checkout no longer has must not get into the wheel.
             shutil.rmtree(target, ignore_errors=True)
         super().run()
         if not self.editable_mode:

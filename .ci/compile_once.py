@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
-"""The C++ compiler of .ci/run, which builds the library four times: what is the same is compiled once.
+"""The C++ compiler of .ci/run, which compiles sources that several builds share only once.
 
-These are the sources of csrc/core, csrc/cpu and csrc/peak, most of the work, as they see nothing of torch and Python.
-The second build still reads all their headers: an object file is copied if the text after the preprocessor
-and the flags are those that it was made of.
+.ci/run builds the library four times. The sources of csrc/core, csrc/cpu and csrc/peak, which are most of
+the work, include nothing of torch and Python, so that all builds can share their object files. Each build
+still runs the preprocessor: an object file is copied if it was made of the same text with the same flags.
 
 ONCE_CXX is the compiler, ONCE_OBJECTS the folder of the object files.
 """
@@ -17,16 +17,16 @@ import tempfile
 from pathlib import Path
 
 COMPILER = os.environ["ONCE_CXX"]
-#: Options of which the next argument is a path, and says nothing about the object file.
+#: The argument after one of these options is a path, which does not change the object file.
 OF_PATHS = ("-o", "-MF", "-MT", "-isystem")
-#: What begins so has done its work when the text is there, or changes what is said about it.
+#: Options that begin so act on the preprocessor, or on warnings and lists of headers, not on the object file.
 WITHOUT_EFFECT = ("-I", "-isystem", "-D", "-W", "-M")
-#: Of what begins so, the last one counts; without any it is this one.
+#: If several options begin so, the last one counts; these are the compiler's defaults.
 LAST_COUNTS = {"-O": "-O0", "-g": "-g0", "-std=": ""}
 
 
 def source_of(arguments: list[str]) -> str | None:
-    """The source that is to be compiled, if it can be the same in two builds."""
+    """The source that is to be compiled, if builds can share its object file."""
     if "-c" not in arguments or "-o" not in arguments:
         return None
     found = [it for it in arguments if it.endswith(".cpp") and "csrc" in Path(it).parts]
@@ -34,7 +34,7 @@ def source_of(arguments: list[str]) -> str | None:
 
 
 def object_file(arguments: list[str], source: str) -> Path:
-    """Where the object file is kept. The preprocessor also writes down which headers there are, for ninja."""
+    """Where the object file is kept. The preprocessor also writes the list of headers that ninja reads."""
     target = arguments.index("-o") + 1
     text = _output([*arguments[:target], "-", *arguments[target + 1 :], "-E", "-P"])
     paths = {n + shift for n, it in enumerate(arguments) if it in OF_PATHS for shift in (0, 1)}
@@ -45,7 +45,7 @@ def object_file(arguments: list[str], source: str) -> Path:
 
 
 def effective(flags: list[str]) -> list[str]:
-    """What the flags say, whatever their order and however often."""
+    """The flags in a form that does not depend on their order or repetition."""
     last = {
         start: next((it for it in reversed(flags) if it.startswith(start)), default)
         for start, default in LAST_COUNTS.items()
@@ -66,7 +66,7 @@ def main(arguments: list[str]) -> None:
         shutil.copyfile(kept, target)
         return
     subprocess.run([COMPILER, *arguments], check=True)
-    # Under its name only when whole.
+    # The file gets its name only when it is complete.
     with tempfile.NamedTemporaryFile(dir=kept.parent, delete=False) as file:
         file.write(Path(target).read_bytes())
     os.replace(file.name, kept)

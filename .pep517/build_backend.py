@@ -1,9 +1,9 @@
 """PEP 517 backend: setuptools, with the torch that is already installed.
 
-Naming torch in build-system.requires would make pip download gigabytes into the isolated build environment,
-of a version that need not be the one the extension then runs with. So torch is not a build requirement: this
+If build-system.requires named torch, pip would download gigabytes into the isolated build environment, of a
+version that need not be the one the extension then runs with. So torch is not a build requirement: this
 backend asks the interpreter that the package is being installed for where it keeps its packages, and appends
-those folders to sys.path while setup.py runs. What the isolated environment holds itself still comes first.
+those folders to sys.path while setup.py runs. The isolated environment's own packages still come first.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 
 _ROOT = Path(__file__).resolve().parent.parent
 
-# Runs in the interpreter asked; torch itself is not imported, which would take seconds.
+# This code runs in the interpreter that is asked; it does not import torch, which would take seconds.
 _QUESTION = """
 import importlib.util, json, os, runpy, sys
 spec = importlib.util.find_spec("torch")
@@ -31,14 +31,14 @@ print(json.dumps({"python": list(sys.version_info[:2]), "path": sys.path, "torch
 
 
 def _load(name: str) -> dict:
-    return runpy.run_path(str(_ROOT / "selfattn_ext" / f"{name}.py"))
+    return runpy.run_path(str(_ROOT / "selfattn_ext" / "build" / f"{name}.py"))
 
 
 def _ask(python: str) -> dict | None:
     # pip and build point these at the isolated environment.
     clean = {key: value for key, value in os.environ.items() if key not in ("PYTHONPATH", "PYTHONNOUSERSITE")}
     try:
-        # -c looks in the working folder too; "/" keeps a folder called torch in the user's from being found.
+        # -c also searches the working folder; in "/" Python finds no folder of the user's called torch.
         done = subprocess.run([python, "-c", _QUESTION], env=clean, cwd="/", capture_output=True, timeout=60)
         answer = json.loads(done.stdout) if done.returncode == 0 else None
     except (OSError, ValueError, subprocess.TimeoutExpired):
@@ -63,7 +63,7 @@ def _find_torch() -> dict:
     own = _ask(sys.executable)
     if own is not None and own["torch"]:
         return own
-    # In pip's isolation the interpreter is the user's, with its packages hidden: then no other will do.
+    # pip's isolation hides the packages of the user's own interpreter; then no other interpreter will do.
     isolated_by_pip = own is not None and not set(_site_packages(own["path"])) <= set(sys.path)
     for python in [] if isolated_by_pip else _candidates()[1:]:
         answer = _ask(python)
@@ -107,7 +107,8 @@ def _with_torch() -> None:
 
 
 def _setuptools():
-    # Imported late: without build isolation it may be missing or old, and a missing torch is told first.
+    # It is imported late, so that a missing torch is reported first; without build isolation setuptools may
+    # be missing or old.
     try:
         import setuptools
         from setuptools import build_meta
@@ -123,7 +124,7 @@ def _setuptools():
 
 
 def _requirements(setuptools_requires: list[str]) -> list[str]:
-    # ninja compiles in parallel; a ninja that the machine has already is not downloaded again.
+    # ninja compiles in parallel; if the machine has one already, it is not downloaded again.
     return setuptools_requires + ([] if _load("toolchain")["ninja_folder"]() else ["ninja"])
 
 
@@ -156,7 +157,7 @@ def build_sdist(sdist_directory, config_settings=None):
 
 
 def _settings(given):
-    # Lists of copied files would bury the progress that "pip install -v" is to show.
+    # setuptools' lists of copied files would bury the progress that "pip install -v" shows.
     return given or {"quiet": "true"}
 
 

@@ -1,4 +1,4 @@
-"""Measures the classes of classes.py and prints them as one table."""
+"""Measurement of the classes of classes.py, printed as one table."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from selfattn_ext.terminal import Progress, table
 
 @dataclass(frozen=True)
 class Measured:
-    """A line and what came out."""
+    """A line and its measurement."""
 
     line: Line
     row: Row
 
     @property
     def value(self) -> float | None:
-        """What is held against target and goal; None where it could not be measured."""
+        """The number that is compared with target and goal; None if it could not be measured."""
         if self.line.judged == "of read":
             return self.row.share_of_reading(OURS.name)
         ratio = self.row.ratio(self.line.peer)
@@ -38,7 +38,7 @@ class Measured:
 
     @property
     def verdict(self) -> str:
-        """ "goal", "target", "MISS", or "-"."""
+        """The best that the value reaches, "goal" or "target"; else "MISS", or "-" without a value."""
         if self.value is None:
             return "-"
         if self.value >= self.line.goal:
@@ -48,7 +48,7 @@ class Measured:
 
 @dataclass(frozen=True)
 class Results:
-    """All of one run."""
+    """The results of one run."""
 
     measured: list[Measured]
     memory: list[Memory]
@@ -62,9 +62,9 @@ def measure_classes(
     threads: Sequence[int],
     effort: Effort,
 ) -> Results:
-    """Every line with each number of threads; a progress bar on stderr meanwhile.
+    """Measures every line with each number of threads, with a progress bar on stderr.
 
-    torch is among the contenders, asked for or not: it is what the ratios compare with. Neighbours with one
+    torch is always among the contenders, as the ratios compare with it. Neighbouring lines that have the same
     case are measured once.
     """
     peers = [TORCH, *(peer for peer in peers if peer.name != TORCH.name)]
@@ -94,7 +94,7 @@ def measure_classes(
 
 
 def _same(before: Sequence[Measured], line: Line, threads: int) -> Row | None:
-    """The row that a line needs, where it has been measured for the line before."""
+    """Returns the row that a line needs if it has been measured for the line before, else None."""
     for found in before:
         if (found.line.case, found.line.environment, found.row.threads) == (
             line.case,
@@ -106,7 +106,7 @@ def _same(before: Sequence[Measured], line: Line, threads: int) -> Row | None:
 
 
 def text(results: Results) -> str:
-    """The tables, what their columns are, and how many lines reach target and goal."""
+    """Returns the tables, a legend of their columns, and how many lines reach target and goal."""
     tables: dict[tuple[str, ...], list[Measured]] = {}
     for measured in results.measured:
         tables.setdefault(tuple(report.peer_names([measured.row])), []).append(measured)
@@ -123,13 +123,13 @@ def text(results: Results) -> str:
 
 
 def _table(peers: Sequence[str], found: Sequence[Measured]) -> str:
-    """The lines that were compared with the same peers."""
+    """Returns the table of lines that were compared with the same peers."""
     reads = report.any_reads([measured.row for measured in found])
     header = ["class", "threads", "(B, H, T, D)", "options", "pass", "target", "goal", "value", "reached"]
     headings = report.headings(peers, reads)
     cells = []
     for index, measured in enumerate(found):
-        # What several lines share stands in the first.
+        # If several lines share a row, only the first shows it.
         known = index > 0 and found[index - 1].row is measured.row
         cells.append(
             [
@@ -149,7 +149,7 @@ def _table(peers: Sequence[str], found: Sequence[Measured]) -> str:
 
 
 def data(results: Results, command: str) -> dict[str, Any]:
-    """All of it as plain data."""
+    """Returns all results as plain data."""
     return {
         **report.head(command),
         "peaks": results.peaks,
@@ -227,5 +227,5 @@ def _count(measured: Sequence[Measured]) -> str:
         if found.verdict == "MISS"
     ]
     if "amx" not in backends.cpu_isas():
-        lines.append("No AMX here, for which the targets of lines without a named instruction set are set.")
+        lines.append("This machine has no AMX; targets of lines without an instruction set are set for AMX.")
     return "\n".join(lines)

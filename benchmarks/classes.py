@@ -1,9 +1,9 @@
-"""The classes of work that this project holds itself to: one table, every line with a target and a goal.
+"""The classes of work that the CPU kernels are judged by, each line with a target and a goal.
 
-A target is what a release has to reach, a goal what the kernels are built for; both are the project's own.
-Most are ratios, time of torch's scaled_dot_product_attention over ours, some of our own call on padded
-tensors; those of decoding are shares of the memory's bandwidth, those of pages shares of the speed without
-them. They are set for a processor with AMX, except where a line names another instruction set.
+A release has to reach the targets; the kernels are built for the goals. The project sets both itself. Most
+are ratios of times, torch's scaled_dot_product_attention over ours, some our own call on padded tensors over
+ours. Those of decoding are shares of the memory's bandwidth, and those of pages shares of the speed without
+pages. They are set for a processor with AMX, unless a line names another instruction set.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ from selfattn_ext.bench.varlen import VarlenCase
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 HEADS = 8
 
-#: Keeps torch, its matrix library and this package to AVX2. Read at start, hence a process of its own.
+#: Limits torch, its matrix library and this package to AVX2. They read it when they start, so a new process
+#: is needed.
 AVX2_ONLY = {
     "ATEN_CPU_CAPABILITY": "avx2",
     "MKL_ENABLE_INSTRUCTIONS": "AVX2",
@@ -33,7 +34,7 @@ AVX2_ONLY = {
     "SELFATTN_CPU_ISA": "avx2",
 }
 
-#: "ratio": time of the peer over ours; "speed": of the peer, over that of ours; "of read": our share of the
+#: "ratio": the peer's time over ours; "speed": the peer's speed over ours; "of read": our share of the
 #: bandwidth of reading.
 Judged = Literal["ratio", "speed", "of read"]
 
@@ -53,8 +54,10 @@ class Line:
 
 
 def lines(quick: bool = False, only: str = "") -> list[Line]:
-    """All lines, or the one or two of each class that a short run measures; of classes whose names hold a
-    text, where one is given."""
+    """Returns all lines, or with ``quick`` the one or two of each class that a short run measures.
+
+    ``only`` keeps those classes whose names contain it.
+    """
     every = [
         *_forward(),
         *_float32(),
@@ -72,7 +75,7 @@ def lines(quick: bool = False, only: str = "") -> list[Line]:
 
 
 def memory_cases(quick: bool = False) -> list[Case]:
-    """Whose extra memory has to be O(L + S): what torch computes with matrices of weights."""
+    """Returns cases whose extra memory has to be O(L + S), where torch needs matrices of weights."""
     cases = [line.case for line in _unfused()]
     return cases[:1] if quick else cases
 
@@ -143,7 +146,7 @@ def _backward() -> Iterable[Line]:
 
 
 def _few_queries() -> Iterable[Line]:
-    # As many sequences as make the keys and values larger than the caches, at every length.
+    # At every length there are enough sequences to make keys and values larger than the processor's caches.
     for dtype in (BF16, FP32):
         for keys in (4096, 16384, 32768):
             one = Case(32768 // keys, HEADS, 1, 128, dtype=dtype, keys=keys)
@@ -193,8 +196,8 @@ def _varlen() -> Iterable[Line]:
 
 
 def _caches() -> Iterable[Line]:
-    # More keys and values than any cache of a processor holds: up to 2.4 GB of them, and three times that in
-    # pages. A short run takes fewer sequences of those.
+    # Keys and values are larger than any processor's cache, up to 2.4 GB, and three times that in pages. A
+    # short run takes fewer sequences.
     lengths = varlen.draw_lengths(32, 128, 16384)
     layouts: tuple[kv_cache.Layout, ...] = ("bhld", "blhd")
     for dtype in (FP32, BF16):
@@ -218,8 +221,11 @@ def _in_pages_too(name: str, case: CacheCase, quick: bool) -> Iterable[Line]:
 
 
 def _functions() -> Iterable[Line]:
-    """Functions of scores against options that say the same, torch's compiled flex_attention (forward), and
-    what it does uncompiled (forward and backward); a mask of documents against the call without it."""
+    """Yields functions of scores against three peers, and a mask of documents against the call without it.
+
+    The peers are options that mean the same, torch's compiled flex_attention (forward), and what torch
+    computes uncompiled (forward and backward).
+    """
     names: tuple[functions.Name, ...] = ("causal", "alibi", "softcap", "documents", "relative bias")
     for dtype in (FP32, BF16):
         kind = "fp32 functions" if dtype == FP32 else "bf16 functions"
@@ -235,14 +241,16 @@ def _functions() -> Iterable[Line]:
                     peer = functions.OPTIONS
                     yield Line(f"{kind}, over no mask", case, 4.0, 6.0, peer=peer.name, quick=quick)
                 elif name != "relative bias":
-                    # At most 1.3 times their time.
+                    # Functions may take at most 1.3 times the time of options.
                     peer = functions.OPTIONS
                     yield Line(f"{kind}, over options", case, 1 / 1.3, 1.0, peer=peer.name, quick=quick)
 
 
 def _derivatives() -> Iterable[Line]:
-    """Forward mode and second order, against torch's formula and our own forward and backward: at most 2.6
-    and 3.2 times their time, where 3 and 2.4 times as many products are."""
+    """Yields forward mode and second order, against torch's formula and our own forward and backward.
+
+    They may take at most 2.6 and 3.2 times the time of our own passes, with 3 and 2.4 times as many products.
+    """
     orders: tuple[derivatives.Order, ...] = ("jvp", "second order")
     for dtype in (FP32, BF16):
         kind = "fp32 derivatives" if dtype == FP32 else "bf16 derivatives"

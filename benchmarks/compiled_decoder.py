@@ -1,7 +1,7 @@
-"""Where a compiled decoder in bfloat16 leaves the eager one: prints the largest differences of what enters
-attention, of what attention makes of the same inputs, and of the model's output.
+"""Differences between a compiled and an eager decoder in bfloat16.
 
-Run: python benchmarks/compiled_decoder.py
+It prints the largest differences of the inputs of attention, of attention's results for the same inputs, and
+of the model's output. Run: python benchmarks/compiled_decoder.py
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Decoder(nn.Module):
 
 
 def recorded(run: Callable[[], Tensor]) -> tuple[Tensor, list[tuple[Any, ...]]]:
-    """What a model gives, and (operator, inputs, options, result) of each of its calls of attention."""
+    """Returns a model's result, and (operator, inputs, options, result) of each of its attention calls."""
     calls = []
     plain_call = torch._ops.OpOverload.__call__
 
@@ -90,7 +90,7 @@ def main() -> None:
         run(compiled)
         return compiled
 
-    # The eager operators are called past torch's OpOverload; a graph that nobody optimises calls them by it.
+    # Eager calls bypass torch's OpOverload, which recorded() needs; a graph that is not optimised calls it.
     torch._dynamo.reset()
     plain = torch.compile(model, fullgraph=True, backend="eager")
     run(plain)

@@ -1,10 +1,10 @@
-"""How much memory forward mode and second derivatives take: ours measured, the formula's computed.
+"""Memory of forward mode and second derivatives: ours measured, the formula's computed.
 
     python benchmarks/derivatives_memory.py                         # 16384 tokens
     python benchmarks/derivatives_memory.py --length 4096 --at 1024
 
-The formula's matrices would not fit: it is measured at the length --at, and what it takes there grows with
-the square of the length. Each figure is that of a process of its own, beyond the inputs and the direction.
+The formula's matrices would not fit into memory, so it is measured at the length --at, and scaled with the
+square of the length. Each figure comes from a process of its own and excludes inputs and direction.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from selfattn_ext.terminal import table
 
 
 def extra_bytes(name: str, case: DerivativeCase, threads: int) -> int:
-    """By how much the memory of this process grows at its peak, beyond inputs and the direction, while a
-    contender computes the case once: of second order with both passes before it.
+    """Returns this process's peak memory beyond inputs and direction while a contender computes a case once.
 
-    The call before it, of a few queries, loads what is loaded once.
+    In second order this includes both passes before it. A call of a few queries before it loads what is
+    loaded only once.
     """
     torch.set_num_threads(threads)
     (contender,) = (each for each in derivatives.CONTENDERS if each.name == name)
@@ -39,7 +39,7 @@ def extra_bytes(name: str, case: DerivativeCase, threads: int) -> int:
 
 
 def rows(length: int, at: int, threads: int) -> list[tuple[DerivativeCase, int, float]]:
-    """Cases with the bytes of this package, and of the formula by what it takes at another length."""
+    """Returns cases with the bytes of this package, and those of the formula, scaled from length ``at``."""
     found = []
     orders: tuple[derivatives.Order, ...] = ("jvp", "second order")
     for dtype in (torch.float32, torch.bfloat16):
@@ -56,11 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Prints the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--length", type=int, default=16384)
-    parser.add_argument("--at", type=int, default=2048, help="where the formula is measured")
+    parser.add_argument("--at", type=int, default=2048, help="the length at which the formula is measured")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     given = parser.parse_args(arguments)
     if not memory.available():
-        print(f"{parser.prog}: error: this system does not tell a peak that can be reset", file=sys.stderr)
+        print(f"{parser.prog}: error: this system reports no peak that can be reset", file=sys.stderr)
         return 1
     header = [
         "(B, H, T, D)",

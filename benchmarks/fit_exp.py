@@ -1,9 +1,8 @@
-"""Prints the polynomials of csrc/cpu/products/elementary.h.
+"""Computation of the polynomials in csrc/cpu/products/elementary.h.
 
-They are q in e^r = 1 + r * q(r) on |r| <= ln(2) / 2, and for weights that are rounded afterwards in
-2^f = 1 + f * q(f) on 0 <= f < 1. q interpolates, in 50 digits. Needs
-mpmath, which torch brings.
-Run: python benchmarks/fit_exp.py
+They are q in e^r = 1 + r * q(r) on |r| <= ln(2) / 2 and, for weights that are rounded afterwards, in
+2^f = 1 + f * q(f) on 0 <= f < 1. q interpolates, and is computed with 50 digits. This needs mpmath, which
+torch installs. Run: python benchmarks/fit_exp.py
 """
 
 from __future__ import annotations
@@ -11,19 +10,22 @@ from __future__ import annotations
 from mpmath import cos, exp, expm1, log, lu_solve, matrix, mp, mpf, nstr, pi
 
 mp.dps = 50
-HALF_WIDTH = log(2) / 2 * mpf("1.0001")  # rounding of the reduction may land just outside
+HALF_WIDTH = log(2) / 2 * mpf("1.0001")  # as rounding in the reduction may leave the interval
 
 
 def nodes_of(terms: int, low: mpf, high: mpf) -> list[mpf]:
-    """Chebyshev nodes; where the interval begins at 0, where x * q(x) is exact, those of one that is a little
-    longer and has one node more, which falls on 0."""
+    """Returns Chebyshev nodes.
+
+    If the interval begins at 0, where x * q(x) is exact, they are those of a slightly longer interval with
+    one node more, which lies at 0 and is left out.
+    """
     count = terms if low < 0 else terms + 1
     half = (high - low) / 2 if low < 0 else high / (1 + cos(pi / (2 * count)))
     return [high - half + half * cos(pi * (2 * i + 1) / (2 * count)) for i in range(terms)]
 
 
 def fit(terms: int, low: mpf, high: mpf, base: mpf) -> list[mpf]:
-    """q of base^x = 1 + x * q(x) on low <= x <= high."""
+    """Returns the coefficients of q in base^x = 1 + x * q(x) on low <= x <= high."""
     nodes = nodes_of(terms, low, high)
     powers, targets = matrix(terms, terms), matrix(terms, 1)
     for row, node in enumerate(nodes):

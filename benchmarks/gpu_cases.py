@@ -1,4 +1,4 @@
-"""What is timed on a GPU, and what the project aims at there."""
+"""Cases to time on a GPU, and the aims of the project there."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.flo
 
 @dataclass(frozen=True)
 class Aim:
-    """TFLOP/s, or how many times as fast as a backend of torch or as the best of them."""
+    """An aim: TFLOP/s, or how many times as fast as one of torch's backends or as the best of them."""
 
     value: float
     of: Literal["TFLOP/s", "best", "cudnn", "flash", "efficient", "math"]
@@ -38,13 +38,13 @@ class Line:
 SHORT = Aim(1.3, "best")
 MASKED = Aim(1.3, "best")
 FLOAT32 = Aim(2.0, "efficient")
-#: Of 8192 queries of 128 dims, and of 64: what FlashAttention-3 and cuDNN reach on an H100, about; meant for
-#: that generation of GPUs.
+#: About what FlashAttention-3 and cuDNN reach on an H100 for 8192 queries of 128 dims, and of 64 (NARROW).
+#: These aims are meant for that generation of GPUs.
 LONG = Aim(650.0, "TFLOP/s")
 LONG_CAUSAL = Aim(600.0, "TFLOP/s")
 LONG_NARROW = Aim(480.0, "TFLOP/s")
 LONG_BACKWARD = Aim(520.0, "TFLOP/s")
-#: Of causal calls of 512 to 2048 queries, where these two leave more of a GPU idle.
+#: The aim of causal calls of 512 to 2048 queries, where FlashAttention-3 and cuDNN leave more of a GPU idle.
 CAUSAL = Aim(1.2, "cudnn")
 FLOAT32_TRAINING = Aim(2.0, "best")
 MASK_TRAINING = Aim(2.0, "best")
@@ -53,12 +53,12 @@ _TOKENS, _WIDTH = 16384, 2048
 
 
 def _case(length: int, head_dim: int, dtype: torch.dtype = BF16) -> Case:
-    """As many sequences as make 16384 tokens, as many heads as make a width of 2048."""
+    """Returns a case of 16384 tokens in all, with as many heads as make a width of 2048."""
     return Case(_TOKENS // length, _WIDTH // head_dim, length, head_dim, dtype=dtype)
 
 
 def lines(quick: bool = False) -> list[Line]:
-    """All lines, or the few of a short run."""
+    """Returns all lines, or the few of a short run."""
     forward = [*_short(), *_long(), *_float32(), *_masks(), *_options(), *_decoding(), *_caches()]
     training = [
         *_backward(),
@@ -117,7 +117,7 @@ def _options() -> Iterable[Line]:
 
 
 def _decoding() -> Iterable[Line]:
-    """One query each; keys and values larger than a GPU's caches."""
+    """Yields cases of one query per sequence, with keys and values larger than a GPU's caches."""
     yield Line(Case(8, 16, 1, 128, dtype=BF16, keys=8192), quick=True)
     yield Line(Case(32, 32, 1, 128, dtype=BF16, keys=8192, kv_heads=8))
     yield Line(Case(1, 32, 1, 128, dtype=BF16, keys=131072, kv_heads=8), quick=True)
@@ -125,7 +125,7 @@ def _decoding() -> Iterable[Line]:
 
 
 def _backward() -> Iterable[Line]:
-    """The backward pass alone, on a graph that is kept."""
+    """Yields cases of the backward pass alone, on a graph that is kept."""
     for length in (512, 2048, 8192):
         for head_dim in (64, 128):
             aimed = (length, head_dim) == (8192, 128)
@@ -136,7 +136,7 @@ def _backward() -> Iterable[Line]:
 
 
 def _training() -> Iterable[Line]:
-    """Forward and backward, as a training step has them."""
+    """Yields cases of forward and backward pass, as in a training step."""
     for length, head_dim in ((128, 64), (512, 128), (2048, 64), (2048, 128), (2048, 256), (8192, 128)):
         yield Line(replace(_case(length, head_dim), backward=True), quick=(length, head_dim) == (2048, 128))
     yield Line(replace(_case(2048, 128), causal=True, backward=True))
@@ -156,7 +156,7 @@ def _float32_training() -> Iterable[Line]:
 
 
 def _mask_training() -> Iterable[Line]:
-    """A mask (L, S) that learns: its gradient is summed over the batch and the heads."""
+    """Yields cases of a learned mask (L, S), whose gradient is summed over the batch and the heads."""
     for dtype in (BF16, FP16, FP32):
         for head_dim in (64, 128):
             case = replace(_case(2048, head_dim, dtype), mask="gradient", backward=True)
@@ -171,7 +171,7 @@ def _training_options() -> Iterable[Line]:
 
 
 def _varlen() -> Iterable[Line]:
-    """Sequences of several lengths, packed; torch's backends get them padded."""
+    """Yields cases of packed sequences of several lengths; torch's backends get them padded."""
     lengths = draw_lengths(64, 16, 1024)
     for head_dim in (64, 128):
         case = VarlenCase.of(lengths, _WIDTH // head_dim, head_dim, dtype=BF16)
@@ -182,7 +182,7 @@ def _varlen() -> Iterable[Line]:
 
 
 def _caches() -> Iterable[Line]:
-    """A new token for every sequence, whose keys lie in one cache or in pages."""
+    """Yields cases of a new token for every sequence, with keys in slots or in pages."""
     lengths = draw_lengths(32, 128, 16384)
     for page_size in (0, 16, 64, 256):
         case = CacheCase.of(lengths, 32, 128, dtype=BF16, kv_heads=8, page_size=page_size, layout="blhd")

@@ -1,4 +1,4 @@
-"""Times each case: this package and every way of torch in turns, errors and peaks beside them."""
+"""Measurement of cases on a GPU: this package and torch's backends in turns, errors and peaks."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ Setting = Callable[[], AbstractContextManager[object]]
 
 @dataclass(frozen=True)
 class Call:
-    """A call, and the setting under which it is made, which the clock leaves out."""
+    """A call, and the setting under which it is made, whose set-up is not timed."""
 
     function: Callable[[], object]
     setting: Setting = nullcontext
@@ -52,29 +52,29 @@ class Call:
 
 @dataclass(frozen=True)
 class Row:
-    """One case as measured."""
+    """The measurements of one case."""
 
     line: Line
-    kernel: str  # which of this package's kernels ran
-    timings: dict[str, Timing]  # by backend, and this package's
-    refused: dict[str, str]  # why a backend has none
+    kernel: str  # the kernel of this package that ran
+    timings: dict[str, Timing]  # by name: torch's backends and this package
+    refused: dict[str, str]  # by backend, the reason why it has no timing
     error: float | None
     ceiling: Ceiling
-    memory: dict[str, int]  # bytes at the peak beyond the inputs, results included; none but on a GPU
+    memory: dict[str, int]  # bytes at the peak beyond the inputs, results included; empty on a CPU
 
     @property
     def ours(self) -> Timing:
         return self.timings[OURS.name]
 
     def ratio(self, backend: str) -> float | None:
-        """Time of a backend over ours, or of the fastest; above 1 this package is faster."""
+        """Returns the time of a backend, or of the fastest, over ours; above 1 this package is faster."""
         if backend == "best":
             backend = self.fastest or ""
         return Ratio.of(self.timings[backend], self.ours).median if backend in self.timings else None
 
     @property
     def fastest(self) -> str | None:
-        """torch's fastest backend, None where none takes the case."""
+        """The name of torch's fastest backend, None if none takes the case."""
         names = [name for name in PEERS if name in self.timings]
         ratios = {name: Ratio.of(self.timings[name], self.ours).median for name in names}
         return min(ratios, key=lambda name: ratios[name], default=None)
@@ -85,7 +85,7 @@ class Row:
 
     @property
     def reached(self) -> str:
-        """Whether the aim is: "yes", "no", or "" where there is none or nothing to compare with."""
+        """Whether the aim is reached: "yes", "no", or "" without an aim or anything to compare with."""
         aim: Aim | None = self.line.aim
         if aim is None:
             return ""
@@ -94,7 +94,7 @@ class Row:
 
 
 class Session:
-    """Measures rows on one device, whose peaks they share."""
+    """Measures rows on one device; they share its peaks."""
 
     def __init__(self, device: str, effort: Effort, meter: Meter | None = None) -> None:
         self._device, self._effort = device, effort
@@ -102,7 +102,7 @@ class Session:
         self.meter = meter or Meter(device, self._clock)
 
     def measure(self, lines: Sequence[Line]) -> list[Row]:
-        """A row for each line; a progress bar on stderr meanwhile."""
+        """Measures a row for each line, with a progress bar on stderr."""
         rows = []
         with Progress("measuring", len(lines)) as progress:
             for line in lines:
@@ -111,7 +111,7 @@ class Session:
         return rows
 
     def row(self, line: Line) -> Row:
-        """One case."""
+        """Measures one case."""
         before = torch.get_float32_matmul_precision()
         torch.set_float32_matmul_precision(line.case.precision)
         try:
@@ -161,7 +161,7 @@ class Session:
 
 
 def _call_of(peer: str, contender: Contender, case: Case, tensors: Inputs) -> Call:
-    """torch's attention by one of PEERS.
+    """Returns a call of torch's attention by one of PEERS.
 
     Raises:
         NotImplementedError: the backend does not take the case.
@@ -171,18 +171,18 @@ def _call_of(peer: str, contender: Contender, case: Case, tensors: Inputs) -> Ca
         return sdpa_kernel(BACKENDS[peer]) if peer in BACKENDS else nullcontext()
 
     with warnings.catch_warnings(), setting():
-        warnings.simplefilter("ignore")  # one for each reason of a refusal
+        warnings.simplefilter("ignore")  # torch warns once for each reason of a refusal
         try:
             own = contender.form(case, tensors)
             call = Call(runner(contender.prepare(case, own), case, own), setting)
             call()
-        except RuntimeError as error:  # lack of memory among them
+        except RuntimeError as error:  # lack of memory is one, too
             raise NotImplementedError(describe(error)) from error
     return call
 
 
 def cells(rows: Sequence[Row]) -> tuple[list[str], list[list[str]]]:
-    """The table's head and lines."""
+    """Returns the table's header and lines."""
     header = ["dtype", "(B, H, T, D)", "options", "pass", "kernel", *(f"{name} ms" for name in PEERS)]
     header += ["our ms", "best / ours", "TFLOP/s", "of product", "of copy", "best MB", "our MB", "error"]
     header += ["aim", "reached"]
@@ -212,16 +212,16 @@ def _cells(row: Row) -> list[str]:
 
 
 def notes(rows: Sequence[Row], peaks: dict[str, float]) -> str:
-    """What the columns mean, the peaks, and how many aims are reached."""
+    """Returns what the columns mean, the peaks, and how many aims are reached."""
     judged = [row for row in rows if row.reached]
     measured = ", ".join(f"{value:.0f} {name}" for name, value in peaks.items())
     return "\n".join(
         [
-            "ms: medians by CUDA events, contenders in turns; - where torch refuses the case by that way.",
-            "best / ours: time of torch's fastest way over ours; above 1 this package is faster.",
+            "ms: medians by CUDA events, contenders in turns; - where a backend of torch refuses the case.",
+            "best / ours: time of torch's fastest backend over ours; above 1 this package is faster.",
             "f+b: forward and backward; TFLOP/s count two products forward and five backward.",
             "of product, of copy: of the speed of a large matrix product and of a large copy in this run.",
-            "MB: at the peak beyond the inputs, results included; best is torch's fastest way.",
+            "MB: at the peak beyond the inputs, results included; best is torch's fastest backend.",
             "error: of our output and gradients against float64, relative to the largest value of each.",
             f"Peaks: {measured}.",
             f"{sum(row.reached == 'yes' for row in judged)} of {len(judged)} aims reached.",
@@ -230,7 +230,7 @@ def notes(rows: Sequence[Row], peaks: dict[str, float]) -> str:
 
 
 def row_data(row: Row) -> dict[str, Any]:
-    """A row as plain data."""
+    """Returns a row as plain data."""
     return {
         **as_json(row.line.case),
         "kernel": row.kernel,

@@ -1,14 +1,16 @@
-"""A model of what bounds each CUDA kernel on a GPU: what its PTX asks for, over published limits. Nothing is
-measured.
+"""A model of what bounds each CUDA kernel on a GPU, from counts of its PTX.
+
+Each kernel's demands are divided by the published limits of a GPU; nothing is measured on one.
 
     python benchmarks/gpu_model.py                          every call, some minutes
     python benchmarks/gpu_model.py --only causal --device "H100 SXM"
     python benchmarks/gpu_model.py --markdown table.md --json counts.json
 
-It needs nvcc and a torch with CUDA, and no GPU: the PTX machine (tests/ptx_machine) executes the kernels on
-the CPU and counts. SELFATTN_LIBRARY names a library that is built for it already, else this builds one, which
-takes minutes. gpu_model_cases.py holds the calls, gpu_model_counts.py what is derived from their counts,
-gpu_model_limits.py the devices. docs/cuda-kernels.md has the formulas and the sources.
+It needs nvcc and a torch with CUDA, but no GPU: the PTX machine (simulators/ptx_machine) executes the
+kernels on the CPU and counts. SELFATTN_LIBRARY may name a library that is already built for it; otherwise
+this builds one, which takes minutes. gpu_model_cases.py holds the calls, gpu_model_counts.py derives from
+their counts, gpu_model_limits.py holds the devices. docs/cuda-performance.md has the formulas and the
+sources.
 """
 
 from __future__ import annotations
@@ -31,9 +33,9 @@ from selfattn_ext.bench import report
 from selfattn_ext.bench.cases import as_json
 from selfattn_ext.terminal import CommandError, check_output, table
 
-#: Kernels that take less of their call's time, by the model, are left out of tables.
+#: Kernels that take a smaller share of their call's time, by the model, are left out of tables.
 LEAST_SHARE = 0.03
-#: More than this is no rounding: counts do not grow as gpu_model_cases.py says.
+#: A larger deviation is not rounding: the counts do not grow as gpu_model_cases.py says.
 MOST_DEVIATION = 0.01
 
 Counted = Sequence[tuple[Shape, Sequence[Kernel]]]
@@ -50,17 +52,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     names = [device.name for device in DEVICES]
-    parser.add_argument("--only", metavar="TEXT", help="calls whose names, as the table has them, contain it")
+    parser.add_argument("--only", metavar="TEXT", help="only calls whose names in the table contain it")
     parser.add_argument(
-        "--device", action="append", choices=names, help="of the tables; all of them by default"
+        "--device", action="append", choices=names, help="a device of the tables (default: all)"
     )
     parser.add_argument(
-        "--counts", type=Path, metavar="FILE", help="keep the machine's counts there; used if it exists"
+        "--counts", type=Path, metavar="FILE", help="keep counts in this file, and read it if it exists"
     )
     parser.add_argument(
-        "--json", metavar="FILE", help="also write counts and times there; - is standard output"
+        "--json", metavar="FILE", help="also write counts and times to this file; - is standard output"
     )
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables there")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the tables to this file")
     parsed = parser.parse_args(arguments)
     try:
         return _run(parsed)
@@ -83,7 +85,7 @@ def _run(parsed: argparse.Namespace) -> int:
     }
     worst = max(deviations, key=lambda name: deviations[name])
     if deviations[worst] > MOST_DEVIATION:
-        problem = f"the counts of {worst} do not grow as they should: {deviations[worst]:.1%} beside"
+        problem = f"the counts of {worst} do not grow as they should: they differ by {deviations[worst]:.1%}"
         raise CommandError(problem, exit_code=1)
     note = (
         f"A model, {datetime.date.today()}; nothing was measured on a GPU. Counts were derived from smaller "
@@ -101,7 +103,7 @@ def _run(parsed: argparse.Namespace) -> int:
 
 
 def shown(kernels: Sequence[Kernel]) -> list[Kernel]:
-    """Those that matter in their call, on any of the devices."""
+    """Returns the kernels that matter in their call, on any of the devices."""
     found = []
     for kernel in kernels:
         for device in DEVICES:
@@ -113,7 +115,7 @@ def shown(kernels: Sequence[Kernel]) -> list[Kernel]:
 
 
 def counts_table(counted: Counted) -> tuple[list[str], list[list[str]]]:
-    """What does not depend on the device."""
+    """Returns the table of counts, which do not depend on the device."""
     header = ["call", "kernel", "blocks", "mma", "issued / mma", "all PTX / mma", "MB read", "MB written"]
     header += ["MB at L2", "bank conflicts"]
     cells = []
@@ -144,7 +146,7 @@ def megabytes(sectors: float) -> float:
 
 
 def bounds_table(counted: Counted, device: Device) -> tuple[list[str], list[list[str]]]:
-    """For each kernel the least time, what bounds it, and the share of that time that each resource needs."""
+    """Returns for each kernel its least time, what bounds it, and each resource's share of that time."""
     header = ["call", "kernel", "at least µs", "bound by", *RESOURCES, "issue, all PTX"]
     cells = []
     for shape, kernels in counted:
@@ -157,7 +159,7 @@ def bounds_table(counted: Counted, device: Device) -> tuple[list[str], list[list
 
 
 def summary(counted: Counted, devices: Sequence[Device]) -> tuple[list[str], list[list[str]]]:
-    """For each device the least time in µs, what bounds it, and which other resource comes next."""
+    """Returns for each device the least time in µs, what bounds it, and which resource comes next."""
     header = ["call", "kernel", *(device.name for device in devices)]
     header.append(f"issue, all PTX, {devices[0].name}")
     cells = []

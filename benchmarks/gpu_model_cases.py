@@ -1,7 +1,6 @@
 """The calls of gpu_model.py, and the smaller calls that the PTX machine counts for each.
 
-As a program it makes these calls; gpu_model_counts.py runs it with a torch that finds the PTX machine as its
-GPU.
+Run as a program, it makes these calls; gpu_model_counts.py runs it with a torch whose GPU is the PTX machine.
 """
 
 from __future__ import annotations
@@ -25,21 +24,21 @@ from selfattn_ext.terminal import Progress
 
 BF16, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 
-#: Lengths at which calls are counted whose own length would take the machine minutes. Counts of whole tiles
-#: are polynomials of the second degree in the length; another length is there to show that.
+#: Lengths at which calls are counted if their own length would take the machine minutes. Counts of whole
+#: tiles are polynomials of the second degree in the length, which CHECKED_LENGTH verifies.
 LENGTHS = (512, 1024, 1536)
 CHECKED_LENGTH = 2048
-#: kv heads at which they are counted: a count is one number for each head, and what all heads share, such as
-#: the sectors of a mask. Another number of heads, or of elements of a batch, is there to show that.
+#: kv heads at which they are counted. A count is linear in the heads: a number per head, and a constant for
+#: what all heads share, such as the sectors of a mask. CHECKED_HEADS heads, or batch elements, verify that.
 HEADS = (1, 2)
 CHECKED_HEADS = 3
-#: Of one query the blocks that join splits have so many heads each: fewer would be one block, as well.
+#: For one query, a block that joins splits has this many heads, so fewer heads would make one block, too.
 HEADS_OF_ONE_QUERY = 4
 
 
 @dataclass(frozen=True)
 class Run:
-    """A smaller call: so many queries and keys, and kv heads over the whole batch."""
+    """A smaller call: its length (queries and keys), and its kv heads over the whole batch."""
 
     length: int
     heads: int
@@ -50,7 +49,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Shape:
-    """A call, and which kernel is asked for; `extrapolated` if its counts follow from those of LENGTHS."""
+    """A call and the kernel to force; `extrapolated` if its counts follow from those of LENGTHS."""
 
     case: Case
     kernel: str = ""
@@ -58,7 +57,7 @@ class Shape:
 
     @property
     def heads(self) -> int:
-        """kv heads over the whole batch; of one element of it where all have lengths of their own."""
+        """kv heads over the whole batch, or in one batch element if elements differ in length."""
         return self.case.kv_head_count * (1 if self.has_lengths else self.case.batch)
 
     @property
@@ -71,21 +70,21 @@ class Shape:
 
     @property
     def few_heads(self) -> tuple[int, ...]:
-        """HEADS, then CHECKED_HEADS, or as many times more as one query needs."""
+        """HEADS, then CHECKED_HEADS, all times HEADS_OF_ONE_QUERY for one query."""
         times = HEADS_OF_ONE_QUERY if self.case.length == 1 else 1
         return tuple(times * heads for heads in (*HEADS, CHECKED_HEADS))
 
     def counted(self) -> list[Run]:
-        """What the call's counts follow from."""
+        """Returns the runs that the call's counts are derived from."""
         return [Run(length, heads) for length in self.lengths for heads in self.few_heads[:-1]]
 
     def checked(self) -> list[Run]:
-        """What shows that they do."""
+        """Returns the runs that verify the derivation."""
         other = [Run(CHECKED_LENGTH, HEADS[0])] if self.extrapolated else []
         return [*other, Run(self.lengths[0], self.few_heads[-1])]
 
     def call(self, run: Run) -> Case:
-        """The case of a run. What CHECKED_HEADS are is elements of a batch, where that can be."""
+        """Returns the case of a run. CHECKED_HEADS become batch elements if all have the same length."""
         as_batch = run.heads == self.few_heads[-1] and not self.has_lengths
         kv_heads = 1 if as_batch else run.heads
         return replace(
@@ -98,12 +97,12 @@ class Shape:
 
 
 def _case(length: int, head_dim: int, dtype: torch.dtype = BF16) -> Case:
-    """As in gpu_cases.py: 16384 tokens, a width of 2048."""
+    """Returns a case as in gpu_cases.py, of 16384 tokens and a width of 2048."""
     return Case(16384 // length, 2048 // head_dim, length, head_dim, dtype=dtype)
 
 
 def shapes() -> list[Shape]:
-    """Lines of gpu_cases.py; the passes of training are told apart by their kernels."""
+    """Returns lines of gpu_cases.py; in those of training, kernels tell the passes apart."""
     training = [
         Shape(replace(_case(length, head_dim), causal=causal, backward=True))
         for length in (2048, 8192)
@@ -132,7 +131,7 @@ def shapes() -> list[Shape]:
 
 
 def call(case: Case, kernel: str) -> None:
-    """This package's own call, as the benchmarks make it."""
+    """Makes this package's call of a case, as the benchmarks do."""
     tensors = inputs(case, device="cuda")
     ours = contenders_for(case, [TORCH])[0]
     own = ours.form(case, tensors)
@@ -142,7 +141,7 @@ def call(case: Case, kernel: str) -> None:
 
 
 def main(numbers: list[str]) -> None:
-    """Calls the shapes of these numbers, with a line before each call in the file of the counts."""
+    """Calls the shapes of these numbers, and writes a line before each call into the file of counts."""
     file = Path(os.environ["SELFATTN_PTX_COUNTS"])
     chosen = {int(number): shapes()[int(number)] for number in numbers}
     runs = [(number, run) for number, shape in chosen.items() for run in (*shape.counted(), *shape.checked())]

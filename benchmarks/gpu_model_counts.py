@@ -1,5 +1,6 @@
-"""Counts of the package's kernels: runs the calls of gpu_model_cases.py on the PTX machine, and derives from
-what it counted what the whole calls ask for.
+"""Counts of the CUDA kernels, made on the PTX machine with the calls of gpu_model_cases.py.
+
+The counts of whole calls are derived from those of the smaller calls that the machine runs.
 """
 
 from __future__ import annotations
@@ -22,20 +23,23 @@ from selfattn_ext.terminal import CommandError
 
 ROOT = Path(__file__).resolve().parents[1]
 
-#: Counts of a kernel in one run, by the names of the file with a dot between: "load.sectors".
+#: Counts of a kernel in one run, by the names in the file joined by a dot: "load.sectors".
 Counts = dict[str, float]
 
 _SIDES = {
     "sm80": ("queries", "keys", "dK", "dV", "mask"),
     "simt": ("queries", "keys", "mask"),
 }
-_PATHS = ("plain", "options", "few queries")
+_PATHS = ("bare", "options", "few queries")
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """What all launches of one kernel in a call ask for, and by how much, at most, a count of the runs that
-    check differs from what the others say, as a share."""
+    """The counts of all launches of one kernel in a call, and their deviation.
+
+    The deviation is the largest relative difference between a count of the verifying runs and the count that
+    is derived from the others.
+    """
 
     name: str
     counts: Counts
@@ -43,7 +47,7 @@ class Kernel:
 
 
 def short_name(signature: str) -> str:
-    """ "sm80 forward, plain" for the signature of a kernel."""
+    """Returns a short name such as "sm80 forward, bare" for the signature of a kernel."""
     found = re.search(r"selfattn::cuda::((?:\w+::)*)(?:\(anonymous namespace\)::)?(\w+)", signature)
     if found is None:
         return signature
@@ -65,7 +69,7 @@ def flat(line: Mapping[str, Any]) -> Counts:
 
 
 def read(text: str) -> dict[tuple[int, str], dict[str, Counts]]:
-    """By shape and run, the counts of each kernel; torch's own kernels are left out."""
+    """Returns, by shape and run, the counts of each kernel; torch's own kernels are left out."""
     runs: dict[tuple[int, str], dict[str, Counts]] = {}
     kernels: dict[str, Counts] = {}
     for line in map(json.loads, text.splitlines()):
@@ -80,7 +84,7 @@ def read(text: str) -> dict[tuple[int, str], dict[str, Counts]]:
 
 
 def between(points: Mapping[int, Counts], at: int) -> Counts:
-    """The polynomial through the counts at these places, at another place."""
+    """Evaluates the polynomial through the counts at these places at another place."""
     result = dict.fromkeys(next(iter(points.values())), 0.0)
     for here, counts in points.items():
         weight = math.prod((at - other) / (here - other) for other in points if other != here)
@@ -90,7 +94,7 @@ def between(points: Mapping[int, Counts], at: int) -> Counts:
 
 
 def predicted(shape: Shape, runs: Mapping[str, Counts], length: int, heads: int) -> Counts:
-    """The counts of a kernel in a run, from those that are counted."""
+    """Returns the counts of a kernel in a run, derived from those that are counted."""
     by_heads = {}
     for few in shape.few_heads[:-1]:
         points = {of: runs[str(Run(of, few))] for of in shape.lengths}
@@ -99,8 +103,10 @@ def predicted(shape: Shape, runs: Mapping[str, Counts], length: int, heads: int)
 
 
 def deviation(expected: Counts, found: Counts) -> float:
-    """The largest relative difference. A count below 100, or below a thousandth of the instructions or of the
-    sectors, is held against that."""
+    """Returns the largest relative difference.
+
+    It is relative to at least 100, and to at least a thousandth of the instructions or of the sectors.
+    """
     instructions = sum(value for name, value in found.items() if name.startswith("instructions."))
     sectors = sum(value for name, value in found.items() if name.endswith(".sectors"))
     worst = 0.0
@@ -111,7 +117,7 @@ def deviation(expected: Counts, found: Counts) -> float:
 
 
 def whole_call(shape: Shape, runs: Mapping[str, Mapping[str, Counts]]) -> list[Kernel]:
-    """The kernels of a call, from those of its runs, by name.
+    """Returns the kernels of a call, derived from those of its runs, by name.
 
     Raises:
         CommandError: the runs did not launch the same kernels.
@@ -131,14 +137,15 @@ def whole_call(shape: Shape, runs: Mapping[str, Mapping[str, Counts]]) -> list[K
 
 
 def run(numbers: Sequence[int], file: Path) -> None:
-    """Runs the shapes of these numbers on the machine, which writes its counts into the file. What that takes
-    is built if need be.
+    """Runs the shapes of these numbers on the machine, which writes its counts into the file.
+
+    The machine and the library are built first if necessary.
 
     Raises:
         CommandError: there is no nvcc or no torch with CUDA, or a run failed.
     """
-    sys.path[:0] = [str(ROOT / "tests")]
-    from ptx_machine import build  # imports the package, and tests/emulator
+    sys.path[:0] = [str(ROOT / "simulators")]
+    from ptx_machine import build  # imports the package, and simulators/cuda_emulator
 
     try:
         library = Path(os.environ.get("SELFATTN_LIBRARY") or build.build_package())
@@ -150,13 +157,14 @@ def run(numbers: Sequence[int], file: Path) -> None:
 
 
 def count(numbers: Sequence[int], kept: Path | None = None) -> list[tuple[Shape, list[Kernel]]]:
-    """The kernels of the shapes of these numbers.
+    """Returns the kernels of the shapes of these numbers.
 
     Args:
-        kept: where the machine's counts are kept. If the file is there, they are those.
+        numbers: indices of shapes.
+        kept: the file in which the machine's counts are kept. If it exists, its counts are used.
 
     Raises:
-        CommandError: as run() does; or the file lacks a shape.
+        CommandError: as run() does, or if the file lacks a shape.
     """
     with tempfile.TemporaryDirectory() as folder:
         file = kept or Path(folder) / "counts.json"

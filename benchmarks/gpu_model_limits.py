@@ -1,6 +1,7 @@
-"""A model of the least time that a kernel takes on a GPU: what it asks for, over published limits.
+"""Limits of GPUs, and a model of the least time that a kernel takes there.
 
-Nothing here is measured. docs/cuda-kernels.md ("What bounds a kernel") has the formulas and the sources.
+A kernel's demands are divided by published limits; nothing here is measured. docs/cuda-performance.md ("What
+bounds a kernel") has the formulas and the sources.
 """
 
 from __future__ import annotations
@@ -12,11 +13,11 @@ LANES = 32
 #: Operations of one mma.m16n8k16.
 MMA_OPERATIONS = 2 * 16 * 8 * 16
 SECTOR_BYTES = 32
-SCHEDULERS = 4  # of a multiprocessor, an instruction of a warp each in a cycle
-SPECIAL_LANES = 16  # results of ex2, rcp and others in a cycle of a multiprocessor
+SCHEDULERS = 4  # per multiprocessor; each issues one instruction of a warp per cycle
+SPECIAL_LANES = 16  # results of ex2, rcp and others per cycle and multiprocessor
 
-#: Classes of PTX instructions that ptxas leaves as they are. Of the others it makes more or fewer: addresses
-#: become parts of loads and stores, moves and a kernel's parameters become operands.
+#: Classes of PTX instructions that ptxas leaves as they are. It makes more or fewer machine instructions of
+#: the others: addresses become parts of loads and stores, moves and a kernel's parameters become operands.
 KEPT = (
     *("mma_bfloat16", "mma_float16", "float32", "float32_choice", "float64", "float16", "conversion"),
     *("special", "ldmatrix", "shared_load", "shared_store", "global_load", "global_store", "atomic"),
@@ -30,9 +31,9 @@ class Device:
 
     Attributes:
         tensor: operations per second of dense bfloat16 products with float sums.
-        float32, float64: lanes of a multiprocessor, one multiply-add in a cycle each.
-        l2_bytes: in a cycle, of the whole device.
-        dram_bytes: in a second.
+        float32, float64: lanes per multiprocessor; each does one multiply-add per cycle.
+        l2_bytes: bytes per cycle from the second-level cache, of the whole device.
+        dram_bytes: bytes per second from memory.
     """
 
     name: str
@@ -59,46 +60,52 @@ def tensor_products(counts: Mapping[str, float]) -> float:
 
 
 def issued(counts: Mapping[str, float]) -> float:
-    """Instructions that warps issue in machine code, too; beside them it has integer arithmetic, comparisons
-    and branches."""
+    """Returns the PTX instructions that machine code certainly has, too.
+
+    It also has integer arithmetic, comparisons and branches, which are not counted here.
+    """
     return sum(counts[f"instructions.{name}"] for name in KEPT)
 
 
 def ptx_issued(counts: Mapping[str, float]) -> float:
-    """All instructions of the PTX but moves and parameters: more than machine code has in plain loops, and an
-    estimate where options make most of a kernel."""
+    """Returns all PTX instructions but moves and parameters.
+
+    Machine code has fewer in plain loops; where options make most of a kernel, this is an estimate.
+    """
     every = sum(count for name, count in counts.items() if name.startswith("instructions."))
     return every - counts["instructions.move"] - counts["instructions.parameter"]
 
 
 def conflicts(counts: Mapping[str, float]) -> float:
-    """The share of the wavefronts of shared memory that are there for bank conflicts."""
+    """Returns the share of shared memory's wavefronts that bank conflicts cause."""
     wavefronts = counts["shared.wavefronts"]
     return 1 - counts["shared.accesses"] / wavefronts if wavefronts else 0.0
 
 
 def l2_sectors(counts: Mapping[str, float]) -> float:
-    """Copies and stores go to the second-level cache each time, loads once for each block."""
+    """Counts the sectors at the second-level cache: all copies and stores, but each load once per block."""
     beside = counts["copy.sectors"] + counts["store.sectors"] + counts["atomic.sectors"]
     return counts["sectors.loaded_by_blocks"] + beside
 
 
 def dram_sectors(counts: Mapping[str, float]) -> float:
-    """What is read and what is written, each once: as if the second-level cache held all of it."""
+    """Counts the sectors read and written, each once, as if the second-level cache held all of them."""
     return counts["sectors.read"] + counts["sectors.written"]
 
 
 @dataclass(frozen=True)
 class Bound:
-    """The least time by each resource alone, as if nothing else took any; and what issuing would take if
-    machine code had all instructions of the PTX, which bounds nothing."""
+    """The least time by each resource alone, as if the others took none.
+
+    `ptx_issue` is the time of issuing if machine code had all instructions of the PTX; it is not a bound.
+    """
 
     seconds: Mapping[str, float]
     ptx_issue: float
 
     @property
     def resource(self) -> str:
-        """The one that takes longest."""
+        """The resource that takes longest."""
         return max(RESOURCES, key=lambda name: self.seconds[name])
 
     @property
@@ -106,19 +113,19 @@ class Bound:
         return self.seconds[self.resource]
 
     def share(self, resource: str) -> float:
-        """Of the least time, how much this resource needs."""
+        """Returns the share of the least time that this resource needs."""
         return self.seconds[resource] / self.least if self.least else 0.0
 
     @property
     def next(self) -> str:
-        """The resource that takes longest but for one."""
+        """The resource that takes second longest."""
         return max(set(RESOURCES) - {self.resource}, key=lambda name: self.seconds[name])
 
 
 def bound(counts: Mapping[str, float], device: Device) -> Bound:
-    """What a launch of so many blocks asks of the device.
+    """Returns the least time of launches with these counts on a device.
 
-    Work is spread evenly over as many multiprocessors as have a block. Left out are what does not overlap,
+    The model spreads work evenly over as many multiprocessors as have a block. It ignores imperfect overlap,
     the last wave of blocks, the launch, latencies and registers.
     """
     busy = min(float(device.multiprocessors), counts["blocks"])

@@ -1,4 +1,4 @@
-"""What a GPU can do at best, measured in the same run: a large matrix product and a large copy."""
+"""The peaks of a GPU, measured in the same run: a large matrix product and a large copy."""
 
 from __future__ import annotations
 
@@ -19,17 +19,19 @@ class Ceiling:
     copy_gbs: float
 
     def of_product(self, case: Case, seconds: float) -> float:
-        """The share of the matrix product's speed that a time for the case means."""
+        """Returns the share of the matrix product's speed that a time of the case means."""
         return case.flops() / seconds / 1e12 / self.tflops
 
     def of_copy(self, case: Case, seconds: float) -> float:
-        """The share of the copy's bandwidth; see moved_bytes()."""
+        """Returns the share of the copy's bandwidth that a time of the case means; see moved_bytes()."""
         return moved_bytes(case) / seconds / 1e9 / self.copy_gbs
 
 
 def moved_bytes(case: Case) -> int:
-    """The least that a call has to move: query, key, value and output once for each pass, and in the backward
-    one the gradient of each beside it."""
+    """Returns the fewest bytes that a call moves.
+
+    They are query, key, value and output once per pass, and in the backward pass the gradient of each.
+    """
     output = case.total_queries() * case.heads * case.value_dimension * case.dtype.itemsize
     once = case.bytes_read() + output
     if not case.backward:
@@ -41,7 +43,10 @@ class Meter:
     """Measures each peak once.
 
     Args:
-        size: rows and columns of the matrices, copy_bytes: of the source. Large enough to fill the GPU.
+        device: the GPU.
+        clock: the function that times calls.
+        size: rows and columns of the matrices, large enough to fill the GPU.
+        copy_bytes: bytes of the source of the copy.
     """
 
     def __init__(self, device: str, clock: Clock, size: int = 8192, copy_bytes: int = 4 * 2**30) -> None:
@@ -50,8 +55,11 @@ class Meter:
         self._copy_gbs: float | None = None
 
     def ceiling(self, dtype: torch.dtype, precision: Precision) -> Ceiling:
-        """The peaks that bound a dtype. float32 "highest" takes the faster of plain float32 products and a
-        third of what TF32 makes, as products of two TF32 pieces each do."""
+        """Returns the peaks that bound a dtype.
+
+        For float32 "highest" it is the faster of plain float32 products and a third of TF32's speed, as that
+        precision takes three products of TF32 pieces.
+        """
         if dtype != torch.float32:
             return Ceiling(self._product(str(dtype).removeprefix("torch."), dtype), self.copy_gbs())
         tf32 = self._product("tf32", dtype, "high")
@@ -61,7 +69,7 @@ class Meter:
 
     def _product(self, name: str, dtype: torch.dtype, precision: Precision = "highest") -> float:
         if name not in self._tflops:
-            # Smaller where a product would take seconds.
+            # A float64 product is smaller, as it would take seconds.
             size = self._size // 4 if dtype == torch.float64 else self._size
             a, b = (torch.randn(size, size, device=self._device).to(dtype) for _ in range(2))
             out = torch.empty_like(a)
@@ -70,7 +78,7 @@ class Meter:
         return self._tflops[name]
 
     def copy_gbs(self) -> float:
-        """GB/s of a copy within the GPU's memory, bytes read and bytes written."""
+        """Returns GB/s of a copy within the GPU's memory, counting bytes read and bytes written."""
         if self._copy_gbs is None:
             source = torch.ones(self._copy_bytes, dtype=torch.uint8, device=self._device)
             target = torch.empty_like(source)
@@ -87,6 +95,6 @@ class Meter:
             torch.set_float32_matmul_precision(before)
 
     def measured(self) -> dict[str, float]:
-        """Everything measured so far: TFLOP/s by arithmetic, and "copy GB/s"."""
+        """Returns everything measured so far: TFLOP/s by arithmetic, and "copy GB/s"."""
         copied = {} if self._copy_gbs is None else {"copy GB/s": self._copy_gbs}
         return {**{f"{name} TFLOP/s": value for name, value in self._tflops.items()}, **copied}

@@ -1,10 +1,10 @@
-"""The benchmark on a GPU: this package against each backend of torch's scaled_dot_product_attention.
+"""The benchmark on a GPU: this package against each backend of torch's attention.
 
     python benchmarks/gpu_run.py                          every case, some minutes
     python benchmarks/gpu_run.py --quick --json gpu.json
     python benchmarks/gpu_run.py --markdown table.md      also as a table for a document
 
-gpu_cases.py holds the cases and the aims, gpu_peak.py the yardsticks of the same run.
+gpu_cases.py holds the cases and the aims; gpu_peak.py measures the GPU's peaks in the same run.
 """
 
 from __future__ import annotations
@@ -19,8 +19,9 @@ import gpu_cases
 import gpu_measure
 import torch
 
-from selfattn_ext import bench, library
+from selfattn_ext import bench
 from selfattn_ext.bench import report, timer
+from selfattn_ext.build import library
 from selfattn_ext.terminal import CommandError, check_output, table
 
 
@@ -29,8 +30,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--quick", action="store_true", help="fewer cases, shorter runs")
-    parser.add_argument("--json", metavar="FILE", help="also write the results there; - is standard output")
-    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table there")
+    parser.add_argument("--json", metavar="FILE", help="also write the results here; - is standard output")
+    parser.add_argument("--markdown", type=Path, metavar="FILE", help="also write the table to this file")
     parsed = parser.parse_args(arguments)
     try:
         return _run(parsed)

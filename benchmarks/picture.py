@@ -1,4 +1,4 @@
-"""Ratios over the sequence length as a picture: a panel for each kind of arithmetic and head dimension."""
+"""A picture of ratios over the sequence length, with a panel per arithmetic and head dimension."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ COLUMNS = 4
 
 
 def draw(rows: Sequence[Row], peer: str, path: Path) -> Path:
-    """Time of ``peer`` over ours for the plain and causal rows; returns the absolute path of the picture."""
+    """Draws the time of ``peer`` over ours for plain and causal rows; returns the picture's absolute path."""
     plain = [row for row in rows if _is_plain(row) and row.ratio(peer) is not None]
     if not plain:
         raise CommandError(f"nothing to draw: no plain or causal row has a ratio to {peer}", exit_code=1)
     panels: dict[str, list[Row]] = {}
     for row in plain:
         panels.setdefault(_panel_name(row), []).append(row)
-    # A single length is no curve: shown only where there is nothing else.
+    # A single length makes no curve, so it is shown only if there is nothing else.
     curved = {name: found for name, found in panels.items() if len({row.case.length for row in found}) > 1}
     panels = curved or panels
     columns = min(COLUMNS, len(panels))
@@ -72,7 +72,7 @@ def _panel(ax: Axes, rows: Sequence[Row], peer: str) -> None:
         rule = ", causal" if row.case.causal else ""
         curves.setdefault(f"{row.case.direction}{rule}, threads: {row.threads}", []).append(row)
     for label, points in curves.items():
-        # Of several batches of one length the largest: two points of one length would make the curve jump.
+        # The largest of several batches of one length counts, as two points would make the curve jump.
         points = sorted(points, key=lambda row: row.case.batch * row.case.heads)
         by_length = {row.case.length: row.ratio(peer) for row in points}
         found = [(length, ratio) for length, ratio in sorted(by_length.items()) if ratio is not None]

@@ -1,10 +1,10 @@
-"""The picture at the top of the README: measured ratios as bars, on a light and on a dark ground.
+"""The picture at the top of the README: measured ratios as bars, on light and dark ground.
 
     python benchmarks/ratio_picture.py
 
-reads docs/pictures/ratios.json and writes ratios-light.svg and ratios-dark.svg beside it. Each ratio in that
-file names the table row of docs/performance.md that it was taken from. Nothing here measures, and no library
-draws, so that the same file always gives the same bytes.
+It reads docs/pictures/ratios.json and writes ratios-light.svg and ratios-dark.svg beside it. Each ratio in
+that file names the table row of docs/performance.md that it was taken from. This measures nothing and uses no
+drawing library, so the same file always gives the same bytes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ RATIOS = Path(__file__).parents[1] / "docs" / "pictures" / "ratios.json"
 
 @dataclass(frozen=True)
 class Colours:
-    """Of one of the two pictures."""
+    """The colours of one of the two pictures."""
 
     text: str
     faint: str
@@ -38,10 +38,10 @@ COLOURS = {
 
 WIDTH = 880
 MARGIN = 4
-LEFT, RIGHT = 310, WIDTH - 60  # of the bars; labels stand left of them
-NUMBER = 40  # of the width that a ratio takes beside its bar
+LEFT, RIGHT = 310, WIDTH - 60  # the ends of the bars' area; labels stand left of it
+NUMBER = 40  # the width of a ratio's number beside its bar
 LEGEND = 56
-TOP = 140  # of the first row
+TOP = 140  # the place of the first row
 BAR, GAP, SPACE = 13, 2, 12  # height of a bar, between the bars of a row, between rows
 FONT = "-apple-system, 'Segoe UI', Helvetica, Arial, sans-serif"
 
@@ -61,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def drawn(data: dict[str, Any], colours: Colours) -> str:
-    """The picture as the text of an SVG file."""
+    """Returns the picture as the text of an SVG file."""
     row_height = len(data["machines"]) * (BAR + GAP) - GAP + SPACE
     height = TOP + len(data["rows"]) * row_height + 10
     font = f'font-family="{FONT}" fill="{colours.text}" font-size="14"'
@@ -84,9 +84,9 @@ def _ratios(data: dict[str, Any]) -> list[float]:
 
 
 def _powers(data: dict[str, Any]) -> range:
-    """The powers of two that the picture shows; 1 is always among them, and one more.
+    """Returns the powers of two that the picture shows: 1 and at least one more.
 
-    Numbers of ratios under 1 stand left of their bars, and labels left of all: there is room for both.
+    Numbers of ratios below 1 stand left of their bars, and labels left of these; both get room.
     """
     smallest, largest = (math.log2(choose(_ratios(data))) for choose in (min, max))
     low, high = min(0, math.floor(smallest)), max(1, math.ceil(largest))

@@ -1,8 +1,8 @@
-"""How fast memory can be read in scattered blocks, such as the pages of a KV cache.
+"""Speed of reading memory in scattered blocks, such as the pages of a KV cache.
 
-A page of 16 tokens of one head of 128 dims in bfloat16 has 4096 bytes. The loop reads and adds; what lies 8
-KB ahead in the order of the blocks is asked for, as the kernels do. Prints a table in Markdown: GB/s, the
-median over rounds in which every size has its turn, and the median share of the round's reading in order.
+A page of 16 tokens of one head of 128 dims in bfloat16 has 4096 bytes. The loop reads and adds; it prefetches
+8 KB ahead in the order of the blocks, as the kernels do. It prints a table in Markdown: GB/s, the median over
+rounds in which every size has its turn, and the median share of the speed of reading in order in that round.
 Run: python benchmarks/read_blocks.py --threads 2
 """
 
@@ -13,8 +13,8 @@ from statistics import median
 
 import torch
 
-from selfattn_ext import library
 from selfattn_ext.bench import peak
+from selfattn_ext.build import library
 
 SIZES = [2**power for power in range(11, 19)]
 
@@ -22,7 +22,7 @@ SIZES = [2**power for power in range(11, 19)]
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--threads", type=int, default=torch.get_num_threads(), help="that read")
-    parser.add_argument("--rounds", type=int, default=15, help="of all sizes (%(default)s)")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds over all sizes (%(default)s)")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)
     memory = library.extension().MemoryReader(peak.READ_BYTES)

@@ -1,9 +1,9 @@
-"""What rounding to bfloat16 costs the gradients of queries where keys have a component in common.
+"""Errors of query gradients by rounding to bfloat16, for keys that share a component.
 
-The kernels with bfloat16 products make dQ of dS in one bfloat16 piece, and dS of an output whose weights
-were rounded. This computes the same in float32 on any machine, and ways that would keep what keys have in
-common out of dQ, each against float64: the root of the mean square error over that of the gradient.
-docs/performance.md has the outcome.
+The kernels with bfloat16 products compute dQ from dS in one bfloat16 piece, and dS from an output whose
+weights were rounded. This computes the same in float32 on any machine, and tries ways to keep the common
+component of the keys out of dQ. It prints the root mean square error of each against float64, relative to
+that of the gradient. docs/performance-lessons.md has the outcome.
 
 Run: python benchmarks/rounded_gradients.py
 """
@@ -23,7 +23,7 @@ def rounded(x: Tensor) -> Tensor:
 
 
 def rounded_with_carry(grads: Tensor) -> Tensor:
-    """Each rounding error is added to the next key's number, so that errors of neighbours cancel."""
+    """Rounds, adding each rounding error to the next key's number, so that errors of neighbours cancel."""
     result, carry = torch.zeros_like(grads), torch.zeros_like(grads[..., 0])
     for key in range(grads.size(-1)):
         seen = grads[..., key] != 0
@@ -34,8 +34,9 @@ def rounded_with_carry(grads: Tensor) -> Tensor:
 
 
 def along(keys: Tensor, weights: Tensor) -> Tensor:
-    """The mean of the keys by each row's weights, as far as it lies along the plain mean of the keys: that
-    mean times a number for each row, which is the row's weights times a number for each key.
+    """Projects the mean of the keys by each row's weights onto the plain mean of the keys.
+
+    The result is that plain mean times a number per row, which is the row's weights times a number per key.
     """
     mean = keys.mean(-2, keepdim=True)
     shares = (keys * mean).sum(-1) / (mean * mean).sum(-1).clamp(min=1e-30)
@@ -64,7 +65,7 @@ def errors(query: Tensor, key: Tensor, value: Tensor, cotangent: Tensor, causal:
     score_grads = weights * (grads - delta)
     better = weights * (grads - (weights * grads).sum(-1, keepdim=True))
     taken = rounded(score_grads)
-    rest = taken.sum(-1, keepdim=True)  # 0 but for rounding
+    rest = taken.sum(-1, keepdim=True)  # 0 except for rounding
     found = {
         "as it is": taken @ k,
         "dS in float": score_grads @ k,

@@ -7,7 +7,7 @@
     python benchmarks/run.py --tables tiny --peers torch,formula,loops --threads 1
 
 Run it on an otherwise idle machine. tables.py holds the cases, classes.py those with targets and goals,
-peers/ the peers; timing, errors and printing are those of the package, selfattn_ext/bench/.
+peers/ the peers; selfattn_ext/bench/ does timing, errors and printing.
 """
 
 from __future__ import annotations
@@ -43,25 +43,25 @@ def main(arguments: Sequence[str] | None = None) -> int:
         type=_names(TABLES),
         default=list(TABLES),
         metavar="NAME,NAME",
-        help=f"which tables, of {', '.join(TABLES)} (default: all)",
+        help=f"the tables, of {', '.join(TABLES)} (default: all)",
     )
     parser.add_argument(
-        "--only", metavar="TEXT", help="of the classes those whose names hold this, without the extra memory"
+        "--only", metavar="TEXT", help="only classes whose names contain this, without the extra memory"
     )
     parser.add_argument(
         "--peers",
         type=_names(PEERS),
         default=["torch"],
         metavar="NAME,NAME",
-        help=f"whom to compare with, of {', '.join(PEERS)} (default: torch)",
+        help=f"the peers to compare with, of {', '.join(PEERS)} (default: torch)",
     )
     parser.add_argument(
         "--threads", type=parse_threads, metavar="N,N", help="numbers of threads (default: 1 and all)"
     )
     parser.add_argument(
-        "--quick", action="store_true", help="short runs of fewer cases (of tables: up to 20 GFLOP)"
+        "--quick", action="store_true", help="short runs of fewer cases (in tables, those up to 20 GFLOP)"
     )
-    parser.add_argument("--json", metavar="FILE", help="also write the results there; - is standard output")
+    parser.add_argument("--json", metavar="FILE", help="also write the results here; - is standard output")
     parser.add_argument(
         "--png",
         type=Path,
@@ -80,7 +80,7 @@ def _run(parsed: argparse.Namespace) -> int:
     bench.check_json(parsed.json)
     if parsed.only is not None and not (parsed.classes and classes.lines(parsed.quick, parsed.only)):
         names = ", ".join(dict.fromkeys(line.name for line in classes.lines(parsed.quick)))
-        raise CommandError(f"--only {parsed.only}: goes with --classes, which are {names}")
+        raise CommandError(f"--only {parsed.only} needs --classes; the classes are {names}")
     if parsed.png is not None:
         import picture
 

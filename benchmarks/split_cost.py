@@ -1,12 +1,12 @@
-"""What splitting a sequence over processes costs, and what memory each of them needs.
+"""The cost of splitting a sequence over processes, in time and in memory per process.
 
     python benchmarks/split_cost.py                           # 16384 tokens, two processes of one thread each
     python benchmarks/split_cost.py --length 2048 --rounds 3
 
-Forward and backward, causal. "kernels" is the time in the operators of the rank that spends most there,
-"cost" what the whole call takes beyond that: exchanges, merging, waiting for each other. The same call of
-one process with as many threads is timed in turns with it. Memory is each rank's peak beyond what it had
-before its inputs, with processes of their own.
+It times forward and backward pass of causal attention. "kernels" is the time in the operators of the rank
+that spends most there, and "cost" the additional time of the whole call: exchanges, merging, and waiting for
+each other. The same call in one process with as many threads is timed in turns with it. Memory is each rank's
+peak beyond what it had before its inputs, measured in separate processes.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from selfattn_ext.terminal import table
 
 
 class Call(NamedTuple):
-    """What is computed: (1, heads, length, head_dim)."""
+    """The computation, on tensors of shape (1, heads, length, head_dim)."""
 
     length: int
     heads: int
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     method: str
 
     def inputs(self, part: Callable[[Tensor], Tensor] = lambda tensor: tensor) -> list[Tensor]:
-        """Query, key, value and the gradient of out, or a part of each."""
+        """Draws query, key, value and the gradient of out, or a part of each."""
         generator = torch.Generator().manual_seed(0)
         shape = (1, self.heads, self.length, self.head_dim)
         drawn = [part(torch.randn(shape, generator=generator).to(self.dtype)) for _ in range(4)]
@@ -53,7 +53,7 @@ class Call(NamedTuple):
 
 
 class Spent:
-    """Seconds in operators."""
+    """Sums the seconds spent in operators."""
 
     seconds = 0.0
 
@@ -69,7 +69,7 @@ class Spent:
 
 
 def step(attention: Callable[..., Any], tensors: Sequence[Tensor]) -> None:
-    """Forward and backward."""
+    """Computes forward and backward pass."""
     query, key, value, grad = tensors
     torch.autograd.grad(attention(query, key, value, is_causal=True), (query, key, value), grad)
 
@@ -79,7 +79,7 @@ def split_attention(call: Call) -> Callable[..., Any]:
 
 
 def serve(rank: int, count: int, store: str, call: Call, end: Connection) -> None:
-    """A rank: for each message a step, and what it took; its memory first."""
+    """Runs a rank: sends its memory, then makes a step for each message and sends the time that it took."""
     torch.set_num_threads(1)
     timeout = datetime.timedelta(minutes=10)
     dist.init_process_group(
@@ -106,7 +106,7 @@ def serve(rank: int, count: int, store: str, call: Call, end: Connection) -> Non
 
 @contextmanager
 def ranks_of(count: int, call: Call) -> Iterator[list[Connection]]:
-    """So many ranks, which have sent their memory when they are ready."""
+    """Starts ``count`` ranks; each sends its memory when it is ready."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as folder:
         ends, others = zip(*(context.Pipe() for _ in range(count)), strict=True)
@@ -125,7 +125,7 @@ def ranks_of(count: int, call: Call) -> Iterator[list[Connection]]:
 
 
 def times(call: Call, count: int, rounds: int) -> tuple[float, float, float]:
-    """Medians of: a split step, the longest time in operators of a rank, and one process's step."""
+    """Returns the medians of a split step, of a rank's longest time in operators, of one process's step."""
     torch.set_num_threads(count)
     tensors = call.inputs()
     step(scaled_dot_product_attention, tensors)
@@ -145,7 +145,9 @@ def times(call: Call, count: int, rounds: int) -> tuple[float, float, float]:
 
 
 def memory_of_ranks(call: Call, count: int) -> list[int]:
-    """Bytes at the peak of a step, on each rank. Giving memory back at once takes time: nothing is timed."""
+    """Returns each rank's bytes at the peak of a step. Freed memory is returned at once, which is slow, so
+    this times nothing.
+    """
     os.environ.update(memory.ALLOCATOR)
     with ranks_of(count, call) as ends:
         return [end.recv() for end in ends]
@@ -161,7 +163,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--memory-at", type=int, nargs="*", default=[1, 2, 4], help="numbers of processes")
     given = parser.parse_args(arguments)
     if not memory.available():
-        print(f"{parser.prog}: error: this system does not tell a peak that can be reset", file=sys.stderr)
+        print(f"{parser.prog}: error: this system reports no peak that can be reset", file=sys.stderr)
         return 1
     calls = [
         Call(given.length, given.heads, given.head_dim, getattr(torch, dtype), method)

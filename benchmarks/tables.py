@@ -1,4 +1,7 @@
-"""The cases of the full benchmark, table by table. Shapes are (batch, heads, length, head_dim)."""
+"""The cases of the full benchmark, table by table.
+
+Shapes are (batch, heads, length, head_dim).
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,7 @@ LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 
 
 def lengths() -> list[Case]:
-    """The ratio over the sequence length, at the usual head dimensions."""
+    """Returns the sequence lengths of the ratio's curve, at the usual head dimensions."""
     return [
         Case(1, HEADS, length, head_dim, dtype=dtype, causal=causal, backward=backward)
         for dtype in (torch.float32, torch.bfloat16)
@@ -28,18 +31,18 @@ def lengths() -> list[Case]:
 
 
 def dtypes() -> list[Case]:
-    """The dtypes that the standard table leaves out."""
+    """Returns cases of the dtypes that the standard table leaves out."""
     return standard([(1, HEADS, 512, 64), (1, HEADS, 2048, 64)], (torch.float16, torch.float64))
 
 
 def tiny() -> list[Case]:
-    """Many short sequences, where the cost of a call and the edges of tiles count."""
+    """Returns cases of many short sequences, where the cost of a call and the edges of tiles matter."""
     cases = [Case(16, 16, length, 16) for length in (8, 16, 32)] + [Case(4, 1, 8, 16)]
     return [replace(case, backward=backward) for case in cases for backward in (False, True)]
 
 
 def decode() -> list[Case]:
-    """One query against a long cache, with as many kv heads as heads and with one for eight."""
+    """Returns cases of one query against a long cache, with a kv head for each head or for eight."""
     return [
         Case(1, 32, 1, 128, dtype=dtype, keys=keys, kv_heads=kv_heads)
         for dtype in (torch.float32, torch.bfloat16)
@@ -49,7 +52,7 @@ def decode() -> list[Case]:
 
 
 def options() -> list[Case]:
-    """What torch's fused kernel leaves to its unfused path, or computes without skipping what is hidden."""
+    """Returns cases that torch's fused kernel refuses, or in which it does not skip hidden pairs."""
     plain = Case(1, HEADS, 2048, 64)
     return [
         replace(plain, dropout=0.1, backward=True),
@@ -64,7 +67,7 @@ def options() -> list[Case]:
 
 
 def varlen() -> list[Case]:
-    """Packed sequences, short ones too, of which torch's nested tensors take the smaller cases."""
+    """Returns cases of packed sequences, some short; torch's nested tensors run only the smaller ones."""
     short, long = draw_lengths(16, 16, 256), draw_lengths(64, 16, 1024)
     return [
         VarlenCase.of(lengths, 4, 64, dtype=dtype, causal=causal, backward=backward)
@@ -76,7 +79,7 @@ def varlen() -> list[Case]:
 
 
 def caches() -> list[Case]:
-    """A new token for every sequence of a batch, also with one kv head for four heads; in pages beside."""
+    """Returns cases of a new token per sequence, also with a kv head for four heads, in slots and pages."""
     lengths = draw_lengths(32, 128, 16384)
     return [
         CacheCase.of(lengths, heads, 128, dtype=dtype, kv_heads=None if heads == 2 else 2)

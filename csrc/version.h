@@ -1,4 +1,4 @@
-// The version of the package; selfattn_ext/sources.py reads it from here.
+// The version of the package; selfattn_ext/build/sources.py reads it from here.
 #pragma once
 
 #define SELFATTN_VERSION "0.1.0"

@@ -5,11 +5,11 @@
     python examples/generate.py --compare
 
 It shows what a decoder needs besides attention: rotary positions, grouped heads, and a KVCache. The prompts
-are packed, one behind the other, without padding. Then each step computes one token of every sequence. When a
-sequence ends, its place in the cache and its pages are given to the next prompt. The weights are random, so
-that it needs no network, and its text has no meaning. A token is a byte; printable ones alone are generated.
+are packed, without padding between them. Then each step computes one token of every sequence. When a sequence
+ends, its place in the cache and its pages are given to the next prompt. The weights are random, so this needs
+no network, and its text has no meaning. A token is a byte; only printable ones are generated.
 --compare generates once more without a cache, each prompt alone, with everything computed again for each
-token, and says whether the tokens are the same. In 16 bits they may differ: a step of one token rounds
+token, and prints whether the tokens are the same. In 16 bits they may differ: a step of one token rounds
 differently from a pass over all of them, and random weights make many tokens nearly as likely as the first.
 """
 
@@ -44,7 +44,7 @@ class Size:
 
 
 class Step:
-    """The packed tokens of a step, as all layers see them: their positions, and what they attend to."""
+    """The packed tokens of a step, as all layers see them: their positions, offsets and cache."""
 
     def __init__(self, size: Size, positions: Tensor, cu_seqlens: Tensor, cache: KVCache | None) -> None:
         self.rotary: RotaryFactors = rotary_factors(positions, size.head_dim)
@@ -52,7 +52,7 @@ class Step:
         self.cache = cache
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        """Of packed (total, heads, head_dim), rotated here."""
+        """Rotates packed queries and keys (total, heads, head_dim) and attends."""
         query, key = (apply_rotary(tensor, self.rotary) for tensor in (query, key))
         if self.cache is not None:
             return self.cache.attend(layer, query, key, value)
@@ -82,7 +82,7 @@ class Block(nn.Module):
 
 
 class Decoder(nn.Module):
-    """Logits (total, PRINTABLE) of packed tokens (total,)."""
+    """Computes logits (total, PRINTABLE) of packed tokens (total,)."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -100,18 +100,18 @@ class Decoder(nn.Module):
 
 
 def generate(model: Decoder, prompts: Sequence[Tensor], count: int, cache: KVCache) -> list[Tensor]:
-    """The next ``count`` tokens of each prompt, greedily; as many prompts at a time as the cache holds."""
+    """Generates ``count`` tokens for each prompt, greedily, as many prompts at a time as the cache holds."""
     device = cache.device
     waiting = list(range(len(prompts)))
     results: list[list[Tensor]] = [[] for _ in prompts]
-    at: dict[int, int] = {}  # which prompt a sequence of the cache belongs to
+    at: dict[int, int] = {}  # sequence of the cache → number of its prompt
     while waiting or at:
         arrived = []
         while waiting and len(at) < len(cache.lengths):
             sequence = cache.allocate()
             at[sequence] = waiting.pop(0)
             arrived.append(sequence)
-        # Old sequences with their last token, new ones with the whole prompt, all in one packed step.
+        # One packed step takes the last token of old sequences and the whole prompt of new ones.
         given = {
             sequence: prompts[prompt] if sequence in arrived else results[prompt][-1]
             for sequence, prompt in at.items()
@@ -129,7 +129,7 @@ def generate(model: Decoder, prompts: Sequence[Tensor], count: int, cache: KVCac
 
 
 def generate_anew(model: Decoder, prompt: Tensor, count: int, device: str) -> Tensor:
-    """The same for one prompt without a cache."""
+    """Generates for one prompt without a cache."""
     tokens = prompt.to(device)
     for _ in range(count):
         positions = torch.arange(len(tokens), device=device)
@@ -142,20 +142,20 @@ def generate_anew(model: Decoder, prompt: Tensor, count: int, device: str) -> Te
 @torch.inference_mode()
 def main(arguments: Sequence[str] | None = None) -> list[str]:
     parser = argparse.ArgumentParser(description="Generate from a batch of prompts with a KVCache.")
-    parser.add_argument("prompts", nargs="*", default=PROMPTS, help="what to go on with")
-    parser.add_argument("--tokens", type=int, default=24, help="how many to generate for each (%(default)s)")
+    parser.add_argument("prompts", nargs="*", default=PROMPTS, help="the texts to continue")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens to generate for each (%(default)s)")
     parser.add_argument("--at-a-time", type=int, default=3, help="sequences in the cache (%(default)s)")
-    parser.add_argument("--page-size", type=int, help="keep the cache in pages of so many tokens")
-    parser.add_argument("--pages", type=int, help="of the pool; by default enough for all sequences")
-    parser.add_argument("--layers", type=int, default=4, help="of the model (%(default)s)")
+    parser.add_argument("--page-size", type=int, help="keep the cache in pages of this many tokens")
+    parser.add_argument("--pages", type=int, help="pages of the pool; by default enough for all sequences")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the model (%(default)s)")
     dtypes = ("float32", "bfloat16", "float16", "float64")
-    parser.add_argument("--dtype", default="float32", choices=dtypes, help="of weights and cache")
+    parser.add_argument("--dtype", default="float32", choices=dtypes, help="dtype of weights and cache")
     parser.add_argument("--device", default="cpu", help="where it runs (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of the weights (%(default)s)")
-    parser.add_argument("--compare", action="store_true", help="generate without a cache too")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the weights (%(default)s)")
+    parser.add_argument("--compare", action="store_true", help="generate without a cache, too")
     options = parser.parse_args(arguments)
     if options.tokens < 1 or not all(options.prompts):
-        parser.error("there must be something to go on with, and a token or more to generate")
+        parser.error("no prompt may be empty, and --tokens must be at least 1")
 
     torch.manual_seed(options.seed)
     size, dtype = Size(layers=options.layers), getattr(torch, options.dtype)

@@ -4,10 +4,10 @@
     python examples/generate_transformers.py
     python examples/generate_transformers.py --model google/gemma-2-2b-it --dtype bfloat16
 
-Without --model it is a small Gemma 2 with random weights, whose tokens are bytes, of which it generates the
-printable ones: it needs no network, and its text has no meaning. Its softcap, sliding window and grouped
-heads, and the padding of the shorter prompt, are what the kernels compute without a mask of (L, S) elements.
---compare generates with transformers' own attention as well, and says whether the tokens are the same.
+Without --model it is a small Gemma 2 with random weights, which needs no network and whose text has no
+meaning. Its tokens are bytes, of which it generates only printable ones. The kernels compute its softcap,
+sliding window and grouped heads, and the padding of the shorter prompt, without a mask of (L, S) elements.
+--compare generates with transformers' own attention as well, and prints whether the tokens are the same.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ PROMPTS = ("Attention is", "The quick brown fox jumps over")
 
 
 class Bytes:
-    """A tokenizer whose tokens are bytes, 0 being the padding, on the left."""
+    """A tokenizer whose tokens are bytes; it pads on the left, with 0."""
 
     def __call__(self, texts: Sequence[str]) -> dict[str, Tensor]:
         rows = [torch.tensor(list(text.encode())) for text in texts]
@@ -54,7 +54,7 @@ class Pretrained:
 
 
 def random_model(options: argparse.Namespace) -> PreTrainedModel:
-    """A Gemma 2 of 256 tokens. Its weights are far larger than initial ones are, to let attention matter."""
+    """Returns a Gemma 2 of 256 tokens, with weights larger than initial ones, so that attention matters."""
     torch.manual_seed(options.seed)
     config = Gemma2Config(
         vocab_size=256,
@@ -67,7 +67,7 @@ def random_model(options: argparse.Namespace) -> PreTrainedModel:
         sliding_window=16,
         query_pre_attn_scalar=32,
         initializer_range=0.2,
-        tie_word_embeddings=False,  # tied, it would repeat itself
+        tie_word_embeddings=False,  # with tied ones it would repeat itself
         pad_token_id=0,
         bos_token_id=None,
         eos_token_id=None,
@@ -78,7 +78,7 @@ def random_model(options: argparse.Namespace) -> PreTrainedModel:
 
 
 def generate(model: PreTrainedModel, inputs: dict[str, Tensor], options: argparse.Namespace) -> Tensor:
-    """The new tokens, greedily; prints how long each took."""
+    """Generates new tokens, greedily, and prints how long each took."""
     start = time.perf_counter()
     with torch.no_grad():
         ids = model.generate(
@@ -95,16 +95,16 @@ def generate(model: PreTrainedModel, inputs: dict[str, Tensor], options: argpars
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description="Generate with a Hugging Face model on selfattn_ext.")
-    parser.add_argument("prompts", nargs="*", default=PROMPTS, help="what to go on with, in one batch")
+    parser.add_argument("prompts", nargs="*", default=PROMPTS, help="the texts to continue, in one batch")
     parser.add_argument("--model", help="a model of the Hub or a folder; random weights otherwise")
-    parser.add_argument("--dtype", default="float32", help="of its weights (%(default)s)")
+    parser.add_argument("--dtype", default="float32", help="dtype of its weights (%(default)s)")
     parser.add_argument("--device", default="cpu", help="where it runs (%(default)s)")
-    parser.add_argument("--tokens", type=int, default=24, help="how many to generate (%(default)s)")
-    parser.add_argument("--static", action="store_true", help="with a cache of fixed size")
-    parser.add_argument("--layers", type=int, default=4, help="of the random model (%(default)s)")
+    parser.add_argument("--tokens", type=int, default=24, help="tokens to generate (%(default)s)")
+    parser.add_argument("--static", action="store_true", help="use a cache of fixed size")
+    parser.add_argument("--layers", type=int, default=4, help="layers of the random model (%(default)s)")
     parser.add_argument("--dim", type=int, default=128, help="its width (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of its weights (%(default)s)")
-    parser.add_argument("--compare", metavar="NAME", help="generate by that attention too, such as eager")
+    parser.add_argument("--seed", type=int, default=0, help="seed of its weights (%(default)s)")
+    parser.add_argument("--compare", metavar="NAME", help="generate with this attention, too, such as eager")
     options = parser.parse_args(arguments)
 
     integration.register()

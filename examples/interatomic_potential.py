@@ -1,13 +1,13 @@
-"""A small interatomic potential with attention, trained on energies and forces: gradients of gradients.
+"""A small interatomic potential with attention, trained by gradients of gradients.
 
     python examples/interatomic_potential.py                        # CPU, some minutes
     python examples/interatomic_potential.py --cells 6 --steps 20   # 216 atoms
     python examples/interatomic_potential.py --quick                # some seconds
 
-What it shows: forces are minus the gradient of the energy, and the loss has forces in it, so that a training
-step differentiates attention twice. The distances of atoms enter as a float mask, which is learned, and so
-its second derivatives count, too. A twin of the model attends by the formula, with its matrices of weights:
-the losses are the same, and time and memory stand side by side.
+What it shows: it is trained on energies and forces, which are minus the gradient of the energy, so a training
+step differentiates attention twice. The distances of atoms enter as a float mask, which is learned, so its
+second derivatives count, too. A copy of the model attends by the formula, with its matrices of weights: the
+losses are the same, and time and memory of both are printed.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ CUTOFF = 2.4  # beyond it atoms do not see each other; the nearest neighbours ar
 
 
 def by_formula(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-    """softmax(query @ key.T * scale + bias) @ value by torch's own operations."""
+    """Computes softmax(query @ key.T * scale + bias) @ value by torch's own operations."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(query, key, value, bias)
 
@@ -45,7 +45,7 @@ ATTENTION: dict[str, Attention] = {
 
 
 def squared_distances(positions: Tensor, box: float) -> Tensor:
-    """(B, N, N) for positions (B, N, 3) in a cube that goes on at its other side, or without end if 0."""
+    """Returns (B, N, N) for positions (B, N, 3) in a periodic cube of side ``box``; 0 is open space."""
     apart = positions[:, :, None] - positions[:, None]
     if box:
         apart = apart - box * torch.round(apart / box)
@@ -53,13 +53,13 @@ def squared_distances(positions: Tensor, box: float) -> Tensor:
 
 
 class Potential(nn.Module):
-    """The energy of atoms as a sum over them. Each attends to those within the cutoff, and to itself."""
+    """The energy as a sum over atoms, each of which attends to those within the cutoff and to itself."""
 
     def __init__(self, attention: Attention, species: int, layers: int, heads: int, width: int) -> None:
         super().__init__()
         self.attention, self.heads = attention, heads
         self.species = nn.Embedding(species, width)
-        # How fast the features of a distance fall off, and what each head makes of them.
+        # The rates at which the features of a distance decay, and their weights in each head.
         self.register_buffer("rates", torch.tensor([0.3, 0.6, 1.0, 1.5, 2.2, 3.2]))
         self.of_distance = nn.Parameter(torch.randn(heads, 6))
         self.projections = nn.ModuleList(nn.Linear(width, 3 * width) for _ in range(layers))
@@ -69,9 +69,9 @@ class Potential(nn.Module):
         self.energy = nn.Sequential(nn.Linear(width, width), nn.SiLU(), nn.Linear(width, 1))
 
     def bias(self, squares: Tensor) -> Tensor:
-        """What the scores of all layers get added: (B, heads, N, N), -inf beyond the cutoff.
+        """Returns what is added to the scores of all layers, (B, heads, N, N), -inf beyond the cutoff.
 
-        The weight of an atom that leaves goes to 0 smoothly, as the forces have to.
+        The weight of an atom that leaves the cutoff goes to 0 smoothly, so that the forces do.
         """
         near = squares < CUTOFF**2
         squares = squares.masked_fill(~near, 0.0)
@@ -81,7 +81,7 @@ class Potential(nn.Module):
         return (learned + fading[:, None]).masked_fill(~near[:, None], -torch.inf)
 
     def forward(self, positions: Tensor, species: Tensor, box: float) -> Tensor:
-        """Energies (B,) of positions (B, N, 3) and species (N,)."""
+        """Returns energies (B,) for positions (B, N, 3) and species (N,)."""
         bias = self.bias(squared_distances(positions, box))
         x = self.species(species).expand(len(positions), -1, -1)
         for projection, mlp in zip(self.projections, self.mlps, strict=True):
@@ -92,7 +92,7 @@ class Potential(nn.Module):
 
 
 def morse(positions: Tensor, species: Tensor, box: float) -> Tensor:
-    """What is to be learned: pairs of atoms at rest at a distance of 1, of a depth that depends on both."""
+    """Returns the energy to learn: Morse pairs with their minimum at a distance of 1, deeper by species."""
     squares = squared_distances(positions, box)
     near = (squares < CUTOFF**2) & (squares > 0)
     squares = squares.masked_fill(~near, 1.0)
@@ -106,14 +106,14 @@ def morse(positions: Tensor, species: Tensor, box: float) -> Tensor:
 def energy_and_forces(
     energy_of: Callable[[Tensor, Tensor, float], Tensor], positions: Tensor, species: Tensor, box: float
 ) -> tuple[Tensor, Tensor]:
-    """(B,) and (B, N, 3), both of which can be differentiated again."""
+    """Returns energies (B,) and forces (B, N, 3), both of which can be differentiated again."""
     positions = positions.detach().requires_grad_()
     energy = energy_of(positions, species, box)
     return energy, -torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
 
 
 def loss_of(model: Potential, positions: Tensor, species: Tensor, box: float) -> Tensor:
-    """Squared errors of the energy of an atom and of the forces."""
+    """Returns the squared errors of the energy per atom and of the forces."""
     energy, forces = energy_and_forces(model, positions, species, box)
     true_energy, true_forces = energy_and_forces(morse, positions, species, box)
     of_energy = ((energy - true_energy.detach()) / len(species)).square().mean()
@@ -121,18 +121,18 @@ def loss_of(model: Potential, positions: Tensor, species: Tensor, box: float) ->
 
 
 def crystals(batch: int, cells: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """Positions (B, cells³, 3) near those of a simple cubic crystal."""
+    """Draws positions (B, cells³, 3) near those of a simple cubic crystal."""
     sites = torch.cartesian_prod(*[torch.arange(cells, dtype=dtype)] * 3) * 1.05
     return sites + 0.06 * torch.randn(batch, cells**3, 3, dtype=dtype, generator=generator)
 
 
 def box_of(cells: int) -> float:
-    """The side of a box of atoms that repeats, where none sees another twice; else they are in the open."""
+    """Returns the side of a periodic box, or 0 (open space) where an atom would see another one twice."""
     return 1.05 * cells if 1.05 * cells >= 2 * CUTOFF else 0.0
 
 
 def errors_of_gradients(attention: Attention) -> tuple[float, float]:
-    """Differences of the energy against the forces, and of the loss against its gradient, in float64."""
+    """Compares forces, and the loss's gradient, with finite differences in float64; returns the errors."""
     torch.manual_seed(1)
     model = Potential(attention, species=2, layers=2, heads=2, width=8).double()
     drawn = torch.Generator().manual_seed(1)
@@ -164,7 +164,7 @@ def errors_of_gradients(attention: Attention) -> tuple[float, float]:
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--cells", type=int, default=5, help="atoms along each side of a crystal")
     for name, default in (("batch", 2), ("layers", 3), ("heads", 4), ("width", 32), ("steps", 60)):
@@ -181,7 +181,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
-    """Trains a model with either attention, prints what happens, and returns the losses of both."""
+    """Trains a model with either attention, prints progress, and returns the losses of both."""
     given = arguments(argv)
     dtype, box = DTYPES[given.dtype], box_of(given.cells)
     species = torch.arange(given.cells**3) % 2

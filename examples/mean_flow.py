@@ -1,14 +1,14 @@
-"""One step of a flow in place of many: MeanFlow with a small transformer, by forward-mode derivatives.
+"""MeanFlow with a small transformer: one step of a flow in place of many, by forward mode.
 
     python examples/mean_flow.py                          # CPU, some minutes
     python examples/mean_flow.py --points 512 --steps 20
     python examples/mean_flow.py --quick                  # some seconds
 
 What it shows: MeanFlow (Geng et al. 2025, "Mean Flows for One-step Generative Modeling") trains u(z, r, t),
-the mean velocity between the times r and t, on a target that has the derivative of u along the path in it.
-torch.func.jvp gives that in one forward pass, through attention without matrices of weights. A twin of the
-model attends by the formula, with these matrices: the losses are the same, and time and memory stand side by
-side. A sample is a ring of points, each of which is a token; at the end rings are drawn in one step.
+the mean velocity between the times r and t, on a target that contains the derivative of u along the path.
+torch.func.jvp computes that in one forward pass, through attention without matrices of weights. A copy of the
+model attends by the formula, with these matrices: the losses are the same, and time and memory of both are
+printed. A sample is a ring of points, each of which is a token; at the end rings are drawn in one step.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64}
 
 
 def by_formula(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """softmax(query @ key.T * scale) @ value by torch's own operations."""
+    """Computes softmax(query @ key.T * scale) @ value by torch's own operations."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(query, key, value)
 
@@ -65,7 +65,7 @@ class Block(nn.Module):
 
 
 class MeanVelocity(nn.Module):
-    """u(z, r, t): (B, T, 2) for points z (B, T, 2) at the times t (B,), on their way to the times r (B,)."""
+    """u(z, r, t), (B, T, 2), for points z (B, T, 2) at the times t (B,) that move to the times r (B,)."""
 
     def __init__(self, attention: Attention, layers: int, heads: int, width: int) -> None:
         super().__init__()
@@ -86,21 +86,21 @@ class MeanVelocity(nn.Module):
 
 
 def rings(batch: int, points: int, dtype: torch.dtype, generator: torch.Generator) -> Tensor:
-    """The data: (batch, points, 2), points of rings of any radius from 0.6 to 1.4 around the origin."""
+    """Draws the data (batch, points, 2): points of rings of radius 0.6 to 1.4 around the origin."""
     radius = 0.6 + 0.8 * torch.rand(batch, 1, dtype=dtype, generator=generator)
     angle = 2 * math.pi * torch.rand(batch, points, dtype=dtype, generator=generator)
     return torch.stack([radius * angle.cos(), radius * angle.sin()], dim=-1)
 
 
 def times_of(batch: int, dtype: torch.dtype, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """r <= t, each (batch,). In half of the batch they are the same: there u is the velocity itself."""
+    """Draws r <= t, each (batch,). They are equal in half of the batch, where u is the velocity itself."""
     drawn = torch.sigmoid(torch.randn(batch, 2, dtype=dtype, generator=generator) - 0.4)
     r, t = drawn.amin(1), drawn.amax(1)
     return torch.where(torch.arange(batch) % 2 == 0, t, r), t
 
 
 def loss_of(model: MeanVelocity, data: Tensor, noise: Tensor, r: Tensor, t: Tensor) -> Tensor:
-    """Squared error of u against v - (t - r) du/dt, where du/dt = v du/dz + ∂u/∂t is along the path."""
+    """Returns the squared error of u against v - (t - r) du/dt, with du/dt = v du/dz + ∂u/∂t on the path."""
     at = t[:, None, None]
     z, v = (1 - at) * data + at * noise, noise - data
     u, along = torch.func.jvp(model, (z, r, t), (v, torch.zeros_like(r), torch.ones_like(t)))
@@ -110,19 +110,19 @@ def loss_of(model: MeanVelocity, data: Tensor, noise: Tensor, r: Tensor, t: Tens
 
 @torch.no_grad()
 def sample(model: MeanVelocity, noise: Tensor) -> Tensor:
-    """From noise (B, T, 2) to data in one step: from t = 1 to r = 0."""
+    """Turns noise (B, T, 2) into data in one step, from t = 1 to r = 0."""
     ends = torch.zeros(len(noise), dtype=noise.dtype)
     return noise - model(noise, ends, ends + 1)
 
 
 def raggedness(points: Tensor) -> float:
-    """How much the distances from the origin differ within a sample, over their mean: 0 for rings."""
+    """Returns how much distances from the origin differ within a sample, over their mean; 0 for rings."""
     radius = points.norm(dim=-1)
     return (radius.std(dim=1) / radius.mean(dim=1)).mean().item()
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--points", type=int, default=128, help="tokens of a sample")
     for name, default in (("batch", 16), ("layers", 3), ("heads", 4), ("width", 64), ("steps", 300)):
@@ -139,7 +139,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> dict[str, list[float]]:
-    """Trains a model with either attention, prints what happens, and returns the losses of both."""
+    """Trains a model with either attention, prints progress, and returns the losses of both."""
     given = arguments(argv)
     dtype = DTYPES[given.dtype]
     models, optimizers = {}, {}

@@ -31,7 +31,7 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 @dataclass(frozen=True)
 class Size:
-    """What the command line may choose about the model."""
+    """The options of the command line for the model."""
 
     layers: int = 4
     heads: int = 4
@@ -74,12 +74,12 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy, in nats per symbol."""
+        """Returns the mean cross entropy in nats per symbol."""
         return F.cross_entropy(self(tokens).float().flatten(0, 1), targets.flatten())
 
 
 def repository_text() -> text.Text:
-    """The documents of the repository that this file is in."""
+    """Returns the documents of the repository that this file is in."""
     root = Path(__file__).resolve().parents[1]
     files = [root / "README.md", root / "CONTRIBUTING.md", *sorted((root / "docs").glob("*.md"))]
     found = [file.read_text(encoding="utf-8") for file in files if file.is_file()]
@@ -87,7 +87,7 @@ def repository_text() -> text.Text:
 
 
 def kernel_of(size: Size, batch: int, device: torch.device, dtype: torch.dtype) -> str:
-    """Which kernel the model's attention takes."""
+    """Returns the name of the kernel that the model's attention takes."""
     query = torch.zeros(batch, size.heads, size.context, size.width // size.heads, dtype=dtype, device=device)
     taken = selfattn_ext.backends.explain(query, query, query, is_causal=True)
     return f"{taken.kernel}/{taken.isa}"
@@ -95,7 +95,7 @@ def kernel_of(size: Size, batch: int, device: torch.device, dtype: torch.dtype) 
 
 @torch.no_grad()
 def sample(logits: Callable[[Tensor], Tensor], prompt: Tensor, count: int, context: int) -> Tensor:
-    """The prompt (length,) and ``count`` symbols drawn one by one: the length differs at each call."""
+    """Draws ``count`` symbols one by one, with another length at each call; returns the prompt with them."""
     tokens = prompt
     for _ in range(count):
         likely = logits(tokens[None, -context:])[0, -1].float().softmax(-1)
@@ -104,7 +104,7 @@ def sample(logits: Callable[[Tensor], Tensor], prompt: Tensor, count: int, conte
 
 
 def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
+    """Parses the command line."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, help="a UTF-8 file; by default this repository's documents")
     for name, default in (("layers", 4), ("heads", 4), ("width", 128), ("context", 128)):
@@ -124,7 +124,7 @@ def arguments(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Trains, prints what happens, and returns the losses."""
+    """Trains, prints progress, and returns the losses."""
     given = arguments(argv)
     device, dtype = torch.device(given.device), DTYPES[given.dtype]
     size = Size(given.layers, given.heads, given.width, given.context)
@@ -148,7 +148,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     print(f"kernel   {kernel_of(size, given.batch, device, dtype)}\n", flush=True)
 
     optimizer = torch.optim.AdamW(model.parameters(), lr=given.rate)
-    # float16 has too few exponents for small gradients; the other dtypes need no scaling.
+    # float16 has too small a range of exponents for small gradients; the other dtypes need no scaling.
     scaler = torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
     drawn = torch.Generator().manual_seed(given.seed)
     losses: list[float] = []

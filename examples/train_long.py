@@ -1,13 +1,14 @@
-"""A small GPT, trained on one long document, of which each process holds a part.
+"""A small GPT, trained on one long document that is split over processes.
 
     python examples/train_long.py                                           # one process has all of it
     torchrun --nproc_per_node 2 examples/train_long.py                      # two, four: the same losses
     torchrun --nproc_per_node 4 examples/train_long.py --method ulysses --shard --checkpoints
     torchrun --nproc_per_node 8 examples/train_long.py --device cuda --tokens 131072 --width 512 --heads 8
 
-What it shows: the model knows nothing of processes but its positions. Under context_parallel its attention
-sees the whole document, and DistributedDataParallel adds up what each part gives the parameters, or FSDP2
-(--shard), which deals them out as well. Memory for activations falls with the number of processes.
+What it shows: the model does not depend on processes, except that it is given the positions of its rows.
+Under context_parallel its attention sees the whole document, and DistributedDataParallel sums the gradients
+of all parts, or FSDP2 (--shard), which also shards the parameters. Memory for activations falls with the
+number of processes.
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(width, heads) for _ in range(layers))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, symbols)
         self.checkpoints = checkpoints
-        # Waves of lengths from a few symbols to the longest document.
+        # The wavelengths of the positions, from a few symbols to the longest document.
         self.register_buffer("rates", torch.logspace(0, -5, width // 2), persistent=False)
 
     def forward(self, symbols: Tensor, positions: Tensor) -> Tensor:
@@ -72,7 +73,7 @@ class GPT(nn.Module):
 
 @contextlib.contextmanager
 def process_group(device: torch.device) -> Iterator[int]:
-    """The processes that torchrun has started, or this one alone; which of them this one is."""
+    """Makes a group of the processes that torchrun has started, or of this one alone; yields its rank."""
     backend = "nccl" if device.type == "cuda" else "gloo"
     if "RANK" in os.environ:
         dist.init_process_group(backend)
@@ -86,7 +87,7 @@ def process_group(device: torch.device) -> Iterator[int]:
 
 
 def document(path: Path | None, tokens: int) -> tuple[Tensor, int, str]:
-    """So many symbols of a text and the next one, as numbers; how many kinds there are; where it is from."""
+    """Returns ``tokens`` + 1 symbols of a text as numbers, how many kinds there are, and their source."""
     if path is None:
         root = Path(__file__).resolve().parents[1]
         files = [file.read_text(encoding="utf-8") for file in sorted((root / "docs").glob("*.md"))]
@@ -102,14 +103,14 @@ def document(path: Path | None, tokens: int) -> tuple[Tensor, int, str]:
 
 
 def peak_memory(device: torch.device) -> float:
-    """The most memory that this process had, in MB."""
+    """Returns the peak of this process's memory in MB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated() / 2**20
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Trains, prints what happens on the first rank, and returns the losses."""
+    """Trains, prints progress on the first rank, and returns the losses."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, help="a UTF-8 file; by default this repository's documents")
     parser.add_argument("--tokens", type=int, default=32768, help="the length of the document")
@@ -119,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     parser.add_argument("--method", choices=("ring", "ulysses"), default="ring")
     parser.add_argument("--layout", choices=("zigzag", "contiguous"), default="zigzag")
     parser.add_argument("--rotate", choices=("p2p", "allgather"), default="p2p")
-    parser.add_argument("--shard", action="store_true", help="deal out the parameters: FSDP2 in place of DDP")
+    parser.add_argument("--shard", action="store_true", help="shard the parameters: FSDP2 in place of DDP")
     parser.add_argument(
         "--checkpoints", action="store_true", help="compute activations again in the backward"
     )
@@ -133,7 +134,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
 
 
 def train(given: argparse.Namespace, device: torch.device, rank: int) -> list[float]:
-    """On one rank."""
+    """Trains on one rank."""
     ranks = dist.get_world_size()
     symbols, kinds, origin = document(given.text, given.tokens)
     rows = (symbols[:-1], symbols[1:], torch.arange(given.tokens))
@@ -154,9 +155,9 @@ def train(given: argparse.Namespace, device: torch.device, rank: int) -> list[fl
     before, losses = peak_memory(device), []
     for step in range(1, given.steps + 1):
         start, sent = time.perf_counter(), bytes_sent()
-        with split:  # the backward too: checkpoints attend again there
+        with split:  # the backward is inside, too, as checkpoints attend again there
             logits = model(inputs, positions)
-            # Gradients are means over the ranks, which have unlike numbers of rows.
+            # Gradients are means over the ranks, which may have different numbers of rows.
             own = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") / given.tokens
             optimizer.zero_grad(set_to_none=True)
             (own * ranks).backward()
@@ -186,7 +187,7 @@ if __name__ == "__main__":
     except CommandError as error:
         sys.exit(f"error: {error}")
     if "RANK" in os.environ:
-        # gloo's threads may still hold tensors of the last exchange. One that releases them while Python ends
-        # has to ask for the interpreter, and aborts the process (torch 2.13): so Python does not end here.
+        # gloo's threads may still hold tensors of the last exchange. A thread that releases them while Python
+        # shuts down needs the interpreter and aborts the process (torch 2.13), so this skips the shutdown.
         sys.stdout.flush()
         os._exit(0)

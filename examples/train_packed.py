@@ -1,11 +1,11 @@
-"""A small language model, trained on documents of different lengths that are packed, not padded.
+"""A small language model, trained on packed documents of different lengths.
 
     python examples/train_packed.py                                 # CPU, a few minutes
     python examples/train_packed.py --device cuda --layers 6 --width 384 --heads 6 --tokens 16384
     python examples/train_packed.py --text book.txt --compile
 
-What it shows: each batch is as many whole paragraphs as fit into a number of tokens, one behind the other;
-varlen_attention keeps them apart; positions count from the start of each. Nothing is computed for padding.
+What it shows: each batch has as many whole paragraphs as fit into a number of tokens, packed one after the
+other; varlen_attention keeps them apart; positions count from the start of each. There is no padding.
 """
 
 from __future__ import annotations
@@ -28,31 +28,31 @@ from selfattn_ext.terminal import CommandError
 
 
 class Packed(NamedTuple):
-    """Documents one behind the other: symbols (total,), where each starts (B + 1,), the longest length."""
+    """Packed documents: their symbols (total,), the start of each (B + 1,), and the longest length."""
 
     symbols: Tensor
     starts: Tensor
     longest: int
 
     def to(self, device: torch.device) -> Packed:
-        """The same on a device."""
+        """Returns the same documents on a device."""
         return Packed(self.symbols.to(device), self.starts.to(device), self.longest)
 
     @property
     def padding(self) -> float:
-        """The share of padding in a tensor (B, longest) of the same documents."""
+        """Returns the share of padding in a tensor (B, longest) of the same documents."""
         return 1 - len(self.symbols) / ((len(self.starts) - 1) * self.longest)
 
 
 def packed(documents: Sequence[Tensor]) -> Packed:
-    """Puts documents one behind the other."""
+    """Packs documents."""
     lengths = [len(document) for document in documents]
     starts = F.pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32)
     return Packed(torch.cat(list(documents)), starts, max(lengths))
 
 
 def batches(documents: Sequence[Tensor], tokens: int, seed: int) -> Iterator[Packed]:
-    """Batches of whole documents in random order, each with at most that many tokens, without end."""
+    """Yields, without end, batches of whole documents in random order of at most ``tokens`` tokens."""
     shuffle = random.Random(seed)
     waiting: list[Tensor] = []
     while True:
@@ -92,7 +92,7 @@ class Model(nn.Module):
             nn.init.normal_(table.weight, std=0.1)
 
     def loss(self, symbols: Tensor, starts: Tensor, longest: int) -> Tensor:
-        """Mean cross entropy in nats. The last symbol of a document has no next one."""
+        """Returns the mean cross entropy in nats; the last symbol of a document has no next one."""
         place = torch.arange(len(symbols), device=symbols.device)
         document = torch.searchsorted(starts, place, right=True, out_int32=True) - 1
         x = self.symbol(symbols) + self.position(place - starts[document])
@@ -104,14 +104,14 @@ class Model(nn.Module):
 
 
 def repository_text() -> text.Text:
-    """The documents of the repository that this file is in."""
+    """Returns the documents of the repository that this file is in."""
     root = Path(__file__).resolve().parents[1]
     found = [file.read_text(encoding="utf-8") for file in sorted((root / "docs").glob("*.md"))]
     return text.Text("\n\n".join(found), "this repository's documents") if found else text.from_python()
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Trains, prints what happens, and returns the losses."""
+    """Trains, prints progress, and returns the losses."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, help="a UTF-8 file; by default this repository's documents")
     for name, default in (("layers", 3), ("heads", 4), ("width", 128), ("tokens", 1024), ("context", 1024)):

@@ -1,13 +1,12 @@
-"""A small language model whose attention has functions of its own: a learned bias, documents kept apart.
+"""A small language model with functions of attention: a learned bias, documents kept apart.
 
     python examples/train_with_functions.py                                   # CPU
     python examples/train_with_functions.py --text book.txt --steps 1000
     python examples/train_with_functions.py --bias bias.png --mask mask.png   # pictures; need the extra viz
 
-What it shows: rows of equal length hold paragraphs one behind the other; a mask function lets a token see
-what stands before it in its own paragraph, and a BlockMask leaves out whole blocks that nobody sees; a score
-function adds a number for each head and distance, which is learned with the rest. There are no other
-positions.
+What it shows: rows of equal length hold paragraphs one after the other; a mask function lets a token see
+only earlier tokens of its own paragraph, and a BlockMask skips blocks that no query sees; a score function
+adds a number for each head and distance, which is learned with the model. There are no other positions.
 """
 
 from __future__ import annotations
@@ -32,9 +31,9 @@ from selfattn_ext.terminal import CommandError
 def packed(
     documents: Sequence[Tensor], batch: int, length: int, seed: int
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Rows of documents in random order, and for each symbol the number of its document, without end.
+    """Yields, without end, rows of documents in random order, and the number of each symbol's document.
 
-    Both are (batch, length). Where a row is full, its last document goes on in the next row.
+    Both are (batch, length). If a row is full, its last document continues in the next row.
     """
     shuffle = random.Random(seed)
     symbols, numbers = torch.empty(0, dtype=torch.long), torch.empty(0, dtype=torch.long)
@@ -49,7 +48,7 @@ def packed(
 
 
 def mask_of(document: Tensor) -> BlockMask:
-    """Who sees whom: what stands before a token in its own document. document (B, T) numbers them."""
+    """Returns the mask in which a token sees earlier tokens of its document; document (B, T) numbers them."""
 
     def mask_mod(batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
         return (q_idx >= kv_idx) & (document[batch, q_idx] == document[batch, kv_idx])
@@ -67,11 +66,11 @@ class Block(nn.Module):
         self.attention_norm, self.mlp_norm = nn.LayerNorm(width), nn.LayerNorm(width)
         self.projection, self.output = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
-        #: What is added to the score of a query and a key, for each distance; the last one serves all beyond.
+        #: The number added to the score of a query and a key, by distance; the last one is for all beyond.
         self.bias = nn.Parameter(torch.zeros(heads, distances))
 
     def biased(self, score: Tensor, batch: Tensor, head: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
-        """The score function."""
+        """Adds the bias to a score; this is the score function."""
         distance = (q_idx - kv_idx).clamp(0, self.bias.size(1) - 1)
         return score + self.bias[head, distance]
 
@@ -93,7 +92,7 @@ class Model(nn.Module):
         nn.init.normal_(self.symbol.weight, std=0.1)
 
     def loss(self, symbols: Tensor, document: Tensor) -> Tensor:
-        """Mean cross entropy in nats. The last symbol of a document has no next one."""
+        """Returns the mean cross entropy in nats; the last symbol of a document has no next one."""
         x, mask = self.symbol(symbols), mask_of(document)  # one mask for all layers
         for block in self.blocks:
             x = block(x, mask)
@@ -104,27 +103,27 @@ class Model(nn.Module):
 
 
 def repository_text() -> text.Text:
-    """The documents of the repository that this file is in."""
+    """Returns the documents of the repository that this file is in."""
     root = Path(__file__).resolve().parents[1]
     found = [file.read_text(encoding="utf-8") for file in sorted((root / "docs").glob("*.md"))]
     return text.Text("\n\n".join(found), "this repository's documents") if found else text.from_python()
 
 
 def main(argv: Sequence[str] | None = None) -> list[float]:
-    """Trains, prints what happens, and returns the losses."""
+    """Trains, prints progress, and returns the losses."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--text", type=Path, help="a UTF-8 file; by default this repository's documents")
     for name, default in (("layers", 2), ("heads", 4), ("width", 64), ("length", 256), ("batch", 4)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument(
-        "--distances", type=int, default=32, help="how many distances have a bias of their own"
+        "--distances", type=int, default=32, help="the number of distances that have their own bias"
     )
     parser.add_argument("--steps", type=int, default=100)
     parser.add_argument(
         "--rate", type=float, default=5e-3, help="the learning rate; ten times that for biases"
     )
-    parser.add_argument("--bias", type=Path, help="a picture of what was learned for each distance")
-    parser.add_argument("--mask", type=Path, help="a picture of who sees whom in the first row")
+    parser.add_argument("--bias", type=Path, help="draw the learned bias of each distance to this file")
+    parser.add_argument("--mask", type=Path, help="draw the mask of the first row to this file")
     given = parser.parse_args(argv)
     if given.bias or given.mask:
         viz.require()  # before training
@@ -139,7 +138,7 @@ def main(argv: Sequence[str] | None = None) -> list[float]:
     print(f"text     {len(documents)} paragraphs, {len(known)} different symbols: {source.origin}")
 
     model = Model(len(known), given.layers, given.width, given.heads, given.distances)
-    # What is added to scores has to reach several units before it tells in a softmax: larger steps, no decay.
+    # A bias must reach several units to matter in a softmax, so it gets larger steps and no weight decay.
     biases = [block.bias for block in model.blocks]
     others = [parameter for parameter in model.parameters() if all(parameter is not bias for bias in biases)]
     faster = {"params": biases, "lr": 10 * given.rate, "weight_decay": 0.0}

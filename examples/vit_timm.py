@@ -1,11 +1,12 @@
-"""Trains a timm Vision Transformer on this package's kernels, by torch's own switch and no change to timm.
+"""A timm Vision Transformer trains on this package's kernels, without a change to timm.
 
     pip install selfattn_ext timm
     python examples/vit_timm.py
 
-The images are made here: one of four shapes, of any size, place and colour, on noise. The model's attention
-is F.scaled_dot_product_attention, which after torch.nn.attention.activate_flash_attention_impl runs forward
-and backward on the kernels of selfattn_ext. --compare trains the same model on torch's kernels as well.
+The example draws its images: one of four shapes, of random size, place and colour, on noise. The model's
+attention is F.scaled_dot_product_attention, which runs forward and backward on the kernels of selfattn_ext
+after torch.nn.attention.activate_flash_attention_impl. --compare trains the same model on torch's kernels,
+too.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ SHAPES = ("disc", "ring", "square", "cross")
 
 
 def images(count: int, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Images (count, 3, size, size) around 0 and which of SHAPES each one shows (count,)."""
+    """Draws noisy images (count, 3, size, size); returns them and which of SHAPES each shows (count,)."""
 
     def between(low: float, high: float, *shape: int) -> Tensor:
         return low + (high - low) * torch.rand(shape, generator=generator)
@@ -52,7 +53,7 @@ def images(count: int, size: int, generator: torch.Generator) -> tuple[Tensor, T
 
 
 def train(options: argparse.Namespace) -> tuple[float, float]:
-    """Trains one model; returns its accuracy on images it has not seen, and seconds per step."""
+    """Trains one model; returns its accuracy on images that it has not seen, and seconds per step."""
     torch.manual_seed(options.seed)
     generator = torch.Generator().manual_seed(options.seed)
     model = VisionTransformer(
@@ -92,9 +93,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--depth", type=int, default=4, help="layers (%(default)s)")
     parser.add_argument("--heads", type=int, default=4, help="heads of attention (%(default)s)")
     parser.add_argument("--rate", type=float, default=1e-3, help="learning rate (%(default)s)")
-    parser.add_argument("--seed", type=int, default=0, help="of images and weights (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of images and weights (%(default)s)")
     parser.add_argument("--report", type=int, default=25, help="steps between two lines (%(default)s)")
-    parser.add_argument("--compare", action="store_true", help="train on torch's kernels too")
+    parser.add_argument("--compare", action="store_true", help="train on torch's kernels, too")
     options = parser.parse_args(arguments)
 
     tokens = (options.size // options.patch) ** 2 + 1

@@ -1,9 +1,9 @@
-"""Fails where a comment or a docstring names a file that the tree does not have.
+"""A check that every file named in a comment, a docstring or a page exists.
 
     python scripts/check_references.py
 
-Looks through the sources of FOLDERS for names that end like a source or a page. A name may be a path or the
-end of one; ``*``, ``<dtype>`` and ``{name}`` in it stand for anything.
+It searches the sources and pages of FOLDERS, and PAGES, for names that end like a source or a page. A name
+may be a path or the end of one; ``*``, ``<dtype>`` and ``{name}`` in it stand for anything.
 """
 
 from __future__ import annotations
@@ -19,36 +19,44 @@ from fnmatch import fnmatchcase
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
-FOLDERS = ("csrc", "selfattn_ext", "tests", "scripts", "benchmarks")
+FOLDERS = ("csrc", "selfattn_ext", "tests", "simulators", "scripts", "benchmarks", "docs")
+PAGES = ("/README.md", "/CONTRIBUTING.md")  # not CHANGELOG.md, whose files may be gone
 
 NAME = re.compile(r"[\w*<>{}./-]*[\w*>}]\.(?:cuh|cu|cpp|h|md|py)\b(?!\(|\.\w|-\w)")
-#: What a comment of C++ can be confused with comes first.
+#: Strings come before comments, as they may contain what looks like one.
 TOKEN = re.compile(r'"(?:[^"\\\n]|\\.)*"|\'(?:[^\'\\\n]|\\.)+\'|//[^\n]*|/\*.*?\*/', re.DOTALL)
 
-#: Files that programs write, and those of others: name -> where it is.
+#: Files that programs write, and files of other projects: name -> where it is.
 ELSEWHERE = {
     "Python.h": "of Python",
     "table.md": "the user's, written by benchmarks/gpu_run.py --markdown",
+    "gpu-results/bench.md": "written by scripts/gpu_check.sh --bench",
+    "simt_forward_float32.cu": "of a build, from the table in selfattn_ext/build/sources.py",
+    "path/to/the/test.py": "an example",
+    "kernel.cu": "the user's, in an example",
 }
 
 
 def files_of(root: Path) -> list[str]:
-    """Every file of the tree, as a path with slashes before it; without what is built or downloaded."""
+    """Returns every file of the tree as a path that begins with a slash, without built or downloaded ones."""
     found = []
     for folder, folders, names in os.walk(root):
+        left_out = ("__pycache__", "build", "dist") if Path(folder) == root else ("__pycache__",)
         folders[:] = [
             name
             for name in folders
-            if name in (".ci", ".github", ".pep517")
-            or not (name.startswith(".") or name in ("build", "dist", "__pycache__"))
+            if name in (".ci", ".github", ".pep517") or not (name.startswith(".") or name in left_out)
         ]
         found += ["/" + Path(folder, name).relative_to(root).as_posix() for name in names]
     return found
 
 
 def texts_of(path: Path) -> Iterator[tuple[int, str]]:
-    """The comments and docstrings of a source, each with its first line."""
+    """Yields the comments and docstrings of a source, each with the number of its first line."""
     source = path.read_text(encoding="utf-8")
+    if path.suffix == ".md":
+        yield 1, re.sub(r"^```.*?^```", lambda code: "\n" * code[0].count("\n"), source, flags=re.M | re.S)
+        return
     if path.suffix != ".py":
         for found in TOKEN.finditer(source):
             if found[0].startswith("/"):
@@ -65,14 +73,14 @@ def texts_of(path: Path) -> Iterator[tuple[int, str]]:
 
 
 def dangling(root: Path) -> list[str]:
-    """What is wrong, a line for each name: ``file:line: no file is called name``."""
+    """Returns a line for each wrong name: ``file:line: no file is called name``."""
     files = files_of(root)
     problems = []
     for file in sorted(files):
         path = root / file[1:]
-        if not file.startswith(tuple(f"/{folder}/" for folder in FOLDERS)):
+        if not file.startswith((*PAGES, *(f"/{folder}/" for folder in FOLDERS))):
             continue
-        if path.suffix not in (".cpp", ".cu", ".cuh", ".h", ".py"):
+        if path.suffix not in (".cpp", ".cu", ".cuh", ".h", ".py", ".md"):
             continue
         for first, text in texts_of(path):
             for found in NAME.finditer(text):

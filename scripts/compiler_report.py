@@ -1,4 +1,4 @@
-"""Reads what ptxas and nvdisasm tell about compiled CUDA kernels."""
+"""Parsers of what ptxas and nvdisasm print about compiled CUDA kernels."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ _PROPERTIES = re.compile(r"Function properties for (\w+)")
 _STACK = re.compile(r"(\d+) bytes stack frame, (\d+) bytes spill stores, (\d+) bytes spill loads")
 _USED = re.compile(r"Used (\d+) registers")
 _SHARED = re.compile(r"(\d+) bytes smem")
-# Barriers that ptxas puts in, and matrix instructions that it lets wait for each other: slow code, which it
-# reports among its remarks.
+# Remarks of ptxas about slow code: barriers that it inserts, and matrix instructions that it serialises.
 _REMARK = re.compile(r"^.*\(C75\d\d\).*$", re.M)
 
 _FUNCTION = re.compile(r"^\s*\.section\s+\.text\.(\w+)")
@@ -24,7 +23,7 @@ _INSTRUCTION = re.compile(r"^\s*/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][A-Z0-9
 
 @dataclass(frozen=True)
 class Usage:
-    """What ptxas says about one kernel."""
+    """The resources of one kernel, as ptxas reports them."""
 
     registers: int
     stack_bytes: int
@@ -33,7 +32,7 @@ class Usage:
 
 
 def usage_of_kernels(report: str) -> dict[str, Usage]:
-    """By mangled name, from the output of ``-Xptxas -v``; functions that are no kernels are left out."""
+    """Returns kernels' usage by mangled name, from the output of ``-Xptxas -v``; skips other functions."""
     found: dict[str, Usage] = {}
     entries: set[str] = set()
     function, stack, spill = "", 0, 0
@@ -51,20 +50,20 @@ def usage_of_kernels(report: str) -> dict[str, Usage]:
 
 
 def remarks(report: str) -> list[str]:
-    """Lines of ptxas's report that are no errors to it, but are to us."""
+    """Returns the lines of ptxas's report that are only remarks to it, but errors here."""
     return [match[0].strip() for match in _REMARK.finditer(report)]
 
 
 def errors(report: str) -> list[str]:
-    """The lines that say what stopped nvcc; without any, the last ones."""
+    """Returns the lines that say what stopped nvcc, or the last ones if there are none."""
     lines = [line.strip() for line in report.splitlines() if line.strip()]
     return [line for line in lines if re.search(r"\berror\b", line)][:20] or lines[-20:]
 
 
 def instructions(sass: str) -> dict[str, Counter[str]]:
-    """How often each opcode occurs in each function, from nvdisasm's text; modifiers are left out.
+    """Counts each opcode, without modifiers, in each function of nvdisasm's text.
 
-    Accesses of 16 bytes are counted once more, as "STG.128".
+    Accesses of 16 bytes are counted a second time, as "STG.128".
     """
     found: dict[str, Counter[str]] = {}
     current: Counter[str] = Counter()
@@ -79,7 +78,7 @@ def instructions(sass: str) -> dict[str, Counter[str]]:
 
 
 def function_names(mangled: Iterable[str]) -> dict[str, str]:
-    """The bare name of each function, without namespaces, template arguments and parameters, by binutils."""
+    """Returns each function's name without namespaces, template arguments and parameters, by binutils."""
     names = list(mangled)
     run = subprocess.run(["c++filt"], input="\n".join(names), capture_output=True, text=True, check=True)
     return {name: _bare(line) for name, line in zip(names, run.stdout.splitlines(), strict=True)}

@@ -1,12 +1,12 @@
-"""Measures how many processor seconds the CUDA kernels of a build take, for each architecture.
+"""Measurement of the processor seconds that compiling the CUDA kernels takes per architecture.
 
     python scripts/cuda_build_seconds.py                   every source, as a build without a GPU
     python scripts/cuda_build_seconds.py --every 3 --archs 8.0 9.0a
     TORCH_CUDA_ARCH_LIST=8.0 python scripts/cuda_build_seconds.py
 
-nvcc tells the commands that make an object file, and each is run and weighed alone. The host's code belongs
-to no architecture, and what makes PTX also serves later GPUs. The sum over a part of the sources is an
-estimate, by how many there are. It needs nvcc, but no GPU and no torch.
+nvcc lists the commands that make an object file, and the script runs and measures each alone. The host's code
+belongs to no architecture, and the work to PTX also serves later GPUs. If only a part of the sources is
+measured, the sum is an estimate, by how many there are. The script needs nvcc, but no GPU and no torch.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from pathlib import Path
 from types import SimpleNamespace
 
 ROOT = Path(__file__).resolve().parents[1]
-# By path: importing the package would load torch and the compiled library.
+# They are loaded by path, because importing the package would load torch and the compiled library.
 sources, cuda_build, terminal = (
     SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / f"{name}.py")))
-    for name in ("sources", "cuda_build", "terminal")
+    for name in ("build/sources", "build/cuda_build", "terminal")
 )
 
 #: The parts of an architecture's work, and of the host's.
@@ -34,7 +34,7 @@ FRONT, BACK, HOST = "to PTX", "to machine code", "host"
 
 
 def seconds_of(nvcc: str, source: str, flags: list[str]) -> dict[tuple[str, str], float]:
-    """Processor seconds by architecture, "" for the host, and part."""
+    """Processor seconds by architecture, which is "" for the host, and by part."""
     found: dict[tuple[str, str], float] = defaultdict(float)
     with tempfile.TemporaryDirectory() as folder:
         command = [nvcc, "--dryrun", "--keep", f"--keep-dir={folder}", *flags, "-c", source]
@@ -52,7 +52,7 @@ def seconds_of(nvcc: str, source: str, flags: list[str]) -> dict[tuple[str, str]
 
 
 def _of(command: str) -> tuple[str, str]:
-    """Whose work a command is."""
+    """The architecture and the part of the work that a command belongs to."""
     back = re.match(r"ptxas .*-arch=sm_(\d+a?)", command)
     if back is not None:
         return back[1], BACK
@@ -73,18 +73,19 @@ def _weighed(command: str, environment: dict[str, str], folder: str) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--every", type=int, default=1, help="of so many sources one (all)")
-    parser.add_argument("--first", type=int, default=0, help="the first of them, by its number (0)")
+    parser.add_argument("--every", type=int, default=1, help="measure one of so many sources (all)")
+    parser.add_argument("--first", type=int, default=0, help="number of the first source (0)")
     parser.add_argument("--archs", nargs="+", help='compute capabilities, as "8.0" or "9.0a"')
     arguments = parser.parse_args()
 
     found = cuda_build.find_nvcc()
     if found is None:
-        sys.exit("there is no nvcc: put it on PATH or the folder of its toolkit into CUDA_HOME")
+        sys.exit("there is no nvcc: put it on PATH, or set CUDA_HOME to the folder of its toolkit")
     wanted = ";".join(arguments.archs or []) or os.environ.get(cuda_build.ARCHITECTURES_VARIABLE, "")
     architectures = cuda_build.architectures_of(wanted, [], found)
     flags = [*sources.cuda_flags(), *cuda_build.architecture_flags(architectures), "-Xcompiler=-fPIC"]
-    everything = [path for path in sources.extension_sources(cuda=True) if path.endswith(".cu")]
+    listed = sources.extension_sources(cuda=True, instances_in=ROOT / "build" / "instances")
+    everything = [path for path in listed if path.endswith(".cu")]
     some = everything[arguments.first :: arguments.every]
 
     total: dict[tuple[str, str], float] = defaultdict(float)

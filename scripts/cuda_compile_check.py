@@ -1,15 +1,15 @@
-"""Compiles every CUDA kernel for every architecture, and fails where the result is not as it should be.
+"""A check that compiles every CUDA kernel for every architecture and judges the result.
 
     python scripts/cuda_compile_check.py                     every source, every architecture
     python scripts/cuda_compile_check.py --archs 90a --jobs 1
     python scripts/cuda_compile_check.py --sparse            two architectures per source
     python scripts/cuda_compile_check.py --sparse --turn 7   sm_80 for a quarter, another for a sixth
-    python scripts/cuda_compile_check.py csrc/cuda/split/merge_splits.cu --json report.json
+    python scripts/cuda_compile_check.py merge_splits.cu --json report.json
 
 It needs nvcc and, to read the machine code, nvdisasm (pip install nvidia-cuda-nvdisasm), but no GPU and no
 torch. Warnings are errors. No kernel may spill registers, use local or static shared memory, or exceed its
 limit of registers; kernels for tensor cores must hold their instructions. The limits are in kernel_limits.py.
-What has been compiled is remembered by content, so a second run takes seconds.
+Results are remembered by the content of the sources, so a second run takes seconds.
 """
 
 from __future__ import annotations
@@ -31,20 +31,20 @@ import kernel_limits
 import nvcc
 
 ROOT = Path(__file__).resolve().parents[1]
-# By path: importing the package would load torch and the compiled library.
-sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
-cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "cuda_build.py")))
+# They are loaded by path, because importing the package would load torch and the compiled library.
+sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "sources.py")))
+cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "cuda_build.py")))
 terminal = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "terminal.py")))
 
-#: What a build without a GPU at hand is made for, as nvcc has it: "80", "90a".
+#: The architectures of a build on a machine without a GPU, in nvcc's notation: "80", "90a".
 ARCHITECTURES = tuple(name.replace(".", "") for name in cuda_build.DEFAULT_ARCHITECTURES)
-#: Whose machine code every source is checked in when not all pairs are.
+#: The architecture that every source is compiled for if not all pairs are.
 _EVERYWHERE = "80"
-#: So many turns it takes until every source has been compiled for it, and for another one.
+#: How many turns it takes until every source has been compiled for it, and for another one.
 _COMMON_TURNS, _OTHER_TURNS = 4, 6
-# The oldest with the instructions of the sm80 kernels, which are empty on older ones.
+# The oldest architecture that has the instructions of the sm80 kernels, which are empty on older ones.
 _AMPERE = 80
-# The one with the instructions of the sm90 kernels, which are empty on others, and these instructions.
+# The only architecture that has the instructions of the sm90 kernels, which are empty on others.
 _HOPPER = "90a"
 _HOPPERS_OWN = {
     "HGMMA": "its products are not those of warpgroups",
@@ -59,7 +59,7 @@ class Verdict:
 
     source: str
     architecture: str
-    kernels: dict[str, compiler_report.Usage]  # by mangled name: instances of a template share all others
+    kernels: dict[str, compiler_report.Usage]  # by mangled name, as instances of a template share the others
     tensor_instructions: int
     problems: list[str]
     seconds: float
@@ -68,16 +68,16 @@ class Verdict:
 
     @property
     def registers(self) -> int:
-        """Of the kernel that uses most."""
+        """The registers of the kernel that uses most."""
         return max((usage.registers for usage in self.kernels.values()), default=0)
 
 
-#: Sources of functions that the host calls.
+#: Sources that hold functions of the host alone.
 WITHOUT_KERNELS = ("tensor_map.cu",)
 
 
 def judge(source: Path, architecture: str, outcome: nvcc.Outcome) -> Verdict:
-    """Everything that is wrong with one outcome."""
+    """The verdict on one outcome, with everything that is wrong with it."""
     problems = [*compiler_report.remarks(outcome.report)]
     if outcome.exit_code != 0:
         problems += compiler_report.errors(outcome.report) or [f"nvcc ended with {outcome.exit_code}"]
@@ -141,19 +141,19 @@ def _problems(
 
 
 def _for_hopper(source: Path) -> bool:
-    """Whether its kernels are empty for other architectures, so that no other PTX is that of sm_90a."""
+    """Whether its kernels are empty for other architectures, whose PTX is then not that for sm_90a."""
     return "sm90" in source.parts
 
 
 def tasks(
     files: Sequence[Path], architectures: Sequence[str], sparse: bool, turn: int | None = None
 ) -> list[tuple[Path, str]]:
-    """What to compile for what: all pairs, or, sparse, every source for sm_80 and one other. Instead of sm_80
-    it is sm_90a for the kernels that are empty elsewhere.
+    """Pairs of a source and an architecture to compile it for: all of them, or if sparse, every source for
+    sm_80 and one other. Kernels that are empty elsewhere are compiled for sm_90a instead of sm_80.
 
-    Sources are instances of few templates, so that what goes wrong on one architecture goes wrong in most.
-    With a turn only a quarter of the sources are for sm_80, a sixth for another one, and other sources in the
-    next turn: all pairs are met in six turns for each other architecture.
+    Sources are instances of few templates, so that an error on one architecture shows in most of them. With a
+    turn only a quarter of the sources are compiled for sm_80 and a sixth for another architecture; the next
+    turn takes other sources. Six turns for each other architecture meet all pairs.
     """
     if not sparse or len(architectures) < 3:
         return [(file, architecture) for file in files for architecture in architectures]
@@ -178,7 +178,7 @@ def tasks(
 
 
 def together(order: Sequence[tuple[Path, str]]) -> list[tuple[Path, list[str]]]:
-    """The tasks, those of a source that have the same PTX as one."""
+    """The tasks, with those of a source joined that have the same PTX."""
     found: dict[tuple[Path, Sequence[str]], list[str]] = {}
     for source, architecture in order:
         groups = [names for names in nvcc.SAME_PTX if not (_for_hopper(source) and _HOPPER in names)]
@@ -190,8 +190,8 @@ def together(order: Sequence[tuple[Path, str]]) -> list[tuple[Path, list[str]]]:
 def check(compiler: nvcc.Compiler, order: Sequence[tuple[Path, str]], jobs: int) -> list[Verdict]:
     """Compiles and judges each task, with a progress bar; verdicts are in the order of the tasks.
 
-    Architectures that have the same PTX share the compiler's front end. The first source of each folder shows
-    that it is the same: all of a folder are instances of the same templates.
+    Architectures that have the same PTX share the compiler's front end. That it is the same is verified with
+    the first source of each folder, because the sources of a folder are instances of the same templates.
     """
     verdicts = {}
     folders = {source.parent: source for source, _ in reversed(order)}
@@ -212,7 +212,7 @@ def check(compiler: nvcc.Compiler, order: Sequence[tuple[Path, str]], jobs: int)
 
 
 def text(verdicts: Sequence[Verdict]) -> str:
-    """A line for each source: registers for each architecture, HMMA instructions, cost of compiling."""
+    """Returns a line per source: registers for each architecture, HMMA instructions, cost of compiling."""
     architectures = sorted({verdict.architecture for verdict in verdicts}, key=nvcc.architecture_number)
     rows = []
     for source in dict.fromkeys(verdict.source for verdict in verdicts):
@@ -245,7 +245,7 @@ def _shown(source: str) -> str:
 
 
 def _cost(verdicts: Sequence[Verdict]) -> str:
-    """How long compiling everything for one architecture takes one core."""
+    """How long one core takes to compile everything for one architecture."""
     seconds: dict[str, float] = {}
     for verdict in verdicts:
         seconds[verdict.architecture] = seconds.get(verdict.architecture, 0.0) + verdict.seconds
@@ -253,7 +253,7 @@ def _cost(verdicts: Sequence[Verdict]) -> str:
 
 
 def summary(verdicts: Sequence[Verdict], elapsed: float) -> str:
-    """The problems, the cost, and one line about the whole."""
+    """Returns the problems, the cost, and one line about the whole."""
     lines = [
         f"{_shown(verdict.source)} for sm_{verdict.architecture}: {problem}"
         for verdict in verdicts
@@ -277,7 +277,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     nvdisasm = None if parsed.no_sass else nvcc.find_nvdisasm(found.command)
     if nvdisasm is None and not parsed.no_sass:
         return _usage_error("no nvdisasm: pip install nvidia-cuda-nvdisasm, or leave it out with --no-sass")
-    files = [path.resolve() for path in parsed.files] or sorted(sources.root().rglob("*.cu"))
+    files = [_found(path.resolve(), parsed.cache) for path in parsed.files] or kernel_sources(parsed.cache)
     if missing := [str(path) for path in files if not path.is_file()]:
         return _usage_error(f"no such file: {', '.join(missing)}")
     start = time.perf_counter()
@@ -289,6 +289,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return int(any(verdict.problems for verdict in verdicts))
 
 
+def kernel_sources(cache: Path) -> list[Path]:
+    """All CUDA sources; the instances of templates are written into a folder of the cache."""
+    listed = sources.extension_sources(cuda=True, instances_in=cache / "instances")
+    return [Path(path) for path in listed if path.endswith(".cu")]
+
+
+def _found(path: Path, cache: Path) -> Path:
+    """A file, or else the CUDA source of this name."""
+    if path.is_file():
+        return path
+    return next((source for source in kernel_sources(cache) if source.name == path.name), path)
+
+
 def _usage_error(message: str) -> int:
     print(f"cuda_compile_check.py: error: {message}", file=sys.stderr)
     return 2
@@ -298,7 +311,9 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("files", nargs="*", type=Path, metavar="FILE", help="sources (default: all of them)")
+    parser.add_argument(
+        "files", nargs="*", type=Path, metavar="FILE", help="sources, or their names (default: all)"
+    )
     parser.add_argument(
         "--archs",
         type=_architectures,
@@ -312,13 +327,13 @@ def _parser() -> argparse.ArgumentParser:
         help=f"every source for sm_{_EVERYWHERE} and one other architecture, not for all of them",
     )
     parser.add_argument(
-        "--turn", type=int, metavar="N", help="with --sparse: the other one for a third of the sources, by N"
+        "--turn", type=int, metavar="N", help="with --sparse: compile only a part of the pairs, chosen by N"
     )
     parser.add_argument(
-        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compilers at once"
+        "--jobs", type=int, default=os.cpu_count() or 1, metavar="N", help="compilers that run at once"
     )
-    parser.add_argument("--no-sass", action="store_true", help="leave out what needs nvdisasm")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything there")
+    parser.add_argument("--no-sass", action="store_true", help="leave out the checks that need nvdisasm")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write everything to this file")
     parser.add_argument(
         "--cache",
         type=Path,

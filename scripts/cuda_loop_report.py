@@ -1,14 +1,15 @@
-"""What nvcc makes of the main loops of the sm80 kernels, and what a model of a multiprocessor makes of that.
+"""A report on the machine code of the sm80 kernels' main loops, played by a model of a GPU.
 
-    python scripts/cuda_loop_report.py                         the plain kernels of bfloat16, 64 and 128 dims
-    python scripts/cuda_loop_report.py --markdown              the table of docs/cuda-kernels.md
+    python scripts/cuda_loop_report.py                         the bare kernels of bfloat16, 64 and 128 dims
+    python scripts/cuda_loop_report.py --markdown              the table of docs/cuda-performance.md
     python scripts/cuda_loop_report.py --kernels forward-64 --archs 80
     python scripts/cuda_loop_report.py --sources ../older/csrc            of another checkout
     python scripts/cuda_loop_report.py --loop forward-64 --archs 80       the loop itself
     python scripts/cuda_loop_report.py other.cubin --archs 80 --blocks 2 --warps 4 --useful 0.97
 
-It needs nvcc and nvdisasm, but no GPU, and takes two minutes. sass.py finds the loop, loop_model.py
-plays it: nothing here is measured on a device. The loop's path is the one without masking and careful code.
+It needs nvcc and nvdisasm, but no GPU, and takes two minutes. sass.py finds the loop, and loop_model.py plays
+it on a model of a multiprocessor: nothing is measured on a device. The path through the loop is the one
+without masking and without code for rare cases.
 """
 
 from __future__ import annotations
@@ -32,20 +33,20 @@ import nvcc
 import sass
 
 ROOT = Path(__file__).resolve().parents[1]
-# By path: importing the package would load torch and the compiled library.
-sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "sources.py")))
-cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "cuda_build.py")))
+# They are loaded by path, because importing the package would load torch and the compiled library.
+sources = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "sources.py")))
+cuda_build = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "build" / "cuda_build.py")))
 terminal = SimpleNamespace(**runpy.run_path(str(ROOT / "selfattn_ext" / "terminal.py")))
 
 #: Bytes of shared memory and registers of a multiprocessor (CUDA C++ Programming Guide).
 SHARED_BYTES = {80: 164 * 1024, 86: 100 * 1024, 89: 100 * 1024, 90: 228 * 1024}
 REGISTERS = 65536
-_SHARED_OF_SYSTEM = 1024  # of a block, beside its own
+_SHARED_OF_SYSTEM = 1024  # shared memory that the system takes per block
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One instance of a template, and how many of the products of a tile its loop computes."""
+    """An instance of a template, and how many of a tile's products its loop computes."""
 
     header: str
     namespace: str
@@ -55,7 +56,7 @@ class Kernel:
 
     @property
     def text(self) -> str:
-        """A source with this instance alone, and variables whose values its PTX tells."""
+        """Returns a source with only this instance, and variables whose values its PTX shows."""
         return f"""#include "{self.header}"
 namespace {self.namespace} {{
 using C = {self.config};
@@ -68,13 +69,13 @@ extern "C" __device__ int useful_products = {self.products} * C::kStrips * C::kC
 
 
 def _forward(dim: int) -> Kernel:
-    config = f"Config<DType::kBFloat16, {dim}, Path::kPlain>"
-    return Kernel("cuda/sm80/forward.cuh", "selfattn::cuda::sm80", "forward_kernel", config, 2)
+    config = f"Config<DType::kBFloat16, {dim}, Path::kBare>"
+    return Kernel("cuda/sm80/sm80_forward.cuh", "selfattn::cuda::sm80", "forward_kernel", config, 2)
 
 
 def _backward(dim: int, side: str, products: int) -> Kernel:
-    config = f"Config<DType::kBFloat16, {dim}, Side::{side}, Path::kPlain>"
-    header, namespace = "cuda/sm80/backward/gradients.cuh", "selfattn::cuda::sm80::backward"
+    config = f"Config<DType::kBFloat16, {dim}, Side::{side}, Path::kBare>"
+    header, namespace = "cuda/sm80/backward/sm80_gradients.cuh", "selfattn::cuda::sm80::backward"
     return Kernel(header, namespace, "backward_kernel", config, products)
 
 
@@ -87,7 +88,7 @@ KERNELS = {
 
 @dataclass(frozen=True)
 class Compiled:
-    """A kernel's loop, and what decides how many blocks of it run at a time."""
+    """A kernel's loop, and the resources that decide how many of its blocks run at a time."""
 
     loop: list[sass.Instruction]
     registers: int
@@ -96,7 +97,7 @@ class Compiled:
     useful_products: int
 
     def blocks(self, architecture: int) -> int:
-        """Of a multiprocessor, at a time."""
+        """Returns how many blocks run on a multiprocessor at a time."""
         of_warp = -(-self.registers // 8) * 8 * 32
         by_shared = SHARED_BYTES[architecture] // (self.shared_bytes + _SHARED_OF_SYSTEM)
         return min(by_shared, REGISTERS // (of_warp * self.warps))
@@ -124,7 +125,7 @@ class Toolchain:
         )
 
     def assemble(self, kernel: Kernel, architecture: str, folder: Path) -> str:
-        """Leaves kernel.ptx and kernel.cubin in the folder. Returns what ptxas says."""
+        """Writes kernel.ptx and kernel.cubin into the folder. Returns what ptxas prints."""
         (folder / "kernel.cu").write_text(kernel.text, encoding="utf-8")
         self._run(folder, architecture, "compute", "-ptx", "kernel.cu", "-I", str(self._tree))
         return self._run(folder, architecture, "sm", "-cubin", "kernel.ptx", "-Xptxas", "-v")
@@ -140,12 +141,12 @@ class Toolchain:
 
 
 def _numbers(ptx: str) -> dict[str, int]:
-    """The integer variables that PTX defines."""
+    """Returns the integer variables that PTX defines."""
     return {name: int(value) for name, value in re.findall(r"\.u32 (\w+) = (\d+);", ptx)}
 
 
 def function_of(nvdisasm: str, cubin: Path) -> sass.Function:
-    """The function with most products; kernels come before what they call."""
+    """Returns the function with most products; kernels come before the functions that they call."""
     functions = sass.read(nvdisasm, cubin)
     return max(functions, key=lambda f: ("_kernel" in f.name, f.count(*sass.PRODUCTS)))
 
@@ -156,12 +157,12 @@ def loop_of(nvdisasm: str, cubin: Path) -> list[sass.Instruction]:
 
 @dataclass(frozen=True)
 class Figures:
-    """What the table tells of a loop."""
+    """The figures of a loop in the table."""
 
-    instructions: float  # for each HMMA
-    integers: float  # of these, integer arithmetic and IMAD
-    load_cycles: float  # from an LDSM to the first that waits for it, median
-    exposed: float  # the share of LDSM with less than these take
+    instructions: float  # per HMMA
+    integers: float  # those of them that are integer arithmetic or IMAD
+    load_cycles: float  # from an LDSM to the first instruction that waits for it, median
+    exposed: float  # the share of LDSM with fewer such cycles than they take
     tensor: float  # the share of time with useful products, by the model
 
     @classmethod
@@ -201,7 +202,7 @@ def _is_integer(instruction: sass.Instruction) -> bool:
 
 
 def listing(loop: Sequence[sass.Instruction]) -> str:
-    """A line for each instruction: its stall count, the scoreboards that it sets, holds and waits for."""
+    """Returns a line per instruction: its stall count, the scoreboards that it sets, holds and waits for."""
     lines = []
     for i in loop:
         marks = ["-" if n is None else str(n) for n in (i.sets, i.holds)]
@@ -279,8 +280,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--sources", type=Path, default=ROOT / "csrc", metavar="FOLDER")
     parser.add_argument("--markdown", action="store_true", help="print a table of Markdown")
     parser.add_argument("--loop", choices=KERNELS, metavar="NAME", help="print the instructions of a loop")
-    parser.add_argument("--blocks", type=int, default=2, help="of a FILE's kernel, on a multiprocessor")
-    parser.add_argument("--warps", type=int, default=4, help="of a block of a FILE's kernel")
+    parser.add_argument("--blocks", type=int, default=2, help="blocks of a FILE's kernel per multiprocessor")
+    parser.add_argument("--warps", type=int, default=4, help="warps per block of a FILE's kernel")
     parser.add_argument("--useful", type=float, default=1.0, help="the share of its HMMA that is needed")
     return parser
 

@@ -1,15 +1,15 @@
-"""Which instructions the main loops of kernels for Hopper execute, for the same work.
+"""A report on the instructions in the main loops of kernels for Hopper, for the same work.
 
-    python scripts/hopper_loop_report.py                       our plain kernels of bfloat16, 64 and 128 dims
+    python scripts/hopper_loop_report.py                       our bare kernels of bfloat16, 64 and 128 dims
     python scripts/hopper_loop_report.py --markdown            as a table of Markdown
     python scripts/hopper_loop_report.py --loop forward-64     the loop itself
     python scripts/hopper_loop_report.py first.cubin:64 second.cubin:128:5      kernels of another library
 
-A FILE has the head dim of its kernel behind it, and how many products make up a tile: 2 in a forward, which
-is the default, 5 in a backward. Counted is what one warp executes in one iteration of the loop that sass.py
-finds, on the way without masking and careful code. Figures are for 64 x 128 scores of a warpgroup: how many
-scores an iteration has follows from the sizes of its products. Stall counts are ptxas's (sass.py), in cycles:
-a warp alone takes at least so many. It needs nvcc and nvdisasm, but no GPU.
+A FILE is followed by the head dim of its kernel and by how many products make up a tile: 2 in a forward, the
+default, 5 in a backward. The report counts what one warp executes in one iteration of the loop that sass.py
+finds, on the path without masking and without code for rare cases. Figures are for 64 x 128 scores of a
+warpgroup; the sizes of an iteration's products tell how many scores it has. Stall counts are ptxas's
+(sass.py), in cycles, the least time of a warp alone. It needs nvcc and nvdisasm, but no GPU.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ import nvcc
 import sass
 
 ARCHITECTURE = "90a"
-SCORES = 64 * 128  # for which figures are
+SCORES = 64 * 128  # the figures are for this many scores
 
 DIMS = (64, 128)
 _FORWARD = {
     f"forward-{dim}": cuda_loop_report.Kernel(
-        "cuda/sm90/forward.cuh",
+        "cuda/sm90/sm90_forward.cuh",
         "selfattn::cuda::sm90",
         "forward_kernel",
         f"Config<DType::kBFloat16, {dim}, {dim}, true>",
@@ -44,7 +44,7 @@ _FORWARD = {
 }
 _BACKWARD = {
     f"{side}-{dim}": cuda_loop_report.Kernel(
-        "cuda/sm90/backward/gradients.cuh",
+        "cuda/sm90/backward/sm90_gradients.cuh",
         "selfattn::cuda::sm90::backward",
         "backward_kernel",
         f"Config<DType::kBFloat16, {dim}, {dim}, Side::{name}, true>",
@@ -55,7 +55,7 @@ _BACKWARD = {
 }
 KERNELS = _FORWARD | _BACKWARD
 
-#: Opcodes by what they are for. Those of the uniform datapath begin with U.
+#: Opcodes by purpose. Those of the uniform datapath begin with U.
 KINDS = {
     "HGMMA": ("HGMMA",),
     "MUFU": ("MUFU",),
@@ -81,12 +81,12 @@ def kind_of(instruction: sass.Instruction) -> str:
 
 @dataclass(frozen=True)
 class Column:
-    """What the table tells of a kernel."""
+    """The column of a kernel in the table."""
 
     name: str
-    registers: int  # of a thread that computes
+    registers: int  # per computing thread
     loop: list[sass.Instruction]
-    scores: float  # of an iteration and a warpgroup
+    scores: float  # per iteration and warpgroup
 
     @classmethod
     def of(cls, name: str, function: sass.Function, dim: int, products: int) -> Column:
@@ -108,12 +108,12 @@ class Column:
 
 
 def _shape(product: sass.Instruction) -> list[int]:
-    """64, 128, 16 of HGMMA.64x128x16.F32.BF16."""
+    """Returns the sizes of a product: 64, 128, 16 for HGMMA.64x128x16.F32.BF16."""
     return [int(size) for size in product.name.split(".")[1].split("x")]
 
 
 def _most_registers(function: sass.Function) -> int:
-    """What a warpgroup takes at most, in place of those that its threads begin with."""
+    """Returns the most registers per thread that a warpgroup takes after it has begun."""
     taken = [i.operands for i in function.code if i.opcode == "USETMAXREG"]
     return max((int(re.findall(r"0x[0-9a-f]+", operands)[-1], 16) for operands in taken), default=0)
 
@@ -135,7 +135,7 @@ def _column_of_file(toolchain: cuda_loop_report.Toolchain, given: tuple[Path, in
 
 
 def table(columns: Sequence[Column]) -> tuple[list[str], list[list[str]]]:
-    """The header and a row for each figure; a kind that no loop has is left out."""
+    """Returns the header and a row per figure; a kind that no loop has is left out."""
     cells = [column.cells() for column in columns]
     rows = [
         [figure, *(found[figure] for found in cells)]
@@ -167,7 +167,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 def _cubin(given: str) -> tuple[Path, int, int]:
     found = re.fullmatch(r"(.+?):(\d+)(?::(\d+))?", given)
     if found is None:
-        raise argparse.ArgumentTypeError("a FILE is a cubin and its head dim, such as other.cubin:128")
+        raise argparse.ArgumentTypeError(
+            f"a FILE must be a cubin and its head dim, such as other.cubin:128, got {given!r}"
+        )
     return Path(found[1]), int(found[2]), int(found[3] or 2)
 
 

@@ -1,4 +1,4 @@
-"""What scripts/cuda_compile_check.py demands of each compiled CUDA kernel."""
+"""The limits that scripts/cuda_compile_check.py holds each compiled CUDA kernel to."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ COMPILER_BYTES = 2 * 10**9
 
 @dataclass(frozen=True)
 class Limit:
-    """Registers of a thread that a kernel may use at most, and whether its products must be HMMA.
+    """The most registers per thread that a kernel may use, and whether its products must be HMMA.
 
-    Of a kernel for Hopper instead: the registers that its threads are launched with, which ptxas reports
-    whatever they hand over later; HGMMA for products, and UTMALDG for copies by tensor maps.
+    A kernel for Hopper is limited in the registers that its threads are launched with, which ptxas reports
+    even if they hand some over later. Its products must be HGMMA, and its copies by tensor maps UTMALDG.
     """
 
     registers: int
@@ -22,7 +22,7 @@ class Limit:
     hopper: bool = False
 
 
-#: Kernels that must hold stores of 16 bytes: 16-bit results leave them so where their strides let them.
+#: Kernels that must contain stores of 16 bytes, which write 16-bit results if their strides allow it.
 STORES_OF_16_BYTES = (
     "sm80/*float16_*/forward_kernel",
     "sm90/*/forward_kernel",
@@ -30,13 +30,14 @@ STORES_OF_16_BYTES = (
 )
 
 
-#: By folder/file/function, the file without its suffix; the first pattern that fits counts.
+#: Limits by folder/file/function, the file without its suffix; the first pattern that matches counts.
 LIMITS = {
     "cuda/device_code/*": Limit(registers=32),
     "rows/*": Limit(registers=64),
     "cache/*": Limit(registers=64),
     "function/*": Limit(registers=64),
-    # Three blocks of 128 threads: for what it calls where a sum has overflowed. float16's takes 56.
+    # Three blocks of 128 threads fit. It needs this many for the function that it calls if a sum has
+    # overflowed; float16's takes 56.
     "split/merge_splits/*": Limit(registers=168),
     "split/*": Limit(registers=72),  # seven blocks of 128 threads
     "simt/*/*forward*": Limit(registers=240),  # two blocks of 128 threads fit a multiprocessor
@@ -62,10 +63,10 @@ LIMITS = {
 
 
 def stores_16_bytes(kernel: str) -> bool:
-    """Whether a kernel told as folder/file/function is one of STORES_OF_16_BYTES."""
+    """Tells whether a kernel, given as folder/file/function, is one of STORES_OF_16_BYTES."""
     return any(fnmatchcase(kernel, pattern) for pattern in STORES_OF_16_BYTES)
 
 
 def limit_of(kernel: str) -> Limit | None:
-    """The limit of a kernel told as folder/file/function, None where the table has none."""
+    """Returns the limit of a kernel, given as folder/file/function, None if the table has none."""
     return next((limit for pattern, limit in LIMITS.items() if fnmatchcase(kernel, pattern)), None)

@@ -1,10 +1,10 @@
-"""A model of one multiprocessor that plays a loop as ptxas has scheduled it: what the schedule allows.
+"""A model of one multiprocessor that plays a loop as ptxas has scheduled it.
 
 Four schedulers issue one instruction a cycle each, in order within a warp. Stall counts and scoreboards are
 those of the machine code (sass.py). A unit of a scheduler is busy for the cycles of BUSY; requests to shared
 memory wait in one queue for a unit that moves 128 bytes a cycle. Barriers and waits for asynchronous copies
-hold warps up. Left out are the fetching of instructions, banks of registers and of shared memory, the limits
-of L2 and DRAM, and the clock. So differences of a few points mean nothing; rankings do.
+hold warps up. The model ignores instruction fetch, banks of registers and of shared memory, the limits of L2
+and DRAM, and the clock. So differences of a few points mean nothing, but rankings do.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ BUSY = {
     80: {"tensor": 8, "FMA": 2, "ALU": 2, "MUFU": 8},
     90: {"tensor": 6, "FMA": 1, "ALU": 2, "MUFU": 8},
 }
-#: Cycles from the last byte moved, or for MUFU from its end, to the result. Other than by asynchronous
-#: copies, loops load from global memory only what they have loaded before: the first-level cache has it.
+#: Cycles from the last byte moved, or for MUFU from its end, to the result. Except by asynchronous copies,
+#: loops load from global memory only what they have loaded before, so it is in the first-level cache.
 LATENCY = {
     "LDSM": 25, "LDS": 22, "SHFL": 22, "MUFU": 18, "local": 40, "STS": 20, "global": 40, "special": 30,
 }  # fmt: skip
-#: From the first cycle of an LDSM to its result, with nothing before it.
+#: Cycles from the first one of an LDSM to its result, with no other request before it.
 LDSM_CYCLES = 29
 _MEMORY = ("LDSM", "LDS", "STS", "SHFL", "LDGSTS", "global", "local")
-_REQUESTS = 8  # to memory that a scheduler has under way before it stops
-_COPY_CYCLES = 500  # of an asynchronous copy
+_REQUESTS = 8  # requests to memory that a scheduler has under way before it stops
+_COPY_CYCLES = 500  # the cycles of an asynchronous copy
 _NEVER = float("inf")
 
 
 @dataclass(frozen=True)
 class Residents:
-    """What runs on the multiprocessor at a time."""
+    """The blocks and warps that run on the multiprocessor at a time."""
 
     blocks: int
-    warps: int  # of a block
+    warps: int  # per block
 
 
 @dataclass
@@ -51,14 +51,14 @@ class _Warp:
     block: int
     ready: float
     at: int = 0  # the next instruction
-    rounds: list[float] = field(default_factory=list)  # when each iteration ended
+    rounds: list[float] = field(default_factory=list)  # the end of each iteration
     scoreboards: list[float] = field(default_factory=lambda: [0.0] * sass.SCOREBOARDS)
-    groups: list[float] = field(default_factory=list)  # when each open group of copies is there
-    copies: float = 0.0  # when the newest copy is there
+    groups: list[float] = field(default_factory=list)  # the arrival of each open group of copies
+    copies: float = 0.0  # the arrival of the newest copy
 
 
 def _bytes_cycles(instruction: sass.Instruction) -> int:
-    """Cycles of the unit for shared memory."""
+    """Returns the cycles of the unit for shared memory."""
     name = instruction.name
     if instruction.opcode == "LDSM":
         return 4 if ".4" in name else 2 if ".2" in name else 1
@@ -70,19 +70,19 @@ def _bytes_cycles(instruction: sass.Instruction) -> int:
 
 
 def _groups_left(instruction: sass.Instruction) -> int:
-    """How many groups of copies a DEPBAR leaves under way."""
+    """Returns how many groups of copies a DEPBAR leaves under way."""
     found = re.search(r"SB0, (0x[0-9a-f]+)", instruction.operands)
     return int(found[1], 16) if found else 0
 
 
 class _Run:
-    """One play of the loop, until every warp has gone through it ``rounds`` times."""
+    """A play of the loop, until every warp has gone through it ``rounds`` times."""
 
     def __init__(
         self, loop: Sequence[sass.Instruction], architecture: int, residents: Residents, apart: float
     ) -> None:
         self._loop, self._busy, self._residents = loop, BUSY[architecture], residents
-        # Blocks begin apart from each other, and barriers end a little late, so that they lock into no phase.
+        # Blocks begin at different times, and barriers end a little late, so that blocks do not synchronise.
         self._dice = random.Random(int(apart * 1000))
         length = sum(instruction.stall for instruction in loop)
         self._warps = [
@@ -97,9 +97,9 @@ class _Run:
         self._free: list[dict[str, float]] = [defaultdict(float) for _ in range(SCHEDULERS)]
         self._requests: list[list[float]] = [[] for _ in range(SCHEDULERS)]
         self._last: list[_Warp | None] = [None] * SCHEDULERS
-        self._memory = 0.0  # until when the unit for shared memory is busy
-        self._arrived = [0] * residents.blocks  # warps of a block that wait at its barrier
-        self.products: list[float] = []  # when each HMMA began
+        self._memory = 0.0  # the time until which the unit for shared memory is busy
+        self._arrived = [0] * residents.blocks  # the warps of each block that wait at its barrier
+        self.products: list[float] = []  # the time at which each HMMA began
 
     def play(self, rounds: int, greedy: bool) -> None:
         now = 0
@@ -118,7 +118,7 @@ class _Run:
             now = now + 1 if issued else max(now + 1, int(-(-soonest // 1)))
 
     def share(self) -> float:
-        """Of the time, without the first rounds: that with a tensor core at work."""
+        """Returns the share of time, without the first rounds, in which tensor cores work."""
         begin = max(warp.rounds[2] for warp in self._all)
         end = min(warp.rounds[-1] for warp in self._all)
         count = sum(begin <= at < end for at in self.products)
@@ -135,7 +135,7 @@ class _Run:
         if instruction.opcode == "DEPBAR" and warp.groups:
             at = max([at, *warp.groups[: len(warp.groups) - _groups_left(instruction)]])
         if unit in self._busy:
-            # MUFU takes one more before the first has ended.
+            # MUFU accepts another instruction before the first one has ended.
             at = max(at, self._free[scheduler][unit] - (self._busy[unit] if unit == "MUFU" else 0))
         if unit in _MEMORY:
             under_way = [end for end in self._requests[scheduler] if end > now]
@@ -164,7 +164,7 @@ class _Run:
         self._last[scheduler] = warp
 
     def _execute(self, scheduler: int, warp: _Warp, instruction: sass.Instruction, now: int) -> float:
-        """Keeps its unit busy. Returns when the result is there."""
+        """Keeps the instruction's unit busy. Returns the time at which the result is ready."""
         unit = instruction.unit
         if unit in self._busy:
             begin = max(now, self._free[scheduler][unit])
@@ -195,8 +195,10 @@ class _Run:
 def tensor_share(
     loop: Sequence[sass.Instruction], architecture: int, residents: Residents, rounds: int = 9
 ) -> float:
-    """The share of time with tensor cores at work: the mean over four distances between the blocks and two
-    ways to choose the next warp, the last one or another.
+    """Returns the share of time in which tensor cores work.
+
+    It is the mean over four distances between the blocks and two ways to choose the next warp: the last one
+    again, or another.
     """
     shares = []
     for apart in (0.03, 0.23, 0.43, 0.63):
@@ -208,7 +210,7 @@ def tensor_share(
 
 
 def load_distances(loop: Sequence[sass.Instruction]) -> list[int]:
-    """Of every LDSM: the cycles, by stall counts alone, until an instruction waits for its scoreboard."""
+    """Returns, for every LDSM, the cycles by stall counts until an instruction waits for its scoreboard."""
     begins = [0]
     for instruction in [*loop, *loop]:
         begins.append(begins[-1] + instruction.stall)

@@ -1,4 +1,4 @@
-"""Compiles one CUDA source for some architectures, and remembers outcomes as long as nothing has changed."""
+"""Compilation of a CUDA source for several architectures, with remembered outcomes."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from pathlib import Path
 
 import compiler_report
 
-#: Warnings of every stage are errors; ptxas tells registers, and fails on spills and local memory.
+#: With these flags, warnings of every stage are errors; ptxas reports registers, and fails on spills and
+#: local memory.
 STRICT = ("-Werror", "all-warnings", "-Xptxas", "-v,-warn-spills,-warn-lmem-usage,-Werror")
 
-#: Architectures for which nvcc's front end, over half of its work, makes the same PTX unless a source asks
-#: which of them it is compiled for, as those for Hopper do.
+#: Architectures for which nvcc's front end, over half of its work, makes the same PTX, unless a source asks
+#: for its architecture, as those for Hopper do.
 SAME_PTX = (("80", "90a"), ("100", "120"))
 
 # Raised whenever Outcome or the way to make one changes.
@@ -31,18 +32,18 @@ _FORMAT = 3
 
 @dataclass(frozen=True)
 class Outcome:
-    """What compiling one source for one architecture gave."""
+    """The outcome of compiling one source for one architecture."""
 
     exit_code: int
     report: str  # everything that nvcc and its stages printed
     seconds: float
-    peak_bytes: int  # of the largest process among nvcc and its stages
+    peak_bytes: int  # memory of the largest process among nvcc and its stages
     opcodes: dict[str, dict[str, int]] | None  # by mangled function; None without nvdisasm
     remembered: bool = False
 
 
 def find_nvdisasm(nvcc: str) -> str | None:
-    """The path of nvdisasm: beside nvcc, on PATH, or from the package nvidia-cuda-nvdisasm."""
+    """Returns the path of nvdisasm: beside nvcc, on PATH, or from the package nvidia-cuda-nvdisasm."""
     packages = Path(sysconfig.get_path("purelib"), "nvidia")
     places = [str(Path(nvcc).parent), os.environ.get("PATH", ""), *map(str, packages.glob("*/bin"))]
     return shutil.which("nvdisasm", path=os.pathsep.join(places))
@@ -53,8 +54,8 @@ class Compiler:
 
     Args:
         nvcc, nvdisasm: the programs; without nvdisasm no opcodes are counted.
-        flags: what the build hands to nvcc.
-        cache: a folder for what has been compiled without an error.
+        flags: the flags that the build passes to nvcc.
+        cache: a folder for outcomes without an error.
     """
 
     def __init__(self, nvcc: str, nvdisasm: str | None, flags: Sequence[str], cache: Path) -> None:
@@ -64,12 +65,13 @@ class Compiler:
         self._versions = [subprocess.run(tool, capture_output=True, text=True).stdout for tool in tools]
 
     def compile(self, source: Path, architectures: Sequence[str], compare: bool = False) -> list[Outcome]:
-        """Compile, or recall what compiling the same text with the same compiler gave.
+        """Compiles, or recalls the outcome of the same text with the same compiler.
 
         Args:
-            architectures: as nvcc has them, without ``sm_``: one of them, or several of a group of SAME_PTX.
+            source: the file to compile.
+            architectures: in nvcc's form without ``sm_``: one of them, or several of a group of SAME_PTX.
                 The front end runs for the first that is not remembered.
-            compare: it runs for each, and compiling fails where the PTX is not the same.
+            compare: run the front end for each, and fail if the PTX is not the same.
         """
         found = {name: _recall(self._record(source, name)) for name in architectures}
         missing = [name for name in architectures if found[name] is None]
@@ -101,7 +103,7 @@ class Compiler:
         return found
 
     def _assemble(self, folder: str, text: str, front: Outcome, architecture: str) -> Outcome:
-        """The machine code of the PTX; what both halves printed and took."""
+        """Assembles the PTX; returns what both halves printed, and their time and memory."""
         ptx, cubin = Path(folder, "target.ptx"), Path(folder, "kernels.cubin")
         ptx.write_text(_for_target(text, architecture), encoding="utf-8")
         back = self._run(folder, "-cubin", ptx, cubin, architecture)
@@ -131,12 +133,12 @@ def _for_target(ptx: str, architecture: str) -> str:
 
 
 def _same(ptx: str, other: str) -> bool:
-    """Whether two texts differ in their target at most, and in the number of the compiler's process."""
+    """Tells whether two texts differ at most in their target and in the number of the compiler's process."""
     return _without_process(_for_target(ptx, "")) == _without_process(_for_target(other, ""))
 
 
 def _without_process(text: str) -> str:
-    """Names without those of unnamed namespaces, "53_GLOBAL__N__" and so on, which hold that number."""
+    """Removes names of unnamed namespaces, such as "53_GLOBAL__N__", which contain that number."""
     return re.sub(r"(\d\d)(_GLOBAL__N__\w+)", lambda found: _without_process(found[2][int(found[1]) :]), text)
 
 
@@ -144,7 +146,7 @@ def _run(command: Sequence[str], output: Path) -> Outcome:
     start = time.perf_counter()
     with output.open("w+", encoding="utf-8", errors="replace") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=file)
-        # The resources of this one child and what it has waited for: of many jobs at once, its own.
+        # wait4 reports the resources of this child and its children alone, even if many jobs run at once.
         _, status, resources = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
     report = output.read_text(encoding="utf-8", errors="replace")
@@ -158,7 +160,7 @@ def _opcodes(nvdisasm: str, cubin: Path) -> dict[str, dict[str, int]]:
 
 
 def _files_of(dependencies: str) -> list[str]:
-    """The files of a rule for make, "target : first \\ second"."""
+    """Returns the files of a rule for make, "target : first \\ second"."""
     return shlex.split(dependencies.partition(" :")[2].replace("\\\n", " "))
 
 
@@ -172,7 +174,7 @@ def _digest(path: str) -> str | None:
 def _remember(record: Path, outcome: Outcome, files: Sequence[str]) -> None:
     record.parent.mkdir(parents=True, exist_ok=True)
     text = json.dumps({"files": {path: _digest(path) for path in files}, "outcome": asdict(outcome)})
-    # Under its name only when whole, should two runs write it or one be interrupted.
+    # The file gets its name when it is complete, as two runs may write it, or one may be interrupted.
     with tempfile.NamedTemporaryFile("w", dir=record.parent, delete=False, encoding="utf-8") as file:
         file.write(text)
     os.replace(file.name, record)
@@ -189,8 +191,8 @@ def _recall(record: Path) -> Outcome | None:
 
 
 def architecture_number(architecture: str) -> int:
-    """90 of "90a"."""
+    """Returns the number of an architecture, 90 for "90a"."""
     found = re.fullmatch(r"(\d+)[af]?", architecture)
     if found is None:
-        raise ValueError(f"no architecture: {architecture!r}; there are numbers such as 80, 90a, 120")
+        raise ValueError(f"an architecture must be a number such as 80, 90a or 120, got {architecture!r}")
     return int(found[1])

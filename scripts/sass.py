@@ -1,8 +1,8 @@
-"""Machine code as nvdisasm prints it: instructions with what ptxas has planned for them, and main loops.
+"""Machine code as nvdisasm prints it: instructions with their control bits, and main loops.
 
-ptxas schedules when compiling: every instruction says in its control bits for how many cycles its warp stops
-behind it, which of six scoreboards it sets until its results are there (or its operands read), and which ones
-it waits for.
+ptxas schedules when compiling: the control bits of every instruction say for how many cycles its warp stops
+after it, which of six scoreboards it sets until its results are ready (or its operands read), and which
+scoreboards it waits for.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 SCOREBOARDS = 6
 PRODUCTS = ("HMMA", "HGMMA")  # of a warp, of a warpgroup
 
-# What executes an opcode. Unknown ones are integer arithmetic, compares and selections: ALU.
+# The unit that executes an opcode. The ALU executes all others: integer arithmetic, compares, selections.
 _UNITS = {
     "HMMA": "tensor",
     "FFMA": "FMA", "FMUL": "FMA", "FADD": "FMA", "HFMA2": "FMA", "IMAD": "FMA",
@@ -55,19 +55,19 @@ class Instruction:
 
     @cached_property
     def unit(self) -> str:
-        """What executes it."""
+        """The unit that executes it."""
         if self.opcode.startswith("U"):
             return "uniform"
         return _UNITS.get(self.opcode, "ALU")
 
     @property
     def stall(self) -> int:
-        """Cycles until the warp's next instruction."""
+        """The cycles until the warp's next instruction."""
         return max(1, self.control & 15)
 
     @property
     def sets(self) -> int | None:
-        """The scoreboard that is set until its result is there."""
+        """The scoreboard that is set until its result is ready."""
         return _scoreboard(self.control >> 5)
 
     @property
@@ -82,7 +82,7 @@ class Instruction:
 
     @property
     def jumps(self) -> bool:
-        """Within the function: ptxas jumps by CALL, too. The other way of BRA.DIV is for diverged warps."""
+        """Whether it jumps within the function. ptxas jumps by CALL, too; BRA.DIV is for diverged warps."""
         return (self.opcode == "BRA" and ".DIV" not in self.name) or (
             self.opcode == "CALL" and "`(.L_" in self.operands
         )
@@ -93,7 +93,7 @@ class Instruction:
 
     @property
     def leaves(self) -> bool:
-        """It never goes on to the next instruction."""
+        """Whether it never goes on to the next instruction."""
         return self.opcode in ("EXIT", "RET", "BRX") and not self.predicate
 
     @property
@@ -117,19 +117,19 @@ class Function:
         return sum(instruction.opcode in opcodes for instruction in self.code)
 
     def target(self, instruction: Instruction) -> int | None:
-        """Where a jump goes."""
+        """Returns the index of the instruction that a jump leads to."""
         found = re.search(r"`\(([^)]+)\)", instruction.operands)
         return self.labels.get(found[1]) if found else None
 
 
 def read(nvdisasm: str, cubin: Path) -> list[Function]:
-    """The functions of a cubin that hold code."""
+    """Returns the functions of a cubin that contain code."""
     command = [nvdisasm, "-c", "-hex", str(cubin)]
     return parse(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
 
 
 def parse(text: str) -> list[Function]:
-    """The functions in what ``nvdisasm -c -hex`` prints: 128 bits for each instruction, in two lines."""
+    """Parses what ``nvdisasm -c -hex`` prints: 128 bits per instruction, in two lines."""
     functions: list[Function] = []
     waiting: list[str] = []  # labels of the next instruction
     for line in text.splitlines():
@@ -153,7 +153,7 @@ def parse(text: str) -> list[Function]:
 
 
 class _Flow:
-    """Basic blocks of a function: ranges of instructions, and which may follow which."""
+    """The basic blocks of a function: ranges of instructions, and the successors of each."""
 
     def __init__(self, function: Function) -> None:
         self._function = function
@@ -179,7 +179,7 @@ class _Flow:
         return list(dict.fromkeys(jump + (following if last.may_fall_through else [])))
 
     def _walk(self) -> tuple[set[tuple[int, int]], list[int]]:
-        """Edges back to a block that is being visited, and the blocks in an order without the others."""
+        """Returns the back edges, and the blocks in an order in which all other edges lead forward."""
         back: set[tuple[int, int]] = set()
         done: list[int] = []
         open_, seen = {0}, {0}
@@ -201,7 +201,7 @@ class _Flow:
         return back, done[::-1]
 
     def loops(self) -> dict[int, set[int]]:
-        """The natural loops by their first block."""
+        """Returns the natural loops by their first block."""
         predecessors = defaultdict(list)
         for block in self.order:
             for successor in self.successors[block]:
@@ -219,11 +219,11 @@ class _Flow:
 
 
 def main_loop(function: Function) -> list[Instruction]:
-    """One iteration of the loop that holds most products, HMMA or HGMMA, not counting the loops within it; of
-    several the one with the shortest path.
+    """Returns one iteration of the loop with most products, HMMA or HGMMA, without those of loops within it.
 
-    Of all paths through the loop the one with most products, then with most asynchronous copies, so that
-    neither products nor loads are skipped, then with fewest instructions, so that rare code is left out.
+    If several loops have as many, the one with the shortest path counts. Among the paths through the loop it
+    is the one with most products, then with most asynchronous copies, so that neither products nor loads are
+    skipped, then with fewest instructions, so that rare code is left out.
     """
     flow = _Flow(function)
     loops = flow.loops()

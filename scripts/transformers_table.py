@@ -1,10 +1,11 @@
-"""Writes what became of every architecture of the installed transformers into docs/transformers.md.
+"""Tables of how every architecture of the installed transformers is supported.
 
-    python scripts/transformers_table.py              # walks, writes the tables between the marks of the page
-    python scripts/transformers_table.py bert llama   # one line on each of these, writes nothing
+    python scripts/transformers_table.py              # tests all, and writes docs/transformers.md
+    python scripts/transformers_table.py bert llama   # prints one line on each of these, writes nothing
 
-Each architecture is built small, with random weights, and judged beside itself on "eager", as
-tests/clients/test_transformers_zoo.py does. A process that hangs or dies is replaced by another one.
+It writes the tables between the marks of the page. Each architecture is built small, with random weights, and
+compared with itself on "eager", as in tests/clients/test_transformers_zoo.py. A process that hangs or dies is
+replaced by another one.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
-PAGE = ROOT / "docs" / "transformers.md"
+PAGE = ROOT / "docs" / "transformers-architectures.md"
 BEGIN, END = "<!-- begin: scripts/transformers_table.py -->", "<!-- end: scripts/transformers_table.py -->"
 SECONDS = 180
 OUTCOMES = {
@@ -63,7 +64,7 @@ def main(arguments: list[str]) -> int:
 
 
 def serve() -> int:
-    """A line of JSON on standard output for each model type on standard input."""
+    """Prints a line of JSON on standard output for each model type on standard input."""
     out = os.fdopen(os.dup(1), "w", encoding="utf-8")
     os.dup2(2, 1)
     import dataclasses
@@ -154,7 +155,7 @@ def tables(verdicts: list[dict[str, Any]]) -> str:
 
 
 def reason(verdict: dict[str, Any]) -> str:
-    """The first reason, short, without what breaks a page."""
+    """Returns the first reason, short, without characters that break the page."""
     first = (verdict["notes"] or ["nothing to compare"])[0].split(" // ")[0].split(" / ")[0]
     return re.sub(r"[`|<>*]", "", first)[:140].strip()
 

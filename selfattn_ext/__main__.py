@@ -1,4 +1,4 @@
-"""``python -m selfattn_ext``: see commands/cli.py."""
+"""The entry point of ``python -m selfattn_ext``, which commands/cli.py implements."""
 
 import sys
 

@@ -1,7 +1,7 @@
-"""The way of a call that the attention functions share: compute, explain a refusal, give what was asked for.
+"""The steps of every attention function: compute, explain a refusal, return what was asked for.
 
-Dense, packed and nested calls are computed by :func:`with_gradients`; calls on a cache, which have none, in
-:mod:`selfattn_ext.kv_cache.step`.
+:func:`with_gradients` computes dense, packed and nested calls; :mod:`selfattn_ext.kv_cache.step` computes
+calls on a cache, which have no gradients.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ Call = TypeVar("Call", AttentionCall, PackedCall, KVCacheCall)
 
 
 def attend(call: Call, compute: Callable[[Call], shapes.Results], check: Callable[[Call], None]) -> Any:
-    """What a public function returns for a call: out, or a tuple of that and of what else was asked for.
+    """Returns what a public function returns for a call: out, or a tuple of out and what else was asked for.
 
-    ``compute`` gives (out, weights if wanted, lse if wanted) in the user's form. Once it has refused,
-    ``check`` looks for the reason.
+    ``compute`` returns (out, weights if wanted, lse if wanted) in the user's form. If it refuses, ``check``
+    looks for the reason.
     """
     _, _, is_causal, _, enable_gqa, *_, want_weights, want_lse = call.options
     try:
@@ -48,14 +48,14 @@ def attend(call: Call, compute: Callable[[Call], shapes.Results], check: Callabl
 
 
 def results(out: Tensor, weights: OptionalTensor, lse: OptionalTensor) -> Any:
-    """out, or a tuple of that and of what else there is."""
+    """Returns out, or a tuple of out and those of weights and lse that exist."""
     if weights is None:
         return out if lse is None else (out, lse)
     return (out, weights) if lse is None else (out, weights, lse)
 
 
 def with_gradients(call: Prepared, options: AttentionOptions) -> shapes.Results:
-    """Differentiable attention, eager, compiled and transformed."""
+    """Computes differentiable attention: eager, in graphs of torch.compile, and under torch.func."""
     tensors, scale, keywords, form = call
     if "dropout_p" in keywords:
         tensors = tensors._replace(seed=dropout_seed(tensors.query))
@@ -64,5 +64,5 @@ def with_gradients(call: Prepared, options: AttentionOptions) -> shapes.Results:
 
 
 def dropout_seed(query: Tensor) -> Tensor:
-    """A seed from torch's generator on that device."""
+    """Draws a seed from torch's generator of the query's device."""
     return torch.randint(-(2**63), 2**63 - 1, (1,), dtype=torch.int64, device=query.device)

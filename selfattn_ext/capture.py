@@ -1,7 +1,7 @@
-"""Whether a CUDA graph records the calls that are made.
+"""Whether a CUDA graph is recording the calls that are made.
 
-While it does, nothing runs: there are no values that Python could look at, and asking for one ends the
-recording with an error. So whatever decides by values has to know.
+While it records, no kernel runs: there are no values that Python could look at, and asking for one ends the
+recording with an error. So code that decides by values has to ask here first.
 """
 
 from __future__ import annotations
@@ -13,5 +13,5 @@ __all__ = ["is_capturing"]
 
 
 def is_capturing(tensor: Tensor) -> bool:
-    """Whether a CUDA graph records what is done with the tensor."""
+    """Tells whether a CUDA graph records what is done with the tensor."""
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

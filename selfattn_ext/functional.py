@@ -1,10 +1,12 @@
-"""Attention for users: fill defaults, bring the arguments into the operators' form, call, explain refusals.
+"""Scaled dot-product attention and its weights, as users call them.
+
+The functions fill defaults, bring the arguments into the operators' form, call, and explain refusals.
 
 Note [Refusals]
     A dozen checks in Python cost as much as a small attention. The operators check everything themselves, so
-    the public functions call first and look for the reason in :mod:`selfattn_ext.arguments.checks`, in terms
-    of the user's own arguments, once something has refused. What the operators cannot see is checked
-    beforehand.
+    the public functions call first. Only when something has refused the call, they look for the reason in
+    :mod:`selfattn_ext.arguments.checks`, which says it in terms of the user's own arguments. Mistakes that
+    the operators cannot see are checked beforehand.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from .arguments import (
 from .attend import attend, with_gradients
 from .autograd import basic_attention
 from .reference import default_scale
-from .varlen import nested
+from .varlen import jagged
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
@@ -59,7 +61,7 @@ _precision_on_cuda = precision.current_on_cuda
 _FLOAT32 = torch.float32
 
 
-# The overloads differ in their flags, and in what they have a call return.
+# The overloads differ in their flags and in what a call returns.
 @overload
 def scaled_dot_product_attention(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = ..., dropout_p: float = ...,
@@ -118,19 +120,19 @@ def scaled_dot_product_attention(
     :mod:`selfattn_ext.reference`.
 
     Args:
-        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are taken too, and
-            jagged tensors of :mod:`torch.nested`, (B, H, j, E) or (B, j, E), together with such a key and
-            value: they go through :func:`selfattn_ext.varlen_attention` and come back jagged.
+        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are accepted, too,
+            and jagged tensors of :mod:`torch.nested`, (B, H, j, E) or (B, j, E), if key and value are jagged
+            as well: :func:`selfattn_ext.varlen_attention` computes them, and the result is jagged.
         key: (..., H, S, E), same dtype. Leading dimensions broadcast; one kv head serves all query heads.
         value: (..., H, S, Ev), same dtype; Ev may differ from E.
         attn_mask: broadcastable to (..., H, L, S). bool: True = attend. Any floating dtype: added to the
             scores, -inf hides; gets a gradient if it requires one. A
-            :class:`torch.nn.attention.bias.CausalBias` is taken as the rule that it stands for. Combines with
-            ``is_causal`` and the window.
-        dropout_p: probability with which each weight is dropped, whenever it is not 0: pass 0 in evaluation.
-            The pattern comes from a seed that is drawn on the query's device from torch's default generator
-            there (:func:`torch.manual_seed` governs them all). It does not depend on threads or kernels, and
-            a CUDA graph draws a new one at each replay.
+            :class:`torch.nn.attention.bias.CausalBias` is applied as the rule that it stands for. The mask
+            combines with ``is_causal`` and the window.
+        dropout_p: probability with which each weight is dropped. It applies whenever it is not 0, so pass 0
+            in evaluation. The pattern follows from a seed that torch's default generator of the query's
+            device draws (:func:`torch.manual_seed` sets all these generators). It does not depend on threads
+            or kernels, and a CUDA graph draws a new seed at each replay.
         is_causal: query i sees keys ``j <= i + query_offset``.
         scale: factor of the scores, ``1 / sqrt(E)`` by default.
         enable_gqa: allows H query heads against Hk kv heads where Hk divides H (Ainslie et al. 2023).
@@ -159,19 +161,20 @@ def scaled_dot_product_attention(
         MemoryError: there is no memory for the result; torch.OutOfMemoryError on CUDA.
 
     On CUDA neither a call nor its gradient waits for the GPU, so that a CUDA graph can record a training
-    step. Two runs give the same bits on either device, gradients included. A third derivative looks whether
-    inputs are finite where keys are hidden from queries; while a graph records it cannot, and takes memory
-    for (L, S, E) products instead.
+    step. Two runs give the same bits on either device, gradients included. Where keys are hidden from
+    queries, a third derivative checks whether the inputs are finite; it cannot do so while a graph records,
+    and then takes memory for (L, S, E) products instead.
 
-    Products of float32 numbers are as exact as :func:`torch.set_float32_matmul_precision` asks when the call
-    is made, those of its gradients too: "highest" (the default) gives the accuracy of float32, "high" that of
-    about two bfloat16 pieces per number, "medium" that of bfloat16 where the processor gains by it.
+    Products of float32 numbers, those of gradients included, are as exact as
+    :func:`torch.set_float32_matmul_precision` asks when the call is made: "highest" (the default) gives the
+    accuracy of float32, "high" that of about two bfloat16 pieces per number, and "medium" that of bfloat16
+    where this makes the processor faster.
 
     The definition is that of Vaswani et al. (2017), "Attention Is All You Need"; the computation follows
     Milakov and Gimelshein (2018), "Online normalizer calculation for softmax", and Dao (2023),
     "FlashAttention-2".
     """
-    # Dynamo sees no overrides in jagged tensors.
+    # Dynamo does not see that jagged tensors override functions.
     may_override = _is_compiling() or _is_overridden(query, key, value, attn_mask, alibi_slopes, sinks)
     if not may_override:
         try:
@@ -217,7 +220,7 @@ def scaled_dot_product_attention(
                     return ops.direct_forward(query, key, value, factor, **keywords)[0]
                 return ops.basic_attention(query, key, value, factor, is_causal, enable_gqa)
         except REFUSALS:
-            # Something to broadcast or to make dense, or a mistake: the general way finds out which.
+            # Something must be broadcast or made dense, or is a mistake: the general way finds out which.
             pass
 
     options = AttentionOptions(
@@ -232,7 +235,7 @@ def scaled_dot_product_attention(
         if relevant:
             return overrides.call(scaled_dot_product_attention, relevant, call)
         if checks.is_jagged(query) or checks.is_jagged(key) or checks.is_jagged(value):
-            return nested.attention(call)
+            return jagged.attention(call)
     return attend(call, _computed, call_checks.attention)
 
 
@@ -276,13 +279,13 @@ def attention_weights(
     query_offset: int = DEFAULT_QUERY_OFFSET,
     return_lse: bool = False,
 ) -> Any:
-    """The softmax weights (..., H, L, S) of :func:`scaled_dot_product_attention`, without a value to mix.
+    """The softmax weights (..., H, L, S) of :func:`scaled_dot_product_attention`, which needs no value here.
 
     Args:
-        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are taken too.
-        key: (..., H, S, E), same dtype; key heads stand for kv heads.
+        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are accepted, too.
+        key: (..., H, S, E), same dtype; its heads are the kv heads.
         attn_mask, dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes, sinks,
-            query_offset: as there.
+            query_offset: as in :func:`scaled_dot_product_attention`.
         return_lse: also return the log-sum-exp of the scores.
 
     Returns:
@@ -303,7 +306,7 @@ def attention_weights(
     if _is_overridden(*tensors) and (relevant := overrides.overriding_arguments(*tensors)):
         return overrides.call(attention_weights, relevant, call)
     if checks.is_jagged(key):
-        value = nested.without_columns(key)
+        value = jagged.without_columns(key)
     elif isinstance(key, Tensor) and key.dim() >= 2:
         value = key[..., :0]
     else:
@@ -311,7 +314,7 @@ def attention_weights(
         value = key
     call = AttentionCall(query, key, value, options)
     if checks.is_jagged(query) or checks.is_jagged(key):
-        results = nested.attention(call)
+        results = jagged.attention(call)
     else:
         results = attend(call, _computed, call_checks.attention)
     return results[1:] if return_lse else results[1]

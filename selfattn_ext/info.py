@@ -1,4 +1,4 @@
-"""``python -m selfattn_ext info``: versions, CPU features, kernels, and which of them is chosen here."""
+"""The subcommand ``info``: versions, CPU features, kernels, and which kernel is chosen here."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ from typing import Any
 
 import torch
 
-from selfattn_ext import backends, cuda_build, library, sources
+from selfattn_ext import backends
+from selfattn_ext.build import cuda_build, library, sources
 from selfattn_ext.terminal import describe
 
 VARIABLES = (
@@ -28,7 +29,7 @@ EXTRAS = ("numpy", "matplotlib", "seaborn", "transformers")
 
 
 def facts() -> dict[str, Any]:
-    """Versions and machine as plain data, for reports and for the head of benchmark results.
+    """Returns versions and machine as plain data, for reports and for the head of benchmark results.
 
     Raises:
         ImportError: there is no compiled library and none can be made.
@@ -58,7 +59,7 @@ def facts() -> dict[str, Any]:
 
 
 def cuda_devices() -> list[str]:
-    """Name and compute capability of every GPU that torch can use."""
+    """Returns the name and compute capability of every GPU that torch can use."""
     if not torch.cuda.is_available():
         return []
     described = []
@@ -69,7 +70,7 @@ def cuda_devices() -> list[str]:
 
 
 def cpu_name() -> str:
-    """The processor's name as the operating system gives it; the architecture where it gives none."""
+    """Returns the processor's name as the operating system gives it, or the architecture if it gives none."""
     try:
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             if line.startswith("model name"):
@@ -80,7 +81,7 @@ def cpu_name() -> str:
 
 
 def run() -> int:
-    """Print everything. Returns 0, or 1 where no kernel can be chosen (a wrong SELFATTN_CPU_ISA)."""
+    """Prints everything. Returns 0, or 1 if no kernel can be chosen (a wrong SELFATTN_CPU_ISA)."""
     found = facts()
     build = found["build"]
     features = found["features"]

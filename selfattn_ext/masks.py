@@ -1,12 +1,12 @@
-"""Who sees whom: the positional rules of attention as small frozen dataclasses.
+"""The positional rules of attention (causal, window, ALiBi) as small frozen dataclasses.
 
 Query ``i`` stands at position ``i + query_offset`` among the keys; key ``j`` stands at ``j``. The rules
 compare these positions, so one offset places a chunk of queries anywhere in a longer sequence
 (``query_offset=0`` is PyTorch's upper-left causal alignment, ``S - L`` the lower-right one).
 
 The kernels evaluate these rules from their numbers and never build them as tensors. ``visible`` and ``bias``
-build them, for the reference formula, for tests and to look at; ``options`` gives the keyword arguments that
-ask :func:`selfattn_ext.scaled_dot_product_attention` for the same rule::
+build the tensors for the reference formula, for tests and for pictures; ``options`` gives the keyword
+arguments that ask :func:`selfattn_ext.scaled_dot_product_attention` for the same rule::
 
     rule = Window(left=128, right=0)
     out = selfattn_ext.scaled_dot_product_attention(query, key, value, **rule.options())
@@ -35,12 +35,24 @@ def _distance(query_length: int, key_length: int, query_offset: int, device: Dev
 
 @dataclass(frozen=True)
 class Causal:
-    """Query i sees the keys ``j <= i + query_offset``."""
+    """Query i sees the keys ``j <= i + query_offset``.
+
+    Args:
+        query_offset: position of query 0 among the keys.
+    """
 
     query_offset: int = 0
 
     def visible(self, query_length: int, key_length: int, device: Device = None) -> Tensor:
-        """The rule as a bool tensor (L, S), True where the key is seen."""
+        """The rule as a mask.
+
+        Args:
+            query_length, key_length: L and S.
+            device: the device of the mask.
+
+        Returns:
+            A bool tensor (L, S), True where the key is seen.
+        """
         return _distance(query_length, key_length, self.query_offset, device) <= 0
 
     def options(self) -> dict[str, Any]:
@@ -54,6 +66,11 @@ class Window:
 
     Sliding-window attention as in Longformer (Beltagy et al. 2020) and Mistral (Jiang et al. 2023); the pair
     has the meaning of FlashAttention's ``window_size``.
+
+    Args:
+        left: how many keys before its own position a query sees; -1 for all.
+        right: how many keys after its own position a query sees; -1 for all.
+        query_offset: position of query 0 among the keys.
     """
 
     left: int = -1
@@ -61,7 +78,15 @@ class Window:
     query_offset: int = 0
 
     def visible(self, query_length: int, key_length: int, device: Device = None) -> Tensor:
-        """The rule as a bool tensor (L, S), True where the key is seen."""
+        """The rule as a mask.
+
+        Args:
+            query_length, key_length: L and S.
+            device: the device of the mask.
+
+        Returns:
+            A bool tensor (L, S), True where the key is seen.
+        """
         distance = _distance(query_length, key_length, self.query_offset, device)
         seen = torch.ones_like(distance, dtype=torch.bool)
         if self.left >= 0:
@@ -80,6 +105,15 @@ def alibi_head_slopes(num_heads: int) -> tuple[float, ...]:
 
     For a power of two, head h has the slope ``2 ** (-8 (h + 1) / num_heads)``; for other numbers the slopes
     of the next lower power of two are followed by every other slope of the next higher one.
+
+    Args:
+        num_heads: number of query heads, at least 1.
+
+    Returns:
+        One positive slope per head.
+
+    Raises:
+        ValueError: num_heads is less than 1.
     """
     if num_heads < 1:
         raise ValueError(f"num_heads must be at least 1, got {num_heads}")
@@ -91,14 +125,27 @@ def alibi_head_slopes(num_heads: int) -> tuple[float, ...]:
 
 @dataclass(frozen=True)
 class Alibi:
-    """Adds ``-slope * |i + query_offset - j|`` to the scores of each head (Press et al. 2022)."""
+    """Adds ``-slope * |i + query_offset - j|`` to the scores of each head (Press et al. 2022).
+
+    Args:
+        slopes: one slope per query head.
+        query_offset: position of query 0 among the keys.
+    """
 
     slopes: tuple[float, ...]
     query_offset: int = 0
 
     @classmethod
     def for_heads(cls, num_heads: int, query_offset: int = 0) -> Alibi:
-        """The rule with the paper's slopes."""
+        """The rule with the slopes that :func:`alibi_head_slopes` gives to ``num_heads`` heads.
+
+        Args:
+            num_heads: number of query heads, at least 1.
+            query_offset: position of query 0 among the keys.
+
+        Raises:
+            ValueError: num_heads is less than 1.
+        """
         return cls(alibi_head_slopes(num_heads), query_offset)
 
     def bias(
@@ -108,22 +155,39 @@ class Alibi:
         device: Device = None,
         dtype: torch.dtype = torch.float32,
     ) -> Tensor:
-        """The rule as an additive bias (H, L, S)."""
+        """The rule as a bias that is added to the scores.
+
+        Args:
+            query_length, key_length: L and S.
+            device, dtype: those of the bias.
+
+        Returns:
+            (H, L, S).
+        """
         slopes = torch.tensor(self.slopes, dtype=dtype, device=device)
         return alibi_bias(slopes, query_length, key_length, self.query_offset)
 
     def options(self, device: Device = None) -> dict[str, Any]:
         """Keyword arguments for :func:`selfattn_ext.scaled_dot_product_attention`.
 
-        The slopes are a tensor on ``device``, which must be that of the query. A training loop makes them
-        once: bringing numbers to a GPU waits for it, and a CUDA graph cannot record it.
+        The slopes are a tensor (H,) on ``device``, which must be that of the query. Call this once before a
+        training loop: copying numbers to a GPU waits for it, and a CUDA graph cannot record such a copy.
         """
         slopes = torch.tensor(self.slopes, device=device)
         return {"alibi_slopes": slopes, "query_offset": self.query_offset}
 
 
 def alibi_bias(slopes: Tensor, query_length: int, key_length: int, query_offset: int = 0) -> Tensor:
-    """``-slope * |i + query_offset - j|``, (..., H, L, S) for slopes (..., H), with a gradient for them."""
+    """Returns ``-slope * |i + query_offset - j|`` as a tensor that is added to the scores.
+
+    Args:
+        slopes: (..., H), any float dtype.
+        query_length, key_length: L and S.
+        query_offset: position of query 0 among the keys.
+
+    Returns:
+        (..., H, L, S) in the dtype and on the device of the slopes, differentiable in them.
+    """
     distance = _distance(query_length, key_length, query_offset, slopes.device).abs().to(slopes.dtype)
     return -slopes[..., None, None] * distance
 
@@ -137,7 +201,18 @@ def visible_pairs(
     query_offset: int = 0,
     device: Device = None,
 ) -> Tensor | None:
-    """The positional rules together as a bool tensor (L, S), or None when every query sees every key."""
+    """Returns the causal rule and the window together as one mask.
+
+    Args:
+        query_length, key_length: L and S.
+        is_causal: query i sees only keys ``j <= i + query_offset``.
+        window_size: (left, right) as in :class:`Window`; -1 means no limit.
+        query_offset: position of query 0 among the keys.
+        device: the device of the mask.
+
+    Returns:
+        A bool tensor (L, S), True where the key is seen, or None when every query sees every key.
+    """
     left, right = window_size
     if is_causal:
         right = 0 if right < 0 else min(right, 0)

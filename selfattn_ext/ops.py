@@ -1,11 +1,12 @@
-"""The operators of the compiled library, one typed name per operator, and their fake kernels.
+"""The operators of the compiled library, each with its types, its shapes and a fake kernel.
 
-All tensors are four-dimensional here; :mod:`selfattn_ext.functional` brings user input into that form. The
-names are the dispatcher's own callables, so that a call costs nothing on top. They know no gradients and no
-vmap: those are in :mod:`selfattn_ext.autograd.attention`.
+A function here that :func:`_operator` decorates is written as the fake kernel of the operator of its name: it
+makes results of the right shapes, dtypes and strides without data, for torch.compile, torch.export and
+FakeTensorMode. The name then stands for the dispatcher's own callable, so that a call costs nothing on top.
 
-The fake kernels give shapes, dtypes and strides without data, for torch.compile, torch.export and
-FakeTensorMode.
+All tensors are four-dimensional here; :mod:`selfattn_ext.functional` brings user input into that form.
+``options`` are those of csrc/ops/attention_options.h. The operators know no gradients and no vmap: those are
+in :mod:`selfattn_ext.autograd.attention_function`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from . import library, signatures
+from .build import library
 from .reference import accumulation_dtype
 
 __all__ = [
@@ -38,9 +39,9 @@ __all__ = [
     "masked_softmax_backward",
 ]
 
-_Kernel = TypeVar("_Kernel", bound=Callable[..., Any])
+_Operator = TypeVar("_Operator", bound=Callable[..., Any])
 
-#: The dtypes whose rounding is worth remembering.
+#: The dtypes for which a forward keeps what rounding took away from its output.
 SIXTEEN_BITS = (torch.bfloat16, torch.float16)
 
 _ops = library.ops()
@@ -48,78 +49,90 @@ _ops = library.ops()
 #: The dispatcher namespace of the operators: torch.ops.<NAMESPACE>.
 NAMESPACE: str = _ops.name
 
-attention_forward: signatures.AttentionForward = _ops.attention_forward.default
-attention_refusals: signatures.AttentionRefusals = _ops.attention_refusals.default
-attention_weights: signatures.AttentionWeights = _ops.attention_weights.default
-append_to_cache: signatures.AppendToCache = _ops.append_to_cache.default
-attention_with_cache: signatures.AttentionWithCache = _ops.attention_with_cache.default
-attention_backward: signatures.AttentionBackward = _ops.attention_backward.default
-attention_jvp: signatures.AttentionJvp = _ops.attention_jvp.default
-attention_backward_backward: signatures.AttentionBackwardBackward = _ops.attention_backward_backward.default
-attention_captured_gradients: signatures.AttentionCapturedGradients = (
-    _ops.attention_captured_gradients.default
-)
-attention_scores: signatures.AttentionScores = _ops.attention_scores.default
-attention_scores_backward: signatures.AttentionScoresBackward = _ops.attention_scores_backward.default
-masked_softmax: signatures.MaskedSoftmax = _ops.masked_softmax.default
-masked_softmax_backward: signatures.MaskedSoftmaxBackward = _ops.masked_softmax_backward.default
+
+def _operator(fake: _Operator) -> _Operator:
+    """The operator that a fake kernel, which is registered, is named after."""
+    torch.library.register_fake(f"{NAMESPACE}::{fake.__name__}")(fake)
+    operator: _Operator = getattr(_ops, fake.__name__).default
+    return operator
 
 
-def _direct(overload: Any) -> Any:
-    """The callable inside an overload, which costs less. torch.compile traces overloads only."""
-    return getattr(overload, "_op", overload)
-
-
-direct_forward: signatures.AttentionForward = _direct(attention_forward)
-direct_with_cache: signatures.AttentionWithCache = _direct(attention_with_cache)
-direct_backward: signatures.AttentionBackward = _direct(attention_backward)
-basic_attention: signatures.BasicAttention = _direct(_ops.basic_attention.default)
-basic_attention_forward: signatures.BasicAttentionForward = _direct(_ops.basic_attention_forward.default)
-basic_attention_backward: signatures.BasicAttentionBackward = _direct(_ops.basic_attention_backward.default)
+def _direct(operator: _Operator) -> _Operator:
+    """The callable inside an operator, which costs less. torch.compile traces operators only."""
+    direct: _Operator = getattr(operator, "_op", operator)
+    return direct
 
 
 def _refuse_meta(*arguments: Any) -> None:
-    """Fake kernels also answer for the meta device, where a caller would get tensors without data for
-    results.
-    """
+    """Refuses meta tensors: fake kernels run for them, too, and their results would have no data."""
     if any(isinstance(argument, Tensor) and argument.device.type == "meta" for argument in arguments):
         raise RuntimeError(
-            "selfattn_ext runs on no meta tensors; use torch._subclasses.FakeTensorMode for shapes"
+            "selfattn_ext does not run on meta tensors; use torch._subclasses.FakeTensorMode for shapes"
         )
 
 
-def _fake(name: str) -> Callable[[_Kernel], _Kernel]:
-    return torch.library.register_fake(f"{NAMESPACE}::{name}")
-
-
 def _empty_like(layout: Tensor, length: int, width: int) -> Tensor:
-    """An empty (B, H, length, width) in the order of the tensor's head and sequence dimensions, dense."""
+    """Returns an empty dense (B, H, length, width) with heads and rows in the order of ``layout``."""
     from torch.fx.experimental.symbolic_shapes import guard_or_false, guard_or_true
 
     batch, heads, rows, _ = layout.shape
-    # Where sizes depend on data, an answer that is wrong for one head or one row changes no place in memory.
+    # Where sizes depend on data, guessing wrong for one head or one row leaves every address the same.
     several = guard_or_true(heads > 1) and guard_or_true(rows > 1) and guard_or_true(layout.stride(1) != 0)
     if several and guard_or_false(layout.stride(1) < layout.stride(2)):
         return layout.new_empty((batch, length, heads, width)).transpose(1, 2)
     return layout.new_empty((batch, heads, length, width))
 
 
-@_fake("attention_forward")
-def _(
-    query: Tensor, key: Tensor, value: Tensor, scale: float, *, need_residual: bool = False, **options: Any
-) -> tuple[Tensor, ...]:
-    _refuse_meta(query, key, value, *options.values())
-    batch, heads, length, _ = query.shape  # of packed queries (1, H, rows, E), as their results are
-    statistics = (
-        query.new_empty((batch, heads, length), dtype=accumulation_dtype(query.dtype)) for _ in range(2)
+def _rows(query: Tensor) -> Tensor:
+    """An empty row statistic; that of packed queries is (1, H, rows), as they are (1, H, rows, E)."""
+    return query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
+
+
+def _gradients(
+    query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any], need_mask_grad: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Empty gradients of a call."""
+
+    def of_optional(name: str, dtype: torch.dtype) -> Tensor:
+        tensor = options.get(name)
+        return query.new_empty(0, dtype=dtype) if tensor is None else tensor.new_empty(tensor.shape)
+
+    statistics = accumulation_dtype(query.dtype)
+    of_query, of_key, of_value = (
+        _empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value)
     )
-    out = _empty_like(query, length, value.shape[3])
+    of_mask = of_optional("attn_mask", query.dtype) if need_mask_grad else query.new_empty(0)
+    of_slopes, of_sinks = of_optional("alibi_slopes", statistics), of_optional("sinks", statistics)
+    return of_query, of_key, of_value, of_mask, of_slopes, of_sinks
+
+
+@_operator
+def attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, need_residual: bool = False, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """query (B,H,L,E), key (B,Hk,S,E), value (B,Hk,S,Ev) -> out (B,H,L,Ev), row_max and row_sum (B,H,L),
+    out_residual.
+
+    out_residual is what rounding out to 16 bits took away; an empty tensor for other dtypes and where it is
+    not asked for.
+    """
+    _refuse_meta(query, key, value, *options.values())
+    out = _empty_like(query, query.shape[2], value.shape[3])
     residual = torch.empty_like(out) if need_residual and query.dtype in SIXTEEN_BITS else query.new_empty(0)
-    return (out, *statistics, residual)
+    return out, _rows(query), _rows(query), residual
 
 
-@_fake("attention_weights")
-def _(query: Tensor, key: Tensor, row_max: Tensor, row_sum: Tensor, scale: float, **options: Any) -> Tensor:
+direct_forward = _direct(attention_forward)
+
+#: (query, key, value, scale, *, options) -> a line for each CUDA kernel: why it does not take this call.
+attention_refusals: Callable[..., str] = _ops.attention_refusals.default
+
+
+@_operator
+def attention_weights(
+    query: Tensor, key: Tensor, row_max: Tensor, row_sum: Tensor, scale: float, **options: Any
+) -> Tensor:
+    """The row statistics of a forward -> weights (B,H,L,S)."""
     _refuse_meta(query, key, row_max, row_sum, *options.values())
     starts, starts_k, table = (options.get(name) for name in ("cu_seqlens_q", "cu_seqlens_k", "block_table"))
     batch, heads, length, _ = query.shape
@@ -129,13 +142,23 @@ def _(query: Tensor, key: Tensor, row_max: Tensor, row_sum: Tensor, scale: float
     return query.new_empty((batch, heads, length, keys if starts_k is None else options["max_seqlen_k"]))
 
 
-@_fake("append_to_cache")
-def _(key_cache: Tensor, value_cache: Tensor, key: Tensor, value: Tensor, *options: Any, **more: Any) -> None:
+@_operator
+def append_to_cache(
+    key_cache: Tensor,
+    value_cache: Tensor,
+    key: Tensor,
+    value: Tensor,
+    seqlens: Tensor,
+    *,
+    cu_seqlens: Tensor | None = None,
+    block_table: Tensor | None = None,
+) -> None:
+    """Writes key and value (B,Hk,L,.) behind the seqlens (B,) rows that the caches hold."""
     _refuse_meta(key_cache, value_cache, key, value)
 
 
-@_fake("attention_with_cache")
-def _(
+@_operator
+def attention_with_cache(
     query: Tensor,
     key_cache: Tensor,
     value_cache: Tensor,
@@ -143,62 +166,84 @@ def _(
     value: Tensor,
     scale: float,
     **options: Any,
-) -> tuple[Tensor, ...]:
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Appends key and value, then attends to the caches, whose lengths seqlens_k gives as they are then
+    -> out, row_max, row_sum.
+    """
     _refuse_meta(query, key_cache, value_cache, key, value, *options.values())
-    statistics = (query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype)) for _ in range(2))
-    return (_empty_like(query, query.shape[2], value_cache.shape[3]), *statistics)
+    return _empty_like(query, query.shape[2], value_cache.shape[3]), _rows(query), _rows(query)
 
 
-def _rows(query: Tensor) -> Tensor:
-    """An empty row statistic."""
-    return query.new_empty(query.shape[:3], dtype=accumulation_dtype(query.dtype))
+direct_with_cache = _direct(attention_with_cache)
 
 
-@_fake("attention_jvp")
-def _(query: Tensor, key: Tensor, value: Tensor, scale: float, **options: Any) -> tuple[Tensor, ...]:
+@_operator
+def attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    scale: float,
+    *,
+    need_mask_grad: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of query, key, value, attn_mask, alibi_slopes and sinks; an empty tensor stands for a
+    gradient that was not asked for. Among the options are out_residual, grad_row and grad_weights.
+    """
+    _refuse_meta(grad_out, query, key, value, *options.values())
+    return _gradients(query, key, value, options, need_mask_grad)
+
+
+direct_backward = _direct(attention_backward)
+
+
+@_operator
+def attention_jvp(
+    query: Tensor, key: Tensor, value: Tensor, scale: float, *, need_residual: bool = False, **options: Any
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """The results of attention_forward, tangent_out and tangent_lse.
+
+    Among the options are tangent_query, tangent_key, tangent_value, tangent_mask, tangent_slopes and
+    tangent_sinks; one that is missing is 0.
+    """
     _refuse_meta(query, key, value, *options.values())
     out = _empty_like(query, query.shape[2], value.shape[3])
-    rounds = options.get("need_residual", False) and query.dtype in SIXTEEN_BITS
+    rounds = need_residual and query.dtype in SIXTEEN_BITS
     residual = torch.empty_like(out) if rounds else query.new_empty(0)
     return out, _rows(query), _rows(query), residual, torch.empty_like(out), _rows(query)
 
 
-def _gradients(query: Tensor, key: Tensor, value: Tensor, options: dict[str, Any]) -> tuple[Tensor, ...]:
-    """Empty gradients of a call."""
-    statistics = accumulation_dtype(query.dtype)
-    optional = (
-        (options.get("attn_mask") if options.get("need_mask_grad", False) else None, query.dtype),
-        (options.get("alibi_slopes"), statistics),
-        (options.get("sinks"), statistics),
-    )
-    return (
-        *(_empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value)),
-        *(
-            query.new_empty(0, dtype=dtype) if tensor is None else tensor.new_empty(tensor.shape)
-            for tensor, dtype in optional
-        ),
-    )
+@_operator
+def attention_backward_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    row_max: Tensor,
+    row_sum: Tensor,
+    scale: float,
+    *,
+    need_mask_grad: bool = False,
+    **options: Any,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Six gradients as of attention_backward, tangent_out and tangent_lse. Among the options are the tangents
+    of attention_jvp, out_residual and grad_row.
 
-
-@_fake("attention_backward")
-def _(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any, **options: Any
-) -> tuple[Tensor, ...]:
+    The gradients are those of ``(grad_out * tangent_out).sum() - (grad_row * tangent_lse).sum()``; Note
+    [Second derivatives] in csrc/core/tangents.h says what they are good for.
+    """
     _refuse_meta(grad_out, query, key, value, *options.values())
-    return _gradients(query, key, value, options)
+    tangent_out = _empty_like(query, query.shape[2], value.shape[3])
+    return (*_gradients(query, key, value, options, need_mask_grad), tangent_out, _rows(query))
 
 
-@_fake("attention_backward_backward")
-def _(
-    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any, **options: Any
-) -> tuple[Tensor, ...]:
-    _refuse_meta(grad_out, query, key, value, *options.values())
-    out = _empty_like(query, query.shape[2], value.shape[3])
-    return *_gradients(query, key, value, options), out, _rows(query)
-
-
-@_fake("attention_captured_gradients")
-def _(
+@_operator
+def attention_captured_gradients(
     grad_out: Tensor,
     query: Tensor,
     key: Tensor,
@@ -212,51 +257,97 @@ def _(
     exclusive: int = 0,
     **options: Any,
 ) -> Tensor:
+    """The gradients of the tensors in ``captured``, end to end in one tensor (N,) of float64.
+
+    Each has as many elements as captured_sizes says; those with 0 are not computed. ``exclusive`` is the sum
+    of 1, 2 and 4 where scores of different batch elements, heads and queries read different elements of each
+    of these tensors. Among the options are out_residual, grad_row and grad_weights.
+    """
     _refuse_meta(grad_out, query, key, value, *options.values())
     return query.new_empty(sum(captured_sizes), dtype=torch.float64)
 
 
-@_fake("basic_attention")
-def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> Tensor:
+@_direct
+@_operator
+def basic_attention(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool, enable_gqa: bool
+) -> Tensor:
+    """out alone, with the default scale for None."""
     _refuse_meta(query, key, value)
     return _empty_like(query, query.shape[2], value.shape[3])
 
 
-@_fake("basic_attention_forward")
-def _(query: Tensor, key: Tensor, value: Tensor, *options: Any) -> tuple[Tensor, Tensor, Tensor | None]:
+@_direct
+@_operator
+def basic_attention_forward(
+    query: Tensor, key: Tensor, value: Tensor, scale: float | None, is_causal: bool, enable_gqa: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """out, statistics (2,B,H,L), which are row_max and row_sum, and out_residual, None if the dtype has none.
+
+    The arguments are those of :func:`basic_attention`.
+    """
     _refuse_meta(query, key, value)
     out = _empty_like(query, query.shape[2], value.shape[3])
     statistics = query.new_empty((2, *query.shape[:3]), dtype=accumulation_dtype(query.dtype))
     return out, statistics, torch.empty_like(out) if query.dtype in SIXTEEN_BITS else None
 
 
-@_fake("basic_attention_backward")
-def _(grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, *saved: Any) -> tuple[Tensor, ...]:
+@_direct
+@_operator
+def basic_attention_backward(
+    grad_out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    out: Tensor,
+    statistics: Tensor,
+    out_residual: Tensor | None,
+    scale: float | None,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value."""
     _refuse_meta(grad_out, query, key, value)
-    return tuple(_empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value))
+    of_query, of_key, of_value = (
+        _empty_like(tensor, tensor.shape[2], tensor.shape[3]) for tensor in (query, key, value)
+    )
+    return of_query, of_key, of_value
 
 
-@_fake("attention_scores")
-def _(query: Tensor, key: Tensor, scale: float, *, kernel_name: str = "") -> Tensor:
+@_operator
+def attention_scores(query: Tensor, key: Tensor, scale: float, *, kernel_name: str = "") -> Tensor:
+    """scale * query @ key^T (B,H,L,S)."""
     _refuse_meta(query, key)
     return query.new_empty((*query.shape[:3], key.shape[2]))
 
 
-@_fake("attention_scores_backward")
-def _(
+@_operator
+def attention_scores_backward(
     grad_scores: Tensor, query: Tensor, key: Tensor, scale: float, *, kernel_name: str = ""
 ) -> tuple[Tensor, Tensor]:
+    """The gradients of query and key."""
     _refuse_meta(grad_scores, query, key)
     return _empty_like(query, query.shape[2], query.shape[3]), _empty_like(key, key.shape[2], key.shape[3])
 
 
-@_fake("masked_softmax")
-def _(scores: Tensor, scale: float, **options: Any) -> Tensor:
-    _refuse_meta(scores, *options.values())
+@_operator
+def masked_softmax(
+    scores: Tensor,
+    scale: float,
+    *,
+    mask: Tensor | None = None,
+    is_causal: bool = False,
+    query_offset: int = 0,
+    kernel_name: str = "",
+) -> Tensor:
+    """softmax(scale * scores + mask) (B,H,L,S)."""
+    _refuse_meta(scores, mask)
     return scores.new_empty(scores.shape)
 
 
-@_fake("masked_softmax_backward")
-def _(grad_weights: Tensor, weights: Tensor, scale: float, *, kernel_name: str = "") -> Tensor:
+@_operator
+def masked_softmax_backward(
+    grad_weights: Tensor, weights: Tensor, scale: float, *, kernel_name: str = ""
+) -> Tensor:
+    """scale * weights * (grad_weights - rowsum(weights * grad_weights))."""
     _refuse_meta(grad_weights, weights)
     return weights.new_empty(weights.shape)

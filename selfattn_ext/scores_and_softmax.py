@@ -1,6 +1,6 @@
-"""The two halves of attention for users: scores, and the softmax of given ones.
+"""The two halves of attention for users: the scores, and the softmax of given scores.
 
-They call and explain refusals as :mod:`selfattn_ext.functional` does.
+Both functions call the operators and explain refusals as :mod:`selfattn_ext.functional` does.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def attention_scores(
     """The scaled dot products ``scale * query @ key^T``, before any mask or softmax.
 
     Args:
-        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are taken too.
+        query: (..., H, L, E), float64, float32, bfloat16 or float16. (L, E) and (H, L, E) are accepted, too.
         key: (..., H, S, E), same dtype; leading dimensions broadcast.
         scale: ``1 / sqrt(E)`` by default (Vaswani et al. 2017), which brings the variance of the scores of
             independent unit-variance vectors back to 1.
@@ -116,7 +116,8 @@ def masked_softmax(
         if mask is not None:
             if checks.is_causal_bias(mask):
                 raise TypeError(
-                    "a CausalBias is a mask of scaled_dot_product_attention; pass is_causal=True here"
+                    "mask is a CausalBias, which only scaled_dot_product_attention accepts; pass "
+                    "is_causal=True instead"
                 )
             bias = shapes.mask_four_dimensional(checks.mask("mask", mask), form)
         weights = masked_softmax_with_gradient(flat, bias, checks.scale(scale), keywords)

@@ -1,4 +1,4 @@
-"""What the subcommands share: a progress bar, aligned tables, an error for the user."""
+"""Terminal output of the subcommands: a progress bar, aligned tables, an error for the user."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ class CommandError(Exception):
     """The command cannot do what was asked; the message is for the user.
 
     Args:
-        message: one or two lines that say what was given and what is allowed or missing. exit_code: 2 for a
-        mistake in the arguments, as argparse has it; 1 for something that this machine lacks.
+        message: one or two lines that say what was given and what is allowed or missing.
+        exit_code: 2 for a mistake in the arguments, as in argparse; 1 for something that this machine lacks.
     """
 
     def __init__(self, message: str, exit_code: int = 2) -> None:
@@ -27,13 +27,13 @@ class CommandError(Exception):
 class Progress:
     """A progress bar on stderr.
 
-    On a terminal one line is redrawn in place, at most ten times a second. Elsewhere (a log file, a pipe) a
-    plain line is written for every fifth of the work or as often as is asked, so that logs stay short.
+    On a terminal one line is redrawn in place, at most ten times a second. Elsewhere (a log file, a pipe) it
+    writes only ``log_lines`` plain lines, so that logs stay short.
 
     Args:
-        label: what is being done, shown before the bar.
+        label: name of the work, shown before the bar.
         total: number of units of work, at least 1.
-        stream: where to draw; stderr by default, so that stdout holds nothing but results.
+        stream: where to draw; stderr by default, so that stdout holds only results.
         log_lines: how many lines a log gets.
     """
 
@@ -58,7 +58,7 @@ class Progress:
             self._stream.flush()
 
     def update(self, done: int, note: str = "") -> None:
-        """Show that ``done`` of the units are finished; ``note`` follows the bar."""
+        """Shows that ``done`` of the units are finished; ``note`` follows the bar."""
         finished = done >= self._total
         if self._in_place:
             if finished or time.monotonic() >= self._next_redraw:
@@ -86,7 +86,7 @@ def _spaced(note: str) -> str:
 
 
 def table(header: Sequence[str], rows: Sequence[Sequence[str]], left: int = 1) -> str:
-    """Lines of aligned columns: the first ``left`` columns flush left, the others (numbers) flush right."""
+    """Aligns columns: the first ``left`` columns are flush left, the others (numbers) flush right."""
     widths = [max(len(row[column]) for row in [header, *rows]) for column in range(len(header))]
 
     def line(cells: Sequence[str]) -> str:
@@ -103,8 +103,7 @@ PICTURE_FORMATS = (".png", ".pdf", ".svg")
 
 
 def check_output(option: str, path: Path, suffixes: Sequence[str] = ()) -> None:
-    """Makes the folder of a file that is to be written, and finds early what would fail after minutes of
-    work.
+    """Makes the folder of an output file, and reports early what would otherwise fail after minutes of work.
 
     Raises:
         CommandError: the name ends in none of ``suffixes``, or the file cannot be written there.
@@ -121,6 +120,6 @@ def check_output(option: str, path: Path, suffixes: Sequence[str] = ()) -> None:
 
 
 def describe(error: BaseException) -> str:
-    """The first line of an exception's message, for a place with room for one; its type if it is empty."""
+    """Returns the first line of an exception's message, or the name of its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0] if lines else type(error).__name__

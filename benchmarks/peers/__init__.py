@@ -1,7 +1,7 @@
-"""Whom this package is compared with: a file for each.
+"""The peers that this package is compared with, one file each.
 
-To add one, write its ``prepare`` and put it into PEERS. Those of other projects come with
-``pip install 'selfattn_ext[bench]'`` and are imported when first used.
+To add a peer, write its ``prepare`` and put it into PEERS. ``pip install 'selfattn_ext[bench]'`` installs the
+peers of other projects, which are imported when first used.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What the peers of other projects share."""
+"""Helpers that the peers of other projects share."""
 
 from __future__ import annotations
 
@@ -9,10 +9,10 @@ from selfattn_ext.bench.cases import Case
 
 
 def load(module: str, package: str) -> Any:
-    """The module of an optional package.
+    """Imports a module of an optional package.
 
     Raises:
-        NotImplementedError: it is not installed; the message says how to get it.
+        NotImplementedError: it is not installed; the message says how to install it.
     """
     try:
         return importlib.import_module(module)
@@ -23,7 +23,7 @@ def load(module: str, package: str) -> Any:
 
 
 def check_plain(case: Case, *, backward: bool = False) -> None:
-    """NotImplementedError for dropout, and for a backward pass unless there is one."""
+    """Raises NotImplementedError for dropout, and for a backward pass if ``backward`` is False."""
     if case.dropout:
         raise NotImplementedError("dropout is not compared")
     if case.backward and not backward:

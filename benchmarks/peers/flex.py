@@ -1,4 +1,4 @@
-"""FlexAttention: torch.nn.attention.flex_attention, compiled. Needs a C++ compiler, as this package does."""
+"""FlexAttention: torch.nn.attention.flex_attention, compiled, which needs a C++ compiler."""
 
 from __future__ import annotations
 
@@ -23,15 +23,14 @@ def _prepare(case: Case, tensors: Inputs) -> Callable[[], Tensor]:
     options["block_mask"] = _block_mask(case, tensors.mask)
     if case.mask == "gradient" and tensors.mask is not None:
         options["score_mod"] = _added(tensors.mask.detach())
-    # The compiled loops have the number of threads written into them, and a new one is no reason for torch to
-    # compile again.
+    # torch writes the number of threads into the compiled loops but does not compile again when it changes.
     torch._dynamo.reset()
     with config.patch({"cpp.threads": torch.get_num_threads()}):
         compiled = torch.compile(flex_attention, dynamic=False)
         try:
             with torch.no_grad():
                 compiled(tensors.query, tensors.key, tensors.value, **options)
-        except Exception as error:  # whatever a compiler may say
+        except Exception as error:  # a compiler may raise anything
             raise NotImplementedError(f"does not compile: {describe(error)}") from error
 
     def call() -> Tensor:
@@ -42,7 +41,7 @@ def _prepare(case: Case, tensors: Inputs) -> Callable[[], Tensor]:
 
 
 def _block_mask(case: Case, mask: Tensor | None) -> Any:
-    """The blocks that the positions and a bool mask leave visible; None where that is all of them."""
+    """Returns the blocks that the positions and a bool mask leave visible; None if that is all of them."""
     from torch.nn.attention.flex_attention import create_block_mask
 
     if not case.causal and case.window is None and case.mask != "bool":

@@ -1,7 +1,7 @@
 """JAX: jax.nn.dot_product_attention, compiled by XLA for the CPU, with its gradients.
 
-XLA makes its threads when JAX starts, as many as the variable NPROC says: the first row that JAX meets sets
-it to torch's number of threads, and rows with another number are refused.
+XLA makes its threads when JAX starts, as many as the variable NPROC says. The first row that JAX computes
+sets it to torch's number of threads, and rows with another number are refused.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from selfattn_ext.bench.contenders import Contender, rules
 def _prepare(case: Case, tensors: Inputs) -> Callable[[], Tensor]:
     check_plain(case, backward=True)
     if case.dtype not in (torch.float32, torch.bfloat16):
-        raise NotImplementedError(f"no {case.dtype_name} products on CPU as torch's defaults ask for them")
+        raise NotImplementedError(f"on the CPU it has no {case.dtype_name} products with torch's defaults")
     if case.value_dimension != case.head_dim:
         raise NotImplementedError("values have to be as wide as queries")
     if case.backward and case.mask == "gradient":
@@ -60,7 +60,7 @@ def _start() -> Any:
     started = int(os.environ.setdefault("NPROC", str(threads)))
     if started != threads:
         raise NotImplementedError(
-            f"its threads are {started} since it started (NPROC), and {threads} are asked for"
+            f"it started with {started} threads (NPROC), and this row asks for {threads}"
         )
     os.environ.setdefault("JAX_PLATFORMS", "cpu")
     load("jax.dlpack", "jax")
@@ -68,7 +68,7 @@ def _start() -> Any:
 
 
 def _swapped(tensor: Tensor) -> Tensor:
-    """(B, H, T, D) as (B, T, H, D), which is what JAX takes."""
+    """Returns (B, H, T, D) as (B, T, H, D), JAX's layout."""
     return tensor.detach().transpose(1, 2).contiguous()
 
 

@@ -1,7 +1,7 @@
-"""ONNX Runtime: its MultiHeadAttention where that takes the case, else the Attention of ONNX opset 23.
+"""ONNX Runtime: its MultiHeadAttention if that takes the case, else Attention of opset 23.
 
-Inputs lie where the operator wants them and the output is written into memory made before, so that the time
-is that of the operator.
+Inputs are in the operator's layout and the output is written into memory allocated before, so that only the
+operator is timed.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from peers.common import check_plain, load
 from selfattn_ext.bench.cases import Case, Inputs
 from selfattn_ext.bench.contenders import Contender, rules
 
-# numpy's names of the types that the operators take.
+# The types that the operators take, by numpy's names.
 _NAMES = {torch.float32: "float32", torch.float16: "float16", torch.bool: "bool"}
 
 
@@ -65,7 +65,7 @@ def _attention(case: Case, tensors: Inputs, is_causal: bool, mask: Tensor | None
 def _session(
     operator: str, found: dict[str, Tensor], out: Tensor, attributes: dict[str, Any]
 ) -> Callable[[], None]:
-    """A call of one operator that reads ``found`` and writes ``out``, on torch's number of threads."""
+    """Returns a call of an operator that reads ``found`` and writes ``out``, on torch's number of threads."""
     numpy = load("numpy", "numpy")
     helper = load("onnx.helper", "onnx")
     runtime = load("onnxruntime", "onnxruntime")
@@ -93,7 +93,7 @@ def _session(
     for name, tensor in found.items():
         binding.bind_input(name, "cpu", 0, kind(tensor), tuple(tensor.shape), tensor.data_ptr())
     binding.bind_output("out", "cpu", 0, kind(out), tuple(out.shape), out.data_ptr())
-    kept = list(found.values())  # the session knows their addresses alone
+    kept = list(found.values())  # the session holds only their addresses
 
     def run() -> None:
         session.run_with_iobinding(binding)

@@ -41,13 +41,13 @@ def _prepare(case: Case, tensors: Inputs) -> Callable[[], Tensor]:
     request = ov.Core().compile_model(model, "CPU", settings).create_infer_request()
 
     def shared(tensor: Tensor) -> Any:
-        # numpy has no bfloat16: the bits go as they are, and the type is named beside them.
+        # numpy has no bfloat16, so the bits are passed as int16 and the type is named separately.
         bits = tensor.view(torch.int16) if tensor.dtype == torch.bfloat16 else tensor
         if tensor.dtype == torch.bfloat16:
             return ov.Tensor(bits.numpy(), ov.Shape(list(tensor.shape)), ov.Type.bf16)
         return ov.Tensor(bits.numpy(), shared_memory=True)
 
-    kept = [tensor.contiguous() for tensor in found]  # what the request's tensors point into
+    kept = [tensor.contiguous() for tensor in found]  # the request's tensors point into these
     for index, tensor in enumerate(kept):
         request.set_input_tensor(index, shared(tensor))
     request.set_output_tensor(0, shared(out))

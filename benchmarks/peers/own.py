@@ -1,4 +1,4 @@
-"""The formula in torch operations, and this package's own loops."""
+"""This package's own peers: the formula in torch operations, and the loops kernel."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from selfattn_ext import backends, reference, scaled_dot_product_attention
 from selfattn_ext.bench.cases import Case, Inputs
 from selfattn_ext.bench.contenders import Contender
 
-# About a second for each call of the loops.
+# With this many operations a call of the loops takes about a second.
 LOOPS_FLOPS = 1e9
 
 
 def _prepare_formula(case: Case, tensors: Inputs) -> Callable[[], Tensor]:
-    """The formula in plain torch operations, with its (L, S) matrices."""
+    """Prepares the formula in plain torch operations, with its (L, S) matrices."""
     if case.dropout:
-        raise NotImplementedError("the formula takes the pattern of the dropout from its caller")
+        raise NotImplementedError("the formula needs the dropout pattern from its caller")
     window = -1 if case.window is None else case.window
 
     def call() -> Tensor:
@@ -35,7 +35,7 @@ def _prepare_formula(case: Case, tensors: Inputs) -> Callable[[], Tensor]:
 
 
 def _prepare_loops(case: Case, tensors: Inputs) -> Callable[[], Tensor]:
-    """This package's own loops over queries, keys and dimensions: the C++ yardstick."""
+    """Prepares this package's loops kernel, plain C++ loops over queries, keys and dimensions."""
     if case.flops() > LOOPS_FLOPS:
         raise NotImplementedError(
             f"the loops are timed up to {LOOPS_FLOPS:.0e} operations; more takes minutes"

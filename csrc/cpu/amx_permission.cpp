@@ -7,7 +7,7 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-// Few machines have AMX, and the kernels that use it must be tested on the others too: tests/amx_emulator
+// Few machines have AMX, and the kernels that use it must be tested on the others too: simulators/amx
 // executes the instructions of the compiled library in a signal handler, and defines this function. The
 // library itself does not define it; the reference is weak, so that the loader sets it to null if no emulator
 // is preloaded or linked in. The visibility is spelled out because the linker would set a hidden reference to

@@ -13,7 +13,7 @@
 
 namespace selfattn::cpu {
 
-// The emulator's library (tests/emulator) runs the CUDA kernels on the CPU instead, for tests.
+// The emulator's library (simulators/cuda_emulator) runs the CUDA kernels on the CPU instead, for tests.
 #if defined(__x86_64__) && !defined(SELFATTN_CUDA_EMULATOR)
 extern const Kernel kFusedAmx;
 extern const Kernel kFusedAvx512Bf16;

@@ -1,4 +1,4 @@
-// The table itself: a kernel is in it, and then found by every op, once it has a line here.
+// The table of CUDA kernels: a kernel that has a line here is found by every op.
 #include "cuda_kernel_table.h"
 
 #include <cstring>

@@ -1,4 +1,4 @@
-// What a CUDA kernel offers: an entry of the kernel table. Plain C++.
+// The interface of a CUDA kernel: an entry of the kernel table. Plain C++.
 #pragma once
 
 #include <cstddef>
@@ -10,18 +10,18 @@
 
 namespace selfattn::cuda {
 
-// A kernel is launched on the current device and returns before it has run. It reads device memory on the
-// device only, allocates nothing and waits for nothing, so that CUDA graphs can capture it. Errors of a
-// launch are thrown as std::runtime_error.
+// Its functions launch kernels on the current device and return before these have run. They read device
+// memory only on the device, allocate nothing and wait for nothing, so that CUDA graphs can capture them.
+// Errors of a launch are thrown as std::runtime_error.
 struct Kernel {
   const char* name = nullptr;         // "sm80", "simt"
   const char* description = nullptr;  // one line for people
 
-  // Those that forward, weights and backward apply: Note [Declared options] in core/options.h.
+  // The options that forward, weights and backward apply: Note [Declared options] in core/options.h.
   OptionSet options;
 
-  // nullptr where the kernel takes such calls on devices of compute capability major*10 + minor, otherwise a
-  // phrase for people that says why not.
+  // Returns nullptr if the kernel takes such calls on devices of compute capability major*10 + minor,
+  // otherwise a phrase for people that says why not.
   const char* (*refuses)(const AttentionParams&, int capability) = nullptr;
 
   // Bytes of Launch::workspace. They depend on the shape only, never on the device.
@@ -29,19 +29,20 @@ struct Kernel {
   void (*forward)(const AttentionParams&, const ForwardOutputs&, const Launch&) = nullptr;
   void (*weights)(const AttentionParams&, const WeightsOutputs&, const Launch&) = nullptr;
 
-  // BackwardArguments::workspace is not used: the memory is the launch's. Gradients of float masks must be
-  // zero on entry.
+  // The workspace is Launch::workspace; BackwardArguments::workspace is not used. Gradients of float masks
+  // must be zero on entry.
   size_t (*backward_workspace)(const AttentionParams&, const BackwardArguments&) = nullptr;
   void (*backward)(const AttentionParams&, const BackwardArguments&, const Launch&) = nullptr;
 
-  // Null for kernels that leave these to "simt", which has them all. The workspace of jvp is the forward's.
+  // The rest is null for kernels that leave it to "simt", which has all of it. The workspace of jvp is the
+  // forward's.
   void (*jvp)(const AttentionParams&, const JvpArguments&, const Launch&) = nullptr;
-  // As backward: the memory is the launch's, of backward_backward_workspace() bytes.
+  // The workspace is Launch::workspace, of backward_backward_workspace() bytes.
   size_t (*backward_backward_workspace)(const AttentionParams&, const BackwardBackwardArguments&) = nullptr;
   void (*backward_backward)(const AttentionParams&, const BackwardBackwardArguments&,
                             const Launch&) = nullptr;
-  // The gradients of what the call's function reads, added to the sums; some are wanted. The workspace is
-  // theirs.
+  // Adds the gradients of the tensors that the call's function reads to the sums. Is called only if some are
+  // wanted, with a workspace of captured_workspace() bytes.
   size_t (*captured_workspace)(const AttentionParams&, const CapturedGradients&) = nullptr;
   void (*captured_gradients)(const AttentionParams&, const BackwardArguments&, const CapturedGradients&,
                              const Launch&) = nullptr;

@@ -1,3 +1,4 @@
+// Checks the arguments of the appending operators.
 #include "append_arguments.h"
 
 #include <algorithm>
@@ -11,8 +12,8 @@ namespace selfattn::ops {
 
 namespace {
 
-// An input that is written to. Asked for its data as such, so that a tensor that shares memory until then
-// (copy on write) gets memory of its own first.
+// An input that is written to. Its mutable data is asked for first, so that a tensor that shares memory only
+// until it is written (copy on write) gets memory of its own.
 Input inspect_cache(const char* name, const TensorHandle& handle, const Input& first) {
   void* data = nullptr;
   if (torch_get_mutable_data_ptr(handle.get(), &data) != TORCH_SUCCESS)
@@ -32,7 +33,8 @@ void check_rows(const Input& input, DType dtype) {
   check_last_stride(input);
 }
 
-// Values that are columns of the keys are so in the caches, too, and are written there once more as they are.
+// If values are the same columns of the keys in the tensors and in the caches, both writes store the same
+// numbers there.
 void check_caches_apart(const WrittenCaches& caches, const Input& key, const Input& value) {
   if (!may_share(caches.key, caches.value)) return;
   int64_t cached = 0, given = 0;
@@ -55,7 +57,7 @@ Input inspect_numbers(const char* name, TensorHandle& handle, const WrittenCache
   return input;
 }
 
-// Which rows of which page a sequence gets.
+// The rows of a page that a sequence writes.
 struct Written {
   int64_t page, first, end, sequence;
 };
@@ -69,7 +71,7 @@ void check_pages(const AppendParams& a) {
       const int64_t count = std::min(end - position, a.pages.size - first);
       const int64_t page = a.pages.table[b * a.pages.stride + column];
       if (page < 0 || page >= a.pages.count) {
-        refuse("block_table[", b, ", ", column, "] is ", page, ", where new keys go, and there are ",
+        refuse("block_table[", b, ", ", column, "] is ", page, ", where new keys go, but there are ",
                a.pages.count, " pages");
       }
       written.push_back({page, first, first + count, b});
@@ -82,7 +84,7 @@ void check_pages(const AppendParams& a) {
   for (size_t n = 1; n < written.size(); ++n) {
     const Written &one = written[n - 1], &other = written[n];
     if (one.page == other.page && other.first < one.end) {
-      refuse("block_table has sequences ", std::min(one.sequence, other.sequence), " and ",
+      refuse("block_table makes sequences ", std::min(one.sequence, other.sequence), " and ",
              std::max(one.sequence, other.sequence), " write to the same rows of page ", one.page);
     }
   }
@@ -100,7 +102,7 @@ void check_values(const AppendParams& a) {
       next = a.row_starts[b + 1];
     }
     const int64_t rows = a.rows_of(b);
-    // A length that is no length is told as it is: less the new rows it could overflow.
+    // A negative length appears in the message as it is, because subtracting the new rows could overflow.
     const int64_t begin = a.lengths[b] < 0 ? a.lengths[b] : a.first_position(b);
     if (begin < 0 || begin > a.capacity) {
       refuse("sequence ", b, " of the cache has the length ", begin, " before its ", rows,
@@ -129,7 +131,8 @@ void WrittenCaches::keep_apart(const char* name, TensorHandle& handle) const {
 Append::Append(const AppendTensors& tensors, bool lengths_after) {
   const Input first = inspect("key", tensors.key);
   device = first.device;
-  // They may get memory of their own by that, and so would views of them.
+  // This may give the caches memory of their own (copy on write), so the caches are inspected before key and
+  // value, which may be views of them.
   const Input& key_cache = caches.key = inspect_cache("key_cache", tensors.key_cache, first);
   const Input& value_cache = caches.value = inspect_cache("value_cache", tensors.value_cache, first);
   Input key = inspect("key", tensors.key), value = inspect("value", tensors.value, first);

@@ -1,4 +1,4 @@
-// New keys and values for a cache, behind the operators that append them.
+// New keys and values for a cache: the arguments that the appending operators share, checked.
 #pragma once
 
 #include "../core/append_params.h"
@@ -17,19 +17,18 @@ struct AppendTensors {
   TensorHandle& block_table;  // nullable; (B, pages) int32: the caches are pages
 };
 
-// What an append writes to.
+// The caches that an append writes to.
 struct WrittenCaches {
   Input key, value;
 
-  // Replaces what is read while or after they are written by a copy, where it may be their memory, so that it
-  // is what the caller gave. A query in the row that is written is an example.
+  // Replaces an input by a copy if it may share memory with the caches, so that the operator reads what the
+  // caller gave. A query in the row that is written is an example.
   void keep_apart(TensorHandle& handle, Input& input) const;
   void keep_apart(const char* name, TensorHandle& handle) const;  // nullable
 };
 
-// Everything about an append that can be refused is refused by the constructor, and nothing is written yet.
-// On CUDA nobody looks at the values of lengths and tables, and the kernel leaves out whatever would fall
-// outside.
+// The constructor refuses everything about an append that can be refused, and writes nothing. On CUDA it does
+// not see the values of lengths and tables, and the kernel leaves out rows that would fall outside.
 struct Append {
   Device device;
   WrittenCaches caches;

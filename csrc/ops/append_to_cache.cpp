@@ -1,4 +1,4 @@
-// append_to_cache: new keys and values behind those that a cache holds, in place.
+// append_to_cache: writes new keys and values behind those that a cache holds, in place.
 #include "append_arguments.h"
 #include "operators.h"
 

@@ -1,3 +1,4 @@
+// Checks the arguments that the attention operators share.
 #include "attention_arguments.h"
 
 #include <algorithm>
@@ -20,7 +21,7 @@ int64_t checked_window(const char* name, int64_t window) {
   return std::min(window, kMaxWindow);
 }
 
-// Where the pattern of a call begins, which on a GPU nobody reads here.
+// Checks where the dropout pattern of a call begins. Only for CPU tensors: reading a GPU's would wait for it.
 void check_origin(const int64_t* seed) {
   for (int i = 1; i < 5; ++i) {
     if (seed[i] < 0 || seed[i] > 0xffffffffll) {
@@ -36,8 +37,8 @@ Dropout dropout(double probability, const TensorHandle& seed, const Input& query
   }
   if (probability == 0.0) return {};
   constexpr const char* kWanted =
-      "an int64 tensor of one element, or of five: the seed, and what the pattern "
-      "counts the first batch element, head, query and key as";
+      "an int64 tensor of one element, or of five: the seed, and the numbers that the "
+      "pattern gives to the first batch element, head, query and key";
   if (!seed) refuse("dropout_seed must be given where dropout_p > 0: ", kWanted);
   const Input input = inspect("dropout_seed", seed, query);
   int64_t count = 1;
@@ -59,8 +60,8 @@ Float32Precision float32_precision(const Name& name) {
   refuse("float32_precision must be \"highest\", \"high\" or \"medium\", but it is \"", name.text, "\"");
 }
 
-// Every product of sizes that kernels form as an index, though no tensor of that shape need exist: expanded
-// dimensions cost no memory.
+// Refuses sizes whose products, which kernels form as indices, would overflow. Such tensors need not exist in
+// memory: expanded dimensions cost none.
 void check_index_range(const AttentionParams& p) {
   int64_t rows = p.batch;
   bool overflow = __builtin_mul_overflow(rows, p.heads, &rows);
@@ -84,10 +85,10 @@ Limits limits_of(DType dtype) {
                                                       : Limits{Float::min(), Float::max()};
 }
 
-// A softcap that kernels can divide by and multiply with. One near the largest number or beyond it is off:
-// only scores so large that their softmax is 1 and zeros could tell, and a quotient by it may be too small
-// for the tanh of a GPU. One below the smallest normal number is that number: either bounds scores by
-// nothing.
+// Returns a softcap that kernels can divide by and multiply with. A softcap near the largest number or beyond
+// becomes 0 (off): it would change only scores so large that their softmax is 1 and zeros, and a quotient by
+// it may be too small for the tanh of a GPU. A softcap below the smallest normal number becomes that number:
+// both make all scores practically 0.
 double usable_softcap(double softcap, DType dtype) {
   if (!(softcap >= 0.0 && std::isfinite(softcap))) {
     refuse("softcap must be 0 (off) or a positive finite number, but it is ", softcap);

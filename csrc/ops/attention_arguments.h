@@ -1,5 +1,4 @@
-// What attention_forward, attention_weights and attention_backward have in common: their arguments, checked
-// and turned into AttentionParams.
+// Arguments shared by the attention operators, checked and turned into AttentionParams.
 #pragma once
 
 #include <utility>
@@ -14,17 +13,17 @@ namespace selfattn::ops {
 
 // In sequence_arguments.cpp: lengths, offsets and pages, and the batch and lengths that follow from them.
 void add_sequences(AttentionParams& params, const Input& query, const Input& key, const Options& options);
-// Masks of which each sequence has its own, one behind the other in attn_mask.
+// Masks that belong to one sequence each, stored end to end in attn_mask.
 std::vector<OwnMask> own_masks(const std::vector<int64_t>& shapes);
 void add_own_masks(AttentionParams& params, const Input& mask, const Options& options, Device device);
 
-// In score_function_arguments.cpp: the function of scores and the map of blocks. What it borrows from the
-// options must outlive the call.
+// In score_function_arguments.cpp: the function of scores and the map of blocks. They borrow from the
+// options, which must outlive the call.
 std::vector<CapturedTensor> captured_tensors(const std::vector<TensorHandle>& captured);
 void add_score_function(AttentionParams& params, const Input& query, const Options& options);
 
-// Checks everything that the three ops share and describes it for a kernel. `value` is nullptr for the op
-// that does without.
+// Checks everything that the operators share and describes it for a kernel. `value` is nullptr for
+// attention_weights, which has none.
 AttentionParams attention_params(const Input& query, const Input& key, const Input* value, double scale,
                                  const Options& options);
 
@@ -32,7 +31,7 @@ AttentionParams attention_params(const Input& query, const Input& key, const Inp
 // which may differ in the batch where lengths are given.
 void check_query_and_key(const Input& query, const Input& key, bool same_batch = true);
 
-// What AttentionParams and ScoresParams both say about query and key, which have been checked.
+// Fills the fields about query and key that AttentionParams and ScoresParams share. Both have been checked.
 template <class Params>
 void add_query_and_key(Params& p, const Input& query, const Input& key) {
   p.dtype = float_dtype(query);
@@ -50,7 +49,7 @@ void add_query_and_key(Params& p, const Input& query, const Input& key) {
 // call, or one batch of all rows where they are packed.
 int64_t query_batch(const AttentionParams& params);
 int64_t query_rows(const AttentionParams& params);
-// Whether packed tensors have, or may have, rows behind the last sequence. Those of results are 0.
+// Whether packed tensors have, or may have, rows behind the last sequence. Results have zeros there.
 bool leaves_rows_out(const AttentionParams& params, Device device);
 
 // The result of attention_weights, uninitialised.

@@ -22,7 +22,8 @@ Output head_gradient(const char* name, const TensorHandle& coefficients, const O
   return sums;
 }
 
-// Of the mask's own shape. The view has stride 0 along the dimensions that the kernel sums over.
+// Allocates the gradient in the mask's own shape. The view has stride 0 along dimensions that the kernel sums
+// over.
 Output mask_gradient(const TensorHandle& mask_handle, bool needed, const AttentionParams& p, View* view) {
   if (!needed) return {};
   if (!mask_handle) refuse("need_mask_grad was given without attn_mask");
@@ -40,7 +41,7 @@ Output mask_gradient(const TensorHandle& mask_handle, bool needed, const Attenti
   for (int d = 0; d < kMaxRank; ++d) {
     if (mask.size[d] == 1) view->stride[d] = 0;
   }
-  // Kernels add to it, or pass over tiles that nobody sees.
+  // Kernels add to it, or skip tiles in which all scores are hidden.
   grad_mask.fill_zero();
   return grad_mask;
 }
@@ -120,7 +121,7 @@ GradientResults::GradientResults(const BackwardCall& call, bool need_mask_grad, 
   }
 
   const bool nothing = p.batch == 0 || p.heads == 0 || p.queries == 0;
-  // Kernels pass over sequences without queries, and over keys that are in no sequence.
+  // Kernels skip sequences without queries, and keys that are in no sequence.
   if (nothing || options.has_lengths()) {
     grads_.key.fill_zero();
     grads_.value.fill_zero();

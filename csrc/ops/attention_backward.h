@@ -1,13 +1,13 @@
-// The backward pass, behind the operators that offer it.
+// The backward pass that several operators share: its tensors, its results, and the run.
 #pragma once
 
 #include "attention_arguments.h"
 
 namespace selfattn::ops {
 
-// The tensors of a backward call beside the options. Statistics come as two tensors or as one.
+// The tensors of a backward call except the options. Statistics come as two tensors or as one.
 struct BackwardTensors {
-  // Takes the first five, with which both operators begin, off the stack.
+  // Takes the first five off the stack, with which all backward operators begin.
   explicit BackwardTensors(Stack& stack)
       : grad_out(stack.tensor()),
         query(stack.tensor()),
@@ -17,13 +17,13 @@ struct BackwardTensors {
 
   TensorHandle grad_out, query, key, value, out;
   TensorHandle row_max, row_sum;  // (batch, heads, queries)
-  TensorHandle statistics;        // (2, batch, heads, queries): both of them; then those are empty
+  TensorHandle statistics;        // (2, batch, heads, queries): both of them, which are then empty
   TensorHandle out_residual;      // nullable
   TensorHandle grad_row;          // nullable
   TensorHandle grad_weights;      // nullable
 };
 
-// What a kernel is told, but for results.
+// The inputs of a backward kernel; GradientResults adds the results.
 struct BackwardCall {
   Input query, key, value;
   AttentionParams params;
@@ -33,23 +33,23 @@ struct BackwardCall {
   BackwardCall(BackwardTensors& tensors, double scale, const Options& options);
 };
 
-// Those of mask, slopes and sinks have no handle where there is no such gradient.
+// The gradients of mask, slopes and sinks have no handle if there is no such gradient.
 struct Gradients {
   DType dtype = DType::kFloat32;
   Device device;
   Output query, key, value, mask, slopes, sinks;
 
-  // Gives these handles of nothing, for the schema.
+  // Gives missing gradients an empty tensor, because the schema asks for one.
   void allocate_missing();
 };
 
-// Where a kernel writes the gradients of a call, and their last step. Borrows from the call and the options.
+// The tensors that a kernel writes gradients to, and the last step after it. Borrows from call and options.
 class GradientResults {
  public:
-  // Allocates them and tells the arguments.
+  // Allocates them and stores their addresses in the arguments.
   GradientResults(const BackwardCall& call, bool need_mask_grad, const Options& options,
                   BackwardArguments& arguments);
-  // To be called once the kernel has run.
+  // Must be called once the kernel has run.
   Gradients finish();
 
  private:

@@ -1,4 +1,4 @@
-// attention_backward_backward: second derivatives, Note [Second derivatives] in core/tangents.h.
+// attention_backward_backward: second derivatives; see Note [Second derivatives] in core/tangents.h.
 #include "attention_backward.h"
 #include "engine.h"
 #include "operators.h"

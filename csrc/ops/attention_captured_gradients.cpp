@@ -7,7 +7,7 @@ namespace selfattn::ops {
 
 namespace {
 
-// How many elements the tensor has; -1 for more than there are numbers.
+// How many elements the tensor has; -1 if their number overflows.
 int64_t count_of(const Input& input) {
   int64_t count = 1;
   for (int64_t d = 0; d < input.rank; ++d) {
@@ -28,7 +28,7 @@ int64_t checked_sum(const std::vector<int64_t>& sizes, const Options& options) {
   for (size_t i = 0; i < sizes.size(); ++i) {
     const int64_t count = count_of(inspect("captured", options.captured[i]));
     if (sizes[i] != 0 && sizes[i] != count) {
-      refuse("captured_sizes must be 0 or how many elements the tensor has, but of tensor ", i, " with ",
+      refuse("captured_sizes must be 0 or how many elements the tensor has, but for tensor ", i, " with ",
              count, " elements it is ", sizes[i]);
     }
     if (__builtin_add_overflow(sum, sizes[i], &sum)) {
@@ -56,7 +56,7 @@ void attention_captured_gradients(StableIValue* values, uint64_t, uint64_t) {
   const BackwardCall call(tensors, scale, options);
   const int64_t sum = checked_sum(sizes, options);
   const ScoreFunctionTable* table = call.params.function.table;
-  // That of a GPU's kernel adds nothing then.
+  // A function for a GPU needs no such check: its kernel then adds nothing.
   if (sum > 0 && table->device == nullptr && table->add_captured == nullptr) {
     refuse("score_function \"", options.score_function->text, "\" has no gradient of captured tensors");
   }

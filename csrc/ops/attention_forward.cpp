@@ -1,4 +1,4 @@
-// attention_forward: out = softmax(scores) @ value, with the row statistics that the backward needs.
+// attention_forward: out = softmax(scores) @ value, and the row statistics that the backward needs.
 #include "attention_forward.h"
 
 #include "engine.h"
@@ -24,14 +24,14 @@ Output ForwardCall::allocate_statistic(const char* name) const {
   const AttentionParams& p = params;
   Output rows =
       allocate(name, {query_batch(p), p.heads, query_rows(p)}, accumulation_dtype(p.dtype), query.device);
-  // A sum of 0 is that of a row which sees nothing.
+  // A sum of 0 says that a row sees nothing.
   if (leaves_rows_out(p, query.device)) rows.fill_zero();
   return rows;
 }
 
 void ForwardCall::require_weights() const {
   const AttentionParams& p = params;
-  // Small ones are not worth the time: it is their forward that takes none.
+  // For small weights the check is skipped, because it would take as long as their forward.
   constexpr int64_t kFew = int64_t{1} << 18;
   if (p.keys == 0 || p.batch * p.heads * p.queries <= kFew / p.keys) return;
   allocate_weights(p, query.device);

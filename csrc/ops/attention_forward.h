@@ -1,11 +1,11 @@
-// The forward pass, behind the operators that offer it.
+// The forward pass that several operators share: its checked arguments, its results, and the run.
 #pragma once
 
 #include "attention_arguments.h"
 
 namespace selfattn::ops {
 
-// query, key and value of a call, and what a kernel is told about them. Borrows from the handles.
+// query, key and value of a call, and their description for a kernel. Borrows from the handles.
 struct ForwardCall {
   Input query, key, value;
   AttentionParams params;
@@ -13,15 +13,15 @@ struct ForwardCall {
   ForwardCall(const TensorHandle& query_handle, const TensorHandle& key_handle,
               const TensorHandle& value_handle, double scale, const Options& options);
 
-  // Uninitialised, laid out as query.
+  // The result is uninitialised and has the layout of query.
   Output allocate_out(const char* name) const;
-  // Refuses what attention_weights of the same call could not allocate.
+  // Refuses a call whose attention_weights could not be allocated.
   void require_weights() const;
-  // Uninitialised, (batch, heads, queries) as they are laid out.
+  // The result is uninitialised and has the shape of row statistics.
   Output allocate_statistic(const char* name) const;
   // How many numbers a row statistic has.
   int64_t rows() const { return query_batch(params) * params.heads * query_rows(params); }
-  // Whether rounding takes away anything that matters; see ForwardOutputs::out_residual.
+  // Whether the backward needs the rounding errors of out; see ForwardOutputs::out_residual.
   bool rounds() const { return params.dtype == DType::kBFloat16 || params.dtype == DType::kFloat16; }
 };
 

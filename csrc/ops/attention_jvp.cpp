@@ -1,5 +1,4 @@
-// attention_jvp: attention_forward together with its forward mode, the tangents of out and of the
-// log-sum-exp.
+// attention_jvp: attention_forward, and its forward mode, the tangents of out and of the logsumexp.
 #include "attention_forward.h"
 #include "engine.h"
 #include "operators.h"

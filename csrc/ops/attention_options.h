@@ -1,8 +1,8 @@
-// The options that the attention operators share: their names, types and defaults, once.
+// The options that the attention operators share: their names, types and defaults.
 //
 // Options::each is the list. The schema's text, the reading of arguments off the dispatcher's stack and their
-// defaults all come from it, so that they cannot disagree. What a kernel applies is another matter: see
-// csrc/core/options.h.
+// defaults all come from it, so that they cannot disagree. csrc/core/options.h says which options a kernel
+// applies.
 #pragma once
 
 #include <optional>
@@ -14,10 +14,10 @@
 
 namespace selfattn::ops {
 
-// query is (B,H,L,E), key (B,Hk,S,E), value (B,Hk,S,Ev). Indices are int64 but those of block_table, int32.
+// query is (B,H,L,E), key (B,Hk,S,E), value (B,Hk,S,Ev). Indices are int64, except that block_table is int32.
 struct Options {
-  TensorHandle attn_mask;     // (B|1,H|1,L|1,S|1), whatever is packed; or see mask_shapes
-  TensorHandle alibi_slopes;  // (B|1,H), as sinks
+  TensorHandle attn_mask;     // (B|1,H|1,L|1,S|1), also for packed sequences; or see mask_shapes
+  TensorHandle alibi_slopes;  // (B|1,H); so are the sinks
   TensorHandle sinks;
   TensorHandle dropout_seed;
   double dropout_p = 0.0;
@@ -26,8 +26,8 @@ struct Options {
   int64_t window_right = -1;
   int64_t query_offset = 0;
   double softcap = 0.0;
-  // (B+1,): query and what is shaped as it are packed, (1,H,rows,E), and so are row statistics, (1,H,rows).
-  // max_seqlen_q then stands for L. The other two are the same for key and value.
+  // (B+1,): query and tensors of its shape are packed, (1,H,rows,E), and so are row statistics, (1,H,rows).
+  // max_seqlen_q then stands for L. cu_seqlens_k and max_seqlen_k do the same for key and value.
   TensorHandle cu_seqlens_q;
   TensorHandle cu_seqlens_k;
   int64_t max_seqlen_q = 0;
@@ -35,11 +35,11 @@ struct Options {
   TensorHandle seqlens_k;      // (B,): how many keys exist
   TensorHandle query_offsets;  // (B,): instead of query_offset
   TensorHandle block_table;    // (B,pages): key and value are pages, (N,Hk,page_size,E)
-  // (3*B): attn_mask holds a mask for each packed sequence, one behind the other. These are heads, queries
-  // and keys of each, those of the sequence or 1.
+  // (3*B): attn_mask holds a mask for each packed sequence, end to end. These are the heads, queries and keys
+  // of each mask, as many as the sequence has or 1.
   std::optional<std::vector<int64_t>> mask_shapes;
-  // A function that load_score_function() has loaded, what it reads, and which blocks of scores anybody sees:
-  // core/score_function.h.
+  // A function that load_score_function() has loaded, the tensors and numbers that it reads, and the map of
+  // the blocks of scores that are visible: core/score_function.h.
   std::optional<Name> score_function;
   std::vector<TensorHandle> captured;
   std::optional<std::vector<double>> captured_numbers;
@@ -49,7 +49,7 @@ struct Options {
   Name float32_precision = {"highest"};
   bool batch_invariant = false;
 
-  // For whoever describes the call to a kernel.
+  // Used to describe the call to a kernel.
   std::vector<OwnMask> own_masks;                // those of mask_shapes
   std::vector<CapturedTensor> captured_tensors;  // those of captured
   mutable int32_t out_of_range = 0;              // set while kernels run
@@ -90,8 +90,8 @@ struct Options {
     visit("batch_invariant", options.batch_invariant);
   }
 
-  // "Tensor? attn_mask=None, ...". Positions are SymInt, so that a compiled graph holds for every one of
-  // them: a decoder's offset grows with each token.
+  // "Tensor? attn_mask=None, ...". Positions are SymInt, so that a compiled graph is valid for all of them: a
+  // decoder's offset grows with each token.
   static std::string schema();
 
   // Whether batch elements have lengths or places of their own.

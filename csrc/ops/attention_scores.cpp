@@ -1,4 +1,4 @@
-// attention_scores: scale * query @ key^T, each query head against its key head; and its backward.
+// attention_scores: scale * query @ key^T, each query head with its key head; and its backward.
 #include "attention_arguments.h"
 #include "engine.h"
 #include "operators.h"

@@ -1,7 +1,7 @@
 // attention_with_cache: append_to_cache and attention_forward as one step of a decoder.
 //
-// Everything that either could refuse is refused before the first write, so that a wrong argument leaves the
-// cache as it was. And a step costs one call.
+// Everything that either of them could refuse is refused before the first write, so that a wrong argument
+// leaves the cache as it was. A step also costs only one call.
 #include "attention_forward.h"
 #include "append_arguments.h"
 #include "operators.h"
@@ -20,7 +20,7 @@ void attention_with_cache(StableIValue* values, uint64_t, uint64_t) {
   Options options(stack);
 
   if (!options.seqlens_k) refuse("seqlens_k must be given: the lengths of the cache with the new keys");
-  // First, as it may move the caches to memory of their own.
+  // The append comes first, because it may move the caches to memory of their own.
   const AppendTensors tensors = {
       key_cache, value_cache, key, value, options.seqlens_k, options.cu_seqlens_q, options.block_table};
   const Append append(tensors, true);

@@ -1,9 +1,8 @@
-// basic_attention, basic_attention_forward, basic_attention_backward: attention_forward and
-// attention_backward with nothing but a causal rule, for eager calls on small tensors.
+// Attention with no option but the causal rule, for eager calls on small tensors.
 //
-// Such a call takes a few microseconds, most of them outside the kernel: each argument costs its conversion
-// even at its default, each result an allocation. So these take few arguments, and one of them returns out
-// alone.
+// These operators are attention_forward and attention_backward with few arguments, and one of them returns
+// out alone. A call on small tensors takes a few microseconds, most of them outside the kernel: each argument
+// costs its conversion even at its default, and each result costs an allocation.
 #include <cmath>
 
 #include "attention_backward.h"
@@ -14,7 +13,7 @@ namespace selfattn::ops {
 
 namespace {
 
-// 1 / sqrt(head_dim) where it is left to us, in the same arithmetic as Python's head_dim ** -0.5.
+// The default is 1 / sqrt(head_dim), in the same arithmetic as Python's head_dim ** -0.5.
 double scale_or_default(std::optional<double> scale, const TensorHandle& query_handle) {
   if (scale) return *scale;
   const Input query = inspect("query", query_handle);
@@ -22,7 +21,7 @@ double scale_or_default(std::optional<double> scale, const TensorHandle& query_h
   return head_dim > 0 ? std::pow(static_cast<double>(head_dim), -0.5) : 1.0;
 }
 
-// What both forwards take off the stack, in this order.
+// The arguments of both forwards, in the order in which they lie on the stack.
 struct Arguments {
   TensorHandle query, key, value;
   std::optional<double> scale;
@@ -38,7 +37,7 @@ struct Arguments {
         options(stack.flag()),
         enable_gqa(stack.flag()),
         call(query, key, value, scale_or_default(scale, query), options) {
-    // The public functions' rule: one kv head serves all, other counts only where the caller says so.
+    // The public functions have the same rule: one kv head serves all, other counts need enable_gqa.
     const AttentionParams& p = call.params;
     if (p.kv_heads != p.heads && p.kv_heads != 1 && !enable_gqa) {
       refuse("key has ", p.kv_heads, " heads and query ", p.heads, ", which needs enable_gqa");
@@ -46,7 +45,7 @@ struct Arguments {
   }
 };
 
-// A tensor that is none: None in Python.
+// An undefined tensor, which is None in Python.
 TensorHandle nothing() {
   AtenTensorHandle handle = nullptr;
   if (aoti_torch_new_uninitialized_tensor(&handle) != TORCH_SUCCESS) {

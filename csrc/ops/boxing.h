@@ -1,9 +1,9 @@
-// Boxed calls without copies: arguments are read from the dispatcher's stack in schema order, results put
-// back there.
+// Boxed calls without copies: reads arguments from the dispatcher's stack and puts results back.
 //
-// TORCH_BOX would do the same through std::tuple, std::optional and std::string, at a heap allocation for
-// each; on a tiny input the call is all there is. Reading takes ownership, so an op reads all of its
-// arguments before it checks the first one: an exception in between would leak the rest.
+// Arguments are read in the order of the schema. TORCH_BOX would do the same through std::tuple,
+// std::optional and std::string, with a heap allocation for each, which a call on a tiny input would notice.
+// Reading takes ownership, so an op reads all of its arguments before it checks the first one: an exception
+// in between would leak the rest.
 #pragma once
 
 #include <cstdint>
@@ -39,8 +39,8 @@ class TensorHandle {
   AtenTensorHandle handle_ = nullptr;
 };
 
-// A name that a caller gave, copied out of the dispatcher's string. Longer names are cut: none of ours is so
-// long, so that they stay unknown.
+// A name that a caller gave, copied out of the dispatcher's string. Longer names are cut, and stay unknown,
+// because no known name is so long.
 struct Name {
   char text[32] = "";
 };
@@ -61,7 +61,7 @@ class Stack {
     return next<std::optional<std::vector<int64_t>>>();
   }
   std::optional<std::vector<double>> optional_numbers() { return next<std::optional<std::vector<double>>>(); }
-  // Empty for none.
+  // The vector is empty if the argument is None.
   std::vector<TensorHandle> optional_tensors() {
     std::vector<TensorHandle> tensors;
     const auto handles = next<std::optional<std::vector<AtenTensorHandle>>>();

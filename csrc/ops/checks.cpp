@@ -1,3 +1,4 @@
+// Inspects and checks the tensors that an op was given.
 #include "checks.h"
 
 namespace selfattn::ops {
@@ -88,7 +89,7 @@ Input inspect(const char* name, const TensorHandle& handle) {
 
 Input inspect(const char* name, const TensorHandle& handle, const Input& first) {
   const Input input = inspect(name, handle);
-  // Index and all: a pointer of one GPU is no pointer of another.
+  // The index must agree, too: a pointer of one GPU means nothing on another.
   if (input.device.type != first.device.type || input.device.index != first.device.index) {
     refuse(name, " is on ", device_text(input.device), " and ", first.name, " on ", device_text(first.device),
            ": all tensors must be on one device");
@@ -119,7 +120,7 @@ const char* dtype_text(int32_t code) {
   for (const auto& other : others) {
     if (code == other.code) return other.name;
   }
-  return "of another dtype";
+  return "an unknown dtype";
 }
 
 void check_rank(const Input& input, int64_t rank) {
@@ -140,7 +141,7 @@ void check_shape(const Input& input, std::initializer_list<int64_t> shape) {
 
 bool has_unit_last_stride(const Input& input) {
   if (input.stride[input.rank - 1] == 1 || input.size[input.rank - 1] <= 1) return true;
-  // Of a tensor without elements nobody reads, and to torch it is contiguous whatever its strides are.
+  // Kernels do not read a tensor without elements, and torch calls it contiguous whatever its strides are.
   for (int64_t d = 0; d < input.rank; ++d) {
     if (input.size[d] == 0) return true;
   }
@@ -224,7 +225,8 @@ void make_contiguous(TensorHandle& handle, Input& input) {
     const torch::stable::Tensor dense = torch::stable::contiguous(given);
     if (aoti_torch_new_tensor_handle(dense.get(), &copy) != TORCH_SUCCESS) throw failure();
   } catch (const std::runtime_error&) {
-    // Its text is the name of the function that failed; Python asks the framework for the reason.
+    // The error's text is only the name of the function that failed; Python asks the framework for the
+    // reason.
     throw failure();
   }
   handle = TensorHandle(copy);

@@ -1,8 +1,8 @@
-// Refusals, and what an op knows about a tensor before it trusts it.
+// Checks of the tensors that an op was given, and refusals of wrong ones.
 //
-// The checks here are the last: whatever a caller passes, no kernel reads or writes outside its tensors. A
-// refusal is std::invalid_argument, which Python sees as ValueError; its text names the argument, what was
-// given and what is allowed, and is put together only once something is wrong.
+// No checks follow these: whatever a caller passes, no kernel reads or writes outside its tensors. A refusal
+// is std::invalid_argument, which Python sees as ValueError. Its text names the argument, what was given and
+// what is allowed, and is written only once something is wrong.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ template <class... Parts>
   throw std::invalid_argument(text.str());
 }
 
-// Reaches Python as MemoryError.
+// Python sees it as MemoryError.
 class AllocationFailure : public std::bad_alloc {
  public:
   explicit AllocationFailure(std::string text) : text_(std::move(text)) {}
@@ -43,15 +43,15 @@ int32_t code_of(DType dtype);
 
 constexpr int kMaxRank = 4;
 
-// Where a tensor lives, in the framework's numbers.
+// The device of a tensor, in the framework's numbers.
 struct Device {
   int32_t type = 0;
   int32_t index = 0;
 };
-// Whether what lives there can be read as it is.
+// Whether the CPU can read the memory of tensors on this device.
 bool on_host(Device device);
 
-// The facts about one argument, asked once. Borrows from the handle.
+// The properties of one argument, asked from the framework once. Borrows from the handle.
 struct Input {
   const char* name = "";
   Device device;
@@ -60,22 +60,22 @@ struct Input {
   const int64_t* stride = nullptr;
   int32_t dtype_code = 0;
   const void* data = nullptr;
-  int64_t bytes = 0;  // from its first element to the end of its last, 0 without elements
+  int64_t bytes = 0;  // from its first element to the end of its last; 0 without elements
 };
 
 Input inspect(const char* name, const TensorHandle& handle);
-// The same for an argument that is not the first: it must be on the device of that one.
+// The same for a later argument, which must be on the device of the first.
 Input inspect(const char* name, const TensorHandle& handle, const Input& first);
 
 // "(2, 8, 16, 64)"
 std::string shape_text(const int64_t* size, int64_t rank);
 
-// As Python spells it.
+// The name as Python spells it.
 const char* dtype_text(int32_t code);
 
 void check_rank(const Input& input, int64_t rank);
 void check_shape(const Input& input, std::initializer_list<int64_t> shape);
-// The last dimension must be dense: kernels load it as vectors.
+// The last dimension must be dense because kernels load it as vectors.
 void check_last_stride(const Input& input);
 // float64, float32, bfloat16 or float16, else a refusal.
 DType float_dtype(const Input& input);
@@ -88,7 +88,7 @@ bool has_unit_last_stride(const Input& input);
 bool is_contiguous(const Input& input);
 // Replaces the tensor by a contiguous copy and looks at it again.
 void make_contiguous(TensorHandle& handle, Input& input);
-// The same by a copy of its layout, as far as that is dense.
+// Replaces the tensor by a copy, which keeps its layout if that is dense.
 void make_copy(TensorHandle& handle, Input& input);
 
 inline DType accumulation_dtype(DType dtype) {

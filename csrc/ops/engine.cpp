@@ -1,3 +1,4 @@
+// The engine of the CPU, and the choice between it and that of CUDA.
 #include "engine.h"
 
 #include "../core/option_names.h"
@@ -11,7 +12,7 @@ namespace selfattn::ops {
 
 namespace {
 
-// Note [Declared options] in core/options.h.
+// See Note [Declared options] in core/options.h.
 void require_declared(const cpu::Kernel& kernel, OptionSet used) {
   if (used.within(kernel.options)) return;
   refuse("kernel \"", kernel.name, "\" (", kernel.isa, ") does not apply ",
@@ -31,7 +32,8 @@ void require_derivatives(const cpu::Kernel& kernel, const AttentionParams& p) {
          ") has no forward mode and no second derivatives with ", names_of(rest).c_str());
 }
 
-// Calls function(params, arguments) for the whole call, or for one element after the other.
+// Calls function(params, arguments) for the whole call, or for each batch element if the kernel does not
+// apply the options of sequences.
 template <class Arguments, class Function>
 void for_each_call(const cpu::Kernel& kernel, const AttentionParams& p, const Arguments& arguments,
                    const Function& function) {
@@ -48,7 +50,7 @@ void for_each_call(const cpu::Kernel& kernel, const AttentionParams& p, const Ar
     }
   }
   if (p.function.table != nullptr && *p.function.inputs.out_of_range != 0) {
-    throw std::out_of_range("score_function reads beside a captured tensor, for a score that is not hidden");
+    throw std::out_of_range("score_function reads outside a captured tensor, for a score that is not hidden");
   }
 }
 
@@ -113,7 +115,7 @@ void captured_gradients(const char* kernel, const AttentionParams& p, const Back
   });
 }
 
-// Serial and in double, so that the result depends on nothing but the rows.
+// The sum is serial and in double, so that the result depends on nothing but the rows.
 template <class T>
 void sum_of_rows(const AttentionParams& p, const T* rows, T* sums, bool shared_by_batch) {
   for (int64_t b = 0; b < (shared_by_batch ? 1 : p.batch); ++b) {
@@ -148,7 +150,7 @@ void masked_softmax_backward(const char* kernel, const SoftmaxParams& p, Device)
 }
 
 void append(const AppendParams& a, Device) {
-  // A thread copies some 16 bytes in the time of a score.
+  // A thread copies about 16 bytes in the time that a score takes.
   const int64_t bytes = a.kv_heads * a.rows * (a.head_dim + a.value_dim) * size_of(a.dtype);
   const int64_t copied = bytes * (a.row_starts == nullptr ? a.batch : 1);
   cpu::append_to_cache(a, thread_pool(static_cast<double>(copied) / 16));

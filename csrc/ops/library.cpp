@@ -1,15 +1,15 @@
 // The schema of every op. The files named after the ops register their implementations.
 //
-// Rare options are keyword-only with defaults: a caller that leaves them out saves their conversion. Those
-// that the attention operators share are listed in attention_options.h.
+// Rare options are keyword-only with defaults: a caller that leaves them out saves their conversion.
+// attention_options.h lists the options that the attention operators share.
 #include <string>
 
 #include "attention_options.h"
 #include "stable.h"
 #include "tangent_arguments.h"
 
-// need_weights: attention_weights will be called, so that the lack of memory for its result is an error now,
-// before anything is computed or written.
+// need_weights says that attention_weights will be called, so that a lack of memory for its result is an
+// error now, before anything is computed or written.
 STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
   const std::string options = selfattn::ops::Options::schema();
   const auto define = [&library](const std::string& schema) { library.def(schema.c_str()); };
@@ -17,7 +17,8 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "attention_forward(Tensor query, Tensor key, Tensor value, float scale, *, "
       "bool need_residual=False, bool need_weights=False, " +
       options + ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual)");
-  // For people: a line per CUDA kernel, best first, on why it does not take this call, empty where it does.
+  // Returns a text for people: a line per CUDA kernel, best first, that says why the kernel does not take
+  // this call. The line is empty if it does.
   define("attention_refusals(Tensor query, Tensor key, Tensor value, float scale, *, " + options +
          ") -> str");
   define("attention_weights(Tensor query, Tensor key, Tensor row_max, Tensor row_sum, float scale, *, " +
@@ -30,7 +31,7 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       options +
       ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, "
       "Tensor grad_mask, Tensor grad_slopes, Tensor grad_sinks)");
-  // attention_forward with its forward mode; a tangent that is missing is 0.
+  // Computes attention_forward and its forward mode; a tangent that is missing is 0.
   define("attention_jvp(Tensor query, Tensor key, Tensor value, float scale, *, " +
          selfattn::ops::TangentTensors::schema() + "bool need_residual=False, " + options +
          ") -> (Tensor out, Tensor row_max, Tensor row_sum, Tensor out_residual, Tensor tangent_out, "
@@ -44,9 +45,10 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "Tensor? out_residual=None, Tensor? grad_row=None, bool need_mask_grad=False, " + options +
       ") -> (Tensor grad_query, Tensor grad_key, Tensor grad_value, Tensor grad_mask, Tensor grad_slopes, "
       "Tensor grad_sinks, Tensor tangent_out, Tensor tangent_lse)");
-  // Of the tensors in `captured`: those with captured_sizes elements, 0 where a gradient is not wanted, one
-  // behind the other, in float64. exclusive: 1 + 2 + 4 where scores of unlike batch elements, heads, queries
-  // read unlike elements of each.
+  // Returns the gradients of the tensors in `captured` end to end, in float64. captured_sizes holds the
+  // number of elements of each, or 0 if its gradient is not wanted. exclusive is the sum of 1, 2 and 4 if
+  // scores of different batch elements, heads and queries, respectively, read different elements of each
+  // tensor.
   define(
       "attention_captured_gradients(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
       "Tensor row_max, Tensor row_sum, float scale, *, SymInt[] captured_sizes, int exclusive=0, "
@@ -63,14 +65,14 @@ STABLE_TORCH_LIBRARY(SELFATTN_NAMESPACE, library) {
       "basic_attention_backward(Tensor grad_out, Tensor query, Tensor key, Tensor value, Tensor out, "
       "Tensor statistics, Tensor? out_residual, float? scale, bool is_causal) "
       "-> (Tensor grad_query, Tensor grad_key, Tensor grad_value)");
-  // Writes key and value (B,Hk,L,E|Ev) behind the seqlens (B,) rows of the caches, (B,Hk,S,E|Ev) or, with a
-  // block_table, pages as in attention_options.h. cu_seqlens (B+1,): key and value are packed,
-  // (1,Hk,rows,E|Ev).
+  // Writes key and value (B,Hk,L,E|Ev) behind the seqlens (B,) rows of the caches, which are (B,Hk,S,E|Ev)
+  // or, with a block_table, pages as in attention_options.h. With cu_seqlens (B+1,), key and value are
+  // packed, (1,Hk,rows,E|Ev).
   define(
       "append_to_cache(Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, Tensor value, "
       "Tensor seqlens, *, Tensor? cu_seqlens=None, Tensor? block_table=None) -> ()");
-  // append_to_cache, then attention_forward over the caches. seqlens_k are the lengths with the new keys;
-  // cu_seqlens_q packs key and value too.
+  // Runs append_to_cache, then attention_forward over the caches. seqlens_k are the lengths with the new
+  // keys. cu_seqlens_q says that key and value are packed, too.
   define(
       "attention_with_cache(Tensor query, Tensor(a!) key_cache, Tensor(b!) value_cache, Tensor key, "
       "Tensor value, float scale, *, bool need_weights=False, " +

@@ -1,4 +1,4 @@
-// masked_softmax: softmax(scale * scores + mask) over the keys that each query may see; and its backward.
+// masked_softmax: softmax(scale * scores + mask) over the keys that a query sees; and its backward.
 #include "attention_arguments.h"
 #include "engine.h"
 #include "operators.h"

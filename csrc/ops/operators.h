@@ -1,5 +1,6 @@
-// The operators that run on CPU and CUDA tensors, as the dispatcher calls them. Each checks its arguments and
-// allocates its results by itself; what is left to the kind of device is an Engine.
+// The operators that run on CPU and CUDA tensors, as the dispatcher calls them.
+//
+// Each checks its arguments and allocates its results; the rest depends on the device and is an Engine's.
 #pragma once
 
 #include "stable.h"

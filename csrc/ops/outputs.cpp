@@ -1,3 +1,4 @@
+// Allocates results and scratch memory.
 #include "outputs.h"
 
 #include <cstring>
@@ -28,7 +29,7 @@ Output allocate_strided(const char* name, std::initializer_list<int64_t> shape, 
                         bool heads_inside) {
   const int64_t* size = shape.begin();
   const int64_t rank = static_cast<int64_t>(shape.size());
-  // From the innermost dimension outwards; the heads-inside order swaps dimensions 1 and 2.
+  // Strides are set from the innermost dimension outwards; the heads-inside order swaps dimensions 1 and 2.
   constexpr int kSwapped[kMaxRank] = {3, 1, 2, 0};
   Output output;
   int64_t next = 1;

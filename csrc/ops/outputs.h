@@ -1,4 +1,4 @@
-// Results: allocation, and the layout that they take from an input.
+// The allocation of results, and the layout that they take from an input.
 #pragma once
 
 #include <initializer_list>
@@ -23,18 +23,18 @@ struct Output {
 // Uninitialised and contiguous. Throws AllocationFailure, or refuses a shape whose element count overflows.
 Output allocate(const char* name, std::initializer_list<int64_t> shape, DType dtype, Device device);
 
-// As allocate(), for a (batch, heads, rows, columns) result that follows the layout of `like`: where that is
-// the transpose of a (batch, rows, heads, columns) tensor the result is one too, so that the caller's
-// transpose back costs no copy; else contiguous.
+// Does the same for a (batch, heads, rows, columns) result with the layout of `like`: if that is the
+// transpose of a (batch, rows, heads, columns) tensor, the result is one, too, so that the caller's transpose
+// back costs no copy; otherwise it is contiguous.
 Output allocate_like(const char* name, std::initializer_list<int64_t> shape, DType dtype, const Input& like);
 
-// The (0,) tensor that stands for a result nobody asked for.
+// A (0,) tensor in place of a result that was not asked for.
 Output allocate_nothing(DType dtype, Device device);
 
-// Uninitialised memory for as long as an operator runs, on the device of its tensors; on the CPU 64-byte
-// aligned. Throws AllocationFailure, which names it. On CUDA it comes from
-// the framework's caching allocator, which hands it to later work of the same stream alone: it may be given
-// back before the kernel that uses it has run.
+// Uninitialised memory for as long as an operator runs, on the device of its tensors; on the CPU it is
+// aligned to 64 bytes. Throws AllocationFailure, which names it. On CUDA it comes from the framework's
+// caching allocator, which reuses it only for later work of the same stream: it may be freed before the
+// kernel that uses it has run.
 class Scratch {
  public:
   Scratch() = default;

@@ -1,3 +1,4 @@
+// The framework's threads, and what a forked process may use of them.
 #include "run_kernel.h"
 
 #if defined(__linux__)
@@ -9,11 +10,11 @@ namespace selfattn::ops {
 namespace {
 
 // Note [Forked processes]
-// GNU's OpenMP keeps a pool of threads for each thread that has started a parallel region. fork() copies the
-// calling thread alone, which then believes in a pool that is gone: its next parallel region waits for ever,
-// in every function of the framework that has one. A kernel can do without: on such a thread it runs on one
-// thread. Other threads of the child make pools of their own. What the framework itself ran on several
-// threads before the fork is not known here.
+// GNU's OpenMP keeps a pool of threads for each thread that has started a parallel region. fork() copies only
+// the calling thread, which still counts on its pool, although the pool's threads are gone: its next parallel
+// region waits for ever, in every function of the framework that has one. A kernel needs no pool: in such a
+// thread it runs on one thread. Other threads of the child make pools of their own. Whether the framework
+// itself used a pool before the fork is not known here.
 thread_local bool has_pool = false;
 thread_local bool lost_pool = false;
 
@@ -32,8 +33,8 @@ void run_range(int64_t begin, int64_t end, void* job) {
   for (int64_t n = begin; n < end; ++n) static_cast<Job*>(job)->body(static_cast<Job*>(job)->context);
 }
 
-// One range per worker. Inside another parallel region the framework hands all of them to this thread, one
-// after the other: the first does all the work and the rest find nothing left.
+// There is one range per worker. Inside another parallel region the framework gives all of them to this
+// thread, one after the other: the first does all the work, and the others find nothing left.
 void run_on_framework_threads(int workers, void (*body)(void* context), void* context) {
   has_pool = true;
   Job job{body, context};
@@ -51,7 +52,7 @@ cpu::ThreadPool thread_pool() {
 }
 
 cpu::ThreadPool thread_pool(double scores) {
-  // A score costs a nanosecond or less, waking a thread microseconds.
+  // A score takes a nanosecond or less, and waking a thread takes microseconds.
   constexpr double kScoresOfAThread = 16384;
   cpu::ThreadPool pool = thread_pool();
   const double worth = 1.0 + scores / kScoresOfAThread;

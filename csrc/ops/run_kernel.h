@@ -1,4 +1,4 @@
-// The last step of an op: the framework's threads, and the kernel's exceptions.
+// Runs a CPU kernel on the framework's threads, and translates its exceptions.
 #pragma once
 
 #include <stdexcept>
@@ -12,7 +12,7 @@ namespace selfattn::ops {
 // The framework's thread pool with its current number of threads (torch.set_num_threads).
 cpu::ThreadPool thread_pool();
 
-// As many of them as it is worth waking for so many scores.
+// The same pool, limited to the threads that are worth waking for so many scores.
 cpu::ThreadPool thread_pool(double scores);
 
 template <class Params>
@@ -20,8 +20,8 @@ double count_of_scores(const Params& p) {
   return static_cast<double>(p.batch * p.heads * p.queries) * static_cast<double>(p.keys);
 }
 
-// Calls kernel(params, results..., thread_pool(...)). Kernels allocate scratch only: bad_alloc has one
-// meaning.
+// Calls kernel(params, results..., thread_pool(...)). Kernels allocate nothing but scratch memory, so
+// bad_alloc means that there was not enough of it.
 template <class Kernel, class Params, class... Results>
 void run_kernel(Kernel kernel, const Params& params, const Results&... results) {
   try {

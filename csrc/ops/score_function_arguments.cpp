@@ -1,5 +1,4 @@
-// The function of scores of a call, what it reads, and its map of blocks: checked, and described for a
-// kernel.
+// The function of scores of a call, its captured tensors and its map of blocks, checked for a kernel.
 #include <algorithm>
 
 #include "attention_arguments.h"
@@ -9,15 +8,15 @@ namespace selfattn::ops {
 
 namespace {
 
-// As good as any longer block, and far from overflow.
+// Longer blocks are cut to this, which changes nothing and is far from overflow.
 constexpr int64_t kMostBlockSize = int64_t{1} << 40;
 
 // Functions count batch elements, heads, queries and keys in 32 bits, with room for differences and
 // constants.
 constexpr int64_t kMostPositions = int64_t{1} << 30;
 
-// Whether 32 bits are too few for the places of a tensor's elements, or of those of its gradient, which is
-// contiguous. A function is compiled for one or the other.
+// Whether 32 bits are too few for the places of a tensor's elements, or of the elements of its gradient,
+// which is contiguous. A function is compiled for either 32 or 64 bits.
 bool is_wide(const Input& tensor) {
   constexpr int64_t kPlaces = int64_t{1} << 31;
   int64_t reach = 1, elements = 1;
@@ -41,7 +40,7 @@ void check_positions(const AttentionParams& p) {
   }
 }
 
-// As ScoreFunctionTable::tensors has it.
+// Describes the tensors in the form of ScoreFunctionTable::tensors.
 std::string kinds_of(const std::vector<TensorHandle>& captured, const Input& query) {
   std::string kinds;
   for (const TensorHandle& handle : captured) {
@@ -93,7 +92,7 @@ BlockMap block_map(const AttentionParams& p, const Input& query, const Options& 
   if (queries < 1 || keys < 1) {
     refuse("block_size must be two positive numbers, but they are ", queries, " and ", keys);
   }
-  // A map without blocks has no memory, but hides all the same.
+  // A map without blocks has no memory, but it hides all scores.
   static constexpr uint8_t kNothing = 0;
   BlockMap result;
   result.blocks = map.data != nullptr ? static_cast<const uint8_t*>(map.data) : &kNothing;

@@ -1,3 +1,4 @@
+// Loads functions of scores, and finds them by name.
 #include "score_function_library.h"
 
 #include <dlfcn.h>
@@ -22,7 +23,7 @@ struct Library {
   std::unordered_map<std::string, const ScoreFunctionTable*> tables;
 };
 
-// Never destroyed, as threads may look functions up while the process ends.
+// It is never destroyed, because threads may look functions up while the process ends.
 Library& library() {
   static auto* const the_only = new Library;
   return *the_only;
@@ -30,7 +31,7 @@ Library& library() {
 
 std::string reason() {
   const char* text = dlerror();
-  return text != nullptr ? text : "of an unknown reason";
+  return text != nullptr ? text : "the reason is unknown";
 }
 
 void check_name(const std::string& name) {
@@ -66,7 +67,7 @@ void load_cuda_score_function(const std::string& name, int64_t score_bytes, cons
   Library& all = library();
   const std::lock_guard<std::mutex> lock(all.mutex);
   if (all.tables.count(name) != 0) return;
-  auto* const kinds = new std::string(tensors);  // for good, as all of it
+  auto* const kinds = new std::string(tensors);  // never destroyed, like the table
   const int64_t count = kinds->empty() ? 0 : 1 + std::count(kinds->begin(), kinds->end(), ' ');
   auto* const table = new ScoreFunctionTable{};
   table->score_bytes = score_bytes;

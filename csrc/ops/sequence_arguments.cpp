@@ -1,5 +1,4 @@
-// Batches whose elements have lengths and places of their own: what the operators are told about them,
-// checked.
+// The arguments about batches whose elements have lengths and places of their own, checked.
 #include "../core/sequences.h"
 #include "attention_arguments.h"
 
@@ -7,7 +6,7 @@ namespace selfattn::ops {
 
 namespace {
 
-// A contiguous vector of int64, `count` of them unless that is negative.
+// Reads a contiguous vector of int64, which must have `count` elements unless that is negative.
 const int64_t* integers(const char* name, const TensorHandle& handle, const Input& query, int64_t count,
                         int64_t* found = nullptr) {
   const Input input = inspect(name, handle, query);
@@ -23,7 +22,7 @@ const int64_t* integers(const char* name, const TensorHandle& handle, const Inpu
   return static_cast<const int64_t*>(input.data);
 }
 
-// Where sequences start, and where the last one ends.
+// Reads where sequences start, and where the last one ends.
 const int64_t* starts(const char* name, const TensorHandle& handle, const Input& query, int64_t rows,
                       int64_t longest, int64_t* batch) {
   int64_t count = 0;
@@ -31,7 +30,7 @@ const int64_t* starts(const char* name, const TensorHandle& handle, const Input&
   if (count == 0)
     refuse(name, " must hold the start of each sequence and the end of the last, but it is empty");
   if (*batch >= 0 && count - 1 != *batch) {
-    refuse(name, " tells of ", count - 1, " sequences, but there are ", *batch);
+    refuse(name, " describes ", count - 1, " sequences, but there are ", *batch);
   }
   *batch = count - 1;
   if (longest < 0) refuse("the longest sequence of ", name, " cannot have ", longest, " rows");
@@ -41,7 +40,7 @@ const int64_t* starts(const char* name, const TensorHandle& handle, const Input&
     if (start[b + 1] < start[b]) {
       refuse(name, " must not decrease, but ", start[b], " is followed by ", start[b + 1]);
     }
-    const int64_t length = start[b + 1] - start[b];  // of numbers from 0 on: no overflow
+    const int64_t length = start[b + 1] - start[b];  // neither is negative, so it cannot overflow
     if (length > longest) {
       refuse(name, " has a sequence of ", length, " rows, longer than the longest, which was given as ",
              longest);
@@ -61,7 +60,7 @@ void check_range(const char* name, const int64_t* numbers, int64_t count, int64_
   }
 }
 
-// The packed side of a call has no batch.
+// A packed tensor has no batch, so its first dimension must be 1.
 void check_packed(const Input& input, const char* offsets) {
   if (input.size[0] != 1) {
     refuse(input.name, " must be (1, heads, rows, dim) where ", offsets, " is given, but its shape is ",
@@ -168,13 +167,13 @@ void add_own_masks(AttentionParams& p, const Input& mask, const Options& options
     refuse("mask_shapes is for packed queries and keys (cu_seqlens_q, cu_seqlens_k)");
   }
   if (static_cast<int64_t>(masks.size()) != p.batch) {
-    refuse("mask_shapes tells of ", masks.size(), " masks, but there are ", p.batch, " sequences");
+    refuse("mask_shapes describes ", masks.size(), " masks, but there are ", p.batch, " sequences");
   }
   int64_t end = 0;
   for (int64_t b = 0; b < p.batch; ++b) {
     const int64_t* size = masks[b].size;
     end = masks[b].first + size[0] * size[1] * size[2];
-    // What only a device knows it is limited by; see launch_of().
+    // Lengths on a GPU are not read here. launch_of() limits a launch to the mask's queries and keys.
     const bool known = on_host(device);
     const int64_t full[3] = {p.heads, known ? queries_of(p, b).count : size[1],
                              known ? keys_of(p, b).count : size[2]};

@@ -1,3 +1,4 @@
+// Searches for elements that two tensors have in common.
 #include "shared_memory.h"
 
 #include <algorithm>
@@ -6,21 +7,21 @@ namespace selfattn::ops {
 
 namespace {
 
-// How many steps a search may take. Views of one tensor that agree in their strides take a few, two for each
-// dimension.
+// How many steps a search may take. Views of one tensor with the same strides take only about two steps for
+// each dimension.
 constexpr int kMostSteps = 1000;
 
-// Numbers from least to most, times stride: the difference in memory that one stride can make.
+// The differences in memory that one stride can make: numbers from least to most, times stride.
 struct Term {
   int64_t stride, least, most;
-  int64_t low, high;  // what this term and those of smaller strides can sum up to
+  int64_t low, high;  // the smallest and largest sum of this term and those of smaller strides
 };
 
 int64_t divide_down(int64_t a, int64_t b) { return a / b - (a % b < 0 ? 1 : 0); }
 
 class Search {
  public:
-  // Adds the elements of a tensor, with the sign of what they stand for.
+  // Adds the dimensions of a tensor; `sign` is 1 or -1.
   void add(const Input& input, int sign) {
     for (int64_t d = 0; d < input.rank; ++d) {
       const int64_t reach = input.size[d] - 1;
@@ -38,7 +39,7 @@ class Search {
     }
   }
 
-  // Whether the terms can sum up to that, or the search would take too long.
+  // Whether the terms can add up to `sum`, or the search would take too long.
   bool finds(int64_t sum) {
     if (too_long_) return true;
     std::sort(terms_, terms_ + count_, [](const Term& a, const Term& b) { return a.stride > b.stride; });
@@ -57,7 +58,7 @@ class Search {
     if (sum < term.low || sum > term.high) return false;
     const int64_t low = n + 1 < count_ ? terms_[n + 1].low : 0;
     const int64_t high = n + 1 < count_ ? terms_[n + 1].high : 0;
-    // Only where the smaller strides can make up for what is left.
+    // Only for these factors can the smaller strides make up the rest.
     const int64_t first = std::max(term.least, -divide_down(high - sum, term.stride));
     const int64_t last = std::min(term.most, divide_down(sum - low, term.stride));
     for (int64_t factor = first; factor <= last; ++factor) {

@@ -1,11 +1,12 @@
-// The framework as this library sees it: libtorch's stable ABI, and nothing else of it. A binary built
-// against the headers of one torch then loads under every later one.
+// Includes libtorch's stable ABI, the only part of the framework that this library uses.
+//
+// A binary built against the headers of one torch then loads under every later one.
 #pragma once
 
 #include "build_options.h"
 
-// Must be set before any torch header. Not a compiler flag: under it, torch 2.11's pybind11 refuses to be
-// included.
+// Must be set before any torch header. It cannot be a compiler flag, because torch 2.11's pybind11 refuses to
+// be included with it.
 #ifndef TORCH_TARGET_VERSION
 #define TORCH_TARGET_VERSION SELFATTN_TORCH_TARGET
 #endif

@@ -1,4 +1,4 @@
-// Tangents as the operators take them: those of query, key, value, attn_mask, alibi_slopes and sinks.
+// The tangents of query, key, value, attn_mask, alibi_slopes and sinks, as operators take them.
 #pragma once
 
 #include <string>
@@ -9,7 +9,7 @@
 namespace selfattn::ops {
 
 struct TangentTensors {
-  // Takes them off the stack, where they lie in the order of the schema.
+  // Takes them off the stack in the order of the schema.
   explicit TangentTensors(Stack& stack)
       : query(stack.optional_tensor()),
         key(stack.optional_tensor()),
@@ -30,8 +30,8 @@ struct TangentTensors {
 Tangents checked_tangents(TangentTensors& tangents, const AttentionParams& params, const Input& query,
                           const Input& key, const Input& value, const Options& options);
 
-// What both operators return of attention's results: (batch, heads, queries, value_dim) in the query's
-// layout, and row statistics. Zeros where kernels may leave rows out.
+// The tangents of attention's results, which both operators return: (batch, heads, queries, value_dim) in the
+// query's layout, and a row statistic. They are filled with zeros if kernels may leave rows out.
 struct ResultTangents {
   Output out, lse;
 };

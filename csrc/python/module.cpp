@@ -1,6 +1,7 @@
-// The Python module: what was built, what this machine has, which kernel a call takes. The operators
-// themselves do not pass through here: loading the library registers them with torch, where `ops` looks them
-// up.
+// The Python module: describes the build, the machine and the kernels.
+//
+// The operators do not pass through here: loading the library registers them with torch, where `ops` looks
+// them up.
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
@@ -37,12 +38,12 @@ std::string compiler() {
 #endif
 }
 
-// Python's function as one that threads without Python may call.
+// Wraps Python's function so that threads without Python's lock may call it.
 selfattn::cuda::MakeCode called_by_any_thread(const py::function& make_code) {
-  // For good, as the functions are; Python may have ended before C++ does.
+  // It is never released, like the score functions; Python may have ended before C++ does.
   auto* const held = new py::function(make_code);
   return [held](const std::string& kernel, int capability) {
-    const py::gil_scoped_acquire turn;
+    const py::gil_scoped_acquire gil;
     try {
       return (*held)(kernel, capability).cast<std::vector<std::string>>();
     } catch (const py::error_already_set& error) {
@@ -92,7 +93,7 @@ py::dict cpu_features() {
   return features;
 }
 
-// Their names in the operators' schema.
+// The names of options in the operators' schema.
 py::tuple options_in(selfattn::OptionSet options) {
   py::list names;
   for (int n = 0; n < static_cast<int>(selfattn::Option::kCount); ++n) {
@@ -125,8 +126,7 @@ py::list kernel_table() {
   return table;
 }
 
-// An attention that any kernel would take if only its dtype and the device allow it: contiguous, without
-// options.
+// A contiguous attention without options, which any kernel takes unless it refuses the dtype or the device.
 selfattn::AttentionParams ordinary_attention(selfattn::DType dtype) {
   selfattn::AttentionParams p;
   p.batch = p.heads = p.kv_heads = 1;
@@ -244,7 +244,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
              "The instruction set whose kernel computes such a call in place of the chosen one, or None.");
   module.def("load_score_function", &selfattn::ops::load_score_function, py::arg("name"), py::arg("path"),
              "Load the shared library with a function of scores, so that operators find it by its name (1 to "
-             "31 characters); nothing happens for a known name. ValueError for what is no such library.");
+             "31 characters); nothing happens for a known name. ValueError if the file is no such library.");
   module.def(
       "load_cuda_score_function", &load_cuda_score_function, py::arg("name"), py::arg("score_bytes"),
       py::arg("tensors"), py::arg("dims"), py::arg("numbers"), py::arg("make_code"),
@@ -260,13 +260,13 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("multiply_add_gflops", &multiply_add_gflops, py::arg("isa"), py::arg("seconds"),
              py::call_guard<py::gil_scoped_release>(),
              "GFLOP/s of multiply-adds alone with the instructions of `isa`, on torch's current number of "
-             "threads: the best of the runs in `seconds`. ValueError for what is unknown or not available.");
+             "threads: the best of the runs in `seconds`. ValueError for an unknown or unavailable `isa`.");
   module.def("read_gbs", &read_gbs, py::arg("bytes"), py::arg("seconds"),
              py::call_guard<py::gil_scoped_release>(),
              "GB/s at which torch's current number of threads reads that much memory, likewise.");
-  // Local: a process may load this library a second time, compiled at run time.
+  // The class is local to the module, because a process may load this library twice, compiled at run time.
   py::class_<MemoryReader>(module, "MemoryReader", py::module_local(),
-                           "That much memory, to be read again and again.")
+                           "A block of `bytes` of memory, to be read again and again.")
       .def(py::init<int64_t>(), py::arg("bytes"))
       .def(
           "seconds",

@@ -1,4 +1,4 @@
-"""What callers give, checked and brought into the form of the operators."""
+"""The arguments of a call, checked and brought into the form of the operators."""
 
 from . import (
     batch_invariance,

@@ -1,5 +1,6 @@
-"""Whether a query row gets the same bits however its sequence is cut into calls: :class:`batch_invariant` and
-SELFATTN_BATCH_INVARIANT ask for that.
+"""The setting that gives a query row the same bits however its sequence is cut into calls.
+
+:class:`batch_invariant` and the environment variable SELFATTN_BATCH_INVARIANT ask for that.
 """
 
 from __future__ import annotations
@@ -13,14 +14,18 @@ VARIABLE = "SELFATTN_BATCH_INVARIANT"
 
 
 def of_environment() -> bool:
-    """What SELFATTN_BATCH_INVARIANT asks for."""
+    """Reads SELFATTN_BATCH_INVARIANT.
+
+    Raises:
+        ValueError: its value is neither "0" nor "1".
+    """
     value = os.environ.get(VARIABLE, "")
     if value not in ("", "0", "1"):
         raise ValueError(f'{VARIABLE} must be "0" or "1", but it is "{value}"')
     return value == "1"
 
 
-#: What calls of the whole process are asked for. Graphs of torch.compile are guarded by it.
+#: Whether calls of the whole process are to be batch-invariant. torch.compile guards its graphs by it.
 asked: bool = of_environment()
 
 
@@ -35,10 +40,10 @@ class batch_invariant:
         with selfattn_ext.batch_invariant():  # only here
             ...
 
-    The setting is that of the process, as for :func:`torch.use_deterministic_algorithms`: threads that enter
-    and leave blocks at different times change it for each other. A call reads it when it is made; its
-    gradients, whenever they are taken, and graphs that were captured or exported keep what it was then.
-    torch.compile compiles again where it has changed.
+    The setting belongs to the process, as that of :func:`torch.use_deterministic_algorithms` does: threads
+    that enter and leave blocks at different times change it for each other. A call reads it when it is made;
+    its gradients, whenever they are computed, and graphs that were captured or exported keep the value that
+    the call has read. torch.compile compiles again if the setting has changed.
 
     It holds for the output and the log-sum-exp of
     :func:`~selfattn_ext.scaled_dot_product_attention`, :func:`~selfattn_ext.varlen_attention`,
@@ -48,6 +53,9 @@ class batch_invariant:
     Args:
         enabled: False for the fastest way, the default of a process, in which a call with few queries is
             computed differently from one with many.
+
+    Raises:
+        TypeError: enabled is not a bool.
     """
 
     def __init__(self, enabled: bool = True) -> None:

@@ -1,7 +1,7 @@
-"""The arguments of a call, as a user gave them: one value for all that is done with them.
+"""The arguments of a call as the user gave them, in one value.
 
-A public function names its arguments in its signature and where it makes this value. What brings them into
-the operators' form, what explains a refusal and what hands the call to another library take the value.
+A public function names its arguments in its signature and where it makes this value. The code that brings
+them into the operators' form, explains a refusal, or hands the call to another library takes the value.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ __all__ = [
 
 OptionalTensor = Tensor | None
 
-#: The default query_offset, to be compared by identity: whether a compiler's symbol is 0 must not be asked.
+#: The default query_offset. It is compared by identity, as asking a compiler's symbol ties the graph to it.
 DEFAULT_QUERY_OFFSET = 0
-#: The same for window_size,
+#: The default window_size, compared by identity as well.
 DEFAULT_WINDOW = (-1, -1)
-#: and for softcap.
+#: The default softcap, compared by identity as well.
 DEFAULT_SOFTCAP = 0.0
 
 
 class AttentionOptions(NamedTuple):
-    """What every attention function takes beside its tensors, in the order of their signatures."""
+    """The arguments of every attention function beside its tensors, in the order of the signatures."""
 
     attn_mask: Any = None
     dropout_p: float = 0.0

@@ -1,7 +1,7 @@
-"""What is wrong with the arguments of a call: all of them, once an operator has refused something.
+"""Checks of all arguments of a call, made only after an operator has refused it.
 
-See Note [Refusals] in :mod:`selfattn_ext.functional`. Each function raises for the first thing that is
-wrong and returns None when it finds nothing.
+See Note [Refusals] in :mod:`selfattn_ext.functional`. Each function raises for the first mistake that it
+finds and returns None if it finds none.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _head_numbers(name: str, value: Any, tensor: Tensor, full: Sequence[int]) ->
 
 
 def _form(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> shapes.Canonical:
-    """The three in the operators' form, to look at."""
+    """Returns the three in the operators' form, only for looking at their shapes."""
     try:
         return shapes.canonical(query.detach(), key.detach(), value.detach(), enable_gqa, dense=False)
     except RuntimeError:
@@ -51,7 +51,7 @@ def _form(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool) -> shapes
 
 
 def _result_lead(form: shapes.Canonical) -> tuple[int, ...]:
-    """The dimensions of the scores before L and S, as the user counts them."""
+    """Returns the dimensions of the scores before L and S, as the user counts them."""
     if form.rank == 2:
         return ()
     heads = (form.query.size(1),)
@@ -59,7 +59,7 @@ def _result_lead(form: shapes.Canonical) -> tuple[int, ...]:
 
 
 def flags(given: AttentionOptions) -> None:
-    """True or False each."""
+    """Checks that each flag of a call is True or False."""
     checks.flags(
         is_causal=given.is_causal,
         enable_gqa=given.enable_gqa,
@@ -69,7 +69,7 @@ def flags(given: AttentionOptions) -> None:
 
 
 def attention(call: AttentionCall) -> None:
-    """Every argument of :func:`selfattn_ext.scaled_dot_product_attention`."""
+    """Checks every argument of :func:`selfattn_ext.scaled_dot_product_attention`."""
     query, key, value, given = call
     tensors = {"query": query, "key": key, "value": value}
     checks.floats(tensors)
@@ -102,7 +102,7 @@ def attention(call: AttentionCall) -> None:
 
 
 def options(query: Tensor, scores: Sequence[int], given: AttentionOptions, heads: Sequence[int]) -> None:
-    """The options that every attention has, for scores of that shape and numbers per head of that."""
+    """Checks the options that every attention has, for scores and numbers per head of these shapes."""
     checks.probability("dropout_p", given.dropout_p)
     checks.flags(is_causal=given.is_causal)
     if given.scale is not None:
@@ -116,7 +116,7 @@ def options(query: Tensor, scores: Sequence[int], given: AttentionOptions, heads
 
 
 def scores(query: Any, key: Any, scale: Any = None, enable_gqa: Any = False) -> None:
-    """Every argument of :func:`selfattn_ext.attention_scores`."""
+    """Checks every argument of :func:`selfattn_ext.attention_scores`."""
     checks.floats({"query": query, "key": key})
     attention(AttentionCall(query, key, key, AttentionOptions(scale=scale, enable_gqa=enable_gqa)))
     form = _form(query, key, key, enable_gqa)
@@ -124,7 +124,7 @@ def scores(query: Any, key: Any, scale: Any = None, enable_gqa: Any = False) -> 
 
 
 def softmax(scores: Any, mask: Any, scale: Any, is_causal: Any, query_offset: Any) -> None:
-    """Every argument of :func:`selfattn_ext.masked_softmax`."""
+    """Checks every argument of :func:`selfattn_ext.masked_softmax`."""
     checks.floats({"scores": scores})
     if scores.dim() < 2:
         raise ValueError(f"scores must have at least 2 dimensions, (..., L, S), got {tuple(scores.shape)}")

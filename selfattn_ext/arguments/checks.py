@@ -1,6 +1,7 @@
-"""What is wrong with one argument: its name, what was given, what is allowed.
+"""Checks and conversions of single arguments.
 
-These functions check and convert single values, some of them on the way into a call.
+Each function raises an error that names the argument, what was given and what is allowed. Some of them run
+in every call, the others only after an operator has refused.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import cuda_build, library
+from ..build import cuda_build, library
 
 _DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _DTYPES_TEXT = "float64, float32, bfloat16 or float16"
@@ -23,10 +24,10 @@ _MAX_ELEMENTS = 2**60
 
 
 def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFFSET) -> int:
-    """An int from anything that is one, NumPy's and one-element integer tensors included.
+    """Returns anything that is an int, NumPy's and one-element integer tensors included, as an int.
 
-    One that a compiler traces as a symbol is taken as it is: a question about its value would tie the graph
-    to the answer. The operators check it when it has a value.
+    A symbol that a compiler traces is returned as it is: a question about its value would tie the graph to
+    the answer. The operators check it when it has a value.
     """
     if _is_truth_value(value):
         raise TypeError(f"{name} must be an int, got {described(value)}")
@@ -42,13 +43,14 @@ def integer(name: str, value: Any, low: int = -_MAX_OFFSET, high: int = _MAX_OFF
 
 
 def integers(name: str, values: Iterable[Any], low: int = -_MAX_OFFSET, high: int = _MAX_OFFSET) -> list[int]:
-    """Ints from the elements of a sequence; what is wrong with one of them says with which."""
+    """Returns the elements of a sequence as ints; an error names the element that is wrong."""
     return [integer(f"{name}[{index}]", value, low, high) for index, value in enumerate(values)]
 
 
 def _is_truth_value(value: Any) -> bool:
-    """Whether a value is True or False, or that of NumPy, of a tensor or of a compiler: a number to Python,
-    and a mistake where a number is asked for.
+    """Tells whether a value is True or False, in Python, NumPy, a tensor or a compiler.
+
+    To Python these are numbers; where a number is asked for they are a mistake.
     """
     if type(value) is int or type(value) is float:
         return False
@@ -56,7 +58,7 @@ def _is_truth_value(value: Any) -> bool:
 
 
 def _digits(number: int) -> str:
-    """An int for a message; Python refuses to print those of thousands of digits."""
+    """Returns an int for a message; Python refuses to print ints of thousands of digits."""
     return str(number) if number.bit_length() <= 200 else f"an int of {number.bit_length()} bits"
 
 
@@ -67,9 +69,9 @@ def _may_be_symbol(value: Any) -> bool:
 
 
 def number(name: str, value: Any) -> float:
-    """A finite float from a real number or a tensor of one element that requires no gradient."""
+    """Returns a real number, or a tensor of one element that requires no gradient, as a finite float."""
     result = value if type(value) is float else _as_float(name, value)
-    # As math.isfinite says it, in words that hold for the symbol of a compiler too.
+    # This is math.isfinite in operations that a compiler's symbol has, too.
     if result - result != 0:
         raise ValueError(f"{name} must be finite, got {result}")
     return result
@@ -80,7 +82,10 @@ def _as_float(name: str, value: Any) -> float:
         if value.numel() != 1 or value.is_complex():
             raise TypeError(f"{name} must be a real number, got {described(value)}")
         if value.requires_grad:
-            raise ValueError(f"{name} is a constant of differentiation, got a tensor with requires_grad=True")
+            raise ValueError(
+                f"{name} gets no gradient and must be a number or a tensor without requires_grad, got a "
+                "tensor with requires_grad=True"
+            )
     if isinstance(value, (str, bytes)) or _is_truth_value(value):
         raise TypeError(f"{name} must be a real number, got {described(value)}")
     try:
@@ -92,9 +97,9 @@ def _as_float(name: str, value: Any) -> float:
 
 
 def scale(value: Any, dtype: torch.dtype = torch.float64) -> float:
-    """The factor of the scores of inputs of ``dtype``, all of which but float64 are computed in float32.
+    """Returns the factor of the scores for inputs of ``dtype``; all but float64 are computed in float32.
 
-    A learned one belongs into the query: ``query * factor``, ``scale=1.0``.
+    A learned factor belongs in the query: ``query * factor``, ``scale=1.0``.
     """
     result = number("scale", value)
     if dtype != torch.float64 and abs(result) > torch.finfo(torch.float32).max:
@@ -105,7 +110,7 @@ def scale(value: Any, dtype: torch.dtype = torch.float64) -> float:
 
 
 def softcap(value: Any) -> float:
-    """The bound of the scores, 0 for none."""
+    """Returns the bound of the scores, 0 for none."""
     result = number("softcap", value)
     if result < 0:
         raise ValueError(f"softcap must be 0 (off) or positive, got {result}")
@@ -113,7 +118,7 @@ def softcap(value: Any) -> float:
 
 
 def probability(name: str, value: Any) -> float:
-    """A float between 0 and 1."""
+    """Returns the value as a float between 0 and 1."""
     result = number(name, value)
     if not 0.0 <= result <= 1.0:
         raise ValueError(f"{name} must lie between 0 and 1, got {result}")
@@ -121,15 +126,15 @@ def probability(name: str, value: Any) -> float:
 
 
 def flags(**values: Any) -> None:
-    """True or False each, as torch's functions have it: "False" is true, and None may be a mistake."""
+    """Checks that each value is True or False: to Python "False" is true, and None may be a mistake."""
     for name, value in values.items():
-        # By its type: a compiler's symbol for a bool has it too, and is nobody's identical object.
+        # Not by identity with True or False, which a compiler's symbol for a bool would fail.
         if type(value) is not bool and not isinstance(value, torch.SymBool):
             raise TypeError(f"{name} must be a bool, the same for the whole call, got {described(value)}")
 
 
 def window(value: Any) -> tuple[int, int]:
-    """A pair (left, right) of integers from -1."""
+    """Returns window_size as a pair (left, right) of ints, each at least -1."""
     if isinstance(value, (str, bytes, Tensor)) or not isinstance(value, Sequence) or len(value) != 2:
         raise TypeError(
             f"window_size must be a pair (left, right) of ints, -1 for unbounded, got {described(value)}"
@@ -137,39 +142,39 @@ def window(value: Any) -> tuple[int, int]:
     left, right = integers("window_size", value, -sys.maxsize, sys.maxsize)
     if left < -1 or right < -1:
         raise ValueError(
-            f"window_size must be (left, right) with each from -1 (unbounded) on, got {(left, right)}"
+            f"window_size must be (left, right), each at least -1 (unbounded), got {(left, right)}"
         )
     return left, right
 
 
 def is_causal_bias(mask: Any) -> bool:
-    """Whether a mask is a torch.nn.attention.bias.CausalBias, a rule that only looks like a tensor."""
-    # Until somebody has imported the module there can be none, and importing it takes time.
+    """Tells whether a mask is a torch.nn.attention.bias.CausalBias, a rule that only looks like a tensor."""
+    # Until somebody has imported that module, no such object can exist, and importing it takes time.
     module = sys.modules.get("torch.nn.attention.bias")
     return module is not None and isinstance(mask, module.CausalBias)
 
 
 def is_jagged(value: Any) -> bool:
-    """Whether a value is a nested tensor of the jagged layout."""
-    # By its class: asking a tensor subclass for its layout would show in its __torch_function__.
+    """Tells whether a value is a nested tensor of the jagged layout."""
+    # The class decides, as reading a tensor subclass's layout would call its __torch_function__.
     module = sys.modules.get("torch.nested._internal.nested_tensor")
     return module is not None and isinstance(value, module.NestedTensor)
 
 
 def mask(name: str, value: Any) -> Tensor:
-    """A mask of a dtype that the operators take."""
+    """Returns a mask if the operators take its dtype."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {described(value)}")
     if value.dtype != torch.bool and value.dtype not in _DTYPES:
         raise TypeError(
             f"{name} must be bool (True = attend) or {_DTYPES_TEXT} (added to the scores), got "
-            f"{value.dtype}; make {name} != 0 of a mask of zeros and ones"
+            f"{value.dtype}; for a mask of zeros and ones, pass {name} != 0"
         )
     return value
 
 
 def described(value: Any) -> str:
-    """What was given, for a message."""
+    """Returns a description of what was given, for a message."""
     if isinstance(value, Tensor):
         if value.is_nested:  # the older layout has no shape
             return "a nested tensor"
@@ -186,7 +191,7 @@ def described(value: Any) -> str:
 
 
 def dense_tensor(name: str, value: Any) -> Tensor:
-    """A tensor of plain memory."""
+    """Returns a tensor if it is dense."""
     if not isinstance(value, Tensor):
         raise TypeError(f"{name} must be a torch.Tensor, got {described(value)}")
     if value.is_nested or value.layout != torch.strided or value.is_quantized:
@@ -201,7 +206,7 @@ def dense_tensor(name: str, value: Any) -> Tensor:
 
 
 def on_device(name: str, tensor: Tensor, first: str, device: torch.device) -> None:
-    """The device of the first tensor."""
+    """Checks that a tensor is on ``device``, that of the tensor named ``first``."""
     if tensor.device != device:
         raise ValueError(
             f"{name} is on {tensor.device} and {first} on {device}: all tensors must be on one device"
@@ -210,7 +215,7 @@ def on_device(name: str, tensor: Tensor, first: str, device: torch.device) -> No
 
 def _has_kernels(name: str, device: torch.device) -> None:
     if torch.compiler.is_dynamo_compiling():
-        return  # the library cannot be asked from within a graph, whose operators know the device anyway
+        return  # a graph cannot ask the library, and its operators check the device themselves
     build = library.extension().build_info()
     allowed = "cpu or cuda" if build["cuda"] else "cpu"
     if device.type == "meta":
@@ -225,14 +230,14 @@ def _has_kernels(name: str, device: torch.device) -> None:
 
 
 def float_dtype(name: str, value: Any) -> torch.dtype:
-    """A dtype that the operators compute in."""
+    """Returns a dtype if the operators compute in it."""
     if value not in _DTYPES:
         raise TypeError(f"{name} must be {_DTYPES_TEXT}, got {value}")
     return value
 
 
 def floats(tensors: dict[str, Any]) -> None:
-    """Dense floating tensors of one dtype on one device that has kernels."""
+    """Checks that all are dense floating tensors of one dtype, on one device that has kernels."""
     for name, tensor in tensors.items():
         float_dtype(name, dense_tensor(name, tensor).dtype)
     first, reference = next(iter(tensors.items()))
@@ -246,13 +251,13 @@ def floats(tensors: dict[str, Any]) -> None:
 
 
 def fits(name: str, sizes: Sequence[int]) -> None:
-    """A shape of not more elements than memory can have."""
+    """Checks that memory can address all elements of a shape."""
     if math.prod(sizes) > _MAX_ELEMENTS or any(size > _MAX_OFFSET for size in sizes):
         raise ValueError(f"{name} would have the shape {tuple(sizes)}: more elements than memory can address")
 
 
 def broadcasts(name: str, shape: Sequence[int], full: Sequence[int], meaning: str) -> None:
-    """A shape that broadcasts to the full one."""
+    """Checks that a shape broadcasts to the full one."""
     given = list(shape)
     while len(given) > len(full) and given[0] == 1:
         given.pop(0)
@@ -266,7 +271,7 @@ def broadcasts(name: str, shape: Sequence[int], full: Sequence[int], meaning: st
 
 
 def with_missing_dimensions(name: str, shape: tuple[int, ...], full: tuple[int, ...]) -> str:
-    """How to index a tensor that has the first dimension of the full shape, and its last ones."""
+    """Returns a hint how to index a tensor that has only the first and the last of the full dimensions."""
     if len(shape) < 2 or len(shape) >= len(full) or shape[0] != full[0]:
         return ""
     after = len(shape) - 1

@@ -1,4 +1,4 @@
-"""Which kernel calls are asked to take; :func:`selfattn_ext.backends.use` and SELFATTN_KERNEL ask."""
+"""The kernel that :func:`selfattn_ext.backends.use` or SELFATTN_KERNEL asks calls to take."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ __all__ = ["current", "use"]
 _OF_THE_PROCESS: str = os.environ.get("SELFATTN_KERNEL", "")
 _forced: ContextVar[str] = ContextVar("selfattn_ext_kernel", default=_OF_THE_PROCESS)
 
-#: How many parts of the process ask for a kernel; while there are none, calls need not look which it is.
+#: How many parts of the process ask for a kernel; while it is 0, calls need not look which kernel it is.
 forcing: int = 1 if _OF_THE_PROCESS else 0
 _lock = threading.Lock()
 
 
 def current() -> str:
-    """The kernel that calls are to take, "" for the automatic choice."""
+    """Returns the kernel that calls are to take, "" for the automatic choice."""
     return _forced.get() if forcing else ""
 
 
-# torch.compiler.assume_constant_result does this too, and imports the compiler for it, which takes a second.
+# torch.compiler.assume_constant_result does the same but imports the compiler, which takes a second.
 current._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @contextmanager
 def use(name: str) -> Iterator[None]:
-    """Inside the ``with`` block, calls of this thread or task are to take that kernel."""
+    """Makes calls of this thread or task take that kernel inside the ``with`` block."""
     global forcing
     token = _forced.set(name)
     with _lock:

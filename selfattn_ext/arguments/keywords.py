@@ -1,4 +1,4 @@
-"""From the options of a call to the keyword arguments of the operators."""
+"""Conversion of the options of a call to the keyword arguments of the operators."""
 
 from __future__ import annotations
 
@@ -17,16 +17,15 @@ __all__ = ["Keywords", "causal_bias", "keywords_for", "position", "rules"]
 _is_compiling = torch.compiler.is_dynamo_compiling
 _FLOAT32 = torch.float32
 
-#: The operators' keyword arguments that are no tensors of scores; those at their default are left out.
+#: Keyword arguments of the operators, without mask, slopes, sinks and seed; those at a default are left out.
 Keywords = dict[str, Any]
 
 
 def keywords_for(options: AttentionOptions, query: Tensor) -> Keywords:
-    """What the options say, but for positions, and the process: the precision of float32 products, a kernel,
-    the same bits for any cut.
+    """Returns the keywords of the options, positions excepted, and of the process's settings.
 
-    A backward has the keywords of its forward, so that it computes the same scores whatever the settings are
-    by then.
+    These settings are the precision of float32 products, a forced kernel, and batch invariance. A backward
+    has the keywords of its forward, so that it computes the same scores even if the settings have changed.
     """
     keywords: Keywords = {}
     if options.is_causal:
@@ -34,7 +33,7 @@ def keywords_for(options: AttentionOptions, query: Tensor) -> Keywords:
     if options.window_size is not DEFAULT_WINDOW or _is_given(options.softcap):
         keywords |= rules(options.window_size, options.softcap)
     dropout_p = options.dropout_p
-    # By its type first: False is no probability.
+    # The type comes first, as False is not a probability.
     if type(dropout_p) is not float or dropout_p:
         probability = checks.probability("dropout_p", dropout_p)
         if probability:
@@ -54,7 +53,7 @@ def keywords_for(options: AttentionOptions, query: Tensor) -> Keywords:
 
 
 def rules(window_size: Sequence[int], softcap: float) -> Keywords:
-    """The sides of a window that are limited, and the bound of the scores."""
+    """Returns keywords for the limited sides of a window and for the bound of the scores."""
     result: Keywords = {}
     if window_size is not DEFAULT_WINDOW:
         left, right = checks.window(window_size)
@@ -68,12 +67,12 @@ def rules(window_size: Sequence[int], softcap: float) -> Keywords:
 
 
 def _is_given(softcap: Any) -> bool:
-    # Not by identity with the default, which Dynamo may take for a number that changes.
+    # Identity with the default does not decide, as Dynamo may take it for a number that changes.
     return type(softcap) is not float or bool(softcap)
 
 
 def position(query_offset: Any) -> Keywords:
-    """Where query 0 stands: a number for all sequences, or a tensor with one for each."""
+    """Returns the keyword for query 0's position: a number for all sequences, or a tensor of one for each."""
     if isinstance(query_offset, Tensor) and query_offset.dim():
         return {"query_offsets": sequence_checks.indices("query_offset", query_offset)}
     if query_offset is DEFAULT_QUERY_OFFSET:
@@ -82,17 +81,17 @@ def position(query_offset: Any) -> Keywords:
 
 
 def causal_bias(bias: Any, form: shapes.Canonical, given: Keywords, has_alibi: bool) -> Keywords:
-    """The rule that a CausalBias stands for, ``j <= i + limit``, beside the keywords that are given."""
+    """Returns keywords for a CausalBias's rule, ``j <= i + limit``, that fit the keywords in ``given``."""
     length, keys = form.query.size(2), form.key.size(2)
     if (bias.seq_len_q, bias.seq_len_kv) != (length, keys):
         raise ValueError("a CausalBias of another size")
     limit = 0 if bias.variant.name == "UPPER_LEFT" else keys - length
     offset = given.get("query_offset", 0)
     if not has_alibi and "window_left" not in given and "window_right" not in given:
-        # Nothing else counts positions, so that the offset may follow the rule.
+        # Nothing else uses positions, so the offset may follow the rule.
         return {"query_offset": min(limit, offset) if "is_causal" in given else limit, "is_causal": True}
     if limit >= offset:
-        # A mask does not move positions: as a window it leaves them where they are.
+        # The rule becomes a window, as a mask must not move the positions that the other options use.
         return {"window_right": min(limit - offset, given.get("window_right", limit - offset))}
     raise ValueError(
         f"attn_mask is a CausalBias that ends before the query's own position {offset}, which does not "

@@ -1,4 +1,4 @@
-"""For type checkers: the keyword arguments that attention functions share, and what flags make them return.
+"""Keyword arguments that attention functions share, per kind of result, for type checkers.
 
 Each overload of a public function names its other arguments and takes one of these.
 """
@@ -22,35 +22,35 @@ class Rules(TypedDict, total=False):
 
 
 class ForOut(Rules, total=False):
-    """out."""
+    """The flags of a call that returns out."""
 
     return_weights: Literal[False]
     return_lse: Literal[False]
 
 
 class ForWeights(Rules, total=False):
-    """(out, weights)."""
+    """The flags of a call that returns (out, weights)."""
 
     return_weights: Required[Literal[True]]
     return_lse: Literal[False]
 
 
 class ForLse(Rules, total=False):
-    """(out, lse)."""
+    """The flags of a call that returns (out, lse)."""
 
     return_weights: Literal[False]
     return_lse: Required[Literal[True]]
 
 
 class ForWeightsAndLse(Rules, total=False):
-    """(out, weights, lse)."""
+    """The flags of a call that returns (out, weights, lse)."""
 
     return_weights: Required[Literal[True]]
     return_lse: Required[Literal[True]]
 
 
 class ForAny(Rules, total=False):
-    """What the flags say when the program runs."""
+    """Flags whose values are known only when the program runs."""
 
     return_weights: bool
     return_lse: bool

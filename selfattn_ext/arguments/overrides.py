@@ -1,4 +1,4 @@
-"""Tensor subclasses and modes that define __torch_function__ see the public functions like those of torch."""
+"""Support of __torch_function__: subclasses and modes see public functions like torch's."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ __all__ = ["call", "overriding_arguments"]
 
 
 def overriding_arguments(*values: Any) -> tuple[Any, ...]:
-    """The arguments whose types are to be asked; empty where none of them and no mode overrides functions."""
-    # A CausalBias and a jagged tensor override torch's attention alone and are arguments like any other here.
+    """Returns the arguments whose types must be asked, () if neither they nor a mode override functions."""
+    # A CausalBias and a jagged tensor override only torch's attention; here they are ordinary arguments.
     relevant = tuple(
         value for value in values if not checks.is_causal_bias(value) and not checks.is_jagged(value)
     )
@@ -22,7 +22,7 @@ def overriding_arguments(*values: Any) -> tuple[Any, ...]:
 
 
 def call(function: Any, relevant: tuple[Any, ...], given: AttentionCall | PackedCall | KVCacheCall) -> Any:
-    """What those types make of the call: the function's arguments by place and by name as it has them."""
+    """Calls the override of those types with the function's positional and keyword arguments."""
     values = {**given._asdict(), **given.options._asdict()}
     by_place = function.__code__.co_varnames[: function.__code__.co_argcount]
     return torch.overrides.handle_torch_function(

@@ -1,9 +1,9 @@
-"""How exact products of float32 numbers are to be: torch's setting, read at every call.
+"""The precision of float32 products: torch's setting, read at every call.
 
 Note [Precision in compiled graphs]
     A traced graph holds the precision as a constant, so it must not outlive the setting. Dynamo's own guards
-    know "highest" from the other two and not those from each other, hence the guard here. Where Dynamo offers
-    none, a graph asks for "highest", which is right for any setting.
+    tell "highest" from the other two settings but not those from each other, hence the guard here. If Dynamo
+    offers no guard, a graph asks for "highest", which is right for any setting.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ __all__ = ["current", "current_on_cuda", "of_graph"]
 
 _setting = torch._C._get_float32_matmul_precision
 
-# What torch.backends says in other words.
+# torch.backends calls the same precisions by other names.
 _OF_BACKENDS = {"tf32": "high", "bf16": "medium"}
 
 
 def current() -> str:
-    """The float32 precision of the process: "highest", "high" or "medium".
+    """Returns the float32 precision of the process: "highest", "high" or "medium".
 
-    That of :func:`torch.set_float32_matmul_precision`. It has no value once torch.backends has set devices
-    apart; the answer then is that of matrix products on a CPU, torch.backends.mkldnn.matmul.fp32_precision.
+    It is that of :func:`torch.set_float32_matmul_precision`. If torch.backends has set devices differently,
+    that has no value, and the answer is torch.backends.mkldnn.matmul.fp32_precision, that of the CPU.
     """
     try:
         return _setting()
@@ -33,7 +33,7 @@ def current() -> str:
 
 
 def current_on_cuda() -> str:
-    """The same for tensors on CUDA: devices apart, that of torch.backends.cuda.matmul.fp32_precision."""
+    """Returns the same for CUDA: torch.backends.cuda.matmul.fp32_precision if devices are set differently."""
     try:
         return _setting()
     except RuntimeError:
@@ -45,7 +45,7 @@ def _of_backend(backend: Any) -> str:
 
 
 def of_graph(on_cuda: bool) -> str:
-    """One of the two, for a graph that torch.compile traces: see Note [Precision in compiled graphs]."""
+    """Returns the precision for a graph that torch.compile traces: Note [Precision in compiled graphs]."""
     asked = current_on_cuda if on_cuda else current
     try:
         from torch._dynamo.guards import GuardBuilder, install_guard

@@ -26,7 +26,7 @@ __all__ = [
     "with_options",
 ]
 
-# Looked up once: an attribute chain costs as much as the call at its end. And it asks for no device's name.
+# Looked up once: an attribute chain costs as much as the call at its end. It needs no device's name, either.
 _is_any_autocast_enabled = torch._C._is_any_autocast_enabled
 
 
@@ -39,17 +39,17 @@ class Tensors(NamedTuple):
     mask: OptionalTensor = None
     slopes: OptionalTensor = None
     sinks: OptionalTensor = None
-    #: Of dropout.
+    #: The seed of dropout.
     seed: OptionalTensor = None
 
 
-#: A call in the operators' form: its tensors, without the seed, which is drawn when it is computed, the
-#: scale, the keywords, and where the tensors come from. A plain tuple costs a call the least.
+#: A call in the operators' form: its tensors, the scale, the keywords, and the user's form of the tensors.
+#: The seed is missing, as it is drawn when the call is computed. A plain tuple costs a call the least.
 Prepared = tuple[Tensors, float, Keywords, shapes.Canonical]
 
 
 def prepare(call: AttentionCall) -> Prepared:
-    """A call of :func:`selfattn_ext.scaled_dot_product_attention`."""
+    """Brings a call of :func:`selfattn_ext.scaled_dot_product_attention` into the operators' form."""
     options = call.options
     query, key, value = autocast(call.query, call.key, call.value)
     form = shapes.canonical(query, key, value, options.enable_gqa)
@@ -63,9 +63,9 @@ def prepare(call: AttentionCall) -> Prepared:
 
 
 def with_options(form: shapes.Canonical, options: AttentionOptions, keywords: Keywords) -> Prepared:
-    """The tensors and the scale among the options in the operators' form, beside what has it already.
+    """Adds the tensors and the scale of the options, in the operators' form, to what has this form already.
 
-    ``keywords`` have the shapes of own masks, if it is those that attn_mask holds.
+    If attn_mask joins one mask per sequence, ``keywords`` has their shapes.
     """
     query, key, value = form[:3]
     mask, slopes, sinks, scale = options.attn_mask, options.alibi_slopes, options.sinks, options.scale
@@ -80,8 +80,9 @@ def with_options(form: shapes.Canonical, options: AttentionOptions, keywords: Ke
 
 
 def autocast(*tensors: Tensor, dtype: torch.dtype | None = None) -> tuple[Tensor, ...]:
-    """Under torch.autocast, casts as it does for torch's attention: all but float64 to the autocast dtype, or
-    to the one given.
+    """Casts under torch.autocast as that does for torch's attention.
+
+    All tensors but those of float64 get the autocast dtype, or ``dtype`` if it is given.
     """
     if not _is_any_autocast_enabled():
         return tensors
@@ -103,8 +104,10 @@ def formula(
     score_function: Callable[..., Tensor] | None = None,
     visible: Any = None,
 ) -> reference.AttentionResult:
-    """The same attention by the formula of :mod:`selfattn_ext.reference`; the last two are as the function
-    there takes them that is for one batch or for packed sequences.
+    """Computes the same attention by the formula of :mod:`selfattn_ext.reference`.
+
+    score_function and visible are what ``attention`` there takes, or ``varlen_attention`` for packed
+    sequences.
     """
     query, key, value, mask, slopes, sinks, seed = tensors
     options: Keywords = {
@@ -142,14 +145,12 @@ def formula(
 
 
 def is_packed(keywords: Keywords) -> bool:
-    """Whether a call's query, key and value are sequences packed one behind the other."""
+    """Tells whether a call's query, key and value are packed sequences."""
     return "cu_seqlens_q" in keywords and "cu_seqlens_k" in keywords
 
 
 def joined_masks(masks: Sequence[Tensor]) -> tuple[OptionalTensor, Keywords]:
-    """A mask for each sequence as the operators take them: all numbers, one mask behind the other, and the
-    shapes as a keyword.
-    """
+    """Joins one mask per sequence to the operators' form: a row of all numbers, and the shapes' keyword."""
     if not masks:
         return None, {}
     sizes = [size for mask in masks for size in (*(1,) * (3 - mask.dim()), *mask.shape[-3:])]
@@ -157,14 +158,14 @@ def joined_masks(masks: Sequence[Tensor]) -> tuple[OptionalTensor, Keywords]:
 
 
 def _own_masks(numbers: Tensor, sizes: Sequence[int]) -> list[Tensor]:
-    """The masks that :func:`joined_masks` was given, in three dimensions."""
+    """Returns the masks that :func:`joined_masks` was given, in three dimensions."""
     three = [tuple(sizes[at : at + 3]) for at in range(0, len(sizes), 3)]
     parts = numbers.split([math.prod(shape) for shape in three])
     return [part.reshape(shape) for part, shape in zip(parts, three, strict=True)]
 
 
 def keywords_of(tensors: Tensors, keywords: Keywords) -> Keywords:
-    """The operators' keyword arguments: those given, and of the tensors behind value those that are there."""
+    """Returns the operators' keyword arguments: ``keywords``, and those tensors after value that exist."""
     _, _, _, mask, slopes, sinks, seed = tensors
     if mask is None and slopes is None and sinks is None and seed is None:
         return keywords

@@ -1,4 +1,7 @@
-"""What is raised in place of an operator's refusal: see Note [Refusals] in :mod:`selfattn_ext.functional`."""
+"""Errors that replace an operator's refusal.
+
+Note [Refusals] in :mod:`selfattn_ext.functional` says when they are made.
+"""
 
 from __future__ import annotations
 
@@ -11,34 +14,36 @@ from torch import Tensor
 
 __all__ = ["REFUSALS", "explained", "out_of_memory"]
 
-#: What operators, torch's views and attributes of things that are no tensors raise for bad arguments, and
-#: what an operator raises where there is no memory for its result.
+#: Errors that operators, torch's views, and attributes of objects that are not tensors raise for bad
+#: arguments, and the error of an operator that has no memory for its result.
 REFUSALS = (ValueError, TypeError, RuntimeError, AttributeError, IndexError, MemoryError)
 
 
 def explained(refusal: Exception, query: Tensor, check: Callable[..., None], *call: Any) -> Exception:
-    """What to raise in place of one of REFUSALS: what the check finds wrong with the arguments of the call,
-    the refusal itself where it finds nothing.
+    """Returns the error to raise in place of one of REFUSALS.
+
+    It is the mistake that the check finds in the arguments of the call, or the refusal itself if it finds
+    none.
     """
     if isinstance(refusal, MemoryError):
         return out_of_memory(refusal, query)
     if type(refusal).__name__ == "GuardOnDataDependentSymNode":
-        return refusal  # A graph cannot tell, and the check would ask the same.
+        return refusal  # a graph has no answer, and the check would ask the same question
     try:
         check(*call)
     except (ValueError, TypeError) as problem:
         return problem
     if "DefaultCPUAllocator" in str(refusal):
-        # torch's own functions, of which the formula is made, have no class of their own for that.
+        # torch's own functions, which the formula uses, raise a RuntimeError if there is no memory.
         return MemoryError(f"not enough memory: {refusal}")
     return refusal
 
 
 def out_of_memory(error: MemoryError, tensor: Tensor) -> Exception:
-    """What to raise in place of an operator's MemoryError: on CUDA, what torch's own functions raise.
+    """Returns the error to raise in place of an operator's MemoryError: on CUDA, that of torch's functions.
 
-    The operators learn only that an allocation failed. Trying it once more tells why: an earlier kernel's
-    error shows there as well as lack of memory.
+    The operators learn only that an allocation failed. Trying it once more tells whether memory is missing
+    or an earlier kernel has failed.
     """
     if tensor.device.type != "cuda":
         return error

@@ -1,10 +1,10 @@
-"""What is wrong with the arguments of a call over packed sequences: their offsets and lengths.
+"""Checks of the offsets and lengths of packed sequences.
 
 Note [Values of offsets]
-    On the CPU the operators check the values of index tensors whenever they run. On CUDA nothing but a copy
-    to the CPU can look at them, and that waits for the GPU. So Python looks, once per tensor: it remembers
-    the values as long as the tensor lives and nobody writes into it. While a CUDA graph records, or a
-    compiler traces, nobody looks; kernels limit starts and lengths to the tensors that they read.
+    On the CPU the operators check the values of index tensors whenever they run. On CUDA only a copy to the
+    CPU shows the values, and that waits for the GPU. So Python copies them once per tensor, and remembers
+    them as long as the tensor lives and nobody writes into it. While a CUDA graph records or a compiler
+    traces, the values are not checked; kernels limit starts and lengths to the tensors that they read.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ _remembered: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
 
 def indices(name: str, value: Any) -> Tensor:
-    """A one-dimensional int32 or int64 tensor as the operators take it: int64, contiguous, nobody else's.
+    """Copies a one-dimensional int32 or int64 tensor to the int64, contiguous form of the operators.
 
-    A copy in any case: who packs the next batch writes the same tensor, and a backward may be yet to come.
+    It always copies, as callers write the next batch's offsets into the same tensor before a backward runs.
     """
     if not isinstance(value, Tensor) or value.dtype not in _INTEGERS:
         raise TypeError(f"{name} must be an int32 or int64 tensor, got {checks.described(value)}")
@@ -53,18 +53,18 @@ def indices(name: str, value: Any) -> Tensor:
 
 
 def _unwrapped(name: str, value: Tensor) -> Tensor:
-    """The tensor that torch.func's transforms have wrapped: integers have no derivative."""
+    """Returns the tensor that torch.func's transforms have wrapped, as integers have no derivative."""
     if torch.compiler.is_dynamo_compiling():
         return value
     while _functorch.is_functorch_wrapped_tensor(value):
         if _functorch.is_batchedtensor(value):
-            raise ValueError(f"{name} cannot be mapped by torch.func.vmap: call once for each packing")
+            raise ValueError(f"{name} must not be mapped by torch.func.vmap: call once for each packing")
         value = _functorch.get_unwrapped(value)
     return value
 
 
 def values(name: str, tensor: Tensor) -> tuple[int, ...] | None:
-    """The values of an index tensor, None where nobody can look: see Note [Values of offsets]."""
+    """Returns an index tensor's values, None if they cannot be read: see Note [Values of offsets]."""
     if torch.compiler.is_dynamo_compiling():
         return None
     tensor = _unwrapped(name, tensor)
@@ -72,7 +72,7 @@ def values(name: str, tensor: Tensor) -> tuple[int, ...] | None:
         return None
     if _on_host(tensor):
         return _numbers(tensor)
-    # A tensor made in inference mode has no version, so that it has to be looked at each time.
+    # A tensor made in inference mode has no version, so its values are read each time.
     version = None if tensor.is_inference() else tensor._version
     known = _remembered.get(tensor)
     if known is not None and known[0] == version and version is not None:
@@ -93,7 +93,7 @@ def _numbers(tensor: Tensor) -> tuple[int, ...]:
 
 
 def check_offsets_on_cuda(call: PackedCall) -> None:
-    """The check of values on CUDA, where the operators have none."""
+    """Checks the values of offsets on CUDA, where the operators do not check them."""
     assert call.cu_seqlens_k is not None
     offset_values("q", call.query, call.cu_seqlens_q, call.max_seqlen_q)
     offset_values("k", call.key, call.cu_seqlens_k, call.max_seqlen_k)
@@ -106,7 +106,7 @@ def check_positions_on_cuda(query_offset: Any) -> None:
 
 
 def offset_values(side: str, tensor: Tensor, offsets: Tensor, longest: Any) -> None:
-    """The values of cu_seqlens_q or cu_seqlens_k, where somebody can look: of a packed tensor."""
+    """Checks the values of cu_seqlens_q or cu_seqlens_k against the packed tensor, if they can be read."""
     name, of = f"cu_seqlens_{side}", "query" if side == "q" else "key"
     numbers = values(name, offsets)
     if numbers is None:
@@ -124,18 +124,18 @@ def offset_values(side: str, tensor: Tensor, offsets: Tensor, longest: Any) -> N
     most = max(lengths, default=0)
     if checks.integer(f"max_seqlen_{side}", longest, 0) < most:
         raise ValueError(
-            f"max_seqlen_{side} must be at least the length of the longest sequence, {most} of number "
-            f"{lengths.index(most)}, got {longest}"
+            f"max_seqlen_{side} must be at least the length of the longest sequence, {most} (sequence "
+            f"{lengths.index(most)}), got {longest}"
         )
 
 
 def position_values(positions: Tensor) -> None:
-    """The values of query_offset, one per sequence."""
+    """Checks the values of a query_offset that has one per sequence."""
     checks.integers("query_offset", values("query_offset", positions) or ())
 
 
 def per_sequence(name: str, value: Any, query: Tensor, batch: int) -> None:
-    """An int for all sequences, or a tensor with one for each."""
+    """Checks an argument that is one int for all sequences or a tensor of one for each."""
     allowed = f"{name} must be an int, or an int32 or int64 tensor with one for each of the {batch} sequences"
     if isinstance(value, Tensor) and value.dim():
         if checks.dense_tensor(name, value).dtype not in _INTEGERS:
@@ -155,24 +155,24 @@ def _is_vector(value: Any) -> bool:
 
 
 def offsets(side: str, value: Any, longest: Any, tensor: Tensor, query: Tensor) -> None:
-    """An offset tensor with its longest length."""
+    """Checks cu_seqlens_q or cu_seqlens_k together with its max_seqlen."""
     name = f"cu_seqlens_{side}"
     if isinstance(value, Tensor):
         checks.dense_tensor(name, value)
     indices(name, value)
     checks.on_device(name, value, "query", query.device)
     if value.shape[0] == 0:
-        raise ValueError(f"{name} must have an element more than there are sequences, got an empty tensor")
+        raise ValueError(f"{name} must have one element more than there are sequences, got an empty tensor")
     checks.integer(f"max_seqlen_{side}", longest, 0)
     offset_values(side, tensor, value, longest)
 
 
 def mask_list(call: PackedCall) -> None:
-    """A mask for each sequence."""
+    """Checks a list that holds one mask per sequence."""
     masks, query, longest = call.options.attn_mask, call.query, (call.max_seqlen_q, call.max_seqlen_k)
     batch, lengths = call.cu_seqlens_q.shape[0] - 1, _lengths(call)
     if len(masks) != batch:
-        raise ValueError(f"attn_mask is a list of {len(masks)} masks for {batch} sequences: one for each")
+        raise ValueError(f"attn_mask must have one mask for each of {batch} sequences, got {len(masks)}")
     for index, mask in enumerate(masks):
         name = f"attn_mask[{index}]"
         if checks.is_causal_bias(mask):
@@ -188,11 +188,13 @@ def mask_list(call: PackedCall) -> None:
             full = (query.shape[1], *lengths[index])
             checks.broadcasts(name, mask.shape, full, "the scores of its sequence")
         elif any(size > most for size, most in zip(reversed(mask.shape), reversed(longest), strict=False)):
-            raise ValueError(f"{name} of shape {tuple(mask.shape)} is longer than the longest sequence")
+            raise ValueError(
+                f"{name} must not be longer than the longest sequence, {longest}, got {tuple(mask.shape)}"
+            )
 
 
 def _lengths(call: PackedCall) -> list[tuple[int, int]] | None:
-    """(queries, keys) of each sequence; None where nobody can look."""
+    """Returns (queries, keys) of each sequence, None if the offsets cannot be read."""
     assert call.cu_seqlens_k is not None
     starts_q = values("cu_seqlens_q", call.cu_seqlens_q)
     starts_k = values("cu_seqlens_k", call.cu_seqlens_k)
@@ -205,7 +207,7 @@ def _lengths(call: PackedCall) -> list[tuple[int, int]] | None:
 
 
 def packed_attention(call: PackedCall) -> None:
-    """Every argument of :func:`selfattn_ext.varlen_attention`, but those of caches."""
+    """Checks every argument of :func:`selfattn_ext.varlen_attention`, those of caches excepted."""
     query, key, value, options = call.query, call.key, call.value, call.options
     starts_q: Any = call.cu_seqlens_q
     starts_k: Any = call.cu_seqlens_k
@@ -228,12 +230,12 @@ def packed_attention(call: PackedCall) -> None:
         )
     checks.flags(enable_gqa=options.enable_gqa)
     shapes.check_heads(query.shape[1], key.shape[1], value.shape[1], options.enable_gqa, tensors)
-    # Before their values: those of another packing would break rules that say nothing of the mistake.
+    # Counts come before values: offsets of another packing also break rules whose errors would mislead.
     counts = [starts.shape[0] for starts in (starts_q, starts_k) if _is_vector(starts)]
     if len(counts) == 2 and 0 not in counts and counts[0] != counts[1]:
         raise ValueError(
-            f"cu_seqlens_q and cu_seqlens_k must have as many elements, one more than sequences, but they "
-            f"have {counts[0]} and {counts[1]}"
+            f"cu_seqlens_q and cu_seqlens_k must have the same number of elements, one more than there are "
+            f"sequences, but they have {counts[0]} and {counts[1]}"
         )
     offsets("q", starts_q, call.max_seqlen_q, query, query)
     offsets("k", starts_k, call.max_seqlen_k, key, query)
@@ -247,6 +249,7 @@ def packed_attention(call: PackedCall) -> None:
         options = options._replace(attn_mask=None)
     elif checks.is_causal_bias(options.attn_mask):
         raise TypeError(
-            "attn_mask is a CausalBias, which is for one length; pass is_causal and query_offset instead"
+            "attn_mask is a CausalBias, whose rule fits only one length; pass is_causal and query_offset "
+            "instead"
         )
     call_checks.options(query, scores, options, scores[:2])

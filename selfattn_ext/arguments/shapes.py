@@ -1,4 +1,4 @@
-"""From the shapes that users have to the four dimensions of the operators, and back.
+"""Conversion of the shapes that users have to the four dimensions of the operators, and back.
 
 (L, E) is one head of one batch, (H, L, E) one batch, (B, H, L, E) the operators' own form; further leading
 dimensions are part of the batch. Leading dimensions broadcast, by views with stride 0 where that is possible.
@@ -49,21 +49,21 @@ class Canonical(NamedTuple):
 
 
 def of_packed(tensor: Tensor) -> Tensor:
-    """Packed rows (total, H, E) as the operators take them, (1, H, total, E)."""
+    """Returns packed rows (total, H, E) in the operators' form (1, H, total, E)."""
     if tensor.dim() != 3:
         raise ValueError("packed tensors have three dimensions")
     return tensor.transpose(0, 1).unsqueeze(0)
 
 
 def packed(tensors: Sequence[Tensor], batch: int, enable_gqa: bool) -> Canonical:
-    """Packed query, key and value of that many sequences in the operators' form."""
+    """Returns packed query, key and value of ``batch`` sequences in the operators' form."""
     query, key, value = map(of_packed, tensors)
     return canonical(query, key, value, enable_gqa)._replace(lead=(batch,), packed=True)
 
 
 def dense_rows(tensor: Tensor) -> Tensor:
-    """The tensor with a last stride of 1, as the operators read it: itself where it has that."""
-    # Not is_contiguous, which asks for sizes: they may depend on data in a graph, and strides less often do.
+    """Returns the tensor with a last stride of 1, which the operators need: itself if it has that."""
+    # is_contiguous would ask for sizes, which may depend on data in a graph; strides less often do.
     is_dense = tensor.stride()[-1] == 1
     if is_dense is True or known(is_dense) or known(tensor.shape[-1] <= 1):
         return tensor
@@ -71,9 +71,7 @@ def dense_rows(tensor: Tensor) -> Tensor:
 
 
 def known(condition: bool | torch.SymBool) -> bool:
-    """Whether a condition on sizes and strides holds, as far as a graph can tell: False for what depends on
-    data.
-    """
+    """Tells whether a condition on sizes and strides is known to hold: False if it depends on data."""
     if condition is True or condition is False:
         return condition
     from torch.fx.experimental.symbolic_shapes import guard_or_false
@@ -82,7 +80,7 @@ def known(condition: bool | torch.SymBool) -> bool:
 
 
 def four_dimensional(tensor: Tensor, lead: tuple[int, ...]) -> Tensor:
-    """A tensor (..., H, L, E) whose leading dimensions broadcast to ``lead``, with these as one batch."""
+    """Expands a tensor (..., H, L, E) to the leading dimensions ``lead`` and makes these one batch."""
     rank = tensor.dim()
     if rank < 4:
         tensor = tensor.unsqueeze(0) if rank == 3 else tensor.unsqueeze(0).unsqueeze(0)
@@ -95,7 +93,7 @@ def canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dense
     """Brings the three into the operators' form, with last strides of 1 where ``dense``.
 
     Raises:
-        ValueError: fewer than two dimensions, or leading dimensions or heads that do not go together.
+        ValueError: fewer than two dimensions, or leading dimensions or heads that do not match.
     """
     query_shape, key_shape, value_shape = query.shape, key.shape, value.shape
     if (
@@ -140,18 +138,19 @@ def canonical(query: Tensor, key: Tensor, value: Tensor, enable_gqa: bool, dense
 def check_heads(
     heads: int, key_heads: int, value_heads: int, enable_gqa: bool, tensors: dict[str, Tensor]
 ) -> int:
-    """How many heads key and value have together: as many as the query, or one, or, with enable_gqa, a
-    divisor of that.
+    """Returns the common number of heads of key and value.
+
+    It is that of the query, or 1, or, with enable_gqa, a divisor of that of the query.
 
     Raises:
-        ValueError: they do not; it shows the shapes of ``tensors``.
+        ValueError: the numbers of heads do not match; the message shows the shapes of ``tensors``.
     """
     if key_heads != value_heads and key_heads != 1 != value_heads:
         raise ValueError(
             "key and value must have the same number of heads, or one of them a single head, but "
             f"key has {key_heads} and value {value_heads}: {shown(tensors)}"
         )
-    # That numbers are equal is known even where they depend on data.
+    # A graph can know that two numbers are equal even if they depend on data.
     kv_heads = value_heads if key_heads != value_heads and key_heads == 1 else key_heads
     if heads == kv_heads or heads == 1 or kv_heads == 1:
         return kv_heads
@@ -169,12 +168,12 @@ def check_heads(
 
 
 def shown(tensors: dict[str, Tensor]) -> str:
-    """The shapes of tensors, for a message."""
+    """Returns the shapes of tensors, for a message."""
     return ", ".join(f"{name} {tuple(tensor.shape)}" for name, tensor in tensors.items())
 
 
 def restored(form: Canonical, out: Tensor, weights: Tensor | None, lse: Tensor | None) -> Results:
-    """Results (B, H, ...) in the leading dimensions that the user gave, or packed."""
+    """Returns results (B, H, ...) in the leading dimensions that the user gave, or packed."""
     if form.packed:
         return restored_packed(out, weights, lse)
     return (
@@ -185,12 +184,12 @@ def restored(form: Canonical, out: Tensor, weights: Tensor | None, lse: Tensor |
 
 
 def restored_packed(out: Tensor, weights: Tensor | None, lse: Tensor | None) -> Results:
-    """Results (1, H, total, ...) as packed rows have them; weights are padded."""
+    """Returns results (1, H, total, ...) in the form of packed rows; weights are padded."""
     return out.squeeze(0).transpose(0, 1), weights, None if lse is None else lse.squeeze(0)
 
 
 def with_lead(tensor: Tensor, form: Canonical) -> Tensor:
-    """A result (B, H, ...) in the leading dimensions that the user gave."""
+    """Returns a result (B, H, ...) in the leading dimensions that the user gave."""
     if form.rank == 4:
         return tensor
     if form.rank > 4:
@@ -199,8 +198,9 @@ def with_lead(tensor: Tensor, form: Canonical) -> Tensor:
 
 
 def mask_four_dimensional(mask: Tensor, form: Canonical) -> Tensor:
-    """A mask broadcastable to the scores (..., L, S) as (B | 1, H | 1, L | 1, S | 1), a view wherever
-    possible.
+    """Returns a mask that broadcasts to the scores (..., L, S) as (B | 1, H | 1, L | 1, S | 1).
+
+    It is a view wherever possible.
     """
     rank = mask.dim()
     if rank == 4 and len(form.lead) == 1:
@@ -217,9 +217,9 @@ def mask_four_dimensional(mask: Tensor, form: Canonical) -> Tensor:
 
 
 def head_numbers(numbers: Tensor, form: Canonical, dtype: torch.dtype) -> Tensor:
-    """Numbers per head, broadcastable to (..., H), as a contiguous (B | 1, H) of the accumulation dtype."""
+    """Returns numbers per head that broadcast to (..., H) as a contiguous (B | 1, H) of ``dtype``."""
     if not numbers.is_floating_point():
-        raise TypeError("numbers per head that are no floating-point numbers")
+        raise TypeError("numbers per head must have a floating-point dtype")
     heads = form.query.size(1)
     numbers = numbers.to(dtype)
     if math.prod(numbers.shape[:-1]) == 1:

@@ -1,8 +1,8 @@
-"""Whether a block of selfattn_ext.distributed.context_parallel is open.
+"""Tells whether a block of selfattn_ext.distributed.context_parallel is open.
 
-Tensors hold a part of a sequence then. What would take the part for the whole, and has no way to be split,
-refuses by :func:`refuse`. Functions that can be split are met by the block where they run eagerly; in
-torch.compile they are not, so that they leave its graph by :func:`eagerly` while :func:`any_open` says so.
+Inside a block, tensors hold a part of a sequence. A function that cannot be split would mistake the part for
+the whole, so it refuses by :func:`refuse`. The block intercepts functions that can be split only where they
+run eagerly, so while :func:`any_open` is True, they leave a graph of torch.compile by :func:`eagerly`.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from torch import Tensor
 
 __all__ = ["WHY_EAGER", "any_open", "close", "eagerly", "open_one", "refuse", "whole"]
 
-#: What torch.compile is told about calls that it must not trace.
+#: The reason that torch.compile shows for calls that it must not trace.
 WHY_EAGER = "attention that is split over processes asks them whether they make the same call"
 
 
 class _Block(NamedTuple):
-    #: Puts together along a dimension what ranks have.
+    #: Joins the parts of all ranks along a dimension.
     whole: Callable[[Tensor, int], Tensor]
-    #: A context manager in which an exception is told to the other ranks.
+    #: Returns a context manager that tells the other ranks of an exception inside it.
     telling: Callable[[], AbstractContextManager[Any]]
     thread: int
 
@@ -35,25 +35,25 @@ _open: list[_Block] = []
 def open_one(
     whole: Callable[[Tensor, int], Tensor], telling: Callable[[], AbstractContextManager[Any]]
 ) -> None:
-    """A block begins, which ``whole`` and ``telling`` belong to."""
+    """Notes that a block begins, with its functions ``whole`` and ``telling``."""
     if not _kept_out:
-        # Here, as it imports torch's compiler.
+        # This is not done at import, as it imports torch's compiler.
         _kept_out.append(torch.compiler.disable(_call, reason=WHY_EAGER))
     _open.append(_Block(whole, telling, threading.get_ident()))
 
 
 def close() -> None:
-    """The last block ends."""
+    """Notes that the last block ends."""
     _open.pop()
 
 
 def any_open() -> bool:
-    """Whether there is one, in any thread."""
+    """Tells whether a block is open in any thread."""
     return bool(_open)
 
 
 def whole(tensor: Tensor, dim: int) -> Tensor:
-    """The rows of all ranks in the order of the sequence; every rank has to call it, in a block."""
+    """Returns all ranks' rows in the order of the sequence; every rank has to call it, inside a block."""
     return _open[-1].whole(tensor, dim)
 
 
@@ -63,10 +63,10 @@ def refuse(what: str) -> None:
         return
     refusal = NotImplementedError(f"{what} cannot be split over processes, as context_parallel asks")
     if torch.compiler.is_dynamo_compiling():
-        # Dynamo leaves the call to Python, which comes by here once more.
+        # Dynamo then leaves the call to Python, which runs this function once more.
         raise refusal
     block = _open[-1]
-    # Another thread is none of those that attend together.
+    # Other ranks do not wait for a thread that did not open the block.
     with block.telling() if block.thread == threading.get_ident() else nullcontext():
         raise refusal
 
@@ -76,7 +76,7 @@ def _call(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
 
 
 def eagerly(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Calls a function outside of the graphs of torch.compile; while a block is open."""
+    """Calls a function outside the graphs of torch.compile; a block must be open."""
     return _kept_out[0](function, *args, **kwargs)
 
 

@@ -1,6 +1,6 @@
 """Gradients of every operator: eager, under torch.func, and in the graphs of torch.compile."""
 
-from .attention import basic_attention
+from .attention_function import basic_attention
 from .graph_operators import (
     attention_scores_with_gradient,
     attention_with_gradient,

@@ -1,6 +1,7 @@
-"""Derivatives of attention by the formula of :mod:`selfattn_ext.reference`, with its (L, S) matrices: those
-of third order, and the others of weights. Each function takes :class:`Inputs`, and can be differentiated
-itself.
+"""Derivatives of attention by the formula of :mod:`selfattn_ext.reference`.
+
+They hold (L, S) matrices and serve third derivatives, and second derivatives and forward mode of weights.
+Each function takes :class:`Inputs` and can itself be differentiated.
 """
 
 from __future__ import annotations
@@ -13,16 +14,16 @@ from torch import Tensor
 
 from ..arguments import formula
 from .differentiated import COTANGENTS, SOURCES, TANGENTS, Inputs
-from .nested import pushed
+from .forward_levels import pushed
 
 __all__ = ["attention", "gradients", "pull", "push", "second_gradients", "tangents"]
 
-#: Of the tensors that are there, in the order that the function promises.
+#: A function of the tensors in Inputs that are not None; each one says which results it returns.
 Formula = Callable[[Inputs], tuple[Tensor, ...]]
 
 
 def attention(given: Inputs) -> tuple[Tensor, Tensor, Tensor]:
-    """out, weights, lse."""
+    """Returns out, weights and lse."""
     out, weights, lse = formula(given.tensors(), given.scale, given.keywords)
     return out, weights, lse
 
@@ -33,7 +34,7 @@ def _out_and_lse(given: Inputs) -> tuple[Tensor, Tensor]:
 
 
 def gradients(given: Inputs, names: Sequence[str] | None = None) -> tuple[Tensor, ...]:
-    """Those of the sources of these names, or of all that are asked for."""
+    """Returns the gradients of the sources of these names, by default of all that are asked for."""
     incoming = given.present(COTANGENTS)
 
     def results(given: Inputs) -> tuple[Tensor, ...]:
@@ -44,8 +45,9 @@ def gradients(given: Inputs, names: Sequence[str] | None = None) -> tuple[Tensor
 
 
 def second_gradients(given: Inputs) -> tuple[Tensor, ...]:
-    """What attention_backward_backward gives, of what is there: the gradients of the sources, tangent_out,
-    tangent_lse.
+    """Returns the results of the operator attention_backward_backward for tensors that are not None.
+
+    They are the gradients of the sources, tangent_out and tangent_lse.
     """
     names, directions = _directions(given)
 
@@ -56,13 +58,13 @@ def second_gradients(given: Inputs) -> tuple[Tensor, ...]:
 
 
 def tangents(given: Inputs) -> tuple[Tensor, ...]:
-    """out, lse, and their tangents."""
+    """Returns out, lse, and their tangents."""
     names, directions = _directions(given)
     return *_out_and_lse(given), *push(_out_and_lse, given, dict(zip(names, directions, strict=True)))
 
 
 def _directions(given: Inputs) -> tuple[list[str], list[Tensor]]:
-    """The names of the sources that have a tangent, and these."""
+    """Returns the names of the sources that have a tangent, and these tangents."""
     names = [name for name in SOURCES if getattr(given, f"tangent_{name}") is not None]
     return names, [getattr(given, f"tangent_{name}") for name in names]
 
@@ -78,7 +80,7 @@ def _pulled(
 
 
 def pull(function: Formula, given: Inputs, cotangents: Sequence[Any]) -> Inputs:
-    """The gradients of everything that a function may depend on; a missing cotangent is 0."""
+    """Returns the gradients of all tensors that a function may depend on; a missing cotangent is 0."""
     names = [*given.present(COTANGENTS), *given.wanted(), *given.present(TANGENTS)]
     pull_back: Any
     results, pull_back = torch.func.vjp(  # type: ignore[misc]
@@ -94,6 +96,6 @@ def pull(function: Formula, given: Inputs, cotangents: Sequence[Any]) -> Inputs:
 
 
 def push(function: Formula, given: Inputs, directions: Mapping[str, Tensor]) -> tuple[Tensor, ...]:
-    """The tangents of a function's results, from those of the inputs of these names."""
+    """Returns the tangents of a function's results, given those of its inputs by their names."""
     names = list(directions)
     return pushed(_of_points(function, given, names), given.all_of(names), list(directions.values()))

@@ -9,15 +9,17 @@ import torch
 from torch import Tensor
 
 from ..arguments import Keywords, OptionalTensor, Tensors, is_packed
-from .nested import primals
+from .forward_levels import primals
 from .vmap import fold, fold_optional, slice_batch, unfold_gradient
 
 __all__ = ["COTANGENTS", "SAVED", "SOURCES", "TANGENTS", "Inputs", "fold_inputs", "unfold_gradients"]
 
 
 class Inputs(NamedTuple):
-    """What a derivative of attention is computed from, or one thing for each: the cotangents of attention's
-    results, the tensors of the call, what its forward saved, a direction, and the rest of the call.
+    """The inputs of a derivative of attention, or one value (a gradient, a mapped dimension) for each.
+
+    They are the cotangents of attention's results, the tensors of the call, what its forward saved, a
+    direction, and the rest of the call.
     """
 
     grad_out: Any = None
@@ -47,23 +49,25 @@ class Inputs(NamedTuple):
 
     @classmethod
     def saved(cls, ctx: Any) -> Inputs:
-        """Those that :meth:`save` has saved, in a backward."""
+        """Returns, in a backward, the inputs that :meth:`save` has saved."""
         return cls(*ctx.saved_tensors, *ctx.call).counted_through_inputs()
 
     @classmethod
     def saved_primals(cls, ctx: Any) -> Inputs:
-        """The same in a jvp."""
+        """Returns, in a jvp, the inputs that :meth:`save` has saved."""
         return cls(*primals(ctx), *ctx.call)
 
     def counted_through_inputs(self) -> Inputs:
-        """The same where no graph leads from what the forward saved back to it: what depends on that is
-        counted through the inputs, and the engine would visit the forward's node for nothing.
+        """Returns the same inputs, with what the forward saved detached from the forward's graph.
+
+        Derivatives through saved tensors are counted through the inputs, so the engine would visit the
+        forward's node for nothing.
         """
         saved = self.present(SAVED)
         return self._replace(**{name: getattr(self, name).detach() for name in saved})
 
     def save(self, ctx: Any) -> None:
-        """For a backward and for forward mode."""
+        """Saves the inputs for a backward and for forward mode."""
         tensors, ctx.call = self[:_CALL], self[_CALL:]
         ctx.save_for_backward(*tensors)
         ctx.save_for_forward(*tensors)
@@ -72,35 +76,36 @@ class Inputs(NamedTuple):
         return tuple(getattr(self, name) for name in names)
 
     def present(self, names: Iterable[str]) -> list[str]:
-        """Those of the names that there is a tensor for."""
+        """Returns those of the names whose tensor is not None."""
         return [name for name in names if getattr(self, name) is not None]
 
     def moving(self) -> dict[str, Tensor]:
-        """Of the tangents of such inputs those that are there, where derivatives depend on the input."""
+        """Returns the tangents that are not None of the inputs that derivatives depend on."""
         names = self.present((*COTANGENTS, *SOURCES, *TANGENTS))
         return dict(zip(names, self.all_of(names), strict=True))
 
     def along(self, directions: Sequence[OptionalTensor]) -> Inputs:
-        """The same with a direction: a tangent or None for each of SOURCES."""
+        """Returns the same inputs with a direction: a tangent or None for each of SOURCES."""
         return self._replace(**dict(zip(TANGENTS, directions, strict=True)))
 
     def with_cotangents(self, grad_out: OptionalTensor, grad_lse: OptionalTensor) -> Inputs:
-        """The same with others, one of which is there."""
+        """Returns the same inputs with other cotangents, one of which is not None."""
         grad_out = torch.zeros_like(self.out) if grad_out is None else grad_out
         return self._replace(grad_out=grad_out, grad_weights=None, grad_lse=grad_lse)
 
     def wanted(self) -> list[str]:
-        """The names of the sources whose gradients are asked for."""
+        """Returns the names of the sources whose gradients are asked for."""
         return [name for name in self.present(SOURCES) if name != "mask" or self.need_mask_grad]
 
     def unasked(self, gradients: Sequence[Tensor]) -> list[Tensor]:
-        """Those of the gradients of SOURCES that nobody asks for: empty tensors."""
+        """Returns those of the gradients of SOURCES that are not asked for, which are empty tensors."""
         wanted = self.wanted()
         return [gradient for name, gradient in zip(SOURCES, gradients, strict=False) if name not in wanted]
 
     def tangents(self) -> Keywords:
-        """The tangents that are there, as the operators take them, which make those of four dimensions dense
-        themselves.
+        """Returns the tangents that are not None as the operators' keyword arguments.
+
+        The operators make those of four dimensions dense themselves.
         """
         found = ((name, getattr(self, name)) for name in self.present(TANGENTS))
         return {name: tensor if tensor.dim() == 4 else tensor.contiguous() for name, tensor in found}
@@ -109,20 +114,22 @@ class Inputs(NamedTuple):
         return Tensors(*self.all_of(Tensors._fields))
 
     def has_one_batch(self) -> bool:
-        """Whether slices of vmap have to be computed one by one: the dropout pattern counts the batch of one
-        slice, which folding would change; packed sequences have no batch to fold into.
+        """Tells whether slices of vmap must be computed one by one.
+
+        The dropout pattern counts the batch of one slice, which folding would change; packed sequences have
+        no batch to fold into.
         """
         return self.seed is not None or is_packed(self.keywords)
 
 
-#: Where the call begins that is no tensor.
+#: The index of the first input that is not a tensor.
 _CALL = Inputs._fields.index("scale")
 
 COTANGENTS = ("grad_out", "grad_weights", "grad_lse")
-#: What has a gradient.
+#: The inputs that get a gradient.
 SOURCES = ("query", "key", "value", "mask", "slopes", "sinks")
 SAVED = ("out", "row_max", "row_sum", "out_residual", "weights")
-#: A direction: one tangent for each of SOURCES. What is missing is 0.
+#: A direction: one tangent for each of SOURCES. A missing one is 0.
 TANGENTS = tuple(f"tangent_{name}" for name in SOURCES)
 
 _DENSE = (*COTANGENTS, "query", "key", "value", *SAVED, "tangent_query", "tangent_key", "tangent_value")
@@ -130,18 +137,18 @@ _BROADCAST = ("mask", "slopes", "sinks")
 
 
 def _has_own_gradient(given: Inputs, name: str) -> bool:
-    """Whether each slice has a gradient of an input that may be broadcast over the batch, or a tangent."""
+    """Tells whether an input that may be broadcast over the batch has a gradient or a tangent per slice."""
     return name != "mask" or given.need_mask_grad or given.tangent_mask is not None
 
 
 def fold_inputs(given: Inputs, dims: Inputs, size: int) -> Inputs:
-    """The inputs of all slices as those of one call, whose batch is V * B."""
+    """Folds the inputs of all slices to those of one call, whose batch is V * B."""
     batch = slice_batch(given.query, dims.query)
     folded: dict[str, OptionalTensor] = {
         name: fold(getattr(given, name), getattr(dims, name), size) for name in given.present(_DENSE)
     }
     for name in _BROADCAST:
-        # A gradient needs an input of its own to be the gradient of, and a tangent has its input's shape.
+        # A gradient per slice needs an input per slice, and a tangent has its input's shape.
         expand = _has_own_gradient(given, name)
         for part in (name, f"tangent_{name}"):
             folded[part] = fold_optional(
@@ -153,7 +160,7 @@ def fold_inputs(given: Inputs, dims: Inputs, size: int) -> Inputs:
 def unfold_gradients(
     given: Inputs, dims: Inputs, size: int, results: Sequence[Tensor]
 ) -> tuple[list[Tensor], list[int | None]]:
-    """The gradients of SOURCES for every slice, and their mapped dimensions, from those of the one call."""
+    """Unfolds one call's gradients of SOURCES to those of every slice, and gives their mapped dimensions."""
     batch = slice_batch(given.query, dims.query)
     unfolded: list[Tensor] = []
     out_dims: list[int | None] = []

@@ -1,4 +1,4 @@
-"""The gradients of attention as a function of its own, which can be differentiated again."""
+"""First derivatives: the gradients of attention as a function that can be differentiated again."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.autograd import Function
 
 from . import by_formula, operator_calls
 from .differentiated import COTANGENTS, SAVED, SOURCES, Inputs, fold_inputs, unfold_gradients
-from .nested import nestable
+from .forward_levels import nestable
 from .second_order import AttentionBackwardBackward
 from .vmap import each_slice
 
@@ -17,10 +17,10 @@ __all__ = ["AttentionBackward"]
 
 
 class AttentionBackward(Function):
-    """The six gradients of :class:`Inputs`; see Note [Second derivatives] in attention.py.
+    """The six gradients of :class:`Inputs`; see Note [Second derivatives] in attention_function.py.
 
-    Differentiable in the cotangents and in the six inputs of attention. out, the row statistics and the
-    weights only spare the operator their recomputation: what depends on them is counted through the inputs.
+    They are differentiable in the cotangents and in the six inputs of attention. out, the row statistics and
+    the weights only save the operator their recomputation; dependence on them is counted through the inputs.
     """
 
     @staticmethod

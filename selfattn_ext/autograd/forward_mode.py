@@ -1,4 +1,4 @@
-"""Attention together with its forward mode: the tangents of out and of the log-sum-exp."""
+"""Forward mode: attention together with the tangents of out and of the log-sum-exp."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ..arguments import Keywords, OptionalTensor, Tensors
 from . import by_formula, operator_calls
 from .differentiated import SAVED, SOURCES, TANGENTS, Inputs, fold_inputs
 from .first_order import AttentionBackward
-from .nested import make_dual, nestable, unpack_dual
+from .forward_levels import make_dual, nestable, unpack_dual
 from .second_order import AttentionBackwardBackward
 from .vmap import each_slice, slice_batch, unfold
 
@@ -23,11 +23,12 @@ __all__ = ["AttentionTangents", "attention_of_duals"]
 def attention_of_duals(
     tensors: Tensors, scale: float, keywords: Keywords, want_weights: bool
 ) -> tuple[Tensor, OptionalTensor, Tensor] | None:
-    """(out, weights if wanted, lse) with tangents, by one operator; None if no input has a tangent.
+    """Computes (out, weights if wanted, lse) with tangents by one operator; None if no input has a tangent.
 
-    None also where that has to come to the functions' ``jvp``: another transform lies on top of forward mode;
-    this level records gradients, which have tangents themselves, and so need the inputs with theirs; or
-    tangents are batched as torch.autograd.gradcheck does it, for which there are no duals.
+    It returns None, too, if the functions' ``jvp`` has to compute them. That is so if another transform lies
+    on top of forward mode; if this level records gradients, which have tangents themselves and so need the
+    inputs with theirs; or if tangents are batched as in torch.autograd.gradcheck, for which there are no
+    duals.
     """
     if torch._C._are_functorch_transforms_active() and peek_interpreter_stack().key() != TransformType.Jvp:
         return None
@@ -39,7 +40,7 @@ def attention_of_duals(
     if not given or any(map(is_legacy_batchedtensor, given)):
         return None
     if want_weights:
-        # They are (L, S) matrices themselves.
+        # The formula's (L, S) matrices do no harm, as the weights are such a matrix themselves.
         out, weights, lse = by_formula.attention(Inputs(**tensors._asdict(), scale=scale, keywords=keywords))
         return out, weights, lse
     of_call: Any = [primal for primal, _ in pairs]
@@ -51,7 +52,7 @@ def attention_of_duals(
 
 
 class AttentionTangents(Function):
-    """Of :class:`Inputs` with a direction: out, lse, their tangents, row_max, row_sum, [out_residual]."""
+    """:class:`Inputs` with a direction → out, lse, their tangents, row_max, row_sum, [out_residual]."""
 
     @staticmethod
     def forward(*inputs: Any) -> tuple[Tensor, ...]:  # type: ignore[override]
@@ -73,7 +74,7 @@ class AttentionTangents(Function):
 
     @staticmethod
     def backward(ctx: Any, *cotangents: Any) -> Any:
-        """By Note [Second derivatives] in csrc/core/tangents.h: the tangents are linear in the direction."""
+        """Uses that tangents are linear in the direction: csrc/core/tangents.h, Note [Second derivatives]."""
         given, needs = Inputs.saved(ctx), Inputs(*ctx.needs_input_grad)
         grad_out, grad_lse, grad_tangent_out, grad_tangent_lse = cotangents[:4]
         of_mask, of_direction = needs.mask, needs.all_of(TANGENTS)

@@ -1,19 +1,20 @@
-"""Operators with gradients, composed of the others: what torch.compile and torch.export write into graphs.
+"""Operators with gradients that torch.compile and torch.export write into their graphs.
 
 Note [Gradients in graphs]
-    A graph holds operators. Those of the compiled library know no gradients: an exported program made of them
-    would compute, and its training would leave out whatever stands before an attention, without an error. An
-    autograd.Function with its backward is more than torch.export takes, and torch.compile refuses one that is
-    given a tensor twice, as in self-attention without projections. So each differentiable function is an
-    operator too, composed of the others in Python. The compiler looks into it; an exported graph keeps it,
-    until run_decompositions or AOTInductor asks for the operators of the compiled library. What has no
-    gradients, a step on a cache, is such an operator too, which refuses tensors that require one, and tells
-    autograd that it has written.
+    A graph holds operators. Those of the compiled library have no gradients: an exported program made of them
+    would compute, but its training would leave out, without an error, every parameter before an attention.
+    torch.export does not accept an autograd.Function with its backward, and torch.compile refuses one that
+    gets a tensor twice, as in self-attention without projections. So each differentiable function is also an
+    operator, composed of the others in Python. The compiler traces into it; an exported graph keeps it until
+    run_decompositions or AOTInductor asks for the operators of the compiled library. A step on a cache has no
+    gradients, but is such an operator, too: it refuses tensors that require a gradient, and tells autograd
+    which tensors it has written.
 
-    Within a transform of torch.func a graph of torch.compile holds a call of that function instead: the
-    dispatcher would take the transform off before it takes the operator apart. torch.export takes no such
-    function within a vmap, so there it is the operator, which says what that does to it. It traces
-    derivatives, but its programs of them return tensors without numbers, for torch's own operators too.
+    Within a transform of torch.func, a graph of torch.compile holds a call of that function instead, because
+    the dispatcher would remove the transform before it decomposes the operator. Within a vmap, torch.export
+    does not accept such a function, so there the graph holds the operator, which has a rule for vmap.
+    torch.export does trace derivatives, but the resulting programs return tensors without numbers, for
+    torch's own operators, too.
 """
 
 from __future__ import annotations
@@ -29,8 +30,8 @@ from torch.autograd import forward_ad
 
 from .. import ops
 from ..arguments import Keywords, OptionalTensor, Tensors, keywords_of
-from .attention import attention, vmapped
-from .scores_and_softmax import attention_scores, masked_softmax
+from .attention_function import attention, vmapped
+from .scores_and_softmax_functions import attention_scores, masked_softmax
 
 __all__ = [
     "arguments_of",
@@ -46,14 +47,14 @@ _library = torch.library.Library(ops.NAMESPACE, "FRAGMENT")
 
 
 def composed(name: str, arguments: str, results: str, function: Callable[..., Any]) -> Any:
-    """An operator that is what the function does, gradients included, on every device."""
+    """Defines an operator that does what the function does, gradients included, on every device."""
     _library.define(f"{name}({arguments}) -> {results}")
     _library.impl(name, function, "CompositeImplicitAutograd")
     return getattr(getattr(torch.ops, ops.NAMESPACE), name).default
 
 
 def arguments_of(operator: Any, **renamed: str) -> str:
-    """The arguments in the schema of an operator, some of them under other names."""
+    """Returns the arguments in the schema of an operator, some of them under other names."""
     arguments = str(operator._schema).partition("(")[2].rpartition(") -> ")[0]
     for name, other in renamed.items():
         arguments = arguments.replace(name, other)
@@ -88,10 +89,10 @@ def _masked_softmax(scores: Tensor, scale: float, *, mask: OptionalTensor = None
 
 
 class _Step(NamedTuple):
-    """What stands for a function in graphs."""
+    """The callables that stand for a function in graphs."""
 
     operator: Any
-    #: The same where Dynamo traces a transform of torch.func.
+    #: What Dynamo calls instead while it traces a transform of torch.func.
     in_transforms: Callable[..., Any]
 
 
@@ -100,7 +101,7 @@ def _step(name: str, arguments: str, results: str, function: Callable[..., Any])
 
     @functools.wraps(function)
     def in_transforms(*args: Any, **kwargs: Any) -> Any:
-        # What Dynamo has traced may be what torch.export traces next.
+        # torch.export may trace next what Dynamo has traced, so this is asked at every call.
         return (operator if is_exporting_vmap() else function)(*args, **kwargs)
 
     return _Step(operator, in_transforms)
@@ -121,9 +122,9 @@ _OF_SOFTMAX = _step(
 
 
 def _attention_under_vmap(*inputs: Any, **options: Any) -> Any:
-    """The operator of attention for all slices of a vmap at once, as the dispatcher calls it.
+    """Computes the operator of attention for all slices of a vmap at once; the dispatcher calls this.
 
-    For the other two operators torch calls itself once for each slice.
+    The other two operators have no such rule, so torch calls them once for each slice.
     """
     from torch._functorch.autograd_function import custom_function_call_vmap_helper
     from torch._functorch.pyfunctorch import retrieve_current_functorch_interpreter
@@ -148,31 +149,31 @@ _library.impl("attention_with_gradient", _attention_under_vmap, "FuncTorchBatche
 
 
 def is_tracing_graph() -> bool:
-    """Whether what runs now becomes a graph, other than one of torch.func's transforms."""
+    """Tells whether the running code is traced into a graph, other than one of torch.func's transforms."""
     tracing = torch.compiler.is_dynamo_compiling() or torch.compiler.is_exporting()
     return tracing and not torch._C._are_functorch_transforms_active() and forward_ad._current_level < 0
 
 
 def is_exporting_vmap() -> bool:
-    """Whether torch.export traces transforms without Dynamo.
+    """Tells whether torch.export traces transforms without Dynamo.
 
     Raises:
-        RuntimeError: some are derivatives.
+        RuntimeError: some of the transforms are derivatives.
     """
     if not torch.compiler.is_exporting():
         return False
     levels = get_interpreter_stack() or ()
     if forward_ad._current_level >= 0 or any(level.key() != TransformType.Vmap for level in levels):
         raise RuntimeError(
-            "torch.export cannot trace derivatives of attention by torch.func (grad, vjp, jvp and what is "
-            "made of them), as torch's programs of such return no numbers: export the function itself, and "
-            "take the derivatives of the program"
+            "torch.export cannot trace derivatives of attention by torch.func (grad, vjp, jvp and functions "
+            "made of them), because the exported program would return tensors without numbers: export the "
+            "function itself, and differentiate the exported program"
         )
     return True
 
 
 def _put_in_graphs() -> None:
-    """Tells Dynamo to take the functions as one step of its graph each, like torch's own."""
+    """Tells Dynamo to take each function as one step of its graph, like torch's own."""
     for step in (_OF_ATTENTION, _OF_SCORES, _OF_SOFTMAX):
         torch.compiler.allow_in_graph(step.in_transforms)
 
@@ -182,8 +183,9 @@ _put_in_graphs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _in_graph(step: _Step) -> Any:
-    """What stands for a function in the graph that is traced, None where none is; see Note [Gradients in
-    graphs].
+    """Returns what stands for a function in the graph that is being traced, None if none is traced.
+
+    See Note [Gradients in graphs].
     """
     if is_tracing_graph():
         return step.operator
@@ -196,7 +198,7 @@ def _in_graph(step: _Step) -> Any:
 def attention_with_gradient(
     tensors: Tensors, scale: float, keywords: Keywords, want_weights: bool, want_lse: bool
 ) -> tuple[Tensor, OptionalTensor, OptionalTensor]:
-    """:func:`selfattn_ext.autograd.attention.attention`, in a graph as one operator."""
+    """Calls :func:`.attention_function.attention`, in a graph as one operator."""
     compute = _in_graph(_OF_ATTENTION)
     if compute is None:
         return attention(tensors, scale, keywords, want_weights, want_lse)
@@ -206,7 +208,7 @@ def attention_with_gradient(
 
 
 def attention_scores_with_gradient(query: Tensor, key: Tensor, scale: float, kernel: str = "") -> Tensor:
-    """:func:`selfattn_ext.autograd.scores_and_softmax.attention_scores`, in a graph as one operator."""
+    """Calls :func:`.scores_and_softmax_functions.attention_scores`, in a graph as one operator."""
     compute = _in_graph(_OF_SCORES)
     if compute is None:
         return attention_scores(query, key, scale, kernel)
@@ -216,7 +218,7 @@ def attention_scores_with_gradient(query: Tensor, key: Tensor, scale: float, ker
 def masked_softmax_with_gradient(
     scores: Tensor, mask: OptionalTensor, scale: float, keywords: Keywords
 ) -> Tensor:
-    """:func:`selfattn_ext.autograd.scores_and_softmax.masked_softmax`, in a graph as one operator."""
+    """Calls :func:`.scores_and_softmax_functions.masked_softmax`, in a graph as one operator."""
     compute = _in_graph(_OF_SOFTMAX)
     if compute is None:
         return masked_softmax(scores, mask, scale, keywords)

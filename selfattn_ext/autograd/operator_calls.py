@@ -1,4 +1,4 @@
-"""The operators of attention as autograd calls them: with tensors that may be missing, and torch's errors."""
+"""Calls of the attention operators for autograd: tensors may be missing, errors are torch's."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _is_grad_enabled = torch.is_grad_enabled
 _are_transforms_active = torch._C._are_functorch_transforms_active
 
 _KEPT = (
-    "Attention keeps query, key, value and its output for their gradients, as torch's fused kernels do, but "
-    "not its formula: change a copy, as out = out + 1 does in place of out.add_(1)"
+    "Attention keeps query, key, value and its output for the gradients, as torch's fused kernels do and "
+    "torch's formula (the math backend) does not: change a copy, with out = out + 1 instead of out.add_(1)"
 )
 
 #: The gradients of out, weights and lse.
 Cotangents = tuple[Tensor, OptionalTensor, OptionalTensor]
-#: What a forward leaves for its backward: out, row_max, row_sum, out_residual, weights.
+#: The results that a forward saves for its backward: out, row_max, row_sum, out_residual, weights.
 Saved = tuple[Tensor, Tensor, Tensor, OptionalTensor, OptionalTensor]
 
 
 def dense(tensors: Tensors) -> Tensors:
-    """The same numbers in layouts that the operators take; torch.func hands on any."""
+    """Returns the same numbers in layouts that the operators accept, as torch.func passes on any layout."""
     query, key, value, mask, slopes, sinks, seed = tensors
     return Tensors(
         dense_rows(query),
@@ -56,15 +56,15 @@ def dense(tensors: Tensors) -> Tensors:
 
 
 def is_differentiated() -> bool:
-    """Whether a gradient that is computed now may be differentiated itself, in either mode."""
+    """Tells whether a gradient that is computed now may itself be differentiated, in either mode."""
     return _is_grad_enabled() or _are_transforms_active() or forward_ad._current_level >= 0
 
 
 def saved_tensors(ctx: Any) -> Any:
-    """What the forward of attention saved.
+    """Returns the tensors that the forward of attention saved.
 
     Raises:
-        RuntimeError: one of them has been changed in place, with what to do.
+        RuntimeError: one of them has been changed in place; the message says what to do.
     """
     try:
         return ctx.saved_tensors
@@ -77,7 +77,7 @@ def saved_tensors(ctx: Any) -> Any:
 def forward(
     query: Tensor, key: Tensor, value: Tensor, scale: float, merged: Keywords, want_weights: bool = False
 ) -> tuple[Tensor, Tensor, Tensor, OptionalTensor]:
-    """out, row_max, row_sum and, where the dtype has one, out_residual, for a backward to come."""
+    """Returns out, row_max, row_sum and, if the dtype has one, out_residual, for a backward to come."""
     if want_weights:
         merged = {**merged, "need_weights": True}
     if query.dtype in ops.SIXTEEN_BITS:
@@ -93,7 +93,10 @@ def backward(
     keywords: Keywords,
     need_mask_grad: bool,
 ) -> tuple[Tensor, ...]:
-    """The six gradients of the operator; see Note [Gradient of weights and lse] in attention.py."""
+    """Returns the six gradients of the operator.
+
+    Note [Gradient of weights and lse] in attention_function.py has the formula.
+    """
     query, key, value = tensors[:3]
     out, row_max, row_sum = saved[:3]
     try:
@@ -116,7 +119,7 @@ def backward_backward(
     keywords: Keywords,
     need_mask_grad: bool,
 ) -> tuple[Tensor, ...]:
-    """The six second derivatives along ``tangents``, tangent_out and tangent_lse."""
+    """Returns the six second derivatives along ``tangents``, tangent_out and tangent_lse."""
     query, key, value = tensors[:3]
     out, row_max, row_sum = saved[:3]
     try:
@@ -132,7 +135,7 @@ def backward_backward(
 def jvp(
     tensors: Tensors, tangents: Keywords, scale: float, keywords: Keywords
 ) -> tuple[Tensor, Tensor, Tensor, OptionalTensor, Tensor, Tensor]:
-    """What :func:`forward` gives, tangent_out and tangent_lse."""
+    """Returns the results of :func:`forward`, tangent_out and tangent_lse."""
     query, key, value = tensors[:3]
     rounds = query.dtype in ops.SIXTEEN_BITS
     merged = keywords_of(tensors, keywords) | tangents
@@ -145,7 +148,7 @@ def jvp(
 def backward_keywords(
     cotangents: Cotangents, tensors: Tensors, saved: Saved, scale: float, keywords: Keywords
 ) -> Keywords:
-    """The keyword arguments that the operators of the backward share."""
+    """Returns the keyword arguments that the operators of the backward share."""
     _, grad_weights, grad_lse = cotangents
     query, key = tensors[:2]
     _, row_max, row_sum, residual, weights = saved
@@ -171,9 +174,9 @@ def backward_keywords(
 
 
 def _packed_rows(padded: Tensor, starts: Tensor, rows: int) -> Tensor:
-    """(1, H, rows) of the numbers (B, H, L) for the queries of sequences, 0 for rows of none."""
+    """Packs padded numbers (B, H, L) per query to (1, H, rows); rows of no sequence get 0."""
     batch, _, length = padded.shape
-    # Behind the last sequence, and behind the longest, there are zeros to be read.
+    # Rows of no sequence read the zeros that are padded behind the last sequence and the longest length.
     padded = F.pad(padded, (0, 1, 0, 0, 0, 1))
     row = torch.arange(rows, device=starts.device)
     sequence = (torch.searchsorted(starts, row, right=True) - 1).clamp(0, batch)

@@ -1,4 +1,4 @@
-"""The gradients of the gradients of attention, and what else is the same function: second derivatives."""
+"""Second derivatives: the gradients of the gradients of attention."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from torch.autograd import Function
 
 from . import by_formula, operator_calls
 from .differentiated import COTANGENTS, SAVED, SOURCES, Inputs, fold_inputs, unfold_gradients
-from .nested import nestable
+from .forward_levels import nestable
 from .vmap import each_slice, slice_batch, unfold
 
 __all__ = ["AttentionBackwardBackward"]
 
-#: What the results are gradients of, or named after.
+#: The inputs whose gradients the results are, in their order.
 _RESULTS = (*SOURCES, "grad_out", "grad_lse")
 
 
 class AttentionBackwardBackward(Function):
-    """Of :class:`Inputs` with a direction, without a gradient of weights: the six gradients of F, and those
+    """:class:`Inputs` with a direction, without a gradient of weights → the six gradients of F, and those
     with respect to grad_out and grad_lse; see Note [Second derivatives] in csrc/core/tangents.h.
 
-    Its own derivatives, of third order, go by the formula.
+    Its own derivatives, of third order, are computed by the formula.
     """
 
     @staticmethod
@@ -77,5 +77,5 @@ class AttentionBackwardBackward(Function):
 
 
 def _computed(given: Inputs) -> list[str]:
-    """Those of the results that the formula gives."""
+    """Returns the names of the results that the formula gives."""
     return [*given.wanted(), *given.present(COTANGENTS)]

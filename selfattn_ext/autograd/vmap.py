@@ -1,8 +1,8 @@
-"""How torch.func.vmap meets the operators: the mapped dimension is folded into the batch.
+"""Support of torch.func.vmap: the mapped dimension is folded into the batch.
 
 A tensor of one slice is (B, ...). With the mapped dimension it is folded to (V * B, ...), the operator runs
-once, and the results are unfolded to (V, B, ...). Rows do not depend on the batch that they are computed in,
-so every slice gets the bits that it would get alone.
+once, and the results are unfolded to (V, B, ...). A row does not depend on the rest of its batch, so every
+slice gets the bits that it would get alone.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["each_slice", "fold", "fold_optional", "slice_batch", "unfold", "unfo
 
 
 def slice_batch(tensor: Tensor, dim: int | None) -> int:
-    """The size of the first dimension of one slice."""
+    """Returns the size of the first dimension of one slice."""
     return tensor.size(0) if dim is None else tensor.movedim(dim, 0).size(1)
 
 
@@ -26,16 +26,16 @@ def _mapped_first(tensor: Tensor, dim: int | None, size: int) -> Tensor:
 
 
 def fold(tensor: Tensor, dim: int | None, size: int) -> Tensor:
-    """(V * B, ...) from a tensor whose slices, along ``dim`` or all the same, are (B, ...)."""
+    """Folds a tensor whose slices, along ``dim`` or all the same, are (B, ...) to (V * B, ...)."""
     return _mapped_first(tensor, dim, size).flatten(0, 1)
 
 
 def fold_optional(
     tensor: Tensor | None, dim: int | None, size: int, batch: int, expand: bool = False
 ) -> Tensor | None:
-    """The same for a tensor whose slices may be (1, ...), broadcast over the batch.
+    """Folds a tensor that may be None, or whose slices may be (1, ...), broadcast over the batch.
 
-    What is the same for the whole of V * B stays (1, ...), unless ``expand`` asks for an entry each.
+    A tensor that is the same for the whole of V * B stays (1, ...), unless ``expand`` asks for an entry each.
     """
     if tensor is None or (dim is None and tensor.size(0) == 1 and not expand):
         return tensor
@@ -46,13 +46,14 @@ def fold_optional(
 
 
 def unfold(tensor: Tensor, size: int, batch: int) -> Tensor:
-    """(V, B, ...) from (V * B, ...)."""
+    """Unfolds (V * B, ...) to (V, B, ...)."""
     return tensor.unflatten(0, (size, batch))
 
 
 def unfold_gradient(gradient: Tensor, size: int, batch: int, original: int) -> Tensor:
-    """(V, original, ...) from the gradient (V * B, ...) of what :func:`fold_optional` expanded from
-    ``original``.
+    """Unfolds a gradient (V * B, ...) to (V, original, ...).
+
+    It is that of a tensor whose first dimension :func:`fold_optional` has expanded from ``original``.
     """
     unfolded = unfold(gradient, size, batch)
     return unfolded if original == batch else unfolded.sum(1, keepdim=True)
@@ -63,7 +64,7 @@ def each_slice(
 ) -> tuple[Any, Any]:
     """Calls the function on every slice and stacks each of its results.
 
-    Without any slice it calls it on one of zeros, for the shapes of the results.
+    If there are no slices, it calls the function on one of zeros, to learn the shapes of the results.
     """
 
     def of_slice(value: Any, dim: Any, index: int) -> Any:

@@ -1,8 +1,7 @@
-"""``python -m selfattn_ext bench``: this package against torch's scaled_dot_product_attention, on this
-machine.
+"""The subcommand ``bench``: this package against torch's scaled_dot_product_attention.
 
-cases says what is timed, contenders who, timer how; measure runs them, report prints. The benchmarks/ folder
-of a checkout adds more cases and more peers to the same machinery.
+cases describes the calls, contenders the ways to compute them, timer the clock; measure runs them, report
+prints. The benchmarks/ folder of a checkout adds more cases and more peers to the same machinery.
 """
 
 from __future__ import annotations
@@ -23,9 +22,9 @@ from selfattn_ext.terminal import CommandError, check_output
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line may choose; see ``python -m selfattn_ext bench --help``."""
+    """The options of the command line; see ``python -m selfattn_ext bench --help``."""
 
-    threads: Sequence[int] | None = None  # 1 and all that torch would use
+    threads: Sequence[int] | None = None  # None: 1, and as many as torch would use
     quick: bool = False
     json: str | None = None  # a file, or - for standard output
 
@@ -34,7 +33,7 @@ _IDLE = 0.7  # processes at work in the last minute, on average
 
 
 def run(options: Options) -> int:
-    """Measure, print the table, write the JSON. Returns 0."""
+    """Measures, prints the table, writes the JSON. Returns 0."""
     check_json(options.json)
     warn_if_busy()
     rows = measure(
@@ -48,10 +47,10 @@ def run(options: Options) -> int:
 
 
 def thread_counts(asked: Sequence[int] | None) -> list[int]:
-    """The numbers of threads to measure with.
+    """Returns the numbers of threads to measure with.
 
     Raises:
-        CommandError: more are asked for than there are processors, which would measure the scheduler.
+        CommandError: more threads are asked for than there are processors, which would time the scheduler.
     """
     available = os.cpu_count() or 1
     if asked is None:
@@ -69,7 +68,7 @@ def check_json(target: str | None) -> None:
 
 
 def warn_if_busy() -> None:
-    """Say on stderr if others use the processors: what is measured then is them."""
+    """Warns on stderr if other programs use the processors, as they would distort the times."""
     load = os.getloadavg()[0]
     if load > _IDLE:
         print(
@@ -78,12 +77,12 @@ def warn_if_busy() -> None:
 
 
 def publish(rows: Sequence[Row], target: str | None, command: str) -> None:
-    """Print the table, and write the JSON."""
+    """Prints the table and writes the JSON."""
     emit(report.text(rows), report.dump(report.data(rows, command)), target)
 
 
 def emit(text: str, dumped: str, target: str | None) -> None:
-    """Print a text, and write JSON beside it; with the latter on stdout, the text goes to stderr."""
+    """Prints a text and writes JSON; if the JSON goes to stdout, the text goes to stderr."""
     print(text, file=sys.stderr if target == "-" else sys.stdout, flush=True)
     if target == "-":
         print(dumped, end="")

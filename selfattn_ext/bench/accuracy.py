@@ -1,4 +1,4 @@
-"""Errors against the formula in float64, for showing them beside each time."""
+"""Errors against the formula in float64, which the table shows beside each time."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ _CHUNK = 512
 class Truth:
     """Exact output and gradients of the first and the last kv head (of the first and the last batch element).
 
-    Two of them are enough to show an error of rounding, which is the same for all, and their float64 takes
-    less time than the measurement beside it.
+    Two heads suffice to show rounding errors, which are alike in all heads, and computing them in float64
+    takes less time than the measurement.
     """
 
     places: tuple[tuple[int, int], ...]  # (batch, kv head)
     results: tuple[tuple[Tensor, ...], ...]  # for each place: out (G, L, Ev), then grad query, key and value
 
     def error(self, case: Case, found: Sequence[Tensor]) -> float:
-        """Largest difference, relative to the largest value of its tensor, over outputs and gradients."""
+        """Returns the largest difference, relative to the largest value of its tensor, of all results."""
         worst = 0.0
         for (batch, kv_head), truths in zip(self.places, self.results, strict=True):
             for index, truth in enumerate(truths[: len(found)]):
@@ -40,8 +40,10 @@ class Truth:
 
 
 def truth(case: Case, tensors: Inputs) -> Truth | None:
-    """The exact results; None for dropout, whose pattern every implementation draws in its own way, and for
-    what the formula does not know.
+    """Computes the exact results.
+
+    Returns None for dropout, whose pattern every implementation draws differently, and for cases that the
+    formula lacks.
     """
     if case.dropout or not case.has_formula:
         return None

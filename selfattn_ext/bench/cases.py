@@ -1,4 +1,4 @@
-"""What is timed: shapes, dtype, options and direction of one attention call, and the tensors for it."""
+"""Cases to time: shapes, dtype, options and direction of one attention call, and its tensors."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from selfattn_ext import masks
 Mask = Literal["none", "bool", "gradient"]
 Precision = Literal["highest", "high", "medium"]
 
-# Caches of gigabytes repeat this many numbers, since drawing them all takes longer than the measurement. Odd,
-# so that a row comes again only after as many rows.
+# Caches of gigabytes repeat this many random numbers, as drawing all of them takes longer than measuring. It
+# is odd, so that a row recurs only after that many rows.
 _DRAWN = 2**24 + 1
 
 
@@ -49,7 +49,7 @@ class Case:
 
     def __post_init__(self) -> None:
         if self.graph_kept and not self.backward:
-            raise ValueError("graph_kept is about the backward pass, and backward is False")
+            raise ValueError("graph_kept needs backward=True, as it times the backward pass")
 
     @property
     def shape(self) -> tuple[int, int, int, int]:
@@ -69,7 +69,7 @@ class Case:
 
     @property
     def query_offset(self) -> int:
-        """Where the queries stand among more keys than queries: at the end, as in decoding."""
+        """The position of query 0: the queries stand at the end of the keys, as in decoding."""
         return self.key_count - self.length
 
     @property
@@ -78,7 +78,7 @@ class Case:
 
     @property
     def has_formula(self) -> bool:
-        """Whether the fields are all that results depend on."""
+        """Whether the results depend on the fields of Case alone, so that the formula can compute them."""
         return True
 
     @property
@@ -88,7 +88,7 @@ class Case:
         return "backward" if self.graph_kept else "forward+backward"
 
     def options(self) -> str:
-        """The options that are on, for people; "" for the plain call."""
+        """Returns the options that are on, for people; "" for the plain call."""
         found = []
         if self.causal:
             found.append("causal")
@@ -111,17 +111,17 @@ class Case:
         return " ".join(found)
 
     def flops(self) -> float:
-        """Multiplications and additions of the matrix products over the visible pairs.
+        """Returns the multiplications and additions of the matrix products over the visible pairs.
 
-        Two products forward and five backward, where the scores are computed again, as is usual in reports on
-        attention.
+        It counts two products forward and five backward, where the scores are computed again, as is usual in
+        reports on attention.
         """
         per_pair = 2 * (self.head_dim + self.value_dimension)
         passes = (2.5 if self.graph_kept else 3.5) if self.backward else 1.0
         return float(per_pair * self.pairs() * self.heads) * passes
 
     def pairs(self) -> int:
-        """How many pairs of a query and a key see each other, in one head of every batch element."""
+        """Returns the number of visible pairs in one head, summed over the batch."""
         return self.batch * self._pairs()
 
     def _pairs(self) -> int:
@@ -134,33 +134,33 @@ class Case:
         return int((end.clamp(max=self.key_count) - first).clamp(min=0).sum())
 
     def bytes_read(self) -> int:
-        """Of query, key and value, each read once: what no implementation gets around."""
+        """Returns the bytes of query, key and value, which every implementation has to read at least once."""
         queries = self.total_queries() * self.heads * self.head_dim
         keys = self.total_keys() * self.kv_head_count * (self.head_dim + self.value_dimension)
         return (queries + keys) * self.dtype.itemsize
 
     def total_queries(self) -> int:
-        """Queries of a head over the whole batch."""
+        """Returns the queries of one head, summed over the batch."""
         return self.batch * self.length
 
     def total_keys(self) -> int:
-        """Keys of a kv head over the whole batch."""
+        """Returns the keys of one kv head, summed over the batch."""
         return self.batch * self.key_count
 
     def element(self, index: int) -> Case:
-        """One batch element as a case of its own; its tensors are the first rows of those of inputs()."""
+        """Returns one batch element as a case; its tensors are the first rows of those of inputs()."""
         return replace(self, batch=1)
 
     def new_keys(self, draw: Callable[..., Tensor], width: int) -> Tensor:
-        """Keys or values (B, Hk, S, width), of numbers that draw(*shape) gives."""
+        """Returns keys or values (B, Hk, S, width) of numbers from draw(*shape)."""
         return draw(self.batch, self.kv_head_count, self.key_count, width)
 
     def further(self) -> dict[str, Any]:
-        """What as_json adds for kinds of cases that have more fields."""
+        """Returns the fields that as_json adds for kinds of cases that have more."""
         return {}
 
     def visible(self) -> Tensor | None:
-        """The (length, keys) pattern of the causal rule and the window; None where every pair is visible."""
+        """Returns the causal rule and the window as a (length, keys) mask, None if every pair is visible."""
         if not self.causal and self.window is None:
             return None
         return masks.visible_pairs(
@@ -183,13 +183,13 @@ class Inputs:
     mask: Tensor | None
 
     def leaves(self) -> list[Tensor]:
-        """What gets a gradient."""
+        """Returns the tensors that get a gradient."""
         tensors = [self.query, self.key, self.value, self.mask]
         return [tensor for tensor in tensors if tensor is not None and tensor.requires_grad]
 
 
 def inputs(case: Case, seed: int = 0, device: str = "cpu") -> Inputs:
-    """Normally distributed tensors; they require gradients where the case has a backward pass."""
+    """Draws normally distributed tensors, which require gradients if the case has a backward pass."""
     generator = torch.Generator(device).manual_seed(seed)
 
     def normal(*shape: int, grad: bool = case.backward) -> Tensor:
@@ -228,7 +228,7 @@ DTYPES = (torch.float32, torch.bfloat16)
 def standard(
     shapes: Sequence[tuple[int, int, int, int]] = SHAPES, dtypes: Sequence[torch.dtype] = DTYPES
 ) -> list[Case]:
-    """The table of ``bench``: each shape and dtype, causal or not, without and with the backward pass."""
+    """Returns the cases of ``bench``: each shape and dtype, causal or not, without and with backward pass."""
     plain = [Case(*shape, dtype=dtype) for dtype in dtypes for shape in shapes]
     return [
         replace(case, causal=causal, backward=backward)
@@ -239,7 +239,7 @@ def standard(
 
 
 def as_json(case: Case) -> dict[str, Any]:
-    """The case as plain data."""
+    """Returns the case as plain data."""
     return {
         "batch": case.batch,
         "heads": case.heads,

@@ -1,4 +1,4 @@
-"""Who is timed: each contender turns a case and its tensors into a call without arguments."""
+"""Contenders to time: each turns a case and its tensors into a call without arguments."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ def _as_it_is(case: Case, result: Tensor) -> Tensor:
 class Contender:
     """A way to compute attention.
 
-    ``prepare`` does what a user would do once and not at every step (build a mask, compile); what it returns
-    is timed. It raises NotImplementedError, saying why, for a case that the contender cannot compute.
+    ``prepare`` does what a user would do once and not at every step (build a mask, compile); the call that it
+    returns is timed. It raises NotImplementedError, saying why, if the contender cannot compute a case.
     ``form`` turns the tensors of inputs() into those that the contender computes with and differentiates, and
     ``padded`` turns its output and its gradients back into tensors (B, H, L, E).
     """
@@ -62,8 +62,7 @@ def _prepare_ours(case: Case, tensors: Inputs) -> Call:
 
 
 def rules(case: Case, tensors: Inputs) -> tuple[bool, Tensor | None]:
-    """The case for those who know is_causal or one mask (L, S) and nothing else: all that is_causal cannot
-    say goes into the mask."""
+    """Returns a case as is_causal and one mask (L, S), for contenders that have no other options."""
     if case.causal and case.query_offset == 0 and case.window is None and tensors.mask is None:
         return True, None
     seen = _visible(case, tensors)
@@ -75,7 +74,7 @@ def rules(case: Case, tensors: Inputs) -> tuple[bool, Tensor | None]:
 def _prepare_torch(case: Case, tensors: Inputs) -> Call:
     options: dict[str, Any] = {"enable_gqa": case.kv_head_count != case.heads, "dropout_p": case.dropout}
     is_causal, mask = rules(case, tensors)
-    # A mask that is being trained has to meet the other rules at every step.
+    # A mask that is being trained has to be combined with the other rules at every step.
     seen = _visible(case, tensors) if case.backward and case.mask == "gradient" else None
 
     def call() -> Tensor:
@@ -101,8 +100,11 @@ TORCH = Contender("torch", _prepare_torch)
 
 
 def runner(call: Call, case: Case, tensors: Inputs) -> Callable[[], object]:
-    """What the timer calls, given what a contender has prepared: the forward pass of inputs that need no
-    gradient, forward and backward of all gradients, or the backward pass alone."""
+    """Returns what the timer calls, given what a contender has prepared.
+
+    That is the forward pass of inputs that need no gradient, forward and backward pass of all gradients, or
+    the backward pass alone.
+    """
     if not case.backward:
         return call
     leaves = tensors.leaves()
@@ -121,7 +123,7 @@ def runner(call: Call, case: Case, tensors: Inputs) -> Callable[[], object]:
 
 
 def results(call: Call, case: Case, tensors: Inputs) -> list[Tensor]:
-    """Output, and with a backward pass the gradients of query, key, value (and mask)."""
+    """Computes the output, and with a backward pass the gradients of query, key, value (and mask)."""
     out = call()
     if not case.backward:
         return [out]

@@ -1,4 +1,4 @@
-"""Forward mode and second derivatives: by these kernels, by torch's formula, and the pass they extend."""
+"""Cases of forward mode and second derivatives, by these kernels and by torch's formula."""
 
 from __future__ import annotations
 
@@ -22,8 +22,9 @@ Attention = Callable[..., Tensor]
 
 @dataclass(frozen=True)
 class DerivativeCase(Case):
-    """Self-attention in a direction that moves query, key and value: out with its tangent, or the backward
-    pass of a backward pass alone, over and over on one graph.
+    """A derivative of self-attention in a direction that moves query, key and value.
+
+    It is out with its tangent, or the backward pass of a backward pass alone, over and over on one graph.
     """
 
     order: Order = "jvp"
@@ -37,8 +38,11 @@ class DerivativeCase(Case):
         return self.order
 
     def flops(self) -> float:
-        """6 products, of which a forward pass has 2: those of the scores and of the output with a tangent of
-        either factor. 12 of second order: 5 for the tiles, 7 for the results."""
+        """Returns the operations of 6 products in forward mode, of 12 in second order.
+
+        In forward mode they are the 2 of a forward pass, each also with a tangent of either factor; in second
+        order 5 are for the tiles and 7 for the results.
+        """
         return super().flops() * (3 if self.order == "jvp" else 6)
 
     def further(self) -> dict[str, Any]:
@@ -46,7 +50,7 @@ class DerivativeCase(Case):
 
 
 def _by_torch(query: Tensor, key: Tensor, value: Tensor, **options: Any) -> Tensor:
-    """The only way of torch's that has these derivatives."""
+    """Calls torch's formula (the math backend), the only one of its ways that has these derivatives."""
     with sdpa_kernel(SDPBackend.MATH):
         return F.scaled_dot_product_attention(query, key, value, **options)
 
@@ -65,7 +69,7 @@ def _tangents(tensors: Inputs) -> tuple[Tensor, Tensor, Tensor]:
 
 
 def _prepare(attention: Attention) -> Callable[[Case, Inputs], Call]:
-    """Through the functions that users call."""
+    """Prepares the functions that users call."""
 
     def prepare(case: Case, tensors: Inputs) -> Call:
         assert isinstance(case, DerivativeCase)
@@ -87,7 +91,7 @@ def _prepare(attention: Attention) -> Callable[[Case, Inputs], Call]:
 
 
 def _prepare_operator(case: Case, tensors: Inputs) -> Call:
-    """The operators alone, without torch's transforms and graphs."""
+    """Prepares the operators alone, without torch's transforms and graphs."""
     assert isinstance(case, DerivativeCase)
     primals, scale, options = (tensors.query, tensors.key, tensors.value), case.head_dim**-0.5, _options(case)
     names = ("tangent_query", "tangent_key", "tangent_value")
@@ -104,7 +108,7 @@ def _prepare_operator(case: Case, tensors: Inputs) -> Call:
 
 
 def _prepare_plain(case: Case, tensors: Inputs) -> Call:
-    """The pass of this package that the case extends: a forward pass, or a backward pass alone."""
+    """Prepares the pass of this package that the case extends: a forward pass, or a backward pass alone."""
     assert isinstance(case, DerivativeCase)
     options = _options(case)
     if case.order == "jvp":

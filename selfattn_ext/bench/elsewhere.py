@@ -1,4 +1,4 @@
-"""Measures in a process of its own, for what only a new process can have: other environment variables."""
+"""Measurements in a new process, which can have other environment variables."""
 
 from __future__ import annotations
 
@@ -20,22 +20,22 @@ _session: Session | None = None
 
 
 class Elsewhere:
-    """A Session in a process that starts with some environment variables set; to be closed."""
+    """A Session in a process that starts with some environment variables set; it must be closed."""
 
     def __init__(self, environment: Mapping[str, str], peers: Sequence[Contender], effort: Effort) -> None:
         self._executor = _executor(environment, _open, (list(peers), effort))
 
     def row(self, case: Case, threads: int) -> Row:
-        """As Session.row."""
+        """Measures a row, as Session.row does."""
         return self._executor.submit(_row, case, threads).result()
 
     def close(self) -> None:
-        """End the process."""
+        """Ends the process."""
         self._executor.shutdown()
 
 
 def in_new_process(environment: Mapping[str, str], function: Callable[..., T], *arguments: Any) -> T:
-    """function(*arguments) in a process that ends with it. Both have to be picklable."""
+    """Calls function(*arguments) in a process that ends afterwards. Both must be picklable."""
     executor = _executor(environment)
     try:
         return executor.submit(function, *arguments).result()
@@ -46,7 +46,7 @@ def in_new_process(environment: Mapping[str, str], function: Callable[..., T], *
 def _executor(
     environment: Mapping[str, str], initializer: Callable[..., None] | None = None, arguments: tuple = ()
 ) -> ProcessPoolExecutor:
-    # Spawned, not forked: libraries read their variables once, and threads do not survive a fork.
+    # A forked process would not do: libraries have read their variables, and threads do not survive a fork.
     executor = ProcessPoolExecutor(1, get_context("spawn"), initializer, arguments)
     with _variables(environment):
         executor.submit(os.getpid).result()  # the process starts with the first task

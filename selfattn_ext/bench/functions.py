@@ -1,4 +1,4 @@
-"""Functions of scores: written in Python, as options of this package, and by torch's flex_attention."""
+"""Cases of score functions: in Python, as options of this package, and by flex_attention."""
 
 from __future__ import annotations
 
@@ -22,8 +22,10 @@ SOFTCAP = 20.0
 
 @dataclass(frozen=True)
 class FunctionCase(Case):
-    """Self-attention with a function of scores: causal, ALiBi, softcap, 16 documents of one length that see
-    themselves, a learned bias of each head and distance.
+    """Self-attention with a function of scores.
+
+    The functions are causal, ALiBi, softcap, 16 documents of equal length that see only themselves, and a
+    learned bias for each head and distance.
     """
 
     function: Name = "causal"
@@ -46,11 +48,11 @@ class FunctionCase(Case):
 
 @dataclass(frozen=True)
 class _Function:
-    """What flex_attention is given, and the options of this package that say the same."""
+    """The arguments of flex_attention, and the options of this package that mean the same."""
 
     score_mod: Callable[..., Tensor] | None = None
     mask_mod: Callable[..., Tensor] | None = None
-    options: dict[str, Any] | None = None  # None: no option says it
+    options: dict[str, Any] | None = None  # None: no options mean the same
 
 
 def _function(case: Case, tensors: Inputs) -> _Function:
@@ -76,7 +78,7 @@ def _function(case: Case, tensors: Inputs) -> _Function:
 
 
 def _with_table(case: Case, tensors: Inputs) -> Inputs:
-    """With the learned bias, if there is one, in the place of the mask: it gets a gradient, too."""
+    """Puts the learned bias, if there is one, in the place of the mask, so that it gets a gradient, too."""
     assert isinstance(case, FunctionCase)
     if case.function != "relative bias":
         return tensors
@@ -106,11 +108,11 @@ def _prepare(case: Case, tensors: Inputs) -> Call:
 
 
 def _prepare_options(case: Case, tensors: Inputs) -> Call:
-    """The same by options; of documents, the call without a mask."""
+    """Prepares the same call by options; for documents, the call without a mask."""
     function = _function(case, tensors)
     options = {} if case.options().startswith("function=documents") else function.options
     if options is None:
-        raise NotImplementedError("no option says the same")
+        raise NotImplementedError("no option means the same")
 
     def call() -> Tensor:
         return scaled_dot_product_attention(tensors.query, tensors.key, tensors.value, **options)
@@ -119,8 +121,9 @@ def _prepare_options(case: Case, tensors: Inputs) -> Call:
 
 
 def _prepare_eager(case: Case, tensors: Inputs) -> Call:
-    """What torch's flex_attention does when it is not compiled, with gradients, which it refuses on the CPU:
-    the matrix of scores through the function.
+    """Prepares what torch's flex_attention computes when it is not compiled: the function of all scores.
+
+    Here it has gradients, which torch's function refuses on the CPU.
     """
     function = _function(case, tensors)
     places = [torch.arange(size, device=tensors.query.device) for size in (1, case.heads, *[case.length] * 2)]
@@ -145,7 +148,7 @@ def _prepare_eager(case: Case, tensors: Inputs) -> Call:
 
 
 def _prepare_compiled(case: Case, tensors: Inputs) -> Call:
-    """torch's, compiled. It has no gradients on the CPU."""
+    """Prepares torch's compiled flex_attention, which has no gradients on the CPU."""
     if case.backward:
         raise NotImplementedError("no backward pass on the CPU")
     from torch._inductor import config
@@ -154,15 +157,14 @@ def _prepare_compiled(case: Case, tensors: Inputs) -> Call:
     function = _function(case, tensors)
     mask = _block_mask(case, function, tensors)
     given = (tensors.query, tensors.key, tensors.value, function.score_mod, mask)
-    # The compiled loops have the number of threads written into them, and a new one is no reason for torch to
-    # compile again.
+    # torch writes the number of threads into the compiled loops but does not compile again when it changes.
     torch._dynamo.reset()
     with config.patch({"cpp.threads": torch.get_num_threads()}):
         compiled: Any = torch.compile(of_torch, dynamic=False)
         try:
             with torch.no_grad():
                 compiled(*given)
-        except Exception as error:  # whatever a compiler may say
+        except Exception as error:  # a compiler may raise anything
             raise NotImplementedError(f"does not compile: {describe(error)}") from error
 
     def call() -> Tensor:

@@ -1,4 +1,4 @@
-"""Decoding from KV caches of several lengths: one new token in each sequence of a batch."""
+"""Cases of decoding from KV caches of several lengths: one new token per sequence of a batch."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from selfattn_ext.kv_cache import huge_pages
 
 Layout = Literal["bhld", "blhd"]
 
-#: Of caches that are timed in pages beside those in slots, tokens of a page.
+#: Tokens per page of the caches in pages that are timed beside those in slots.
 PAGE_SIZES = (16, 64, 256)
 
 _MOST_PADDED = 1e9
@@ -26,9 +26,11 @@ _MOST_PADDED = 1e9
 
 @dataclass(frozen=True)
 class CacheCase(Case):
-    """A query for each of ``batch`` sequences, whose caches hold ``lengths`` keys with the one that the call
-    appends; ``keys`` is the capacity. ``page_size`` 0 is one contiguous cache. ``layout`` is that of
-    attention_with_kvcache, for the caches and the pages."""
+    """One query for each of ``batch`` sequences, each with a cache.
+
+    The caches hold ``lengths`` keys, the one that the call appends included; ``keys`` is the capacity. With
+    ``page_size`` 0 the cache is in slots. ``layout`` is that of attention_with_kvcache, for caches and pages.
+    """
 
     lengths: tuple[int, ...] = ()
     page_size: int = 0
@@ -59,7 +61,7 @@ class CacheCase(Case):
         )
 
     def new_keys(self, draw: Callable[..., Tensor], width: int) -> Tensor:
-        """As in Case, with the layout of the cache in memory."""
+        """Returns keys or values as in Case, with the layout of the cache in memory."""
         return _in_layout(self, draw, self.batch, self.key_count, width)
 
     def further(self) -> dict[str, Any]:
@@ -72,13 +74,13 @@ def _cache(case: Case) -> CacheCase:
 
 
 def new_rows(case: CacheCase, cache: Tensor) -> Tensor:
-    """The last row of every sequence of a cache (B, Hk, S, E), as (B, Hk, 1, E): what the call appends."""
+    """Returns the rows (B, Hk, 1, E) that the call appends: the last ones of a cache (B, Hk, S, E)."""
     last = torch.tensor(case.lengths, device=cache.device) - 1
     return cache[torch.arange(case.batch, device=cache.device), :, last][:, :, None].clone()
 
 
 def block_table(case: CacheCase, seed: int = 0) -> Tensor:
-    """Pages in any order, as many as each sequence needs and 0 beyond them: (B, pages), int32."""
+    """Returns a block_table (B, pages), int32: pages in random order for each sequence, then 0."""
     counts = [-(-length // case.page_size) for length in case.lengths]
     order = torch.randperm(sum(counts), generator=torch.Generator().manual_seed(seed)).to(torch.int32)
     table = torch.zeros(case.batch, max(counts), dtype=torch.int32)
@@ -88,8 +90,10 @@ def block_table(case: CacheCase, seed: int = 0) -> Tensor:
 
 
 def pages_of(case: CacheCase, cache: Tensor, table: Tensor) -> Tensor:
-    """The pages (N, Hk, page_size, E) that hold what a cache (B, Hk, S, E) does, with the case's layout in
-    memory, which is made as KVCache makes it."""
+    """Copies a cache (B, Hk, S, E) to pages (N, Hk, page_size, E) in the case's layout.
+
+    Their memory is allocated as KVCache does it.
+    """
     size = case.page_size
 
     def zeros(*shape: int) -> Tensor:
@@ -104,14 +108,14 @@ def pages_of(case: CacheCase, cache: Tensor, table: Tensor) -> Tensor:
 
 
 def _in_layout(case: CacheCase, make: Callable[..., Tensor], count: int, rows: int, width: int) -> Tensor:
-    """make(*shape) as (count, Hk, rows, width), with the case's layout in memory."""
+    """Returns make(*shape) as (count, Hk, rows, width), with the case's layout in memory."""
     if case.layout == "bhld":
         return make(count, case.kv_head_count, rows, width)
     return make(count, rows, case.kv_head_count, width).transpose(1, 2)
 
 
 def _laid_out(case: CacheCase, tensor: Tensor) -> Tensor:
-    """A tensor (., H, rows, E) in the case's layout; not copied where its memory has it."""
+    """Returns a tensor (., H, rows, E) in the case's layout, not copied if its memory has that layout."""
     return tensor if case.layout == "bhld" else tensor.transpose(1, 2).contiguous()
 
 
@@ -148,16 +152,16 @@ def _prepare(case: Case, tensors: Inputs) -> Call:
 
 
 def pages_name(page_size: int) -> str:
-    """The name of the contender with pages of that many tokens."""
+    """Returns the name of the contender with pages of that many tokens."""
     return f"pages of {page_size}"
 
 
 def _in_pages(page_size: int) -> Contender:
-    """This package on what a case has in slots, in pages."""
+    """Returns this package as a contender that stores in pages what the case has in slots."""
 
     def prepare(case: Case, tensors: Inputs) -> Call:
         if _cache(case).page_size:
-            raise NotImplementedError("the case has pages of its own")
+            raise NotImplementedError("the case has pages already")
         return _prepare(replace(_cache(case), page_size=page_size), tensors)
 
     return Contender(pages_name(page_size), prepare, padded=_from_layout)
@@ -174,7 +178,7 @@ def _prepare_torch(case: Case, tensors: Inputs) -> Call:
     grouped = case.kv_head_count != case.heads
 
     def call() -> Tensor:
-        # Their layout in memory is the case's.
+        # torch reads the tensors in the case's layout in memory, too.
         return F.scaled_dot_product_attention(
             tensors.query, tensors.key, tensors.value, attn_mask=mask, enable_gqa=grouped
         )
@@ -183,10 +187,10 @@ def _prepare_torch(case: Case, tensors: Inputs) -> Call:
 
 
 def _prepare_torch_varlen(case: Case, tensors: Inputs) -> Call:
-    """torch.nn.attention.varlen on the same caches; without the append, which is a copy of a few rows."""
+    """Prepares torch.nn.attention.varlen on the same caches, without the append, a copy of a few rows."""
     case = _cache(case)
     if tensors.query.device.type != "cuda":
-        raise NotImplementedError("torch.nn.attention.varlen computes on CUDA alone")
+        raise NotImplementedError("torch.nn.attention.varlen computes only on CUDA")
     if not case.page_size:
         raise NotImplementedError("torch.nn.attention.varlen takes pages, or keys without room between them")
     attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
@@ -210,7 +214,7 @@ def _prepare_torch_varlen(case: Case, tensors: Inputs) -> Call:
 
 
 def _from_layout(case: Case, result: Tensor) -> Tensor:
-    """(B, H, 1, E) of what a call in the case's layout returns."""
+    """Returns as (B, H, 1, E) what a call in the case's layout returns."""
     return result if _cache(case).layout == "bhld" else result.transpose(1, 2)
 
 

@@ -1,4 +1,4 @@
-"""Runs cases: every contender in turns, errors beside the times, the peaks of the same run."""
+"""Measurement of cases: times of all contenders in turns, errors, the peaks of the same run."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Outcome:
     reason: str | None = None
 
 
-#: Of a contender that is none for the kind of a case.
+#: The outcome of a contender that does not exist for this kind of case.
 NOT_ASKED = Outcome(None, None)
 
 
@@ -39,26 +39,28 @@ class Row:
     threads: int
     outcomes: dict[str, Outcome]  # by name of the contender, this package's first
     ceiling: Ceiling | None  # None where the machine cannot run the case
-    reading: Timing | None = None  # of the inputs' bytes, in turns with the calls; None but for decoding
+    reading: Timing | None = None  # of the inputs' bytes, in turns with the calls; only for decoding
 
     def ratio(self, peer: str) -> Ratio | None:
-        """Time of a peer over the time of this package; above 1 this package is faster. None where one of the
-        two has not been timed."""
+        """Returns the time of a peer over that of this package: above 1 this package is faster.
+
+        It is None if one of the two has not been timed.
+        """
         ours, other = (self.outcomes.get(name, NOT_ASKED).timing for name in (OURS.name, peer))
         return None if ours is None or other is None else Ratio.of(other, ours)
 
     def gflops(self, name: str) -> float | None:
-        """Speed of a contender by the case's count of operations."""
+        """Returns the speed of a contender by the case's count of operations."""
         timing = self.outcomes[name].timing
         return None if timing is None else self.case.flops() / timing.median / 1e9
 
     def read_gbs(self, name: str) -> float | None:
-        """Bytes of the inputs over the time of a contender."""
+        """Returns the bytes of the inputs over the time of a contender."""
         timing = self.outcomes[name].timing
         return None if timing is None else self.case.bytes_read() / timing.median / 1e9
 
     def share(self, name: str) -> float | None:
-        """The time that the machine needs at least over the time that a contender took."""
+        """Returns the time that the machine needs at least over the time that a contender took."""
         timing = self.outcomes[name].timing
         if timing is None or self.ceiling is None:
             return None
@@ -67,25 +69,29 @@ class Row:
         return self.ceiling.seconds(self.case.flops(), self.case.bytes_read()) / timing.median
 
     def share_of_reading(self, name: str) -> float | None:
-        """The time of reading the inputs over that of a contender, round by round; None where they were not
-        timed in turns."""
+        """Returns the time of reading the inputs over that of a contender, round by round.
+
+        It is None if the two were not timed in turns.
+        """
         timing = self.outcomes[name].timing
         return None if timing is None or self.reading is None else Ratio.of(self.reading, timing).median
 
     @property
     def bound(self) -> str:
-        """What limits the case: an instruction set's arithmetic, or "read"; "" where it cannot run."""
+        """Returns what limits the case: an instruction set, or "read"; "" if it cannot run here."""
         return "" if self.ceiling is None else self.ceiling.bound(self.case.flops(), self.case.bytes_read())
 
 
 def contenders_for(case: Case, peers: Sequence[Contender]) -> Sequence[Contender]:
-    """Who is timed on a case: this package and the peers, or those that the kind of the case brings along."""
+    """Returns the contenders of a case: this package and the peers, or those that its kind defines."""
     return _OF_KINDS.get(type(case), [OURS, *peers])
 
 
 def reads_memory(case: Case) -> bool:
-    """Whether a case is one of decoding whose keys and values no cache holds, so that reading them is what
-    its time is held against."""
+    """Tells whether a case decodes from keys and values too large for the processor's caches.
+
+    Its time is then compared with that of reading them.
+    """
     return case.length == 1 and case.bytes_read() >= peak.READ_BYTES / 4
 
 
@@ -107,7 +113,7 @@ class Session:
         self.meter = Meter(min(0.2, effort.seconds / 3))
 
     def row(self, case: Case, threads: int) -> Row:
-        """One case, every contender in turns."""
+        """Measures one case, every contender in turns."""
         if case.isa and case.isa not in backends.cpu_isas():
             reason = f"this machine cannot run the instruction set {case.isa}"
             contenders = contenders_for(case, self._peers)
@@ -145,7 +151,7 @@ class Session:
 
     def _truth(self, case: Case) -> Truth | None:
         plain = replace(case, graph_kept=False, precision="highest", isa="")
-        # Without a backward pass the truth is the beginning of what it is with one.
+        # The truth with a backward pass begins with the truth without one, so it serves both.
         for key in (replace(plain, backward=True), plain):
             if key in self._exact:
                 return self._exact[key]
@@ -156,7 +162,7 @@ class Session:
 def measure(
     cases: Sequence[Case], peers: Sequence[Contender], threads: Sequence[int], effort: Effort
 ) -> list[Row]:
-    """One row for each number of threads and case; a progress bar on stderr meanwhile."""
+    """Measures a row for each number of threads and case, with a progress bar on stderr."""
     session = Session(peers, effort)
     rows = []
     with Progress("measuring", len(threads) * len(cases)) as progress:
@@ -168,7 +174,7 @@ def measure(
 
 
 def note(case: Case) -> str:
-    """A case in a few words, for the progress bar."""
+    """Returns a case in a few words, for the progress bar."""
     return " ".join(filter(None, (case.dtype_name, str(case.shape), case.options(), case.direction)))
 
 

@@ -1,4 +1,4 @@
-"""How much memory a call takes beyond its inputs and results, at its peak."""
+"""Peak memory of a call beyond its inputs and results."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from selfattn_ext.bench.elsewhere import in_new_process
 
 T = TypeVar("T")
 
-# glibc then gives freed blocks back at once, so that none are there to be used again without being counted.
+# With these settings glibc returns freed blocks at once, so that no block is reused without being counted.
 ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 _STATUS = Path("/proc/self/status")
 _RESET = Path("/proc/self/clear_refs")
@@ -34,8 +34,10 @@ class Memory:
 
     @property
     def linear(self) -> bool:
-        """Whether this package's extra memory grows no faster than the length, up to what pages and
-        allocators add. A matrix of weights would grow fourfold."""
+        """Tells whether this package's extra memory grows no faster than the length.
+
+        Pages and allocators may add a little; a matrix of weights would grow fourfold.
+        """
         return self.doubled <= 2.0 * self.extra[OURS.name] + _SLACK
 
 
@@ -43,30 +45,31 @@ _SLACK = 4 * 2**20
 
 
 def available() -> bool:
-    """Whether the operating system tells a peak that can be reset: Linux does."""
+    """Tells whether the operating system reports a peak that can be reset, as Linux does."""
     return _RESET.exists()
 
 
 def measure_memory(case: Case, peers: Sequence[Contender], threads: int) -> Memory:
-    """One call of each contender, each in a process of its own."""
+    """Measures one call of each contender, each in a process of its own."""
     if case.keys is not None:
-        raise ValueError("the length is doubled, and with it the keys: leave them out")
+        raise ValueError("case.keys must not be given, as the length is doubled, and the keys with it")
     extra = {contender.name: alone(extra_bytes, contender, case, threads) for contender in (OURS, *peers)}
     longer = replace(case, length=2 * case.length)
     return Memory(case, extra, alone(extra_bytes, OURS, longer, threads))
 
 
 def alone(measure: Callable[..., int], *arguments: Any) -> int:
-    """measure(*arguments) in a process of its own, whose allocator gives back what is freed. Both have to be
-    picklable.
+    """Calls measure(*arguments) in a new process whose allocator returns freed blocks at once.
+
+    Both must be picklable.
     """
     return in_new_process(ALLOCATOR, measure, *arguments)
 
 
 def extra_bytes(contender: Contender, case: Case, threads: int) -> int:
-    """The peak of this process's memory during one call, above what inputs and results take.
+    """Returns the peak of this process's memory during one call, above the size of inputs and results.
 
-    The call before it, of a few queries, loads what is loaded once.
+    A call of a few queries before it loads what is loaded only once.
     """
     torch.set_num_threads(threads)
     small = replace(case, length=64)
@@ -79,15 +82,15 @@ def extra_bytes(contender: Contender, case: Case, threads: int) -> int:
 
 
 def growth(call: Callable[[], T]) -> tuple[T, int]:
-    """What a call returns, and by how many bytes the memory of this process grew during it, at its peak.
+    """Returns what a call returns, and by how many bytes this process's memory grew during it, at its peak.
 
-    What was freed before is given back first, where the C library can do that: it would be used again without
-    being counted.
+    Memory that was freed before is returned to the system first, if the C library can do that, as it would be
+    reused without being counted.
     """
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
-    _RESET.write_text("5", encoding="ascii")  # 5: the peak becomes the present
+    _RESET.write_text("5", encoding="ascii")  # 5 sets the peak to the present size
     before = _kilobytes(_RESIDENT)
     result = call()
     return result, (_kilobytes(_PEAK) - before) * 1024

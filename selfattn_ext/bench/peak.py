@@ -1,6 +1,6 @@
-"""The yardstick of the machine, measured in the same run: multiply-adds per second, bytes read per second.
+"""The machine's peaks, measured in the same run: multiply-adds and bytes read per second.
 
-Both come from loops in csrc/peak that do nothing else, on as many threads as torch has at the moment.
+Loops in csrc/peak that do nothing else measure both, on as many threads as torch has at the moment.
 """
 
 from __future__ import annotations
@@ -9,17 +9,17 @@ from dataclasses import dataclass
 
 import torch
 
-from selfattn_ext import library
 from selfattn_ext.bench.cases import Precision
 from selfattn_ext.bench.timer import Timing
+from selfattn_ext.build import library
 
-#: Larger than the caches, so that the memory is what is read.
+#: Larger than the caches, so that memory is read.
 READ_BYTES = 256 * 2**20
 
-# The instruction sets that multiply pairs of bfloat16, and the one whose other vectors they work beside.
+# The instruction sets that multiply pairs of bfloat16, and the one that does their other arithmetic.
 _PAIRS = {"amx": "avx512", "avx512_bf16": "avx512"}
 
-# How many products of bfloat16 pieces make one product of this precision: float32 is the sum of three pieces,
+# The number of products of bfloat16 pieces in one product, by precision. float32 is the sum of three pieces,
 # and the six largest of their nine products are needed; "high" has two pieces and needs three. float16 takes
 # four for its scores and three for its values.
 _PRODUCTS = {"highest": 6, "high": 3, "medium": 1}
@@ -27,24 +27,26 @@ _PRODUCTS = {"highest": 6, "high": 3, "medium": 1}
 
 @dataclass(frozen=True)
 class Ceiling:
-    """What one kind of arithmetic can attain at most on some number of threads."""
+    """The most that one kind of arithmetic can attain on some number of threads."""
 
     isa: str
     gflops: float
     read_gbs: float
 
     def seconds(self, flops: float, bytes_read: float) -> float:
-        """The time that work takes at least: that of its arithmetic or of its reading, the longer one."""
+        """Returns the shortest possible time of some work: that of arithmetic or reading, the longer one."""
         return max(flops / self.gflops, bytes_read / self.read_gbs) / 1e9
 
     def bound(self, flops: float, bytes_read: float) -> str:
-        """Which of the two that is: the name of the instruction set, or "read"."""
+        """Returns which of the two is longer: the name of the instruction set, or "read"."""
         return self.isa if flops / self.gflops >= bytes_read / self.read_gbs else "read"
 
 
 class Reading:
-    """Reads about as much memory as a call does, to be timed in turns with it: what a machine that others use
-    too gives changes by half within minutes."""
+    """A call that reads about as much memory as a call of attention does.
+
+    The two are timed in turns, because the bandwidth of a shared machine changes by half within minutes.
+    """
 
     def __init__(self, bytes_read: int) -> None:
         self._memory = library.extension().MemoryReader(READ_BYTES)
@@ -56,7 +58,7 @@ class Reading:
             self._memory.seconds()
 
     def timing(self, taken: Timing) -> Timing:
-        """What the call's own number of bytes takes, given the times of calls of this."""
+        """Scales the times of calls of this to the number of bytes that the attention reads."""
         return Timing(tuple(seconds * self._share for seconds in taken.samples))
 
 
@@ -69,22 +71,25 @@ class Meter:
         self._read_gbs: dict[int, float] = {}
 
     def gflops(self, isa: str) -> float:
-        """GFLOP/s of the multiply-adds of one instruction set: float32, or bfloat16 where it has those."""
+        """Returns GFLOP/s of one instruction set's multiply-adds: bfloat16 if it has those, else float32."""
         key = isa, torch.get_num_threads()
         if key not in self._gflops:
             self._gflops[key] = library.extension().multiply_add_gflops(isa, self._seconds)
         return self._gflops[key]
 
     def read_gbs(self) -> float:
-        """GB/s of reading memory."""
+        """Returns GB/s of reading memory."""
         threads = torch.get_num_threads()
         if threads not in self._read_gbs:
             self._read_gbs[threads] = library.extension().read_gbs(READ_BYTES, self._seconds)
         return self._read_gbs[threads]
 
     def ceiling(self, isa: str, dtype: torch.dtype, precision: Precision = "highest") -> Ceiling:
-        """What a kernel compiled for ``isa`` can attain at most in a dtype, by the fastest way it may take:
-        float multiply-adds, or products of bfloat16 pieces where the instruction set has them."""
+        """Returns the most that a kernel compiled for ``isa`` can attain in a dtype.
+
+        It may use float multiply-adds, or products of bfloat16 pieces if the instruction set has them; the
+        faster way counts.
+        """
         vectors = _PAIRS.get(isa, isa)
         # A vector holds half as many doubles.
         found = Ceiling(vectors, self.gflops(vectors) / (2 if dtype == torch.float64 else 1), self.read_gbs())
@@ -95,7 +100,7 @@ class Meter:
         return Ceiling(isa, pairs, found.read_gbs) if pairs > found.gflops else found
 
     def measured(self) -> list[dict[str, object]]:
-        """Everything measured so far as plain data."""
+        """Returns everything measured so far as plain data."""
         rows: list[dict[str, object]] = [
             {"threads": threads, "isa": isa, "gflops": value}
             for (isa, threads), value in self._gflops.items()

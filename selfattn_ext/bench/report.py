@@ -1,4 +1,4 @@
-"""Rows of measurements as a table for people and as plain data for programs."""
+"""Reports of measurements: a table for people, plain data for programs."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ _LEGEND_OF_ERRORS = (
 
 
 def text(rows: Sequence[Row]) -> str:
-    """The table, what its columns are, and the median ratios."""
+    """Returns the table, a legend of its columns, and the median ratios."""
     peers = peer_names(rows)
     reads = any_reads(rows)
     header = ["threads", "dtype", "(B, H, T, D)", "options", "pass", *headings(peers, reads)]
@@ -56,27 +56,27 @@ def text(rows: Sequence[Row]) -> str:
 
 
 def peer_names(rows: Sequence[Row]) -> list[str]:
-    """The names of all contenders but this package."""
+    """Returns the names of all contenders but this package."""
     return list(dict.fromkeys(name for row in rows for name in row.outcomes if name != OURS.name))
 
 
 def short_direction(row: Row) -> str:
-    """ "forward", "backward", or "f+b" for both."""
+    """Returns "forward", "backward", or "f+b" for both."""
     return row.case.direction.replace("forward+backward", "f+b")
 
 
 def any_reads(rows: Sequence[Row]) -> bool:
-    """Whether a table of these rows has columns of reading."""
+    """Tells whether a table of these rows has columns of reading."""
     return any(row.reading is not None for row in rows)
 
 
 def legend(rows: Sequence[Row]) -> str:
-    """What the columns are."""
+    """Returns the explanation of the columns."""
     return _LEGEND + (_LEGEND_OF_READING if any_reads(rows) else "") + _LEGEND_OF_ERRORS
 
 
 def headings(peers: Sequence[str], reads: bool) -> list[str]:
-    """The columns of :func:`cells`."""
+    """Returns the headings of the columns of :func:`cells`."""
     names = [*peers, "our"]
     return [
         *(f"{name} ms" for name in names),
@@ -89,7 +89,7 @@ def headings(peers: Sequence[str], reads: bool) -> list[str]:
 
 
 def cells(row: Row, peers: Sequence[str], reads: bool) -> list[str]:
-    """What was measured: times, ratios, our share of reading and of the peak, errors."""
+    """Returns a row's measurements: times, ratios, our share of reading and of the peak, errors."""
     outcomes = [row.outcomes.get(name, NOT_ASKED) for name in (*peers, OURS.name)]
     ratios = [row.ratio(peer) for peer in peers]
     share = row.share(OURS.name)
@@ -119,7 +119,7 @@ def _reading(row: Row) -> list[str]:
 
 
 def refusals(rows: Sequence[Row]) -> list[str]:
-    """Why a peer has no time, once for each reason."""
+    """Returns the reasons why peers have no time, each reason once."""
     reasons = {
         f"{name}: {outcome.reason}"
         for row in rows
@@ -145,7 +145,7 @@ def _summary(rows: Sequence[Row], peer: str) -> str:
 
 
 def head(command: str) -> dict[str, Any]:
-    """What the JSON of every command begins with."""
+    """Returns the beginning of every command's JSON."""
     return {
         "schema": SCHEMA,
         "command": command,
@@ -155,17 +155,17 @@ def head(command: str) -> dict[str, Any]:
 
 
 def data(rows: Sequence[Row], command: str) -> dict[str, Any]:
-    """Everything as plain data: machine, versions, and for each row all that was measured."""
+    """Returns everything as plain data: machine, versions, and all measurements of each row."""
     return {**head(command), "rows": [row_data(row) for row in rows]}
 
 
 def dump(found: dict[str, Any]) -> str:
-    """Plain data as JSON text."""
+    """Returns plain data as JSON text."""
     return json.dumps(found, indent=1) + "\n"
 
 
 def row_data(row: Row) -> dict[str, Any]:
-    """One row as plain data."""
+    """Returns one row as plain data."""
     ratios = {peer: row.ratio(peer) for peer in row.outcomes if peer != OURS.name}
     return {
         **as_json(row.case),

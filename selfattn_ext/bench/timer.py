@@ -1,4 +1,4 @@
-"""Times calls against each other: in turns, A B C A B C, so that all see the machine in the same state."""
+"""Timing of calls in turns, A B C A B C, so that all meet the machine in the same state."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import torch
 _SAMPLE_SECONDS = 1e-3
 
 
-#: The seconds that a call takes, as the mean over this many repetitions.
+#: A function (call, repetitions) → the mean seconds that the call takes over so many repetitions.
 Clock = Callable[[Callable[[], object], int], float]
 
 
@@ -49,7 +49,7 @@ class Timing:
 
 @dataclass(frozen=True)
 class Ratio:
-    """Time of one call over that of another, round by round, so that what slows a round cancels out."""
+    """Time of one call over that of another, round by round, so that a slow round cancels out."""
 
     samples: tuple[float, ...]
 
@@ -67,7 +67,7 @@ class Ratio:
 
 
 def wall_clock(call: Callable[[], object], repetitions: int) -> float:
-    """The clock of calls that return when they are done, as those on CPU do."""
+    """Times calls that return when they are done, as calls on the CPU do."""
     start = time.perf_counter()
     for _ in range(repetitions):
         call()
@@ -75,7 +75,7 @@ def wall_clock(call: Callable[[], object], repetitions: int) -> float:
 
 
 def event_clock(call: Callable[[], object], repetitions: int) -> float:
-    """The clock of calls that return while the GPU still works: between two events in its current stream."""
+    """Times calls that return while the GPU still works, between two events in its current stream."""
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(repetitions):
@@ -88,10 +88,10 @@ def event_clock(call: Callable[[], object], repetitions: int) -> float:
 def interleave(
     calls: Mapping[str, Callable[[], object]], effort: Effort, clock: Clock = wall_clock
 ) -> dict[str, Timing]:
-    """Time the calls in turns.
+    """Times the calls in turns.
 
     Each is called twice before, so that allocation and lazy initialisation are over; a sample of a short call
-    is the mean over as many repetitions as fill a millisecond. Garbage collection waits meanwhile.
+    is the mean over as many repetitions as fill a millisecond. Garbage collection is off meanwhile.
     """
     repetitions = {name: _warm_up(call, clock) for name, call in calls.items()}
     samples: dict[str, list[float]] = {name: [] for name in calls}
@@ -112,7 +112,7 @@ def interleave(
 
 
 def best_seconds(call: Callable[[], object], seconds: float, clock: Clock = wall_clock) -> float:
-    """The shortest time of a call among the runs that fit into ``seconds``, three at least."""
+    """Returns the shortest time of a call among the runs that fit into ``seconds``, at least three."""
     repetitions = _warm_up(call, clock)
     deadline = time.perf_counter() + seconds
     times = [clock(call, repetitions) for _ in range(3)]
@@ -122,7 +122,7 @@ def best_seconds(call: Callable[[], object], seconds: float, clock: Clock = wall
 
 
 def _warm_up(call: Callable[[], object], clock: Clock) -> int:
-    """Call twice; how many repetitions make a sample."""
+    """Calls twice, and returns how many repetitions make a sample."""
     clock(call, 1)
     return max(1, math.ceil(_SAMPLE_SECONDS / max(clock(call, 1), 1e-9)))
 

@@ -1,4 +1,4 @@
-"""Batches of sequences of several lengths: packed, or padded to the longest."""
+"""Cases of batches with several sequence lengths: packed, or padded to the longest."""
 
 from __future__ import annotations
 
@@ -20,15 +20,17 @@ _MOST_NESTED = 1e10
 
 
 def draw_lengths(count: int, shortest: int, longest: int, seed: int = 0) -> tuple[int, ...]:
-    """Lengths of two sequences or more, the same on every machine: first the longest, last the shortest."""
+    """Draws two or more lengths, the same on every machine: first the longest, last the shortest."""
     drawn = random.Random(seed)
     return (longest, *(drawn.randint(shortest, longest) for _ in range(count - 2)), shortest)
 
 
 @dataclass(frozen=True)
 class VarlenCase(Case):
-    """Self-attention in sequences of ``lengths``. ``batch`` is their number and ``length`` the longest:
-    inputs() makes padded tensors. No options but ``causal``."""
+    """Self-attention in sequences of ``lengths``, with no option but ``causal``.
+
+    ``batch`` is their number and ``length`` the longest, so that inputs() makes padded tensors.
+    """
 
     lengths: tuple[int, ...] = ()
 
@@ -64,11 +66,11 @@ class VarlenCase(Case):
         return {"lengths": self.lengths}
 
     def starts(self) -> Tensor:
-        """Where each sequence begins among the packed ones, and their end: (B + 1,), int32."""
+        """Returns the row at which each packed sequence begins, and the end of all: (B + 1,), int32."""
         return torch.tensor([0, *self.lengths]).cumsum(0).to(torch.int32)
 
     def is_real(self) -> Tensor:
-        """Which rows of a padded tensor are no padding: (B, L)."""
+        """Returns which rows of a padded tensor are not padding: (B, L), bool."""
         return torch.arange(self.length) < torch.tensor(self.lengths)[:, None]
 
 
@@ -78,7 +80,7 @@ def _varlen(case: Case) -> VarlenCase:
 
 
 def _packed_inputs(case: Case, tensors: Inputs) -> Inputs:
-    """query, key, value and grad_out as (total, H, E), the first three as leaves."""
+    """Returns query, key, value and grad_out as (total, H, E), the first three as leaves."""
     real = _varlen(case).is_real().to(tensors.query.device)
 
     def packed(tensor: Tensor) -> Tensor:
@@ -90,15 +92,14 @@ def _packed_inputs(case: Case, tensors: Inputs) -> Inputs:
 
 
 def _unpacked(case: Case, result: Tensor) -> Tensor:
-    """(B, H, L, E) with zeros as padding, of (total, H, E)."""
+    """Unpacks (total, H, E) to (B, H, L, E) with zeros as padding."""
     out = result.new_zeros(case.batch, case.length, *result.shape[1:])
     out[_varlen(case).is_real().to(result.device)] = result.detach()
     return out.transpose(1, 2)
 
 
 def _padded_inputs(case: Case, tensors: Inputs) -> Inputs:
-    """With a mask (B, 1, 1, L) that hides the padding; what comes out of it counts nowhere, so that its
-    gradient is zero."""
+    """Adds a mask (B, 1, 1, L) that hides the padding, and makes the gradient of the padding's output 0."""
     real = _varlen(case).is_real().to(tensors.query.device)
     grad_out = tensors.grad_out * real[:, None, :, None]
     return replace(tensors, mask=real[:, None, None, :], grad_out=grad_out)
@@ -154,7 +155,7 @@ def _prepare_nested(case: Case, tensors: Inputs) -> Call:
 
 def _prepare_torch_varlen(case: Case, tensors: Inputs) -> Call:
     if tensors.query.device.type != "cuda":
-        raise NotImplementedError("torch.nn.attention.varlen computes on CUDA alone")
+        raise NotImplementedError("torch.nn.attention.varlen computes only on CUDA")
     attend: Any = importlib.import_module("torch.nn.attention.varlen").varlen_attn
     starts = _varlen(case).starts().to(tensors.query.device)
     options: dict[str, Any] = {"window_size": (-1, 0)} if case.causal else {}
@@ -167,7 +168,7 @@ def _prepare_torch_varlen(case: Case, tensors: Inputs) -> Call:
     return call
 
 
-#: This package on padded tensors, as one calls it without varlen_attention.
+#: This package on padded tensors, as it is called without varlen_attention.
 PADDED = Contender("padded", OURS.prepare, _padded_inputs)
 NESTED = Contender("nested", _prepare_nested, _packed_inputs, _unpacked)
 TORCH_VARLEN = Contender("varlen", _prepare_torch_varlen, _packed_inputs, _unpacked)

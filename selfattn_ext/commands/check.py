@@ -1,9 +1,9 @@
-"""``python -m selfattn_ext check``: every kernel on this machine against the formula, forward and backward.
+"""The subcommand ``check``: every kernel of this machine against the formula, in both passes.
 
-The judge is :mod:`selfattn_ext.reference` in float64. A result passes when its error, relative to the largest
+The judge is :mod:`selfattn_ext.reference` in float64. A result passes if its error, relative to the largest
 true value, is at most twice the error that the same formula makes in the result's own dtype, plus a few
-roundings; when it is infinite or NaN exactly where the formula is; and when one thread and several, or two
-runs on a GPU, give the same bits.
+roundings; if it is infinite or NaN exactly where the formula is; and if one thread and several, or two runs
+on a GPU, give the same bits.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from selfattn_ext import (
 from selfattn_ext.terminal import Progress, describe, table
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
-# Added to twice the formula's error: what a different, equally good order of operations may cost. More for
-# float64, in which the truth itself has been computed.
+# Added to twice the formula's error, as a different, equally good order of operations may cost this much. It
+# is more for float64, because the truth itself has been computed in float64.
 ROUNDING = {
     torch.float64: 64 * torch.finfo(torch.float64).eps,
     torch.float32: 8 * torch.finfo(torch.float32).eps,
@@ -58,7 +58,7 @@ class Case:
 
 @dataclass
 class Verdict:
-    """What was found for one kernel and dtype over all cases: the worst error against what is allowed."""
+    """The result for one kernel and dtype over all cases: the worst error and the error allowed there."""
 
     forward: tuple[float, float] = (0.0, math.inf)
     backward: tuple[float, float] = (0.0, math.inf)
@@ -67,7 +67,7 @@ class Verdict:
 
 
 def cases(seed: int) -> list[Case]:
-    """Plain, and every option at least once; sizes around the edges of tiles."""
+    """Returns cases without options and with every option at least once, with sizes around tile edges."""
     generator = torch.Generator().manual_seed(seed)
 
     def normal(*shape: int) -> Tensor:
@@ -162,7 +162,7 @@ def _packed(name: str, inputs: dict[str, Tensor]) -> Case:
 
 
 def _paged(name: str, normal: Callable[..., Tensor], new: int) -> Case:
-    """Two sequences, 70 and 3 tokens long before the new ones, in pages of 16 in any order."""
+    """Returns a case of two sequences, of 70 and 3 tokens before the new ones, in shuffled pages of 16."""
     lengths, table = torch.tensor([70, 3]), torch.tensor([[9, 0, 4, 7, 2, 8, 1], [5, 3, 6, 6, 6, 6, 6]])
     inputs = {
         "query": normal(2, 4, new, 40),
@@ -198,14 +198,14 @@ def _paged(name: str, normal: Callable[..., Tensor], new: int) -> Case:
 
 
 def run(seed: int = 0) -> int:
-    """Check everything, print the table. Returns 0, or 1 where something failed."""
+    """Checks everything and prints the table. Returns 0, or 1 if something failed."""
     kernels = [*backends.available(), *backends.available("cuda")]
     verdicts = {
         (kernel, dtype): Verdict() for kernel in kernels for dtype in DTYPES if _name(dtype) in kernel.dtypes
     }
     todo = cases(seed)
     threads = max(2, torch.get_num_threads())
-    # One thread, except where several are what is checked: the cases are too small to gain by more.
+    # The cases run on one thread, as they are too small for more; only the check of several threads has more.
     with Progress("checking", len(todo) * len(DTYPES)) as progress, _threads(1):
         for done, (case, dtype) in enumerate([(case, dtype) for case in todo for dtype in DTYPES]):
             judge = _Judge(case, dtype)
@@ -217,7 +217,7 @@ def run(seed: int = 0) -> int:
 
 
 class _Judge:
-    """One case in one dtype: its inputs, the truth in float64, and the errors that are allowed."""
+    """A case in one dtype: its inputs, the truth in float64, and the errors that are allowed."""
 
     def __init__(self, case: Case, dtype: torch.dtype) -> None:
         self.case = case
@@ -228,7 +228,7 @@ class _Judge:
         self.allowed = tuple(2 * error + ROUNDING[dtype] for error in self.errors(plain))
 
     def errors(self, results: tuple[list[Tensor], list[Tensor]]) -> tuple[float, float]:
-        """The largest relative error among the outputs, and among the gradients; 0 where there are none."""
+        """Returns the largest relative error of the outputs and of the gradients, 0 if there are none."""
         forward, backward = (
             max(map(relative_error, found, truth), default=0.0)
             for found, truth in zip(results, self._truth, strict=True)
@@ -244,7 +244,7 @@ def _check(judge: _Judge, kernel: backends.Kernel, threads: int, verdict: Verdic
             results = _evaluate(judge.case, judge.case.ours, inputs)
             with _threads(threads):
                 again = _evaluate(judge.case, judge.case.ours, inputs)
-    except Exception as error:  # whatever goes wrong is what this command is there to report
+    except Exception as error:  # this command reports everything that goes wrong
         verdict.failures.append(f"{name}: {type(error).__name__}: {describe(error)}")
         return
     errors = judge.errors(results)
@@ -275,7 +275,7 @@ def _severity(pair: tuple[float, float]) -> float:
 def _evaluate(
     case: Case, function: Callable[..., Any], inputs: dict[str, Tensor]
 ) -> tuple[list[Tensor], list[Tensor]]:
-    """The outputs, and the gradients of all inputs for one fixed gradient of the outputs; all on the CPU."""
+    """Returns, on the CPU, the outputs and all inputs' gradients for one fixed gradient of the outputs."""
     leaves = {name: tensor.detach().clone().requires_grad_(case.backward) for name, tensor in inputs.items()}
     outputs = function(**leaves)
     outputs = list(outputs) if isinstance(outputs, tuple) else [outputs]
@@ -296,16 +296,16 @@ def _evaluate(
 
 @contextmanager
 def _forced(kernel: backends.Kernel) -> Iterator[None]:
-    """Makes all calls take this kernel, and makes sure of it."""
+    """Makes all calls take this kernel, and checks that they do."""
     device = _device(kernel)
     isa = kernel.isa if kernel.automatic and device == "cpu" else ""
     with backends.use_cpu_isa(isa), backends.use(kernel.name):
-        # Large enough, and of a dtype, that no kernel hands it on to another.
+        # A call of this size and dtype is never passed on to another kernel.
         probe = torch.zeros(1, 1, 8, 64, dtype=torch.bfloat16, device=device)
         chosen = backends.explain(probe, probe, probe)
         if (chosen.kernel, chosen.isa) != (kernel.name, kernel.isa):
             raise RuntimeError(
-                f"{kernel.name}/{kernel.isa} is forced and {chosen.kernel}/{chosen.isa} would run"
+                f"{kernel.name}/{kernel.isa} is forced, but {chosen.kernel}/{chosen.isa} would run"
             )
         yield
 
@@ -321,7 +321,10 @@ def _threads(count: int) -> Iterator[None]:
 
 
 def relative_error(result: Tensor, truth: Tensor) -> float:
-    """Largest difference over the largest finite true value; inf where Inf or NaN stand elsewhere."""
+    """Returns the largest difference over the largest finite true value.
+
+    It is inf if result and truth have Inf or NaN in different places.
+    """
     result, truth = result.double(), truth.double()
     finite = truth.isfinite()
     if not torch.equal(result.isfinite(), finite) or not torch.equal(

@@ -1,6 +1,6 @@
 """The command line: ``python -m selfattn_ext demo | info | check | bench | heatmap``.
 
-Only arguments are handled here. Each subcommand has a module of its own, imported when it is asked for.
+This module handles only arguments. Each subcommand has a module of its own, which is imported on use.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ PROGRAM = "python -m selfattn_ext"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Run one subcommand; ``arguments`` are those of the process by default.
+    """Runs one subcommand; ``arguments`` are those of the process by default.
 
     Returns:
-        The exit code: 0, 1 where the command found something wrong or lacks something on this machine,
-        130 after Ctrl-C. Mistakes in the arguments end the process with 2, as argparse does.
+        The exit code: 0; 1 if the command found something wrong or this machine lacks something that it
+        needs; 130 after Ctrl-C. Mistakes in the arguments end the process with 2, as argparse does.
     """
     for stream in (sys.stdout, sys.stderr):
         if hasattr(stream, "reconfigure"):
@@ -40,7 +40,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print("\ninterrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
-        # The reader (head, less) has left; what Python flushes at exit must not raise again.
+        # The reader (head, less) has closed the pipe; Python's flush at exit must not raise again.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     return code
@@ -62,19 +62,19 @@ def _parser() -> argparse.ArgumentParser:
 def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "demo",
-        help="train a small transformer through this package and beside it through torch",
-        description="Trains a small character-level transformer three times in turns, with this package's "
-        "attention, torch's fused one and the plain formula; compares losses and speed, samples text, draws "
-        "a heatmap of the attention.",
+        help="train a small transformer with this package's attention and with torch's",
+        description="Trains three copies of a small character-level transformer in turns, with this "
+        "package's attention, torch's fused attention and the formula; compares losses and speed, samples "
+        "text, draws a heatmap of the attention.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
         "--text", type=Path, metavar="FILE", default=argparse.SUPPRESS, help="train on this text file (UTF-8)"
     )
     parser.add_argument(
-        "--steps", type=_positive_int, default=400, help="optimizer steps of each of the three"
+        "--steps", type=_positive_int, default=400, help="optimizer steps of each of the three copies"
     )
-    parser.add_argument("--seed", type=_seed, default=0, help="of weights, batches and sampling")
+    parser.add_argument("--seed", type=_seed, default=0, help="the seed of weights, batches and sampling")
     parser.add_argument("--device", default="cpu", help="where to train: cpu, cuda, cuda:1, ...")
     parser.add_argument(
         "--out", type=Path, metavar="FILE", default=Path("demo_attention.png"), help="the heatmap"
@@ -83,9 +83,9 @@ def _add_demo(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> 
         "--max-seconds",
         type=_positive_float,
         default=60.0,
-        help="for everything after torch is imported: the training of all three together, "
-        "the comparison, the sample and the picture. A slow machine trains fewer steps and samples less "
-        "text; one step of each, the comparison and the picture take what they take",
+        help="limit for everything after torch is imported: the training of all three copies, the "
+        "comparison, the sample and the picture. A slow machine trains fewer steps and samples less text; "
+        "one step of each copy, the comparison and the picture are always made, however long they take",
     )
     parser.set_defaults(run=_run_demo)
 
@@ -106,7 +106,7 @@ def _run_demo(parsed: argparse.Namespace) -> int:
 
 
 def _add_info(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    text = "print versions, CPU features, kernels and which is chosen"
+    text = "print versions, CPU features, kernels and which kernel is chosen"
     commands.add_parser("info", help=text, description=text.capitalize() + ".").set_defaults(run=_run_info)
 
 
@@ -120,12 +120,12 @@ def _add_check(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = commands.add_parser(
         "check",
         help="test every kernel on this machine against the formula",
-        description="Runs every kernel of the CPU and of a GPU, instruction set and dtype, forward and "
-        "backward, with a few combinations of options against the formula in float64. Exit code 1 if any "
-        "result is off.",
+        description="Runs every kernel for the CPU and for a GPU, with every instruction set and dtype, "
+        "forward and backward, with a few combinations of options, and compares the results with the formula "
+        "in float64. The exit code is 1 if any result is wrong.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
-    parser.add_argument("--seed", type=_seed, default=0, help="of the inputs")
+    parser.add_argument("--seed", type=_seed, default=0, help="the seed of the inputs")
     parser.set_defaults(run=_run_check)
 
 
@@ -141,7 +141,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="print the table of speed ratios against torch",
         description="Times this package and torch's scaled_dot_product_attention in turns, forward and "
         "forward+backward, and prints the ratio of the times (above 1: this package is faster), the share of "
-        "the peak that the machine has in the same run, and each one's error against float64.",
+        "the machine's peak as measured in the same run, and the error of each against float64.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     parser.add_argument(
@@ -158,7 +158,7 @@ def _add_bench(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--json",
         metavar="FILE",
         default=argparse.SUPPRESS,
-        help="also write the results there; - is standard output",
+        help="also write the results to this file; - is standard output",
     )
     parser.set_defaults(run=_run_bench)
 
@@ -218,7 +218,7 @@ def _positive_int(text: str) -> int:
 
 
 def _seed(text: str) -> int:
-    # The range that torch.manual_seed takes without wrapping.
+    # torch.manual_seed takes this range without wrapping.
     if not text.strip().isdecimal() or int(text) >= 2**63:
         raise argparse.ArgumentTypeError(f"expected a whole number from 0 to 2**63 - 1, got {text!r}")
     return int(text)
@@ -235,5 +235,5 @@ def _positive_float(text: str) -> float:
 
 
 def parse_threads(text: str) -> tuple[int, ...]:
-    """ "1,2" as (1, 2), for argparse."""
+    """Parses "1,2" to (1, 2), for argparse."""
     return tuple(dict.fromkeys(_positive_int(part) for part in text.split(",")))

@@ -1,4 +1,4 @@
-"""``python -m selfattn_ext heatmap``: a picture of saved attention weights, or of a small example."""
+"""The subcommand ``heatmap``: a picture of saved attention weights, or of a small example."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ EXAMPLE = "the cat sat on the mat because the mat was warm and the cat was tired
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line may choose; see ``python -m selfattn_ext heatmap --help``."""
+    """The options of the command line; see ``python -m selfattn_ext heatmap --help``."""
 
     file: Path | None = None
     tokens: Sequence[str] | None = None
@@ -28,7 +28,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Draw and say where. Returns 0.
+    """Draws the picture and prints where it is. Returns 0.
 
     Raises:
         CommandError: the file is not a tensor of attention weights, or the labels do not fit.
@@ -55,7 +55,7 @@ def run(options: Options) -> int:
 
 
 def example(words: Sequence[str]) -> torch.Tensor:
-    """Causal attention weights (words, words), each different word being a fixed random vector."""
+    """Returns causal attention weights (words, words), where each word is a fixed random vector."""
     generator = torch.Generator().manual_seed(0)
     vectors = {word: torch.randn(32, generator=generator) for word in dict.fromkeys(words)}
     embedded = torch.stack([vectors[word] for word in words])
@@ -63,8 +63,9 @@ def example(words: Sequence[str]) -> torch.Tensor:
 
 
 def load(path: Path) -> Any:
-    """The tensor in a file of torch.save (.pt, .pth) or numpy.save (.npy), or the list of tensors in the
-    former.
+    """Loads the tensor in a file of torch.save (.pt, .pth) or numpy.save (.npy).
+
+    A file of torch.save may also hold a list of tensors.
 
     Raises:
         CommandError: the file is missing, of another kind, or holds something else.
@@ -95,7 +96,7 @@ def _load_numpy(path: Path) -> torch.Tensor:
 
 
 def _pick(weights: Any, layer: int | None, head: int | None) -> Any:
-    """One layer and one head of what was loaded, where the options name them."""
+    """Returns the layer and the head that the options name, or all of them."""
     layered = not isinstance(weights, torch.Tensor) or weights.dim() == 4
     if layer is not None:
         if not layered:

@@ -1,6 +1,7 @@
-"""``python -m selfattn_ext demo``: a small transformer trains through this package's attention, and beside it
-twins of the same initial weights on the same batches through torch's fused attention and through the plain
-formula.
+"""The subcommand ``demo``: three copies of a small transformer train in turns.
+
+They have the same initial weights and see the same batches, but attend by this package, by torch's fused
+attention, and by the plain formula.
 """
 
 from __future__ import annotations
@@ -43,15 +44,16 @@ BATCH_SIZE = 8
 PROMPT_LENGTH = 32
 SAMPLE_LENGTH = 400
 DRAWN_LENGTH = 40
-# The comparison is six passes over the held-out sequences, and the sample takes about as long as all of them.
+# The work after the training, in passes over the held-out sequences: the comparison makes six, and the sample
+# takes about as long as these.
 AFTER_TRAINING = 12
-# With the same weights the three differ by rounding only: about 1e-6 in float32 on a loss of a few nats.
+# With the same weights the three differ only by rounding, about 1e-6 in float32 for a loss of a few nats.
 SAME_WEIGHTS_TOLERANCE = 1e-4
 
 
 @dataclass(frozen=True)
 class Options:
-    """What the command line may choose; see ``python -m selfattn_ext demo --help``."""
+    """The options of the command line; see ``python -m selfattn_ext demo --help``."""
 
     text: Path | None = None
     steps: int = 400
@@ -63,7 +65,7 @@ class Options:
 
 
 def run(options: Options) -> int:
-    """Train, compare, sample, draw. Returns 0, or 1 where the three do not compute the same."""
+    """Trains, compares, samples, draws. Returns 0, or 1 if the three do not compute the same."""
     budget = Budget(options.max_seconds)
     device = _usable_device(options.device)
     check_output("--out", options.out, PICTURE_FORMATS)
@@ -74,8 +76,8 @@ def run(options: Options) -> int:
     _print_setting(options, corpus_text, corpus, contenders[0].model, device)
     draws = _announce_picture(options.out)
 
-    # What comes after training is measured before it. The picture and the set-up, with the imports of what
-    # draws, are both Python's work on one processor, and take about the same time.
+    # The time of what follows the training is estimated before it. The picture takes about as long as the
+    # set-up with the imports of the drawing libraries, as both are work of Python on one processor.
     set_up = budget.spent()
     for_picture = set_up if draws else 0.0
     held_out_loss(contenders[0].model, corpus, device)
@@ -83,7 +85,7 @@ def run(options: Options) -> int:
     done = train(contenders, corpus, options.steps, BATCH_SIZE, options.seed, device, budget, kept)
     if done < options.steps:
         print(
-            f"stopped after {done} of {options.steps} steps, to be through within {options.max_seconds:g} s "
+            f"stopped after {done} of {options.steps} steps, to finish within {options.max_seconds:g} s "
             "(--max-seconds)"
         )
     print()
@@ -101,7 +103,7 @@ def run(options: Options) -> int:
 def _usable_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
-        # One tiny call: a torch without CUDA, a missing GPU and a build without CUDA kernels all show here.
+        # A tiny call fails for a torch without CUDA, a missing GPU and a build without CUDA kernels alike.
         extension_attention(*torch.zeros(3, 1, 1, 1, 8, device=device))
     except (RuntimeError, AssertionError, ValueError, NotImplementedError) as error:
         raise CommandError(f"device {name!r} cannot be used: {describe(error)}") from error
@@ -120,13 +122,13 @@ def _print_setting(
         f"{parameters:,} parameters"
     )
     print(
-        f"steps   {options.steps} with {BATCH_SIZE} x {size.context} characters, three twins in turns, "
+        f"steps   {options.steps} with {BATCH_SIZE} x {size.context} characters, three copies in turns, "
         f"seed {options.seed}, {device.type}, {torch.get_num_threads()} threads"
     )
 
 
 def _announce_picture(path: Path) -> bool:
-    """Says before training, and returns, whether there will be a picture: what draws may be missing."""
+    """Prints before training, and returns, whether there will be a picture; matplotlib may be missing."""
     try:
         viz.require()
     except ImportError as error:
@@ -170,7 +172,7 @@ def _print_agreement(contenders: Sequence[Contender], corpus: text.Corpus, devic
         for _, attention in ATTENTIONS
     ]
     difference = max(held_out) - min(held_out)
-    agree = difference < SAME_WEIGHTS_TOLERANCE  # false for NaN too
+    agree = difference < SAME_WEIGHTS_TOLERANCE  # False for NaN, too
     verdict = "they agree" if agree else f"MORE than rounding explains ({SAME_WEIGHTS_TOLERANCE:.0e})"
     print(f"the three on the same trained weights: held-out losses within {difference:.1e}: {verdict}")
     return agree
@@ -198,7 +200,7 @@ def _draw_attention(model: CharTransformer, tokens: Tensor, corpus: text.Corpus,
     symbols = [corpus.symbols[token] for token in tokens]
     try:
         with warnings.catch_warnings():
-            # One for each character of the text that matplotlib's font lacks, which shows as a box.
+            # matplotlib warns once for each character that its font lacks, and draws a box for it.
             warnings.filterwarnings("ignore", r"Glyph .* missing from font", UserWarning)
             saved = viz.save(viz.plot_layers(maps, symbols, title="attention in the demo"), path)
         print(f"\nattention heatmap: {saved}")

@@ -1,9 +1,8 @@
-"""A character-level GPT in a page: a pre-norm decoder with rotary positions, its attention function passed
-in.
+"""A small character-level GPT that takes its attention function as an argument.
 
-The start is chosen for a run of seconds: residual branches begin at zero and positions enter by rotation (Su
-et al. 2021, "RoFormer", https://arxiv.org/abs/2104.09864), which reach in 400 steps a loss that the usual
-start with learned positions needs over a thousand for.
+It is a pre-norm decoder whose initialisation suits a run of seconds: residual branches begin at zero and
+positions enter by rotation (Su et al. 2021, "RoFormer", https://arxiv.org/abs/2104.09864). In 400 steps this
+reaches a loss for which the usual initialisation with learned positions needs over a thousand.
 """
 
 from __future__ import annotations
@@ -23,17 +22,17 @@ CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 def extension_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """Causal attention by this package; all tensors are (batch, heads, length, head_dim)."""
+    """Computes causal attention by this package; all tensors are (batch, heads, length, head_dim)."""
     return scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def torch_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same by torch.nn.functional.scaled_dot_product_attention."""
+    """Computes the same by torch.nn.functional.scaled_dot_product_attention."""
     return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
 def formula_attention(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same as textbooks write it: softmax(Q K^T / sqrt(d) + mask) V, operation by operation."""
+    """Computes the same as textbooks write it, softmax(Q K^T / sqrt(d) + mask) V, operation by operation."""
     length = query.shape[-2]
     future = torch.ones(length, length, dtype=torch.bool, device=query.device).triu(1)
     scores = query @ key.transpose(-2, -1) / math.sqrt(query.shape[-1])
@@ -53,7 +52,7 @@ class ModelSize:
 
 
 def rotary_angles(size: ModelSize) -> tuple[Tensor, Tensor]:
-    """Cosines and sines (context, head_dim / 2) of the angles by which positions turn pairs of features."""
+    """Returns cosines and sines (context, head_dim / 2) of the angles that rotate pairs of features."""
     pairs = size.head_dim // 2
     frequency = 1000.0 ** (-torch.arange(pairs) / pairs)
     angle = torch.arange(size.context)[:, None] * frequency
@@ -83,12 +82,12 @@ class SelfAttention(nn.Module):
         return self.out(result.transpose(1, 2).flatten(2))
 
     def weights(self, x: Tensor) -> Tensor:
-        """The attention weights that forward() applies: (batch, heads, length, length)."""
+        """Returns the attention weights that forward() applies, (batch, heads, length, length)."""
         _, weights = scaled_dot_product_attention(*self._project(x), is_causal=True, return_weights=True)
         return weights
 
     def _project(self, x: Tensor, positions: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
-        """Query and key, turned by their positions, and value: (batch, heads, length, head_dim) each."""
+        """Returns query and key, rotated by position, and value, (batch, heads, length, head_dim) each."""
         projected = self.qkv(x).unflatten(-1, (3, self._heads, -1)).permute(2, 0, 3, 1, 4)
         places = slice(x.shape[1]) if positions is None else positions
         cosine, sine = self.cosine[places], self.sine[places]
@@ -131,9 +130,9 @@ class CharTransformer(nn.Module):
         nn.init.normal_(self.embedding.weight, std=0.2)
 
     def forward(self, tokens: Tensor, cache: KVCache | None = None) -> Tensor:
-        """Logits (batch, length, symbols) for int64 tokens (batch, length <= context).
+        """Returns logits (batch, length, symbols) for int64 tokens (batch, length <= context).
 
-        With a cache the tokens go on where its sequence ends.
+        With a cache, the tokens continue its sequence.
         """
         x = self.embedding(tokens)
         if cache is not None:
@@ -143,12 +142,12 @@ class CharTransformer(nn.Module):
         return self.head(self.norm(x))
 
     def loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
-        """Mean cross entropy in nats per symbol, a scalar."""
+        """Returns the mean cross entropy in nats per symbol, a scalar."""
         return F.cross_entropy(self(tokens).flatten(0, 1), targets.flatten())
 
     @torch.no_grad()
     def attention_maps(self, tokens: Tensor) -> Tensor:
-        """Attention weights of one sequence: (layers, heads, length, length) for tokens (length,)."""
+        """Returns attention weights (layers, heads, length, length) for one sequence of tokens (length,)."""
         x = self.embedding(tokens[None])
         maps = []
         for block in self.blocks:
@@ -167,12 +166,12 @@ class CharTransformer(nn.Module):
         cached: bool = True,
         may_go_on: Callable[[], bool] = lambda: True,
     ) -> Tensor:
-        """The prompt (length,) and ``count`` symbols drawn one by one: (length + count,), fewer where
-        ``may_go_on``, asked before each, says no.
+        """Draws ``count`` symbols one by one; returns the prompt (length,) with them, (length + count,).
 
-        Each symbol is drawn given a window of those before it. When the window would be longer than the
-        context, the later half of it becomes the new one. ``cached`` keeps the keys and values of a window,
-        so that a symbol costs the work of one; without, everything is computed again, to the same text.
+        ``may_go_on`` is called before each symbol, and sampling stops if it returns False. Each symbol is
+        drawn given a window of those before it. If the window would be longer than the context, its later
+        half becomes the new window. With ``cached`` the keys and values of a window are kept, so that each
+        new symbol is computed alone; without, the whole window is computed again, with the same text.
         """
         size, weight = self.size, self.head.weight
         cache = None
@@ -197,7 +196,7 @@ class CharTransformer(nn.Module):
                     cache.reset()
             seen = window if cache is None else new
             logits = self(seen[None], cache)[0, -1] / temperature
-            # On the CPU whatever the model's device, so that one seed gives one text.
+            # Symbols are drawn on the CPU for every device of the model, so that one seed gives one text.
             drawn = torch.multinomial(logits.float().cpu().softmax(-1), 1, generator=generator)
             new = drawn.to(tokens.device)
             tokens, window = torch.cat([tokens, new]), torch.cat([window, new])

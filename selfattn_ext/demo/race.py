@@ -1,4 +1,4 @@
-"""Trains copies of one model side by side: the same weights at the start, the same batches, in turns."""
+"""Training of copies of one model in turns, with the same initial weights and the same batches."""
 
 from __future__ import annotations
 
@@ -15,9 +15,8 @@ from selfattn_ext.demo.model import CausalAttention, CharTransformer, ModelSize
 from selfattn_ext.demo.text import Corpus
 from selfattn_ext.terminal import Progress
 
-# Twice the rate trains as well, but then rounding errors grow a thousandfold within 100 steps, and that the
-# contenders compute the same could no longer be read off their losses. The same holds for an Adam epsilon of
-# 1e-8.
+# Twice the rate trains equally well, but then rounding errors grow a thousandfold within 100 steps, and the
+# losses would no longer show that the contenders compute the same. So it is with an Adam epsilon of 1e-8.
 LEARNING_RATE = 3e-3
 ADAM_EPSILON = 1e-5
 WARM_UP_FRACTION = 0.1
@@ -25,7 +24,7 @@ HELD_OUT_SEQUENCES = 64
 
 
 class Budget:
-    """How many seconds the whole command may take, counted from now."""
+    """The seconds that the whole command may take, counted from when this is made."""
 
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
@@ -35,13 +34,13 @@ class Budget:
         return time.monotonic() - self._start
 
     def left(self, kept: float = 0.0) -> float:
-        """What is left besides the seconds kept for something else; negative when too little."""
+        """Returns the seconds left after those kept for something else; negative if there are too few."""
         return self.seconds - kept - self.spent()
 
 
 @dataclass
 class Contender:
-    """One copy of the model, its optimizer, and what was seen of it."""
+    """A copy of the model, its optimizer, and its losses and times."""
 
     name: str
     model: CharTransformer
@@ -50,7 +49,7 @@ class Contender:
     seconds: list[float] = field(default_factory=list)
 
     def step(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
-        """One optimizer step, timed from the batch to the new weights."""
+        """Makes one optimizer step, timed from the batch to the new weights."""
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         start = time.perf_counter()
@@ -64,19 +63,19 @@ class Contender:
         self.seconds.append(time.perf_counter() - start)
 
     def step_seconds(self) -> float:
-        """Median over the steps, so that the first one, which allocates and warms up, does not show."""
+        """Returns the median over the steps, so that the slow first one does not count."""
         return statistics.median(self.seconds)
 
 
 @torch.no_grad()
 def held_out_loss(model: CharTransformer, corpus: Corpus, device: torch.device) -> float:
-    """The model's loss on a fixed part of the text that no training batch touches."""
+    """Returns the model's loss on a fixed part of the text that no training batch contains."""
     tokens, targets = (part.to(device) for part in corpus.held_out_batch(HELD_OUT_SEQUENCES))
     return model.loss(tokens, targets).item()
 
 
 def with_attention(model: CharTransformer, symbols: int, attention: CausalAttention) -> CharTransformer:
-    """A copy of the model, weights included, that attends by another function."""
+    """Returns a copy of the model, weights included, that attends by another function."""
     twin = CharTransformer(symbols, model.size, attention).to(model.head.weight.device)
     twin.load_state_dict(model.state_dict())
     return twin
@@ -85,7 +84,7 @@ def with_attention(model: CharTransformer, symbols: int, attention: CausalAttent
 def line_up(
     attentions: Sequence[tuple[str, CausalAttention]], symbols: int, size: ModelSize, device: torch.device
 ) -> list[Contender]:
-    """One contender for each (name, attention function), all with the same initial weights."""
+    """Returns a contender for each (name, attention function), all with the same initial weights."""
     first = CharTransformer(symbols, size, attentions[0][1]).to(device)
     contenders = []
     for name, attention in attentions:
@@ -107,10 +106,10 @@ def train(
     budget: Budget,
     kept: float = 0.0,
 ) -> int:
-    """Run ``steps`` steps of every contender, A B C A B C, so that all see the machine in the same state.
+    """Runs ``steps`` steps of every contender, A B C A B C, so that all meet the machine in the same state.
 
-    Returns the number of steps done, at least 1: fewer than asked where the machine is so slow that the
-    budget, less the seconds kept for what comes after, would not last for another one.
+    Returns the number of steps done, at least 1. It is less than ``steps`` if the budget, less the seconds
+    ``kept`` for what follows, does not suffice for another step.
     """
     generator = torch.Generator().manual_seed(seed)
     with Progress("training", steps) as progress:
@@ -127,13 +126,13 @@ def train(
 
 
 def largest_difference(a: Contender, b: Contender) -> float:
-    """The largest absolute difference between two contenders' losses over all steps; NaN where one is NaN."""
+    """Returns the largest absolute difference of two contenders' losses over all steps, NaN if one is NaN."""
     differences = [abs(x - y) for x, y in zip(a.losses, b.losses, strict=True)]
     return math.nan if any(map(math.isnan, differences)) else max(differences)
 
 
 def _learning_rate(step: int, steps: int) -> float:
-    """Linear warm-up, then a cosine down to a tenth."""
+    """Returns the rate of a step: a linear warm-up, then a cosine down to a tenth."""
     warm_up = max(1, round(WARM_UP_FRACTION * steps))
     if step < warm_up:
         return LEARNING_RATE * (step + 1) / warm_up

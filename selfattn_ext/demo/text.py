@@ -1,4 +1,4 @@
-"""Text to train on, as numbers: a file, or the documentation that Python carries with it."""
+"""Text to train on, as numbers: a file, or the documentation that comes with Python."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ HELD_OUT_FRACTION = 0.05
 @dataclass(frozen=True)
 class Text:
     content: str
-    origin: str  # for people: where it was found
+    origin: str  # where it was found, for people
 
 
 def from_file(path: Path) -> Text:
-    """The text of a file in UTF-8, or in UTF-16 where it starts with that encoding's mark.
+    """Reads a file in UTF-8, or in UTF-16 if it starts with that encoding's mark.
 
-    A few bytes that are no UTF-8, such as the umlauts of a file in Latin-1, become replacement characters.
+    A few bytes that are not UTF-8, such as the umlauts of a file in Latin-1, become replacement characters.
 
     Raises:
-        CommandError: the file cannot be read, or is no text in these encodings.
+        CommandError: the file cannot be read, or is not text in these encodings.
     """
     try:
         found = path.read_bytes()
@@ -47,10 +47,10 @@ def from_file(path: Path) -> Text:
 
 
 def from_python() -> Text:
-    """The language reference that pydoc's help() shows, or the docstrings of the built-in types.
+    """Returns the language reference that pydoc's help() shows, or the docstrings of the built-in types.
 
-    The first is about half a million characters in every CPython. Some distributions strip it from small
-    images; the docstrings (about 60,000 characters) are compiled into the interpreter and always there.
+    The reference is about half a million characters in every CPython, but some distributions strip it from
+    small images. The docstrings (about 60,000 characters) are compiled into every interpreter.
     """
     try:
         from pydoc_data.topics import topics
@@ -62,7 +62,7 @@ def from_python() -> Text:
 
 
 def _builtin_docstrings() -> str:
-    found: dict[str, None] = {}  # ordered and without duplicates: many methods inherit their docstring
+    found: dict[str, None] = {}  # an ordered set, as many methods inherit their docstring
     for _, value in sorted(vars(builtins).items()):
         members = [member for _, member in sorted(vars(value).items())] if inspect.isclass(value) else []
         for thing in [value, *members]:
@@ -74,16 +74,16 @@ def _builtin_docstrings() -> str:
 class Corpus:
     """A text as symbol numbers, split into a training part and a held-out tail.
 
-    The vocabulary is the most frequent MAX_SYMBOLS - 1 characters and, where the text has more, one symbol
-    for all others, so that a text in any script gives a small output layer. All tensors are on the CPU,
-    whatever torch's default device is.
+    The vocabulary is the most frequent MAX_SYMBOLS - 1 characters and, if the text has more, one symbol for
+    all others, so that a text in any script gives a small output layer. All tensors are on the CPU, even if
+    torch's default device is another.
 
     Args:
-        text: what to train on.
+        text: the text to train on.
         context: length of a training sequence.
 
     Raises:
-        CommandError: the text is too short to hold two sequences of that length out.
+        CommandError: the text is too short to hold out two sequences of that length.
     """
 
     def __init__(self, text: Text, context: int) -> None:
@@ -106,28 +106,28 @@ class Corpus:
         self.training, self.held_out = encoded[:-held_out], encoded[-held_out:]
 
     def encode(self, text: str) -> Tensor:
-        """Symbol numbers of a string of the text's characters, int64 (length,)."""
+        """Returns the symbol numbers of a string, int64 (length,)."""
         other = self._number.get(UNKNOWN, 0)
         numbers = [self._number.get(symbol, other) for symbol in text]
         return torch.tensor(numbers, dtype=torch.int64, device="cpu")
 
     def decode(self, numbers: Tensor) -> str:
-        """The string of symbol numbers of shape (length,)."""
+        """Returns the string of symbol numbers (length,)."""
         return "".join(self.symbols[number] for number in numbers.tolist())
 
     def batch(self, size: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-        """Random training sequences and what follows each symbol: two int64 tensors (size, context)."""
+        """Draws training sequences; returns them and the symbols that follow, int64 (size, context) each."""
         starts = torch.randint(len(self.training) - self.context, (size,), generator=generator, device="cpu")
         return self._sequences(self.training, starts)
 
     def held_out_batch(self, size: int) -> tuple[Tensor, Tensor]:
-        """Up to ``size`` evenly spread held-out sequences, the same at every call; shapes as batch()."""
+        """Returns up to ``size`` evenly spread held-out sequences, always the same, in batch()'s form."""
         last = len(self.held_out) - self.context - 1
         starts = torch.linspace(0, last, min(size, last + 1), device="cpu").long()
         return self._sequences(self.held_out, starts)
 
     def prompt(self, length: int) -> Tensor:
-        """A beginning to continue, int64 (length,): the held-out line that opens with the most letters."""
+        """Returns a prompt, int64 (length,): the held-out line that begins with the most letters."""
         text = self.decode(self.held_out)
         last = len(text) - length
         starts = [index + 1 for index, symbol in enumerate(text) if symbol == "\n" and index < last]

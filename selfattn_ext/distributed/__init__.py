@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from ..integrations.dtensor import register_sharding
-from .attention import ring_attention, ulysses_attention
 from .context import context_parallel
+from .dtensor import register_sharding
 from .packed import ring_varlen_attention
 from .shard import shard_sequence, unshard_sequence
+from .split_attention import ring_attention, ulysses_attention
 from .traffic import bytes_sent
 
 __all__ = [

@@ -1,4 +1,4 @@
-"""What ranks tell each other before they exchange anything else: what they call, or why they do not.
+"""Ranks tell each other what they call, or why they do not, before any other exchange.
 
 Note [One error on every rank]
     A rank that raises leaves the others waiting in the exchange that it does not come to. So every function
@@ -37,28 +37,28 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 #: The parts of a call in which ranks must agree, by the names that users know.
 Call = Mapping[str, Any]
 
-#: Stands in place of a call that a rank refuses; the value is a sentence for the others.
+#: The key in place of a call that a rank refuses; its value is a sentence for the others.
 _REFUSED = "refused"
 
 
 class Flags(enum.IntFlag):
-    """What is so on a rank; together, on any."""
+    """Facts about the call of a rank; joined over the ranks, they hold on any of them."""
 
-    #: A gradient is recorded; none could be, as by torch.no_grad.
+    #: Whether a gradient is recorded, and whether none could be, as under torch.no_grad.
     RECORDS = enum.auto()
     NO_GRAD = enum.auto()
-    #: These want one.
+    #: Whether these want a gradient.
     KEY = enum.auto()
     VALUE = enum.auto()
     MASK = enum.auto()
-    #: The mask is not the same for the whole batch, for all heads, for all rows.
+    #: Whether the mask differs between batch elements, heads and rows.
     MASK_BATCH = enum.auto()
     MASK_HEADS = enum.auto()
     MASK_ROWS = enum.auto()
 
 
 class Numbers(NamedTuple):
-    """What a rank alone knows, and tells the others beside its call."""
+    """The numbers that a rank alone knows, and tells the others beside its call."""
 
     query_rows: int = 0
     key_rows: int = 0
@@ -113,11 +113,11 @@ class Telling:
                 agree(ranks, {_REFUSED: self._heard or refused}, Numbers())
 
     def met(self, group: dist.ProcessGroup) -> None:
-        """This rank has come to the exchange of a group."""
+        """Notes that this rank has come to the exchange of a group."""
         self._agreed.append(group)
 
     def hear(self, said: str) -> None:
-        """Ranks of a group do not agree."""
+        """Notes what was said because ranks of a group do not agree."""
         self._heard = said
 
 
@@ -145,7 +145,7 @@ def tells(function: _Function) -> _Function:
 
 
 def digest_of(content: bytes) -> int:
-    """64 bits that stand for it."""
+    """A hash of 64 bits."""
     return int.from_bytes(hashlib.sha256(content).digest()[:8], "little", signed=True)
 
 
@@ -155,7 +155,7 @@ def agree(ranks: Ranks, call: Call, own: Numbers) -> Agreed:
     Costs an exchange of a few bytes, before which nothing else is exchanged.
 
     Raises:
-        ValueError: on every rank, where a rank makes another call: it names what differs.
+        ValueError: on every rank if a rank makes another call; the message names what differs.
     """
     for block in _blocks.open:
         block.met(ranks.group)
@@ -204,7 +204,7 @@ def _difference(calls: list[Call], ranks: Ranks) -> str:
 
 
 def _waiting_in(group: Any) -> Ranks | None:
-    """The ranks that wait for one whose argument ``group`` is this; None where nobody can be told.
+    """The ranks that wait for a rank whose argument ``group`` is this; None if nobody can be told.
 
     An argument that is no group says nothing about where they wait. If there has never been another group
     than the default one, it is there.
@@ -220,8 +220,8 @@ def _waiting_in(group: Any) -> Ranks | None:
 
 
 def _device_of(group: dist.ProcessGroup) -> torch.device:
-    """Where a group compares calls: on the CPU if it can, which waits for no GPU. It depends on the group
-    alone: a rank's tensors may be anywhere.
+    """The device on which a group compares calls: the CPU if it can, which waits for no GPU. The group alone
+    decides, because a rank's tensors may be anywhere.
     """
     kinds = [each.partition(":")[0] for each in dist.get_backend_config(group).split(",")]
     if "cpu" in kinds:

@@ -1,4 +1,4 @@
-"""``with context_parallel(mesh):`` attention that knows nothing of ranks runs split over them.
+"""context_parallel: a block in which attention that knows nothing of ranks runs split over them.
 
 Note [A mode as the switch]
     The block is a torch function mode. Such a mode sees this package's functions as it sees torch's, so that
@@ -23,21 +23,21 @@ from torch.overrides import TorchFunctionMode
 
 from .. import functional
 from ..arguments import checks, split_blocks
-from ..integrations.sdpa_mode import calling
+from ..rebound import calling
 from ..varlen import varlen_attention
 from .agreement import Telling
-from .attention import ring_attention, ulysses_attention
 from .group import ranks_of
-from .layout import LayoutName
 from .packed import ring_varlen_attention
+from .row_layout import LayoutName
 from .shard import unshard_sequence
 from .split import choices
+from .split_attention import ring_attention, ulysses_attention
 
 __all__ = ["context_parallel"]
 
 METHODS = ("ring", "ulysses")
 
-#: Functions that take a part for the whole.
+#: Functions that would take a rank's part of a sequence for the whole.
 _REFUSED: tuple[Any, ...] = (
     torch._native_multi_head_attention,
     torch._transformer_encoder_layer_fwd,
@@ -55,18 +55,18 @@ class context_parallel(TorchFunctionMode):
     layers and Hugging Face models with ``attn_implementation="selfattn_ext"``;
     :func:`torch.nn.functional.scaled_dot_product_attention`, under :func:`selfattn_ext.as_sdpa` and without;
     :func:`selfattn_ext.varlen_attention`, whose offsets are then those of the whole sequences. Options count
-    in positions of the whole sequence, and masks have its columns. All else that attends is refused.
+    in positions of the whole sequence, and masks have its columns. All other attention is refused.
 
     Args:
         mesh: a ProcessGroup or a DeviceMesh of one dimension; the default group where None. A DeviceMesh of
             two dimensions splits both ways: over rings in the first, over heads in the second.
-        method: "ring" (:func:`ring_attention`) or "ulysses" (:func:`ulysses_attention`); of both ways
-            together there is no choice.
+        method: "ring" (:func:`ring_attention`) or "ulysses" (:func:`ulysses_attention`). A mesh of two
+            dimensions leaves no choice.
         layout, rotate: as :func:`ring_attention` takes them.
 
     Raises:
         ValueError, TypeError, RuntimeError: as :func:`ring_attention` does, for the arguments here. Nothing
-            is exchanged here, so that the other ranks do not get to know.
+            is exchanged here, so the other ranks do not learn of it.
 
     It holds for the thread that enters it. Activation checkpointing recomputes in the backward: that belongs
     into the block too, or torch refuses what is recomputed.
@@ -126,7 +126,7 @@ class context_parallel(TorchFunctionMode):
         return func(*args, **given)
 
     def _telling(self) -> Telling:
-        """A block whose exceptions the ranks get to know that attend meanwhile."""
+        """A block whose exceptions are told to the ranks that attend meanwhile."""
         rings = [self._how["ring_group"]] if "ring_group" in self._how else []
         return Telling(self._how["group"], *rings)
 
@@ -140,7 +140,7 @@ class context_parallel(TorchFunctionMode):
             return unshard_sequence(of_ring, dim, group=ring, layout=layout)
 
     def _differentiate(self, func: Any, args: tuple[Any, ...], given: dict[str, Any]) -> Any:
-        """What is recomputed meanwhile is under the mode: Note [A mode as the switch]."""
+        """Computes gradients with the mode on, as checkpoints recompute: Note [A mode as the switch]."""
         with self:
             if func is Tensor.backward:
                 func = torch.autograd.backward
@@ -175,7 +175,7 @@ class context_parallel(TorchFunctionMode):
         if self._packed is None:
             raise NotImplementedError('packed sequences cannot be split but by the method "ring"')
         if of_keys is not starts and (of_keys is None or not torch.equal(starts, of_keys)):
-            split_blocks.refuse("varlen_attention with unlike lengths of queries and keys")
+            split_blocks.refuse("varlen_attention with different lengths of queries and keys")
         return self._packed(*tensors, starts, **options, **self._how)
 
     def _multi_head(self, *args: Any, **given: Any) -> Any:
@@ -188,7 +188,7 @@ class context_parallel(TorchFunctionMode):
         return of_parts(*call.args, **call.kwargs)
 
 
-#: What runs split, and how.
+#: The functions that run split, and what computes them.
 _SPLIT: dict[Any, Callable[..., Any]] = {
     F.scaled_dot_product_attention: context_parallel._dense,
     functional.scaled_dot_product_attention: context_parallel._dense,
@@ -198,7 +198,7 @@ _SPLIT: dict[Any, Callable[..., Any]] = {
 
 
 def _unasked(given: dict[str, Any]) -> dict[str, Any]:
-    """Without the question for weights, which is refused where it is asked."""
+    """The options without return_weights, which is refused unless it is False."""
     if given.get("return_weights", False) is not False:
         split_blocks.refuse("attention that returns its weights")
     return {name: value for name, value in given.items() if name != "return_weights"}

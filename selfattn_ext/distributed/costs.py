@@ -1,4 +1,4 @@
-"""What a split costs on paper: who computes how much, and how many bytes a rank sends.
+"""The costs of a split on paper: the work of each rank, and the bytes that it sends.
 
 >>> from selfattn_ext.distributed.costs import Work
 >>> Work("zigzag", 65536, 8, is_causal=True).share_of_ideal() > 0.99
@@ -14,7 +14,7 @@ from itertools import accumulate
 
 import torch
 
-from .layout import Layout, LayoutName, Span
+from .row_layout import Interval, Layout, LayoutName
 
 __all__ = ["Work", "ring_bytes", "ulysses_bytes"]
 
@@ -43,7 +43,7 @@ class Work:
         left, right = window_size
         if is_causal:
             right = 0 if right < 0 else min(right, 0)
-        #: pairs[rank][step]: with the keys of the rank that is so many before.
+        #: pairs[rank][step]: those with the keys of the rank that stands ``step`` places before.
         self.pairs = [
             [self._between(lies, rank, (rank - step) % ranks, left, right) for step in range(ranks)]
             for rank in range(ranks)
@@ -62,14 +62,14 @@ class Work:
     def _between(self, lies: Layout, rank: int, source: int, left: int, right: int) -> int:
         return sum(
             _seen(q, k, left, right)
-            for query in lies.pieces(rank)
-            for key in lies.pieces(source)
-            for q, k in zip(query.spans, key.spans, strict=True)
+            for query in lies.spans(rank)
+            for key in lies.spans(source)
+            for q, k in zip(query.intervals, key.intervals, strict=True)
         )
 
 
-def _seen(query: Span, key: Span, left: int, right: int) -> int:
-    """How many pairs of rows of one sequence see each other."""
+def _seen(query: Interval, key: Interval, left: int, right: int) -> int:
+    """The number of pairs of rows of one sequence that see each other."""
     at = torch.arange(query.begin, query.end)
     first = at.new_full(at.shape, key.begin) if left < 0 else (at - left).clamp(min=key.begin)
     last = at.new_full(at.shape, key.end) if right < 0 else (at + right + 1).clamp(max=key.end)
@@ -80,8 +80,8 @@ def ring_bytes(
     rows: int, ranks: int, *, kv_heads: int, head_dim: int, value_dim: int | None = None, batch: int = 1,
     bytes_per_number: int = 2, backward: bool = True,
 ) -> int:  # fmt: skip
-    """What a rank with so many rows sends in a ring (p2p): keys and values of one rank after the other, and
-    in the backward once more, with float32 gradients of them, which come home last.
+    """The bytes that a rank with so many rows sends in a ring (p2p): keys and values of one rank after the
+    other, and in the backward once more, with float32 gradients of them, which come home last.
     """
     numbers = rows * batch * kv_heads * (head_dim + (head_dim if value_dim is None else value_dim))
     forward = (ranks - 1) * numbers * bytes_per_number
@@ -94,8 +94,8 @@ def ulysses_bytes(
     rows: int, ranks: int, *, heads: int, kv_heads: int, head_dim: int, value_dim: int | None = None,
     batch: int = 1, bytes_per_number: int = 2, backward: bool = True,
 ) -> int:  # fmt: skip
-    """What a rank with so many rows sends in the exchange of heads, where ranks divide both kinds of heads:
-    of query, key, value and out all but its own heads, and in the backward of their gradients.
+    """The bytes that a rank with so many rows sends in the exchange of heads, if ranks divide both kinds of
+    heads: all but its own heads of query, key, value and out, and in the backward of their gradients.
     """
     last = head_dim if value_dim is None else value_dim
     numbers = rows * batch * (heads + kv_heads) * (head_dim + last)

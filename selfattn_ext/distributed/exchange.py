@@ -1,4 +1,4 @@
-"""What ranks send each other: blocks of keys and values, and the gradients of these.
+"""Ranks send each other blocks of keys and values, and the gradients of these.
 
 A block is what one rank holds. They go around (rotate="p2p": each rank holds at most two beside its own, and
 the next one is on its way while it computes with one), or all come at once (rotate="allgather").
@@ -17,7 +17,7 @@ from .plan import Plan
 
 __all__ = ["gather_gradients", "pass_around"]
 
-#: The gradients of a rank's block, of the number of the rank and the block.
+#: A function of the number of a rank and its block, which returns the gradients of the block.
 OfBlock = Callable[[int, Sequence[Tensor]], list[Tensor]]
 
 
@@ -54,13 +54,13 @@ def gather_gradients(plan: Plan, own: Sequence[Tensor], of_block: OfBlock) -> li
         sums = of_block(source, block)
         if travelling is not None:
             sums = [part + total for part, total in zip(sums, travelling.received(), strict=True)]
-        # The rank behind this one holds the block next, and its sums go with it; at last they are at home.
+        # The next rank holds the block after this one, and its sums go with it until they reach their rank.
         travelling = _Passing(plan, sums, (source - 1) % ranks.size) if ranks.size > 1 else None
     return sums if travelling is None else travelling.received()
 
 
 class _Passing:
-    """A block on its way to the next rank, and that of a rank, ``source``, from the one before."""
+    """A block on its way to the next rank, and the block of rank ``source`` on its way to this one."""
 
     def __init__(self, plan: Plan, sent: Sequence[Tensor], source: int) -> None:
         ranks = plan.ranks
@@ -82,14 +82,14 @@ class _Passing:
         self._works = dist.batch_isend_irecv(transfers) if transfers else []
 
     def received(self) -> list[Tensor]:
-        """Waits, and gives what came."""
+        """Waits for the block that comes, and returns it."""
         for work in self._works:
             work.wait()
         return self._received
 
 
 def _all_gather(plan: Plan, own: Sequence[Tensor]) -> list[list[Tensor]]:
-    """Of each of the tensors those of all ranks. Collectives want equal sizes: shorter ones are filled up."""
+    """For each tensor, those of all ranks. Collectives want equal sizes, so shorter ones are filled up."""
     ranks = plan.ranks
     most = max(plan.keys.size(rank) for rank in range(ranks.size))
     found = []

@@ -1,4 +1,4 @@
-"""The gradients of rows whose results are known, from pairs of pieces."""
+"""The gradients of rows whose results are known, from meetings of spans."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from .. import ops
 from ..arguments import Keywords, OptionalTensor
 from ..reference import accumulation_dtype
-from .plan import Pair, part_of_mask, part_of_slopes
+from .plan import Meeting, part_of_mask, part_of_slopes
 
 __all__ = ["OwnGradients", "Rows"]
 
@@ -31,10 +31,12 @@ class Rows:
         self._out, self._row_max, self._row_sum, self._residual = out, row_max, row_sum, residual
 
     def pull(
-        self, query: Tensor, key: Tensor, value: Tensor, pair: Pair, scale: float, options: Keywords
+        self, query: Tensor, key: Tensor, value: Tensor, meeting: Meeting, scale: float, options: Keywords
     ) -> tuple[Tensor, ...]:
-        """The gradients of query, key, value, mask and slopes that one pair gives; ``query`` has all rows."""
-        rows = pair.query.rows
+        """The gradients of query, key, value, mask and slopes that one meeting gives. ``query`` has all
+        rows.
+        """
+        rows = meeting.query.rows
 
         def of_rows(tensor: Tensor) -> Tensor:
             return tensor[:, :, rows].contiguous()
@@ -49,7 +51,7 @@ class Rows:
         )[:5]  # fmt: skip
 
     def of_sinks(self, sinks: OptionalTensor) -> OptionalTensor:
-        """The gradient of sinks (B | 1, H): of this rank's rows."""
+        """The gradient of sinks (B | 1, H) that comes from this rank's rows."""
         if sinks is None:
             return None
         out = self._out.to(self._row_max.dtype)
@@ -71,16 +73,16 @@ class OwnGradients:
         self.mask = None if mask is None else zeros(mask)
         self.slopes = None if slopes is None else torch.zeros_like(slopes)
 
-    def add(self, pair: Pair, query: Tensor, mask: Tensor, slopes: Tensor) -> None:
-        """What a pair gives them."""
-        self.query[:, :, pair.query.rows] += query
+    def add(self, meeting: Meeting, query: Tensor, mask: Tensor, slopes: Tensor) -> None:
+        """Adds the gradients of a meeting."""
+        self.query[:, :, meeting.query.rows] += query
         if self.mask is not None:
-            part_of_mask(self.mask, pair).add_(mask)
+            part_of_mask(self.mask, meeting).add_(mask)
         if self.slopes is not None:
-            part_of_slopes(self.slopes, pair).add_(slopes)
+            part_of_slopes(self.slopes, meeting).add_(slopes)
 
 
 def zeros(tensor: Tensor) -> Tensor:
-    """Sums of a tensor's shape, in the dtype of sums."""
+    """Zeros of a tensor's shape, in the dtype in which sums are computed."""
     dtype = accumulation_dtype(tensor.dtype)
     return torch.zeros(tensor.shape, dtype=dtype, device=tensor.device)

@@ -35,7 +35,7 @@ class Ranks(NamedTuple):
 
 
 def ranks_of(group: Any) -> Ranks:
-    """Of None, the default group, a ProcessGroup, or a DeviceMesh of one dimension.
+    """The ranks of a ProcessGroup, of a DeviceMesh of one dimension, or for None of the default group.
 
     Raises:
         RuntimeError: torch.distributed has not been initialised.
@@ -65,10 +65,10 @@ def ranks_of(group: Any) -> Ranks:
 
 
 def crossing(group: Ranks, ring: Ranks) -> None:
-    """That two groups are the dimensions of a mesh: they share this process alone.
+    """Checks that two groups are the dimensions of a mesh: they share this process alone.
 
     Raises:
-        ValueError: they do not.
+        ValueError: they share others.
     """
     shared = {*dist.get_process_group_ranks(group.group)} & {*dist.get_process_group_ranks(ring.group)}
     if len(shared) != 1:

@@ -1,4 +1,4 @@
-"""Some heads of all rows in place of all heads of some rows, and back: the exchange of Ulysses."""
+"""The exchange of Ulysses: all heads of some rows for some heads of all rows, and back."""
 
 from __future__ import annotations
 
@@ -13,24 +13,24 @@ from torch.autograd import Function
 from ..reference import accumulation_dtype
 from . import traffic
 from .group import Ranks
-from .layout import Layout, put_rows, rows_of_rank
+from .row_layout import Layout, put_rows, rows_of_rank
 from .taking_part import anchor, tied
 
 __all__ = ["Deal", "heads_of_rank", "to_heads", "to_rows"]
 
 
 class Deal(NamedTuple):
-    """Which heads each rank gets, for rows that are dealt out so. Ranks may share heads."""
+    """The heads that each rank gets, and the layout of the rows. Ranks may share heads."""
 
     ranks: Ranks
     layout: Layout
     heads: tuple[tuple[int, int], ...]
     total: int
-    #: Whether any rank wants the gradient of what is exchanged so.
+    #: Whether any rank wants a gradient through the exchange.
     differentiated: bool
 
     def mine(self) -> int:
-        """How many heads this rank gets."""
+        """The number of heads that this rank gets."""
         begin, end = self.heads[self.ranks.rank]
         return end - begin
 
@@ -41,20 +41,20 @@ def heads_of_rank(heads: int, rank: int, ranks: int) -> tuple[int, int]:
 
 
 def to_heads(tensors: Sequence[Tensor], deals: Sequence[Deal]) -> list[Tensor]:
-    """Each (B, all heads, this rank's rows, E) to (B, this rank's heads, all rows, E)."""
+    """Exchanges each (B, all heads, this rank's rows, E) for (B, this rank's heads, all rows, E)."""
     *results, _ = _ToHeads.apply(deals, *tensors)
     return results
 
 
 def to_rows(tensors: Sequence[Tensor], deals: Sequence[Deal]) -> list[Tensor]:
-    """The way back. Where ranks share heads, what they have is added up."""
+    """The inverse of :func:`to_heads`. Results of heads that ranks share are added up."""
     *results, _ = _ToRows.apply(deals, *tensors)
     return results
 
 
 class _ToHeads(Function):
-    """All tensors are exchanged by one function, whose backward exchanges the gradients of all that any rank
-    wants, zeros for those that have none here: what a rank's loss depends on, the others do not know.
+    """Exchanges all tensors in one function. Its backward exchanges every gradient that any rank wants, zeros
+    for those that this rank does not have: no rank knows what the losses of others depend on.
     """
 
     @staticmethod
@@ -79,7 +79,7 @@ class _ToRows(Function):
 def _forward(
     ctx: Any, exchange: Callable[[Tensor, Deal], Tensor], deals: Sequence[Deal], tensors: Sequence[Tensor]
 ) -> tuple[Tensor, ...]:
-    """What the tensors are exchanged for, and an :func:`anchor`."""
+    """The results of the exchange, and an :func:`anchor`."""
     results = [exchange(tensor, deal) for tensor, deal in zip(tensors, deals, strict=True)]
     ctx.deals = deals
     ctx.mark_non_differentiable(
@@ -89,7 +89,7 @@ def _forward(
 
 
 def _backward(ctx: Any, back: Callable[..., list[Tensor]], grads: Sequence[Tensor]) -> list[Tensor | None]:
-    """The gradients of the tensors, from those of what they were exchanged for."""
+    """The gradients of the tensors, from those of the results."""
     wanted = [at for at, deal in enumerate(ctx.deals) if deal.differentiated]
     found = back(tied(ctx, [grads[at] for at in wanted]), [ctx.deals[at] for at in wanted])
     of_all: list[Tensor | None] = [None] * len(ctx.deals)
@@ -124,7 +124,7 @@ def _rows_of_all_heads(tensor: Tensor, deal: Deal) -> Tensor:
 
 
 def _all_to_all(ranks: Ranks, sent: Sequence[Tensor], shapes: Sequence[Sequence[int]]) -> list[Tensor]:
-    """What each rank has for this one, of these shapes, for what this one has for each."""
+    """Sends each rank its part, and returns the part that each has for this rank, of these shapes."""
     joined = torch.cat([tensor.reshape(-1) for tensor in sent])
     traffic.note(tensor for rank, tensor in enumerate(sent) if rank != ranks.rank)
     sizes = [int(torch.Size(shape).numel()) for shape in shapes]

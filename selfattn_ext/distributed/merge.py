@@ -1,7 +1,7 @@
-"""Attention over some of the keys, and over all of them by what it was over parts.
+"""Results of attention over parts of the keys are put together to the result over all keys.
 
-Each part gives out, the maximum of a row's scores and the sum of their exponentials beside it. They are put
-together in float32, or float64 for float64: results rounded to 16 bits would lose with each part.
+Each part gives out, the maximum of a row's scores and the sum of their exponentials relative to it. The sums
+are in float32, or float64 for float64: rounding to 16 bits would cost precision with each part.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ __all__ = ["RowResults"]
 
 
 class RowResults:
-    """The results of rows (B, H, L): of no key at first."""
+    """The results of rows (B, H, L), over no keys at first."""
 
     def __init__(self, query: Tensor, value_dim: int) -> None:
         dtype = accumulation_dtype(query.dtype)
@@ -29,27 +29,27 @@ class RowResults:
     def add(
         self, rows: slice, out: Tensor, row_max: Tensor, row_sum: Tensor, residual: OptionalTensor
     ) -> None:
-        """Those of further keys, for some of the rows."""
+        """Adds the results over further keys, for some of the rows."""
         out = out.to(self.out.dtype)
         if residual is not None and residual.numel():
             out = out + residual
         before_max, before_sum = self.row_max[:, :, rows], self.row_sum[:, :, rows]
         together = torch.maximum(before_max, row_max)
-        # Where neither has seen a key, -inf beside -inf.
+        # Where neither has seen a key, -inf minus -inf would be NaN.
         base = torch.where(together == -torch.inf, 0.0, together)
         before, added = before_sum * torch.exp(before_max - base), row_sum * torch.exp(row_max - base)
         total = before + added
         share = torch.where(total == 0, 0.0, added / total).unsqueeze(-1)
         kept = torch.where(total == 0, 0.0, before / total).unsqueeze(-1)
         results = self.out[:, :, rows]
-        # What has no share may be anything.
+        # A result that has no share may be anything, NaN too.
         mine = torch.where(kept == 0, 0.0, kept * results)
         results.copy_(mine + torch.where(share == 0, 0.0, share * out))
         self.row_max[:, :, rows] = together
         self.row_sum[:, :, rows] = total
 
     def add_sinks(self, sinks: Tensor) -> None:
-        """A logit for each head (H,) or (B, H), without a value."""
+        """Adds a logit for each head (H,) or (B, H), without a value."""
         logits = sinks.to(self.row_max.dtype).expand(self.row_max.shape[:2]).unsqueeze(-1)
         nothing = torch.zeros((), dtype=self.out.dtype, device=self.out.device)
         self.add(

@@ -1,4 +1,4 @@
-"""Packed sequences that are split over ranks."""
+"""ring_varlen_attention: attention to packed sequences that are split over ranks."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ from ..arguments.call import DEFAULT_SOFTCAP, DEFAULT_WINDOW
 from ..attend import attend, dropout_seed
 from .agreement import Numbers, agree, tells
 from .group import Ranks, eager, ranks_of
-from .layout import Layout, LayoutName
 from .plan import Plan
 from .ring import RingAttention
+from .row_layout import Layout, LayoutName
 from .split import Part, check_alignment, check_plain_call, choices
 
 __all__ = ["ring_varlen_attention"]
@@ -56,11 +56,11 @@ def ring_varlen_attention(
     sinks: Tensor | None = None,
     return_lse: bool = False,
 ) -> Any:
-    """:func:`ring_attention` of sequences that are packed one behind the other, each of which sees itself.
+    """:func:`ring_attention` of sequences that are packed end to end, each of which sees itself alone.
 
     Args:
         query: (rows, H, E), this rank's rows of all sequences, as :func:`shard_sequence` deals them out with
-            ``cu_seqlens``: of each sequence a part (zigzag), or a part of all rows (contiguous).
+            ``cu_seqlens``: a part of each sequence (zigzag), or of all rows (contiguous).
         key: (rows, Hk, E), likewise.
         value: (rows, Hk, Ev), likewise.
         cu_seqlens: (B + 1,) integers on the CPU: where each sequence begins among the rows of all ranks, and
@@ -69,8 +69,8 @@ def ring_varlen_attention(
             :func:`shard_sequence` deals them out with ``cu_seqlens``, and the keys of each row's own sequence
             from its first on. bool or floating; gets a gradient if it requires one.
         dropout_p, is_causal, scale, enable_gqa, window_size, softcap, alibi_slopes: as
-            :func:`selfattn_ext.varlen_attention` takes them. Of dropout rank 0 draws the seed, and keys begin
-            at multiples of four, which contiguous does not promise.
+            :func:`selfattn_ext.varlen_attention` takes them. Rank 0 draws the seed of dropout, which needs
+            keys that begin at multiples of four rows; contiguous does not promise that.
         sinks: (H,), a logit per head.
         group, layout, rotate, return_lse: as :func:`ring_attention` takes them.
 
@@ -78,7 +78,7 @@ def ring_varlen_attention(
         out (rows, H, Ev), or (out, lse), lse (H, rows). Both are differentiable once.
 
     Raises:
-        as :func:`ring_attention`.
+        ValueError, TypeError, RuntimeError: as :func:`ring_attention` does.
 
     With a mask or dropout each sequence is a call of its own to the kernels, otherwise all are one.
     """
@@ -127,7 +127,7 @@ def _part(call: AttentionCall, cu_seqlens: Tensor) -> tuple[Part, tuple[int, ...
 
 
 def checked_starts(cu_seqlens: Any) -> tuple[int, ...]:
-    """Where sequences begin, and where the last one ends."""
+    """The first rows of the sequences, and the end of the last one."""
     if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dim() != 1 or not len(cu_seqlens):
         raise ValueError("cu_seqlens must be a tensor (B + 1,) of integers")
     if cu_seqlens.is_floating_point() or cu_seqlens.device.type != "cpu":
@@ -149,7 +149,7 @@ def _mask_four_dimensional(mask: OptionalTensor, query: Tensor, starts: Sequence
 
 
 def check_packed(call: AttentionCall, cu_seqlens: Tensor) -> None:
-    """Every argument but the mask's shape, as if the first sequence had all of this rank's rows."""
+    """Checks every argument but the mask's shape, as if the first sequence had all of this rank's rows."""
     others = len(checked_starts(cu_seqlens)) - 2
     query, key, value, given = call
     check_plain_call(call)

@@ -14,7 +14,7 @@ from ..arguments import Keywords, OptionalTensor
 from .exchange import gather_gradients, pass_around
 from .gradients import OwnGradients, Rows, zeros
 from .merge import RowResults
-from .plan import Pair, Plan, part_of_mask, part_of_slopes
+from .plan import Meeting, Plan, part_of_mask, part_of_slopes
 
 __all__ = ["RingAttention"]
 
@@ -22,7 +22,7 @@ _MASK = 3
 
 
 class RingAttention(Function):
-    """Of query, key, value (B, H, L, E), a mask, slopes, sinks and a plan: out and the log-sum-exp."""
+    """Takes query, key, value (B, H, L, E), a mask, slopes, sinks and a plan; returns out and log-sum-exp."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> tuple[Tensor, Tensor]:  # type: ignore[override]
@@ -30,13 +30,13 @@ class RingAttention(Function):
         rounds = query.dtype in ops.SIXTEEN_BITS
         results = RowResults(query, value.size(3))
         for source, (keys, values) in pass_around(plan, [key, value]):
-            for pair in plan.pairs(source):
-                rows, columns = pair.query.rows, pair.key.rows
+            for meeting in plan.meetings(source):
+                rows, columns = meeting.query.rows, meeting.key.rows
                 results.add(
                     rows,
                     *ops.attention_forward(
                         query[:, :, rows], keys[:, :, columns], values[:, :, columns], plan.scale,
-                        need_residual=rounds, **_options(plan, pair, mask, slopes),
+                        need_residual=rounds, **_options(plan, meeting, mask, slopes),
                     ),
                 )  # fmt: skip
         if sinks is not None:
@@ -56,18 +56,18 @@ class RingAttention(Function):
         own = OwnGradients(query, mask if of_mask else None, slopes)
 
         def of_block(source: int, block: Sequence[Tensor]) -> list[Tensor]:
-            """What this rank's queries give a rank's keys and values; what these give them is added up."""
+            """The gradients that this rank's queries give a rank's keys and values."""
             found = [zeros(tensor) for tensor in block]
-            for pair in plan.pairs(source):
-                columns = pair.key.rows
-                options = {**_options(plan, pair, mask, slopes), "need_mask_grad": of_mask}
+            for meeting in plan.meetings(source):
+                columns = meeting.key.rows
+                options = {**_options(plan, meeting, mask, slopes), "need_mask_grad": of_mask}
                 keys, values = (tensor[:, :, columns] for tensor in block)
                 of_query, of_key, of_value, *others = rows.pull(
-                    query, keys, values, pair, plan.scale, options
+                    query, keys, values, meeting, plan.scale, options
                 )
                 found[0][:, :, columns] += of_key
                 found[1][:, :, columns] += of_value
-                own.add(pair, of_query, *others)
+                own.add(meeting, of_query, *others)
             return found
 
         of_key, of_value = gather_gradients(plan, [key, value], of_block)
@@ -93,11 +93,11 @@ class _Last(Function):
         raise RuntimeError("ring_attention has first derivatives only; ulysses_attention has more")
 
 
-def _options(plan: Plan, pair: Pair, mask: OptionalTensor, slopes: OptionalTensor) -> Keywords:
-    """The keyword arguments of the operators for a pair."""
-    options = plan.options(pair)
+def _options(plan: Plan, meeting: Meeting, mask: OptionalTensor, slopes: OptionalTensor) -> Keywords:
+    """The keyword arguments of the operators for a meeting."""
+    options = plan.options(meeting)
     if mask is not None:
-        options["attn_mask"] = part_of_mask(mask, pair)
+        options["attn_mask"] = part_of_mask(mask, meeting)
     if slopes is not None:
-        options["alibi_slopes"] = part_of_slopes(slopes, pair)
+        options["alibi_slopes"] = part_of_slopes(slopes, meeting)
     return options

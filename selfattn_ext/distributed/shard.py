@@ -1,4 +1,4 @@
-"""Dealing a sequence out to ranks, and putting it together again."""
+"""shard_sequence deals a sequence out to ranks, and unshard_sequence puts it together again."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from torch.autograd import Function
 from ..arguments import checks
 from .agreement import Numbers, agree, tells
 from .group import Ranks, eager, ranks_of
-from .layout import Layout, LayoutName, put_rows, rows_of_rank
 from .packed import checked_starts
+from .row_layout import Layout, LayoutName, put_rows, rows_of_rank
 from .split import check_length, check_plain, choices, laid_out
 from .taking_part import anchor, recorded, recording, tied
 
@@ -27,7 +27,7 @@ def shard_sequence(
     layout: LayoutName = "zigzag",
     cu_seqlens: Tensor | None = None,
 ) -> Tensor:
-    """This rank's rows of a tensor that every rank has whole: of tokens, position ids, a mask's queries.
+    """This rank's rows of a tensor that every rank has whole, such as tokens, positions or a mask.
 
     Args:
         tensor: any dtype and shape.
@@ -37,11 +37,13 @@ def shard_sequence(
             one ends.
 
     Returns:
-        A tensor of its own, whose gradient is that of these rows.
+        The rows of this rank as a copy, in the tensor's dtype. Differentiable: the gradient of the other rows
+        is 0.
 
     Raises:
         ValueError, TypeError: naming the argument, what was given and what is allowed. Nothing is exchanged,
-            so that the other ranks do not get to know.
+            so the other ranks do not learn of it.
+        IndexError: ``dim`` is no dimension of the tensor.
         RuntimeError: torch.distributed is not initialised.
     """
     ranks = ranks_of(group)
@@ -67,13 +69,18 @@ def unshard_sequence(
     Args:
         tensor: this rank's rows, of any shape and of a dtype that the group's backend sends, both the same on
             all ranks but for the number of rows.
-        dim, group, layout, cu_seqlens: as there.
+        dim, group, layout, cu_seqlens: as :func:`shard_sequence` takes them, the same on all ranks.
 
     Returns:
-        A tensor of its own. Its gradient is the sum over the ranks of what each gives this rank's rows.
+        All rows as a new tensor of the same dtype. Differentiable: the gradient of this rank's rows is the
+        sum of what all ranks give them.
 
     Raises:
-        as :func:`ring_attention`.
+        ValueError, TypeError: naming the argument, what was given and what is allowed; on every rank if ranks
+            make different calls, one of them is refused, or they have other rows than the layout gives them.
+        NotImplementedError: a FakeTensor, a tensor with a tangent, or a transform of torch.func.
+        RuntimeError: torch.distributed is not initialised, or a rank does not come within the group's
+            timeout.
 
     Every rank of the group has to call it, and to compute the gradient if one does.
     """
@@ -98,7 +105,7 @@ def unshard_sequence(
 
 
 class _Join(Function):
-    """(own rows, ...) to (rows of all, ...)."""
+    """Joins the (own rows, ...) of all ranks to (all rows, ...)."""
 
     @staticmethod
     def forward(ctx: Any, own: Tensor, ranks: Ranks, layout: Layout) -> Any:  # type: ignore[override]
@@ -120,7 +127,7 @@ class _Join(Function):
 
 
 class _OwnOfSum(Function):
-    """(rows of all, ...), which ranks have others of, to (own rows, ...) of their sum: the way back."""
+    """The gradient of :class:`_Join`: the sum of all ranks' (all rows, ...), and of that the own rows."""
 
     @staticmethod
     def forward(ctx: Any, whole: Tensor, ranks: Ranks, layout: Layout) -> Any:  # type: ignore[override]

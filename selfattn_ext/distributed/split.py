@@ -1,4 +1,4 @@
-"""A rank's part of a call in the operators' form, and what all must know before they exchange anything."""
+"""A rank's part of a call in the operators' form, and what all ranks agree about."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..arguments import AttentionCall, Keywords, OptionalTensor, Tensors, call_c
 from ..attend import dropout_seed
 from .agreement import Flags, Numbers, agree, digest_of
 from .group import Ranks
-from .layout import ALIGNMENT, LAYOUTS, Layout
+from .row_layout import ALIGNMENT, LAYOUTS, Layout
 from .taking_part import recorded, recording
 
 __all__ = [
@@ -37,8 +37,7 @@ __all__ = [
 
 ROTATIONS = ("p2p", "allgather")
 
-#: The operators' keywords that ranks must have in common, by the names that users know, and what they are
-#: where they are left out.
+#: The operators' keywords that ranks must have in common: keyword -> (the name that users know, default).
 _OPTIONS: dict[str, tuple[str, Any]] = {
     "is_causal": ("is_causal", False),
     "softcap": ("softcap", 0.0),
@@ -50,7 +49,7 @@ _OPTIONS: dict[str, tuple[str, Any]] = {
 
 
 class Part(NamedTuple):
-    """What a rank has. The mask (B | 1, H | 1, L | 1, S | 1) has the keys of all ranks."""
+    """A rank's part of a call. The mask (B | 1, H | 1, L | 1, S | 1) has the keys of all ranks."""
 
     tensors: Tensors
     scale: float
@@ -59,7 +58,7 @@ class Part(NamedTuple):
     form: shapes.Canonical
 
     def description(self) -> dict[str, Any]:
-        """What ranks must have in common."""
+        """The properties that ranks must have in common."""
         query, key, value, mask, slopes, sinks, _ = self.tensors
         described: dict[str, Any] = {
             "dtype": str(query.dtype),
@@ -81,7 +80,7 @@ class Part(NamedTuple):
         return described
 
     def flags(self) -> Flags:
-        """What else the others must know."""
+        """Facts that the other ranks must know."""
         _, key, value, mask, _, _, _ = self.tensors
         flags = recorded(*self.tensors)
         if flags == Flags.RECORDS:
@@ -96,25 +95,25 @@ class Part(NamedTuple):
         return flags
 
     def recording(self, together: Flags) -> Part:
-        """The part with a backward, if the others have one."""
+        """The part, with a query that records a gradient if any rank records one."""
         query = recording(self.tensors.query, together)
         return self._replace(tensors=self.tensors._replace(query=query))
 
 
 class Split(NamedTuple):
-    """How the rows of all ranks lie, the seed of dropout, and what is so on any of them."""
+    """The layouts of the rows of all ranks, the seed of dropout, and the flags of all ranks together."""
 
     ranks: Ranks
     queries: Layout
     keys: Layout
     seed: int
     flags: Flags
-    #: Whether ranks have unlike masks, of their own rows.
+    #: Whether ranks have different masks, each of its own rows.
     masks_differ: bool
 
 
 def check(call: AttentionCall) -> None:
-    """Every argument but the number of the mask's columns, which only all ranks together know."""
+    """Checks every argument but the number of the mask's columns, which only all ranks together know."""
     given = call.options
     mask = given.attn_mask
     check_plain_call(call)
@@ -132,7 +131,7 @@ def check(call: AttentionCall) -> None:
 
 
 def check_plain(**tensors: Any) -> None:
-    """That tensors hold a rank's numbers, which can be sent, and not what torch puts in their place."""
+    """Checks that tensors hold numbers that can be sent, and do not stand for others."""
     if torch._C._are_functorch_transforms_active():
         raise NotImplementedError("torch.func transforms, vmap included, cannot be split over processes")
     dtensors = sys.modules.get("torch.distributed.tensor")
@@ -147,7 +146,7 @@ def check_plain(**tensors: Any) -> None:
 
 
 def check_plain_call(call: AttentionCall) -> None:
-    """The same of a call."""
+    """Checks the tensors of a call by :func:`check_plain`."""
     query, key, value, given = call
     check_plain(
         query=query, key=key, value=value, attn_mask=given.attn_mask, alibi_slopes=given.alibi_slopes,
@@ -156,7 +155,7 @@ def check_plain_call(call: AttentionCall) -> None:
 
 
 def part_of_call(call: AttentionCall) -> Part:
-    """This rank's part."""
+    """This rank's part of a call, once it is checked."""
     given = call.options
     check(call)
     tensors, scale, keywords, form = prepare(
@@ -171,12 +170,12 @@ def part_of_call(call: AttentionCall) -> Part:
 
 
 def split(function: str, part: Part, ranks: Ranks, layout: str, *, mask: int = 0, **how: Any) -> Split:
-    """What all ranks have together, once they agree about the call and ``how`` it is to be computed.
+    """The split that all ranks have in common, once they agree about the call and ``how`` it is computed.
 
     Dropout's seed is rank 0's, drawn from its generator. ``mask`` may be a :func:`digest_of_mask`.
 
     Raises:
-        ValueError: on every rank, where they make unlike calls or have other rows than the layout gives them.
+        ValueError: on every rank, if they make different calls or have other rows than the layout gives them.
     """
     query, key = part.tensors[:2]
     seed = int(dropout_seed(query)) if "dropout_p" in part.keywords else 0
@@ -185,7 +184,7 @@ def split(function: str, part: Part, ranks: Ranks, layout: str, *, mask: int = 0
 
 
 def split_again(function: str, part: Part, before: Split, ranks: Ranks, layout: str, **how: Any) -> Split:
-    """The same of groups of ranks, each of which has agreed ``before`` and stands for its rows together."""
+    """The same for groups of ranks, each of which has agreed ``before`` and counts as one rank."""
     own = Numbers(before.queries.length, before.keys.length, before.seed, before.flags)
     how["the place in group"] = f"{before.ranks.rank} of {before.ranks.size}"
     return _split(function, part, ranks, layout, own, how)
@@ -203,7 +202,7 @@ def _split(function: str, part: Part, ranks: Ranks, layout: str, own: Numbers, h
 
 
 def digest_of_mask(mask: OptionalTensor) -> int:
-    """Tells a mask that is the same for all rows from those of other ranks."""
+    """A digest by which ranks compare masks that are the same for all rows; 0 for other masks."""
     if mask is None or mask.size(2) != 1:
         return 0
     content = mask.detach().cpu().contiguous()
@@ -211,31 +210,31 @@ def digest_of_mask(mask: OptionalTensor) -> int:
 
 
 def check_columns(mask: OptionalTensor, query: Tensor, keys: int) -> None:
-    """That a mask, if there is one, is for so many keys."""
+    """Checks that a mask, if there is one, is for so many keys."""
     if mask is not None:
         full = (*query.shape[:3], keys)
         checks.broadcasts("attn_mask", mask.shape, full, "this rank's queries and the keys of all ranks")
 
 
 def choices(layout: Any, rotate: Any = "p2p") -> None:
-    """That both are known."""
+    """Checks that the layout and the rotation are known."""
     for name, given, known in (("layout", layout, LAYOUTS), ("rotate", rotate, ROTATIONS)):
         if given not in known:
             raise ValueError(f"{name} must be one of {', '.join(known)}, but it is {given!r}")
 
 
 def check_alignment(keys: Layout) -> None:
-    """That pieces begin where dropout draws random numbers."""
-    pieces = [piece for rank in range(keys.ranks) for piece in keys.pieces(rank)]
-    if any(begin % ALIGNMENT and begin < end for piece in pieces for begin, end in piece.spans):
+    """Checks that spans begin where dropout draws random numbers."""
+    spans = [span for rank in range(keys.ranks) for span in keys.spans(rank)]
+    if any(begin % ALIGNMENT and begin < end for span in spans for begin, end in span.intervals):
         raise ValueError(
-            f"dropout needs pieces that begin at multiples of {ALIGNMENT} rows, which those of the "
+            f"dropout needs spans that begin at multiples of {ALIGNMENT} rows, which those of the "
             f"{keys.name} layout of {keys.length} rows do not; those of zigzag do"
         )
 
 
 def laid_out(name: str, of: str, sizes: list[int], starts: tuple[int, ...] | None = None) -> Layout:
-    """The layout in which ranks have so many rows."""
+    """The layout in which ranks have so many rows; ValueError if it gives them others."""
     length = sum(sizes)
     layout = Layout(name, starts or (0, length), len(sizes))
     check_length(layout.starts, length)
@@ -249,6 +248,6 @@ def laid_out(name: str, of: str, sizes: list[int], starts: tuple[int, ...] | Non
 
 
 def check_length(starts: tuple[int, ...], length: int) -> None:
-    """That packed sequences which begin there have so many rows."""
+    """Checks that packed sequences with these ``starts`` have so many rows."""
     if starts[-1] != length:
         raise ValueError(f"cu_seqlens ends at {starts[-1]}, but there are {length} rows")

@@ -1,4 +1,4 @@
-"""Gradients in which every rank takes part where one does, whatever it is that it wants itself."""
+"""Gradients in which every rank takes part if one rank wants them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ __all__ = ["anchor", "recorded", "recording", "tied"]
 
 
 def recorded(*tensors: Tensor | None) -> Flags:
-    """Whether a gradient of some of these is recorded here."""
+    """The flags that say whether this rank records a gradient of some of these."""
     if not torch.is_grad_enabled():
         return Flags.NO_GRAD
     wanted = any(tensor is not None and tensor.requires_grad for tensor in tensors)
@@ -23,24 +23,24 @@ def recorded(*tensors: Tensor | None) -> Flags:
 
 
 def recording(tensor: Tensor, together: Flags) -> Tensor:
-    """The tensor, or one that requires a gradient in its place, where any rank records one: what it is an
-    argument of has a backward then on all ranks.
+    """The tensor, or in its place one that requires a gradient, if any rank records one: a function of it
+    then has a backward on all ranks.
     """
     wanted = Flags.RECORDS in together and not tensor.requires_grad
     return tensor.detach().requires_grad_() if wanted else tensor
 
 
 def anchor(ctx: Any, like: Tensor) -> Tensor:
-    """An empty result for a function of autograd to have beside its others, which :func:`tied` wants."""
+    """An empty result that a function of autograd returns beside its others, for :func:`tied`."""
     nothing = like.new_empty(0)
     ctx.save_for_backward(nothing)
     return nothing
 
 
 def tied(ctx: Any, grads: Sequence[Tensor]) -> list[Tensor]:
-    """The gradients that a function's backward is given; where they are differentiated, such that depend on
-    its results. They are constants on ranks whose loss is linear, and a second derivative would not come by
-    the function there, as it does on the others.
+    """The gradients that a function's backward is given; while they are differentiated, copies that depend on
+    the function's results. On a rank whose loss is linear the gradients are constants, and a second
+    derivative would pass the function by, which it reaches on the others.
     """
     if not torch.is_grad_enabled():
         return list(grads)

@@ -1,4 +1,4 @@
-"""How much this process has sent to others for attention."""
+"""A count of the bytes that this process has sent to others for attention."""
 
 from __future__ import annotations
 
@@ -12,7 +12,11 @@ _sent = 0
 
 
 def bytes_sent() -> int:
-    """Bytes of keys, values, heads and gradients that split attention has sent from this process so far."""
+    """The bytes of keys, values, heads and gradients that split attention has sent from this process so far.
+
+    Returns:
+        An int, which never falls. Tensors that are filled up to a common length count with the filling.
+    """
     return _sent
 
 

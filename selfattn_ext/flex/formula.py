@@ -1,11 +1,13 @@
-"""Attention with functions of scores in torch's own operations: the judge of the kernels, all of whose
-derivatives exist, and the way where a function cannot be compiled.
+"""Attention with functions of scores by the formula, in torch's own operations.
+
+It is the judge of the kernels, it has derivatives of every order, and it computes functions that cannot be
+compiled.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,22 +17,17 @@ from ..arguments import Keywords, OptionalTensor, Tensors, is_packed
 from ..arguments import formula as plain_formula
 from ..reference import AttentionResult, accumulation_dtype
 from .block_masks import visible_blocks
+from .flex_call import Call, PythonCall
 from .indexing import Indexing
 from .nodes import Load, Node, replay
 from .tracing import INDEX_DTYPE
 
-if TYPE_CHECKING:
-    from .calls import Call
-
-__all__ = ["PythonCall", "at_once", "gradients", "in_rows"]
+__all__ = ["at_once", "gradients", "in_rows"]
 
 #: Scores that :func:`in_rows` holds at once, of all heads and batch elements.
 _SCORES_AT_ONCE = 1 << 24
 
-ScoreMod = Callable[..., Any]
-
-
-#: Where scores stand: the indices that functions are called with, each along a dimension of its own.
+#: The places of scores: the indices that functions are called with, each along a dimension of its own.
 Places = dict[str, Tensor]
 
 
@@ -53,7 +50,7 @@ def _of_traced(tensors: Tensors, captured: Sequence[Tensor], call: Call) -> Atte
         tensor = captured[position[id(load.tensor)]]
         at = []
         for index, size in zip(load.args, tensor.shape, strict=True):
-            # As in the kernels: what a hidden score reads is nobody's business.
+            # As in the kernels, a hidden score may read outside the tensor.
             at.append(_replayed(index, values).long().clamp(-size, size - 1))
         return torch.ops.aten.index(tensor, at) if at else tensor.view(1, 1, 1, 1)
 
@@ -93,7 +90,7 @@ def gradients(
             "second derivatives are not available for a function of scores that uses "
             f"{call.traced.cannot_repeat}"
         )
-    # Aliases: an input may have been made of another one, which is none of this function's business.
+    # Aliases cut inputs off from each other: one may have been made of another outside of this function.
     with torch.enable_grad():
         aliases = [None if tensor is None else tensor.view_as(tensor) for tensor in (*tensors, *captured)]
         size = len(Tensors._fields)
@@ -112,27 +109,16 @@ def gradients(
     return [next(found) if need else None for _, need in zip(aliases, needs, strict=False)]
 
 
-class PythonCall(NamedTuple):
-    """A call whose functions are Python's as they were given."""
-
-    tensors: Tensors
-    scale: float
-    keywords: Keywords
-    score_mod: ScoreMod | None
-    mask_mod: ScoreMod | None
-    blocks: OptionalTensor
-    block_size: tuple[int, int] | None
-
-
 def at_once(call: PythonCall) -> AttentionResult:
     """A call by the formula, differentiable in every mode and under torch.func."""
     return _attention(call.tensors, call, _python(call))
 
 
 def in_rows(call: PythonCall) -> AttentionResult:
-    """The same, some queries at a time; gradients compute them again.
+    """A call by the formula, some queries at a time; gradients compute them again.
 
-    With dropout, whose pattern counts queries, all at once, and one packed sequence after the other.
+    With dropout, whose pattern counts queries, all are computed at once; packed sequences, one after the
+    other.
     """
     parts = _parts(call.tensors, call.keywords)
     if len(parts) == 1:
@@ -157,7 +143,7 @@ def _rows(call: PythonCall, first: int, count: int) -> AttentionResult:
 
 
 def _of_rows(tensors: Tensors, keywords: Keywords, first: int, count: int) -> tuple[Tensors, Keywords]:
-    """What a call of these queries alone is given."""
+    """The tensors and keywords of a call with these queries alone."""
     if first == 0 and count == tensors.query.size(2):
         return tensors, keywords
     mask = tensors.mask
@@ -173,7 +159,7 @@ def _python(call: PythonCall) -> _OfAllScores:
     def modified(scores: Tensor, places: Places) -> Tensor:
         assert score_mod is not None
         if scores.numel() == 0:
-            return scores  # of which vmap makes no function
+            return scores  # vmap takes no empty dimension
         with Indexing():
             changed = _mapped(score_mod, True)(scores, *(index.flatten() for index in places.values()))
         if changed.shape != scores.shape:
@@ -197,7 +183,7 @@ def _python(call: PythonCall) -> _OfAllScores:
 def _attention(
     tensors: Tensors, call: Call | PythonCall, functions: _OfAllScores, first: int = 0
 ) -> AttentionResult:
-    """Of a batch, whose query 0 is number ``first``, or of packed sequences one after the other."""
+    """Attention of a batch, whose query 0 is number ``first``, or of packed sequences one after the other."""
     query, key = tensors.query, tensors.key
     batch, heads, length = query.shape[:3]
 
@@ -249,7 +235,7 @@ def _places(
     return result
 
 
-def _mapped(function: Callable[..., Any], has_score: bool) -> ScoreMod:
+def _mapped(function: Callable[..., Any], has_score: bool) -> Callable[..., Any]:
     """A function of one score as one of all scores (B, H, L, S), or of indices alone."""
     for dims in ((None, None, None, 0), (None, None, 0, None), (None, 0, None, None), (0, None, None, None)):
         function = torch.vmap(function, in_dims=(*((0,) if has_score else ()), *dims))

@@ -1,88 +1,38 @@
-"""torch.distributed.tensor.experimental.context_parallel on this package's kernels, while they are active.
-
-Note [Where torch's context parallelism is met]
-    torch puts a function of its own in the place of F.scaled_dot_product_attention, which makes DTensors of a
-    rank's tensors, and knows how to split three operators of CUDA. What else its attention is made of would
-    be computed on DTensors whose rows are not in order. So while the switch is on, the function that torch
-    puts there is ours, which splits the whole call. This takes two names that are private to torch; where a
-    version has not got them, its context parallelism stays torch's. So it does where the switch is turned on
-    before there are process groups.
-"""
+"""Switches selfattn_ext.distributed.torch_context_parallel, which it imports if it is needed."""
 
 from __future__ import annotations
 
-import importlib
 import sys
-from collections.abc import Callable
 from typing import Any
 
 import torch.distributed as dist
-import torch.nn.functional as F
-from torch import Tensor
 
 __all__ = ["activate", "restore"]
 
-_MODULE = "torch.distributed.tensor.experimental._context_parallel._attention"
-_NAMES = ("_cp_options", "_distribute_function", "_replaced_functions")
-
-#: torch's function, once for each time that the switch was turned on.
-_torchs: list[Callable[..., None]] = []
+#: The module of torch's context parallelism.
+_TORCHS = "torch.distributed.tensor.experimental._context_parallel._attention"
 
 
 def activate() -> None:
     """Blocks of torch's context_parallel that begin from now on are ours."""
-    module = _module()
-    if module is not None:
-        _torchs.append(_torchs[0] if _torchs else module._distribute_function)
-        module._distribute_function = _distribute_function
+    if (module := _module()) is not None:
+        module.activate()
 
 
 def restore() -> None:
-    """They are torch's again, once it has been called as often."""
-    module = _module()
-    if module is not None and _torchs:
-        torchs = _torchs.pop()
-        if not _torchs:
-            module._distribute_function = torchs
+    """Blocks are torch's again, once this has been called as often as :func:`activate`."""
+    if (module := _module()) is not None:
+        module.restore()
 
 
 def _module() -> Any:
-    """torch's module, or None where this torch has none, or another one."""
-    if _MODULE not in sys.modules and not (dist.is_available() and dist.is_initialized()):
-        # Its import takes more than a second.
+    """The module that does it, or None while this process has no use for it.
+
+    Its import is in this function because it takes more than a second, and needs torch.distributed, which not
+    every build of torch has.
+    """
+    if _TORCHS not in sys.modules and not (dist.is_available() and dist.is_initialized()):
         return None
-    try:
-        module = importlib.import_module(_MODULE)
-    except ImportError:
-        return None
-    return module if all(hasattr(module, name) for name in _NAMES) else None
+    from ..distributed import torch_context_parallel
 
-
-def _distribute_function(function: Any, module: Any, mesh: Any, *others: Any) -> None:
-    """What torch calls to replace a function of a module."""
-    if function is not F.scaled_dot_product_attention:
-        return _torchs[0](function, module, mesh, *others)
-    replaced = _module()._replaced_functions
-    if function in replaced:
-        return None
-    attention = _attention_of(mesh)
-    replaced[attention] = (function.__name__, function)
-    setattr(module, function.__name__, attention)
-    return None
-
-
-def _attention_of(mesh: Any) -> Callable[..., Tensor]:
-    """F.scaled_dot_product_attention of a rank's rows, whose arguments ring_attention takes as they are."""
-    from ..distributed import ring_attention
-
-    options = _module()._cp_options
-
-    def attention(*args: Any, **given: Any) -> Tensor:
-        out: Tensor = ring_attention(
-            *args, **given, group=mesh,
-            layout="head-tail" if options.enable_load_balance else "contiguous",
-            rotate="p2p" if options.rotate_method.name == "ALL_TO_ALL" else "allgather",
-        )  # fmt: skip
-        return out
-
-    return attention
+    return torch_context_parallel

@@ -1,6 +1,6 @@
-"""Attention layers.
+"""Attention layers and rotary position embedding.
 
-All of them project with torch's linear layers and attend with `selfattn_ext.scaled_dot_product_attention`, so
+All layers project with torch's linear layers and attend with `selfattn_ext.scaled_dot_product_attention`, so
 that gradients, dtypes, devices and numerics are those of that function. A query that may see no key gets
 zeros from the attention, never NaN.
 """

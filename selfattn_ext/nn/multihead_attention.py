@@ -12,7 +12,7 @@ from torch.nn.parameter import Parameter
 
 from ..arguments import checks, split_blocks
 from ..functional import scaled_dot_product_attention
-from .checks import check_input, check_positive, is_traced, step_of_trace
+from .layer_checks import check_input, check_positive, is_traced, step_of_trace
 from .rotary import rotary_embedding
 
 
@@ -25,8 +25,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     torch.nn.TransformerEncoderLayer and TransformerDecoderLayer. What differs:
 
     - A query whose keys are all hidden gets zeros (before the output projection), where torch gives NaN.
-    - `is_causal=True` needs no attn_mask. With one it is the hint that torch describes: the mask is taken to
-      be the causal mask and is not read, whether or not weights or a key_padding_mask are asked for.
+    - `is_causal=True` needs no attn_mask. Together with one it is the hint that torch describes: the layer
+      assumes that the mask is the causal one and does not read it, whatever else is asked for.
     - key_padding_mask and attn_mask may differ in dtype, and bool masks are not turned into float ones.
     - Wrong arguments raise TypeError or ValueError, where torch raises AssertionError or RuntimeError.
 
@@ -41,15 +41,15 @@ class MultiheadAttention(nn.MultiheadAttention):
         window_size: (left, right), how many keys before and after its own position a query sees; −1 is no
             bound.
 
-    In eval mode without gradients torch.nn.TransformerEncoderLayer may compute itself from the parameters
-    alone and not call this layer (torch.backends.mha.set_fastpath_enabled(False) forbids it). The result is
-    the same but for wholly hidden queries. With num_kv_heads, rotary or window_size, which that path does not
-    know, it is never taken.
+    In eval mode without gradients, torch.nn.TransformerEncoderLayer may compute its output from the
+    parameters alone, without calling this layer (torch.backends.mha.set_fastpath_enabled(False) forbids
+    that). The result is the same, except for queries whose keys are all hidden. torch never does so if
+    num_kv_heads, rotary or window_size are used, which its fast path lacks.
 
     Raises:
         ValueError: a size is not positive, num_heads does not divide embed_dim, num_kv_heads does not divide
-            num_heads, rotary with an odd head size, a window with add_bias_kv or add_zero_attn (their keys
-            have no position), or a bound of the window below −1.
+            num_heads, rotary is used with an odd head size, a window is combined with add_bias_kv or
+            add_zero_attn (whose keys have no position), or a bound of the window is below −1.
     """
 
     def __init__(
@@ -113,8 +113,8 @@ class MultiheadAttention(nn.MultiheadAttention):
         if num_kv_heads != num_heads:
             self._shrink_keys_and_values(device, dtype)
         if num_kv_heads != num_heads or rotary or self.window_size != (-1, -1):
-            # torch.nn.TransformerEncoderLayer asks for this flag before it computes the layer from the
-            # parameters alone. Here only `in_proj_weight is None` tells how the projections are stored.
+            # False keeps torch.nn.TransformerEncoderLayer from computing the layer from the parameters alone.
+            # This class reads only `in_proj_weight is None` to know how the projections are stored.
             self._qkv_same_embed_dim = False
 
     def _shrink_keys_and_values(self, device: torch.device | str | None, dtype: torch.dtype | None) -> None:
@@ -160,18 +160,19 @@ class MultiheadAttention(nn.MultiheadAttention):
 
         Args:
             query: (L, N, embed_dim), with batch_first (N, L, embed_dim), or unbatched (L, embed_dim).
-            key: the same with S for L and kdim for embed_dim.
-            value: the same with S for L and vdim for embed_dim.
+            key: as query, with S for L and kdim for embed_dim.
+            value: as query, with S for L and vdim for embed_dim.
             key_padding_mask: (N, S), unbatched (S); bool, True hides the key, or float, added to its scores.
             need_weights: whether to return the weights; without them no (N, H, L, S) is stored.
             attn_mask: (L, S) or (N · num_heads, L, S); bool, True hides, or float, added to the scores. A
                 float mask that requires grad gets its gradient.
             average_attn_weights: whether the weights are averaged over the heads.
-            is_causal: query i sees the keys 0..i only; the class says how it goes with attn_mask.
+            is_causal: query i sees only the keys 0..i; the class says what it means together with attn_mask.
 
-        Returns: The output in query's shape, and the weights (N, L, S), unbatched (L, S), with a dimension
-            num_heads before L if not averaged, or None without need_weights. In training they are those after
-            dropout.
+        Returns:
+            The output in query's shape, and the weights (N, L, S), unbatched (L, S), with a dimension
+            num_heads before L if they are not averaged, or None without need_weights. In training the weights
+            are those after dropout.
 
         Raises:
             TypeError: an argument is not a tensor, or has the wrong dtype.
@@ -206,7 +207,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         masks = self._check_masks(attn_mask, key_padding_mask, q.shape[0], length, source, is_batched)
         attn_mask, key_padding_mask = masks
         if is_causal and extra:
-            # Appended keys are visible to all queries, so that the kernels' causal rule does not fit.
+            # Appended keys are visible to all queries, so the kernels' causal rule does not fit.
             if attn_mask is None:
                 attn_mask = torch.ones(length, source, dtype=torch.bool, device=q.device).triu_(1)
             is_causal = False
@@ -239,7 +240,8 @@ class MultiheadAttention(nn.MultiheadAttention):
     def _forward_nested(self, x: Tensor, key_padding_mask: Tensor | None, *options: Any) -> Any:
         if self.in_proj_weight is None or not self._qkv_same_embed_dim:
             raise ValueError(
-                "query may be a nested tensor only without kdim, vdim and options that torch lacks"
+                "query may be a nested tensor only in a layer without kdim, vdim and options that "
+                "torch.nn.MultiheadAttention lacks"
             )
         need_weights, attn_mask, average_attn_weights = options
         return super().forward(x, x, x, key_padding_mask, need_weights, attn_mask, average_attn_weights)
@@ -271,7 +273,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         return query.dim() == 3
 
     def _project(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Queries (N, H, L, D), keys and values (N, H_kv, S, D), as views of as few products as possible."""
+        """Projects to queries (N, H, L, D), keys and values (N, H_kv, S, D), in as few products as it can."""
         kv_dim = self.num_kv_heads * self.head_dim
         sizes = (self.embed_dim, kv_dim, kv_dim)
         bias = self.in_proj_bias
@@ -299,13 +301,12 @@ class MultiheadAttention(nn.MultiheadAttention):
         )
 
     def _heads(self, projected: Tensor, *, rotate: bool) -> Tensor:
-        """(N, heads, L, D) as a view of (N, L, heads · D), (L, N, heads · D) or unbatched (L, heads · D)."""
+        """Views (N, L, heads · D), (L, N, heads · D) or unbatched (L, heads · D) as (N, heads, L, D)."""
         x = torch.unflatten(projected, -1, (projected.shape[-1] // self.head_dim, self.head_dim))
         swapped = x.dim() == 4 and not self.batch_first
         if rotate:
             split_blocks.refuse("a layer that counts rotary positions itself")
-            # In this layout, so that the result keeps it and the heads need no copy before the output
-            # projection.
+            # Rotation in this layout keeps it, so the heads need no copy before the output projection.
             positions = torch.arange(x.shape[0 if swapped else -3], device=x.device)
             positions = positions.view(-1, 1, 1) if swapped else positions.view(-1, 1)
             x = rotary_embedding(x, positions, base=self.rotary_base, interleaved=self.rotary_interleaved)
@@ -322,7 +323,7 @@ class MultiheadAttention(nn.MultiheadAttention):
         source: int,
         is_batched: bool,
     ) -> tuple[Tensor | None, Tensor | None]:
-        """The masks as views that broadcast to (N, H, L, S); raises where they do not fit."""
+        """Returns the masks as views that broadcast to (N, H, L, S); raises if they do not fit."""
         if attn_mask is not None:
             per_head = (batch * self.num_heads, length, source)
             _check_mask("attn_mask", attn_mask, (length, source), per_head, key_padding=(batch, source))
@@ -349,7 +350,7 @@ class MultiheadAttention(nn.MultiheadAttention):
 
 
 def _append(x: Tensor, row: Tensor) -> Tensor:
-    """x (N, H, S, D) with the key or value `row` (1, 1, H · D) after its S ones."""
+    """Appends the key or value `row` (1, 1, H · D) to the S keys or values of x (N, H, S, D)."""
     batch, heads, _, size = x.shape
     return torch.cat([x, row.to(x.dtype).view(1, heads, 1, size).expand(batch, -1, -1, -1)], dim=2)
 
@@ -361,12 +362,12 @@ def _check_mask(name: str, mask: Tensor, *shapes: tuple[int, ...], key_padding: 
         raise TypeError(f"{name} must be bool or float, got {mask.dtype}")
     if tuple(mask.shape) not in shapes:
         allowed = " or ".join(map(str, shapes))
-        hint = ", which is that of key_padding_mask" if tuple(mask.shape) == key_padding else ""
+        hint = ", which is the shape of key_padding_mask" if tuple(mask.shape) == key_padding else ""
         raise ValueError(f"{name} must have the shape {allowed}, got {tuple(mask.shape)}{hint}")
 
 
 def _merge(attn_mask: Tensor | None, key_padding_mask: Tensor | None) -> Tensor | None:
-    """One mask for the kernels, bool with True = attend or float, of masks in which True = hidden."""
+    """Merges masks in which True = hidden to one for the kernels: bool with True = attend, or float."""
     masks = [mask for mask in (attn_mask, key_padding_mask) if mask is not None]
     hidden = [mask for mask in masks if mask.dtype == torch.bool]
     added = [mask for mask in masks if mask.dtype != torch.bool]

@@ -1,8 +1,8 @@
 """Rotary position embedding (Su et al. 2021, "RoFormer", https://arxiv.org/abs/2104.09864).
 
-Pair p of D/2 features is turned by position · base^(−2p/D), so that the dot product of a rotated query and a
-rotated key depends on their positions only through the difference. Keys can therefore be rotated once, before
-they enter a cache.
+Pair p of the D/2 pairs of features is rotated by the angle position · base^(−2p/D), so that the dot product
+of a rotated query and a rotated key depends on their positions only through the difference. Keys can
+therefore be rotated once, before they enter a cache.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ __all__ = ["RotaryFactors", "apply_rotary", "rotary_embedding", "rotary_factors"
 
 
 class RotaryFactors(NamedTuple):
-    """Cosines and sines of the angles, (..., D / 2) each: what all layers of a step share."""
+    """Cosines and sines of the angles, (..., D / 2) each, which all layers of a step can share."""
 
     cos: Tensor
     sin: Tensor
@@ -32,8 +32,8 @@ def rotary_embedding(
 
     Args:
         x: (..., L, D), any float dtype, D even.
-        positions: what to multiply the frequencies by; any real dtype, broadcastable to x.shape[:-1]. By
-            default 0..L−1 along dimension −2.
+        positions: the factors of the frequencies; any real dtype, broadcastable to x.shape[:-1]. By default
+            0..L−1 along dimension −2.
         base: the wavelengths run from 2π to 2π · base.
         interleaved: pairs are neighbours (2p, 2p + 1) as in the paper; otherwise (p, p + D/2) as in GPT-NeoX
             and Llama. The two are the same up to a fixed order of the features.
@@ -71,7 +71,7 @@ def rotary_factors(
 
     Args:
         positions: any shape and real dtype.
-        features: how many features are turned, an even number up to the head dim.
+        features: how many features are rotated, an even number up to the head dim.
         base: frequency p of features/2 is base^(−2p/features).
         frequencies: (features / 2,) in place of those of the base, for models that stretch some of them.
         dtype: of the result; float64 for float64 queries.
@@ -98,7 +98,7 @@ def rotary_factors(
         _check_real("frequencies", frequencies)
         if tuple(frequencies.shape) != (features // 2,):
             raise ValueError(
-                f"frequencies must have the shape {(features // 2,)}, one per pair, but theirs is "
+                f"frequencies must have the shape {(features // 2,)}, one per pair of features, got "
                 f"{tuple(frequencies.shape)}"
             )
         checks.on_device("frequencies", frequencies, "positions", positions.device)
@@ -114,16 +114,15 @@ def apply_rotary(
     base: float = 10000.0,
     interleaved: bool = False,
 ) -> Tensor:
-    """Rotates queries or keys whose sequences stand at positions of their own, in batches or packed.
+    """Rotates queries or keys whose sequences may have different positions, in batches or packed.
 
     Args:
         x: (B, H, L, D), or (B, L, H, D) with layout "blhd", or packed tokens (total, H, D); any float dtype.
-        positions: (L,) or (B, L), for packed tokens (total,): the place of each token in its sequence, such
-            as :attr:`selfattn_ext.KVCache.positions` gives; or what :func:`rotary_factors` made of that. If
-            the factors are for fewer features than D, the features behind them stay as they are.
+        positions: (L,) or (B, L), for packed tokens (total,): the position of each token in its sequence, as
+            :attr:`selfattn_ext.KVCache.positions` gives it, or the result of :func:`rotary_factors` for such
+            positions. If the factors are for fewer features than D, the remaining ones stay unchanged.
         layout: "bhld" or "blhd", of x with four dimensions.
-        base, interleaved: as in :func:`rotary_embedding`; the base is that of the factors where they are
-            given.
+        base, interleaved: as in :func:`rotary_embedding`; base is ignored if factors are given.
 
     Returns:
         A tensor of x's shape and dtype, rounded once.
@@ -148,20 +147,20 @@ def apply_rotary(
         for name, part in factors._asdict().items():
             if not isinstance(part, Tensor) or not part.is_floating_point() or part.shape != factors[0].shape:
                 raise TypeError(
-                    "positions as factors must be two float tensors of one shape, as rotary_factors returns "
-                    f"them, but {name} is {checks.described(part)}"
+                    "positions must be a tensor, or two float tensors of one shape, as from rotary_factors, "
+                    f"but {name} is {checks.described(part)}"
                 )
     else:
         raise TypeError(f"positions must be a tensor or what rotary_factors returns, got {_kind(positions)}")
-    # Factors of 16 bits, as models keep them, would have every product of such an x rounded.
+    # With 16-bit factors, as models keep them, every product with a 16-bit x would be rounded.
     dtype = torch.promote_types(factors[0].dtype, accumulation_dtype(x.dtype))
     factors = RotaryFactors(*(part.to(dtype) for part in factors))
     cos, sin = factors
     checks.on_device("positions", cos, "x", x.device)
-    heads = -3 if x.dim() == 4 and layout == "bhld" else -2  # where x has its heads
+    heads = -3 if x.dim() == 4 and layout == "bhld" else -2  # the dimension of x's heads
     tokens = tuple(x.shape[:-3] + x.shape[-2:-1] if heads == -3 else x.shape[:-2])
     given = tuple(cos.shape[:-1])
-    # Only what is of one length is compared: torch.export remembers every answer about a size.
+    # Only sizes that must be equal are compared, as torch.export remembers every answer about a size.
     if len(given) == 1:
         fits = given == tokens[-1:]
     else:
@@ -170,7 +169,9 @@ def apply_rotary(
         allowed = f"{tokens} or {tokens[1:]}" if x.dim() == 4 else f"{tokens}"
         raise ValueError(f"positions must be {allowed} for x of shape {tuple(x.shape)}, got {given}")
     if 2 * cos.shape[-1] > x.shape[-1]:
-        raise ValueError(f"the factors are for {2 * cos.shape[-1]} features and x has {x.shape[-1]}")
+        raise ValueError(
+            f"positions has factors for {2 * cos.shape[-1]} features, more than the {x.shape[-1]} of x"
+        )
     if len(given) == 1 and heads == -3:
         return _rotated(x, factors, interleaved)
     return _rotated(x, RotaryFactors(cos.unsqueeze(heads), sin.unsqueeze(heads)), interleaved)

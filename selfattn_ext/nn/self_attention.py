@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from ..arguments import checks
 from ..capture import is_capturing
 from ..functional import scaled_dot_product_attention
-from .checks import check_input, check_positive, is_traced, step_of_trace
+from .layer_checks import check_input, check_positive, is_traced, step_of_trace
 
 
 class SelfAttention(nn.Module):
@@ -55,8 +55,8 @@ class SelfAttention(nn.Module):
 
         Args:
             x: (..., L, d_model) in the dtype of the parameters; (L, d_model) is fine.
-            mask: 0 and 1 or False and True, broadcastable to (..., L, L); 0 hides key j from query i.
-                A float mask is looked at, which on CUDA waits for the GPU; bool is not.
+            mask: 0 and 1 or False and True, broadcastable to (..., L, L); 0 hides key j from query i. The
+                values of a float mask are checked, which on CUDA waits for the GPU; those of bool are not.
             is_causal: hides the keys after each query as well.
 
         Returns:
@@ -129,8 +129,9 @@ class MultiHeadSelfAttention(nn.Module):
         Args:
             x: (B, L, d_model) in the dtype of the parameters, (L, d_model), or with more leading dimensions.
             mask: 0 and 1 or False and True of any dtype; 0 hides key j from query i. (L, L) for all,
-                (B, L, L) for each sequence, (B, 1, 1, L) to hide padding, or whatever else broadcasts to
-                (B, H, L, L). A float mask is looked at, which on CUDA waits for the GPU; bool is not.
+                (B, L, L) for each sequence, (B, 1, 1, L) to hide padding, or any shape that broadcasts to
+                (B, H, L, L). The values of a float mask are checked, which on CUDA waits for the GPU; those
+                of bool are not.
             is_causal: hides the keys after each query as well.
             return_weights: whether to return the weights as well, which costs the memory of (B, H, L, L).
 
@@ -145,7 +146,7 @@ class MultiHeadSelfAttention(nn.Module):
             return step_of_trace(self, x, mask, is_causal=is_causal, return_weights=return_weights)
         check_input("x", x, self.d_model, self.Wq.weight)
         if mask is not None:
-            # One mask for each sequence, (..., L, L), is the same for all heads.
+            # A mask per sequence, (..., L, L), holds for all heads.
             is_per_sequence = isinstance(mask, Tensor) and x.dim() > 2 and mask.dim() == x.dim()
             mask = mask.unsqueeze(-3) if is_per_sequence else mask
             length = x.shape[-2]
@@ -170,7 +171,7 @@ class MultiHeadSelfAttention(nn.Module):
 
 
 def _visible(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
-    """A mask of 0 (hidden) and 1 as the bool mask that the kernels take."""
+    """Returns a mask of 0 (hidden) and 1 as the bool mask that the kernels take."""
     if not isinstance(mask, Tensor):
         raise TypeError(f"mask must be a tensor, got {type(mask).__name__}")
     given = tuple(mask.shape)
@@ -183,7 +184,7 @@ def _visible(mask: Tensor, shape: tuple[int, ...]) -> Tensor:
         return mask
     if mask.is_complex():
         raise TypeError(f"mask must be bool, integer or float, got {mask.dtype}")
-    # An additive mask of 0 and -inf means the opposite of what its values mean here.
+    # Values are checked, as an additive mask of 0 and -inf means the opposite of what its values mean here.
     can_look = not torch.compiler.is_compiling() and not is_capturing(mask)
     if mask.is_floating_point() and can_look and not bool(((mask == 0) | (mask == 1)).all()):
         raise ValueError(

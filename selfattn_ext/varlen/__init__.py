@@ -1,6 +1,6 @@
-"""Attention to packed sequences of unlike lengths."""
+"""Attention to packed sequences of different lengths."""
 
-from . import nested
-from .attention import varlen_attention
+from . import jagged
+from .packed_attention import varlen_attention
 
-__all__ = ["nested", "varlen_attention"]
+__all__ = ["jagged", "varlen_attention"]

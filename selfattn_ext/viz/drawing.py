@@ -1,4 +1,4 @@
-"""What all pictures have in common: the libraries that draw, the labels of tokens, files."""
+"""Helpers of all pictures: the drawing libraries, the labels of tokens, writing files."""
 
 from __future__ import annotations
 
@@ -25,13 +25,18 @@ def save(drawing: Axes | Figure, path: str | os.PathLike[str], *, dpi: int = 200
     file is larger than the figure.
 
     Args:
-        drawing: what one of the plot functions returned.
+        drawing: the axes or the figure that one of the plot functions returned.
         path: the file; missing parent folders are made.
-        dpi: pixels in an inch.
+        dpi: pixels per inch.
         close: whether to close the figure, so that a loop over many pictures does not keep all in memory.
 
     Returns:
         The absolute path of the file.
+
+    Raises:
+        ImportError: matplotlib or seaborn is missing.
+        ValueError: the suffix names no format that matplotlib can write.
+        OSError: the file cannot be written.
     """
     pyplot, _ = require()
     from matplotlib.transforms import Bbox
@@ -51,7 +56,10 @@ def save(drawing: Axes | Figure, path: str | os.PathLike[str], *, dpi: int = 200
 
 
 def require() -> tuple[Any, Any]:
-    """matplotlib.pyplot and seaborn. A program that draws when its work is done asks for them before it.
+    """Imports matplotlib.pyplot and seaborn; a program calls it before the work whose result it draws.
+
+    Returns:
+        The two modules.
 
     Raises:
         ImportError: one of them, or what they need, is missing; the message says how to install it.
@@ -69,7 +77,7 @@ def require() -> tuple[Any, Any]:
 def labels_of(
     tokens: Sequence[str] | None, key_tokens: Sequence[str] | None, rows: int, columns: int
 ) -> tuple[list[str] | None, list[str] | None]:
-    """The labels of queries and of keys as they are written, or None where there are none."""
+    """Returns the labels of queries and of keys as they are drawn, None for labels that are not given."""
     if key_tokens is None and tokens is not None and rows == columns:
         key_tokens = tokens
     return _check_tokens(tokens, rows, "tokens"), _check_tokens(key_tokens, columns, "key_tokens")

@@ -23,16 +23,16 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_attention", "plot_heads", "plot_layers"]
 
-# A tensor, a NumPy array or nested sequences: whatever torch.as_tensor takes.
+# A tensor, a NumPy array or nested sequences: anything that torch.as_tensor accepts.
 Weights: TypeAlias = Any
 
 # Numbers written into cells are legible up to this many keys.
 _MAX_ANNOTATED = 12
-# A cell's side in inches, with a number in it and without.
+# The side of a cell in inches, with a number in it and without one.
 _WIDE_CELL, _CELL = 0.42, 0.2
-# The longest sides in inches: of a picture alone, of one in a grid, of a line of pictures.
+# The longest sides in inches of a single picture, of a picture in a grid, and of a row of pictures.
 _LARGEST, _LARGEST_IN_GRID, _WIDEST = 10.0, 5.0, 18.0
-# The colour of cells without any weight differs from that of every weight, on light and on dark pages.
+# The colour of cells without any weight, which differs from that of every weight on light and dark pages.
 _HIDDEN = "#e4e4e7"
 
 
@@ -52,7 +52,7 @@ def plot_attention(
     """Draws the attention weights of one head.
 
     Args:
-        weights: (L, S), any number of leading dimensions of size 1 is dropped.
+        weights: (L, S); any number of leading dimensions of size 1 is dropped.
         tokens: L labels of the queries, also those of the keys when L == S and key_tokens is not given.
         key_tokens: S labels of the keys.
         title: written above the picture.
@@ -112,16 +112,16 @@ def plot_heads(
     """Draws a grid with one picture for each head, all of them in one colour scale.
 
     Args:
-        weights: (H, L, S), any number of leading dimensions of size 1 is dropped.
+        weights: (H, L, S); any number of leading dimensions of size 1 is dropped.
         tokens, key_tokens, title, cmap, vmin, vmax: as in `plot_attention`.
         heads: which heads to draw, in this order; all of them by default.
-        columns: pictures in a row; by default at most 4, and such that few places of the last row stay empty.
+        columns: pictures in a row; by default at most 4, chosen so that few places of the last row are empty.
 
     Returns:
         The figure.
 
     Raises:
-        ImportError, TypeError, ValueError: as `plot_attention`; ValueError also for a head that does not
+        ImportError, TypeError, ValueError: as for `plot_attention`; ValueError also for a head that does not
             exist and for columns < 1.
     """
     require()
@@ -153,17 +153,17 @@ def plot_layers(
 
     Args:
         weights: (N, H, L, S), or a sequence of N tensors (H, L, S) as a model returns them layer by layer;
-            leading dimensions of size 1 are dropped. All layers have the same L and S; the number of heads
+            leading dimensions of size 1 are dropped. All layers have the same L and S; their numbers of heads
             may differ.
         tokens, key_tokens, title, cmap, vmin, vmax: as in `plot_attention`.
-        layers, heads: which of them to draw, in this order; all by default.
+        layers, heads: which layers and heads to draw, in this order; all by default.
 
     Returns:
         The figure.
 
     Raises:
-        ImportError, TypeError, ValueError: as `plot_attention`; ValueError also for layers of different L
-            or S and for a layer or head that does not exist.
+        ImportError, TypeError, ValueError: as for `plot_attention`; ValueError also for layers of different
+            L or S and for a layer or head that does not exist.
     """
     require()
     hint = "give (N, H, L, S) or a list of (H, L, S)"
@@ -185,7 +185,7 @@ def plot_layers(
 
 
 def _as_array(weights: Weights, dims: int, name: str, hint: str) -> Any:
-    """The weights as a float32 NumPy array of `dims` dimensions."""
+    """Returns the weights as a float32 NumPy array of `dims` dimensions."""
     try:
         tensor = torch.as_tensor(weights)
     except (TypeError, ValueError, RuntimeError) as error:
@@ -213,7 +213,7 @@ def _choose(wanted: Sequence[int] | None, count: int, name: str) -> list[int]:
 
 
 def _columns(pictures: int) -> int:
-    """So that a grid is about as wide as high, or somewhat wider, with few empty places at its end."""
+    """Returns a number of columns that makes the grid square or somewhat wider, with few empty places."""
     if pictures <= 3:
         return pictures
     wide = range(math.ceil(math.sqrt(pictures)), 5)
@@ -221,7 +221,7 @@ def _columns(pictures: int) -> int:
 
 
 def _limits(matrices: Sequence[Any], vmin: float | None, vmax: float | None) -> tuple[float, float]:
-    """The weights at the ends of the colour map, which differ even where all weights are the same."""
+    """Returns the weights at the ends of the colour map, which differ even if all weights are the same."""
     finite = [matrix[abs(matrix) < math.inf] for matrix in matrices]
     lowest = (
         float(min((found.min() for found in finite if found.size), default=0.0)) if vmin is None else vmin
@@ -240,12 +240,12 @@ def _draw(
     square: bool,
     annotate: bool = False,
 ) -> None:
-    """Colours for the weights of one head."""
+    """Colours the cells of one head's weights."""
     _, seaborn = require()
     seaborn.heatmap(
         matrix,
         ax=ax,
-        # Attention gives hidden keys no weight at all, and nothing else gets exactly that.
+        # Only hidden keys get a weight of exactly 0.
         mask=(matrix == 0) & ~(matrix < 0).any(),
         cmap=cmap,
         vmin=limits[0],
@@ -264,7 +264,7 @@ def _draw(
 
 
 def _explain(panels: Sequence[Axes], bar: Axes | None, fontsize: str) -> None:
-    """The colour bar of pictures, into its axes or beside the only one, and a word about hidden cells."""
+    """Draws the colour bar into its axes, or beside the only picture, and a note about hidden cells."""
     from matplotlib.patches import Rectangle
 
     figure: Any = panels[0].get_figure()
@@ -287,7 +287,7 @@ def _draw_grid(
     vmin: float | None,
     vmax: float | None,
 ) -> Figure:
-    """One picture for each (matrix, name) of the grid, labels at its left and lower edge, one colour bar."""
+    """Draws a picture for each (matrix, name) of the grid, labels at its left and lower edge, colour bar."""
     pyplot, _ = require()
     matrices = [matrix for line in grid for matrix, _ in line]
     rows, columns = matrices[0].shape
@@ -301,7 +301,7 @@ def _draw_grid(
     def drawn(matrix: Any) -> Axes:
         ax = placed(figure, size)
         _draw(ax, matrix, cmap, limits, square)
-        ax.set_visible(False)  # until all are there: seaborn draws the whole figure for each
+        ax.set_visible(False)  # until all pictures are drawn, as seaborn draws the whole figure for each
         return ax
 
     panels = [[drawn(matrix) for matrix, _ in line] for line in grid]

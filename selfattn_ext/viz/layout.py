@@ -1,4 +1,4 @@
-"""Where everything in a figure stands: sizes of pictures, labels beside their cells, legends, colour bars."""
+"""Layout of a figure: sizes of pictures, labels beside their cells, legends, colour bars."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ if TYPE_CHECKING:
 
 __all__ = ["BAR", "add_legend", "arrange", "is_square", "label_axes", "panel_size", "placed", "wrap"]
 
-# Numbers beside an axis without tokens, at most.
+# The largest number of numbers beside an axis without tokens.
 _MAX_NUMBERS = 8
-# Inches between pictures, and of a picture's side at least.
+# Inches between pictures, and the smallest side of a picture in inches.
 _GAP, _THINNEST = 0.18, 0.4
-# Inches of the colour bar, which becomes as long as the pictures are high but no longer than this.
+# Width and greatest length of the colour bar in inches; it is as long as the pictures are high, if it can.
 BAR = (0.14, 3.6)
 
 
 def panel_size(rows: int, columns: int, cell: float, smallest: float, largest: float) -> tuple[float, float]:
-    """Inches (width, height) of a picture of so many cells.
+    """Returns the inches (width, height) of a picture of ``rows`` times ``columns`` cells.
 
     A cell is a square of ``cell`` inches, larger where the longer side would be below ``smallest``, and
     smaller where it would exceed ``largest``. A side of very few cells is stretched until it can be seen.
@@ -44,14 +44,14 @@ def label_axes(
 ) -> None:
     """Names the axes, and writes labels beside the cells, which are 1 wide and high.
 
-    Cells without labels are numbered, at multiples of ``steps``. There are as many labels as fit without
-    touching each other; labels of keys are turned where they are wider than their cells.
+    Cells without labels are numbered, at multiples of ``steps``. As many labels are written as fit without
+    touching each other; labels of keys are turned if they are wider than their cells.
 
     Args:
-        ax: of the size that it is going to have.
+        ax: axes that have their final size.
         labels: of the L queries and of the S keys, or None.
         shape: (L, S).
-        steps: numbers of cells between two numbers, at least.
+        steps: the smallest number of cells between two numbers, for queries and for keys.
         fontsize: of the labels.
         outer: whether to label the queries and the keys at all; neighbours in a grid share theirs.
     """
@@ -90,7 +90,7 @@ def label_axes(
 
 
 def _turn(axis: Any, room: float, line: float) -> None:
-    """Turns the labels of keys, each of which has so many pixels of room: as little as lets them fit."""
+    """Turns the labels of keys as little as lets each fit into ``room`` pixels."""
     texts = axis.get_ticklabels()
     if max(text.get_window_extent().width for text in texts) <= room - 0.15 * line:
         return
@@ -103,7 +103,7 @@ def _turn(axis: Any, room: float, line: float) -> None:
 
 
 def add_legend(ax: Axes, corner: tuple[float, float], away: tuple[float, float], fontsize: str) -> None:
-    """A legend of what has a name in the axes, some inches away from one of their corners."""
+    """Adds a legend of all that has a name in the axes, some inches away from one of their corners."""
     from matplotlib.transforms import ScaledTranslation
 
     figure: Any = ax.get_figure()
@@ -130,13 +130,13 @@ def arrange(
 ) -> None:
     """Gives everything in a figure its place, and the figure the size that this needs.
 
-    matplotlib's own layouts divide a figure of a given size. Pictures of square cells do not fill what they
-    get, and labels that need more are cut off. Here the pictures have a given size, what stands around them
-    is measured, and the figure becomes as large as all of it together.
+    matplotlib's own layouts divide a figure of a given size: pictures of square cells do not fill their part,
+    and labels that need more room are cut off. Here the pictures have a given size, the labels and legends
+    around them are measured, and the figure becomes as large as all of them together.
 
     Args:
-        grid: lines of pictures, not all of which need to be as long as the others.
-        size: inches (width, height) of each picture, which they have already: see `placed`.
+        grid: rows of pictures, which may differ in length.
+        size: inches (width, height) of each picture; `placed` has given them this size.
         bar: the axes of the colour bar, right of the pictures.
         title: written above all pictures, on as many lines as it needs.
     """
@@ -149,14 +149,14 @@ def arrange(
             left, right, above, below = _around(ax)
             lefts[x], rights[x] = max(lefts[x], left), max(rights[x], right)
             tops[y] = max(tops[y], above)
-            # Labels above an empty place hang into it.
+            # Labels above an empty place of the next row hang into it and need no room of their own.
             if y + 1 == len(grid) or x < len(grid[y + 1]) or below > size[1]:
                 bottoms[y] = max(bottoms[y], below)
     width = MARGIN + sum(lefts) + sum(rights) + size[0] * columns + _GAP * (columns - 1)
     high = size[1] * len(grid) + sum(tops[1:]) + sum(bottoms[:-1]) + _GAP * (len(grid) - 1)
     if bar is not None:
         bar_left, bar_size = width + _GAP, (BAR[0], min(high, BAR[1]))
-        _resize(bar, bar_size)  # its numbers depend on how long it is
+        _resize(bar, bar_size)  # before it is measured, as its numbers depend on its length
         _, right, above, below = _around(bar)
         room = (high - bar_size[1]) / 2
         width = bar_left + bar_size[0] + right
@@ -191,7 +191,7 @@ def arrange(
 
 
 def _around(ax: Any) -> tuple[float, float, float, float]:
-    """Inches of what stands left of, right of, above and below axes."""
+    """Returns the inches that labels need left of, right of, above and below axes."""
     inner, outer, dpi = ax.get_window_extent(), ax.get_tightbbox(), ax.get_figure().dpi
     left, below = (inner.min - outer.min) / dpi
     right, above = (outer.max - inner.max) / dpi
@@ -199,7 +199,7 @@ def _around(ax: Any) -> tuple[float, float, float, float]:
 
 
 def placed(figure: Any, size: tuple[float, float]) -> Axes:
-    """New axes of a size in inches, somewhere in the figure, for `arrange` to put them in their place."""
+    """Adds axes of a size in inches somewhere in the figure; `arrange` puts them in their place."""
     ax: Axes = figure.add_axes((0, 0, 1, 1), label=str(len(figure.axes)))
     _resize(ax, size)
     return ax
@@ -212,12 +212,12 @@ def _resize(ax: Axes, size: tuple[float, float]) -> None:
 
 
 def is_square(size: tuple[float, float], shape: tuple[int, int]) -> bool:
-    """Whether the cells of a picture are squares: those of a few rows or columns are stretched."""
+    """Tells whether the cells of a picture are squares; very few rows or columns of cells are stretched."""
     return math.isclose(size[0] / shape[1], size[1] / shape[0])
 
 
 def wrap(text: Any, width: float) -> None:
-    """Breaks a text into lines of so many inches at most, between words."""
+    """Breaks a text between words into lines of at most ``width`` inches."""
     given = text.get_text()
     needed = text.get_window_extent().width / text.get_figure().dpi
     if needed > width:

@@ -1,4 +1,4 @@
-"""Who sees whom under a mask, a mask function, a BlockMask or the positional options, as a picture."""
+"""Pictures of masks, mask functions, BlockMasks and the positional options."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 __all__ = ["plot_mask"]
 
-# What a cell shows. Each is darker than the one before it, so that nobody needs to see colours.
+# The four kinds of cells. Each is darker than the one before it, so that the picture works without colours.
 _IN_HIDDEN_BLOCK, _UNSEEN, _SEEN, _IN_FULL_BLOCK = range(4)
 _COLOURS = ("#ffffff", "#d9d9d9", "#56a0d3", "#08306b")
 _OF_BLOCKS = {
@@ -30,7 +30,7 @@ _OF_BLOCKS = {
 }
 _OF_PAIRS = {_UNSEEN: "hidden", _SEEN: "seen"}
 _CELL_BORDER, _BLOCK_BORDER = "#8c8c8c", "#3f3f46"
-# Lines between cells help up to this many of them on a side.
+# Lines between cells are drawn for up to this many cells on a side.
 _MAX_OUTLINED = 32
 
 
@@ -50,29 +50,29 @@ def plot_mask(
     legend: bool = True,
     device: torch.device | str | None = None,
 ) -> Axes:
-    """Draws who sees whom: queries down, keys across, a cell for each pair.
+    """Draws which query sees which key: queries down, keys across, a cell for each pair.
 
-    Of a BlockMask it also shows the borders of the blocks, and which of them are hidden (their scores are
-    not computed), partial (its mask function is asked for each pair) and full (it is not asked). All colours
+    For a BlockMask it also shows the borders of the blocks, and which blocks are hidden (their scores are not
+    computed), partial (the mask function is called for each pair) and full (it is not called). All colours
     differ in lightness.
 
     Args:
-        mask: what hides pairs beside the options: a mask function ``mask_mod(batch, head, q_idx, kv_idx)``;
-            a :class:`torch.nn.attention.flex_attention.BlockMask`; a tensor that broadcasts to (B, H, L, S),
+        mask: a mask function ``mask_mod(batch, head, q_idx, kv_idx)``; a
+            :class:`torch.nn.attention.flex_attention.BlockMask`; a tensor that broadcasts to (B, H, L, S),
             bool (True is seen) or float (-inf is hidden); a rule of :mod:`selfattn_ext.masks`; None hides
             nothing.
-        sizes: (L, S), the numbers of queries and keys. A BlockMask has its own; those of a tensor are the
-            default.
+        sizes: (L, S), the numbers of queries and keys. By default they are those of the BlockMask or of the
+            tensor; for other masks they must be given.
         is_causal, window_size, query_offset: as in :func:`selfattn_ext.scaled_dot_product_attention`. A pair
-            is seen where these and the mask let it.
-        batch, head: which of them to draw, where the mask differs between them.
+            is seen if these options and the mask allow it.
+        batch, head: the batch element and the head to draw, if the mask differs between them.
         tokens: L labels of the queries, also those of the keys when L == S and key_tokens is not given.
         key_tokens: S labels of the keys.
         title: written above the picture.
         ax: the axes to draw into; a new figure when not given.
         legend: whether to say beside the picture what the colours mean. Without it, a legend for several
             pictures can be made of ``ax.get_legend_handles_labels()``.
-        device: where a mask function is asked; torch's default device when not given.
+        device: where a mask function is called; torch's default device when not given.
 
     Returns:
         The axes; `.figure` is the figure, `save` writes either of them.
@@ -82,8 +82,8 @@ def plot_mask(
     Raises:
         ImportError: matplotlib or seaborn is missing.
         TypeError: the mask is none of these, or the tokens are not strings.
-        ValueError: the sizes are missing or not those of the mask; there is no such batch or head; the number
-            of labels differs from the size.
+        ValueError: the sizes are missing or differ from those of the mask; the batch element or head does not
+            exist; the number of labels differs from the size.
     """
     pyplot, _ = require()
     from matplotlib.colors import ListedColormap
@@ -114,7 +114,7 @@ def plot_mask(
         vmax=len(_COLOURS) - 0.5,
         extent=(0, keys, length, 0),
         aspect="equal" if size is None or is_square(size, (length, keys)) else "auto",
-        # Of many cells, a pixel shows the mixture of their colours.
+        # A pixel that covers many cells shows the mixture of their colours.
         interpolation_stage="rgba",
     )
     if max(length, keys) <= _MAX_OUTLINED:
@@ -127,7 +127,7 @@ def plot_mask(
     if title is not None:
         ax.set_title(title, fontsize="medium")
     for kind, name in (_OF_BLOCKS if is_of_blocks else _OF_PAIRS).items():
-        # Nothing is seen of it but its line in a legend.
+        # This patch is invisible; it only makes a line of the legend.
         ax.add_patch(Rectangle((0, 0), 0, 0, fc=_COLOURS[kind], ec=_CELL_BORDER, lw=0.5, label=name))
     if legend:
         add_legend(ax, (1, 1), (0.15, 0), "small")
@@ -151,7 +151,7 @@ def _sizes(mask: Any, sizes: tuple[int, int] | None) -> tuple[int, int]:
         own = tuple(mask.shape[-2:])
     if sizes is None:
         if own is None:
-            raise ValueError("sizes must be given as (L, S), as the mask has none of its own")
+            raise ValueError("sizes must be given as (L, S), as this kind of mask has no sizes")
         sizes = own
     if len(sizes) != 2:
         raise ValueError(f"sizes must be a pair (L, S), got {tuple(sizes)}")
@@ -168,7 +168,7 @@ def _sizes(mask: Any, sizes: tuple[int, int] | None) -> tuple[int, int]:
 def _cells(
     mask: Any, length: int, keys: int, batch: int, head: int, device: torch.device | str | None
 ) -> tuple[Tensor, tuple[int, int]]:
-    """What each cell (L, S) shows, as uint8, and the size of the blocks: (1, 1) where there are none."""
+    """Returns the kind of each cell (L, S) as uint8, and the size of the blocks, (1, 1) without blocks."""
     if _is_block_mask(mask):
         blocks = _chosen(block_map(mask), batch, head)
         size: tuple[int, int] = tuple(mask.BLOCK_SIZE)
@@ -195,7 +195,7 @@ def _cells(
 
 
 def _chosen(of_all: Tensor, batch: int, head: int) -> Tensor:
-    """(rows, columns) of (B | 1, H | 1, rows, columns)."""
+    """Chooses (rows, columns) of one batch element and head from (B | 1, H | 1, rows, columns)."""
     for name, index, size in (("batch", batch, of_all.size(0)), ("head", head, of_all.size(1))):
         if size != 1 and not 0 <= index < size:
             raise ValueError(f"{name} must lie in 0..{size - 1}, got {index}")
@@ -205,7 +205,7 @@ def _chosen(of_all: Tensor, batch: int, head: int) -> Tensor:
 def _asked(
     mask_mod: Callable[..., Any], length: int, keys: int, batch: int, head: int, device: torch.device | str
 ) -> Tensor:
-    """What a mask function says of each pair, (L, S)."""
+    """Calls a mask function for each pair; returns its answers (L, S)."""
     from torch.nn.attention.flex_attention import create_mask
 
     def of_one(b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Any:
@@ -215,7 +215,7 @@ def _asked(
 
 
 def _draw_borders(ax: Axes, sizes: tuple[int, int], steps: tuple[int, int], **style: Any) -> None:
-    """Lines around groups of cells."""
+    """Draws lines around groups of cells."""
     (length, keys), (rows, columns) = sizes, steps
     ax.hlines([*range(0, length, rows), length], 0, keys, **style)
     ax.vlines([*range(0, keys, columns), keys], 0, length, **style)

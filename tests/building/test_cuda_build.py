@@ -12,8 +12,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from selfattn_ext import cuda_build, info, library, toolchain
+from selfattn_ext import info
 from selfattn_ext.arguments import AttentionCall, AttentionOptions, call_checks
+from selfattn_ext.build import cuda_build, library, toolchain
 
 TORCH = "2.14.1+cu130"
 

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from selfattn_ext import sources
+from selfattn_ext.build import sources
 
 ROOT = Path(__file__).resolve().parents[2]
 BACKEND = ROOT / ".pep517"
@@ -69,7 +69,7 @@ class TestShipped:
             "Makefile",
             "LICENSE",
         }
-        needed |= {"selfattn_ext/sources.py", "selfattn_ext/py.typed", "tests/building/test_install.py"}
+        needed |= {"selfattn_ext/build/sources.py", "selfattn_ext/py.typed", "tests/building/test_install.py"}
         needed |= {f"csrc/{name}" for name in files_below(ROOT / "csrc")}
         assert needed <= names
         assert not [name for name in names if name.endswith((".so", ".o", ".pyc"))]
@@ -82,7 +82,7 @@ class TestShipped:
         assert not (package / "of_an_earlier_build.py").exists()
         assert files_below(package / "csrc") == files_below(ROOT / "csrc")
         assert (package / "py.typed").is_file()
-        printed = run(sys.executable, package / "sources.py", "library")
+        printed = run(sys.executable, package / "build" / "sources.py", "library")
         assert printed.stdout.split()
         assert all(Path(line).is_relative_to(package / "csrc") for line in printed.stdout.split())
 

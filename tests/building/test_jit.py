@@ -9,7 +9,7 @@ import pytest
 import torch
 import turns
 
-from selfattn_ext import jit, library, sources, toolchain
+from selfattn_ext.build import jit, library, sources, toolchain
 
 
 def check_against_installed(module, name):
@@ -104,24 +104,25 @@ class TestArguments:
 
 
 class TestSources:
-    def test_names_of_objects_are_unique(self):
+    def test_names_of_objects_are_unique(self, tmp_path):
         # torch's loader names object files by the name of the source alone, whatever its folder.
-        names = Counter(Path(source).stem for source in sources.extension_sources(cuda=True))
+        names = Counter(Path(source).stem for source in sources.extension_sources(True, tmp_path))
         assert [name for name, count in names.items() if count > 1] == []
 
-    def test_a_build_without_cuda_has_none_of_its_sources(self):
+    def test_a_build_without_cuda_has_none_of_its_sources(self, tmp_path):
         assert not [source for source in sources.extension_sources() if "cuda" in Path(source).parts[-3:]]
         assert not [source for source in sources.extension_sources() if source.endswith(".cu")]
-        only = set(sources.extension_sources(cuda=True)) - set(sources.extension_sources())
+        only = set(sources.extension_sources(True, tmp_path)) - set(sources.extension_sources())
         assert {Path(source).name for source in only} >= {"engine_cuda.cpp", "device_code.cu"}
 
-    def test_one_list(self):
+    def test_one_list(self, tmp_path):
         for cuda in (False, True):
-            extension, operators = set(sources.extension_sources(cuda)), set(sources.library_sources(cuda))
+            extension = set(sources.extension_sources(cuda, tmp_path))
+            operators = set(sources.library_sources(cuda, tmp_path))
             assert operators < extension
             assert {Path(source).parent.name for source in extension - operators} == {"python"}
         everything = {str(path) for suffix in ("cpp", "cu") for path in sources.root().rglob(f"*.{suffix}")}
-        assert extension == everything
+        assert extension == everything | set(sources.write_instances(tmp_path))
 
 
 class TestToolchain:

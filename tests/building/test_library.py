@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from selfattn_ext import cuda_build, jit, library, ninja_build, sources, terminal, toolchain
+from selfattn_ext import build, terminal
+from selfattn_ext.build import cuda_build, jit, library, ninja_build, sources, toolchain
 
-PACKAGE = Path(library.__file__).parent
+PACKAGE = Path(library.__file__).parents[1]
 
 # A library of one operator, so that tests of building and loading need not compile the real one.
 SMALL_LIBRARY = """
@@ -36,10 +37,11 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
 def small_checkout(tmp_path_factory):
     """A checkout that was never installed, with our Python files and a C++ library that compiles fast."""
     folder = tmp_path_factory.mktemp("checkout")
-    (folder / "selfattn_ext").mkdir()
+    (folder / "selfattn_ext" / "build").mkdir(parents=True)
     (folder / "selfattn_ext" / "__init__.py").touch()
-    for module in (cuda_build, jit, library, ninja_build, sources, terminal, toolchain):
-        shutil.copy(module.__file__, folder / "selfattn_ext")
+    for module in (build, cuda_build, jit, library, ninja_build, sources, toolchain):
+        shutil.copy(module.__file__, folder / "selfattn_ext" / "build")
+    shutil.copy(terminal.__file__, folder / "selfattn_ext")
     (folder / "csrc" / "python").mkdir(parents=True)
     shutil.copy(sources.root() / "version.h", folder / "csrc")
     (folder / "csrc" / "python" / "module.cpp").write_text(SMALL_LIBRARY)
@@ -156,7 +158,7 @@ class TestCheckoutWithoutLibrary:
     @pytest.mark.another_build
     def test_compiles_and_says_so(self, small_checkout):
         code = """
-            from selfattn_ext import library
+            from selfattn_ext.build import library
             extension = library.extension()
             assert extension is library.extension()
             print(extension.op_namespace, extension.build_info()["version"])
@@ -202,7 +204,7 @@ class TestCheckoutWithoutLibrary:
         shutil.copytree(small_checkout, tmp_path / "copy", ignore=shutil.ignore_patterns("cache"))
         code = f"""
             import re
-            from selfattn_ext import library, sources, toolchain
+            from selfattn_ext.build import library, sources, toolchain
             {change}
             for attempt in range(2):
                 try:
@@ -238,22 +240,22 @@ class TestCheckoutOfAnInstalledPackage:
 
     def test_takes_its_library(self, small_checkout, installed):
         code = """
-            from selfattn_ext import library
+            from selfattn_ext.build import library
             print(library.__file__, library.extension().__file__)
         """
         done = self.run(small_checkout, installed, code, CXX="/nowhere/g++")
         assert done.returncode == 0, done.stderr
         assert done.stdout.split() == [
-            str(small_checkout / "selfattn_ext" / "library.py"),
+            str(small_checkout / "selfattn_ext" / "build" / "library.py"),
             str(installed / "_C.py"),
         ]
 
-    @pytest.mark.parametrize("changed", ["csrc/python/module.cpp", "csrc/more.h", "sources.py"])
+    @pytest.mark.parametrize("changed", ["csrc/python/module.cpp", "csrc/more.h", "build/sources.py"])
     def test_unless_the_sources_differ(self, small_checkout, installed, changed):
         with (installed / changed).open("a") as file:
             file.write("\n")
         code = """
-            from selfattn_ext import jit, library
+            from selfattn_ext.build import jit, library
             def compile_and_load(name, flags, why):
                 print(why)
                 raise ValueError
@@ -281,7 +283,7 @@ class TestLoading:
     def test_loading_again_is_harmless(self):
         code = """
             import sys
-            from selfattn_ext import library
+            from selfattn_ext.build import library
             first = library.extension()
             del sys.modules["selfattn_ext._C"]
             assert library.extension.__wrapped__().op_namespace == first.op_namespace

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from selfattn_ext import library
+from selfattn_ext.build import library
 
 ROOT = Path(__file__).parents[2]
 
@@ -32,13 +32,13 @@ ACTIVATED = {"VIRTUAL_ENV", "CONDA_PREFIX"}
 @pytest.fixture
 def make(tmp_path: Path) -> Callable[..., list[list[str]]]:
     """Runs make in a copy of the project without sources, and returns the calls, split at spaces."""
-    for name in ("Makefile", "pyproject.toml", "setup.py", "selfattn_ext/sources.py"):
-        (tmp_path / name).parent.mkdir(exist_ok=True)
+    for name in ("Makefile", "pyproject.toml", "setup.py", "selfattn_ext/build/sources.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(ROOT / name, tmp_path / name)
-    for name in ("csrc/version.h", ".pep517/build_backend.py", "selfattn_ext/toolchain.py"):
+    for name in ("csrc/version.h", ".pep517/build_backend.py", "selfattn_ext/build/toolchain.py"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
-    (tmp_path / "selfattn_ext" / "cuda_build.py").touch()
+    (tmp_path / "selfattn_ext" / "build" / "cuda_build.py").touch()
     programs = tmp_path / ".venv" / "bin"
     programs.mkdir(parents=True)
     for name in ("python", "auditwheel"):

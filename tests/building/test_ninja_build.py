@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from selfattn_ext import ninja_build, toolchain
+from selfattn_ext.build import ninja_build, toolchain
 from selfattn_ext.terminal import Progress
 
 #: Three files, of which "second" says something.
@@ -94,7 +94,7 @@ class TestAlone:
     BUILDS = """
 import sys, types
 from pathlib import Path
-from selfattn_ext import ninja_build, toolchain
+from selfattn_ext.build import ninja_build, toolchain
 folder = Path(sys.argv[1])
 (folder / "build.ninja").write_text("rule wait\\n command = sleep 1; touch $out\\n"
                                     + "".join(f"build {i}: wait\\n" for i in range(99)))

@@ -77,7 +77,7 @@ import torch
 from torch._dynamo.utils import counters
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from selfattn_ext import as_flex
-from selfattn_ext.flex import attention as flex_module
+from selfattn_ext.flex import attention_with_functions as flex_module
 
 torch.manual_seed(0)
 table = torch.randn(4, 7, requires_grad=True)

@@ -1,6 +1,6 @@
 """Every architecture that the installed transformers knows: right on our attention, or refused in a sentence.
 
-`python scripts/transformers_table.py` walks the same way and writes what came out to docs/transformers.md.
+`python scripts/transformers_table.py` walks the same way, and writes docs/transformers-architectures.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-// Every AMX instruction through the emulator in tests/amx_emulator: addresses, shapes, configuration, faults,
+// Every AMX instruction through the emulator in simulators/amx: addresses, shapes, configuration, faults,
 // threads. The arithmetic is in test_amx_product.cpp.
 #include "amx_instructions.h"
 #include "check.h"
@@ -377,7 +377,7 @@ TEST(faults_of_products) {
   expect_abort([] { __asm__ volatile(".byte 0xc4, 0xe2, 0x63, 0x5e, 0xca"); }, "",
                "AMX-INT8 is not emulated");
   // TILELOADD (%rax) without SIB byte.
-  expect_abort([] { __asm__ volatile(".byte 0xc4, 0xe2, 0x7b, 0x4b, 0x08"); }, "", "want a SIB byte");
+  expect_abort([] { __asm__ volatile(".byte 0xc4, 0xe2, 0x7b, 0x4b, 0x08"); }, "", "need a SIB byte");
 }
 
 #if defined(__SANITIZE_ADDRESS__)

@@ -15,8 +15,8 @@ TEST(skipped) { std::printf("skipped: AMX is an extension of x86-64, and its emu
 #include <cstring>
 #include <limits>
 
-#include "../amx_emulator/amx_emulator.h"
-#include "../amx_emulator/bf16_product.h"
+#include "../../simulators/amx/amx_emulator.h"
+#include "../../simulators/amx/bf16_product.h"
 #include "core/philox.h"
 
 using namespace selfattn;

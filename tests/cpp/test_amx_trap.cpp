@@ -17,7 +17,7 @@ TEST(skipped) { std::printf("skipped: AMX is an extension of x86-64, and its emu
 #include <cstring>
 #include <thread>
 
-#include "../amx_emulator/amx_emulator.h"
+#include "../../simulators/amx/amx_emulator.h"
 #include "child_process.h"
 #include "cpu/amx_permission.h"
 

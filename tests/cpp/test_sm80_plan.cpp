@@ -1,11 +1,11 @@
 // How the sm80 kernels cut sequences whose lengths the host does not know. The plan is plain C++.
-#include "cuda/sm80/sm80_plan.cpp"
+#include "cuda/mma/forward_plan.cpp"
 
 #include "check.h"
 
 using namespace selfattn;
 using namespace selfattn::cuda;
-using namespace selfattn::cuda::sm80;
+using namespace selfattn::cuda::mma;
 
 namespace {
 

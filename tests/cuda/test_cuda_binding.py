@@ -1,5 +1,6 @@
-"""CUDA tensors on their way to a kernel, on machines with and without a GPU: fake kernels, the operators'
-checks, errors, and what is told about kernels.
+"""CUDA tensors on their way to a kernel, on machines with and without a GPU.
+
+The tests cover fake kernels, the operators' checks, errors, and what is told about kernels.
 
 Where a build has CUDA kernels and there is no GPU, tensors that only claim to be on one reach the operators'
 own checks, and fail where they need a device.
@@ -15,9 +16,10 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
 import selfattn_ext
-from selfattn_ext import backends, library, ops
+from selfattn_ext import backends, ops
 from selfattn_ext.arguments import checks, forced_kernel, refusals
 from selfattn_ext.autograd import operator_calls
+from selfattn_ext.build import library
 
 BUILD = library.extension().build_info()
 needs_kernels = pytest.mark.skipif(not BUILD["cuda"], reason="this build has no CUDA kernels")

@@ -351,7 +351,8 @@ def test_more_tensors_than_a_kernel_is_told_of() -> None:
 
 
 def test_a_function_for_the_cpu_is_refused() -> None:
-    from selfattn_ext import library, ops
+    from selfattn_ext import ops
+    from selfattn_ext.build import library
 
     library.extension().load_cuda_score_function(
         name="for_cuda_alone", score_bytes=4, tensors="", dims=1, numbers=0, make_code=lambda *_: []

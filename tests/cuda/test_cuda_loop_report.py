@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from selfattn_ext import cuda_build
+from selfattn_ext.build import cuda_build
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))

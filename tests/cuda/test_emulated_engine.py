@@ -1,5 +1,7 @@
-"""The operators on CUDA tensors without a GPU: the CUDA half of csrc/ops, on the kernels of tests/emulator
-and a device in memory of the host.
+"""The operators on CUDA tensors without a GPU.
+
+The CUDA half of csrc/ops runs on the kernels of simulators/cuda_emulator and on a device in memory of the
+host.
 """
 
 from __future__ import annotations
@@ -9,13 +11,14 @@ import subprocess
 import sys
 
 import pytest
-from emulator import build
+from cuda_emulator import build
 
 #: Copies of itself, as starting a process takes longer, write a byte each, so many bytes from the beginning
 #: of a result of 64. Says after the report of each whether it has ended as it should.
 WRITES = """
 import ctypes, os, sys, torch
-from selfattn_ext import library, ops
+from selfattn_ext import ops
+from selfattn_ext.build import library
 for at in sys.argv[1:]:
     if (process := os.fork()) == 0:
         query = library.ops().to_device(torch.ones(1, 1, 1, 16))
@@ -27,9 +30,9 @@ for at in sys.argv[1:]:
 
 
 def calls_of(module: str) -> int:
-    """Runs a module of tests/emulator on the device; how many calls it says that the device has had."""
+    """Runs a module of simulators/cuda_emulator on the device; how many calls the device has had."""
     run = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", f"emulator.{module}"],
+        [sys.executable, "-W", "ignore", "-m", f"cuda_emulator.{module}"],
         env=build.environment(build.build("device")),
         capture_output=True,
         text=True,

@@ -1,5 +1,6 @@
-"""Functions of scores inside the CUDA kernels, compiled with the headers that NVRTC gets for the emulator of
-tests/emulator, in memory of this process.
+"""Functions of scores inside the CUDA kernels, in the emulator.
+
+They are compiled with the headers that NVRTC gets, and run in memory of this process.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ import struct
 import pytest
 import torch
 import turns
-from emulator import build
+from cuda_emulator import build
 from functions import ALL, Functions
 from test_flex_functions import judge
 from torch import Tensor
@@ -24,7 +25,7 @@ DIM = 24
 
 
 class Problem(ctypes.Structure):
-    """As in tests/emulator/function_kernels.cpp."""
+    """As in simulators/cuda_emulator/function_kernels.cpp."""
 
     _fields_ = [
         *((name, ctypes.c_int64) for name in ("is_half", "batch", "heads", "queries", "keys", "dim")),

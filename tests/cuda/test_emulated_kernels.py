@@ -1,5 +1,7 @@
-"""The CUDA kernels, compiled for the emulator of tests/emulator, on the CPU: every option at the lengths and
-head dims around the edges of tiles, under different schedules, and existing tests of the package.
+"""The CUDA kernels on the CPU, compiled for simulators/cuda_emulator.
+
+The problems have every option at lengths and head dims around the edges of tiles, under different schedules.
+Existing tests of the package run on the kernels, too.
 """
 
 from __future__ import annotations
@@ -14,11 +16,11 @@ from typing import Any
 import modules
 import pytest
 import turns
-from emulator import build
+from cuda_emulator import build
 
 KERNELS = ("simt", "sm80", "sm90")
 
-#: The modules of tests/emulator that run cases.
+#: The modules of simulators/cuda_emulator that run cases.
 CASES = (
     "forward_cases",
     "backward_cases",
@@ -101,7 +103,7 @@ def environment(kernel: str, schedule: str, variant: str = "plain") -> dict[str,
 def lines(cases: str, environment: dict[str, str], *choice: object) -> list[str]:
     """What a module of cases prints: a line for each with the digest of its results at the end."""
     run = subprocess.run(
-        [sys.executable, "-m", f"emulator.{cases}", *map(str, choice)],
+        [sys.executable, "-m", f"cuda_emulator.{cases}", *map(str, choice)],
         env=environment,
         capture_output=True,
         text=True,
@@ -175,7 +177,7 @@ def test_every_case_is_accurate(of: tuple[str, str]) -> None:
 def test_heads_that_share_keys_are_folded(queries: int, folded: bool) -> None:
     """Where that saves items of work. Results do not tell, but such queries are copied without a box."""
     program = f"""
-from emulator import plugin
+from cuda_emulator import plugin
 import selfattn_ext, torch
 query = torch.zeros(1, 4, {queries}, 64, dtype=torch.bfloat16)
 selfattn_ext.scaled_dot_product_attention(query, query[:, :1], query[:, :1], enable_gqa=True)

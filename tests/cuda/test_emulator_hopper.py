@@ -1,6 +1,7 @@
-"""The emulator's models of Hopper's instructions: every form of a product and of a copy against a plain
-computation, and every report on a small kernel that is wrong in one way
-(tests/emulator/programs/hopper); the same kernel put right gives none.
+"""The emulator's models of Hopper's instructions.
+
+Every form of a product and of a copy is compared with a plain computation. A small kernel that is wrong in
+one way (simulators/cuda_emulator/programs/hopper) causes each report, and corrected it causes none.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import re
 from pathlib import Path
 
 import pytest
-from emulator import build
+from cuda_emulator import build
 
 SCHEDULES = ("fifo", "lifo", "random", "sticky")
 COPIES = ("eager", "late", "random")
@@ -195,4 +196,4 @@ def test_the_driver_refuses_strides(plain: Path) -> None:
     """One that is not a multiple of 16 bytes."""
     done = run(plain, "map")
     assert done.returncode == 1
-    assert "CUDA's driver makes no map of a tensor with the sizes 64, 256, 1, 1" in done.stdout
+    assert "CUDA's driver cannot make a map of a tensor with the sizes 64, 256, 1, 1" in done.stdout

@@ -85,12 +85,12 @@ FORWARD = (
 @pytest.mark.parametrize(
     ("signature", "name"),
     [
-        (FORWARD, "sm80 forward, plain"),
+        (FORWARD, "sm80 forward, bare"),
         (FORWARD.replace("Path)0", "Path)2"), "sm80 forward, few queries"),
         (
             "void selfattn::cuda::sm80::backward::backward_kernel<Config<(selfattn::DType)2, 64, "
             "(selfattn::cuda::sm80::backward::Side)1, (selfattn::cuda::sm80::Path)0> >(Plan)",
-            "sm80 backward, keys, plain",
+            "sm80 backward, keys, bare",
         ),
         ("selfattn::cuda::(anonymous namespace)::merge_kernel(selfattn::cuda::MergePlan)", "merge"),
         ("at::native::fill()", "at::native::fill()"),

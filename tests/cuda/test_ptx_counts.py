@@ -1,5 +1,5 @@
 """What the PTX machine counts for each launch, on kernels whose counts are known by hand
-(tests/ptx_machine/programs/counts.cu).
+(simulators/ptx_machine/programs/counts.cu).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 from ptx_machine import build
 
-from selfattn_ext import cuda_build
+from selfattn_ext.build import cuda_build
 
 pytestmark = [
     pytest.mark.ptx_machine,

@@ -12,11 +12,11 @@ import subprocess
 from pathlib import Path
 
 import pytest
-from emulator import build as emulator
+from cuda_emulator import build as emulator
 from ptx_machine import build
 from ptx_machine.build import run
 
-from selfattn_ext import cuda_build
+from selfattn_ext.build import cuda_build
 
 pytestmark = [
     pytest.mark.ptx_machine,

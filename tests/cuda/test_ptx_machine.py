@@ -1,7 +1,9 @@
-"""The PTX machine itself: its reports are seen on the small wrong kernels of the emulator
-(tests/emulator/programs/wrong_kernels.cu), and every PTX wrapper answers as the emulator's model of it.
+"""The PTX machine itself: its reports, and the answers of every PTX wrapper.
 
-These need nvcc, and no torch with CUDA. What runs under one is tests/ptx_machine/run.py.
+The emulator's small wrong kernels (simulators/cuda_emulator/programs/wrong_kernels.cu) cause the reports.
+Every wrapper answers as the emulator's model of it.
+
+These need nvcc, and no torch with CUDA. What runs under one is simulators/ptx_machine/run.py.
 """
 
 from __future__ import annotations
@@ -13,12 +15,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from emulator import build as emulator
-from emulator import probe
+from cuda_emulator import build as emulator
+from cuda_emulator import probe
 from ptx_machine import build
 from ptx_machine.build import run
 
-from selfattn_ext import cuda_build
+from selfattn_ext.build import cuda_build
 
 pytestmark = [
     pytest.mark.ptx_machine,

@@ -181,7 +181,7 @@ def block_calls() -> dict[str, tuple[Call, str]]:
         ),
         "no tensor": (lambda: attention(X, X, None), "value must be a torch.Tensor"),
         "mask of a part": (lambda: attention(X, X, X, torch.zeros(7, 16)), "this rank's 8 rows"),
-        "packed lengths": (lambda: varlen(*packed, OTHERS, 16, 8), "unlike lengths of queries and keys"),
+        "packed lengths": (lambda: varlen(*packed, OTHERS, 16, 8), "different lengths of queries and keys"),
         "packed mask": (lambda: varlen(*packed, STARTS, 16, 16, torch.zeros(16, 16)), "with attn_mask"),
         "packed weights": (
             lambda: varlen(*packed, STARTS, 16, 16, return_weights=True),

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.distributed import init_device_mesh
 
 from selfattn_ext import distributed
-from selfattn_ext.distributed.layout import Layout, put_rows
+from selfattn_ext.distributed.row_layout import Layout, put_rows
 
 # The ranks of a process are started once.
 pytestmark = pytest.mark.xdist_group("split_attention")

@@ -206,7 +206,7 @@ REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "unlike lengths": (
         lambda: selfattn_ext.varlen_attention(ROWS, ROWS, ROWS, STARTS, OTHERS, 16, 8),
-        "unlike lengths of queries and keys cannot be split",
+        "different lengths of queries and keys cannot be split",
     ),
     "packed mask": (
         lambda: selfattn_ext.varlen_attention(

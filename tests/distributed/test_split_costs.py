@@ -14,7 +14,7 @@ from processes import ranks
 
 from selfattn_ext import masks
 from selfattn_ext.distributed import bytes_sent, costs, ring_attention, ulysses_attention
-from selfattn_ext.distributed.layout import Layout
+from selfattn_ext.distributed.row_layout import Layout
 
 pytestmark = pytest.mark.xdist_group("split_attention")
 

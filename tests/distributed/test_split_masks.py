@@ -10,7 +10,7 @@ from torch import Tensor
 
 from selfattn_ext import distributed, scaled_dot_product_attention
 from selfattn_ext.distributed import shard_sequence, unshard_sequence
-from selfattn_ext.distributed.layout import Layout
+from selfattn_ext.distributed.row_layout import Layout
 
 pytestmark = pytest.mark.xdist_group("split_attention")
 

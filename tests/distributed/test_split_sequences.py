@@ -19,7 +19,7 @@ from selfattn_ext.distributed import ring_varlen_attention, shard_sequence, unsh
 
 pytestmark = pytest.mark.xdist_group("split_attention")
 
-#: Unlike lengths, empty ones, and such as are shorter than pieces.
+#: Unlike lengths, empty ones, and such as are shorter than spans.
 LENGTHS = (37, 0, 1, 64, 9, 130, 3)
 STARTS = torch.tensor([0, *LENGTHS]).cumsum(0).to(torch.int32)
 
@@ -153,7 +153,7 @@ def test_every_option_and_way(options: dict[str, Any], layout: str, rotate: str,
 
 def test_dropout_wants_pieces_where_it_draws_numbers() -> None:
     for outcome in ranks(2).outcomes(compare, OPTIONS[5], "contiguous", "p2p", torch.float64):
-        with pytest.raises(ValueError, match="dropout needs pieces that begin at multiples of 4 rows"):
+        with pytest.raises(ValueError, match="dropout needs spans that begin at multiples of 4 rows"):
             raise outcome
 
 

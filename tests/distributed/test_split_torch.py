@@ -84,7 +84,7 @@ def compare(length: int, balanced: bool, rotate: str, options: dict[str, Any]) -
         # Small numbers, each a mean of many: the bound is of their own size.
         size = float(exact[name].abs().max())
         assert_accurate(name, numbers / mesh.size() / size, exact[name] / size, peer[name] / size)
-    assert F.scaled_dot_product_attention.__module__ != "selfattn_ext.integrations.torch_context_parallel"
+    assert F.scaled_dot_product_attention.__module__ != "selfattn_ext.distributed.torch_context_parallel"
 
 
 @pytest.mark.parametrize(
@@ -142,7 +142,7 @@ def masked_on_rank_1() -> None:
 @pytest.mark.parametrize(
     ("function", "arguments", "message"),
     [
-        (dropped, (24,), r"dropout needs pieces that begin at multiples of 4 rows"),
+        (dropped, (24,), r"dropout needs spans that begin at multiples of 4 rows"),
         (masked, (), r"attn_mask of shape .* the keys of all ranks"),
         (masked_on_rank_1, (), r"attn_mask must have this rank's 8 rows, or one"),
     ],

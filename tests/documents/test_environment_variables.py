@@ -22,7 +22,7 @@ SUFFIXES = {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"}
 
 def files() -> Iterator[Path]:
     """Everything but the tests themselves, which set variables for others to read."""
-    for folder in ("selfattn_ext", "csrc", ".pep517", "benchmarks", "scripts", "tests"):
+    for folder in ("selfattn_ext", "csrc", ".pep517", "benchmarks", "scripts", "simulators", "tests"):
         for path in sorted((ROOT / folder).rglob("*")):
             if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"} and not path.name.startswith(
                 "test_"

@@ -1,9 +1,8 @@
-"""What the documents promise: their examples run, links lead somewhere, the map shows every file."""
+"""What the documents promise: their examples run, links lead somewhere, lines are wrapped."""
 
 from __future__ import annotations
 
 import re
-from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -87,33 +86,3 @@ def test_lines_are_wrapped(document: str) -> None:
     )
     long = [line for line in text.splitlines() if len(line) > 118]
     assert [line for line in long if not re.match(r"[|>]|    |\s*\S+$", line)] == []
-
-
-def shown_in_the_map() -> set[str]:
-    """The paths of files in the tree of docs/architecture.md; * in one stands for any letters."""
-    text = text_of("docs/architecture.md")
-    tree = text.partition("## The map")[2].partition("\n## ")[0]
-    folders: list[tuple[int, str]] = []
-    paths = set()
-    for indent, names in re.findall(r"^( {4,})(\S.*?)(?: {2,}.*)?$", tree, re.M):
-        while folders and folders[-1][0] >= len(indent):
-            folders.pop()
-        for name in names.split(", "):
-            path = f"{folders[-1][1] if folders else ''}{name}"
-            if name.endswith("/"):
-                folders.append((len(indent), path))
-            else:
-                paths.add(path)
-    return paths
-
-
-def test_the_map_shows_every_file() -> None:
-    files = {
-        str(path.relative_to(ROOT))
-        for folder in ("selfattn_ext", "csrc", "benchmarks", "scripts")
-        for path in (ROOT / folder).rglob("*")
-        if path.suffix in {".py", ".cpp", ".h", ".cu", ".cuh", ".sh"} and not path.name.startswith(".")
-    }
-    shown = shown_in_the_map()
-    assert sorted(path for path in files if not any(fnmatchcase(path, one) for one in shown)) == []
-    assert sorted(path for path in shown if not list(ROOT.glob(path))) == []

@@ -14,8 +14,9 @@ import pytest
 import torch
 from pages import ROOT, text_of
 
-from selfattn_ext import backends, cuda_build, flex_attention, jit, library, toolchain
+from selfattn_ext import backends, flex_attention
 from selfattn_ext.arguments import checks
+from selfattn_ext.build import cuda_build, jit, library, toolchain
 
 QUOTES = re.findall(r"^> (.+)$", text_of("docs/troubleshooting.md"), re.M)
 NVCC = cuda_build.Nvcc("nvcc", "/opt/cuda-12.8", (12, 8), ("7.5", "8.0", "9.0"))
@@ -35,7 +36,7 @@ class Here(NamedTuple):
         return str(raised.value)
 
     def replace(self, name: str, value: Any) -> None:
-        """Of a module of the package, as "jit.load"."""
+        """Replaces a name of a module of the package, such as "build.jit.load"."""
         self.patch.setattr(f"selfattn_ext.{name}", value)
 
 
@@ -122,19 +123,19 @@ def _(here: Here) -> str:
 
 @says("compiles no C++17 program")
 def _(here: Here) -> str:
-    here.replace("toolchain._compiles", lambda command, text, *flags: False)
+    here.replace("build.toolchain._compiles", lambda command, text, *flags: False)
     return compiler_problem()
 
 
 @says("Python.h")
 def _(here: Here) -> str:
-    here.replace("toolchain._compiles", lambda command, text, *flags: "Python.h" not in text)
+    here.replace("build.toolchain._compiles", lambda command, text, *flags: "Python.h" not in text)
     return compiler_problem()
 
 
 @says("needs ninja")
 def _(here: Here) -> str:
-    here.replace("toolchain.ninja_folder", lambda: None)
+    here.replace("build.toolchain.ninja_folder", lambda: None)
     return here.error_of(lambda: jit.compile_and_load("unused", []), ImportError)
 
 
@@ -143,7 +144,7 @@ def without_library(here: Here, error: Exception) -> str:
         print(f"selfattn_ext: {why}")
         raise error
 
-    here.replace("jit.compile_and_load", fail)
+    here.replace("build.jit.compile_and_load", fail)
     return here.error_of(library._compile, ImportError)
 
 
@@ -173,13 +174,13 @@ def _(here: Here) -> str:
 
 @says("is of version")
 def _(here: Here) -> str:
-    here.replace("sources.version", lambda: "99.0")
+    here.replace("build.sources.version", lambda: "99.0")
     return here.error_of(library.extension.__wrapped__, ImportError)
 
 
 @says("another library")
 def _(here: Here) -> str:
-    here.replace("library._is_open", lambda file: False)
+    here.replace("build.library._is_open", lambda file: False)
     return here.error_of(library.extension.__wrapped__, ImportError)
 
 
@@ -208,14 +209,14 @@ def _(here: Here) -> str:
 @says("has no CUDA kernels")
 def _(here: Here) -> str:
     build = {"cuda": False, "cuda_absent": "nvcc"}
-    here.replace("library.extension", lambda: SimpleNamespace(build_info=lambda: build))
+    here.replace("build.library.extension", lambda: SimpleNamespace(build_info=lambda: build))
     return here.error_of(lambda: checks._has_kernels("query", torch.device("cuda:0")))
 
 
 def without_cuda(here: Here, torch_cuda: str | None, nvcc: cuda_build.Nvcc | None, host: str | None) -> str:
     here.patch.setenv("SELFATTN_CUDA", "1")
-    here.replace("cuda_build.find_nvcc", lambda: nvcc)
-    here.replace("cuda_build._host_problem", lambda found: host)
+    here.replace("build.cuda_build.find_nvcc", lambda: nvcc)
+    here.replace("build.cuda_build._host_problem", lambda found: host)
     return here.error_of(lambda: cuda_build.plan("2.14.1", torch_cuda, []))
 
 
@@ -249,7 +250,7 @@ def call_with(score_mod: Callable[..., Any]) -> torch.Tensor:
 
 @says("does not compile this function")
 def _(here: Here) -> str:
-    here.replace("flex.calls._warned", set())
+    here.replace("flex.kernel_calls._warned", set())
     with pytest.warns(UserWarning, match="does not compile") as warned:
         call_with(lambda score, b, h, q, kv: torch.stack([score, score]).sum())
     return str(warned[0].message)
@@ -260,7 +261,7 @@ def _(here: Here) -> str:
     return here.error_of(lambda: call_with(lambda score, b, h, q, kv: score if q < kv else -score))
 
 
-@says("reads beside a captured tensor")
+@says("reads outside a captured tensor")
 def _(here: Here) -> str:
     table = torch.zeros(1, device="cpu")
     return here.error_of(lambda: call_with(lambda score, b, h, q, kv: score + table[q]), IndexError)

@@ -14,7 +14,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from selfattn_ext import as_flex
-from selfattn_ext.flex import calls
+from selfattn_ext.flex import kernel_calls
 
 SIZES = (2, 3, 40, 45)
 BACKENDS = ("eager", "aot_eager")
@@ -239,7 +239,7 @@ def test_functions_that_cannot_be_compiled(backend: str) -> None:
             return_aux=AuxRequest(lse=True, max_scores=True),
         )  # fmt: skip
 
-    calls._warned.clear()
+    kernel_calls._warned.clear()
     with as_flex(), pytest.warns(UserWarning, match="does not compile this function: it uses aten.polygamma"):
         result, also = torch.compile(compute, backend=backend, fullgraph=True)(*given)
     with as_flex():

@@ -19,7 +19,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import selfattn_ext
 from selfattn_ext import KVCache, backends
-from selfattn_ext.flex import calls, compiler
+from selfattn_ext.flex import compiler, kernel_calls
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 
@@ -282,7 +282,7 @@ def test_the_same_without_a_compiler(layout: str, page_size: int, monkeypatch: p
         raise compiler.CompilerError("no compiler today")
 
     monkeypatch.setattr(compiler, "load", refuse)
-    monkeypatch.setattr(calls, "_warned", set())
+    monkeypatch.setattr(kernel_calls, "_warned", set())
     with pytest.warns(UserWarning, match="no compiler today.*takes longer") as warned:
         check("of_positions", queries=4, new=4, page_size=page_size, layout=layout, options=OPTIONS["sinks"])
     assert warned[0].filename == __file__
@@ -314,7 +314,7 @@ class TestRefusals:
         table = torch.randn(HEADS, 8, requires_grad=True)
         functions: list[Callable[..., Tensor]] = [lambda s, b, h, q, kv: s * table[h, 0]]
         if not compile:
-            monkeypatch.setattr(calls, "_warned", set())
+            monkeypatch.setattr(kernel_calls, "_warned", set())
             functions = [lambda s, b, h, q, kv: s * table[h].sum()]
         for function in functions:
             with pytest.raises(ValueError, match=r"no derivatives.*requires grad"), warns(not compile):
@@ -324,7 +324,7 @@ class TestRefusals:
 
     def test_indices_beside_a_tensor(self) -> None:
         table = torch.randn(9)
-        with pytest.raises(IndexError, match="beside"):
+        with pytest.raises(IndexError, match="outside"):
             attention_with_kvcache(*whole(), score_mod=lambda s, b, h, q, kv: s + table[q])
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, create_block_mask
 
 import selfattn_ext
-from selfattn_ext.flex import calls
+from selfattn_ext.flex import kernel_calls
 
 #: Without their signatures, as tests hand on tensors and options in one.
 varlen_attention: Any = selfattn_ext.varlen_attention
@@ -116,7 +116,7 @@ def test_functions_that_cannot_be_compiled() -> None:
             score_mod=lambda s, b, h, q, kv: torch.polygamma(1, s.abs() + 1),
         )
 
-    calls._warned.clear()
+    kernel_calls._warned.clear()
     with pytest.raises(Exception, match="must stay out of the graphs"):
         torch.compile(compute, backend="eager", fullgraph=True)(query, key, value)
     with pytest.warns(UserWarning, match="it uses aten.polygamma"):

@@ -15,7 +15,7 @@ from operations import BINARY, DTYPES, NOT_COMPILED, UNARY, special_numbers
 from torch import Tensor
 from written import Written, number_of
 
-from selfattn_ext.flex.calls import loaded
+from selfattn_ext.flex.kernel_calls import loaded
 from selfattn_ext.flex.nodes import UnsupportedFunctionError
 from selfattn_ext.flex.tracing import trace
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, noop_mask
 
 from selfattn_ext import backends
-from selfattn_ext.flex import calls, compiler
+from selfattn_ext.flex import compiler, kernel_calls
 from selfattn_ext.flex.tracing import trace
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
@@ -243,7 +243,7 @@ class TestWithoutCompiledFunctions:
             raise compiler.CompilerError("no compiler today")
 
         monkeypatch.setattr(compiler, "load", refuse)
-        monkeypatch.setattr(calls, "_warned", set())
+        monkeypatch.setattr(kernel_calls, "_warned", set())
         monkeypatch.setattr("selfattn_ext.flex.formula._SCORES_AT_ONCE", 2 * 2 * 71 * 10)
         with pytest.warns(UserWarning, match="no compiler today.*takes longer"):
             checked("conjunction", (2, 2, 67, 71), block_size=32, window_size=(30, 20))
@@ -273,7 +273,7 @@ class TestRefusals:
             flex_attention(*self.given, score_mod)
 
     def test_more_than_one_number(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        monkeypatch.setattr(calls, "_warned", set())
+        monkeypatch.setattr(kernel_calls, "_warned", set())
         with (
             pytest.warns(UserWarning, match="takes longer") as warned,
             pytest.raises(ValueError, match="one number"),
@@ -295,7 +295,7 @@ class TestRefusals:
 
     def test_indices_beside_a_tensor(self) -> None:
         table = torch.randn(9)
-        with pytest.raises(IndexError, match="beside"):
+        with pytest.raises(IndexError, match="outside"):
             flex_attention(*self.given, lambda s, b, h, q, kv: s + table[q])
         hidden = flex_attention(
             *self.given, lambda s, b, h, q, kv: torch.where(q < 9, s + table[q], -torch.inf)
@@ -317,7 +317,7 @@ class TestRefusals:
 
         table = torch.randn(11)
         assert torch.equal(attend(table[:10]), attend(table))
-        with pytest.raises(IndexError, match="beside"):
+        with pytest.raises(IndexError, match="outside"):
             attend(table[:9])
 
     def test_arguments(self) -> None:

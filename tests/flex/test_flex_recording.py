@@ -1,6 +1,7 @@
-"""What functions of scores do beside computing: gradients that they stop or replace, operations in place,
-tensors of every kind that they read, values that they ask for. The judge is the function itself, called for
-each score.
+"""What functions of scores do besides computing a number.
+
+They stop or replace gradients, change tensors in place, read tensors of every kind and ask for values. The
+judge is the function itself, called for each score.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 from selfattn_ext import varlen_attention
-from selfattn_ext.flex import calls
+from selfattn_ext.flex import kernel_calls
 from selfattn_ext.flex.indexing import Indexing
 from selfattn_ext.flex.tracing import INDEX_DTYPE, trace
 
@@ -181,7 +182,7 @@ def test_derivatives_of_ones_own() -> None:
     ):
         gradients(flex_attention(*tensors, score_mod), tensors, create_graph=True)
     c = table()
-    calls._warned.clear()
+    kernel_calls._warned.clear()
     with (
         pytest.warns(UserWarning, match="it learns a tensor that"),
         pytest.raises(RuntimeError, match="vmap"),
@@ -300,7 +301,7 @@ def test_tensors_of_every_kind() -> None:
     for zero in (torch._efficientzerotensor((6,)), torch.zeros(6, dtype=torch.uint16)):
         torch.testing.assert_close(flex_attention(*tensors, lambda s, b, h, q, kv, t=zero: s + t[kv]), plain)
     two, sparse = TwoTensor(torch.zeros(6), torch.zeros(6)), torch.zeros(6).to_sparse()
-    calls._warned.clear()
+    kernel_calls._warned.clear()
     with pytest.warns(UserWarning, match="a TwoTensor that has no memory of its own"):
         flex_attention(*tensors, lambda s, b, h, q, kv: s + two[kv])
     with pytest.raises(NotImplementedError, match="SparseCPU"):

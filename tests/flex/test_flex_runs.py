@@ -11,7 +11,7 @@ from functions import Functions, flex_attention
 from test_flex_functions import gradients, judge, mask_of, tensors
 from torch import Tensor
 
-from selfattn_ext.flex import calls, source
+from selfattn_ext.flex import kernel_calls, source
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 
@@ -86,7 +86,7 @@ def test_which_functions_have_them(monkeypatch: pytest.MonkeyPatch) -> None:
         written.append(source.source_of(function))
         return written[-1]
 
-    monkeypatch.setattr(calls, "source_of", source_of)
+    monkeypatch.setattr(kernel_calls, "source_of", source_of)
     for name, (shape, read) in READS.items():
         learned = torch.randn(shape)
         flex_attention(

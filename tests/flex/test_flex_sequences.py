@@ -18,7 +18,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import selfattn_ext
 from selfattn_ext import backends
-from selfattn_ext.flex import calls, compiler
+from selfattn_ext.flex import compiler, kernel_calls
 
 pytestmark = pytest.mark.filterwarnings("error:selfattn_ext does not compile")
 
@@ -383,7 +383,7 @@ def test_the_same_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
         raise compiler.CompilerError("no compiler today")
 
     monkeypatch.setattr(compiler, "load", refuse)
-    monkeypatch.setattr(calls, "_warned", set())
+    monkeypatch.setattr(kernel_calls, "_warned", set())
     with pytest.warns(UserWarning, match="no compiler today.*takes longer") as warned:
         check("of_sequences", torch.float32, window_size=(30, 20))
     assert warned[0].filename == __file__
@@ -414,6 +414,6 @@ class TestRefusals:
         two = torch.randn(2)
         out = self.packed.run(Functions(lambda s, b, h, q, kv: s + two[b]))
         assert out[:-3].isfinite().all()
-        with pytest.raises(IndexError, match="beside"):
+        with pytest.raises(IndexError, match="outside"):
             self.packed.run(Functions(lambda s, b, h, q, kv: s + two[q]))
         self.packed.run(Functions(lambda s, b, h, q, kv: s + two[q], lambda b, h, q, kv: q < 2))

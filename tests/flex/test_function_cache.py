@@ -20,7 +20,7 @@ import os, pathlib, shutil, sys, tempfile, torch, torch._dynamo
 from selfattn_ext import flex
 
 tempfile.tempdir = sys.argv[1]  # nothing clears up after os._exit, which takes no second of its own
-flex.calls.warn = lambda reason: os._exit(7)  # torch would compute from here on, for seconds
+flex.kernel_calls.warn = lambda reason: os._exit(7)  # torch would compute from here on, for seconds
 query = torch.ones(1, 1, 4, 8)
 def attend(folder, copies=1, sign=1, **variables):
     processes = []
@@ -189,6 +189,6 @@ def test_constants_are_no_reason_to_compile_again(monkeypatch: pytest.MonkeyPatc
 
 
 def test_what_the_compiler_says_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("selfattn_ext.toolchain.compiler", lambda: ["g++", "-no-such-flag"])
+    monkeypatch.setattr("selfattn_ext.build.toolchain.compiler", lambda: ["g++", "-no-such-flag"])
     with pytest.raises(compiler.CompilerError, match="no-such-flag"):
         compiler._compiled("int x;")

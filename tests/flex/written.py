@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from selfattn_ext import sources
+from selfattn_ext.build import sources
 from selfattn_ext.flex import compiler
 from selfattn_ext.flex.nodes import Node
 from selfattn_ext.flex.operations import C_TYPES

@@ -15,7 +15,7 @@ from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
 from selfattn_ext import attention_with_kvcache, scaled_dot_product_attention
-from selfattn_ext.kv_cache import checks as cache_checks
+from selfattn_ext.kv_cache import cache_checks
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

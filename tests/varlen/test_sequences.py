@@ -10,7 +10,7 @@ import gpu
 import pytest
 import torch
 from cases import DTYPES, NAMES, drawn, exact_inputs, gradients
-from test_options_pairwise import covering
+from option_pairs import covering
 from tolerances import assert_accurate
 from torch import Tensor
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import varlen_cases
 from cases import DTYPES, Case, Judge, check, cotangents_of, dropout_seed, gradients
 from conftest import KERNELS, forced
-from test_options_pairwise import covering
+from option_pairs import covering
 from tolerances import assert_accurate
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode

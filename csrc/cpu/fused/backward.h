@@ -221,15 +221,15 @@ class BackwardTask {
         int64_t count = panel.contributes[i] ? seen_rows(s.strips[i], item, from, rows) : 0;
         if (count > 0) {
           const bool mark = alone || s.key_columns.special(from, count);
-          const bool direct = takes_paired && packs_gradients(s) && s.strips[i].ordinary && !mark;
-          if (by_blocks && direct && rows == kKeyBlock && !special_values(s, from, rows)) {
+          const bool paired = takes_paired && pairs_gradients(s) && s.strips[i].ordinary && !mark;
+          if (by_blocks && paired && rows == kKeyBlock && !special_values(s, from, rows)) {
             add_run();
             if (!waiting.takes(from, i)) add_waiting();
             waiting.add(from, i);
             continue;
           }
           add_waiting();
-          count = add_strip(s, item, i, from, count, place, step, mark, direct) ? count : 0;
+          count = add_strip(s, item, i, from, count, place, step, mark, paired) ? count : 0;
         }
         if (count == 0) {
           add_run();
@@ -259,7 +259,7 @@ class BackwardTask {
                         s.grad_key + from * s.head_stride, visible);
   }
 
-  static bool packs_gradients(const Scratch& s) {
+  static bool pairs_gradients(const Scratch& s) {
     if constexpr (kDirect<P>) {
       return false;
     } else {
@@ -286,13 +286,13 @@ class BackwardTask {
   // Computes a strip of the panel against `count` keys of the block: adds to dQ^T and prepares the operands
   // of add_rows. Returns false if all of the keys are hidden.
   bool add_strip(Scratch& s, const Item& item, int64_t i, int64_t from, int64_t count,
-                 const PairedPlace& place, int64_t step, bool mark, bool direct) const {
+                 const PairedPlace& place, int64_t step, bool mark, bool paired) const {
     GradientStrip<P>& strip = s.strips[i];
     const int64_t key = item.begin + from;
     mask_sum.prefetch(s.mask, strip, from, count);
     const GradientBlock<P> block{key, count, from, &s.key_rows, &s.value_rows};
-    if (!grad_score_block<P>(p, a, strip, block, s.block, mark, direct ? &place : nullptr)) return false;
-    if (!direct) {
+    if (!grad_score_block<P>(p, a, strip, block, s.block, mark, paired ? &place : nullptr)) return false;
+    if (!paired) {
       T* grad = s.block.grad.block;
       mask_sum.add_block(s.mask, strip, step, from, count, grad);
       apply_function_gradient<P>(p.function, strip, key, count, s.block.block.given, grad);

@@ -213,7 +213,7 @@ bool weigh_block(const AttentionParams& p, const ForwardStrip<P>& strip, int64_t
       });
       weights.pad_lanes(keys, strip.vecs);
       if (!p.dropout.enabled && !keep_block) return moved;
-      weights.unpack_lanes(keys, strip.vecs);
+      weights.unpair_lanes(keys, strip.vecs);
     }
   }
   if (!weights.sums_in_place()) {

@@ -60,7 +60,7 @@ template <class P>
 void add_blocks(const AttentionParams&, const GradientPanel<P>&, const PanelBlocks&, GradientScratch<P>&) {}
 
 // The rows that the next panel begins with. They are prefetched while this one is computed, some in each of a
-// number of steps: otherwise packing would wait for memory.
+// number of steps: otherwise loading pieces would wait for memory.
 class ComingRows {
  public:
   ComingRows() = default;

@@ -3,7 +3,7 @@
 
 #include "../products/arena.h"
 #include "../products/operands.h"
-#include "../products/rows.h"
+#include "../products/tensor_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

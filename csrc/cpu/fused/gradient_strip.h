@@ -215,7 +215,7 @@ constexpr OptionSet kPairedOptions = {Option::kMask,   Option::kAlibiSlopes, Opt
 
 // Turns scores and dP in the scratch's blocks into weights and dS as pairs.
 template <class P>
-void pack_gradients(const AttentionParams& p, const GradientStrip<P>& strip, int64_t keys, Scalar<P> factor,
+void pair_gradients(const AttentionParams& p, const GradientStrip<P>& strip, int64_t keys, Scalar<P> factor,
                     const PairedPlace& place, GradientScratch<P>& scratch);
 
 // Keys first .. first + count - 1, which are the operands' rows from `from` on.
@@ -245,7 +245,7 @@ bool grad_score_block(const AttentionParams& p, const BackwardArguments& a, Grad
   multiply_lanes<P>(*block.values, block.from, keys, strip.grad_out, p.value_dim, strip.vecs, grads);
   if constexpr (!kDirect<P>) {
     if (place != nullptr) {
-      pack_gradients<P>(p, strip, keys, factor, *place, scratch);
+      pair_gradients<P>(p, strip, keys, factor, *place, scratch);
       return true;
     }
   }

@@ -1,7 +1,7 @@
 // Visibility within a block of scores: the mask's block, transposed, and the limits of windows.
 #pragma once
 
-#include "../products/rows.h"
+#include "../products/tensor_rows.h"
 #include "query_strip.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {

@@ -8,7 +8,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-constexpr int64_t kMaskGradientKeys = 4 * kKeyBlock;  // keys of a task, to amortise packing its strips
+constexpr int64_t kMaskGradientKeys = 4 * kKeyBlock;  // keys of a task, to amortise loading its strips
 
 // Computes dS of a strip and a block of keys. Other gradients of scores have the same members.
 template <class P>

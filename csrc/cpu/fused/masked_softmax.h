@@ -3,7 +3,7 @@
 #pragma once
 
 #include "../products/elementary.h"
-#include "../products/rows.h"
+#include "../products/tensor_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 

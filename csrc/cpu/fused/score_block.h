@@ -158,7 +158,7 @@ bool score_block(const AttentionParams& p, QueryStrip<P>& strip, int64_t key, in
 template <class P, class Body>
 void with_weighing(const AttentionParams& p, Scalar<P> factor, const Body& body) {
   if constexpr (kDirect<P>) {
-    body(Weighing<Weigh::kDirect>{});
+    body(Weighing<Weigh::kWhole>{});
   } else if constexpr (P::kFloatWeights) {
     factor == 1 ? body(Weighing<Weigh::kThreePieces>{}) : body(Weighing<Weigh::kScaledThreePieces>{});
   } else if (P::pieces(p) == 1) {

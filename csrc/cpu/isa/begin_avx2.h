@@ -1,5 +1,5 @@
-// Opens the target region of AVX2 with FMA: what is defined from here to end_target.h is compiled for it.
-// Everything shared is included before, see simd_common.h.
+// Opens the target region of AVX2 with FMA. What is defined from here to end_target.h is compiled for it;
+// everything shared is included before, see simd_common.h.
 #pragma once
 
 #include <immintrin.h>

@@ -1,5 +1,5 @@
-// Opens the target region of AVX-512 with bfloat16 products: what is defined from here to end_target.h is
-// compiled for it. Everything shared is included before, see simd_common.h.
+// Opens the target region of AVX-512 with bfloat16 products. What is defined from here to end_target.h is
+// compiled for it; everything shared is included before, see simd_common.h.
 #pragma once
 
 #include <immintrin.h>
@@ -11,7 +11,7 @@
     __attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512bf16,avx2,fma,f16c"))), \
     apply_to = function)
 #else
-// GCC 12 warns of its own _mm512_undefined_ps (GCC bug 105593).
+// GCC 12 warns about its own _mm512_undefined_ps (GCC bug 105593).
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #pragma GCC push_options
 #pragma GCC optimize("O3", "fp-contract=off")

@@ -1,4 +1,4 @@
-// Closes what begin_*.h has opened.
+// Closes the target region that a begin_*.h has opened.
 #pragma once
 
 #if defined(__clang__)

@@ -1,5 +1,5 @@
-// The fused kernel for AMX, on processors that have AVX-512 with it. kernels_amx_decode.cpp has its calls of
-// few queries.
+// The fused kernel for AMX, on processors that also have AVX-512. Its calls with few queries are in
+// kernels_amx_decode.cpp.
 #if defined(__x86_64__)
 
 #include "begin_amx.h"

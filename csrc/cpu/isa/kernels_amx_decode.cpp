@@ -1,4 +1,5 @@
-// Decoding by the fused kernel for AMX: a third of its code, and of the time to compile it.
+// Decoding by the fused kernel for AMX. It is a source of its own, since it is a third of that kernel's code
+// and of the time to compile it.
 #if defined(__x86_64__)
 
 #include "begin_amx.h"

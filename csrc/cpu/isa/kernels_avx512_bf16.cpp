@@ -1,5 +1,5 @@
-// The fused kernel for AVX-512 with bfloat16 products: see kernels_avx512.cpp, which it hands on what it has
-// no faster way for.
+// The fused kernel for AVX-512 with bfloat16 products. It hands calls that these do not make faster to the
+// kernel of kernels_avx512.cpp.
 #if defined(__x86_64__)
 
 #define SELFATTN_ISA avx512_bf16

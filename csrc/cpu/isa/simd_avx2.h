@@ -56,8 +56,8 @@ struct Simd<float> {
     const __m256 nan = _mm256_cmp_ps(v, v, _CMP_UNORD_Q);
     const __m256i chosen = _mm256_blendv_epi8(rounded, quiet, _mm256_castps_si256(nan));
     const __m256i halves = _mm256_srli_epi32(chosen, 16);
-    const __m256i packed = _mm256_permute4x64_epi64(_mm256_packus_epi32(halves, halves), 0x08);
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(packed));
+    const __m256i narrowed = _mm256_permute4x64_epi64(_mm256_packus_epi32(halves, halves), 0x08);
+    _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_castsi256_si128(narrowed));
   }
   static SELFATTN_INLINE Vec load_float16(const uint16_t* p) {
     return _mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
@@ -74,7 +74,7 @@ struct Simd<float> {
                          _mm256_set1_ps(-std::numeric_limits<float>::infinity()));
   }
 
-  // A 32-bit word per lane, in the low half of 64 bits; what stands above it does not count.
+  // A 32-bit word per lane, in the low half of 64 bits; the high half is ignored.
   struct Words {
     __m256i even, odd;
   };
@@ -100,7 +100,7 @@ struct Simd<float> {
             _mm256_xor_si256(_mm256_xor_si256(a.odd, b.odd), all)};
   }
   static SELFATTN_INLINE Mask words_below(Words a, uint32_t limit) {
-    // Comparison is signed: both sides move by half the range.
+    // The comparison is signed, so both sides move by half the range.
     const __m256i half = _mm256_set1_epi32(INT32_MIN);
     const __m256i both = _mm256_blend_epi32(a.even, _mm256_shuffle_epi32(a.odd, 0xa0), 0xaa);
     const __m256i bound = _mm256_xor_si256(_mm256_set1_epi32(static_cast<int>(limit)), half);

@@ -1,9 +1,9 @@
-// Vectors of 512 bits: AVX-512 F, DQ, BW, VL, for every instruction set that builds on them. The interface
-// that the algorithms are written over is documented in docs/cpu-kernels.md, "The SIMD interface";
-// simd_scalar.h is its shortest implementation.
+// Vectors of 512 bits: AVX-512 F, DQ, BW, VL, for every instruction set that builds on them.
+// docs/cpu-kernels.md, "The SIMD interface", describes the interface that the passes of fused/ are written
+// over; simd_scalar.h is its shortest implementation.
 #pragma once
 
-// Vectors of a tile of the micro-kernel, and so of a strip of queries; AMX wants whole tiles of two.
+// Vectors of a tile of the micro-kernel, and so of a strip of queries. AMX needs two, as whole tiles.
 #ifndef SELFATTN_TILE_VECTORS
 #define SELFATTN_TILE_VECTORS 3
 #endif
@@ -83,7 +83,7 @@ struct Simd<float> {
     return _mm512_maskz_mov_ps(hidden, _mm512_set1_ps(-std::numeric_limits<float>::infinity()));
   }
 
-  // A 32-bit word per lane, in the low half of 64 bits; what stands above it does not count.
+  // A 32-bit word per lane, in the low half of 64 bits; the high half is ignored.
   struct Words {
     __m512i even, odd;
   };

@@ -1,6 +1,5 @@
-// Included first by every simd_*.h, before its target region opens: whatever is shared between instruction
-// sets must be compiled for the baseline only, or one copy with wide instructions could be linked into all of
-// them.
+// What all instruction sets include and define, before a target region opens. Code that they share must be
+// compiled for the baseline only, or one copy with wide instructions could be linked into all of them.
 #pragma once
 
 #include <atomic>
@@ -24,12 +23,11 @@
 #include "../kernel.h"
 #include "../parallel.h"
 
-// Inlining is forced, not hoped for: a helper left out of line would pass vectors through memory, and an
-// extension that is compiled without -O (torch.utils.cpp_extension.load passes none) would inline nothing at
-// all.
+// Inlining is forced: a helper left out of line would pass vectors through memory, and an extension that is
+// compiled without -O (torch.utils.cpp_extension.load passes none) would inline nothing at all.
 #define SELFATTN_INLINE inline __attribute__((always_inline))
 
-// The micro-kernels' loops over register tiles must vanish for the tile to live in registers.
+// The micro-kernels' loops over a tile must be unrolled completely for it to live in registers.
 #if defined(__clang__)
 #define SELFATTN_UNROLL _Pragma("unroll")
 #else

@@ -1,5 +1,5 @@
-// The portable instruction set: the compiler's own 128-bit vectors, which are SSE2 on any x86-64 and NEON on
-// arm64. The interface is documented in docs/cpu-kernels.md, "The SIMD interface".
+// The portable instruction set: the compiler's own vectors of 128 bits. They are SSE2 on any x86-64 and NEON
+// on arm64. The interface is documented in docs/cpu-kernels.md, "The SIMD interface".
 #pragma once
 
 namespace selfattn::cpu::scalar {
@@ -18,7 +18,7 @@ struct PortableSimd {
 
   static SELFATTN_INLINE Vec load(const T* p) { return *reinterpret_cast<const Unaligned*>(p); }
   static SELFATTN_INLINE void store(T* p, Vec v) { *reinterpret_cast<Unaligned*>(p) = v; }
-  // Minus, since 0 + (-0.0) would lose the sign.
+  // Subtracts zeros, since 0 + (-0.0) would lose the sign.
   static SELFATTN_INLINE Vec set(T x) { return x - Vec{}; }
   static SELFATTN_INLINE Vec add(Vec a, Vec b) { return a + b; }
   static SELFATTN_INLINE Vec sub(Vec a, Vec b) { return a - b; }
@@ -46,7 +46,7 @@ struct PortableSimd {
     return a * (Vec)(((Mask)(n + magic()) + kBias) << kMantissa);
   }
 
-  // A 32-bit word per lane, in the low half of 64 bits; what stands above it does not count.
+  // A 32-bit word per lane, in the low half of 64 bits; the high half is ignored.
   struct Words {
     uint64_t lane[kLanes];
   };

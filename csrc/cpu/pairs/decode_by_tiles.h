@@ -1,11 +1,11 @@
-// The products of few_query_scores.h and few_query_values.h for bfloat16 by tiles, where sixteen queries cost
-// what one does.
+// Decoding in bfloat16 by tiles, where sixteen queries cost as much as one. These products take the place of
+// few_query_scores.h and few_query_values.h.
 //
 //     S = K · Qᵀ        keys are the rows of a tile, where they lie; queries its lanes
 //     O += P · V        queries are the rows, columns of values the lanes; two keys make a pair
 //
-// An instruction sums up 32 elements of a key, or 32 keys of a column, by itself before it adds them. A score
-// does not depend on its neighbours whatever their number; for sums over keys every call begins at a
+// An instruction sums 32 elements of a key, or 32 keys of a column, by itself and then adds the sum. So a
+// score does not depend on its neighbours, whatever their number; for sums over keys, every call begins at a
 // multiple of 32 keys of its block.
 #pragma once
 
@@ -14,13 +14,13 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// A tile: its rows, the bfloat16 numbers of one (which one instruction sums over), and its 32-bit words.
+// A tile: its rows, the bfloat16 numbers of a row (which one instruction sums over), and its 32-bit words.
 constexpr int64_t kRowsOfTile = 16, kDepthOfTile = 32, kTileWords = 256;
-constexpr int64_t kTileKeys = kDepthOfTile;  // that one instruction takes where sums are over keys
+constexpr int64_t kTileKeys = kDepthOfTile;  // keys of one instruction where sums are over keys
 constexpr int64_t kGroupColumns = 32;        // of values: a vector of bfloat16, or two tiles
 
-// Tiles 0 and 1 are sums of values and 2 their weights, with as many rows as there are queries, sixteen at
-// most; all others are whole.
+// Tiles 0 and 1 are sums of values and tile 2 their weights, with as many rows as there are queries, sixteen
+// at most; all other tiles are whole.
 class FewQueryTiles : public PairEngine {
  public:
   void take_rows(int64_t rows) {
@@ -34,11 +34,11 @@ class FewQueryTiles : public PairEngine {
   int rows_ = 16;
 };
 
-// Sixteen keys at most.
+// Up to sixteen keys, the rows of a tile.
 struct KeyTile {
   const char* rows[kRowsOfTile];
   int64_t count;
-  int64_t step;  // from row to row, 0 if they are not evenly spaced or too few: then each has its address
+  int64_t step;  // from row to row; 0 if they are unevenly spaced or too few, and each has its address
 
   KeyTile(RowWalk& walk, int64_t n) : count(n), step(0) {
     if (n == kRowsOfTile && walk.even() >= n) {
@@ -51,7 +51,8 @@ struct KeyTile {
   }
 };
 
-// 32 elements of the keys of a tile as rows of `copy`; zeros past the row's end and the last key.
+// Copies 32 elements of each key of a tile to the rows of `copy`, with zeros past the head dim and the last
+// key.
 inline void copy_keys(const KeyTile& tile, int64_t element, int64_t head_dim, uint16_t* copy) {
   const __mmask32 mask = elements_below(head_dim - element);
   for (int64_t i = 0; i < kRowsOfTile; ++i) {
@@ -62,8 +63,8 @@ inline void copy_keys(const KeyTile& tile, int64_t element, int64_t head_dim, ui
   }
 }
 
-// The dot products of kTiles times sixteen keys with sixteen queries: dots[key][query]. `share` bytes of
-// `soon` are asked for with each product.
+// Computes dots[key][query], the dot products of kTiles times sixteen keys with sixteen queries. Each product
+// prefetches `share` bytes of `soon`.
 template <int kTiles>
 SELFATTN_INLINE void tile_dots(const uint16_t* query, const KeyTile* keys, int64_t head_dim, LinesAhead& soon,
                                int64_t share, float* dots) {
@@ -93,7 +94,7 @@ SELFATTN_INLINE void tile_dots(const uint16_t* query, const KeyTile* keys, int64
   if constexpr (kTiles > 1) tile_store<4>(dots + kTileWords, 64);
 }
 
-// Four columns of a tile as vectors.
+// Loads four columns of a tile as vectors.
 SELFATTN_INLINE void load_columns(const float* tile, __m512 (&columns)[4]) {
   __m512 x[4];  // rows i, i + 4, i + 8 and i + 12, four numbers of each
   SELFATTN_UNROLL
@@ -110,7 +111,7 @@ SELFATTN_INLINE void load_columns(const float* tile, __m512 (&columns)[4]) {
   columns[3] = _mm512_shuffle_ps(high, next_high, 0xee);
 }
 
-// s[query][key] = scale * dots[key][query] of up to sixteen keys and queries.
+// Stores s[query][key] = scale * dots[key][query] for up to sixteen keys and queries.
 SELFATTN_INLINE void store_scores(const float* dots, int64_t queries, int64_t keys, __m512 scale, float* s,
                                   int64_t ld) {
   const __mmask16 mask = lanes_below(keys);
@@ -126,9 +127,9 @@ SELFATTN_INLINE void store_scores(const float* dots, int64_t queries, int64_t ke
   }
 }
 
-// Pairs of neighbouring keys in tiles: of 32 columns, the first tile holds those below 4 of every 8, the
-// second the others. That is the order in which they are interleaved within 128 bits, by one instruction; see
-// FewQueryProducts::load_sums.
+// Values as tiles of pairs of neighbouring keys. Of 32 columns, the first tile holds the first four of every
+// eight and the second tile the other four, since one instruction interleaves within 128 bits.
+// FewQueryProducts::load_sums restores the order.
 class ValueTiles {
  public:
   static constexpr int64_t kMostColumns = 128;
@@ -140,8 +141,8 @@ class ValueTiles {
     return words_ + (step * tiles() + index) * kTileWords;
   }
 
-  // 32 keys, or those that are left and zeros, from column `at` on. `visible` as in FewQueryValues. With each
-  // 32 columns of a pair of keys `share` bytes of `soon` are asked for.
+  // Loads 32 keys, or those that are left and zeros, from column `at` on. `visible` is as in FewQueryValues.
+  // For every 32 columns of a pair of keys, `share` bytes of `soon` are prefetched.
   void load(int64_t step, int64_t at, FewQueryRows& values, const float* visible, LinesAhead& soon,
             int64_t share) {
     int64_t pair = 0;
@@ -178,8 +179,8 @@ class ValueTiles {
   }
 
  private:
-  int64_t groups_, columns_;  // two steps, in the level-1 cache
-  alignas(64) uint32_t words_[2 * kMostColumns / 16 * kTileWords];
+  int64_t groups_, columns_;
+  alignas(64) uint32_t words_[2 * kMostColumns / 16 * kTileWords];  // two steps, in the level-1 cache
 
   uint32_t* row(int64_t step, int64_t index, int64_t pair) {
     return words_ + (step * tiles() + index) * kTileWords + pair * 16;
@@ -189,7 +190,7 @@ class ValueTiles {
     _mm512_store_si512(to + kTileWords, _mm512_unpackhi_epi16(above, below));
   }
 
-  // 32 columns kGroups times, of so many pairs of rows.
+  // Loads kGroups times 32 columns of each pair of rows.
   template <int kGroups>
   static void load_groups(uint32_t* to, const RowRun& pairs, LinesAhead& soon, int64_t share) {
     const char* above = pairs.first;
@@ -205,7 +206,7 @@ class ValueTiles {
     }
   }
 
-  // The groups from `group` on of one pair; zeros in place of a row that takes no part.
+  // Loads the groups of one pair from `group` on, with zeros in place of a row that takes no part.
   void load_pair(uint32_t* to, int64_t group, const char* above, bool takes_above, const char* below,
                  bool takes_below) const {
     for (; group < groups_; ++group) {
@@ -222,11 +223,11 @@ struct FewQueryProducts<TilePairs> {
   using Query = uint16_t;
   using Session = FewQueryTiles;
   static constexpr int64_t kStepKeys = kTileKeys;
-  static constexpr int64_t kSpareRows = kRowsOfTile - 1;  // a tile takes as many rows of weights
+  static constexpr int64_t kSpareRows = kRowsOfTile - 1;  // a tile may load as many more rows of weights
 
   static int64_t sums_rows(int64_t rows) { return rows < kRowsOfTile ? rows : padded_rows(rows); }
 
-  // [16 queries][32 elements][pair][query]
+  // The layout of queries is [16 queries][32 elements][pair][query].
   static int64_t queries_size(const AttentionParams& p) {
     return padded_rows(p.heads / p.kv_heads * p.queries) * padded_depth(p.head_dim);
   }
@@ -246,7 +247,8 @@ struct FewQueryProducts<TilePairs> {
   static void scores(const AttentionParams& p, const Query* query, int64_t rows, const FewQueryRows& keys,
                      float* s, int64_t ld) {
     const int64_t depth = padded_depth(p.head_dim);
-    // Of sixteen keys: some with each product and some while results are stored, for each tile of queries.
+    // Sixteen keys are prefetched in shares: one with each product and one while results are stored, for each
+    // tile of queries.
     const int64_t share =
         kRowsOfTile * p.head_dim * 2 / ((depth / kDepthOfTile + 1) * divide_up(rows, kRowsOfTile));
     RowWalk walk = keys.rows;
@@ -284,7 +286,7 @@ struct FewQueryProducts<TilePairs> {
         add_values(a, 0, rows, values, at, tiles, nullptr, a.sums + at, a.ld_sums);
         continue;
       }
-      // What is to be left out differs from row to row.
+      // Which keys are left out differs from row to row, so rows go one by one.
       alignas(64) float sums[kRowsOfTile * ValueTiles::kMostColumns];
       const size_t bytes = static_cast<size_t>(tiles.tiles()) * 16 * sizeof(float);
       memset(sums, 0, sizeof(sums));
@@ -295,7 +297,7 @@ struct FewQueryProducts<TilePairs> {
       }
     }
   }
-  // Sixteen columns' sums in their order.
+  // Loads the sums of sixteen columns in their order.
   static SELFATTN_INLINE __m512 load_sums(const float* sums, int64_t column) {
     const float* group = sums + column / kGroupColumns * kGroupColumns;
     const int first = static_cast<int>(column % kGroupColumns) / 2;
@@ -324,13 +326,13 @@ struct FewQueryProducts<TilePairs> {
     }
   }
 
-  // sums[row] += those of the weights from row `first` on, of the columns of `tiles`. While a step is
-  // multiplied the next one's words are on their way to the cache: tiles are not loaded from stores under
-  // way.
+  // sums[row] += weights[first + row] * values, for the columns of `tiles`. The next step is loaded before a
+  // step is multiplied, so that its words reach the cache meanwhile: a tile cannot be loaded from stores that
+  // are under way.
   static void add_values(const Values& a, int64_t first, int64_t rows, FewQueryRows values, int64_t at,
                          ValueTiles& tiles, const float* visible, float* sums, int64_t ld) {
-    // One half while values are interleaved, one half while they are multiplied, and all columns with the
-    // first.
+    // One half is prefetched while values are interleaved, the other while they are multiplied, and all of it
+    // with the first columns.
     LinesAhead soon(values.soon, a.value_dim * 2);
     const int64_t columns = at == 0 ? a.value_dim * kTileKeys / tiles.columns() : 0;
     const int64_t with_load = columns * 2, with_dots = columns * kTileKeys / divide_up(rows, kRowsOfTile);

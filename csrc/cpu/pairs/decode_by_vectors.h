@@ -1,5 +1,6 @@
-// The products of few_query_scores.h and few_query_values.h for bfloat16 by VDPBF16PS: twice the work per
-// instruction, and nothing to convert. For processors where memory is faster than float's multiply-adds.
+// Decoding in bfloat16 by VDPBF16PS: twice the work per instruction, nothing to convert. These products take
+// the place of few_query_scores.h and few_query_values.h, for processors whose memory is faster than float's
+// multiply-adds.
 #pragma once
 
 #include "../products/few_query_products.h"
@@ -7,7 +8,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Elements that stay what they are.
+// bfloat16 elements, which are multiplied as they are stored.
 struct StoredPairs {
   using Element = uint16_t;
   using Query = uint16_t;
@@ -30,11 +31,11 @@ struct RowTail<float, StoredPairs> {
   SELFATTN_INLINE __m512bh load(const uint16_t* row) const {
     return (__m512bh)_mm512_maskz_loadu_epi16(mask, row + at);
   }
-  // Zeros met zeros.
+  // Lanes past the end met zeros, which added nothing.
   SELFATTN_INLINE __m512 chosen(__m512 after, __m512) const { return after; }
 };
 
-// The first elements that the mask names, of a row that takes part; zeros for another.
+// Loads the first elements of a row, as many as the mask names, or zeros if the row takes no part.
 template <bool kWhole>
 SELFATTN_INLINE __m512i load_values(const char* row, __mmask32 mask, bool takes_part) {
   if (kWhole && takes_part) return _mm512_loadu_si512(row);
@@ -43,7 +44,8 @@ SELFATTN_INLINE __m512i load_values(const char* row, __mmask32 mask, bool takes_
 
 using PairValues = FewQueryValues<float, uint32_t>;
 
-// kWide times 32 columns from `at` on of kRows rows. The weights of two keys are one word, see round_weights.
+// Sums kWide times 32 columns from `at` on, for kRows rows. The weights of two keys are one word, see
+// round_weights.
 template <int kRows, int kWide, bool kTail>
 SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const FewQueryRows::Even& values,
                                      int64_t at) {
@@ -64,7 +66,7 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
     // The weight of a row that does not take part is 0.
     const bool takes_first = visible == nullptr || visible[j] != 0.0f;
     const bool takes_second = j + 1 < count && (visible == nullptr || visible[j + 1] != 0.0f);
-    // In the order of memory, which is how it is read fastest.
+    // Rows are loaded in the order of memory, which is read fastest that way.
     __m512i above[kWide], below[kWide];
     SELFATTN_UNROLL
     for (int v = 0; v < kWide; ++v) {
@@ -98,7 +100,7 @@ SELFATTN_INLINE void pair_value_tile(const PairValues& a, int64_t row, const Few
   }
 }
 
-// All columns of some rows; see few_query_value_steps.
+// Adds all columns of some rows, for few_query_value_steps.
 struct PairColumns {
   static constexpr int64_t kElementBytes = 2;
   static constexpr int wide_of(int rows) { return rows >= 8 ? 1 : rows == 4 ? 2 : 4; }

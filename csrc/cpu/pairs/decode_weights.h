@@ -1,11 +1,11 @@
-// What decoding by products of pairs has in common: see decode_by_vectors.h and decode_by_tiles.h.
+// Weights of decoding by pairs, for decode_by_vectors.h and decode_by_tiles.h.
 #pragma once
 
 #include "operands_of_pairs.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Two arithmetics, by instructions for vectors and for tiles.
+// Two arithmetics: by instructions for vectors, and for tiles.
 struct VectorPairs {};
 struct TilePairs {};
 template <>
@@ -17,9 +17,8 @@ struct ScalarOf<TilePairs> {
   using type = float;
 };
 
-// A row of weights becomes words of two, in place; zeros up to a multiple of 32. Returns by what their
-// product with values must be multiplied so that its weights sum up to what they were before they were
-// rounded.
+// Turns a row of weights into words of two, in place, with zeros up to a multiple of 32. Returns the factor
+// for their product with values that makes the rounded weights sum up to what they were before.
 inline float round_to_pairs(int64_t keys, float* weights) {
   __m512 sum = _mm512_setzero_ps(), rounded_sum = sum;
   for (int64_t j = 0; j < keys; j += 32) {

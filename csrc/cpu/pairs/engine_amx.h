@@ -1,4 +1,4 @@
-// Products of bfloat16 pairs by AMX tiles: TDPBF16PS multiplies 16 rows of 32 numbers with 16 pairs of 16
+// Products of bfloat16 pairs by AMX tiles. TDPBF16PS multiplies 16 rows of 32 numbers by 16 pairs of 16
 // lanes. Two by two tiles of C are summed at a time, so that every tile of A and B that is loaded is used
 // twice.
 #pragma once
@@ -7,8 +7,8 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Instructions as text, because compilers differ in what their intrinsics take (GCC 12 declares that
-// _tile_loadconfig reads 8 of its 64 bytes). Tile numbers are part of the instruction.
+// The instructions are written as text, because compilers differ in what their intrinsics accept (GCC 12
+// declares that _tile_loadconfig reads 8 of its 64 bytes). Tile numbers are part of the instruction.
 template <int kTile>
 SELFATTN_INLINE void tile_zero() {
   __asm__ volatile("tilezero %%tmm%c0" : : "i"(kTile));
@@ -17,7 +17,7 @@ template <int kTile>
 SELFATTN_INLINE void tile_load(const void* data, int64_t stride_bytes) {
   __asm__ volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(data), "r"(stride_bytes), "i"(kTile) : "memory");
 }
-// For what will not be used again soon: it leaves the level-1 cache to the rest.
+// Loads data that will not be used again soon, and leaves the level-1 cache to the rest.
 template <int kTile>
 SELFATTN_INLINE void tile_load_once(const void* data, int64_t stride_bytes) {
   __asm__ volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(data), "r"(stride_bytes), "i"(kTile) : "memory");
@@ -31,13 +31,13 @@ SELFATTN_INLINE void tile_dot() {
   __asm__ volatile("tdpbf16ps %%tmm%c2, %%tmm%c1, %%tmm%c0" : : "i"(kC), "i"(kA), "i"(kB));
 }
 
-// All eight tiles are 16 rows of 64 bytes, in every thread that computes, for as long as it has work. Whoever
-// configured them before, another library perhaps, finds its configuration again.
+// Configures the tiles of a thread for as long as it has work: all eight have 16 rows of 64 bytes. The
+// destructor restores what was configured before, by another library perhaps.
 class PairEngine {
  public:
-  static constexpr bool kTiles = true;         // A has its pairs next to each other, and whole tiles of rows
-  static constexpr int kMostPieces = 3;        // six products at 16 times the rate of a multiply-add
-  static constexpr bool kDecodesPlain = true;  // see SELFATTN_FETCH_INTO in begin_amx.h
+  static constexpr bool kTiles = true;   // A has its pairs next to each other, and whole tiles of rows
+  static constexpr int kMostPieces = 3;  // they take six products, at 16 times the rate of a multiply-add
+  static constexpr bool kDecodesDirect = true;  // see SELFATTN_FETCH_INTO in begin_amx.h
 
   PairEngine() {
     __asm__ volatile("sttilecfg %0" : "=m"(before_) : : "memory");
@@ -53,7 +53,7 @@ class PairEngine {
   PairEngine(const PairEngine&) = delete;
   PairEngine& operator=(const PairEngine&) = delete;
 
-  // The first `some` tiles with fewer rows than sixteen.
+  // Gives the first `some` tiles `rows` rows each, and all others sixteen.
   static void configure(int some, int rows) {
     alignas(64) uint8_t configuration[64] = {1};  // palette
     for (int tile = 0; tile < 8; ++tile) {
@@ -63,14 +63,14 @@ class PairEngine {
     __asm__ volatile("ldtilecfg %0" : : "m"(configuration) : "memory");
   }
 
-  // sum + first + second of each pair
+  // Returns sum + first + second for each pair.
   SELFATTN_INLINE static __m512 add_pairs(__m512 sum, __m512i bits) {
     return _mm512_dpbf16_ps(sum, (__m512bh)bits, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // 1 and 1
   }
 
-  // Two rows of weights rounded to bfloat16, in pairs, and added to `sum` as rounded, by additions and logic,
-  // which issue twice per cycle near AMX instructions. Conversion and vdpbf16ps take two cycles each even
-  // elsewhere. Ties go up.
+  // Rounds two rows of weights to bfloat16, returns them in pairs, and adds the rounded weights to `sum`. It
+  // takes additions and logic only, which issue twice per cycle beside AMX instructions; a conversion or
+  // vdpbf16ps takes two cycles even elsewhere. Ties go up.
   SELFATTN_INLINE static __m512i round_weights(__m512 above, __m512 below, __m512& sum) {
     const __m512i half = _mm512_set1_epi32(0x8000), kept = _mm512_set1_epi32(-65536);
     const __m512i first = _mm512_and_si512(_mm512_add_epi32(_mm512_castps_si512(above), half), kept);
@@ -85,11 +85,11 @@ class PairEngine {
     p.order == 2 ? multiply_panels<2, 2>(p, rows, vecs) : multiply_panels<2, 3>(p, rows, vecs);
   }
 
-  // A product for multiply_beside, of one step at least.
+  // A product for multiply_beside, of at least one step.
   struct Panel {
     const uint32_t* a;
     int64_t a_row, a_piece;
-    int64_t a_second;        // to the second 16 rows
+    int64_t a_second;        // from the first 16 rows to the second
     int64_t a_step, a_turn;  // from an even step of 16 pairs to the next one, and from an odd one
     const uint32_t* b;
     int64_t b_row, b_piece;
@@ -97,10 +97,10 @@ class PairEngine {
     int64_t steps;
   };
 
-  // C = A * B, or C += A * B with kAdd, while `work` makes kBeside steps of its own for each four products of
-  // tiles. The tiles of C stay where they are, and the next product stores each when it needs its place: by
-  // then it is complete, and nothing waits. `unstored` tells where they belong, and is empty before the first
-  // product.
+  // Computes C = A * B, or C += A * B with kAdd, while `work` makes kBeside steps of its own for every four
+  // products of tiles. The tiles of C stay in their registers. The next product stores each of them when it
+  // needs the register: by then the tile is complete, and nothing waits. `unstored` says where the tiles
+  // belong, and is empty before the first product.
   template <int kPieces, int kOrder, int kBeside, bool kAdd, class Work>
   SELFATTN_INLINE static void multiply_beside(const Panel& p, TileSums& unstored, Work& work) {
     const uint32_t *a = p.a, *b = p.b;
@@ -112,27 +112,27 @@ class PairEngine {
     }
     unstored = p.c;
   }
-  // C += A * B, where C is not what tiles go on with. What `sums` is left with is added by flush(), once the
-  // last product is stored.
+  // Computes C += A * B by a sum of its own, which `sums` adds to C later. flush() adds the last sums, once
+  // the last product is stored.
   template <int kPieces, int kOrder, int kBeside, class Work>
   SELFATTN_INLINE static void add_beside(Panel& p, SumsBeside& sums, TileSums& unstored, Work& work) {
     p.c = sums.take(p.c);
     multiply_beside<kPieces, kOrder, kBeside, false>(p, unstored, work);
     sums.finish();
   }
-  // Steps of SumsBeside for each four products of tiles: its 16 are to fit beside the fewest that there are.
+  // Steps of SumsBeside for every four products of tiles: its 16 steps must fit beside the shortest product.
   template <int kPieces>
   static constexpr int kSumsBeside = kPieces == 3 ? 4 : 8;
 
-  // Stores what the last product left, if anything.
+  // Stores the tiles that the last product left, if any.
   static void store_panel(TileSums& unstored) {
     if (unstored.data != nullptr) store<2, 2>(unstored.data, unstored.row);
     unstored = {};
   }
 
  private:
-  // Which pieces of A and B are multiplied, one pair after the other: each step changes one of the two where
-  // it can, so that the tiles of the other are loaded once for both. Small products come first.
+  // The order in which pieces of A and B are multiplied. Where it can, a step changes only one of the two, so
+  // that the tiles of the other are loaded once for both steps. Small products come first.
   struct Path {
     int steps;
     int8_t a[6], b[6];
@@ -143,7 +143,7 @@ class PairEngine {
     return {1, {0}, {0}};
   }
 
-  // The products of pieces in one step, from `kAt` on.
+  // Multiplies the pieces of one step, from place kAt of the path on.
   template <int kPieces, int kOrder, int kAt, int kBeside, bool kFirst, bool kAdd, class Work>
   SELFATTN_INLINE static void path_beside(const Panel& p, const uint32_t* a, const uint32_t* b,
                                           const TileSums& unstored, Work& work) {
@@ -162,8 +162,8 @@ class PairEngine {
     }
   }
 
-  // Four products of tiles. kFirst: they begin C, and store what is in its place. kNewA, kNewB: the tiles of
-  // A or B are not those of the step before.
+  // Four products of tiles. kFirst: they begin C, and first store the tiles that are in its place. kNewA,
+  // kNewB: the tiles of A or B differ from those of the step before.
   template <bool kFirst, bool kAdd, bool kNewA, bool kNewB>
   struct StepBeside {
     template <int kBeside, class Work>
@@ -202,7 +202,7 @@ class PairEngine {
         }
       }
     }
-    // Of kBeside steps of work, those behind the product kDot.
+    // Makes those of the kBeside steps of work that follow product kDot.
     template <int kBeside, int kDot, class Work>
     SELFATTN_INLINE static void work_beside(Work& work) {
       constexpr int kSteps = kBeside * (kDot + 1) / 4 - kBeside * kDot / 4;
@@ -240,7 +240,7 @@ class PairEngine {
     if constexpr (kPieces > 1) sums.flush();
   }
 
-  // Two by two tiles. C has whole ones, of which rows past the last are scratch.
+  // Multiplies two by two tiles. C has whole tiles, whose rows past the last one are scratch.
   template <int kPieces, int kOrder>
   SELFATTN_INLINE static void multiply_panel(const PairProduct& p, int64_t row, int64_t lane,
                                              SumsBeside& sums, TileSums& unstored) {
@@ -265,9 +265,9 @@ class PairEngine {
     }
   }
 
-  // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B. A sum of one piece is no more exact than its terms, so it goes
-  // on where it was; then rows past the last one meet zeros. Those of several are float's: a block's own sum
-  // comes first.
+  // Tiles 0 to 3 are C, 4 and 5 A, 6 and 7 B. With one piece, a sum is no more exact than its terms, so it
+  // goes on in the tiles, where rows past the last one meet zeros. With several pieces the sum is float's: a
+  // block is summed by itself and then added.
   template <int kRows, int kVecs>
   static void multiply_block(const PairProduct& p, int64_t row, int64_t rows, int64_t lane) {
     float* c = p.c + row * p.ldc + lane;
@@ -282,7 +282,7 @@ class PairEngine {
     } else {
       add_pieces<kRows, kVecs>(p, row, lane);
     }
-    // Of what is stored, rows past the last one are scratch up to whole tiles.
+    // Rows past the last one are scratch, up to whole tiles.
     if (p.update == Update::kStore || in_tiles) return store<kRows, kVecs>(c, p.ldc);
     alignas(64) float sums[32 * 32];
     store<kRows, kVecs>(sums, 32);
@@ -319,7 +319,7 @@ class PairEngine {
     const Path path = path_of(p.pieces, p.order);
     for (int64_t pair = 0; pair < p.pairs; pair += 16) {
       const uint32_t *a_pair = p.a + row * p.a_row + pair, *b_pair = p.b + pair * p.b_pair + lane;
-      int in_a = -1, in_b = -1;  // the pieces that tiles hold
+      int in_a = -1, in_b = -1;  // the pieces that the tiles hold
       for (int step = 0; step < path.steps; ++step) {
         const int i = path.a[step], j = path.b[step];
         if (j != in_b) {
@@ -368,7 +368,7 @@ class PairEngine {
     if constexpr (kRows == 2 && kVecs == 2) tile_store<3>(c + 16 * ldc + 16, ldc * 4);
   }
 
-  alignas(64) uint8_t before_[64];  // all zero where nobody had
+  alignas(64) uint8_t before_[64];  // all zero if no tiles were configured
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

@@ -1,34 +1,34 @@
-// Products of bfloat16 pairs by VDPBF16PS: tile_multiply.h's tile of accumulators, with a pair in the place
-// of a number. Where that instruction runs at the rate of a multiply-add (AMD Zen 4 and 5), it does twice the
-// work.
+// Products of bfloat16 pairs by VDPBF16PS. The tile of accumulators is that of tile_multiply.h, with a pair
+// in the place of a number. Where the instruction runs at the rate of a multiply-add (AMD Zen 4 and 5), it
+// does twice the work.
 #pragma once
 
-#include "engine.h"
+#include "pair_product.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
 struct PairEngine {
-  static constexpr bool kTiles = false;         // A may have its pairs anywhere
-  static constexpr int kMostPieces = 1;         // three products at twice the rate would be slower than one
-  static constexpr bool kDecodesPlain = false;  // the plain kernel is as good
+  static constexpr bool kTiles = false;  // A may have its pairs anywhere
+  static constexpr int kMostPieces = 1;  // three products at twice the rate are slower than one in float
+  static constexpr bool kDecodesDirect = false;  // kFusedAvx512 is as good
 
-  // sum + first + second of each pair
+  // Returns sum + first + second for each pair.
   SELFATTN_INLINE static __m512 add_pairs(__m512 sum, __m512i bits) {
     return _mm512_dpbf16_ps(sum, (__m512bh)bits, (__m512bh)_mm512_set1_epi32(0x3f803f80));  // 1 and 1
   }
 
-  // Two rows of weights rounded to bfloat16, in pairs, and added to `sum` as rounded.
+  // Rounds two rows of weights to bfloat16, returns them in pairs, and adds the rounded weights to `sum`.
   SELFATTN_INLINE static __m512i round_weights(__m512 above, __m512 below, __m512& sum) {
     const __m512i bits = pair_rows(above, below);
     sum = add_pairs(sum, bits);
     return bits;
   }
 
-  // Sums that are added to go on in the registers, as in tiles: one product or several after another are the
-  // same to the bit.
+  // With Update::kAdd the sums go on in the registers, as they do in tiles, so that one product gives the
+  // same bits as several after another.
   template <int kRows, int kVecs>
   __attribute__((noinline)) static void multiply_tile(const PairProduct& p, int64_t row, int64_t lane) {
-    static_assert(kMostPieces == 1, "the pieces of A and B are not walked through");
+    static_assert(kMostPieces == 1, "only one piece of A and B is multiplied");
     const bool goes_on = p.update == Update::kAdd;
     float* c = p.c + row * p.ldc + lane;
     __m512 sum[kRows][kVecs];

@@ -1,6 +1,6 @@
-// What meets weights in ExactPairs, by tiles: weights are three pieces, which hold all bits of a float, and
-// meet inputs of one piece in three products. At 16 times the rate of a multiply-add that is exact and still
-// faster.
+// Products with weights in ExactPairs, by tiles. Weights are three pieces, which hold all bits of a float,
+// and meet inputs of one piece in three products. At 16 times the rate of a multiply-add, this is exact and
+// still faster.
 #pragma once
 
 #include "exact_pairs.h"
@@ -42,11 +42,11 @@ struct WeightOperand<ExactPairs> : WeightOperand<float> {
       }
     }
   }
-  // Pairs are neighbours, as those of VectorOperand<Pairs> of one piece.
+  // Pairs are neighbours, like those of VectorOperand<Pairs> with one piece.
   void ready_as_rows(int64_t keys, int64_t /*first*/, int64_t queries, int64_t /*rows*/) {
     for (int64_t key = 0; key < padded_rows(keys); ++key) {
       for (int64_t lane = 0; lane < padded_depth(queries); lane += 32) {
-        // Lanes past the last query meet rows of zeros; they must be numbers for that to be 0.
+        // Lanes past the last query meet rows of zeros, and must be finite for that to give 0.
         Numbers x{_mm512_setzero_ps(), _mm512_setzero_ps()};
         if (key < keys) x = load_32(block + key * kLanes<float> + lane, DType::kFloat32, 0, queries - lane);
         uint32_t* to = rows + key * kRowPairs + lane / 2;
@@ -58,7 +58,7 @@ struct WeightOperand<ExactPairs> : WeightOperand<float> {
   }
 };
 
-// Small products come first.
+// Small products are added first.
 template <>
 inline void multiply_columns<ExactPairs>(const ColumnOperand<ExactPairs>& a, int64_t from, int64_t keys,
                                          int64_t columns, const WeightOperand<ExactPairs>& w, int64_t vecs,

@@ -1,5 +1,5 @@
-// What meets weights in ExactPairs, in float: vectors of pairs multiply at twice the rate, and weights would
-// be three pieces.
+// Products with weights in ExactPairs, in float. Vectors of pairs multiply at twice the rate of float, but
+// weights would be three pieces.
 #pragma once
 
 #include "exact_pairs.h"

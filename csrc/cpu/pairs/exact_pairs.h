@@ -1,6 +1,6 @@
-// The arithmetic of forward mode and second derivatives of bfloat16 inputs: products of two inputs in pairs,
-// of which each is the only piece, and weights as exact as floats (Note [Tangents in float]). Scores are
-// those of the forward to the bit. exact_by_vectors.h and exact_by_tiles.h have the products with weights.
+// The arithmetic of forward mode and second derivatives of bfloat16 inputs. Two inputs are multiplied in
+// pairs, where each is its own only piece; weights are as exact as floats (Note [Tangents in float]). Scores
+// have the bits of the forward's. exact_by_vectors.h and exact_by_tiles.h hold the products with weights.
 #pragma once
 
 #include "products_of_pairs.h"
@@ -24,7 +24,7 @@ struct Session<ExactPairs> : PairEngine {};
 
 template <>
 struct LaneOperand<ExactPairs> : LaneOperand<Pairs> {
-  bool rounds() const { return false; }  // weights, which are not made of pairs
+  bool rounds() const { return false; }  // weights are not in pairs
 };
 
 template <>

@@ -1,15 +1,15 @@
-// The backward where nothing comes between scores, softmax and dS, as a pipeline of blocks of keys: tiles
-// multiply while vectors compute, as in pipeline.h. docs/cpu-kernels.md, "The pipeline of the backward", has
-// the reasons.
+// The backward as a pipeline of blocks of keys, where tiles multiply while vectors compute. It runs where
+// nothing comes between scores, softmax and dS; pipeline.h is its counterpart of the forward.
+// docs/cpu-pairs.md, "The pipeline of the backward", gives the reasons.
 //
 // A cell is a strip of queries and a block of 64 keys, in two groups of 32 keys. While vectors make weights
 // and dS of a group from its scores and dP, the engine computes scores and dP of the next group, half of what
-// the cell before adds to dQ, and a share of what the strips of the block of keys before add to dK and dV.
-// Cells go on from strip to strip and from block to block: only the first group has nothing before it, and
-// only the last cell and the last block's dK and dV have no vectors beside them.
+// the cell before adds to dQ, and a share of what the strips of the block before add to dK and dV. Cells go
+// on from strip to strip and from block to block: only the first group has nothing before it, and only the
+// last cell and the last block's dK and dV have no vector work beside them.
 //
-// Sums of one piece go on in tiles. With several, vectors weigh a group beside scores and dP, which take as
-// long, and add the products' own sums to dQ, dK and dV beside those products.
+// With one piece, sums go on in tiles. With several, vectors weigh a group beside scores and dP, which take
+// as long, and add the products' own sums to dQ, dK and dV beside those products.
 #pragma once
 
 #include "gradient_weigher.h"
@@ -19,9 +19,9 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// kScoreOrder: PairProduct::order of scores and dP. kBeside: steps of the weigher for each four products of
-// tiles. Of one piece, products with dK and dV have one step: they are as many as all others, and what is
-// left by then is less.
+// kScoreOrder: PairProduct::order of scores and dP. kBeside: steps of the weigher for every four products of
+// tiles. With one piece, products for dK and dV have one step: they are as many as all others, and fewer
+// steps are left by then.
 template <int kPieces, int kScoreOrder, bool kScaled, int kBeside>
 class GradientPipeline {
  public:
@@ -39,7 +39,7 @@ class GradientPipeline {
   __attribute__((noinline)) void run() {
     NoWork none;
     Weigher work;
-    constexpr int64_t kSecondRows = kPieces > 1 ? kPieces * kRowPiece : 0;  // of one piece there are no sums
+    constexpr int64_t kSecondRows = kPieces > 1 ? kPieces * kRowPiece : 0;  // one piece has no sums
     float* const places = reinterpret_cast<float*>(scratch_.weights.pipeline + kSecondRows);
     SumsBeside sums(places, places + SumsBeside::kSize);
     Cell before{-1, 0, 0}, here{0, blocks_.blocks[0].first, 0};
@@ -76,7 +76,7 @@ class GradientPipeline {
                     4 * kPieces * WeightOperand<Pairs>::kLanePieces,
                 "WeightOperand::pipeline has room for the rows of a second block, and for sums");
 
-  // The `number`th of all.
+  // A block and a strip; `number` counts all cells.
   struct Cell {
     int64_t block, strip, number;
   };
@@ -91,8 +91,8 @@ class GradientPipeline {
     return panel_.first_key + from(c.block) + group * kGroupKeys;
   }
 
-  // Weights and dS of a group of `here`, whose scores and dP are there, beside those of the next group, which
-  // is of the cell `next`, and what comes before.
+  // Makes weights and dS of a group of `here`, whose scores and dP are there. Beside that run scores and dP
+  // of the next group, which belongs to the cell `next`, and products with what was weighed before.
   SELFATTN_INLINE void weigh_group(const Cell& before, const Cell& here, int64_t group, const Cell& next,
                                    Weigher& work, SumsBeside& sums) {
     if (hides(here, group)) hide(here, group);
@@ -109,7 +109,7 @@ class GradientPipeline {
     } else {
       add_before<kSumsBeside, kSumsBeside>(before, here, group, sums, sums);
     }
-    if (unstored_.data == gradients_of(1 - group)) store();  // the next group has nothing before it
+    if (unstored_.data == gradients_of(1 - group)) store();  // no product has followed dP of the next group
     work.finish();
   }
   template <int kBesideQueries, int kBesideKeys, class Work>
@@ -133,7 +133,7 @@ class GradientPipeline {
   SELFATTN_INLINE void scores_and_gradients(const Cell& c, int64_t group, Work& work) {
     const GradientStrip<Pairs>& strip = strip_of(c);
     const int64_t row = from(c.block) + group * kGroupKeys;
-    for (int i = 0; i < 2; ++i) {  // in one place for both: the steps of the weigher are long
+    for (int i = 0; i < 2; ++i) {  // one call for both, since the weigher's steps are long
       const bool scores = i == 0;
       multiply_lanes<kWork>(scores ? *panel_.key_rows : *panel_.value_rows, row,
                             scores ? strip.query : strip.grad_out, scores ? score_steps_ : grad_steps_,
@@ -166,7 +166,7 @@ class GradientPipeline {
     }
   }
 
-  // What a cell adds to dQ^T: panels of 32 columns of dQ.
+  // Adds a cell's part of dQ^T, in panels of 32 columns of dQ.
   template <int kWork, class Work>
   SELFATTN_INLINE void add_queries(const Cell& c, int64_t begin, int64_t end, Work& work, SumsBeside& sums) {
     const ColumnOperand<Pairs>& keys = *panel_.key_columns;
@@ -186,7 +186,7 @@ class GradientPipeline {
     }
   }
 
-  // What the strips of a block add to dV and dK: panels of 32 keys and 32 columns, those of dV first.
+  // Adds the part of the strips of a block in dV and dK: panels of 32 keys and 32 columns, those of dV first.
   int64_t key_panels() const { return kKeyBlock / 32 * (value_panels_ + head_panels_); }
   template <int kWork, class Work>
   SELFATTN_INLINE void add_keys(int64_t number, int64_t begin, int64_t end, Work& work, SumsBeside& sums) {
@@ -215,14 +215,14 @@ class GradientPipeline {
   }
   void store() { PairEngine::store_panel(unstored_); }
 
-  // Whether a query of the cell does not see all keys of a group, or there are fewer than lanes.
+  // Whether some query of the cell does not see all keys of a group, or there are fewer queries than lanes.
   SELFATTN_INLINE bool hides(const Cell& c, int64_t group) const {
     const GradientStrip<Pairs>& strip = strip_of(c);
     const int64_t key = first_key(c, group), last = strip.first + kLd - 1;
     return strip.count < kLd || visible_keys(p_, last, last).begin > key ||
            visible_keys(p_, strip.first, strip.first).end < key + kGroupKeys;
   }
-  // Their scores become -inf.
+  // Sets scores of hidden keys to -inf.
   __attribute__((noinline)) void hide(const Cell& c, int64_t group) const {
     const GradientStrip<Pairs>& strip = strip_of(c);
     const bool windowed = window_of_block<Pairs>(p_, strip, first_key(c, group), kGroupKeys, scratch_.block);
@@ -244,8 +244,8 @@ class GradientPipeline {
     }
   }
 
-  // Scratch of the block's operands: scores and dP in two groups of 32 keys each, and everything packed
-  // twice, so that a block or cell can be multiplied while the next one is weighed.
+  // The scratch of the block's operands holds scores and dP in two groups of 32 keys each, and everything in
+  // pairs twice, so that a block or cell can be multiplied while the next one is weighed.
   float* scores_of(int64_t group) const { return scratch_.weights.block + group * kGroupKeys * kLd; }
   float* gradients_of(int64_t group) const { return scratch_.grad.block + group * kGroupKeys * kLd; }
   uint32_t* weight_rows(int64_t block) const {
@@ -282,11 +282,11 @@ inline void add_blocks<Pairs>(const AttentionParams& p, const GradientPanel<Pair
     GradientPipeline<3, 3, true, 1>(p, panel, blocks, scratch).run();
   } else if (pieces == 2 && Pairs::order_of_scores(p) == 3) {
     GradientPipeline<2, 3, true, 1>(p, panel, blocks, scratch).run();
-  } else if (pieces == 2 && dims < 192) {  // twelve times four products of tiles or fewer, for 16 steps
+  } else if (pieces == 2 && dims < 192) {  // at most twelve times four products of tiles for 16 steps
     GradientPipeline<2, 2, true, 2>(p, panel, blocks, scratch).run();
   } else if (pieces == 2) {
     GradientPipeline<2, 2, true, 1>(p, panel, blocks, scratch).run();
-  } else if (dims >= 192) {  // with 64 each there are ten times four products of tiles for 16 steps
+  } else if (dims >= 192) {  // dims of 64 have ten times four products of tiles for 16 steps
     GradientPipeline<1, 1, true, 1>(p, panel, blocks, scratch).run();
   } else if (panel.strips[blocks.blocks[0].first].rest_of_scale == 1.0f) {
     GradientPipeline<1, 1, false, 2>(p, panel, blocks, scratch).run();

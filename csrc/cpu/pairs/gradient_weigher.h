@@ -1,6 +1,7 @@
-// The vectors' part of gradient_pipeline.h: from scores and dP [key][lane] to weights and dS as the products
-// take them, two keys a step, so that steps can stand between the instructions of an engine. To the bit what
-// pack_gradients makes of them. As in pipeline_weigher.h, all that a step uses is to stay in registers.
+// The vector work of gradient_pipeline.h: makes weights and dS from scores and dP. It reads scores and dP as
+// [key][lane] and stores what the products take, two keys a step, so that steps can stand between the
+// instructions of an engine. The results have the bits of pair_gradients. As in pipeline_weigher.h, all that
+// a step uses must stay in registers.
 #pragma once
 
 #include "pipeline_weigher.h"
@@ -9,17 +10,17 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Where the weights and dS of some keys go, in bfloat16.
-struct PackedGradients {
+// Where the weights and dS of some keys go, in pairs.
+struct PairedGradients {
   uint32_t *weight_rows, *grad_rows;  // [piece][key][pair of queries], as WeightOperand::rows
   uint32_t* grad_lanes;               // [pair of keys][piece][lane]
 };
 
-// kScaled: scores have still to be multiplied by a part of the scale.
+// kScaled: scores still lack a part of the scale.
 template <int kPieces, bool kScaled>
 class GradientWeigher {
  public:
-  // From one key to the next one, and from one piece to the next one. There are no panels of several pieces.
+  // Words from one key to the next, and from one piece to the next. With several pieces there are no panels.
   static constexpr int64_t kRow = (kPieces == 1 ? WeightOperand<Pairs>::kDepthOfRows : kLanes<Pairs>) / 2;
   static constexpr int64_t kRowPiece = kKeyBlock * kRow;
 
@@ -30,14 +31,14 @@ class GradientWeigher {
     if constexpr (kPieces == 2) __asm__("" : "+v"(half_));
   }
 
-  // Lanes past the last query have nothing that they could bring in.
+  // Lanes past the last query get zeros, so that they add nothing.
   SELFATTN_INLINE void take_strip(const GradientStrip<Pairs>& strip) {
     scale_ = _mm512_set1_ps(strip.rest_of_scale);
     take_lanes<0>(strip);
     take_lanes<1>(strip);
   }
   SELFATTN_INLINE void begin(const float* scores, const float* grads, int64_t keys,
-                             const PackedGradients& to) {
+                             const PairedGradients& to) {
     scores_ = scores;
     grads_ = grads;
     end_ = scores + keys * kLd;
@@ -85,7 +86,7 @@ class GradientWeigher {
                         _mm512_maskz_loadu_ps(valid, strip.delta + lane)};
   }
 
-  // A key: stores its weights, and returns dS of both vectors.
+  // Stores the weights of a key, and gives dS of both vectors.
   SELFATTN_INLINE void weigh(int64_t key, __m512& grad_first, __m512& grad_second) const {
     const float *scores = scores_ + key * kLd, *grads = grads_ + key * kLd;
     const __m512 first = gradient(scores, grads, first_, grad_first);
@@ -96,7 +97,8 @@ class GradientWeigher {
       store_pieces_of_weights<0>(to_.weight_rows + key * kRow, first, second);
     }
   }
-  // weight_of times the inverse sum, and score_gradient: a weight of 0 has a dS of 0 whatever dP is.
+  // Returns weight_of times the inverse sum; `result` is score_gradient. A weight of 0 has a dS of 0 whatever
+  // dP is.
   SELFATTN_INLINE __m512 gradient(const float* score, const float* grad, const Lanes& lanes,
                                   __m512& result) const {
     __m512 s = _mm512_loadu_ps(score);
@@ -120,7 +122,7 @@ class GradientWeigher {
     _mm512_storeu_si512(to_.grad_lanes + 16, _mm512_permutexvar_epi16(columns_, second));
   }
 
-  // store_weight_pair, from piece kPiece on.
+  // Does what store_weight_pair does, from piece kPiece on.
   template <int kPiece>
   SELFATTN_INLINE void store_pieces_of_weights(uint32_t* to, __m512 first, __m512 second) const {
     if constexpr (kPiece < kPieces) {
@@ -129,7 +131,7 @@ class GradientWeigher {
       store_pieces_of_weights<kPiece + 1>(to, rest_of(first, one), rest_of(second, other));
     }
   }
-  // The same of dS, as pairs of queries and as pairs of keys.
+  // Does the same for dS, as pairs of queries and as pairs of keys.
   template <int kPiece>
   SELFATTN_INLINE void store_pieces_of_gradients(__m512 above_first, __m512 above_second, __m512 below_first,
                                                  __m512 below_second) const {
@@ -145,7 +147,7 @@ class GradientWeigher {
                                             rest_of(below_first, c), rest_of(below_second, d));
     }
   }
-  // The next piece in the high half; of two, the last one is rounded.
+  // The next piece, in the high half; the last of two pieces is rounded.
   template <int kPiece>
   SELFATTN_INLINE __m512i bits_of(__m512 x) const {
     const __m512i bits = _mm512_castps_si512(x);
@@ -156,7 +158,7 @@ class GradientWeigher {
   }
 
   const float *scores_ = nullptr, *grads_ = nullptr, *end_ = nullptr;
-  PackedGradients to_{};
+  PairedGradients to_{};
   Lanes first_, second_;
   __m512 scale_;
   PowerTerms<kTerms> terms_;

@@ -1,5 +1,5 @@
-// From scores and dP to what the products with weights and dS take, in one go: for pieces of bfloat16 where
-// nothing comes in between.
+// Turns scores and dP into weights and dS in pairs, in one pass over registers. It serves calls where nothing
+// comes in between.
 #pragma once
 
 #include "../fused/gradient_strip.h"
@@ -7,27 +7,26 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// A vector of queries as a block is packed.
+// What pairing a block needs of a vector of queries.
 template <Weigh kWeigh>
-struct PackedLanes {
+struct PairedLanes {
   Normaliser<float, kWeigh> weigh;
   __m512 delta;
-  __mmask16 valid;  // lanes past the last query meet rows of zeros; they must be numbers for that to be 0
+  __mmask16 valid;  // lanes past the last query meet rows of zeros, and must be finite for that to give 0
 
-  SELFATTN_INLINE PackedLanes(const GradientStrip<Pairs>& strip, float factor, int64_t lane, __mmask16 lanes)
+  SELFATTN_INLINE PairedLanes(const GradientStrip<Pairs>& strip, float factor, int64_t lane, __mmask16 lanes)
       : weigh(strip.row_max + lane, strip.inverse_sum + lane, factor),
         delta(_mm512_loadu_ps(strip.delta + lane)),
         valid(lanes) {}
 };
 
-// The rows of 32 queries, beginning with `lane`, or of the strip's last 16: then the second half of them is
-// 0.
+// Pairs the rows of 32 queries from `lane` on, or of the strip's last 16 with zeros as the second half.
 template <Weigh kWeigh, int kVecs>
-void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float factor, int64_t first,
+void pair_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float factor, int64_t first,
                          int64_t lane, const GradientScratch<Pairs>& scratch) {
   constexpr int64_t ld = kLanes<Pairs>;
   constexpr int kLast = kVecs - 1;
-  const PackedLanes<kWeigh> lanes[2] = {
+  const PairedLanes<kWeigh> lanes[2] = {
       {strip, factor, lane, lanes_below(strip.count - lane)},
       {strip, factor, lane + kLast * 16, lanes_below(strip.count - lane - kLast * 16)}};
   const float* scores = scratch.weights.block + lane;
@@ -62,7 +61,7 @@ void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float 
       }
       continue;
     }
-    __m512i both[2];  // a vector of both keys
+    __m512i both[2];  // one vector of queries each, of both keys
     SELFATTN_UNROLL
     for (int i = 0; i < 2; ++i) {
       const __m512i bits = (__m512i)_mm512_cvtne2ps_pbh(weight[i][1], weight[i][0]);
@@ -78,14 +77,14 @@ void pack_gradient_lanes(const GradientStrip<Pairs>& strip, int64_t keys, float 
 }
 
 template <>
-inline void pack_gradients<Pairs>(const AttentionParams& p, const GradientStrip<Pairs>& strip, int64_t keys,
+inline void pair_gradients<Pairs>(const AttentionParams& p, const GradientStrip<Pairs>& strip, int64_t keys,
                                   float factor, const PairedPlace& place, GradientScratch<Pairs>& scratch) {
   with_weighing<Pairs>(p, factor, [&](auto weigh) {
     for (int64_t lane = 0; lane < strip.vecs * 16; lane += 32) {
       if (strip.vecs * 16 - lane > 16) {
-        pack_gradient_lanes<weigh.kind, 2>(strip, keys, factor, place.first_query, lane, scratch);
+        pair_gradient_lanes<weigh.kind, 2>(strip, keys, factor, place.first_query, lane, scratch);
       } else {
-        pack_gradient_lanes<weigh.kind, 1>(strip, keys, factor, place.first_query, lane, scratch);
+        pair_gradient_lanes<weigh.kind, 1>(strip, keys, factor, place.first_query, lane, scratch);
       }
     }
   });

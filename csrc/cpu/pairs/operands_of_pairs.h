@@ -1,14 +1,14 @@
-// Arithmetic in bfloat16 pieces: the operands of operands.h for P = Pairs, over an engine that multiplies
-// pairs (engine_*.h). Sums are float.
+// The operands of operands.h for P = Pairs, in bfloat16 pieces. An engine multiplies them (engine_*.h); sums
+// are float.
 //
 // Some numbers have no pieces: NaN and Inf, and magnitudes whose pieces or products would overflow or vanish.
-// Rows that hold one are special. A score of a special query or key is computed in float as if nothing else
-// existed; a special row of values takes part as zeros and is then added in float, for the queries that see
-// it. What a row of the result is made of thus depends on that row's query and on the keys that it sees, and
-// on nothing else in the batch.
+// Rows that hold one are special. A score of a special query or key is computed in float, by itself; a
+// special row of values takes part as zeros and is then added in float, for the queries that see it. So the
+// arithmetic of a row of the result depends on that row's query and on the keys that it sees, and on nothing
+// else in the batch.
 #pragma once
 
-#include "pack.h"
+#include "load_pieces.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -26,7 +26,8 @@ struct Pairs {
                                                                  : 1;
     }
   }
-  // Of scores and of dP: there a float16 keeps all its bits. An error of a score is not damped by anything.
+  // The PairProduct::order of scores and dP: there a float16 keeps all its bits, since nothing damps an error
+  // of a score.
   static int order_of_scores(const AttentionParams& p) { return p.dtype == DType::kFloat16 ? 3 : pieces(p); }
   static bool is_exact_factor(double factor) {
     int exponent;
@@ -37,26 +38,29 @@ struct Pairs {
 template <>
 constexpr bool kDirect<Pairs> = false;
 
-// Packing costs more than bringing in, and processors with tiles have 2 MB.
+// Splitting rows into pieces costs more than bringing them in, so more strips share it; and processors with
+// tiles have 2 MB of level-2 cache.
 template <>
 constexpr int64_t kMostStrips<Pairs> = PairEngine::kTiles ? 32 : 16;
 template <>
 constexpr int64_t kStripCache<Pairs> = (PairEngine::kTiles ? 1408 : 768) * 1024;
 
-// A tile of dK or dV is loaded and stored as a whole, whatever is added to it.
+// A tile of dK or dV is loaded and stored as a whole, however little is added to it.
 template <>
 constexpr int64_t kPanelStrips<Pairs> = 4;
 
-// Measured without tiles only: packing waited for memory for up to a tenth of the time.
+// Measured without tiles only: loading pieces waited for memory for up to a tenth of the time.
 template <>
 constexpr bool kAsksForNextPanel<Pairs> = !PairEngine::kTiles;
 
-// Each chunk packs all queries. Panels pass through a chunk seldom enough for half of the level-2 cache.
+// Each chunk splits all queries into pieces. Panels pass through a chunk so seldom that it may take half of
+// the level-2 cache.
 template <>
 constexpr int64_t kChunkBytes<Pairs> = (PairEngine::kTiles ? 256 : 512) * 1024;
 
-// A pipeline (pipeline.h) begins and ends with what is loaded: as many keys as leave the level-2 cache room
-// for strips. Not of p.keys: elements of a batch share scratch that is laid out for one of them.
+// A pipeline (pipeline.h) begins and ends with the loaded keys, so as many are loaded as leave the level-2
+// cache room for strips. p.keys does not count here: elements of a batch share scratch that is laid out for
+// one of them.
 template <>
 inline int64_t loaded_keys<Pairs>(const AttentionParams& p) {
   constexpr int64_t kLeast = 4 * kKeyBlock, kNumbers = 128 * 1024;
@@ -79,10 +83,10 @@ struct LaneOperand<Pairs> {
   int64_t piece_stride;
   int pieces;
   float factor;
-  bool special;              // some lane is
-  float* is_special;         // [kLanes] 1 or 0
-  LaneOperand<float> plain;  // filled when it is needed
-  bool plain_is_loaded;
+  bool special;               // whether some lane is special
+  float* is_special;          // [kLanes] 1 or 0
+  LaneOperand<float> floats;  // the same in float, loaded when needed
+  bool floats_are_loaded;
   RowSource source;
 
   static int64_t size(int64_t columns) { return padded_pairs(columns) * kLanes<Pairs>; }
@@ -95,17 +99,17 @@ struct LaneOperand<Pairs> {
     piece_stride = size(columns);
     data = arena.take<uint32_t>(pieces * piece_stride);
     is_special = arena.take<float>(kLanes<Pairs>);
-    plain.allocate(p, columns, arena);
+    floats.allocate(p, columns, arena);
   }
-  // times the factor, a power of two
+  // Loads the rows times `power`, a power of two.
   void load(const RowSource& s, float power = 1.0f) {
     source = s;
     factor = power;
-    plain_is_loaded = false;
+    floats_are_loaded = false;
     special = false;
     Magnitudes seen = Magnitudes::none();
     with_pieces(pieces, [&](auto count) {
-      pack_lanes<count.value>(data, kLanes<Pairs>, piece_stride, s, factor, seen);
+      load_lane_pieces<count.value>(data, kLanes<Pairs>, piece_stride, s, factor, seen);
     });
     if (pieces == 1) return;
     const bool ordinary = seen.are_ordinary(pieces, s.is_gradient);
@@ -117,9 +121,9 @@ struct LaneOperand<Pairs> {
   }
   bool rounds() const { return pieces == 1; }
   const LaneOperand<float>& as_float() {
-    if (!plain_is_loaded) plain.load(source, factor);
-    plain_is_loaded = true;
-    return plain;
+    if (!floats_are_loaded) floats.load(source, factor);
+    floats_are_loaded = true;
+    return floats;
   }
 };
 
@@ -131,7 +135,7 @@ struct RowOperand<Pairs> {
   uint32_t* buffer;
   bool* is_special;  // [rows]
   bool any_special;
-  float* plain_buffer;  // [kKeyBlock][padded] for converting a block
+  float* float_buffer;  // [kKeyBlock][padded] for converting a block
   float* block;         // [kKeyBlock][kLanes]
   RowSource source;
 
@@ -148,7 +152,7 @@ struct RowOperand<Pairs> {
     piece_stride = size(count, columns);
     buffer = arena.take<uint32_t>(pieces * piece_stride);
     is_special = arena.take<bool>(count);
-    plain_buffer = arena.take<float>(kKeyBlock * round_up_to_vector<float>(columns));
+    float_buffer = arena.take<float>(kKeyBlock * round_up_to_vector<float>(columns));
     block = arena.take<float>(kKeyBlock * kLanes<Pairs>);
   }
   void load(const RowSource& s) {
@@ -165,7 +169,7 @@ struct RowOperand<Pairs> {
     data = buffer;
     row_stride = padded_pairs(s.columns);
     Magnitudes seen = Magnitudes::none();
-    with_pieces(pieces, [&](auto count) { pack_rows<count.value>(buffer, piece_stride, s, seen); });
+    with_pieces(pieces, [&](auto count) { load_row_pieces<count.value>(buffer, piece_stride, s, seen); });
     if (pieces == 1) return;
     const bool ordinary = seen.are_ordinary(pieces, s.is_gradient);
     for (int64_t row = 0; row < s.rows; ++row) {
@@ -184,8 +188,8 @@ struct RowOperand<Pairs> {
 // Rows that take part in a product as zeros, and are added to its result in float.
 struct SpecialRows {
   bool* marks;     // [rows]
-  float* values;   // [kKeyBlock][padded columns] those of a block, one after another
-  float* weights;  // [kKeyBlock][kLanes] and the weights that they meet
+  float* values;   // [kKeyBlock][padded columns] the special rows of a block, one after another
+  float* weights;  // [kKeyBlock][kLanes] the weights that they meet
   float* visible;
   bool any;
   RowSource source;
@@ -201,7 +205,7 @@ struct SpecialRows {
     weights = arena.take<float>(kKeyBlock * kLanes<Pairs>);
     visible = arena.take<float>(kKeyBlock * kLanes<Pairs>);
   }
-  // `seen` has seen all of them.
+  // `seen` holds the magnitudes of all rows.
   void mark(const RowSource& s, int pieces, const Magnitudes& seen) {
     source = s;
     any = false;
@@ -227,7 +231,7 @@ struct SpecialRows {
 // Blocks of kKeyBlock rows, each in the layout that the engine wants.
 template <>
 struct ColumnOperand<Pairs> {
-  uint32_t* data;  // [block][piece]..., see pack
+  uint32_t* data;  // [block][piece]..., see load_pieces
   int64_t piece_stride, block_stride, row_stride, pair_stride;
   int pieces;
   SpecialRows specials;
@@ -249,12 +253,12 @@ struct ColumnOperand<Pairs> {
     specials.allocate(count, columns, arena);
   }
   void load(const RowSource& s) {
-    const Magnitudes seen = pack(s, nullptr);
+    const Magnitudes seen = load_pieces(s, nullptr);
     specials.mark(s, pieces, seen);
     any_large = seen.any_from(kLargeExponent);
-    if (specials.any) pack(s, specials.marks);
+    if (specials.any) load_pieces(s, specials.marks);
   }
-  Magnitudes pack(const RowSource& s, const bool* special) const {
+  Magnitudes load_pieces(const RowSource& s, const bool* special) const {
     Magnitudes seen = Magnitudes::none();
     for (int64_t row = 0; row < s.rows; row += kKeyBlock) {
       const RowSource rows = s.from(row, smaller(s.rows - row, kKeyBlock));
@@ -262,9 +266,9 @@ struct ColumnOperand<Pairs> {
       uint32_t* to = data + row / kKeyBlock * block_stride;
       with_pieces(pieces, [&](auto count) {
         if constexpr (PairEngine::kTiles) {
-          pack_columns<count.value>(to, row_stride, piece_stride, rows, marks, seen);
+          load_column_pieces<count.value>(to, row_stride, piece_stride, rows, marks, seen);
         } else {
-          pack_row_pairs<count.value>(to, pair_stride, piece_stride, rows, marks, seen);
+          load_row_pair_pieces<count.value>(to, pair_stride, piece_stride, rows, marks, seen);
         }
       });
     }
@@ -278,7 +282,7 @@ struct ColumnOperand<Pairs> {
   }
   void load_shared(const RowSource& s, const RowOperand<Pairs>&) { load(s); }
   bool special(int64_t from, int64_t rows) const { return specials.any_of(from, rows); }
-  bool finite(int64_t, int64_t) const { return !specials.any; }  // of one piece
+  bool finite(int64_t, int64_t) const { return !specials.any; }  // asked with one piece
   bool large() const { return any_large; }
 };
 
@@ -301,23 +305,23 @@ struct VectorOperand<Pairs> {
     data = arena.take<uint32_t>(pieces * piece_stride);
     specials.allocate(count, columns, arena);
   }
-  // `in_float` marks more rows as special: see WeightOperand.
+  // `in_float` marks more rows as special: see WeightOperand::in_float.
   void load(const RowSource& s, const float* in_float = nullptr) {
-    specials.mark(s, pieces, pack(s, nullptr));
+    specials.mark(s, pieces, load_pieces(s, nullptr));
     for (int64_t row = 0; in_float != nullptr && row < s.rows; ++row) {
       if (in_float[row] != 0.0f) specials.any = specials.marks[row] = true;
     }
-    if (specials.any) pack(s, specials.marks);
+    if (specials.any) load_pieces(s, specials.marks);
   }
-  Magnitudes pack(const RowSource& s, const bool* special) const {
+  Magnitudes load_pieces(const RowSource& s, const bool* special) const {
     Magnitudes seen = Magnitudes::none();
     with_pieces(pieces, [&](auto count) {
-      pack_row_pairs<count.value>(data, pair_stride, piece_stride, s, special, seen);
+      load_row_pair_pieces<count.value>(data, pair_stride, piece_stride, s, special, seen);
     });
     return seen;
   }
   bool special() const { return specials.any; }
-  bool finite(int64_t, int64_t) const { return !specials.any; }  // of one piece
+  bool finite(int64_t, int64_t) const { return !specials.any; }  // asked with one piece
 };
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

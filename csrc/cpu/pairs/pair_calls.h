@@ -1,4 +1,4 @@
-// Which calls an instruction set that multiplies pairs takes, and the kernel that has all others.
+// Decides which calls are computed by pairs; kFusedAvx512 computes all others.
 #pragma once
 
 #include "products_of_pairs.h"
@@ -9,30 +9,31 @@ extern const Kernel kFusedAvx512;
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Far within what floats are, and so are the inverses.
+// Scales between these bounds, and their inverses, are far inside the range of a float.
 constexpr double kLeastScale = 1e-30, kMostScale = 1e30;
 
-// Decided by dtype, precision and shape of one batch element alone, so that all passes of a call decide alike
-// and nothing depends on the batch. With more pieces than the engine has an advantage for, float is faster; a
-// factor of the scores that is not positive cannot wait until after their maximum, and one is divided by,
-// too, so its inverse must be a float. The gradient of ALiBi slopes is a sum of dS times distances in which
-// nearly all cancels, if only the weights in O and in dS are the same numbers: rounding them for O alone
-// would leave far distances standing.
+// Depends on dtype, precision and shape of one batch element alone, so that all passes of a call decide alike
+// and nothing depends on the rest of the batch. With more pieces than kMostPieces, float is faster. The scale
+// must be positive, since scores are multiplied by it only after their maximum is taken, and its inverse must
+// be a float, since scores are divided by it, too. Calls with ALiBi slopes and one piece are left to float:
+// the gradient of the slopes sums dS times distances, and nearly all of it cancels only if O and dS use the
+// same weights. One piece would round them for O alone, and terms of far distances would remain.
 inline bool multiplies_pairs(const AttentionParams& p) {
   if (p.alibi_slopes.data != nullptr && Pairs::pieces(p) == 1) return false;
   return p.dtype != DType::kFloat64 && Pairs::pieces(p) <= PairEngine::kMostPieces &&
          p.head_dim >= kLeastHeadDim && p.scale > kLeastScale && p.scale < kMostScale;
 }
 
-// With a few queries memory is the limit, unless numbers must be converted. Their gradient is computed in
-// float: its scores differ from those here by rounding, which a large scale makes more than exponents hold.
+// With few queries, memory is the limit, unless numbers must be converted, so only bfloat16 decodes by pairs.
+// The gradients of such calls are computed in float, from scores that differ from these by rounding; with a
+// large scale that difference would be too much for an exponential.
 constexpr double kMostDecodedScale = 1024.0;
 
 inline bool decodes_pairs(const AttentionParams& p) {
   return p.dtype == DType::kBFloat16 && p.scale <= kMostDecodedScale && multiplies_pairs(p);
 }
 
-// Of a batch whose elements have their own numbers of queries, those with least .. most.
+// Selects the elements of a batch that have least .. most queries each.
 inline AttentionParams elements_with(const AttentionParams& p, int64_t least, int64_t most) {
   AttentionParams some = p;
   some.sequences.least_queries = least;

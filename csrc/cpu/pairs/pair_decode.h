@@ -1,5 +1,5 @@
-// Decoding by an instruction set that multiplies pairs: the calls of few queries of pair_kernel.h, which may
-// be in another source. Included after what multiplies pairs there: decode_by_vectors.h or decode_by_tiles.h.
+// Decoding by pairs: the calls with few queries of pair_kernel.h. They may be compiled in a source of their
+// own, which includes decode_by_vectors.h or decode_by_tiles.h before this file.
 #pragma once
 
 #include "pair_calls.h"
@@ -13,15 +13,15 @@ void decode_all(const AttentionParams& p, const ForwardOutputs& o, const ThreadP
   p.sequences.any() ? decode_sequences<P>(p, o, pool) : decode<P>(p, o, pool);
 }
 
-// Tiles gain nothing for a single row, and what loads them waits where vectors do not: measured, from memory
-// 73 % of the read bandwidth with tiles and 85 % with vectors for one row, as much for two, and 74 and 65 %
-// for four.
+// Tiles gain nothing for a single row, and loading tiles waits where loading vectors does not. Measured, from
+// memory: 73 % of the read bandwidth with tiles and 85 % with vectors for one row, as much for two, and 74
+// and 65 % for four.
 constexpr int64_t kVectorRows = 2;
 
 template <class Engine = PairEngine>
 void decode_pairs(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
   if constexpr (Engine::kTiles) {
-    const int64_t few = kVectorRows / (p.heads / p.kv_heads);  // queries whose rows of a kv head are as few
+    const int64_t few = kVectorRows / (p.heads / p.kv_heads);  // queries with so few rows per kv head
     if (p.queries <= few) return decode_all<VectorPairs>(p, o, pool);
     if (few == 0 || !p.sequences.any()) return decode_all<TilePairs>(p, o, pool);
     decode_all<VectorPairs>(elements_with(p, 0, few), o, pool);
@@ -31,11 +31,11 @@ void decode_pairs(const AttentionParams& p, const ForwardOutputs& o, const Threa
   }
 }
 
-// A template, so that what is handed on is not compiled either.
+// A template, so that the branch that is not taken is not compiled.
 template <class Engine = PairEngine>
 void decode_or_hand_on(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
   if (decodes_pairs(p)) return decode_pairs(p, o, pool);
-  if constexpr (Engine::kDecodesPlain) {
+  if constexpr (Engine::kDecodesDirect) {
     return p.dtype == DType::kFloat64 ? decode_all<double>(p, o, pool) : decode_all<float>(p, o, pool);
   } else {
     kFusedAvx512.forward(p, o, pool);

@@ -1,5 +1,5 @@
-// The entry points of an instruction set that multiplies pairs, for the calls that gain by it; all others go
-// to the kernel for plain AVX-512. Included last in a kernels_*.cpp, after exact_by_vectors.h or
+// Entry points of an instruction set that multiplies pairs of bfloat16 numbers. Calls that gain nothing by
+// pairs go to kFusedAvx512. A kernels_*.cpp includes this file last, after exact_by_vectors.h or
 // exact_by_tiles.h.
 #pragma once
 
@@ -16,12 +16,13 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// The fewest queries of a call that strips of pairs take, where pairs multiply its numbers at all. Keys and
-// values must be taken apart, and only queries share what that costs; keys and dims matter little. A row that
-// must not depend on the number of queries cannot have its arithmetic chosen by that.
+// A call with at least this many queries is computed by pairs, if pairs multiply its numbers at all. Keys and
+// values must be split into pieces, and only queries share that cost; the numbers of keys and dims matter
+// little. With batch_invariant, the number of queries must not choose the arithmetic of a row, so any number
+// will do.
 struct GainingCalls {
   static int64_t fewest_queries(const AttentionParams& p) {
-    constexpr int64_t kByPieces[] = {kFewQueries + 1, 17, 129};  // measured: docs/performance.md
+    constexpr int64_t kByPieces[] = {kFewQueries + 1, 17, 129};  // measured: docs/performance-lessons.md
     if (!multiplies_pairs(p)) return kAnyQueries;
     return p.batch_invariant ? 0 : kByPieces[Pairs::pieces(p) - 1];
   }
@@ -33,10 +34,10 @@ struct AllCalls {
   }
 };
 
-// Calls of few queries: pair_decode.h.
+// Computes calls with few queries; defined in pair_decode.h.
 void pair_decode(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool);
 
-// `Calls` is one of the two above.
+// `Calls` is GainingCalls or AllCalls.
 template <class Calls>
 void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
   const int64_t fewest = Calls::fewest_queries(p), decoded = most_decoded(p);
@@ -50,8 +51,8 @@ void pair_forward(const AttentionParams& p, const ForwardOutputs& o, const Threa
   }
   pair_decode(elements_with(p, 0, decoded), o, pool);
 }
-// A pass over calls, or elements of a batch, with at least so many queries by pairs, and over all others in
-// float: one kernel after the other, each with the whole of it.
+// Runs a pass by pairs for calls, or elements of a batch, with at least `fewest` queries, and in float for
+// all others. The two kernels run one after the other, each on all threads.
 template <class ByPairs, class InFloat>
 void divide(const AttentionParams& p, int64_t fewest, const ByPairs& by_pairs, const InFloat& in_float) {
   if (p.queries < fewest) return in_float(p);
@@ -59,7 +60,7 @@ void divide(const AttentionParams& p, int64_t fewest, const ByPairs& by_pairs, c
   by_pairs(elements_with(p, fewest, kAnyQueries));
   in_float(elements_with(p, 0, fewest - 1));
 }
-// The workspace of such a pass.
+// The workspace of such a pass: the two kernels run in turn and share it.
 template <class ByPairs, class InFloat>
 size_t larger_workspace(const AttentionParams& p, int64_t fewest, const ByPairs& by_pairs,
                         const InFloat& in_float) {
@@ -96,7 +97,7 @@ void pair_captured_gradients(const AttentionParams& p, const BackwardArguments& 
       [&](const AttentionParams& some) { kFusedAvx512.captured_gradients(some, a, g, pool); });
 }
 
-// The fewest queries of a call whose tangents ExactPairs take.
+// Tangents of a call with at least this many queries are computed by ExactPairs.
 template <class Calls>
 int64_t fewest_moving_queries(const AttentionParams& p) {
   return p.dtype == DType::kBFloat16 ? Calls::fewest_queries(p) : kAnyQueries;
@@ -135,7 +136,7 @@ inline void pair_masked_softmax_backward(const SoftmaxParams& p, const ThreadPoo
 
 template <class Calls>
 const Kernel* pair_hands_on_to(const AttentionParams& p) {
-  const bool decodes = p.queries <= most_decoded(p) && (PairEngine::kDecodesPlain || decodes_pairs(p));
+  const bool decodes = p.queries <= most_decoded(p) && (PairEngine::kDecodesDirect || decodes_pairs(p));
   return p.queries >= Calls::fewest_queries(p) || decodes ? nullptr : &kFusedAvx512;
 }
 

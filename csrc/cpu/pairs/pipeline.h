@@ -1,15 +1,15 @@
-// The forward as a pipeline of blocks of keys: tiles multiply while vectors compute. While the weights of a
-// block are made from its scores, the engine multiplies the weights of the block before with the values, and
-// queries with the keys of the block to come. Instructions of both kinds alternate: a processor looks a few
-// hundred of them ahead, so that neither kind waits for the other. docs/cpu-kernels.md, "The pipeline of
+// The forward as a pipeline of blocks of keys, where tiles multiply while vectors compute. While the weights
+// of a block are made from its scores, the engine multiplies the weights of the block before by the values,
+// and the queries by the keys of the next block. Instructions of both kinds alternate: a processor looks a
+// few hundred of them ahead, so neither kind waits for the other. docs/cpu-pairs.md, "The pipeline of
 // tiles", has the cycles.
 //
-// A block has 128 keys, four groups of 32; the first and the last of a strip may have fewer. The scores of a
-// group are one product of the engine, as are 32 columns of the output with a block. In the first half of a
-// block vectors weigh groups 0 and 1, of which the scores are there; the engine updates half of the output of
-// the block before, and computes the scores of groups 2 and 3 in the places of 0 and 1. In the second half it
-// updates the rest, and computes groups 0 and 1 of the next block, which may be that of another strip: only
-// the first block of all and the last have nothing beside them.
+// A block has 128 keys, four groups of 32; the first and the last block of a strip may have fewer. The scores
+// of a group are one product of the engine, and so are 32 columns of the output with a block. In the first
+// half of a block, vectors weigh groups 0 and 1, whose scores are there; the engine updates half of the
+// output of the block before, and computes the scores of groups 2 and 3 in the places of 0 and 1. In the
+// second half it updates the rest, and computes groups 0 and 1 of the next block, which may be that of
+// another strip. So only the first block of all and the last have nothing beside them.
 #pragma once
 
 #include "pipeline_scores.h"
@@ -33,8 +33,9 @@ class ForwardPipeline {
         score_steps_(product_pairs(p.head_dim) / 16),
         value_panels_(p.value_dim / 32) {}
 
-  // Takes blocks off the keys of strips that all have some, and returns `end`; or sooner, the strip with a
-  // block in which the maximum of some row had to move (moved()) or is too large. It is still there.
+  // Computes the blocks of `strips`, which all have keys, takes them off, and returns `end`. It returns
+  // sooner at a block in which the maximum of some row had to move (moved()) or is too large: then it returns
+  // the strip of that block, which is still there.
   PipelinedKeys* run(PipelinedKeys* strips, PipelinedKeys* end) {
     moved_ = false;
     if constexpr (kPieces > 1) {
@@ -54,14 +55,14 @@ class ForwardPipeline {
   using Place = PipelinePlace;
   static constexpr int64_t kLd = kLanes<Pairs>;
   static constexpr int64_t kBlockPairs = kPipelineKeys / 2 * kPieces * kLd;
-  // A sum of one piece goes on in its tiles; those of several are added to the output after each block.
+  // With one piece, the output is summed in its tiles; with several, sums are added to it after each block.
   static constexpr bool kInPlace = kPieces == 1;
 
   template <int kBeside>
   __attribute__((noinline)) PipelinedKeys* run_beside(PipelinedKeys* keys, PipelinedKeys* end) {
     NoWork none;
     Weigher work;
-    unstored_ = {};  // tiles hold whatever was multiplied since the last run
+    unstored_ = {};  // tiles hold what was multiplied since the last run
     Place before{}, here{keys, keys->from, keys->end_of_block(keys->from), 0};
     load_visible_masks(p_, here, end, masks_of(here));
     if (here) two_scores<0>(here, 0, none);
@@ -118,9 +119,9 @@ class ForwardPipeline {
     return ready;
   }
 
-  // Before the scores of a half are weighed: what their products leave to be done. Of two groups the first is
-  // in memory, and the second comes there before it is reached; a single one is still in tiles. Returns false
-  // where a maximum is larger than a weigher takes.
+  // Finishes the scores of a half before they are weighed. The first of two groups is in memory, and the
+  // second gets there before the weigher reaches it; a single group is still in tiles. Returns false if a
+  // maximum is larger than a weigher takes.
   SELFATTN_INLINE bool make_ready(const Place& place, int64_t half, Weigher& work) {
     const HalfBlock scores(p_, place, half, keys_);
     const bool finished = scores.is_finished();
@@ -133,7 +134,8 @@ class ForwardPipeline {
     return has_shifts_ || take_shifts(place.strip(), scores.rows(), work);
   }
 
-  // The tiles of a product are stored during the next one: before that, what stood there must be weighed.
+  // The tiles of a product are stored during the next one, so what stands in their place must be weighed
+  // before.
   template <int kBeside, class Work>
   SELFATTN_INLINE void two_scores(const Place& place, int64_t half, Work& work) {
     score<kBeside>(place, half, 0, work);
@@ -149,7 +151,8 @@ class ForwardPipeline {
     panel.a = keys_.data + row * keys_.row_stride;
     panel.a_row = keys_.row_stride;
     panel.a_piece = keys_.piece_stride;
-    // The operand has whole tiles of rows: where there is no second one, the first once more, to be hidden.
+    // The operand has whole tiles of rows. If there is no second tile, the first is used once more, and
+    // hidden.
     panel.a_second = row + 16 < place.keys->end ? 16 * keys_.row_stride : 0;
     panel.a_step = panel.a_turn = 16;
     panel.b = query.data;
@@ -159,7 +162,7 @@ class ForwardPipeline {
     panel.steps = score_steps_;
     PairEngine::multiply_beside<kPieces, kScoreOrder, kBeside, false>(panel, unstored_, work);
   }
-  // Panels of 32 columns of the output.
+  // Adds panels of 32 columns of the output.
   template <int kBeside, class Work>
   SELFATTN_INLINE void output(const Place& place, int64_t begin, int64_t end, Work& work) {
     Panel panel;
@@ -180,7 +183,7 @@ class ForwardPipeline {
       PairEngine::multiply_beside<kPieces, kPieces, kBeside, kInPlace>(panel, unstored_, work);
     }
   }
-  // From then on, what the tiles were stored to may change.
+  // After this, the memory that tiles were stored to may change.
   void store() { PairEngine::store_panel(unstored_); }
 
   void add_output(const Place& place) const {
@@ -192,7 +195,7 @@ class ForwardPipeline {
     }
   }
 
-  // Lanes that have no maximum yet get that of the scores in memory. Returns false where one is larger than a
+  // Lanes that have no maximum yet get that of the scores in memory. Returns false if one is larger than a
   // weigher takes.
   SELFATTN_INLINE bool take_shifts(const ForwardStrip<Pairs>& strip, int64_t keys, Weigher& work) {
     const __m512 scale = scale_of(strip);
@@ -217,7 +220,7 @@ class ForwardPipeline {
     return _mm512_mask_blend_ps(hidden, max, _mm512_setzero_ps());
   }
 
-  // The maxima of some lanes of a strip follow the scores of a block; the other lanes notice nothing.
+  // Moves the maxima of some lanes of a strip to the scores of a block; other lanes stay as they are.
   __attribute__((noinline)) void move_maxima(const Place& place, uint32_t lanes) {
     ForwardStrip<Pairs>& strip = place.strip();
     __m512 most[2] = {_mm512_loadu_ps(strip.row_max), _mm512_loadu_ps(strip.row_max + 16)};
@@ -251,7 +254,7 @@ class ForwardPipeline {
     moved_ = true;
   }
 
-  // What scores in memory are still to be multiplied by.
+  // The factor that scores in memory still lack.
   __m512 scale_of(const ForwardStrip<Pairs>& strip) const {
     return _mm512_set1_ps(alters_scores(p_) ? 1.0f : strip.rest_of_scale);
   }
@@ -264,7 +267,7 @@ class ForwardPipeline {
   const ColumnOperand<Pairs>& values_;
   float* const scores_;      // [2 groups][32 keys][kLd]
   uint32_t* const weights_;  // [2 blocks][64 pairs of keys][kPieces][kLd]
-  float* const sums_;        // of several pieces [value_dim][kLd]
+  float* const sums_;        // with several pieces: [value_dim][kLd]
   float* const masks_;       // [2 blocks][2 halves][kHalfKeys][kLd]
   BlockScratch<Pairs> block_;
   const int64_t score_steps_, value_panels_;
@@ -273,9 +276,9 @@ class ForwardPipeline {
   bool moved_{};
 };
 
-// The keys of a strip among the `loaded` ones that the operands hold from key `first` on, if they go through
-// the pipeline. None where a row must not depend on its neighbours: see batch_invariant. The pipeline asks
-// masks and positions from whom special rows of values are hidden, and no function.
+// Returns those keys of a strip that go through the pipeline, among the `loaded` ones that the operands hold
+// from key `first` on. There are none if a row must not depend on its neighbours (batch_invariant), nor if
+// special rows of values meet a score function: the pipeline knows only what masks and positions hide.
 inline PipelinedKeys pipelined_keys(const AttentionParams& p, ForwardStrip<Pairs>& strip, int64_t first,
                                     int64_t loaded, const ColumnOperand<Pairs>& values) {
   const KeyRange keys = loaded_keys_of(strip, first, loaded);
@@ -285,14 +288,14 @@ inline PipelinedKeys pipelined_keys(const AttentionParams& p, ForwardStrip<Pairs
        values.special(keys.begin - first, keys.end - keys.begin))) {
     return {&strip, first, 0, 0, {0, 0}};
   }
-  // Windows move with the query: the last query's begins latest and the first query's ends earliest.
+  // Windows move with the query: the last query's begins latest, and the first query's ends earliest.
   const int64_t last = strip.first + strip.count - 1;
   const int64_t seen_from = visible_keys(p, last, last).begin;
   const int64_t seen_end = smaller(visible_keys(p, strip.first, strip.first).end, keys.end);
   return {&strip, first, keys.begin - first, keys.end - first, {seen_from - first, seen_end - first}};
 }
 
-// Where a maximum is too large, a block of keys goes as it would without a pipeline.
+// Runs the pipeline. A block of keys whose maximum is too large is computed as it would be without one.
 template <int kPieces, int kScoreOrder>
 void run_pipeline(const AttentionParams& p, PipelinedKeys* strips, int64_t count,
                   ForwardScratch<Pairs>& scratch) {

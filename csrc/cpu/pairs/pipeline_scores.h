@@ -1,6 +1,6 @@
-// Scores of the pipeline (pipeline.h) between their product and their weighing, where a product alone does
-// not make them: keys that not every query of a strip sees, rows of which products cannot be in pieces. All
-// of it is plain arithmetic on scores in memory, for those halves of a block alone that need it.
+// Scores of the pipeline (pipeline.h) that a product alone does not make. They need work between product and
+// weighing if not every query of a strip sees a key, or if a row has no pieces. All of it is float arithmetic
+// on scores in memory, only for those halves of a block that need it.
 #pragma once
 
 #include "products_of_pairs.h"
@@ -22,14 +22,14 @@ struct PipelinedKeys {
 
   bool any() const { return from < end; }
 
-  // Where the block ends that holds row `row`. Blocks end at multiples of kPipelineKeys, counted from key 0:
+  // The end of the block that holds row `row`. Blocks end at multiples of kPipelineKeys, counted from key 0:
   // which keys are loaded together depends on the strips of an item, and results must not.
   int64_t end_of_block(int64_t row) const {
     return smaller(((first + row) / kPipelineKeys + 1) * kPipelineKeys - first, end);
   }
 };
 
-// A block, the `number`th of all.
+// A block; `number` counts all blocks.
 struct PipelinePlace {
   PipelinedKeys* keys;
   int64_t from, end, number;
@@ -49,7 +49,7 @@ struct PipelinePlace {
   }
 };
 
-// One bit per lane.
+// The lanes of a strip that see a key, one bit each.
 inline uint32_t lanes_that_see(const AttentionParams& p, const ForwardStrip<Pairs>& strip, int64_t key) {
   const QueryRange queries = visible_queries(p, key, key);
   const int64_t begin = limited(queries.begin - strip.first, 0, kLanes<Pairs>);
@@ -57,7 +57,7 @@ inline uint32_t lanes_that_see(const AttentionParams& p, const ForwardStrip<Pair
   return elements_below(end) & ~elements_below(begin);
 }
 
-// What a half of a block needs besides its product.
+// The work on a half of a block besides its product.
 class HalfBlock {
  public:
   SELFATTN_INLINE HalfBlock(const AttentionParams& p, const PipelinePlace& place, int64_t half,
@@ -72,7 +72,7 @@ class HalfBlock {
   int64_t rows() const { return count_; }
   bool is_finished() const { return !is_altered() && !has_hidden() && !has_special(); }
 
-  // scores: [rows()][kLanes]; a mask's are in scratch.mask.
+  // scores: [rows()][kLanes]; the values of a mask are in scratch.mask.
   __attribute__((noinline)) void finish(const BlockScratch<Pairs>& scratch, float* scores) const {
     if (has_special()) {
       replace_special_scores(rows_, from_, real_, keys_.strip->query, p_.head_dim, keys_.strip->vecs, scores);
@@ -86,7 +86,7 @@ class HalfBlock {
   }
 
  private:
-  // Scores of a call are all multiplied by the rest of the scale, or none of them.
+  // Either all scores of a call are multiplied by the rest of the scale, or none of them.
   bool is_altered() const {
     const QueryStrip<Pairs>& strip = *keys_.strip;
     return (alters_scores(p_) && strip.rest_of_scale != 1.0f) ||
@@ -95,7 +95,7 @@ class HalfBlock {
   bool has_hidden() const {
     return from_ < keys_.seen_by_all.begin || from_ + count_ > keys_.seen_by_all.end;
   }
-  // As scores, a single piece holds every number.
+  // For scores, a single piece holds every number, NaN and Inf included.
   bool has_special() const {
     return rows_.pieces > 1 && (keys_.strip->query.special || rows_.special(from_, real_));
   }
@@ -105,14 +105,14 @@ class HalfBlock {
       _mm512_storeu_ps(scores + i, _mm512_mul_ps(_mm512_loadu_ps(scores + i), _mm512_set1_ps(factor)));
     }
   }
-  // By position, from `row` on.
+  // Hides keys by position, from `row` on.
   void hide(int64_t row, float* scores) const {
     const __m512 hidden = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     for (; row < count_; ++row) {
       const int64_t key = keys_.first + from_ + row;
       const uint32_t seen = row < real_ ? lanes_that_see(p_, *keys_.strip, key) : 0;
       if (seen == ~uint32_t{0}) continue;
-      // Whole vectors, which can be read before they have reached the cache.
+      // Whole vectors are stored: they can be read before they have reached the cache.
       for (int64_t lane = 0; lane < kLanes<Pairs>; lane += 16) {
         float* at = scores + row * kLanes<Pairs> + lane;
         const auto lanes = static_cast<__mmask16>(seen >> lane);
@@ -124,10 +124,10 @@ class HalfBlock {
   const AttentionParams& p_;
   const PipelinedKeys& keys_;
   const RowOperand<Pairs>& rows_;
-  int64_t from_, count_, real_;  // rows of the operand, whole groups of them, and those that are keys
+  int64_t from_, count_, real_;  // the first row of the operand, rows in whole groups, and rows that are keys
 };
 
-// Takes halves that a map or mask hides off the next blocks, and loads the mask of the block that is left:
+// Takes halves that a map or mask hides off the next blocks, and loads the mask of the block that is left as
 // [half][kHalfKeys][kLanes].
 inline void load_visible_masks(const AttentionParams& p, PipelinePlace& place, const PipelinedKeys* last,
                                float* masks) {
@@ -152,8 +152,8 @@ inline void load_visible_masks(const AttentionParams& p, PipelinePlace& place, c
   }
 }
 
-// Adds special rows of the values of a block to the output: products took zeros in their place. `pairs`: the
-// weights of the block, [pair of keys][piece][kLanes]; masks: see load_visible_masks.
+// Adds special rows of a block's values to the output, since products took zeros in their place. `pairs`
+// holds the weights of the block, [pair of keys][piece][kLanes]; for masks see load_visible_masks.
 inline void add_special_values(const AttentionParams& p, const PipelinePlace& place,
                                const ColumnOperand<Pairs>& values, const uint32_t* pairs,
                                const float* masks) {

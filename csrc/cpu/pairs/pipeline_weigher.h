@@ -1,10 +1,10 @@
-// The vectors' part of pipeline.h: from scores [key][lane] to weights in pairs of keys, two keys a step, so
-// that steps can stand between the instructions of an engine.
+// The vector work of pipeline.h: makes weights in pairs of keys from scores [key][lane]. A step takes two
+// keys, so that steps can stand between the instructions of an engine.
 //
-// All that a step uses is to stay in registers. Compilers keep members there and elements of an array in
-// memory; values that they know to be constants they load again in every step, and additions they put off,
-// with the weights of many steps in memory. Hence members of their own, and statements without instructions
-// that hide values.
+// All that a step uses must stay in registers. Compilers keep members in registers, but elements of an array
+// in memory; they load known constants again in every step, and put off additions, with the weights of many
+// steps in memory. So everything is a member of its own, and assembler statements without instructions hide
+// values from the compiler.
 #pragma once
 
 #include "operands_of_pairs.h"
@@ -13,7 +13,7 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// q(f) of PowerPolynomial, of the terms from kFirst on.
+// q(f) of PowerPolynomial, from term kFirst on.
 template <int kTerms, int kFirst = 0>
 struct PowerTerms {
   __m512 coefficient = _mm512_set1_ps(PowerPolynomial<kTerms>::kCoefficients[kFirst]);
@@ -30,8 +30,8 @@ struct PowerTerms<kTerms, kTerms - 1> {
   SELFATTN_INLINE __m512 at(__m512) const { return coefficient; }
 };
 
-// high_halves by a shuffle of bytes: it has a port of its own beside multiplications, which a shift takes
-// theirs from.
+// high_halves by a shuffle of bytes, which has a port of its own; a shift would take one that multiplications
+// need.
 class PairJoin {
  public:
   SELFATTN_INLINE PairJoin() {
@@ -48,24 +48,24 @@ class PairJoin {
   __mmask64 low_halves_ = 0x3333333333333333;
 };
 
-// A single piece of a weight is cut off, not rounded: what divides the output is the sum of the weights that
-// met the values, so that what all of them lose cancels, and the rest is no larger than that of rounding.
+// A single piece of a weight is cut off, not rounded. The output is divided by the sum of the weights that
+// met the values, so what all of them lose cancels, and the rest is no larger than that of rounding.
 template <int kPieces>
 class PipelineWeigher {
  public:
-  uint32_t* pairs = nullptr;  // of the next step, [pair][piece][lane]
+  uint32_t* pairs = nullptr;  // where the next step stores, [pair][piece][lane]
 
   SELFATTN_INLINE PipelineWeigher() { __asm__("" : "+v"(one_), "+v"(least_), "+v"(to_power_), "+v"(kept_)); }
 
-  // Whether one of 16 maxima is one whose product with log2(e) is rounded by more than take_shift mends. That
-  // of an infinite one is exact.
+  // Whether the product of one of 16 maxima and log2(e) is rounded by more than take_shift mends. That of an
+  // infinite maximum is exact.
   static SELFATTN_INLINE bool is_large(__m512 max) {
     constexpr float kMost = 1 << 20, kInfinity = std::numeric_limits<float>::infinity();
     const __m512 magnitude = _mm512_abs_ps(max);
     return kPieces == 1 && (_mm512_cmp_ps_mask(_mm512_set1_ps(kMost), magnitude, _CMP_LT_OQ) &
                             _mm512_cmp_ps_mask(magnitude, _mm512_set1_ps(kInfinity), _CMP_LT_OQ)) != 0;
   }
-  // The maxima of 16 rows: finite, or 0 where everything is hidden so far.
+  // Takes the maxima of 16 rows, which are finite, or 0 where everything is hidden so far.
   template <int kVec>
   SELFATTN_INLINE void take_shift(__m512 max, __m512 scale) {
     Lanes& lanes = lanes_of<kVec>();
@@ -75,8 +75,8 @@ class PipelineWeigher {
     } else {
       scale_ = _mm512_mul_ps(scale, to_power_);
       lanes.shift = _mm512_sub_ps(_mm512_setzero_ps(), _mm512_mul_ps(max, to_power_));
-      // Rounding max * log2(e) multiplies all weights of a row by 2^rest: row_sum is to be that of weights
-      // that are 1 at the maximum. 2^-rest by its series, as rest is a rounding error.
+      // Rounding max * log2(e) multiplies all weights of a row by 2^rest, but row_sum must be that of weights
+      // that are 1 at the maximum. 2^-rest is computed by its series, as rest is a rounding error.
       const __m512 rest = _mm512_fmadd_ps(_mm512_div_ps(max, scale), scale_, lanes.shift);
       const __m512 x = _mm512_mul_ps(rest, _mm512_set1_ps(-kLn2));
       lanes.unit = _mm512_fmadd_ps(_mm512_fmadd_ps(x, _mm512_set1_ps(0.5f), one_), x, one_);
@@ -95,7 +95,7 @@ class PipelineWeigher {
     scores_ += 2 * kLd;
     pairs += kPieces * kLd;
   }
-  // All scores that lie before `to`.
+  // Weighs all scores that lie before `to`.
   SELFATTN_INLINE void reach(const float* to) {
     while (scores_ < to) step();
   }
@@ -105,7 +105,7 @@ class PipelineWeigher {
     first_.above = first_.below = first_.used = _mm512_setzero_ps();
     second_.above = second_.below = second_.used = _mm512_setzero_ps();
   }
-  // Lanes whose sum since clear() says that their maximum has to move: one bit each.
+  // The lanes whose sum since clear() says that their maximum has to move, one bit each.
   SELFATTN_INLINE uint32_t lanes_too_high() const {
     const __m512 most = _mm512_set1_ps(kMostBlockSum);
     const uint32_t first = _mm512_cmp_ps_mask(most, sum_of(first_), _CMP_LT_OQ);
@@ -120,10 +120,10 @@ class PipelineWeigher {
 
  private:
   struct Lanes {
-    __m512 shift;         // the maximum; of one piece, minus it for powers of two
-    __m512 unit;          // of one piece: what the weight of the maximum is divided by
+    __m512 shift;         // the maximum; with one piece, minus the maximum times log2(e)
+    __m512 unit;          // with one piece: the factor that makes the weight of the maximum 1
     __m512 above, below;  // sums of the weights of even and odd keys
-    __m512 used;          // of those that meet the values, where they are cut off
+    __m512 used;          // sum of the weights that meet the values, where they are cut off
   };
 
   static constexpr int64_t kLd = kLanes<Pairs>;
@@ -155,8 +155,8 @@ class PipelineWeigher {
       __asm__ volatile("" : "+v"(lanes.above), "+v"(lanes.below));
     }
   }
-  // One piece: in one instruction. Several, whose products take longer: to the bit what weight_of makes of
-  // it.
+  // With one piece, this takes one instruction. With several, whose products take longer, it gives the bits
+  // of weight_of.
   SELFATTN_INLINE __m512 exponent(const float* score, __m512 shift) const {
     const __m512 s = _mm512_loadu_ps(score);
     if constexpr (kPieces == 1) return _mm512_fmadd_ps(s, scale_, shift);
@@ -182,7 +182,7 @@ class PipelineWeigher {
 
   const float *scores_ = nullptr, *end_ = nullptr;
   Lanes first_, second_;
-  __m512 scale_;  // of scores; of one piece, for powers of two
+  __m512 scale_;  // of scores; with one piece, times log2(e)
   PowerTerms<kTerms> terms_;
   __m512 one_ = _mm512_set1_ps(1.0f), least_ = _mm512_set1_ps(-80.0f);
   __m512 to_power_ = _mm512_set1_ps(static_cast<float>(kLog2E));

@@ -1,4 +1,5 @@
-// The products of operands.h for P = Pairs: the engine's product of the pieces, then what special rows add.
+// The products of operands.h for P = Pairs. The engine multiplies the pieces; then special rows are added in
+// float.
 #pragma once
 
 #include "../fused/delta.h"
@@ -6,15 +7,15 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Scores of special queries and keys, which are not made of pieces.
+// Replaces the scores of special queries and keys, which have no pieces, by scores in float.
 inline void replace_special_scores(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
                                    LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c) {
   constexpr int64_t ld = kLanes<Pairs>;
   if (!b.special && !a.special(from, rows)) return;
-  const Rows<float> plain = rows_as<float>(a.source.from(from, rows), false, a.plain_buffer);
+  const Rows<float> floats = rows_as<float>(a.source.from(from, rows), false, a.float_buffer);
   multiply<float, false>(
-      {columns, plain.data, plain.stride, b.as_float().data, ld, a.block, ld, Update::kStore, nullptr}, rows,
-      vecs);
+      {columns, floats.data, floats.stride, b.as_float().data, ld, a.block, ld, Update::kStore, nullptr},
+      rows, vecs);
   for (int64_t row = 0; row < rows; ++row) {
     for (int64_t lane = 0; lane < vecs * 16; ++lane) {
       if (a.is_special[from + row] || b.is_special[lane] != 0.0f)
@@ -23,7 +24,7 @@ inline void replace_special_scores(const RowOperand<Pairs>& a, int64_t from, int
   }
 }
 
-// c = a * b, or c += a * b, of the pieces alone, for `vecs` vectors of lanes from `lane` on.
+// c = a * b, or c += a * b, from the pieces alone, for `vecs` vectors of lanes from `lane` on.
 inline void multiply_pieces(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
                             const LaneOperand<Pairs>& b, int64_t lane, int64_t columns, int64_t vecs,
                             float* c, Update update = Update::kStore) {
@@ -44,7 +45,7 @@ inline void multiply_pieces(const RowOperand<Pairs>& a, int64_t from, int64_t ro
   PairEngine::multiply(product, rows, vecs);
 }
 
-// Update::kAdd is for one piece alone, which has no special rows.
+// Update::kAdd is for one piece only, which has no special rows.
 template <>
 inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int64_t rows,
                                   LaneOperand<Pairs>& b, int64_t columns, int64_t vecs, float* c,
@@ -53,7 +54,7 @@ inline void multiply_lanes<Pairs>(const RowOperand<Pairs>& a, int64_t from, int6
   if (update == Update::kStore) replace_special_scores(a, from, rows, b, columns, vecs, c);
 }
 
-// c (updated by) a * w of the pieces alone. `w` has `pieces` for each pair of keys.
+// Updates c by a * w, from the pieces alone. `w` has `pieces` pieces for each pair of keys.
 inline void multiply_column_pieces(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys, int64_t columns,
                                    const uint32_t* w, int64_t pieces, int64_t vecs,
                                    const ColumnSums<float>& c) {
@@ -75,8 +76,8 @@ inline void multiply_column_pieces(const ColumnOperand<Pairs>& a, int64_t from, 
   PairEngine::multiply(product, columns, vecs);
 }
 
-// Adds what special rows have, and all rows in the lanes of `in_float` (nullable; 1 or 0 each), from the
-// block of weights.
+// Adds the products of special rows, and of all rows in the lanes that `in_float` marks (nullable; 1 or 0
+// each), with the block of weights.
 inline void add_special_columns(const ColumnOperand<Pairs>& a, int64_t from, int64_t keys, int64_t columns,
                                 const float* block, const float* in_float, int64_t vecs, float* c,
                                 const float* visible) {
@@ -106,7 +107,7 @@ inline void multiply_columns<Pairs>(const ColumnOperand<Pairs>& a, int64_t from,
   add_special_columns(a, from, keys, columns, w.block, w.in_float, vecs, c.data, visible);
 }
 
-// c += w * b of the pieces alone. `w` has rows `row` and pieces `piece` words apart.
+// c += w * b, from the pieces alone. Rows of `w` are `row` words apart, pieces `piece` words.
 inline void multiply_weight_pieces(const uint32_t* w, int64_t row, int64_t piece, int64_t keys, int64_t first,
                                    int64_t queries, const VectorOperand<Pairs>& b, int64_t columns,
                                    float* c) {
@@ -126,7 +127,7 @@ inline void multiply_weight_pieces(const uint32_t* w, int64_t row, int64_t piece
   PairEngine::multiply(product, keys, padded / 16);
 }
 
-// Adds what special rows have.
+// Adds the products of special rows with the block of weights.
 inline void add_special_vectors(const float* block, int64_t keys, int64_t first, int64_t queries,
                                 const VectorOperand<Pairs>& b, int64_t columns, float* c,
                                 const float* visible) {
@@ -157,12 +158,12 @@ inline void multiply_weights<Pairs>(const WeightOperand<Pairs>& w, int64_t keys,
   add_special_vectors(w.block, keys, first, queries, b, columns, c, visible);
 }
 
-// delta by the same products as dP: the diagonal of O dO^T, 16 rows and lanes at a time.
+// Computes delta by the same products as dP: the diagonal of O dO^T, 16 rows and lanes at a time.
 template <>
 struct Delta<Pairs> {
   RowOperand<Pairs> out, residual;
   float* product;     // [16][kLanes]
-  float* is_special;  // [kLanes] 1 where the row of the output or of its gradient is, or 0
+  float* is_special;  // [kLanes] 1 where the row of the output or of its gradient is special, else 0
   bool any_special;
 
   static int64_t bytes(const AttentionParams& p) {

@@ -1,34 +1,34 @@
-// What tile products leave in memory, and what may stand beside them: nothing, or the additions of earlier
-// ones.
+// Sums of tile products in memory, and the vector work that runs beside later products.
 #pragma once
 
-#include "engine.h"
+#include "pair_product.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// 32 rows by 32 lanes of C; nowhere, if there are none. Strides count words.
+// Where 32 rows by 32 lanes of C belong; data is nullptr if there are none. Strides count words.
 struct TileSums {
   float* data = nullptr;
   int64_t row = 0;
 };
 
-// What stands beside a product that has nothing beside it.
+// The work beside a product that has none.
 struct NoWork {
   SELFATTN_INLINE bool more() const { return false; }
   SELFATTN_INLINE void step() {}
   SELFATTN_INLINE void reach(const float*) {}
 };
 
-// Sums of products of several pieces. Each product has a sum of its own, which is added to where it belongs
-// in float, by vectors beside products of tiles. A sum is in memory when the next product has begun, so it is
-// added beside the one after that, which takes its place. They are added in the order of the products.
+// Adds up products of several pieces. Each product has a sum of its own, which vectors add in float to where
+// it belongs, beside later products of tiles. A sum is in memory when the next product has begun, so it is
+// added beside the product after that, which takes its place. Sums are added in the order of the products.
 class SumsBeside {
  public:
-  static constexpr int64_t kSize = 32 * 32;  // of a sum, which takes 16 steps
+  static constexpr int64_t kSize = 32 * 32;  // numbers of a sum; adding one takes 16 steps
 
   SELFATTN_INLINE SumsBeside(float* place, float* other_place) : older_{place, {}}, newer_{other_place, {}} {}
 
-  // Where the next product leaves its sum, which belongs to `to`. Before that product ends, finish() is due.
+  // Returns where the next product leaves its sum, which belongs to `to`. finish() must be called before that
+  // product ends.
   SELFATTN_INLINE TileSums take(const TileSums& to) {
     begin(older_);
     float* const place = older_.place;
@@ -46,7 +46,7 @@ class SumsBeside {
   SELFATTN_INLINE void finish() {
     while (more()) step();
   }
-  // The last two, which have to be in memory.
+  // Adds the last two sums, which must be in memory.
   SELFATTN_INLINE void flush() {
     begin(older_);
     finish();

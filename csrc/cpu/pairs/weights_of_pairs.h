@@ -8,21 +8,21 @@ namespace selfattn::cpu::SELFATTN_ISA {
 // The block in float, and its pieces as B (pairs of keys) and as A (pairs of queries).
 template <>
 struct WeightOperand<Pairs> {
-  // A strip's rows are stored in whole steps: the last one's need room for that.
+  // The rows of a strip are stored in whole steps, so the last strip of a panel needs room for a whole one.
   static constexpr int64_t kDepthOfRows =
       round_up((kPanelStrips<Pairs> - 1) * kLanes<Pairs> + round_up(kLanes<Pairs>, kDepthStep), kDepthStep);
   static constexpr int64_t kLanePieces = kKeyBlock / 2 * kLanes<Pairs>;
   static constexpr int64_t kRowPieces = kKeyBlock * kDepthOfRows / 2;  // at most
 
   float* block;     // [kKeyBlock][kLanes]
-  uint32_t* lanes;  // [pair of keys][piece][kLanes]: no power of two between the pieces
-  uint32_t* rows;   // [piece][key][pairs of queries]: neighbours, or 16 apart of several pieces
-  int64_t depth_of_rows, row_pieces;  // of several pieces there are no panels, and rows lie close together
+  uint32_t* lanes;  // [pair of keys][piece][kLanes]: pieces are no power of two apart
+  uint32_t* rows;   // [piece][key][pairs of queries]: neighbours, or 16 apart with several pieces
+  int64_t depth_of_rows, row_pieces;  // with several pieces there are no panels, and rows lie close together
   int pieces;
-  uint32_t* pipeline;  // see pipeline.h: two blocks of weights and, of several pieces, a block's output
-  float* masks;        // [2 blocks][2 halves][kKeyBlock][kLanes] there
+  uint32_t* pipeline;  // for pipeline.h: two blocks of weights and, with several pieces, a block's output
+  float* masks;        // [2 blocks][2 halves][kKeyBlock][kLanes], for pipeline.h
   // [kLanes] 1 where the block may hold numbers without pieces: these lanes have pieces of 0, and products
-  // use the block itself. nullptr where all are 0.
+  // use the block itself. nullptr if no lane has any.
   const float* in_float = nullptr;
 
   static int64_t pipeline_size(const AttentionParams& p) {
@@ -54,21 +54,21 @@ struct WeightOperand<Pairs> {
   static constexpr bool kSumsInPlace = PairEngine::kTiles && is_one_piece(kWeigh);
   bool sums_in_place() const { return PairEngine::kTiles && rounds(); }
 
-  // `used` sums the weights as rounded.
-  template <Weigh kWeigh, bool kPacked>
+  // `used` gets the sum of the rounded weights.
+  template <Weigh kWeigh, bool kPaired>
   SELFATTN_INLINE void store(int64_t row, int64_t lane, const __m512 (&v)[4], __m512 (&used)[2]) const {
     SELFATTN_UNROLL
     for (int i = 0; i < 2; ++i) {
       float* to = block + (row + 2 * i) * kLanes<Pairs> + lane;
       if constexpr (is_one_piece(kWeigh)) {
         const __m512i bits = PairEngine::round_weights(v[2 * i], v[2 * i + 1], used[i]);
-        if constexpr (kPacked) {
+        if constexpr (kPaired) {
           _mm512_storeu_si512(lane_pieces(row / 2 + i, 1) + lane, bits);
         } else {
           _mm512_storeu_ps(to, first_of_pairs(bits));
           _mm512_storeu_ps(to + kLanes<Pairs>, second_of_pairs(bits));
         }
-      } else if constexpr (kPacked) {
+      } else if constexpr (kPaired) {
         constexpr int kPieces = pieces_of(kWeigh);
         store_weight_pair<kPieces>(lane_pieces(row / 2 + i, kPieces) + lane, kLanes<Pairs>, v[2 * i],
                                    v[2 * i + 1]);
@@ -87,12 +87,12 @@ struct WeightOperand<Pairs> {
     if (pieces == 2) return store_weight_pair<2>(to, kLanes<Pairs>, above, below);
     store_weight_pair<3>(to, kLanes<Pairs>, above, below);
   }
-  // Which of 16 lanes the pieces hold.
+  // Which of 16 lanes are in the pieces.
   SELFATTN_INLINE __mmask16 has_pieces(int64_t lane) const {
     if (in_float == nullptr) return 0xffff;
     return _mm512_cmp_ps_mask(_mm512_loadu_ps(in_float + lane), _mm512_setzero_ps(), _CMP_EQ_OQ);
   }
-  // After stores of packed rows up to a multiple of four, or two.
+  // Stores zeros after the paired rows that were stored up to a multiple of four, or two.
   void pad_lanes(int64_t keys, int64_t vecs, int64_t multiple = 4) {
     for (int64_t pair = divide_up(keys, multiple) * (multiple / 2); pair < product_pairs(keys); ++pair) {
       for (int64_t v = 0; v < vecs; ++v) {
@@ -100,8 +100,8 @@ struct WeightOperand<Pairs> {
       }
     }
   }
-  // The block from the pieces, of which there is one.
-  void unpack_lanes(int64_t keys, int64_t vecs) const {
+  // Restores the block from its pairs, of a single piece.
+  void unpair_lanes(int64_t keys, int64_t vecs) const {
     for (int64_t key = 0; key < keys; ++key) {
       for (int64_t lane = 0; lane < vecs * 16; lane += 16) {
         const __m512i bits = _mm512_loadu_si512(lane_pieces(key / 2, 1) + lane);
@@ -123,13 +123,13 @@ struct WeightOperand<Pairs> {
       }
     }
   }
-  // The strip begins with query `first` of its panel. Rows of zeros follow, up to `end`: other strips of the
-  // panel see those keys. An engine of tiles adds whole tiles of rows.
+  // The strip begins with query `first` of its panel. Rows of zeros follow up to `end`, since other strips of
+  // the panel see those keys. An engine of tiles adds whole tiles of rows.
   void ready_as_rows(int64_t keys, int64_t first, int64_t queries, int64_t end) {
     for (int64_t key = 0; key < keys; ++key) {
       for (int64_t lane = 0; lane < queries; lane += 32) {
         const float* from = block + key * kLanes<Pairs> + lane;
-        // Lanes past the last query meet rows of zeros; they must be numbers for that to be 0.
+        // Lanes past the last query meet rows of zeros, and must be finite for that to give 0.
         Numbers x = load_32(from, DType::kFloat32, 0, queries - lane);
         x.first = _mm512_maskz_mov_ps(has_pieces(lane), x.first);
         if (queries - lane > 16) x.second = _mm512_maskz_mov_ps(has_pieces(lane + 16), x.second);

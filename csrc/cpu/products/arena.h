@@ -16,7 +16,7 @@ class Arena {
     used_ += bytes_for<T>(count);
     return reinterpret_cast<T*>(taken);
   }
-  // What was handed out is free again.
+  // Frees all that was handed out.
   void reset() { used_ = 0; }
 
   template <class T>

@@ -1,4 +1,4 @@
-// exp and tanh on vectors, accurate to about one unit in the last place where softmax needs them.
+// exp and tanh on vectors, to about one unit in the last place where softmax needs them.
 #pragma once
 
 namespace selfattn::cpu::SELFATTN_ISA {
@@ -15,8 +15,8 @@ struct ExpPolynomial<float> {
   static constexpr int kTerms = 6;
   static constexpr float kCoefficients[kTerms] = {1.0f,          0.5f,           0.16666505195758111f,
                                                   0.0416664649f, 0.00836915567f, 0.001393364999630925f};
-  // Weights below 2^-80 of the largest are flushed to 0: 1e-17 of float's own rounding unit, and their
-  // products would be subnormal numbers, which cost a hundred cycles each.
+  // Weights below 2^-80 of the largest are flushed to 0. They are 1e-17 of float's own rounding unit, and
+  // their products would be subnormal numbers, which cost a hundred cycles each.
   static constexpr float kFlushBelow = -55.451774f;
 };
 
@@ -38,8 +38,8 @@ struct ExpPolynomial<double> {
   static constexpr double kFlushBelow = -693.0;
 };
 
-// Splits x <= 0 into n*ln(2) + r and gives r*q(r) = e^r - 1. One multiply-add removes n*ln(2): the rounding
-// error of that, |x| * epsilon, is damped by the factor e^x in everything computed from it.
+// Splits x <= 0 into n*ln(2) + r and gives r*q(r) = e^r - 1. One multiply-add removes n*ln(2); its rounding
+// error, |x| * epsilon, is damped by the factor e^x in everything computed from it.
 template <class T>
 SELFATTN_INLINE typename Simd<T>::Vec reduced_expm1(typename Simd<T>::Vec x, typename Simd<T>::Vec* n) {
   using S = Simd<T>;
@@ -63,7 +63,8 @@ SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive(typename Simd<T>::Vec x) {
   return S::select(S::less(x, S::set(ExpPolynomial<T>::kFlushBelow)), S::set(T(0)), y);
 }
 
-// q in 2^f = 1 + f * q(f) on 0 <= f < 1, of a few terms: relative errors 3.8e-6, 1.1e-7, 2.7e-9.
+// Coefficients of q in 2^f = 1 + f * q(f) on 0 <= f < 1. With 4, 5 and 6 terms the relative errors are
+// 3.8e-6, 1.1e-7 and 2.7e-9.
 template <int kTerms>
 struct PowerPolynomial;
 
@@ -85,8 +86,8 @@ struct PowerPolynomial<6> {
                                              0.0012421636208647254779f, 0.00021771877777212075812f};
 };
 
-// 2^z for z <= 0 in fewer steps, where processors have them: 2^z = 2^floor(z) * 2^f. Exactly 1 at 0, and 0,
-// -inf and NaN as above.
+// 2^z for z <= 0 as 2^floor(z) * 2^f, in fewer steps where processors have instructions for the parts. It is
+// exactly 1 at 0, and like exp_nonpositive far below, at -inf and for NaN.
 template <class T, int kTerms>
 SELFATTN_INLINE typename Simd<T>::Vec exp2_nonpositive(typename Simd<T>::Vec z) {
   using S = Simd<T>;
@@ -97,21 +98,21 @@ SELFATTN_INLINE typename Simd<T>::Vec exp2_nonpositive(typename Simd<T>::Vec z) 
   return S::mul_pow2_floor_above(S::fma(q, f, S::set(T(1))), z, S::set(T(-80)));
 }
 
-// e^x by the same. The rounding error of z, |x| * epsilon, is damped by e^x, too.
+// e^x by exp2_nonpositive. The rounding error of z, |x| * epsilon, is damped by e^x here, too.
 template <class T, int kTerms>
 SELFATTN_INLINE typename Simd<T>::Vec exp_nonpositive_short(typename Simd<T>::Vec x) {
   using S = Simd<T>;
   return exp2_nonpositive<T, kTerms>(S::mul(x, S::set(T(kLog2E))));
 }
 
-// How a score becomes a weight, in all passes: they must agree to the bit.
+// How a score becomes a weight. All passes must agree to the bit.
 enum class Weigh {
-  kDirect,       // exp(s - shift)
-  kThreePieces,  // the same for weights that become so many pieces of bfloat16
-  kTwoPieces,    // which round by more than the error of a shorter exp
-  kOnePiece,  // The weight could do with still less accuracy, the sum could not: the log-sum-exp is a float
+  kWhole,        // exp(s - shift)
+  kThreePieces,  // the same, for weights that become three bfloat16 pieces
+  kTwoPieces,    // two pieces round by more than the error of a shorter exp
+  kOnePiece,     // a weight needs still less accuracy, but its sum becomes a log-sum-exp
   // exp(s * scale - shift). The product is rounded by itself, as that of the maximum was, so that the largest
-  // weight is exactly 1
+  // weight is exactly 1.
   kScaledThreePieces,
   kScaledTwoPieces,
   kScaledOnePiece,
@@ -130,7 +131,7 @@ SELFATTN_INLINE typename Simd<T>::Vec weight_of(typename Simd<T>::Vec s, typenam
                                                 typename Simd<T>::Vec shift) {
   using S = Simd<T>;
   const auto x = S::sub(is_scaled(kWeigh) ? S::mul(s, scale) : s, shift);
-  if constexpr (kWeigh == Weigh::kDirect) {
+  if constexpr (kWeigh == Weigh::kWhole) {
     return exp_nonpositive<T>(x);
   } else {
     return exp_nonpositive_short<T, exp_terms(kWeigh)>(x);

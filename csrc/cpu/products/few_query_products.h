@@ -1,5 +1,5 @@
-// What decoding needs of an arithmetic P, for those that compute in P itself; for Pairs see
-// decode_by_vectors.h.
+// The products that decoding needs, for an arithmetic P that computes in P itself. Those of pairs are in
+// pairs/decode_by_vectors.h and pairs/decode_by_tiles.h.
 #pragma once
 
 #include "few_query_scores.h"
@@ -10,12 +10,12 @@ namespace selfattn::cpu::SELFATTN_ISA {
 template <class P>
 struct FewQueryProducts {
   using Query = P;
-  struct Session {  // of a thread that multiplies
+  struct Session {  // what a thread holds while it multiplies
     void take_rows(int64_t) {}
   };
 
-  static constexpr int64_t kStepKeys = 2;   // calls but for the last take a multiple of keys
-  static constexpr int64_t kSpareRows = 0;  // of scores, that are read but do not count
+  static constexpr int64_t kStepKeys = 2;   // every call but the last takes a multiple of so many keys
+  static constexpr int64_t kSpareRows = 0;  // rows of scores that are read but do not count
 
   // Rows of sums that the rows of a kv head take.
   static int64_t sums_rows(int64_t rows) { return rows; }
@@ -23,7 +23,7 @@ struct FewQueryProducts {
   static int64_t queries_size(const AttentionParams& p) {
     return p.heads / p.kv_heads * p.queries * round_up_to_vector<P>(p.head_dim);
   }
-  // scale * Q of the heads that read one kv head.
+  // Loads scale * Q of the heads that read one kv head.
   static void load_queries(const AttentionParams& p, int64_t batch, int64_t first_head, Query* to) {
     for (int64_t head = first_head; head < first_head + p.heads / p.kv_heads; ++head) {
       load_rows<P>(to, element(p.query.data, p.dtype, p.query.offset(batch, head, 0)), p.dtype,
@@ -44,7 +44,7 @@ struct FewQueryProducts {
   static void values(const Values& a, int64_t rows, const FewQueryRows& values) {
     few_query_values<P>(a, rows, values);
   }
-  // A vector of a row's sums, from a column on.
+  // Loads a vector of a row's sums, from a column on.
   static SELFATTN_INLINE typename Simd<P>::Vec load_sums(const P* sums, int64_t column) {
     return Simd<P>::load(sums + column);
   }

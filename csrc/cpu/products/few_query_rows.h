@@ -1,37 +1,37 @@
-// What products for very few queries have in common, as in generating text one token at a time. Lanes that
-// run over queries would be empty, so here they run over the head dim: a score is a dot product
+// Rows of keys and values for products with very few queries, as in generating text. Lanes that run over
+// queries would be mostly empty, so here they run over the head dim: a score is a dot product
 // (few_query_scores.h), an output row is a sum of scaled value rows (few_query_values.h). Keys and values are
 // read where they lie, in their own type, and converted in registers; what is loaded serves up to eight rows
 // of queries, those of all heads that read it.
 //
 // Every sum has one order, that of a single row: it depends on the head dim alone, not on how many rows or
-// keys share a tile, where the keys lie or in which type they are stored. A row's result is then the same in
-// any group, and a pass that computes a score again gets the forward's very bits.
+// keys share a tile, where the keys lie or in which type they are stored. So a row has the same result in any
+// group, and a pass that computes a score again gets the bits of the forward.
 #pragma once
 
 #include "row_walk.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Up to here a dot product per query beats a vector of mostly empty lanes.
+// With up to this many queries, a dot product per query beats a vector of mostly empty lanes.
 constexpr int64_t kFewQueries = 4;
 
-// Whether queries may be multiplied by the scale: beyond these bounds one could overflow or vanish where its
-// scores do not.
+// Whether queries may be multiplied by the scale: beyond these bounds a query could overflow or vanish where
+// its scores do not.
 inline bool scale_keeps_queries(double scale) {
   const double factor = std::abs(scale);
   return factor == 0.0 || (factor >= 0x1p-32 && factor <= 0x1p32);
 }
 
-// Accumulators of a tile: what the registers hold beside its operands. At least a vector's width of them.
+// Accumulators of a tile: as many as the registers hold beside its operands, and at least a vector's width.
 template <class T>
 constexpr int kFewQueryTile = Simd<T>::kTileRows == 8 ? 16 : 8;
 
-// What is the same for all elements that become vectors of T when they are loaded.
+// The members of all kinds of elements that become vectors of T when they are loaded.
 template <class T>
 struct LoadedAsT {
-  using Query = T;                                   // what a row of queries is made of
-  static constexpr int kElements = Simd<T>::kWidth;  // that a vector holds
+  using Query = T;                                   // an element of a row of queries
+  static constexpr int kElements = Simd<T>::kWidth;  // elements of a vector
   static SELFATTN_INLINE typename Simd<T>::Vec load_query(const T* p) { return Simd<T>::load(p); }
   static SELFATTN_INLINE typename Simd<T>::Vec multiply_add(typename Simd<T>::Vec key,
                                                             typename Simd<T>::Vec query,
@@ -40,7 +40,7 @@ struct LoadedAsT {
   }
 };
 template <class T>
-struct StoredPlain : LoadedAsT<T> {
+struct StoredAsT : LoadedAsT<T> {
   using Element = T;
   static constexpr DType kDType = dtype_of<T>();
   static SELFATTN_INLINE typename Simd<T>::Vec load(const T* p) { return Simd<T>::load(p); }
@@ -60,39 +60,40 @@ struct StoredFloat16 : LoadedAsT<T> {
 
 template <class Stored>
 constexpr int64_t kLineElements = kLine / static_cast<int64_t>(sizeof(typename Stored::Element));
-// Vectors that a line of elements makes.
+// Vectors in a line of elements.
 template <class Stored>
 constexpr int kVecsOfLine = static_cast<int>(kLineElements<Stored>) / Stored::kElements;
 
-// How far ahead of its use a line is asked for: about what is under way between memory and a core at once.
+// A line is prefetched this far ahead: about as much as is under way between memory and a core at once.
 constexpr int64_t kBytesAhead = kFetchInto == 3 ? 8192 : 32768;
 
-// The same in rows; of rows shorter than a line, which are not asked for, any number will do.
+// The same distance in rows. Rows shorter than a line are not prefetched, so any number will do for them.
 inline int64_t rows_ahead(int64_t row_bytes) {
   return row_bytes <= kLine ? kBytesAhead / kLine : row_bytes < kBytesAhead ? kBytesAhead / row_bytes : 1;
 }
 
-// Rows that meet a product, and those to be asked for meanwhile, one for each.
+// The rows of a product, and the rows to prefetch meanwhile, one for each.
 struct FewQueryRows {
   DType dtype;
   int64_t count;
   RowWalk rows;
   RowsAhead soon;
 
-  // Whether rows lie without gaps for so long that products may use them in another order than that of
-  // memory, if they ask for them in it. In short pages and in turns of several heads (see head_step) that
-  // costs more than it saves: docs/performance.md.
+  // Whether rows lie without gaps for so long that products may use them out of order, if they prefetch in
+  // the order of memory. In short pages and in turns of several heads (see head_step) that costs more than it
+  // saves: docs/performance-lessons.md.
   bool in_long_runs(int64_t row_bytes) const {
     constexpr int64_t kLongRun = 32768;  // bytes
     return rows.step() == row_bytes && row_bytes % kLine == 0 && rows.even() * row_bytes > kLongRun;
   }
 
-  // The next rows and those to be asked for, evenly spaced, at most `most`: an even number but for the last.
+  // The next rows, at most `most`, and those to prefetch, both evenly spaced. Their number is even but for
+  // the last.
   struct Even {
     RowRun rows, soon;
 
-    // What a product with `bytes` bytes of each row from `at` on asks for: as many lines, in the order of
-    // memory if there are no gaps.
+    // The lines that a product prefetches while it uses `bytes` bytes of each row from `at` on: as many, in
+    // the order of memory if there are no gaps.
     RowRun soon_columns(int64_t at, int64_t bytes, int64_t row_bytes) const {
       if (soon.step != row_bytes || row_bytes % kLine != 0) return {soon.first + at, soon.rows, soon.step};
       return {soon.first + at * soon.rows, soon.rows, bytes};
@@ -102,7 +103,7 @@ struct FewQueryRows {
     const int64_t n = even_number(smaller(soon.even(), most));
     return {rows.take(n), soon.take(n)};
   }
-  // The same without those to be asked for.
+  // Takes the next rows without those to prefetch.
   RowRun take_rows(int64_t most) { return rows.take(even_number(most)); }
 
  private:
@@ -115,7 +116,7 @@ struct FewQueryRows {
   }
 };
 
-// How rows of n elements fall into vectors: `whole` elements in whole ones, and a last one that is shifted
+// How a row of n elements falls into vectors: `whole` elements in whole ones, and a last one that is shifted
 // back to end with the row, so that nothing outside the row is read. Its lanes that repeat earlier elements
 // are not `fresh`. A row shorter than a vector is padded with zeros instead.
 template <class T, class Stored>
@@ -133,13 +134,13 @@ struct RowTail {
   SELFATTN_INLINE bool any() const { return whole < n; }
   SELFATTN_INLINE typename S::Vec load(const typename Stored::Element* row) const {
     if (n >= S::kWidth) return Stored::load(row + at);
-    // Not load_row's: a call would take the accumulators out of their registers.
+    // load_row is not used: a call would take the accumulators out of their registers.
     T buffer[S::kWidth] = {};
     for (int64_t i = 0; i < n; ++i) buffer[i] = load_element<T>(row, Stored::kDType, i);
     return S::load(buffer);
   }
-  // The sum after the tail's product, which is chosen afterwards: a zero in place of a repeated element would
-  // make NaN of an infinite factor.
+  // Takes the sum after the tail's product in fresh lanes only. It is chosen afterwards, since a zero in
+  // place of a repeated element would make NaN of an infinite factor.
   SELFATTN_INLINE typename S::Vec chosen(typename S::Vec after, typename S::Vec before) const {
     return S::select(fresh, after, before);
   }

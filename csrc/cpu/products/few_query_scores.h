@@ -5,9 +5,10 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// In place: lane i of sums[0] becomes the sum over the lanes of sums[i], always as the same tree, where those
-// of a row of queries lie kStride apart: halves first, as in a transpose (see rows.h), each added as soon as
-// it is there. kCount vectors; of more than a vector's lanes those of each kWidth.
+// Sums kCount vectors over their lanes, in place, where those of a row of queries lie kStride apart: lane i
+// of sums[0] becomes the sum of vector i, always as the same tree. Halves come first, as in a transpose (see
+// tensor_rows.h), and each is added as soon as it is there. With fewer vectors than lanes, sums are partial,
+// and a second call completes them.
 template <class T, int kCount, int kStride = 1>
 SELFATTN_INLINE void sum_lanes(typename Simd<T>::Vec* sums) {
   using S = Simd<T>;
@@ -23,7 +24,7 @@ SELFATTN_INLINE void sum_lanes(typename Simd<T>::Vec* sums) {
   }
 }
 
-// One vector's multiply-adds of few_query_dots.
+// The multiply-adds of few_query_dots for one vector of elements.
 template <class T, class Stored, int kRows, int kKeys>
 SELFATTN_INLINE void few_query_dots_step(const typename Stored::Query* query, int64_t padded,
                                          const typename Stored::Element* const* keys, int64_t e,
@@ -39,8 +40,8 @@ SELFATTN_INLINE void few_query_dots_step(const typename Stored::Query* query, in
   }
 }
 
-// The dot products of kRows rows of `query` with kKeys rows of `keys`, still to be summed over the lanes.
-// Meanwhile a line of each of `soon` is asked for, and then those `soon_step` lines further.
+// Multiplies kRows rows of `query` by kKeys rows of `keys`; sums over lanes are left to the caller. Meanwhile
+// it prefetches a line of each of `soon`, and then those `soon_step` lines further.
 template <class T, class Stored, int kRows, int kKeys>
 SELFATTN_INLINE void few_query_dots(const typename Stored::Query* query, int64_t padded,
                                     const typename Stored::Element* const* keys,
@@ -81,14 +82,14 @@ int64_t padded_query(int64_t head_dim) {
   return round_up(head_dim, Stored::kElements);
 }
 
-// kRows rows of scores; see few_query_scores. kAtOnce keys share what is loaded of the queries.
+// Computes kRows rows of scores; see few_query_scores. kAtOnce keys share what is loaded of the queries.
 template <class T, int kRows, int kAtOnce, class Stored>
 void few_query_score_rows(const typename Stored::Query* query, const FewQueryRows& keys, int64_t head_dim,
                           T* s, int64_t row_step, int64_t key_step) {
   using S = Simd<T>;
   using Element = typename Stored::Element;
   constexpr int kTile = kFewQueryTile<T>, kKeys = kTile / kRows;
-  // Rows whose sums over the lanes share a vector with one another.
+  // Rows whose sums over lanes share a vector with one another.
   constexpr int kRowsOfGroup = kKeys < S::kWidth ? S::kWidth / kKeys : 1, kGroups = kRows / kRowsOfGroup;
   const int64_t padded = padded_query<Stored>(head_dim), count = keys.count;
   const RowTail<T, Stored> tail(head_dim);
@@ -96,18 +97,18 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
   RowsAhead walk_ahead = keys.soon;
   for (int64_t key = 0; key < count; key += kKeys) {
     const int64_t n = smaller(count - key, kKeys);
-    // The sums of a key's rows become one before the next key's are begun: of all of them together some would
-    // not stay in registers. Nor is this loop unrolled: up to sixteen copies of a key's products took
-    // a quarter of the time of compiling, and what it saves is a store.
+    // The sums of a key's rows become one vector before the next key's are begun: all of them together would
+    // not stay in registers. This loop is not unrolled: up to sixteen copies of a key's products took a
+    // quarter of the time of compiling, to save a store.
     typename S::Vec of_keys[kGroups * kKeys];
     for (int first = 0; first < kKeys; first += kAtOnce) {
       const Element *rows[kAtOnce], *soon[kAtOnce];
       SELFATTN_UNROLL
-      for (int j = 0; j < kAtOnce; ++j) {  // past the end: the last key once more
+      for (int j = 0; j < kAtOnce; ++j) {  // past the end the walk repeats the last key
         rows[j] = reinterpret_cast<const Element*>(walk.next());
         soon[j] = reinterpret_cast<const Element*>(walk_ahead.next());
       }
-      // Memory is fastest read in its order.
+      // Memory is read fastest in its own order.
       const bool in_order = kAtOnce > 1 && soon[kAtOnce - 1] - soon[0] == (kAtOnce - 1) * head_dim;
       for (int j = 1; j < kAtOnce && in_order; ++j) soon[j] = soon[0] + j * kLineElements<Stored>;
       typename S::Vec sums[kRows][kAtOnce];
@@ -123,7 +124,7 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
       }
     }
     T scores[kTile];
-    constexpr int kOfVector = S::kWidth / kRowsOfGroup;  // keys
+    constexpr int kOfVector = S::kWidth / kRowsOfGroup;  // keys of a vector
     SELFATTN_UNROLL
     for (int i = 0; i < kGroups * kKeys; i += kOfVector) {
       sum_lanes<T, kOfVector>(of_keys + i);
@@ -149,8 +150,8 @@ void few_query_score_rows(const typename Stored::Query* query, const FewQueryRow
       return few_query_score_rows<T, kRows, kKeys, Stored>(query, keys, head_dim, s, row_step, key_step);
     }
   }
-  // Memory is fastest read in its order, one key after the other. Only where eight rows meet elements that
-  // must be converted do the products take as long.
+  // Memory is read fastest in its own order, one key after the other. Products take as long only where eight
+  // rows meet elements that must be converted: there, two keys go at once.
   constexpr bool kConverts =
       Stored::kElements * sizeof(typename Stored::Element) < sizeof(typename Simd<T>::Vec);
   constexpr int kAtOnce = kKeys > 1 && kRows == 8 && kConverts ? 2 : 1;
@@ -197,11 +198,11 @@ void few_query_scores(const T* query, int64_t rows, const FewQueryRows& keys, in
       return few_query_scores_as<T, StoredFloat16<T>>(query, rows, keys, head_dim, s, row_step, key_step);
     }
   }
-  few_query_scores_as<T, StoredPlain<T>>(query, rows, keys, head_dim, s, row_step, key_step);
+  few_query_scores_as<T, StoredAsT<T>>(query, rows, keys, head_dim, s, row_step, key_step);
 }
 
-// The same as a block of a strip: s[key][query], and 0 in the other lanes of the vectors, which every later
-// step passes over as well.
+// Computes the same as a block of a strip: s[key][query]. The other lanes of the vectors become 0, since
+// every later step passes over them as well.
 template <class T>
 void few_query_score_block(const T* query, int64_t queries, const T* keys, int64_t key_stride, int64_t count,
                            int64_t head_dim, T* s, int64_t ld) {

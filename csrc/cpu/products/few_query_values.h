@@ -5,11 +5,11 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-// Keys whose values are read more than once, few enough for the level-1 cache.
+// Keys of a step, whose values are read more than once: few enough for the level-1 cache.
 constexpr int64_t kValueStep = 32;
 
-// What a product with values needs besides them. Laid out as the scores, `visible` is 0 where a key is to be
-// left out; see multiply_visible. A weight may stand for two keys.
+// The arguments of a product with values, besides the values. `visible` is laid out like the scores, and is 0
+// where a key must be left out; see multiply_visible. A weight may stand for two keys.
 template <class T, class Weight = T>
 struct FewQueryValues {
   static constexpr int64_t kKeys = std::is_same<Weight, T>::value ? 1 : 2;
@@ -27,7 +27,7 @@ struct FewQueryValues {
   }
 };
 
-// kVecs vectors of columns from `at` on, or with kTail the fresh lanes of `tail`, of kRows rows.
+// Sums kVecs vectors of columns from `at` on, or with kTail the fresh lanes of `tail`, for kRows rows.
 template <class T, class Stored, int kRows, int kVecs, bool kTail>
 SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t row,
                                           const FewQueryRows::Even& values, int64_t at,
@@ -79,7 +79,7 @@ SELFATTN_INLINE void few_query_value_tile(const FewQueryValues<T>& a, int64_t ro
   }
 }
 
-// All columns of some rows; see few_query_value_steps.
+// Adds all columns of some rows, for few_query_value_steps.
 template <class T, class Stored>
 struct FewQueryColumns {
   RowTail<T, Stored> tail;
@@ -109,15 +109,15 @@ struct FewQueryColumns {
   }
 };
 
-// Lets keys meet the rows of weights in groups of up to eight, a step of keys at a time: further columns and
-// further groups find its values in the level-1 cache. Without long runs memory is read fastest in its order,
-// so there a group has as many rows as leave registers for a whole row of values, but two at least.
+// Multiplies a step of keys at a time by rows of weights, in groups of up to eight: further columns and
+// groups find the step's values in the level-1 cache. Without long runs, memory is read fastest in its own
+// order, so there a group has as many rows as leave registers for a whole row of values, but at least two.
 template <class Columns, class Values>
 void few_query_value_steps(const Columns& columns, Values a, int64_t rows, FewQueryRows values) {
   const int64_t row_bytes = a.value_dim * Columns::kElementBytes;
   int64_t most = 8, step = kValueStep;
   if (values.in_long_runs(row_bytes)) {
-    // What is asked for meanwhile lies beyond the step.
+    // Rows that are prefetched meanwhile lie beyond the step.
     step = larger(smaller(rows_ahead(row_bytes) / 2 * 2, kValueStep), 2);
   } else {
     while (most > 2 && Columns::columns_of(static_cast<int>(most)) < a.value_dim) most /= 2;
@@ -157,7 +157,7 @@ void few_query_values(const FewQueryValues<T>& a, int64_t rows, const FewQueryRo
       return few_query_value_steps(FewQueryColumns<T, StoredFloat16<T>>(a.value_dim), a, rows, values);
     }
   }
-  few_query_value_steps(FewQueryColumns<T, StoredPlain<T>>(a.value_dim), a, rows, values);
+  few_query_value_steps(FewQueryColumns<T, StoredAsT<T>>(a.value_dim), a, rows, values);
 }
 
 }  // namespace selfattn::cpu::SELFATTN_ISA

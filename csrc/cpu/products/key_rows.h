@@ -1,9 +1,9 @@
-// Where keys and values lie: rows a stride apart, or in pages. Decoding walks them where they are; everything
-// else takes a block at a time, from a copy if there are pages.
+// Rows of keys and values, which lie a stride apart or in pages. Decoding reads them where they are;
+// everything else takes a block at a time, from a copy if there are pages.
 #pragma once
 
 #include "arena.h"
-#include "rows.h"
+#include "tensor_rows.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -14,7 +14,7 @@ struct RowRun {
   int64_t step;
 };
 
-// From a key on, as many rows of a view of keys or values as lie evenly spaced but at most `most`.
+// Returns the rows of a view of keys or values that lie evenly spaced from a key on, at most `most`.
 inline RowRun key_run(const AttentionParams& p, const View& view, int64_t batch, int64_t kv_head, int64_t key,
                       int64_t most) {
   const int64_t rest = p.pages.table != nullptr ? p.pages.size - key % p.pages.size : most;
@@ -22,12 +22,12 @@ inline RowRun key_run(const AttentionParams& p, const View& view, int64_t batch,
   return {static_cast<const char*>(first), smaller(most, rest), view.stride[2] * size_of(p.dtype)};
 }
 
-// Room for the rows of a block, in bytes.
+// Bytes of the copy of a block's rows; 0 without pages.
 inline int64_t block_bytes(const AttentionParams& p, int64_t rows, int64_t columns) {
   return p.pages.table != nullptr ? Arena::bytes_for<char>(rows * columns * size_of(p.dtype)) : 0;
 }
 
-// Rows of a view of keys or values, copied to `block` if they lie in pages.
+// Returns rows of a view of keys or values, copied to `block` if they lie in pages.
 inline RowSource key_source(const AttentionParams& p, const View& view, int64_t batch, int64_t kv_head,
                             int64_t key, int64_t keys, int64_t columns, char* block) {
   if (p.pages.table == nullptr) return row_source(view, p.dtype, batch, kv_head, key, keys, columns);

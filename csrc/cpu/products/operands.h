@@ -1,7 +1,7 @@
-// What the products of a pass are made from. A pass is written over P, its arithmetic: float and double are
-// computed with as they are (this file); Pairs computes float results from bfloat16 pieces
-// (pairs/operands_of_pairs.h). Five kinds of operand, named after what becomes of a tensor's rows in C = A
-// * B, where the columns of C are lanes:
+// The operands of matrix products, for the arithmetic P that a pass is written over. float and double compute
+// with the tensors' numbers as they are (this file); Pairs computes float results from bfloat16 pieces
+// (pairs/operands_of_pairs.h). The five kinds are named after what becomes of a tensor's rows in C = A * B,
+// where the columns of C are lanes:
 //
 //     LaneOperand    B, one row per lane          Q and dO in S^T = K Q^T and dP^T = V dO^T
 //     RowOperand     A, one row per row of C      K and V there
@@ -9,46 +9,47 @@
 //     VectorOperand  B, rows as they are          dO in dV = P^T dO, Q in dK = dS^T Q
 //     WeightOperand  a block of weights or their gradients, [keys][lanes], as A or as B
 //
-// A product that takes `visible` may get nullptr; otherwise it leaves out every term whose key is hidden from
+// A product that takes `visible` may get nullptr. Otherwise it leaves out every term whose key is hidden from
 // its query, as multiply_visible does.
 #pragma once
 
 #include "arena.h"
 #include "elementary.h"
-#include "rows.h"
+#include "tensor_rows.h"
 #include "tile_multiply.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
 constexpr int64_t kKeyBlock = 64;  // keys per block of scores; a multiple of 4, the keys of one Philox call
 
-// Whether products are computed in P itself. Then the scale is part of Q^T, and strips may be of few queries.
+// Whether products are computed in P itself, not in pairs. Then the scale is part of Q^T, and strips may have
+// few queries.
 template <class P>
 constexpr bool kDirect = true;
 
-// Keys that the forward brings in at a time, for all strips of an item.
+// Keys that the forward loads at a time, for all strips of an item.
 template <class P>
 int64_t loaded_keys(const AttentionParams&) {
   return 4 * kKeyBlock;
 }
 
-// Strips of an item of the forward: as many as share the work of bringing keys and values in, and how much of
-// the level-2 cache they may take.
+// The most strips of an item of the forward, which share the work of bringing keys and values in, and the
+// most bytes of the level-2 cache that they may take.
 template <class P>
 constexpr int64_t kMostStrips = 16;
 template <class P>
 constexpr int64_t kStripCache = 768 * 1024;
 
-// Strips of the backward that meet a block of keys one after the other, so that what they add to dK and dV is
-// one product.
+// Strips of the backward that meet a block of keys one after the other, so that one product adds their parts
+// of dK and dV.
 template <class P>
 constexpr int64_t kPanelStrips = 1;
 
-// Whether the rows of a panel, which is a number of those strips, are asked for during the one before.
+// Whether the rows of a panel, which is a number of those strips, are prefetched during the panel before.
 template <class P>
 constexpr bool kAsksForNextPanel = false;
 
-// The most that dK and dV of a chunk of the backward may take.
+// The most bytes that dK and dV of a chunk of the backward may take.
 template <class P>
 constexpr int64_t kChunkBytes = 256 * 1024;
 
@@ -64,7 +65,8 @@ template <class P>
 constexpr int64_t kLanes = Simd<Scalar<P>>::kTileVecs *
                            Simd<Scalar<P>>::kWidth;  // most queries of a strip, and every leading dimension
 
-// A worker's hold on whatever its products need of the processor; nothing, for plain arithmetic.
+// What a worker holds while it multiplies, for products that need a state of the processor. float and double
+// need none.
 template <class P>
 struct Session {};
 
@@ -104,14 +106,14 @@ struct RowOperand {
 
 template <class P>
 struct ColumnOperand : RowOperand<P> {
-  // The same rows once more, in the other role; needs no memory of its own.
+  // The same rows in another role, which needs no memory of its own.
   static int64_t shared_bytes(const AttentionParams&, int64_t, int64_t) { return 0; }
   void allocate_shared(const AttentionParams&, int64_t, int64_t, Arena&) {}
   void load_shared(const RowSource&, const RowOperand<P>& same) { this->rows = same.rows; }
-  // Whether products must be told what is visible although the caller saw nothing wrong with the data.
+  // Whether products need `visible` although the caller found nothing wrong with the data.
   bool special(int64_t, int64_t) const { return false; }
-  // Whether sums of the rows may overflow although nobody would see that by looking at them, see overflow.h:
-  // plain arithmetic looks at every result.
+  // Whether sums of the rows may overflow where nobody looks at the results, see overflow.h: float and double
+  // look at every result.
   bool large() const { return false; }
 };
 
@@ -139,8 +141,8 @@ struct WeightOperand {
 
   static int64_t bytes(const AttentionParams&) { return Arena::bytes_for<P>(kKeyBlock * kLanes<P>); }
   void allocate(const AttentionParams&, Arena& arena) { block = arena.take<P>(kKeyBlock * kLanes<P>); }
-  // Four rows of vectors. kPacked is for operands that can do without the block, `used` for what rounds them.
-  template <Weigh kWeigh, bool kPacked>
+  // Stores four rows of vectors. kPaired is for operands that need no block, `used` for those that round.
+  template <Weigh kWeigh, bool kPaired>
   SELFATTN_INLINE void store(int64_t row, int64_t lane, const typename Simd<P>::Vec (&v)[4],
                              typename Simd<P>::Vec (&)[2]) const {
     SELFATTN_UNROLL
@@ -148,16 +150,16 @@ struct WeightOperand {
   }
   // Whether weights are rounded to a single piece.
   bool rounds() const { return false; }
-  // Whether outputs go on summing where they lie, so that rescaling them is a pass of its own.
+  // Whether outputs are summed where they lie, so that rescaling them is a pass of its own.
   template <Weigh>
   static constexpr bool kSumsInPlace = false;
   bool sums_in_place() const { return false; }
-  // To be called once the block is final, before the products that use it as B or as A.
+  // Must be called once the block is final, before the products that use it as B or as A.
   void ready_as_lanes(int64_t /*keys*/, int64_t /*vecs*/) {}
   void ready_as_rows(int64_t /*keys*/, int64_t /*first*/, int64_t /*queries*/, int64_t /*rows*/) {}
 };
 
-// c[j][lane] = <row from + j of a, lane of b>, or += with Update::kAdd
+// c[j][lane] = <row from + j of a, lane of b>, or += with Update::kAdd.
 template <class P>
 void multiply_lanes(const RowOperand<P>& a, int64_t from, int64_t rows, LaneOperand<P>& b, int64_t columns,
                     int64_t vecs, Scalar<P>* c, Update update = Update::kStore) {
@@ -174,7 +176,7 @@ struct ColumnSums {
   const T* lane_scale = nullptr;
 };
 
-// c[column][lane] (updated by) sum over the keys j of a(from + j, column) * w[j][lane]
+// Updates c[column][lane] by the sum over the keys j of a(from + j, column) * w[j][lane].
 template <class P>
 void multiply_columns(const ColumnOperand<P>& a, int64_t from, int64_t keys, int64_t columns,
                       const WeightOperand<P>& w, int64_t vecs, const ColumnSums<Scalar<P>>& c,
@@ -192,7 +194,7 @@ void multiply_columns(const ColumnOperand<P>& a, int64_t from, int64_t keys, int
 }
 
 // c[j][column] += sum over the queries i of w[j][i] * b(i, column); c has rows padded to whole vectors. The
-// queries are first .. first + queries - 1 of a panel. More than a strip's may come at once if nothing is
+// queries are first .. first + queries - 1 of a panel. Those of several strips may come at once if nothing is
 // special and w is ready for them.
 template <class P>
 void multiply_weights(const WeightOperand<P>& w, int64_t keys, int64_t /*first*/, int64_t queries,

@@ -1,7 +1,6 @@
-// Walks over rows of keys or values in the order in which they are read, and the same some way ahead: what
-// memory is asked for before it is used.
+// Walks over rows of keys or values in the order of reading, and prefetches some way ahead.
 //
-// Between memory and a core only so much is under way at once. If every row that is used makes room for one
+// Only so much is under way between memory and a core at once. If every row that is used makes room for one
 // that will be, that much is under way all the time, also where one block ends and another begins, from page
 // to page and from keys to values.
 #pragma once
@@ -17,14 +16,14 @@ namespace selfattn::cpu::SELFATTN_ISA {
 constexpr int kFetchInto = SELFATTN_FETCH_INTO;
 constexpr int64_t kLine = 64;  // bytes of a cache line
 
-// Neighbouring keys, or values, of one kv head or of several: then all heads' rows of one key, and of the
-// next. They lie page after page; without pages all is one.
+// Neighbouring keys, or values, of one kv head or of several. With several, all heads' rows of one key come
+// before those of the next. They lie page after page; without pages there is a single one.
 struct RowSpan {
   const char* const* pages;  // where the rows of head 0 begin
-  int64_t page_keys, first;  // that a page holds; where in the first page the span begins
+  int64_t page_keys, first;  // keys of a page; where in the first page the span begins
   int64_t keys;
   int64_t key_step, head_step;  // bytes
-  int64_t head = 0, heads = 1;  // the first, and how many
+  int64_t head = 0, heads = 1;  // the first head, and how many
 
   RowSpan of_heads(int64_t count) const {
     RowSpan span = *this;
@@ -39,7 +38,7 @@ class PageList {
   static int64_t most_pages(const AttentionParams& p, int64_t keys) {
     return p.pages.table != nullptr ? keys / p.pages.size + 2 : 1;
   }
-  // `pages` has room for most_pages.
+  // `pages` must have room for most_pages.
   PageList(const AttentionParams& p, const View& view, int64_t batch, int64_t kv_head, int64_t begin,
            int64_t end, const char** pages)
       : pages_(pages),
@@ -71,8 +70,8 @@ class PageList {
   int64_t page_keys_, first_key_, key_step_, head_step_;
 };
 
-// Runs of the rows of one span and then of another; after them the last row for ever. The spans must outlive
-// it.
+// The rows of one span and then of another, in evenly spaced runs; after them, the last row for ever. The
+// spans must outlive this object.
 class RowRuns {
  public:
   RowRuns(const RowSpan& span, const RowSpan* then) : then_(then), head_(span.head) { enter(span); }
@@ -85,7 +84,7 @@ class RowRuns {
     }
     const char* key = *page_ + head_ * span_->head_step + first_ * span_->key_step;
     const int64_t in_page = span_->page_keys - first_;
-    // With several heads rows go on evenly spaced beyond a key if there are no others between them.
+    // With several heads, rows stay evenly spaced beyond a key if no other rows lie between them.
     const bool gaps = span_->heads > 1 && span_->key_step != span_->heads * span_->head_step;
     const int64_t taken = gaps ? 1 : smaller(in_page, keys_);
     keys_ -= taken;
@@ -99,7 +98,7 @@ class RowRuns {
     return run;
   }
 
-  // From now on of another head; returns by how much the rows at hand move.
+  // Turns to the rows of another head, and returns by how many bytes the current ones move.
   int64_t turn_to(int64_t head) {
     const int64_t bytes = (head - head_) * span_->head_step;
     head_ = head;
@@ -107,9 +106,9 @@ class RowRuns {
   }
 
  private:
-  const RowSpan *span_ = nullptr, *then_;  // the one at hand, and what is left to enter
+  const RowSpan *span_ = nullptr, *then_;  // the current span, and the one still to enter
   const char* const* page_ = nullptr;
-  int64_t first_ = 0, keys_ = 0, head_;  // where in the page, how many, of which head
+  int64_t first_ = 0, keys_ = 0, head_;  // where in the page, how many are left, of which head
   const char* last_ = nullptr;
 
   void enter(const RowSpan& span) {
@@ -120,15 +119,15 @@ class RowRuns {
   }
 };
 
-// One row after the other.
+// Walks over rows one by one.
 class RowWalk {
  public:
   explicit RowWalk(const RowSpan& span, const RowSpan* then = nullptr)
       : runs_(span, then), run_(runs_.next()) {}
 
-  // How many rows come next that lie evenly spaced.
+  // The number of evenly spaced rows that come next.
   int64_t even() const { return run_.rows; }
-  // The next n of these; or the next two, which always do.
+  // Takes the next n of these. The next two may always be taken, since any two rows are evenly spaced.
   RowRun take(int64_t n) {
     RowRun rows{run_.first, n, run_.step};
     if (n > run_.rows) {
@@ -169,18 +168,18 @@ class RowWalk {
   RowRun run_;
 };
 
-// Reads nothing, so that the address may lie past the tensor's end. kFetchInto is 3 for all levels of caches,
-// 2 for those from the second on; see isa/begin_amx.h.
+// Prefetches a line. It reads nothing, so the address may lie past the tensor's end. kFetchInto is 3 for all
+// levels of caches, 2 for those from the second on; see isa/begin_amx.h.
 SELFATTN_INLINE void fetch_ahead(const void* line) { __builtin_prefetch(line, 0, kFetchInto); }
 
-// The rows that are asked for while others are used: a walk ahead of these. A line can be under way only when
-// its address has been translated, and what waits for that holds up all that follows. Therefore one line of
-// every memory page is asked for some pages earlier.
+// The rows to prefetch while others are used: a walk ahead of these. A line can be under way only when its
+// address has been translated, and a prefetch that waits for that holds up all that follow. Therefore one
+// line of every memory page is prefetched some pages earlier.
 class RowsAhead {
  public:
   explicit RowsAhead(const RowWalk& rows) : rows_(rows), pages_(rows), left_(INT64_MAX) {}
-  // `page_keys`: rows of a page of the cache. Where lines come into the level-2 cache only short pages were
-  // measured to gain; longer ones and contiguous caches lost up to 10 %.
+  // `page_keys`: rows of a page of the cache of keys and values. Where lines come into the level-2 cache,
+  // only short pages were measured to gain; longer ones and slots lost up to 10 %.
   static RowsAhead with_pages(const RowWalk& rows, int64_t page_keys) {
     constexpr int64_t kShortCachePage = 32768;  // bytes
     RowsAhead ahead(rows);
@@ -211,7 +210,7 @@ class RowsAhead {
   static constexpr int64_t kMemoryPage = 4096, kMemoryPagesAhead = 4;
 
   RowWalk rows_, pages_;
-  int64_t rows_of_page_ = 1, left_;  // of which nothing is to be asked for yet
+  int64_t rows_of_page_ = 1, left_;  // left_: until the next page is prefetched
 
   void next_page() {
     fetch_ahead(pages_.next());
@@ -219,13 +218,15 @@ class RowsAhead {
   }
 };
 
-// The same line by line, for products whose steps are long: they ask for a few lines wherever they are, as
-// evenly as time passes. Many at once hold up the loads behind them, none for a while leaves memory idle.
+// Prefetches the same rows line by line, for products with long steps: they ask for a few lines in many
+// places, as evenly as time passes. Many at once hold up the loads behind them; none for a while leaves
+// memory idle.
 class LinesAhead {
  public:
   LinesAhead(const RowsAhead& rows, int64_t row_bytes) : rows_(rows), row_bytes_(row_bytes) { next_run(); }
 
-  // As many bytes as are used of other rows in the meantime; lines are whole, what is left is owed.
+  // Prefetches as many bytes as are used of other rows meanwhile. Only whole lines are prefetched, and the
+  // rest is owed to the next call.
   SELFATTN_INLINE void ask(int64_t bytes) {
     const char* at = at_;
     int64_t owed = owed_ + bytes;
@@ -234,7 +235,7 @@ class LinesAhead {
       at += kLine;
       owed -= kLine;
       if (at < end_) continue;
-      owed_ = owed + (at - end_);  // of the last line only a part was of the run
+      owed_ = owed + (at - end_);  // only a part of the last line was in the run
       next_run();
       at = at_;
       owed = owed_;

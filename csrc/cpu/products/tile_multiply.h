@@ -1,11 +1,11 @@
-// The one matrix product all kernels are made of:
+// The matrix product that all kernels are made of.
 //
 //     C[row][lane]  (=, +=, or scaled +=)  sum over k of A(row, k) * B[k][lane]
 //
-// A is read one scalar at a time and broadcast, so it needs no packing and no alignment: it is a key or value
-// row in the user's tensor, or a row of weights. B and C are scratch with vectors of lanes. With
-// `Transposed`, A(row, k) is a[k * lda + row], otherwise a[row * lda + k]. Sums stay in registers and meet C
-// once, at the end; long ones do so part by part (long_sums.h).
+// A is read one scalar at a time and broadcast, so it needs no copy and no alignment: it is a key or value
+// row in the user's tensor, or a row of weights. B and C are scratch with vectors of lanes. With kTransposed,
+// A(row, k) is a[k * lda + row], otherwise a[row * lda + k]. Sums stay in registers and meet C once, at the
+// end; long ones do so part by part (long_sums.h).
 #pragma once
 
 #include "long_sums.h"
@@ -28,8 +28,8 @@ struct Product {
   const T* lane_scale;
 };
 
-// What becomes of a tile's sums. The update is asked for once per tile: asked for every vector, it took as
-// long as a tenth of the product.
+// Stores a tile's sums. The kind of update is tested once per tile: tested for every vector, it took a tenth
+// of the time of the product.
 template <class T, Update kUpdate, int kRows, int kVecs>
 SELFATTN_INLINE void finish_tile(const typename Simd<T>::Vec (&sum)[kRows][kVecs], T* c, int64_t ldc,
                                  const T* lane_scale) {
@@ -132,7 +132,7 @@ void multiply_part(const Product<T>& p, int64_t rows, int64_t vecs) {
   }
 }
 
-// The whole product: `rows` rows and `vecs` vectors of lanes.
+// Computes the whole product: `rows` rows and `vecs` vectors of lanes.
 template <class T, bool kTransposed>
 void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
   const int64_t step = terms_of_part(p.depth);
@@ -149,9 +149,9 @@ void multiply(const Product<T>& p, int64_t rows, int64_t vecs) {
 }
 
 // The slow product for data that holds Inf or NaN: a term whose key is hidden from its query is left out,
-// where the fast product would compute 0 * NaN. `visible` is laid out as the weights are (key rows, query
-// lanes) and holds 1 or 0. Weights are either B (lanes are queries: `visible` runs with B) or A (its rows and
-// k).
+// where the fast product would compute 0 * NaN. `visible` is laid out like the weights (key rows, query
+// lanes) and holds 1 or 0. Weights are either B (lanes are queries, and `visible` runs with B) or A (its rows
+// and k).
 template <class T, bool kTransposed>
 void multiply_visible(const Product<T>& p, int64_t rows, int64_t vecs, const T* visible, int64_t ldv) {
   using S = Simd<T>;

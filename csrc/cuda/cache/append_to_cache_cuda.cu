@@ -1,3 +1,4 @@
+// The kernel that copies new keys and values into a cache.
 #include "../../core/sequences.h"
 #include "../common/grid.cuh"
 #include "append_to_cache_cuda.h"
@@ -9,13 +10,13 @@ namespace {
 constexpr int kThreads = 128;
 constexpr int kRowsOfBlock = kThreads / kWarp;
 
-// A new row: of which sequence, and how many of its new rows come before it.
+// A new row: its sequence, its index among the sequence's new rows, and their number.
 struct NewRow {
   int64_t batch, index, count;
 };
 
-// Packed rows are found by their starts, the last of which is not above the row. Starts that decrease lead
-// to some sequence, and to one of its rows or to an index that it has not.
+// A packed row belongs to the last sequence that does not start behind it. Starts that decrease give some
+// sequence, and one of its rows or an index it does not have.
 __device__ __forceinline__ NewRow new_row(const AppendParams& a, int64_t row) {
   if (a.row_starts == nullptr) return {row / a.rows, row % a.rows, a.rows};
   int64_t batch = 0;
@@ -35,7 +36,8 @@ __device__ __forceinline__ void copy(const void* from, void* to, int64_t bytes, 
   }
 }
 
-// A row of elements, by a warp: 16 bytes a lane where both lie so, otherwise two, which every dtype has.
+// A warp copies a row of elements. Each lane copies 16 or 4 bytes at a time if both addresses and the size
+// allow it, otherwise 2, which every dtype allows.
 __device__ __forceinline__ void copy_row(const void* from, void* to, int64_t bytes, int lane) {
   const uint64_t ends =
       reinterpret_cast<uint64_t>(from) | reinterpret_cast<uint64_t>(to) | static_cast<uint64_t>(bytes);
@@ -58,7 +60,7 @@ __global__ void __launch_bounds__(kThreads, 8)
   const NewRow of = new_row(a, row);
   if (of.index < 0 || of.index >= of.count) return;
 
-  // Limited, so that sums are exact: far beyond any cache.
+  // The length is limited, far beyond any cache, so that sums are exact.
   constexpr int64_t kFar = int64_t{1} << 48;
   const int64_t length = limited(a.lengths[of.batch], -kFar, kFar);
   const int64_t position = length - (a.lengths_after ? of.count : 0) + of.index;

@@ -1,4 +1,4 @@
-// Copies new keys and values behind those of a cache.
+// Copies new keys and values into a cache, behind those that it holds.
 #pragma once
 
 #include "../../core/append_params.h"
@@ -6,7 +6,7 @@
 
 namespace selfattn::cuda {
 
-// Nobody has looked at the lengths, starts and page numbers: rows that they would put outside of the cache
+// The lengths, starts and page numbers have not been checked: rows that they would put outside of the cache
 // are left out.
 void append_to_cache(const AppendParams& append, const Launch& where);
 

@@ -1,6 +1,8 @@
-// The language of the kernels: CUDA under nvcc, and under SELFATTN_CUDA_EMULATOR the same words for a C++
-// host compiler, which runs the kernels on the CPU (tests/emulator). Dynamic shared memory is the only one:
-// what a block uses is then one array, with one size that the launch knows.
+// The language of the kernels: CUDA, or the same words for the emulator.
+//
+// nvcc reads CUDA. With SELFATTN_CUDA_EMULATOR a C++ host compiler reads the same words, and the kernels run
+// on the CPU (simulators/cuda_emulator). All shared memory is dynamic, so that a block has one array of it,
+// whose size the launch knows.
 #pragma once
 
 #include <cstddef>
@@ -18,8 +20,8 @@
 #include <string>
 #endif
 
-// A device function that is called rather than inlined: for rare code, whose registers the kernel is not to
-// pay for.
+// A device function that is called rather than inlined. This is for rare code, so that its registers are not
+// added to the kernel's.
 #define SELFATTN_CALLED __noinline__
 
 // Declares `name`: the dynamic shared memory of the block, an array of bytes aligned to 128.
@@ -29,7 +31,7 @@ namespace selfattn::cuda {
 
 #if defined(__CUDACC_RTC__)
 
-// Named by the hosts' part of what kernels include, which nvrtc need not understand.
+// nvrtc needs only this declaration, because the host code that it reads with the kernels names launch().
 template <class... Parameters, class... Arguments>
 void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
             const Arguments&... arguments);
@@ -38,11 +40,11 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
 
 inline void check_cuda(cudaError_t status, const char* doing) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch, of whomever, would report it again
+  cudaGetLastError();  // otherwise the next launch, even another library's, would report it again
   throw std::runtime_error(std::string("CUDA failed to ") + doing + ": " + cudaGetErrorString(status));
 }
 
-// Kernels may use this much dynamic shared memory without being allowed to.
+// Kernels may use this much dynamic shared memory without cudaFuncSetAttribute.
 constexpr size_t kSharedMemoryUnasked = 48 * 1024;
 
 inline void allow_shared_memory(const void* kernel, size_t bytes) {
@@ -61,12 +63,12 @@ void launch(void (*kernel)(Parameters...), dim3 grid, dim3 block, size_t shared_
   check_cuda(cudaGetLastError(), "launch a kernel");
 }
 
-// Zeros, in the order of the stream.
+// Fills memory with zeros, in the order of the stream.
 inline void clear_async(void* memory, size_t bytes, cudaStream_t stream) {
   check_cuda(cudaMemsetAsync(memory, 0, bytes, stream), "clear memory");
 }
 
-// Of the current device.
+// The number of multiprocessors of the current device.
 inline int multiprocessors() {
   int device = 0, count = 0;
   check_cuda(cudaGetDevice(&device), "tell the current device");

@@ -6,7 +6,7 @@
 
 namespace selfattn::cuda {
 
-// Numbers that are computed in the type that they are stored in.
+// Numbers that are computed in the type in which they are stored.
 template <class T>
 struct WideElement {
   using Storage = T;

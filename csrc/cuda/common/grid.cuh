@@ -1,5 +1,6 @@
-// One block per item of work, however many there are: a grid's first dimension ends at 2^31 - 1 blocks, and
-// the others at 65,535.
+// Launches with one block per item of work, however many items there are.
+//
+// A grid's first dimension has at most 2^31 - 1 blocks, and the others have at most 65,535.
 #pragma once
 
 #include <algorithm>
@@ -20,7 +21,7 @@ void for_each_grid(int64_t blocks, const Start& start) {
   }
 }
 
-// Launches kernel(arguments..., first) for these.
+// Launches kernel(arguments..., first) for each of these grids.
 template <class... Parameters, class... Arguments>
 void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, int threads, size_t shared_bytes,
                    const Launch& where, const Arguments&... arguments) {
@@ -30,8 +31,8 @@ void launch_blocks(void (*kernel)(Parameters...), int64_t blocks, int threads, s
   });
 }
 
-// A grid of so many blocks, in x alone where that can hold them. Kernels that launch it know how many there
-// are: the last row of the grid may have more.
+// A grid of at least so many blocks, in x alone if they fit there. The last row of the grid may have more, so
+// kernels must be told how many there are.
 inline dim3 grid_of(int64_t blocks) {
   constexpr int64_t kMostX = int64_t{1} << 30;
   const int64_t y = divide_up(blocks, kMostX);
@@ -43,12 +44,12 @@ __device__ __forceinline__ int64_t block_of_grid() {
   return blockIdx.x + static_cast<int64_t>(blockIdx.y) * gridDim.x;
 }
 
-// Which rows of which head a block works at. Tiles with the last rows come first: under a causal mask they
-// have the most to do.
+// The head and the rows that a block works on. Tiles with the last rows come first, because they have the
+// most work under a causal mask.
 struct HeadTile {
   int64_t batch, head, first_row;
 
-  // `index` counts tiles of `height` rows, all those of one head before the next.
+  // `index` counts tiles of `height` rows, first all tiles of one head, then those of the next.
   __device__ __forceinline__ HeadTile(int64_t index, int64_t heads, int64_t rows, int height) {
     const int64_t tiles = divide_up(rows, height);
     const int64_t head_index = index / tiles;

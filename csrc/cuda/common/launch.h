@@ -1,4 +1,4 @@
-// Where a launch goes. Plain C++: whoever includes this needs no CUDA headers.
+// The stream and the workspace of a launch. Plain C++, which needs no CUDA headers.
 #pragma once
 
 struct CUstream_st;  // what a cudaStream_t points to
@@ -7,8 +7,8 @@ namespace selfattn::cuda {
 
 struct Launch {
   CUstream_st* stream = nullptr;  // nullptr is CUDA's default stream
-  // Device memory of as many bytes as the kernel's function for it says, 256-byte aligned; nullable when that
-  // is 0.
+  // Device memory, 256-byte aligned, of the size that the kernel's workspace function returns; nullable if
+  // that is 0.
   void* workspace = nullptr;
 };
 

@@ -1,8 +1,9 @@
-// Outputs whose sums overflowed, and rows whose scores are too large for a kernel. The forward adds up
-// weights times values and divides by the sum of the weights at the end: of values near the largest number
-// such a sum overflows where the formula, which divides the weights first, has a mean of them. Elements that
-// are not finite are therefore computed once more, here, in the formula's order. What the formula has as NaN
-// or infinity comes out so again, and no finite element changes a bit.
+// Computes outputs again whose sums overflowed, and rows whose scores are too large for a kernel.
+//
+// The forward adds up weights times values and divides by the sum of the weights at the end. With values near
+// the largest number such a sum overflows, while the formula, which divides the weights first, gives their
+// mean. Therefore elements that are not finite are computed once more, here, in the formula's order. An
+// element that is NaN or infinite by the formula comes out so again, and no finite element changes a bit.
 #pragma once
 
 #include "../../core/visible_range.h"
@@ -12,7 +13,7 @@
 
 namespace selfattn::cuda {
 
-// float16 never fills the range of its sums, which are float's.
+// Sums of float16 numbers never overflow, because they are float.
 template <DType kDType>
 constexpr bool kMayOverflow = kDType != DType::kFloat16;
 
@@ -21,7 +22,7 @@ __device__ __forceinline__ bool is_finite_number(T x) {
   return x - x == T(0);
 }
 
-// A row of queries and the keys that it sees, for the lanes of a warp.
+// A query's row and the keys that it sees, computed by the lanes of a warp.
 template <DType kDType>
 class FormulaRow {
   using E = Element<kDType>;
@@ -43,7 +44,7 @@ class FormulaRow {
     return view.offset(sequence_.query_batch, head_, sequence_.first_query + query_);
   }
 
-  // Maximum and sum of the row, the sink's share included.
+  // Computes maximum and sum of the row, with the sink.
   __device__ __forceinline__ void weigh() {
     RowState<T> own;
     for (int64_t key = keys_.begin + lane(); key < keys_.end; key += kWarp) own.raise_max(score(key));
@@ -62,7 +63,7 @@ class FormulaRow {
     state_.sum = multiply_add(state_.sum, factor, own.sum);
   }
 
-  // The output's element of the lane's column, 0 where there is none.
+  // The output's element in the lane's column; 0 if the column does not exist.
   __device__ __forceinline__ T output(int64_t column) {
     const T inverse = state_.inverse_sum();
     T sum = T(0);
@@ -71,7 +72,7 @@ class FormulaRow {
       const T s = own < keys_.end ? score(own) : -infinity<T>();
       T weight = state_.weight(s, inverse);
       if (dropout_.enabled() && own < keys_.end) weight *= dropout_.factor(dropout_.words(query_, own), own);
-      T part = T(0);  // by itself: the errors of a long sum stay small
+      T part = T(0);  // summed separately, so that the errors of a long sum stay small
       for (int i = 0; i < kWarp && first + i < keys_.end; ++i) {
         const T of_key = __shfl_sync(kWholeWarp, weight, i);
         const bool hidden = __shfl_sync(kWholeWarp, s, i) == -infinity<T>();
@@ -83,7 +84,7 @@ class FormulaRow {
     return sum;
   }
 
-  // Stores it where the lane wants that. Collective.
+  // Stores the lane's output element if it wants that. All lanes must call it.
   __device__ __forceinline__ void store_output(const ForwardOutputs& outputs, int64_t column, bool wants) {
     const T sum = output(column);
     if (!wants) return;
@@ -131,8 +132,9 @@ class FormulaRow {
   RowState<T> state_;
 };
 
-// Columns begin .. end - 1 of a row that this warp, or its block before a barrier, has stored. Rare, and a
-// function of its own, so that it takes no registers from the kernel.
+// Computes elements that are not finite again, in columns begin .. end - 1 of a row that this warp, or its
+// block before a barrier, has stored. It is rare and therefore called, so that it takes no registers from the
+// kernel.
 template <DType kDType>
 __device__ SELFATTN_CALLED void mend_overflow(const AttentionParams& p, const ForwardOutputs& outputs,
                                               int64_t batch, int64_t head, int64_t query, int64_t begin,
@@ -152,7 +154,8 @@ __device__ SELFATTN_CALLED void mend_overflow(const AttentionParams& p, const Fo
   }
 }
 
-// A whole row and its statistics, at `statistic`. Likewise.
+// Computes a whole row and its statistics, which are stored at `statistic`. It is rare and therefore called,
+// too.
 template <DType kDType>
 __device__ SELFATTN_CALLED void compute_row(const AttentionParams& p, const ForwardOutputs& outputs,
                                             int64_t batch, int64_t head, int64_t query, int64_t statistic) {

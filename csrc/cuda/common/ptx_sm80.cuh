@@ -1,6 +1,8 @@
-// The instructions of sm_80 that CUDA C++ has no words for. This is the only file with inline PTX for them;
-// the emulator has a functional model of each (tests/emulator/ptx_sm80_model.h), which golden outputs of real
-// devices hold to the truth. On older devices they trap: kernels that use them are never chosen there.
+// The instructions of sm_80 that CUDA C++ has no words for.
+//
+// This is the only file with inline PTX for them. The emulator has a functional model of each
+// (simulators/cuda_emulator/ptx_sm80_model.h), which is compared with golden outputs of real devices. On
+// older devices they trap; kernels that use them are never chosen there.
 //
 // Terms of the PTX manual: a "row" is one of the 8 rows of an 8 x 8 matrix of 16-bit elements, 16 bytes,
 // aligned to 16. Fragments are laid out as there; "collective" calls are made by all 32 lanes of a warp
@@ -13,7 +15,7 @@
 
 namespace selfattn::cuda::ptx {
 
-// Whether this is code for devices that have these instructions. Kernels are empty where not: they would take
+// Whether this is code for devices that have these instructions. Otherwise kernels are empty: they would take
 // minutes to compile, and are never chosen.
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ < 800
 constexpr bool kForAmpere = false;
@@ -41,33 +43,33 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
 
-// Starts a copy of 16 bytes from global to shared memory, both aligned to 16; of zeros when !valid, and then
-// `global` is not read. The bytes are there for this thread after copy_async_wait, for others after a barrier
-// behind that.
+// Starts a copy of 16 bytes from global to shared memory, both aligned to 16. If !valid it writes zeros and
+// does not read `global`. This thread sees the bytes after copy_async_wait, the others after a barrier that
+// follows it.
 __device__ __forceinline__ void copy_async_16(void* shared, const void* global, bool valid) {
   SELFATTN_PTX_SM80("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(shared_address(shared)),
                     "l"(global), "r"(valid ? 16 : 0) : "memory");
 }
 
-// Closes a group of this thread's copies, which may be empty.
+// Closes a group of this thread's copies. The group may be empty.
 __device__ __forceinline__ void copy_async_commit() {
   SELFATTN_PTX_SM80("cp.async.commit_group;" :: : "memory");
 }
 
-// Waits until at most the newest `Pending` groups of this thread are still on their way.
+// Waits until all groups of this thread have arrived except the newest `Pending`.
 template <int Pending>
 __device__ __forceinline__ void copy_async_wait() {
   SELFATTN_PTX_SM80("cp.async.wait_group %0;" ::"n"(Pending) : "memory");
 }
 
-// Four 8 x 8 matrices; lane l gives the row l % 8 of matrix l / 8. Register m of a lane holds the elements
-// 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of matrix m. Collective.
+// Loads four 8 x 8 matrices; lane l gives the row l % 8 of matrix l / 8. Register m of a lane gets the
+// elements 2 (lane % 4) and 2 (lane % 4) + 1 of row lane / 4 of matrix m. Collective.
 __device__ __forceinline__ void load_matrix_x4(uint32_t (&r)[4], const void* row) {
   SELFATTN_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]),
                     "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
 }
 
-// The same with each matrix transposed. Collective.
+// Does the same with each matrix transposed. Collective.
 __device__ __forceinline__ void load_matrix_x4_transposed(uint32_t (&r)[4], const void* row) {
   SELFATTN_PTX_SM80("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0, %1, %2, %3}, [%4];" : "=r"(r[0]),
                     "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(shared_address(row)) : "memory");
@@ -110,8 +112,8 @@ __device__ __forceinline__ float exp2_approx(float value) {
   return result;
 }
 
-// The same number, of which the compiler knows nothing: what is computed from it is not kept in registers
-// from one iteration of a loop to the next.
+// Returns the same number, but hides its value from the compiler, which then computes values that depend on
+// it in every iteration of a loop instead of keeping them in registers.
 __device__ __forceinline__ int opaque(int value) {
   asm volatile("" : "+r"(value));
   return value;

@@ -1,12 +1,13 @@
-// The instructions of sm_90a that CUDA C++ has no words for: barriers of asynchronous copies, copies by
-// tensor maps (TMA), products of a warpgroup (wgmma), barriers of some warps, and registers that warps hand
-// over. This is the only file with inline PTX for them; the emulator has a functional model of each
-// (tests/emulator/ptx_sm90_model.h). On other devices they trap: kernels that use them are never chosen
-// there.
+// The instructions of sm_90a that CUDA C++ has no words for.
+//
+// They are barriers of asynchronous copies, copies by tensor maps (TMA), products of a warpgroup (wgmma),
+// barriers of some warps, and the exchange of registers between warps. This is the only file with inline PTX
+// for them; the emulator has a functional model of each (simulators/cuda_emulator/ptx_sm90_model.h). On other
+// devices they trap; kernels that use them are never chosen there.
 //
 // Terms of the PTX manual: a "warpgroup" is four neighbouring warps, the first of which has a number that is
 // a multiple of four. "Collective" calls are made by all its 128 threads together. The "asynchronous proxy"
-// is the way on which copies and products reach shared memory past the loads and stores of threads.
+// is how copies and products access shared memory, apart from the loads and stores of threads.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +17,7 @@
 
 namespace selfattn::cuda::ptx {
 
-// Whether this is code for the only devices that have these instructions. Kernels are empty where not.
+// Whether this is code for the only devices that have these instructions. Otherwise kernels are empty.
 #if defined(__CUDA_ARCH__) && !defined(__CUDA_ARCH_FEAT_SM90_ALL)
 constexpr bool kForHopper = false;
 #else
@@ -39,7 +40,7 @@ constexpr bool kForHopper = true;
 
 namespace selfattn::cuda::ptx {
 
-// An address in shared memory, as instructions take it.
+// An address in shared memory in the form that instructions take.
 __device__ __forceinline__ uint32_t shared_address_of(const void* pointer) {
   return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
 }
@@ -47,15 +48,16 @@ __device__ __forceinline__ uint32_t shared_address_of(const void* pointer) {
 // ---- Barriers of asynchronous copies (mbarrier), 8 bytes of shared memory each ----
 //
 // A barrier is in phase 0, 1, 2, ... A phase ends when `arrivals` threads have arrived and as many bytes have
-// come as they announced. What threads did before they arrived, and the copies, can be seen behind the wait.
+// come as they announced. After the wait, the copies are visible, and so is everything that the threads did
+// before they arrived.
 
 __device__ __forceinline__ void barrier_init(uint64_t* barrier, int arrivals) {
   SELFATTN_PTX_SM90("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address_of(barrier)),
                     "r"(arrivals) : "memory");
 }
 
-// Makes barriers that this thread has initialised known to the asynchronous proxy. Other threads know them
-// behind a __syncthreads() that follows.
+// Makes barriers that this thread has initialised visible to the asynchronous proxy. Other threads see them
+// after a __syncthreads() that follows.
 __device__ __forceinline__ void barrier_init_fence() {
   SELFATTN_PTX_SM90("fence.mbarrier_init.release.cluster;" :: : "memory");
 }
@@ -71,9 +73,9 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint64_t* barrier, int 
       "r"(bytes) : "memory");
 }
 
-// Returns when the phase has ended whose number is odd where `parity` is 1: the current one or the one
-// before. The loop is PTX's, as ptxas takes it that lanes leave one of C++ at different times, and then keeps
-// what is the same for all of them in registers of each.
+// Waits for the end of the phase whose number has this parity: the current phase or the one before. The loop
+// is in PTX because ptxas assumes that lanes leave a C++ loop at different times, and then keeps values that
+// all lanes share in registers of each lane.
 __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity) {
   SELFATTN_PTX_SM90(
       "{\n"
@@ -90,8 +92,8 @@ __device__ __forceinline__ void barrier_wait(uint64_t* barrier, uint32_t parity)
 // ---- Copies by tensor maps ----
 
 // Starts to copy the box of a tensor that begins at these coordinates, innermost first, to shared memory at a
-// multiple of 1024 bytes: 128 bytes for each row of the box. Zeros come for what lies beyond the tensor, and
-// are counted by the barrier as if they were read. By one thread.
+// multiple of 1024 bytes, 128 bytes for each row of the box. Elements beyond the tensor are zeros, and the
+// barrier counts them as if they were read. One thread calls it.
 __device__ __forceinline__ void copy_box_async(void* shared, const TensorMap* map, uint64_t* barrier,
                                                int column, int row, int second, int third) {
   SELFATTN_PTX_SM90(
@@ -100,34 +102,34 @@ __device__ __forceinline__ void copy_box_async(void* shared, const TensorMap* ma
       "l"(map), "r"(shared_address_of(barrier)), "r"(column), "r"(row), "r"(second), "r"(third) : "memory");
 }
 
-// What this thread has stored to shared memory before comes before what the asynchronous proxy does on behalf
-// of whoever waits for this thread afterwards.
+// Orders this thread's earlier stores to shared memory before accesses of the asynchronous proxy that threads
+// start after they have waited for this one.
 __device__ __forceinline__ void fence_async_proxy() {
   SELFATTN_PTX_SM90("fence.proxy.async.shared::cta;" :: : "memory");
 }
 
 // ---- Barriers of some warps ----
 
-// Barrier `number`, 1 to 15, of a block: goes on when `threads` threads, whole warps, have come to it. 0 is
-// that of __syncthreads().
+// Waits at barrier `number`, 1 to 15, of a block until `threads` threads, whole warps, have come to it.
+// Barrier 0 is that of __syncthreads().
 __device__ __forceinline__ void sync_threads(int number, int threads) {
   SELFATTN_PTX_SM90("bar.sync %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
-// The same without waiting: the others need not wait for this warp any more.
+// Arrives at the barrier without waiting, so that the others need not wait for this warp any more.
 __device__ __forceinline__ void arrive_threads(int number, int threads) {
   SELFATTN_PTX_SM90("bar.arrive %0, %1;" ::"r"(number), "r"(threads) : "memory");
 }
 
 // ---- Registers ----
 
-// The warpgroup keeps so many registers a thread, a multiple of 8 from 24 to 256, and gives up the others.
+// Lets the warpgroup keep so many registers per thread, a multiple of 8 from 24 to 256, and frees the others.
 template <int kRegisters>
 __device__ __forceinline__ void give_up_registers() {
   SELFATTN_PTX_SM90("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// The warpgroup waits until it has as many, of those that others have given up.
+// Makes the warpgroup wait until it has so many registers per thread, from those that others have given up.
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   SELFATTN_PTX_SM90("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
@@ -136,8 +138,9 @@ __device__ __forceinline__ void take_registers() {
 // ---- Products of a warpgroup ----
 
 // The descriptor of a matrix `bytes` behind `panels`. Its high half is a constant, and the low half is added
-// up in 32 bits: with 64, ptxas carries into the high half of every descriptor. Nothing carries from the
-// address, bits 0 to 13, into the stride from bit 16 on: shared memory ends before 2^18 bytes.
+// up in 32 bits, because with 64 ptxas propagates a carry into the high half of every descriptor. The
+// address, bits 0 to 13, cannot carry into the stride from bit 16 on, because shared memory ends before 2^18
+// bytes.
 __device__ __forceinline__ uint64_t matrix_at(const void* panels, int bytes, int stride) {
   constexpr uint32_t kSwizzle128 = uint32_t{1} << 30;
   constexpr uint32_t kEightRows = 1024 >> 4;  // from eight rows to the next
@@ -146,44 +149,45 @@ __device__ __forceinline__ uint64_t matrix_at(const void* panels, int bytes, int
   return uint64_t{kSwizzle128 | kEightRows} << 32 | low;
 }
 
-// How a matrix of 16-bit elements lies in shared memory, as a product is told. It is cut into panels of 64
-// columns, 128 bytes, of so many rows; each begins at a multiple of 1024 bytes, and its chunks of 16 bytes
-// have changed places as copy_box_async() puts them. `row` and `column` are where the product begins.
+// Descriptors tell a product how a matrix of 16-bit elements lies in shared memory. The matrix is cut into
+// panels of 64 columns, 128 bytes, of so many rows. Each panel begins at a multiple of 1024 bytes, and its
+// chunks of 16 bytes are permuted as copy_box_async() does it. `row` and `column` are where the product
+// begins.
 //
-// Of an operand that is summed along its columns, 16 of them for each product: the row is a multiple of 8,
-// the column of 16.
+// This one is for an operand that is summed along its columns, 16 of them for each product. The row is a
+// multiple of 8, the column of 16.
 __device__ __forceinline__ uint64_t matrix_by_columns(const void* panels, int panel_rows, int row,
                                                       int column) {
   constexpr int kNoStride = 16;  // unused, and 1 as a descriptor has it: the product has columns of one panel
   return matrix_at(panels, column / 64 * panel_rows * 128 + row * 128 + column % 64 * 2, kNoStride);
 }
 
-// Of one that is summed along its rows ("turned"), 16 of them for each product: the row is a multiple of 8,
-// the column of 64.
+// This one is for an operand that is summed along its rows ("turned"), 16 of them for each product. The row
+// is a multiple of 8, the column of 64.
 __device__ __forceinline__ uint64_t matrix_by_rows(const void* panels, int panel_rows, int row, int column) {
   const int panel = panel_rows * 128;  // bytes from one to the next
   return matrix_at(panels, column / 64 * panel + row * 128, panel);
 }
 
-// Before the first product of a group, and wherever registers of a product have been touched since the last
-// one by anything but products. Collective, as all below.
+// Must precede the first product of a group, and any product whose registers something other than products
+// has touched since the last one. Collective, like all functions below.
 __device__ __forceinline__ void products_fence() {
   SELFATTN_PTX_SM90("wgmma.fence.sync.aligned;" :: : "memory");
 }
 
-// Closes a group of products, which may be empty.
+// Closes a group of products. The group may be empty.
 __device__ __forceinline__ void products_commit() {
   SELFATTN_PTX_SM90("wgmma.commit_group.sync.aligned;" :: : "memory");
 }
 
-// Waits until at most the newest `Pending` groups are not finished. Until then neither results nor operands
-// of a product may be touched, and what is in shared memory must stay.
+// Waits until all groups except the newest `Pending` are finished. Until then neither results nor operands of
+// a product may be touched, those in shared memory included.
 template <int Pending>
 __device__ __forceinline__ void products_wait() {
   SELFATTN_PTX_SM90("wgmma.wait_group.sync.aligned %0;" ::"n"(Pending) : "memory");
 }
 
-// Tells the compiler, and no one else, that products may have changed these registers.
+// Tells the compiler that products may have changed these registers. It makes no instruction.
 template <int kTiles>
 __device__ __forceinline__ void products_touch(float (&d)[kTiles][4]) {
 #pragma unroll
@@ -193,14 +197,14 @@ __device__ __forceinline__ void products_touch(float (&d)[kTiles][4]) {
   }
 }
 
-// The same of a left operand, which must be in its registers before products_fence().
+// Does the same for a left operand, which must be in its registers before products_fence().
 __device__ __forceinline__ void products_touch(uint32_t (&a)[4]) {
 #pragma unroll
   for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[i])::"memory");
 }
 
-// The text and the operands of a product's instruction. Results come first: registers %0 and so on, four for
-// each eight columns.
+// The text and the operands of a product's instruction. Results come first, in registers %0 and so on, four
+// for each eight columns.
 #define SELFATTN_RESULTS_16 "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15"
 #define SELFATTN_RESULTS_32 \
   SELFATTN_RESULTS_16       \
@@ -230,8 +234,9 @@ __device__ __forceinline__ void products_touch(uint32_t (&a)[4]) {
 #define SELFATTN_OPERANDS_96 SELFATTN_OPERANDS_64, SELFATTN_FOUR_TILES(16), SELFATTN_FOUR_TILES(20)
 #define SELFATTN_OPERANDS_128 SELFATTN_OPERANDS_96, SELFATTN_FOUR_TILES(24), SELFATTN_FOUR_TILES(28)
 
-// Both operands in shared memory, or the left one in registers; the numbers are those of the operands behind
-// the results. (No parameter may be called as one of product_async(), whose names the text means.)
+// One macro is for two operands in shared memory, the other for a left operand in registers. The numbers are
+// those of the operands behind the results. (No parameter of the macros may have the name of a parameter of
+// product_async(), because the text uses those names.)
 #define SELFATTN_MEMORY_PRODUCT(columns, results, type, a, b, scale, left, right)                           \
   SELFATTN_PTX_SM90("{\n.reg .pred adds;\nsetp.ne.b32 adds, %" #scale                                       \
                     ", 0;\n"                                                                                \
@@ -255,10 +260,9 @@ constexpr bool kProductColumns = kColumns == 32 || kColumns == 64 || kColumns ==
                                  kColumns == 192 || kColumns == 256;
 
 // d = a b, or d += a b where `adds`: a is 64 x 16, b is 16 x kColumns; 16-bit elements, float sums. Warp w of
-// the group has the rows 16 w to 16 w + 15 of d, whose tile n of eight columns lies in its lanes as a product
-// of ptx_sm80.cuh leaves it. `a` is a matrix in shared memory, or the fragment of the warp's 16 rows as
-// ptx_sm80.cuh has it. A matrix that is turned is given by matrix_by_rows(), otherwise by
-// matrix_by_columns().
+// the group has the rows 16 w to 16 w + 15 of d, whose tile n of eight columns lies in its lanes like a
+// result of ptx_sm80.cuh. `a` is a matrix in shared memory, or the fragment of the warp's 16 rows in the
+// layout of ptx_sm80.cuh. matrix_by_rows() describes a matrix that is turned, matrix_by_columns() any other.
 template <bool kBFloat16, int kColumns, bool kLeftTurned, bool kRightTurned>
 __device__ __forceinline__ void product_async(float (&d)[kColumns / 8][4], uint64_t a_matrix,
                                               uint64_t b_matrix, bool adds) {

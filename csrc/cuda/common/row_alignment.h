@@ -1,4 +1,4 @@
-// Where the rows of a tensor begin, for reading and writing more than an element at a time. Plain C++.
+// Whether the rows of a tensor are aligned for reading or writing several elements at once. Plain C++.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +7,8 @@
 
 namespace selfattn::cuda {
 
-// Whether every row of a view starts at a multiple of `bytes`. Strides of dimensions that hold one element
-// are never used, but telling them apart is worth no code.
+// Whether every row of a view starts at a multiple of `bytes`. Strides of dimensions with one element are
+// never used, but to make an exception for them is not worth the code.
 inline bool rows_start_at_multiples(const View& view, int64_t bytes) {
   bool all = reinterpret_cast<uintptr_t>(view.data) % static_cast<uintptr_t>(bytes) == 0;
   for (int d = 0; d < 3; ++d) all = all && view.stride[d] * size_of(view.dtype) % bytes == 0;

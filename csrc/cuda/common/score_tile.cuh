@@ -1,9 +1,8 @@
-// What happens to a score between q·k and the softmax: scale, softcap, ALiBi, the call's function, mask, and
-// who sees whom.
+// From q·k to final scores: scale, softcap, ALiBi, the call's function, mask and window.
 //
-// Kernels compute scores by tiles: rows are neighbouring queries, columns neighbouring keys. Positions are
-// 64-bit numbers, but within a tile 32 bits are enough: by its position a query in `row` sees the keys in
-// columns row + window_begin .. row + window_end, since windows move with the query.
+// Kernels compute scores in tiles: rows are neighbouring queries, columns are neighbouring keys. Positions
+// are 64-bit numbers, but 32 bits are enough within a tile: the window of the query in `row` is columns row +
+// window_begin .. row + window_end, because windows move with the query.
 #pragma once
 
 #include "../../core/attention_params.h"
@@ -18,7 +17,7 @@ namespace selfattn::cuda {
 template <class T>
 class ScoreTile {
  public:
-  // Keeps a reference to the parameters, which lie where reading them costs no registers.
+  // Keeps a reference to the parameters, because reading them there costs no registers.
   __device__ __forceinline__ ScoreTile(const AttentionParams& params, const Sequence& sequence, int64_t head,
                                        int64_t first_query)
       : p(params),
@@ -32,7 +31,7 @@ class ScoreTile {
     move_to(0);
   }
 
-  // Column 0 becomes `first_key`.
+  // Makes `first_key` column 0.
   __device__ __forceinline__ void move_to(int64_t first_key) {
     corner_ = position_ - first_key;
     columns_ = clamp(keys_ - first_key);
@@ -47,31 +46,31 @@ class ScoreTile {
   __device__ __forceinline__ int rows() const { return rows_; }
   __device__ __forceinline__ int columns() const { return columns_; }
 
-  // Whether all these rows see all these columns by position: then window_shows need not be asked.
+  // Whether the window shows all these columns to all these rows, so that window_shows need not be asked.
   __device__ __forceinline__ bool window_covers(int rows, int columns) const {
     const int last_row = min(rows, rows_) - 1;
     return columns <= columns_ && window_begin_ <= -last_row && window_end_ >= columns - 1;
   }
 
-  // Whether a score in the window is nothing but scale · q·k. Asked for each tile, so by fields: those of the
-  // options that simt declares (simt.cpp) which score_in_window applies.
-  __device__ __forceinline__ bool is_plain() const {
+  // Whether a score in the window is just scale · q·k. It is asked for each tile and therefore reads the
+  // fields of those options that simt declares (simt.cpp) and score_in_window applies.
+  __device__ __forceinline__ bool is_bare() const {
     return p.mask.data == nullptr && p.softcap == 0.0 && slope_ == T(0) && !FunctionTile<T>::kAny;
   }
 
-  // Whether mask_shows says anything.
+  // Whether mask_shows may hide anything.
   __device__ __forceinline__ bool has_mask() const { return p.mask.data != nullptr || function_.has_map(); }
 
-  // By position alone; false outside of the sequence.
+  // Whether the window shows an element; false outside of the sequence.
   __device__ __forceinline__ bool window_shows(int row, int column) const {
     return row < rows_ && column < columns_ && column - row >= window_begin_ && column - row <= window_end_;
   }
 
-  // By the mask and the function's map alone, for elements that the window shows.
+  // Whether the mask and the function's map show an element that the window shows.
   __device__ __forceinline__ bool mask_shows(int row, int column) const {
     return (p.mask.data == nullptr || bias(row, column) != -infinity<T>()) && function_.shows(row, column);
   }
-  // Whether the function has hidden an element, whose final score this is.
+  // Whether the function has hidden an element with this final score.
   __device__ __forceinline__ bool function_hides(T score) const {
     return FunctionTile<T>::kAny && score == -infinity<T>();
   }
@@ -79,7 +78,7 @@ class ScoreTile {
   __device__ __forceinline__ T scale() const { return scale_; }
   __device__ __forceinline__ T scaled(T dot) const { return rounded_product(scale_, dot); }
 
-  // The final score of an element that the window shows; -inf where the mask hides it, whatever `dot` is.
+  // The final score of an element that the window shows; -inf if the mask hides it, whatever `dot` is.
   __device__ __forceinline__ T score_in_window(int row, int column, T dot) const {
     T s = function_.score(row, column, score_given(row, column, dot));
     if (p.mask.data != nullptr) {
@@ -89,13 +88,13 @@ class ScoreTile {
     return s;
   }
 
-  // What ALiBi multiplies a slope by and subtracts.
+  // The distance of query and key. ALiBi subtracts its product with the slope.
   __device__ __forceinline__ T distance(int row, int column) const {
     const int64_t distance = corner_ + (row - column);
     return static_cast<T>(distance < 0 ? -distance : distance);
   }
 
-  // From the gradient of what the function returned to that of what it was given.
+  // Turns the gradient of the function's result into that of the score that it was given.
   __device__ __forceinline__ T function_gradient(int row, int column, T dot, T grad) const {
     if (!FunctionTile<T>::kAny) return grad;
     return function_.gradient(row, column, score_given(row, column, dot), grad);
@@ -106,7 +105,7 @@ class ScoreTile {
     return function_.captured_part(load, row, column, given, grad);
   }
 
-  // The score before function and mask.
+  // The score that the function is given: before function and mask.
   __device__ __forceinline__ T score_given(int row, int column, T dot) const {
     T s = scaled(dot);
     if (p.softcap > 0.0) {
@@ -123,27 +122,27 @@ class ScoreTile {
     return T(1) - t * t;
   }
 
-  // Its derivative.
+  // The derivative of softcap_slope with respect to s.
   __device__ __forceinline__ T softcap_curvature(T dot) const {
     const T cap = static_cast<T>(p.softcap), t = hyperbolic_tangent(scaled(dot) / cap);
     return T(-2) * t * (T(1) - t * t) / cap;
   }
 
-  // The final score of any element: -inf where it is hidden by whatever rule, or outside of the sequence.
+  // The final score of any element: -inf if any rule hides it, or if it lies outside of the sequence.
   __device__ __forceinline__ T score(int row, int column, T dot) const {
     return window_shows(row, column) ? score_in_window(row, column, dot) : -infinity<T>();
   }
 
  private:
-  // Of the rows and columns of a tile: as many as neighbouring elements are asked about.
+  // The most rows, and the most columns, of a tile that elements are asked about.
   static constexpr int kTallest = 64;
 
-  // Beyond any tile, and far enough from the ends of int for sums of two.
+  // A distance beyond any tile, small enough that a sum of two fits an int.
   static constexpr int kFar = 1 << 29;
 
   static __device__ __forceinline__ int clamp(int64_t n) { return static_cast<int>(limited(n, -kFar, kFar)); }
 
-  // The mask as a number to add: of a boolean mask 0 or -inf.
+  // The number that the mask adds: 0 or -inf for a boolean mask.
   __device__ __forceinline__ T bias(int row, int column) const {
     const int64_t index = mask_at_ + row * p.mask.stride[2] + column * p.mask.stride[3];
     const T x = load_element<T>(p.mask.data, p.mask.dtype, index);
@@ -159,7 +158,7 @@ class ScoreTile {
   const int rows_;
   FunctionTile<T> function_;
 
-  // Of the current first key.
+  // These belong to the current first key.
   int64_t corner_;  // position of row 0 minus that of column 0
   int64_t mask_at_;
   int columns_, window_begin_, window_end_;

@@ -1,3 +1,4 @@
+// Makes tensor maps with a function of CUDA's driver, which is found at run time.
 #include "tensor_map.h"
 
 #include <cuda.h>  // for its types: the library is not linked to the driver, which builds may lack
@@ -19,7 +20,7 @@ using EncodeTiled = CUresult (*)(CUtensorMap*, CUtensorMapDataType, cuuint32_t, 
                                  CUtensorMapInterleave, CUtensorMapSwizzle, CUtensorMapL2promotion,
                                  CUtensorMapFloatOOBfill);
 
-// The driver's function, as CUDA 12.0 has it.
+// Finds the driver's function in its version of CUDA 12.0.
 EncodeTiled find_encode_tiled() {
   constexpr const char* kName = "cuTensorMapEncodeTiled";
   void* function = nullptr;
@@ -49,10 +50,10 @@ std::string text_of(const int64_t (&numbers)[kDimensions]) {
 }  // namespace
 
 TensorMap tensor_map(const TiledTensor& tensor) {
-  // Where this throws, the next call looks again.
+  // If this throws, the next call looks again.
   static const EncodeTiled encode_tiled = find_encode_tiled();
 
-  cuuint64_t sizes[kDimensions], strides[kDimensions - 1];  // in bytes, but for the first dimension
+  cuuint64_t sizes[kDimensions], strides[kDimensions - 1];  // strides in bytes; the first dimension has none
   for (int n = 0; n < kDimensions; ++n) {
     sizes[n] = static_cast<cuuint64_t>(tensor.sizes[n]);
     if (n > 0) strides[n - 1] = static_cast<cuuint64_t>(tensor.strides[n]) * kElementBytes;
@@ -66,7 +67,7 @@ TensorMap tensor_map(const TiledTensor& tensor) {
       kDimensions, const_cast<void*>(tensor.data), sizes, strides, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
       CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result != CUDA_SUCCESS) {
-    throw std::runtime_error("CUDA's driver makes no map of a tensor with the sizes " +
+    throw std::runtime_error("CUDA's driver cannot make a map of a tensor with the sizes " +
                              text_of(tensor.sizes) + " and the strides " + text_of(tensor.strides) +
                              " for boxes of " + std::to_string(tensor.box_rows) + " rows: error " +
                              std::to_string(static_cast<int>(result)));

@@ -1,18 +1,19 @@
-// Tensor maps: what a GPU of compute capability 9.0 is told of a tensor, so that one instruction copies a box
-// of it to shared memory. Plain C++.
+// Tensor maps: TMA descriptors, with which one instruction copies a box of a tensor. Plain C++.
+//
+// GPUs of compute capability 9.0 copy such a box to shared memory.
 #pragma once
 
 #include <cstdint>
 
 namespace selfattn::cuda {
 
-// As CUDA's driver makes it, a parameter of kernels.
+// A parameter of kernels, with the bytes that CUDA's driver fills in.
 struct alignas(64) TensorMap {
   unsigned char bytes[128];
 };
 
-// A tensor of 16-bit elements of four dimensions, the innermost first, and the box that is copied at a time.
-// The box is `kBoxColumns` wide in the first dimension, `box_rows` high in the second, and 1 in the others.
+// A tensor of 16-bit elements with four dimensions, the innermost first, and the box that a copy reads. The
+// box has `kBoxColumns` elements in the first dimension, `box_rows` in the second, and 1 in the others.
 struct TiledTensor {
   static constexpr int kBoxColumns = 64;  // 128 bytes, the span of the swizzle
 
@@ -23,9 +24,9 @@ struct TiledTensor {
   bool bfloat16 = false;       // else float16
 };
 
-// The map of such a tensor: elements beyond its sizes are read as zeros, and chunks of 16 bytes change places
-// within 128 bytes of a row by the row's number (the 128-byte swizzle). Throws std::runtime_error with what
-// CUDA's driver says against it.
+// Makes the map of such a tensor. Elements beyond its sizes are read as zeros, and the chunks of 16 bytes
+// within 128 bytes of a row are permuted by the row's number (the 128-byte swizzle). Throws
+// std::runtime_error with the error of CUDA's driver.
 TensorMap tensor_map(const TiledTensor& tensor);
 
 }  // namespace selfattn::cuda

@@ -1,3 +1,4 @@
+// Clears the copies of captured tensors' gradients, and adds them up.
 #include "captured_sums.h"
 
 #include "../common/grid.cuh"

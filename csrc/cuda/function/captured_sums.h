@@ -1,5 +1,6 @@
-// Where the gradients of captured tensors are summed up: the result, and copies of it
-// (core/captured_parts.h).
+// The memory where gradients of captured tensors are summed up: the result, and copies of it.
+//
+// core/captured_parts.h says which block adds to which copy.
 #pragma once
 
 #include "../../core/attention_params.h"
@@ -8,7 +9,7 @@
 namespace selfattn::cuda {
 
 struct CapturedSums {
-  // As many as functions that kernels are compiled with read at most: flex/cuda_source.py.
+  // The most tensors that a compiled function reads: flex/cuda_source.py.
   static constexpr int kMostTensors = 85;
   static constexpr uint32_t kNowhere = 0xffffffffu;
 
@@ -18,7 +19,7 @@ struct CapturedSums {
   int64_t copies;
   int64_t first[kMostTensors];  // where the gradient of each tensor begins; -1 where it is not wanted
 
-  // `g` has no more tensors, and a size below kNowhere.
+  // `g` must have at most kMostTensors tensors, and a size below kNowhere.
   CapturedSums(const CapturedGradients& g, int64_t number_of_copies, void* memory)
       : result(g.sums), size(g.size()), others(static_cast<double*>(memory)), copies(number_of_copies) {
     int64_t next = 0;
@@ -29,17 +30,17 @@ struct CapturedSums {
   SELFATTN_HOST_DEVICE double* copy(int64_t number) const {
     return number == 0 ? result : others + (number - 1) * size;
   }
-  // Of an element in a copy, which is -1 for none.
+  // The place of an element of a tensor in a copy; kNowhere if the element is -1 (none) or has no gradient.
   SELFATTN_HOST_DEVICE uint32_t place(int tensor, int64_t element) const {
     const int64_t begin = first[tensor];
     return begin < 0 || element < 0 ? kNowhere : static_cast<uint32_t>(begin + element);
   }
 };
 
-// All but the result become zeros.
+// Fills all copies except the result with zeros.
 void clear_copies(const CapturedSums& sums, const Launch& where);
 
-// Adds them to the result, in their order.
+// Adds the other copies to the result, in their order.
 void join_copies(const CapturedSums& sums, const Launch& where);
 
 }  // namespace selfattn::cuda

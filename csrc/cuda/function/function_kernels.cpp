@@ -1,6 +1,7 @@
+// Compiles and loads the kernels that contain a function, and makes their arguments.
 #include "function_kernels.h"
 
-#if !defined(SELFATTN_CUDA_EMULATOR)  // which has no runtime
+#if !defined(SELFATTN_CUDA_EMULATOR)  // the emulator has no runtime
 #include <cuda_runtime_api.h>
 #endif
 #include <cxxabi.h>
@@ -23,7 +24,7 @@ namespace {
 
 void check(cudaError_t status, const char* doing) {
   if (status == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch, of whomever, would report it again
+  cudaGetLastError();  // otherwise the next launch, even another library's, would report it again
   throw std::runtime_error(std::string("CUDA failed to ") + doing + ": " + cudaGetErrorString(status));
 }
 
@@ -35,12 +36,12 @@ int current_capability() {
   return major * 10 + minor;
 }
 
-// "void name<arguments>(parameters)" without what is before the name and behind its template's arguments.
+// Returns "name<arguments>" of "void name<arguments>(parameters)".
 std::string name_in_cpp(const char* mangled) {
   int status = 0;
   const std::unique_ptr<char, decltype(&std::free)> text(
       abi::__cxa_demangle(mangled, nullptr, nullptr, &status), &std::free);
-  if (status != 0) throw std::runtime_error(std::string("a kernel has a name of another form: ") + mangled);
+  if (status != 0) throw std::runtime_error(std::string("a kernel's name cannot be demangled: ") + mangled);
   const std::string whole = text.get();
   int depth = 0;
   size_t begin = 0, end = 0;
@@ -55,11 +56,11 @@ std::string name_in_cpp(const char* mangled) {
   return whole.substr(begin, end - begin);
 }
 
-// nullptr where CUDA does not take the code.
+// Returns nullptr if CUDA does not accept the code.
 const void* load(const std::string& code, const char* name) {
   cudaLibrary_t library = nullptr;
   cudaKernel_t kernel = nullptr;
-  // The library stays: launches may be under way when a process ends.
+  // The library is never unloaded, because launches may still run when a process ends.
   const bool loaded =
       cudaLibraryLoadData(&library, code.data(), nullptr, nullptr, 0, nullptr, nullptr, 0) == cudaSuccess &&
       cudaLibraryGetKernel(&kernel, library, name) == cudaSuccess;
@@ -98,7 +99,7 @@ const void* FunctionKernels::find(const void* kernel) const {
     const auto found = found_.find(key);
     if (found != found_.end()) return found->second;
   }
-  // Without the lock: whoever makes code may wait for a thread that launches.
+  // The lock is not held here, because the compilation may wait for a thread that launches.
   const char* name = nullptr;
   check(cudaFuncGetName(&name, kernel), "name a kernel");
   for (const std::string& code : make_code_(name_in_cpp(name), capability)) {
@@ -107,7 +108,7 @@ const void* FunctionKernels::find(const void* kernel) const {
       return found_.emplace(key, loaded).first->second;
     }
   }
-  throw std::runtime_error("CUDA takes none of the code that was compiled of " + name_in_cpp(name));
+  throw std::runtime_error("CUDA accepts none of the code that was compiled of " + name_in_cpp(name));
 #else
   (void)kernel;
   throw std::runtime_error("functions of scores on CUDA tensors need CUDA 12.8 or later, and this library " +

@@ -1,5 +1,6 @@
-// The kernels that have a function inside (Note [Functions in kernels] in function_tile.cuh): which have been
-// compiled, and what they are launched with. Plain C++.
+// The kernels that contain a function: finds or compiles them, and makes their arguments. Plain C++.
+//
+// See Note [Functions in kernels] in function_tile.cuh.
 #pragma once
 
 #include <functional>
@@ -13,15 +14,16 @@
 
 namespace selfattn::cuda {
 
-// What kernels that are launched with functions apply.
-#if defined(SELFATTN_CUDA_EMULATOR)  // compiles kernels once
+// The options that kernels apply if they contain a function. The emulator compiles kernels without one.
+#if defined(SELFATTN_CUDA_EMULATOR)
 constexpr OptionSet kFunctionOptions;
 #else
 constexpr OptionSet kFunctionOptions = {Option::kFunction, Option::kBlockMap};
 #endif
 
-// Makes code of a kernel, named as in C++ ("selfattn::cuda::simt::forward_kernel<...>"), for devices of
-// compute capability major*10 + minor: all there is, best first, as CUDA loads it (machine code or PTX).
+// Compiles a kernel, named as in C++ ("selfattn::cuda::simt::forward_kernel<...>"), for devices of compute
+// capability major*10 + minor. Returns every form of code that CUDA may load (machine code or PTX), best
+// first.
 using MakeCode = std::function<std::vector<std::string>(const std::string& kernel, int capability)>;
 
 class FunctionKernels {
@@ -30,12 +32,13 @@ class FunctionKernels {
   FunctionKernels(MakeCode make_code, int64_t tensors, int64_t dims, int64_t numbers)
       : make_code_(std::move(make_code)), tensors_(tensors), dims_(dims), numbers_(numbers) {}
 
-  // FunctionArguments as the kernels have it: { struct { const void* data; int64_t size[dims], stride[dims];
-  // } tensors[]; double numbers[]; }, both of one element at least.
+  // The bytes of the kernels' FunctionArguments: { struct { const void* data; int64_t size[dims],
+  // stride[dims]; } tensors[]; double numbers[]; }. Both arrays have at least one element.
   std::vector<char> arguments_of(const ScoreFunction& function) const;
 
-  // That of the current device which stands for a kernel of the library, both as CUDA's runtime launches
-  // them. It is made where there is none yet. Throws std::runtime_error.
+  // The kernel with the function inside that replaces `kernel` of the library on the current device. Both are
+  // pointers that CUDA's runtime launches. It is compiled if it does not exist yet. Throws
+  // std::runtime_error.
   const void* find(const void* kernel) const;
 
  private:

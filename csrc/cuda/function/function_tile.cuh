@@ -1,11 +1,12 @@
 // The function of a call (core/score_function.h) on single scores of a tile.
 //
 // Note [Functions in kernels]
-//     The kernels of the library have no function inside: FunctionTile is then empty, and costs nothing. For
-//     a call with a function, the kernels that it takes are compiled once more when they are first launched
-//     (function_kernels.h), from these very sources, with SELFATTN_FUNCTION defined and two headers that
-//     selfattn_ext/flex writes: one with what the function reads (FunctionArguments becomes the end of
-//     AttentionParams, and with it of a kernel's first parameter), and one with the function itself.
+//     The kernels of the library contain no function: FunctionTile is then empty, and costs nothing. For a
+//     call with a function, the kernels that it uses are compiled once more when they are first launched
+//     (function_kernels.h), from the same sources, with SELFATTN_FUNCTION defined and two headers that
+//     selfattn_ext/flex writes. One declares the tensors and numbers that the function reads
+//     (FunctionArguments becomes the end of AttentionParams, and so of a kernel's first parameter). The other
+//     defines the function.
 #pragma once
 
 #include "../common/elementary.cuh"
@@ -16,7 +17,7 @@
 
 namespace selfattn::score_function {
 
-// What a score adds to the gradient of a captured tensor: to which element, -1 for none.
+// The addition of a score to the gradient of a captured tensor. `place` is the element; -1 for none.
 template <class T>
 struct CapturedPart {
   int tensor;
@@ -31,7 +32,8 @@ struct CapturedPart {
 
 namespace selfattn::cuda {
 
-// Who sees the scores of a tile: all of them alike, or as their blocks have it.
+// Which scores of a tile the map shows. If `alike`, `by` holds for all of them; otherwise their blocks
+// differ.
 struct SeenTile {
   Seen by = Seen::kFunctionDecides;
   bool alike = true;
@@ -40,7 +42,7 @@ __device__ __forceinline__ bool hides_all(SeenTile seen) { return seen.alike && 
 
 #if defined(SELFATTN_FUNCTION)
 
-// The map of one head of a batch element.
+// The map of blocks of one head of a batch element.
 class HeadMap {
  public:
   __device__ __forceinline__ HeadMap(const BlockMap& of, int64_t batch, int64_t head)
@@ -62,7 +64,7 @@ class HeadMap {
     return seen;
   }
 
-  // Called, as it takes two divisions and blocks are seldom smaller than tiles.
+  // It is called, not inlined, because it takes two divisions, and blocks are seldom smaller than tiles.
   __device__ SELFATTN_CALLED Seen of_score(int32_t query, int32_t key) const {
     return of_block(block_of(query, map.query_size), block_of(key, map.key_size));
   }
@@ -72,7 +74,7 @@ class HeadMap {
     if (query >= map.query_blocks || key >= map.key_blocks) return Seen::kNone;
     return static_cast<Seen>(blocks_[query * map.stride[2] + key]);
   }
-  // In 32 bits, as positions are: a quotient of 64 takes several times as long.
+  // The division has 32 bits, like positions, because one of 64 bits takes several times as long.
   static __device__ __forceinline__ int block_of(int32_t position, int64_t size) {
     constexpr int64_t kMost = int64_t{1} << 31;
     return static_cast<int>(static_cast<uint32_t>(position) / static_cast<uint32_t>(smaller(size, kMost)));
@@ -82,7 +84,7 @@ class HeadMap {
   const uint8_t* const blocks_;
 };
 
-// Of one head of a batch element, from query `first_query` on.
+// The function on the scores of one head of a batch element, from query `first_query` on.
 template <class T>
 class FunctionTile {
  public:
@@ -96,7 +98,7 @@ class FunctionTile {
         head_(static_cast<int32_t>(head)),
         first_query_(static_cast<int32_t>(first_query)) {}
 
-  // Column 0 becomes `first_key`. Nothing is known of who sees the tile until see() is called.
+  // Makes `first_key` column 0. Until see() is called, each score looks up its block of the map.
   __device__ __forceinline__ void move_to(int64_t first_key) {
     first_key_ = static_cast<int32_t>(first_key);
     seen_.alike = function.map.blocks == nullptr;
@@ -111,26 +113,26 @@ class FunctionTile {
     return seen(row, column) != Seen::kNone;
   }
 
-  // From a score to what the function makes of it, -inf where it or the map hides.
+  // The function's result for a score; -inf if the function or the map hides it.
   __device__ __forceinline__ T score(int row, int column, T given) const {
     const Seen by = seen(row, column);
     if (by == Seen::kNone) return -infinity<T>();
-    return score_function::modified(function.arguments, by == Seen::kAll, batch_, head_,
-                                    first_query_ + row, first_key_ + column, given);
+    return score_function::modified(function.arguments, by == Seen::kAll, batch_, head_, first_query_ + row,
+                                    first_key_ + column, given);
   }
-  // Whether an element is hidden whatever its score is: whether one of 0 is, for functions whose -inf does
-  // not depend on the score.
+  // Whether an element is hidden whatever its score is. A score of 0 is tried, which is enough for functions
+  // whose -inf does not depend on the score.
   __device__ __forceinline__ bool hides(int row, int column) const {
     return score(row, column, T(0)) == -infinity<T>();
   }
-  // From the gradient of what the function returned to that of `given`. Never -0.
+  // Turns the gradient of the function's result into that of `given`. The result is never -0.
   __device__ __forceinline__ T gradient(int row, int column, T given, T grad) const {
     return score_function::gradient(function.arguments, batch_, head_, first_query_ + row,
                                     first_key_ + column, given, grad) +
            T(0);
   }
-  // What the gradient of what the function returned means for the element that it has read by its load of
-  // this number.
+  // The gradient of the element that load number `load` of the function has read, from the gradient of the
+  // function's result.
   __device__ __forceinline__ score_function::CapturedPart<T> captured_part(int load, int row, int column,
                                                                            T given, T grad) const {
     return score_function::captured_part(function.arguments, load, batch_, head_, first_query_ + row,
@@ -169,7 +171,7 @@ class FunctionTile {
 
 #endif
 
-// What the map says of these queries of a head and these keys.
+// Which scores the map shows of these queries of a head and these keys.
 __device__ __forceinline__ SeenTile seen_tile(const ScoreFunction& function, int64_t batch, int64_t head,
                                               int64_t first_query, int queries, int64_t first_key, int keys) {
   FunctionTile<float> tile(function, batch, head, first_query);

@@ -1,5 +1,6 @@
-// Launches of kernels that may have the call's function inside: Note [Functions in kernels] in
-// function_tile.cuh.
+// Launches of kernels that may contain the call's function.
+//
+// See Note [Functions in kernels] in function_tile.cuh.
 #pragma once
 
 #include "../common/grid.cuh"
@@ -14,7 +15,7 @@ namespace selfattn::cuda {
 
 #if defined(SELFATTN_CUDA_EMULATOR) || defined(__CUDACC_RTC__)
 
-// Without functions: see kFunctionOptions. Kernels of nvrtc launch nothing.
+// The emulator has no functions (see kFunctionOptions), and code that nvrtc compiles launches nothing.
 template <class... Parameters, class... Arguments>
 void launch_with_function(const ScoreFunction&, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                           size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
@@ -23,13 +24,13 @@ void launch_with_function(const ScoreFunction&, void (*kernel)(Parameters...), d
 
 #else
 
-// `kernel` with a function, whose arguments come behind the first one's other bytes: AttentionParams, or what
-// ends with it.
+// Launches `kernel` with a function. The function's arguments follow the bytes of the first argument, which
+// is AttentionParams or ends with it.
 template <class First, class... Others>
 void launch_function_kernel(const ScoreFunction& function, const void* kernel, dim3 grid, dim3 block,
                             size_t shared_bytes, cudaStream_t stream, const First& first,
                             const Others&... others) {
-  static_assert(sizeof(First) % sizeof(int64_t) == 0, "what follows is aligned");
+  static_assert(sizeof(First) % sizeof(int64_t) == 0, "the function's arguments are aligned");
   const FunctionKernels& kernels = *function.table->device;
   const std::vector<char> more = kernels.arguments_of(function);
   const auto* own = reinterpret_cast<const char*>(&first);
@@ -41,8 +42,8 @@ void launch_function_kernel(const ScoreFunction& function, const void* kernel, d
   check_cuda(cudaLaunchKernel(made, grid, block, arguments, shared_bytes, stream), "launch a kernel");
 }
 
-// kernel<<<grid, block, shared_bytes, stream>>>(arguments...), or, where the call has a function, what has
-// been compiled of it with that inside.
+// Launches kernel<<<grid, block, shared_bytes, stream>>>(arguments...) or, if the call has a function, the
+// same kernel compiled with it.
 template <class... Parameters, class... Arguments>
 void launch_with_function(const ScoreFunction& function, void (*kernel)(Parameters...), dim3 grid, dim3 block,
                           size_t shared_bytes, cudaStream_t stream, const Arguments&... arguments) {
@@ -58,7 +59,7 @@ void launch_with_function(const ScoreFunction& function, void (*kernel)(Paramete
 
 #endif
 
-// As launch_blocks.
+// Does the same as launch_blocks, with the call's function.
 template <class... Parameters, class... Arguments>
 void launch_blocks_with_function(const ScoreFunction& function, void (*kernel)(Parameters...), int64_t blocks,
                                  int threads, size_t shared_bytes, const Launch& where,

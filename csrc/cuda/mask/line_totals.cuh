@@ -1,8 +1,9 @@
-// Sums of dS over the queries, the keys or both, where a mask does not tell these apart. A row of dS adds up
-// to 0, so what roundings take from such a sum may be all that is left of it. Blocks therefore add up a few
-// tiles only in the accumulation type, element by element; then the elements meet the totals here, which are
-// float64 in every dtype, as are the sums that splits leave. An addition in float64 for each element of some
-// tiles costs nothing beside the tiles' products, whatever the device.
+// Sums of dS over queries, keys or both, for a mask that is broadcast along them.
+//
+// A row of dS adds up to 0, so rounding errors may be as large as such a sum. Blocks therefore add up only a
+// few tiles in the accumulation type, element by element, and then add the elements to these totals, which
+// are float64 for every dtype, like the sums that splits leave. One addition in float64 for each element of
+// some tiles costs nothing compared with the tiles' products, on any device.
 #pragma once
 
 #include "../common/device.cuh"
@@ -10,11 +11,11 @@
 
 namespace selfattn::cuda {
 
-// A total for every row of the tiles or, where the mask has columns only, for every column. The same thread
-// adds to it each time.
+// One total for every row of the tiles or, if the mask has only columns, for every column. The same thread
+// adds to a total each time.
 class LineTotals {
  public:
-  // Tiles whose elements may be added up before they meet the totals.
+  // How many tiles may be added up before add() is called.
   static constexpr int kTiles = 16;
 
   // `totals` lies in shared memory and has an element for each row and each column.
@@ -23,7 +24,7 @@ class LineTotals {
     for (int line = first(); line < lines(); line += step()) totals_[line] = 0.0;
   }
 
-  // Adds the elements at(row, column) of all tiles since the last time.
+  // Adds the elements at(row, column), the sums over all tiles since the last call.
   template <class At>
   __device__ __forceinline__ void add(const At& at) const {
     const bool columns = !has_rows();
@@ -39,7 +40,7 @@ class LineTotals {
     }
   }
 
-  // To be called by all threads before elements of a mask that is one number are asked for.
+  // All threads must call it before element(), which for a mask of one number is the sum of all totals.
   __device__ __forceinline__ void finish() const {
     if (regions_.kept[2] || regions_.kept[3]) return;
     __syncthreads();
@@ -47,7 +48,7 @@ class LineTotals {
     for (int line = 1; line < lines(); ++line) totals_[0] += totals_[line];
   }
 
-  // Element `n` of the region, for the threads n, n + the block's threads and so on.
+  // Element `n` of the region. Only thread n modulo the number of threads may ask for it.
   __device__ __forceinline__ double element(int n) const { return totals_[n]; }
 
  private:

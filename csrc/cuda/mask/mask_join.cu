@@ -1,3 +1,4 @@
+// Adds up the sums that splits of a mask's gradient have left.
 #include <algorithm>
 
 #include "../../core/integers.h"
@@ -10,7 +11,7 @@ namespace {
 
 constexpr int kThreads = 128;
 
-// A thread owns elements of regions, and takes another when it is done with one.
+// A thread adds up one element of a region after the other.
 __global__ void __launch_bounds__(kThreads, 4)
     join_mask_kernel(const MaskRegions regions, const View gradient, int64_t queries, int64_t keys) {
   const int64_t of_region = static_cast<int64_t>(regions.rows()) * regions.columns();

@@ -1,3 +1,4 @@
+// Divides the gradient of a mask into regions, and regions into splits.
 #include "mask_regions.h"
 
 #include <algorithm>
@@ -10,12 +11,13 @@ namespace {
 
 constexpr int64_t kAlignment = 256;  // of parts of a workspace
 
-// Items of a split.
+// The number of items of a split.
 //
-// An element must not depend on the batch that it is computed in, nor on the longest sequence of a packed
-// batch. So where every batch element has a mask of its own, what falls on it is split by heads, or not at
-// all; tiles are not split, because their sums would take the memory of the mask again for each head. A sum
-// over the batch has no such promise to keep, and is split into blocks enough to fill a large device.
+// An element must not depend on the rest of the batch, nor on the longest sequence of a packed batch.
+// Therefore, if every batch element has a mask of its own, the items of a region are split by heads or not at
+// all. Regions of queries and keys are not split, because their sums would need the memory of the mask once
+// more for each head. A sum over the batch depends on the batch anyway, and is split into enough blocks to
+// fill a large device.
 int64_t items_of_split(const MaskRegions& p) {
   constexpr int64_t kBlocks = 256;
   if (p.kept[0]) return p.kept[1] || p.is_tile() || p.items == 0 ? p.items : p.items / p.count[1];
@@ -35,7 +37,7 @@ MaskRegions mask_regions(const AttentionParams& params, const BackwardArguments&
   p.count[3] = divide_up(params.keys, tile_columns);
   p.regions = p.items = 1;
   for (int d = 0; d < 4; ++d) {
-    // A batch of one has a mask of its own, whatever its stride.
+    // In a batch of one, the only element has a mask of its own, whatever the stride.
     p.kept[d] = arguments.grad_mask.stride[d] != 0 || (d == 0 && params.batch == 1);
     (p.kept[d] ? p.regions : p.items) *= p.count[d];
   }

@@ -1,9 +1,9 @@
-// What the backward needs of each row besides its scores: how its weights were normalised, and
+// The kernel that computes RowGradients: the normalisation of each row, and its delta.
 //
-//   delta = rowsum(grad_out * out) + grad_row,
+//   delta = rowsum(grad_out * out) + grad_row
 //
-// which the softmax's gradient subtracts from the gradient of every weight of the row. A warp owns a row: it
-// reads both tensors once, which is all the time that it takes.
+// The gradient of softmax subtracts delta from the gradient of every weight of the row. A warp owns a row and
+// reads both tensors once, which takes nearly all of its time.
 #pragma once
 
 #include "../common/element.cuh"

@@ -1,4 +1,4 @@
-// The gradient of a coefficient that a head has, from what each of its rows gives: a block owns a head.
+// Sums the gradients of a head's coefficient over its rows. A block owns a head.
 #include "../../core/sequences.h"
 #include "../common/grid.cuh"
 #include "rows_of_dtype.h"
@@ -9,8 +9,8 @@ namespace {
 
 constexpr int kThreads = 256;
 
-// Threads take rows in turns; then halves of the block are added to each other. The order is one for all
-// devices, and that of a head does not depend on what other heads there are.
+// Each thread adds up every 256th row; then halves of the block are added to each other. The order is the
+// same on all devices, and does not depend on other heads.
 template <class T>
 __global__ void __launch_bounds__(kThreads, 4)
     row_sums_kernel(const AttentionParams p, const int64_t batches, const T* rows, T* sums,

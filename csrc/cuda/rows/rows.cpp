@@ -1,4 +1,4 @@
-// The way from a dtype to its kernels, and where the numbers of the rows lie in the memory that they get.
+// Chooses the kernels of a dtype, and lays out the arrays of row gradients in memory.
 #include "rows.h"
 
 #include "../../core/sequences.h"
@@ -33,9 +33,7 @@ template RowGradients<float> row_gradients_in<float>(void*, const AttentionParam
 template RowGradients<double> row_gradients_in<double>(void*, const AttentionParams&);
 
 void prepare(const AttentionParams& p, const BackwardArguments& a, void* memory, const Launch& where) {
-  call_for_dtype<void, AttentionParams, const BackwardArguments&, void*, const Launch&>(
-      p, &prepare_of_dtype<DType::kFloat64>, &prepare_of_dtype<DType::kFloat32>,
-      &prepare_of_dtype<DType::kBFloat16>, &prepare_of_dtype<DType::kFloat16>, a, memory, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { prepare_of_dtype<dtype>(p, a, memory, where); });
 }
 
 void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool shared_by_batch,

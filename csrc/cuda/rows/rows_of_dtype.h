@@ -1,4 +1,4 @@
-// What rows.cpp calls: one instantiation each in a file of its own.
+// Templates that rows.cpp calls; selfattn_ext/build/sources.py lists the instances of the first.
 #pragma once
 
 #include "rows.h"

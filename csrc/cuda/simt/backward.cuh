@@ -1,6 +1,8 @@
-// The gradients of queries, keys and values. A block owns rows of one side, queries of a head or keys of a kv
-// head, and up to kOutputPanels panels of their gradients; each tile that passes by is computed anew from the
-// inputs, so that nothing of size queries x keys exists and nobody adds to another block's sums.
+// The gradients of queries, keys and values.
+//
+// A block owns rows of one side, queries of a head or keys of a kv head, and up to kOutputPanels panels of
+// their gradients. It computes each tile again from the inputs, so that no memory of size queries x keys is
+// needed, and no block adds to another block's sums.
 #pragma once
 
 #include "../function/launch_with_function.cuh"
@@ -9,7 +11,8 @@
 
 namespace selfattn::cuda::simt {
 
-// kColumns columns of one of the results. Panels are counted: dQ's, or those of dK before those of dV.
+// kColumns columns of one of the results. Panels are numbered: those of dQ, or those of dK and then those of
+// dV.
 template <Side kSide>
 struct GradientPanel {
   bool of_values;
@@ -25,7 +28,7 @@ struct GradientPanel {
   static __host__ __device__ __forceinline__ int64_t count(const AttentionParams& p) {
     return divide_up(p.head_dim, kColumns) + (kRowsAreKeys<kSide> ? divide_up(p.value_dim, kColumns) : 0);
   }
-  // Blocks that share the same rows.
+  // The number of blocks that share the same rows.
   static __host__ __device__ __forceinline__ int64_t parts(const AttentionParams& p) {
     return count(p) > 0 ? divide_up(count(p), kOutputPanels) : 1;
   }
@@ -47,7 +50,7 @@ __device__ __forceinline__ GradientPlan<kDType, Side::kQuery> plan_of_queries(co
               Span::covering(visible.begin, visible.end, Plan::kKeys));
 }
 
-// Tiles with the first keys come first: under a causal mask they have the most to do.
+// Tiles with the first keys come first, because they have the most work under a causal mask.
 template <DType kDType>
 __device__ __forceinline__ GradientPlan<kDType, Side::kKey> plan_of_keys(const AttentionParams& p,
                                                                          const BackwardArguments& a,
@@ -66,7 +69,7 @@ __device__ __forceinline__ GradientPlan<kDType, Side::kKey> plan_of_keys(const A
               Span::covering(seeing.begin, seeing.end, Plan::kQueries), Span::only(first_key));
 }
 
-// Writes what the block has summed up of a panel. ds was the gradient of a score; that of q·k has the scale.
+// Writes a panel of the block's sums. ds was the gradient of a score, so the gradient of q·k needs the scale.
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ void store_panel(const AttentionParams& p, const BackwardArguments& a,
                                             const GradientPlan<kDType, kSide>& plan,
@@ -112,11 +115,11 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
 
-  // The block's batch is one: so is the sequence, wherever the walk has got to.
+  // The block has one batch element, and so one sequence, whichever tile the plan is at.
   const Sequence& sequence = plan.sequence;
   const int64_t rows_left =
       kRowsAreKeys<kSide> ? sequence.keys - plan.keys.first : sequence.queries - plan.queries.first;
-  if (rows_left <= 0) return;  // a longer sequence has them
+  if (rows_left <= 0) return;  // only a longer sequence has these rows
   const bool has_rows = warp_has_rows<T>(smaller(rows_left, kRows<T>));
   const bool needs_score_grads = !GradientPanel<kSide>(p, plan.first_panel).of_values;
   Fragment<T> out[kOutputPanels];

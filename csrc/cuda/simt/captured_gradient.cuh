@@ -1,14 +1,16 @@
-// The gradients of tensors that the function of a call reads: ds of each score, times what the function says,
-// is added to the element that the score has read.
+// The gradients of the tensors that a call's function reads.
+//
+// The product of each score's ds with the function's derivative is added to the element that the score has
+// read.
 //
 // Note [Sums of fixed order]
-//     Only the function knows which element that is, and many scores may have the same one. Atomic additions
-//     would come in another order in each run, and no scale is known for sums of integers. So a block adds to
-//     sums that are its own (core/captured_parts.h), and of a tile each element has one thread that adds to
-//     it. The threads write down which elements the scores of some keys fall on and what they add, and then
-//     each goes through the whole list, from the first key to the last, for those that are its own.
-//     Which thread an element has is the upper end of a product, so that neighbours and elements at equal
-//     distances have different ones.
+//     Only the function knows which element a score reads, and many scores may read the same one. Atomic
+//     additions would have another order in each run, and sums of integers would need a scale that is not
+//     known. Therefore a block adds to sums of its own (core/captured_parts.h), and within a tile one thread
+//     adds to each element. The threads write a list of the elements that the scores of some keys read, and
+//     of what they add. Then each thread goes through the whole list, from the first key to the last, and
+//     adds the entries of its own elements. The upper bits of a product choose an element's thread, so that
+//     neighbours and elements at equal distances have different threads.
 #pragma once
 
 #include "../../core/captured_parts.h"
@@ -18,10 +20,10 @@
 
 namespace selfattn::cuda::simt {
 
-// Scores whose parts are written down at once: those of so many keys, where a panel of columns was.
+// The list holds the scores of so many keys. It takes the place of a panel of columns.
 constexpr int kListKeys = 16;
 
-// Of a list: place and gradient of each part. A place is that of the element among all sums, scrambled.
+// The list: place and gradient of each entry. The place is the element's index among all sums, scrambled.
 template <class T>
 struct CapturedList {
   static constexpr int kCount = kListKeys * kRows<T>;
@@ -34,15 +36,15 @@ struct CapturedList {
   __device__ __forceinline__ explicit CapturedList(T* panel)
       : gradients(panel), places(reinterpret_cast<uint32_t*>(panel + kCount)) {}
 
-  // Odd, and so is its inverse: 32 bits lose nothing.
+  // The factor is odd, so that it has an inverse modulo 2^32 and nothing is lost.
   static __device__ __forceinline__ uint32_t scrambled(uint32_t place) { return place * 0x9e3779b1u; }
   static __device__ __forceinline__ uint32_t unscrambled(uint32_t place) { return place * 0x0e8b2f51u; }
   static __device__ __forceinline__ int owner(uint32_t scrambled) {
     return static_cast<int>(scrambled >> (32 - 7));
   }
 
-  // Adds the parts whose elements are this thread's. Of neighbours with the same element, as of a table of
-  // heads or keys, the memory sees the sum.
+  // Adds the entries of this thread's elements. Neighbouring entries of one element, as for a table of heads
+  // or keys, are summed in a register before memory is written.
   __device__ __forceinline__ void add_own(double* sums) const {
     uint32_t place = CapturedSums::kNowhere;
     double sum = 0.0;
@@ -65,7 +67,7 @@ struct CapturedList {
   }
 };
 
-// What a tile adds. All threads must call it; none needs to have finished with the tile.
+// Adds the entries of a tile. All threads must call it; none needs to have finished with the tile.
 template <DType kDType>
 __device__ __forceinline__ void add_captured(const AttentionParams& p, const CapturedSums& captured,
                                              const GradientShared<kDType, Side::kCaptured>& shared,
@@ -81,7 +83,7 @@ __device__ __forceinline__ void add_captured(const AttentionParams& p, const Cap
   for (int first_key = 0; first_key < Plan::kKeys; first_key += kListKeys) {
 #pragma unroll 1
     for (int load = 0; load < score_function::captured_loads; ++load) {
-      __syncthreads();  // everyone has finished with the list before, and with ds
+      __syncthreads();  // all threads have finished with the previous list, and with writing ds
 #pragma unroll 1
       for (int n = static_cast<int>(threadIdx.x); n < list.kCount; n += kThreads) {
         const int query = n % kRows<T>, key = first_key + n / kRows<T>;
@@ -89,7 +91,7 @@ __device__ __forceinline__ void add_captured(const AttentionParams& p, const Cap
         const T grad = shared.score_grads[at];
         T gradient = T(0);
         uint32_t place = CapturedSums::kNowhere;
-        if (grad != T(0)) {  // which that of a hidden score is
+        if (grad != T(0)) {  // it is 0 for a hidden score
           const auto part = tile.captured_part(load, query, key, shared.weights[at], grad);
           place = captured.place(part.tensor, part.place);
           gradient = part.gradient;
@@ -117,7 +119,7 @@ __device__ __forceinline__ GradientPlan<kDType, Side::kCaptured> plan_of_capture
   return plan;
 }
 
-// Without a function inside it does nothing, and is there to be named.
+// Without a function it does nothing; its name is needed to compile it with one.
 template <DType kDType>
 __global__ void __launch_bounds__(kThreads, 2)
     captured_gradient_kernel(const AttentionParams p, const BackwardArguments a,
@@ -139,7 +141,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
 }
 
-// About so many blocks: some for each multiprocessor of any device.
+// The number of blocks is about this, which is several for each multiprocessor of any device.
 constexpr int64_t kCapturedBlocks = 1024;
 
 template <DType kDType>
@@ -154,7 +156,7 @@ size_t captured_workspace(const AttentionParams& p, const CapturedGradients& g) 
   return rows::row_gradients_bytes(p) + static_cast<size_t>(others * g.size()) * sizeof(double);
 }
 
-// `where.workspace` begins with the row gradients; then there is room for copies.
+// `where.workspace` begins with the row gradients; the copies follow.
 template <DType kDType>
 void captured_gradients(const AttentionParams& p, const BackwardArguments& a, const CapturedGradients& g,
                         const Launch& where) {

@@ -1,5 +1,7 @@
-// Sequences with few queries: a block's rows are the queries of several heads that share keys and values, one
-// head's after another's, so that these are read once for all.
+// Folded rows: the queries of several heads that share keys and values.
+//
+// They are for sequences with few queries. The queries of one head follow those of another, so that keys and
+// values are read once for all of them.
 #pragma once
 
 #include "../common/score_tile.cuh"
@@ -8,7 +10,7 @@
 
 namespace selfattn::cuda::simt {
 
-// Where those rows lie in tensors like the query, from query 0 of the first head on.
+// The folded rows of tensors like the query, from query 0 of the first head on.
 template <DType kDType>
 struct FoldedSource : RowSource<kDType> {
   using Storage = typename Element<kDType>::Storage;
@@ -33,7 +35,7 @@ struct FoldedSource : RowSource<kDType> {
   }
 };
 
-// The same of a result.
+// The folded rows of a result.
 template <DType kDType>
 struct FoldedTarget : RowTarget<kDType> {
   using typename RowTarget<kDType>::T;
@@ -58,7 +60,7 @@ struct FoldedTarget : RowTarget<kDType> {
   }
 };
 
-// The scores of those rows: what ScoreTile is for the rows of one head.
+// The scores of folded rows, with the interface of ScoreTile, which has rows of one head.
 template <class T>
 class FoldedTile {
  public:
@@ -76,13 +78,13 @@ class FoldedTile {
     first_.move_to(first_key);
   }
 
-  // Every head has the same queries.
+  // The queries are the same in every head.
   __device__ __forceinline__ bool window_covers(int, int columns) const {
     return first_.window_covers(static_cast<int>(kFewQueries), columns);
   }
   // The other heads have slopes of their own.
-  __device__ __forceinline__ bool is_plain() const {
-    return first_.is_plain() && p.alibi_slopes.data == nullptr;
+  __device__ __forceinline__ bool is_bare() const {
+    return first_.is_bare() && p.alibi_slopes.data == nullptr;
   }
   __device__ __forceinline__ bool has_mask() const { return first_.has_mask(); }
   __device__ __forceinline__ T scaled(T dot) const { return first_.scaled(dot); }

@@ -1,6 +1,8 @@
-// The forward: online softmax over tiles of keys. A block owns kRows queries of one head and up to
-// kOutputColumns columns of the values; nothing of size queries x keys exists outside of its registers. Of
-// few-query sequences it owns the queries of several heads instead, and a split of the keys.
+// The forward: online softmax over tiles of keys.
+//
+// A block owns kRows queries of one head and up to kOutputColumns columns of the values. No memory of size
+// queries x keys is needed. For few-query sequences a block owns the queries of several heads instead, and a
+// split of the keys.
 #pragma once
 
 #include <type_traits>
@@ -16,19 +18,19 @@
 
 namespace selfattn::cuda::simt {
 
-// Which part of a launch a block is.
+// The place of a block in a launch.
 struct BlockPlace {
   int64_t batch;
-  int64_t head;       // of few-query sequences the first of its kv head
-  int64_t tile;       // of the heads of a kv head; 0 where it has many queries
-  int64_t first_row;  // of the queries; 0 where it has few
-  int64_t part;       // of the values, which wide ones are shared out by
-  int split;          // of the keys
+  int64_t head;       // with few queries, the first head of the kv head
+  int64_t tile;       // with few queries, the tile of the kv head's heads; otherwise 0
+  int64_t first_row;  // with many queries, the first of them; otherwise 0
+  int64_t part;       // the part of the values' columns
+  int split;          // the split of the keys
 };
 
-// How work is numbered: [batches][heads][tiles of queries][parts], or of few-query sequences, where blocks
-// that run together share keys and values in the cache, [batches][kv heads][splits][tiles of heads][parts].
-// The grid is that of the longest sequence, which leaves blocks of shorter ones without rows.
+// The order of blocks is [batches][heads][tiles of queries][parts]. For few-query sequences it is
+// [batches][kv heads][splits][tiles of heads][parts], so that blocks that run together share keys and values
+// in the cache. The grid fits the longest sequence, so that blocks of shorter ones may have no rows.
 template <class T, bool kFolded>
 struct ForwardGrid {
   int64_t parts, tiles, splits, units;
@@ -64,32 +66,32 @@ struct ForwardGrid {
   static SELFATTN_HOST_DEVICE int64_t group_of(const AttentionParams& p) {
     return p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
   }
-  // Whole heads, each of which has so many queries.
+  // A tile holds only whole heads. Each head has so many queries.
   static SELFATTN_HOST_DEVICE int64_t heads_of_tile(int64_t queries) {
     return queries > 0 ? kRows<T> / queries : kRows<T>;
   }
 };
 
-// What a block works at. It lies in shared memory: registers are for sums, and what is read from there
-// between two barriers takes none of them meanwhile.
+// The work of a block. It lies in shared memory, because registers are needed for sums, and numbers that are
+// read from there when they are used take none.
 template <DType kDType, bool kFolded>
 struct ForwardPlan {
   using T = typename Element<kDType>::Accumulation;
   using Grid = ForwardGrid<T, kFolded>;
-  using Rows = std::conditional_t<kFolded, FoldedRows, PlainRows>;
+  using Rows = std::conditional_t<kFolded, FoldedRows, UnfoldedRows>;
   using Queries = std::conditional_t<kFolded, FoldedSource<kDType>, RowSource<kDType>>;
 
   Sequence sequence;
-  int64_t head;          // the first
-  int64_t first_row;     // of its queries
+  int64_t head;          // the first head
+  int64_t first_row;     // the first of its queries
   int64_t first_column;  // of the values
-  int rows;              // at most kRows; 0 where the block has nothing to do
+  int rows;              // at most kRows; 0 if the block has nothing to do
   int split, splits;     // of the sequence's keys
-  KeyRange visible;      // of the split
+  KeyRange visible;      // the visible keys of the split
   Queries queries;
   KeyRows<kDType> keys, values;
 
-  // Which blocks take a sequence is a matter of its own length, as the bits differ.
+  // Only a sequence's own length decides which blocks compute it, because the bits of the results differ.
   __device__ __forceinline__ ForwardPlan(const AttentionParams& p, const BlockPlace& at)
       : sequence(sequence_of(p, at.batch)),
         head(at.head + at.tile * Grid::heads_of_tile(sequence.queries)),
@@ -120,7 +122,7 @@ struct ForwardPlan {
     }
   }
 
-  // The rows of a result.
+  // The block's rows of a result.
   __device__ __forceinline__ auto target(const ForwardOutputs& to) const {
     if constexpr (kFolded) {
       return FoldedTarget<kDType>(to.out, to.out_residual, sequence.query_batch, head, sequence.first_query,
@@ -130,7 +132,7 @@ struct ForwardPlan {
     }
   }
 
-  // Their scores.
+  // The scores of the block's rows.
   __device__ __forceinline__ auto tile(const AttentionParams& p) const {
     if constexpr (kFolded) {
       return FoldedTile<T>(p, sequence, head, row_numbers(), rows);
@@ -158,20 +160,20 @@ struct ForwardPlan {
   }
 };
 
-// A block's shared memory. Narrow heads keep their queries for all keys; those of wide heads are loaded again
-// with every tile of keys, for several blocks to fit a multiprocessor.
+// A block's shared memory. Queries of narrow heads stay there for all keys. Those of wide heads are loaded
+// again with every tile of keys, so that several blocks fit on a multiprocessor.
 template <DType kDType, bool kFolded>
 struct ForwardShared {
   using T = typename Element<kDType>::Accumulation;
   static constexpr int kResidentDims = 64;
   using Plan = ForwardPlan<kDType, kFolded>;
   static constexpr int kPlanBytes = 384;
-  static_assert(sizeof(Plan) <= kPlanBytes, "panels begin where the plan has ended");
+  static_assert(sizeof(Plan) <= kPlanBytes, "panels begin behind the plan");
 
   Plan* plan;
   T* columns;  // kColumnPanel: keys, then values
   T* weights;  // kWeightPanel
-  T* queries;  // one kRowPanel, or as many as the head has
+  T* queries;  // one kRowPanel, or all panels of a narrow head
 
   __device__ __forceinline__ explicit ForwardShared(unsigned char* memory)
       : plan(reinterpret_cast<Plan*>(memory)),
@@ -189,7 +191,7 @@ struct ForwardShared {
   }
 };
 
-// The largest of the numbers that the threads of a row hold.
+// The largest number among the threads of a row.
 template <class T>
 __device__ __forceinline__ T largest_of_row(T x) {
 #pragma unroll
@@ -199,8 +201,9 @@ __device__ __forceinline__ T largest_of_row(T x) {
   return x;
 }
 
-// Scores become weights relative to the largest score so far, -0 where hidden: see is_hidden. What the rows
-// have summed up before follows their maximum. state.sum is this thread's share of a row's sum.
+// Turns scores into weights relative to the largest score so far; hidden ones become -0, see is_hidden.
+// Earlier sums are multiplied by the factor of the new maximum. state.sum is this thread's share of a row's
+// sum.
 template <class T>
 __device__ __forceinline__ void weigh(Fragment<T>& s, RowState<T> (&state)[kRowsPerThread<T>],
                                       Fragment<T> (&out)[kOutputPanels]) {
@@ -224,7 +227,7 @@ __device__ __forceinline__ void weigh(Fragment<T>& s, RowState<T> (&state)[kRows
   }
 }
 
-// kFolded: of few-query sequences, and of no others.
+// With kFolded it computes only few-query sequences, and otherwise only the others.
 template <DType kDType, bool kFolded>
 __global__ void __launch_bounds__(kThreads, 2)
     forward_kernel(const __grid_constant__ AttentionParams p, const __grid_constant__ ForwardOutputs outputs,
@@ -269,7 +272,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     clear<T>(s);
     for (int64_t dim = 0; dim < p.head_dim; dim += kDepth<T>) {
       T* const query_panel = shared.queries + (resident ? dim / kDepth<T> * kRowPanel<T> : 0);
-      __syncthreads();  // everyone has finished with the panels
+      __syncthreads();  // all threads have finished with the panels
       if (queries_missing || !resident) {
         load_transposed<kDType, kRows<T>>(query_panel, plan.queries, plan.first_row,
                                           plan.first_row + plan.rows, dim, p.head_dim);
@@ -286,7 +289,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     if (p.dropout.enabled) {
       drop(DropoutPattern<T>(p.dropout, sequence.batch, plan.head), plan.row_numbers(), key, shared.weights);
     }
-    __syncwarp();  // the half-warp that shares rows reads their weights, and nobody else does
+    __syncwarp();  // only the half-warp that shares rows reads their weights
 
 #pragma unroll
     for (int n = 0; n < kOutputPanels; ++n) {
@@ -297,7 +300,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
 
-  // Of splits everything is left as it is, for merge_splits to join.
+  // Splits leave their states and sums unchanged; merge_splits joins them.
   const int64_t first_statistic = partial
                                       ? split_launch.state(p.heads, sequence.batch, plan.head, 0) + plan.split
                                       : first_statistic_of(p, sequence, plan.head);
@@ -331,7 +334,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     }
   }
   const auto target = plan.target(outputs);
-  T zero = T(0);  // NaN as soon as a result is not finite
+  T zero = T(0);  // becomes NaN if a result is not finite
 #pragma unroll
   for (int n = 0; n < kOutputPanels; ++n) {
 #pragma unroll

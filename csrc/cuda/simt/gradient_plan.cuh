@@ -1,9 +1,9 @@
-// Which tiles of queries and keys a block of the backward goes through, and where it has got to.
+// The tiles of queries and keys that a block of the backward goes through, and its shared memory.
 //
-// ds, the gradient of a score, is summed over keys for queries, over queries (of all heads that share them)
-// for keys and values, for a mask over whatever it is shared by, and for what a function of scores reads as
-// the function has it. These are four sides of one kernel: its block owns what the sums belong to, and the
-// tiles that are summed over pass by.
+// ds, the gradient of a score, is summed over keys for queries; over queries (of all heads that share the
+// keys) for keys and values; over the dimensions that share a mask for the mask; and for the tensors that a
+// function of scores reads, as the function reads them. These are four sides of one kernel: a block owns the
+// sums, and goes through the tiles that are added to them.
 #pragma once
 
 #include <algorithm>
@@ -17,10 +17,10 @@ namespace selfattn::cuda::simt {
 
 enum class Side { kQuery, kKey, kMask, kCaptured };
 
-// The rows of a tile are what the block owns. Those of tiles of masks and captured tensors are queries.
+// A tile's rows belong to the block. For masks and captured tensors they are queries.
 template <Side kSide>
 constexpr bool kRowsAreKeys = kSide == Side::kKey;
-// Whether ds becomes the gradient of q·k, rather than that of what the function has returned.
+// Whether ds becomes the gradient of q·k, rather than of the function's result.
 template <Side kSide>
 constexpr bool kOfProducts = kSide == Side::kQuery || kSide == Side::kKey;
 template <class T, Side kSide>
@@ -33,7 +33,7 @@ struct Span {
   int64_t first, end;
 
   static __host__ __device__ __forceinline__ Span only(int64_t at) { return {at, at + 1}; }
-  // From a multiple of `step` on.
+  // The positions begin at a multiple of `step`.
   static __host__ __device__ __forceinline__ Span covering(int64_t begin, int64_t end, int step) {
     return {begin / step * step, end};
   }
@@ -43,8 +43,9 @@ struct Span {
   }
 };
 
-// The walk through all keys of a query, all queries of a head, all heads, all batches. It lies in shared
-// memory, where one thread moves it on between two tiles: nothing of it takes registers while sums are made.
+// A block's way through its tiles: all keys of a query, all queries of a head, all heads, all batches. It
+// lies in shared memory, where one thread moves it on between two tiles, so that it takes no registers while
+// sums are computed.
 template <DType kDType, Side kSide>
 struct GradientPlan {
   using T = typename Element<kDType>::Accumulation;
@@ -52,7 +53,7 @@ struct GradientPlan {
 
   Span batches, heads, queries, keys;
   Sequence sequence;                                              // of this tile's batch
-  int64_t left;                                                   // tiles, with this one
+  int64_t left;                                                   // remaining tiles, with this one
   int64_t head, first_query, first_key;                           // of this tile
   int first_panel;                                                // of the block's results; see GradientPanel
   RowSource<kDType> query_rows, grad_rows, key_rows, value_rows;  // of this batch and head
@@ -76,7 +77,7 @@ struct GradientPlan {
 
   __device__ __forceinline__ bool done() const { return left <= 0; }
 
-  // To the next tile, seen or not.
+  // Moves to the next tile, visible or not.
   __device__ __forceinline__ void step(const AttentionParams& p, const BackwardArguments& a) {
     --left;
     first_key += kKeys;
@@ -93,7 +94,7 @@ struct GradientPlan {
     if (left > 0) find_rows(p, a, batch);
   }
 
-  // Skips `tiles` of the walk.
+  // Skips so many tiles, counted from the first one.
   __device__ __forceinline__ void skip(const AttentionParams& p, const BackwardArguments& a, int64_t tiles) {
     left -= tiles;
     const int64_t of_key = keys.count(kKeys), of_query = queries.count(kQueries), of_head = heads.count(1);
@@ -131,8 +132,8 @@ struct GradientShared {
   using T = typename Element<kDType>::Accumulation;
   using Plan = GradientPlan<kDType, kSide>;
   static constexpr int kPlanBytes = 512;
-  static_assert(sizeof(Plan) <= kPlanBytes, "panels begin where the plan has ended");
-  static_assert(kRowPanel<T> <= kWeightPanel<T>, "the rows of products lie where ds will");
+  static_assert(sizeof(Plan) <= kPlanBytes, "panels begin behind the plan");
+  static_assert(kRowPanel<T> <= kWeightPanel<T>, "the rows of products lie where ds follows");
   static constexpr size_t kPanelsEnd =
       kPlanBytes + static_cast<size_t>(kRows<T> + kColumnPanel<T> + 2 * kWeightPanel<T>) * sizeof(T);
   static constexpr int kLines = std::max(kRows<T>, kColumns);
@@ -140,11 +141,11 @@ struct GradientShared {
   static_assert(kPanelsEnd % sizeof(double) == 0, "totals are aligned");
 
   Plan* plan;
-  T* row_sums;      // kRows: of ds times distance
-  T* columns;       // kColumnPanel
-  T* weights;       // kWeightPanel: weights after dropout, of captured tensors what the function is given
-  T* score_grads;   // kWeightPanel: ds, of q·k where kOfProducts
-  T* product_rows;  // kRowPanel, at the same place: both products are done when ds comes
+  T* row_sums;  // kRows: sums of ds times distance
+  T* columns;   // kColumnPanel
+  T* weights;   // kWeightPanel: weights after dropout; for captured tensors the scores given to the function
+  T* score_grads;   // kWeightPanel: ds, or the gradient of q·k if kOfProducts
+  T* product_rows;  // kRowPanel, in the same place: both products are done when ds is stored
   double* totals;   // kLines, of a mask: see ../mask/line_totals.cuh
 
   __device__ __forceinline__ explicit GradientShared(unsigned char* memory)
@@ -157,11 +158,11 @@ struct GradientShared {
         totals(reinterpret_cast<double*>(memory + kPanelsEnd)) {}
 };
 
-// To the next tile that somebody may see by position. All threads must call it.
+// Moves to the next tile of which the window shows anything. All threads must call it.
 template <DType kDType, Side kSide>
 __device__ __forceinline__ void move_on(GradientPlan<kDType, kSide>& plan, const AttentionParams& p,
                                         const BackwardArguments& a) {
-  __syncthreads();  // everyone has finished with this one
+  __syncthreads();  // all threads have finished with this tile
   if (threadIdx.x == 0) {
     do {
       plan.step(p, a);

@@ -1,8 +1,8 @@
-// A tile of the backward: from the products q·k and dO·v of queries and keys to their weights W and to ds,
+// A tile of the backward: from the products q·k and dO·v to the weights W and to ds.
 //
-//   P = exp(score - shift) * inverse_sum,  W = P * keep,  ds = P * ((dO·v + grad_weights) * keep - delta),
+//   P = exp(score - shift) * inverse_sum,  W = P * keep,  ds = P * ((dO·v + grad_weights) * keep - delta)
 //
-// both -0 for hidden pairs, and never -0 for others: see is_hidden.
+// W and ds are -0 for hidden pairs of query and key, and never -0 for others: see is_hidden.
 #pragma once
 
 #include "../rows/rows.h"
@@ -11,7 +11,7 @@
 
 namespace selfattn::cuda::simt {
 
-// What the statistics of its row say about a pair.
+// The statistics of a query's row, which give P and ds of its pairs.
 template <class T>
 struct QueryNumbers {
   T shift, inverse_sum, delta;
@@ -19,23 +19,23 @@ struct QueryNumbers {
   __device__ __forceinline__ QueryNumbers(const rows::RowGradients<T>& rows, int64_t row)
       : shift(rows.shift[row]), inverse_sum(rows.inverse_sum[row]), delta(rows.delta[row]) {}
 
-  // A row that sees nothing: its pairs are hidden.
+  // Whether the row sees nothing, so that all its pairs are hidden.
   __device__ __forceinline__ bool is_dead() const { return inverse_sum == T(0); }
 
-  // P of a visible pair. In a row whose sum is NaN, that of a score of -inf is NaN as well.
+  // P of a visible pair. If the row's sum is NaN, it is NaN even for a score of -inf.
   __device__ __forceinline__ T weight(T score) const { return exponential(score - shift) * inverse_sum; }
 
-  // ds of a visible pair. The sum makes +0 of -0, which stands for hidden ones.
+  // ds of a visible pair. Adding 0 turns -0, which stands for hidden pairs, into +0.
   __device__ __forceinline__ T score_grad(T weight, T grad) const { return weight * (grad - delta) + T(0); }
 };
 
-// fragment(r, c) += row r of `left` · row c of `right`. Rows of both lie in memory as neighbouring elements.
+// fragment(r, c) += row r of `left` · row c of `right`. The elements of each row are neighbours in memory.
 template <DType kDType, Side kSide, class Left, class Right, class T>
 __device__ __forceinline__ void add_product_of_rows(const GradientShared<kDType, kSide>& shared,
                                                     const RowRange<Left>& left, const RowRange<Right>& right,
                                                     int64_t dims, bool has_rows, Fragment<T>& fragment) {
   for (int64_t dim = 0; dim < dims; dim += kDepth<T>) {
-    __syncthreads();  // everyone has finished with the panels
+    __syncthreads();  // all threads have finished with the panels
     load_transposed<kDType, kRows<T>>(shared.product_rows, left.source, left.first, left.end, dim, dims);
     load_transposed<kDType, kColumns>(shared.columns, right.source, right.first, right.end, dim, dims);
     __syncthreads();
@@ -51,8 +51,8 @@ __device__ __forceinline__ void multiply_rows(const GradientShared<kDType, kSide
   add_product_of_rows(shared, left, right, dims, has_rows, fragment);
 }
 
-// Whether the mask and the window show anything of the tile to this thread's share of it, which are keys that
-// neighbouring threads have the neighbours of.
+// Whether the mask and the window show anything of this thread's share of the tile. Neighbouring threads have
+// neighbouring keys.
 template <int kQueries, int kKeys, class T>
 __device__ __forceinline__ bool share_is_seen(const ScoreTile<T>& tile) {
   constexpr int kAtOnce = 4, kStep = kThreads / kKeys;
@@ -69,7 +69,7 @@ __device__ __forceinline__ bool share_is_seen(const ScoreTile<T>& tile) {
   return any;
 }
 
-// Whether anybody sees anything of the tile that the walk has got to. All threads must call it.
+// Whether any score of the plan's current tile is visible. All threads must call it.
 template <DType kDType, Side kSide>
 __device__ __forceinline__ bool tile_is_seen(const AttentionParams& p,
                                              const GradientPlan<kDType, kSide>& plan) {
@@ -81,10 +81,10 @@ __device__ __forceinline__ bool tile_is_seen(const AttentionParams& p,
   return __syncthreads_or(share_is_seen<Plan::kQueries, Plan::kKeys>(tile)) != 0;
 }
 
-// Both products of a full tile become W and ds, by nothing but a scale.
+// Turns both products of a full tile into W and ds if scores have no option but a scale.
 template <Side kSide, class T>
-__device__ __forceinline__ void weigh_plain(const ScoreTile<T>& tile, const rows::RowGradients<T>& rows,
-                                            int64_t first_row, Fragment<T>& s, Fragment<T>& grad) {
+__device__ __forceinline__ void weigh_bare(const ScoreTile<T>& tile, const rows::RowGradients<T>& rows,
+                                           int64_t first_row, Fragment<T>& s, Fragment<T>& grad) {
 #pragma unroll
   for (int q = 0; q < (kRowsAreKeys<kSide> ? kColumnsPerThread : kRowsPerThread<T>); ++q) {
     const QueryNumbers<T> query(
@@ -100,10 +100,10 @@ __device__ __forceinline__ void weigh_plain(const ScoreTile<T>& tile, const rows
   }
 }
 
-// The same with every option, in the panels, where both products lie: a loop over queries, as unrolled over
-// the registers of two fragments the code would be long and spill them. The softcap's slope is multiplied
-// into ds where that is to be multiplied by queries or keys. For captured tensors W makes room for the scores
-// that their function is given.
+// Does the same with every option, in the panels, where both products lie. It loops over queries, because
+// code that is unrolled over the registers of two fragments would be long and spill them. ds is multiplied by
+// the softcap's slope if it will be multiplied by queries or keys. For captured tensors the scores that their
+// function is given replace W.
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ void weigh_options(const AttentionParams& p, const BackwardArguments& a,
                                               const ScoreTile<T>& tile, const rows::RowGradients<T>& rows,
@@ -112,7 +112,7 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
   constexpr bool kByKeys = kRowsAreKeys<kSide>;
   constexpr int kOwnQueries = kByKeys ? kColumnsPerThread : kRowsPerThread<T>;
   constexpr int kOwnKeys = kByKeys ? kRowsPerThread<T> : kColumnsPerThread;
-  // Keys that are neighbours, and of the same four.
+  // A group holds neighbouring keys of the same four.
   constexpr int kGroup = kByKeys ? 4 : kVector<T>;
   static_assert(kOwnKeys % kGroup == 0 && kGroup <= 4, "keys are weighed by groups");
   const GradientPlan<kDType, kSide>& plan = *shared.plan;
@@ -125,7 +125,7 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
 #pragma unroll 1
   for (int q = 0; q < kOwnQueries; ++q) {
     const int query = kByKeys ? fragment_column<T>(q) : fragment_row<T>(q);
-    // Numbers of any row will do where there is none: the window shows nothing of it.
+    // A row that does not exist takes the numbers of another: the window shows nothing of it.
     const QueryNumbers<T> numbers(rows, first_row + (query < tile.rows() ? query : 0));
     T slope = T(0);
 #pragma unroll 1
@@ -174,7 +174,8 @@ __device__ __forceinline__ void weigh_options(const AttentionParams& p, const Ba
   }
 }
 
-// Fragments of both products become W and ds in the panels. Threads have finished with those.
+// Turns the fragments of both products into W and ds in the panels. All threads have finished with the
+// panels.
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ void weigh_tile(const AttentionParams& p, const BackwardArguments& a,
                                            const rows::RowGradients<T>& rows,
@@ -184,22 +185,22 @@ __device__ __forceinline__ void weigh_tile(const AttentionParams& p, const Backw
   const Plan& plan = *shared.plan;
   ScoreTile<T> tile(p, plan.sequence, plan.head, plan.first_query);
   tile.move_to(plan.first_key);
-  const bool plain = tile.is_plain() && tile.rows() >= Plan::kQueries &&
-                     tile.window_covers(Plan::kQueries, Plan::kKeys) && !p.dropout.enabled &&
-                     a.grad_weights.data == nullptr && a.grad_slopes_rows == nullptr;
-  if (plain) {
+  const bool bare = tile.is_bare() && tile.rows() >= Plan::kQueries &&
+                    tile.window_covers(Plan::kQueries, Plan::kKeys) && !p.dropout.enabled &&
+                    a.grad_weights.data == nullptr && a.grad_slopes_rows == nullptr;
+  if (bare) {
     const int64_t first_row = first_statistic_of(p, plan.sequence, plan.head) + plan.first_query;
-    weigh_plain<kSide>(tile, rows, first_row, s, grad);
+    weigh_bare<kSide>(tile, rows, first_row, s, grad);
   }
   put_fragment<T>(shared.weights, s);
   put_fragment<T>(shared.score_grads, grad);
-  if (!plain) {
+  if (!bare) {
     weigh_options<kDType, kSide>(p, a, tile, rows, shared);
   }
 }
 
-// The tile from beginning to end: W and ds in the panels of the warps that have rows; false, and nothing is
-// there, where the mask hides all of it. `rows` of what the block owns exist.
+// Computes a tile: leaves W and ds in the panels, as far as warps have rows. Returns false, and leaves
+// nothing there, if the mask hides all of the tile.
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ bool gradient_tile(const AttentionParams& p, const BackwardArguments& a,
                                               const rows::RowGradients<T>& rows,
@@ -208,7 +209,7 @@ __device__ __forceinline__ bool gradient_tile(const AttentionParams& p, const Ba
   const GradientPlan<kDType, kSide>& plan = *shared.plan;
   if (!tile_is_seen(p, plan)) return false;
   Fragment<T> s, grad;
-  // Read from the plan where they are used: held over both products they take registers.
+  // These are read from the plan where they are used, because they would take registers during both products.
   const auto queries = [&plan] { return RowRange{plan.query_rows, plan.first_query, plan.sequence.queries}; };
   const auto grads = [&plan] { return RowRange{plan.grad_rows, plan.first_query, plan.sequence.queries}; };
   const auto keys = [&plan] { return RowRange{plan.key_rows, plan.first_key, plan.sequence.keys}; };
@@ -220,7 +221,7 @@ __device__ __forceinline__ bool gradient_tile(const AttentionParams& p, const Ba
     multiply_rows(shared, queries(), keys(), p.head_dim, has_rows, s);
     multiply_rows(shared, grads(), values(), p.value_dim, has_rows, grad);
   }
-  __syncthreads();  // ds takes the place of the rows
+  __syncthreads();  // ds replaces the rows of products
   if (has_rows) weigh_tile<kDType, kSide>(p, a, rows, shared, s, grad);
   return true;
 }

@@ -1,4 +1,4 @@
-// Where the rows of a sequence's keys or values lie: in a tensor, one after the other, or in pages.
+// The rows of a sequence's keys or values, which lie in a tensor or in pages.
 #pragma once
 
 #include "../common/sequence.cuh"
@@ -6,13 +6,13 @@
 
 namespace selfattn::cuda::simt {
 
-// Rows as RowSource has them, which a table may have put into pages. A row beyond the sequence's last is
-// looked for where that lies: the table ends there.
+// A RowSource whose rows may lie in pages. For a row behind the sequence's last it finds the last, because
+// the table may end there.
 template <DType kDType>
 struct KeyRows : RowSource<kDType> {
   using Storage = typename Element<kDType>::Storage;
 
-  Pages pages;  // without a table where the rows are neighbours
+  Pages pages;  // has no table if the rows are neighbours
   int64_t batch, page_stride, last_row;
 
   __device__ __forceinline__ KeyRows(const View& view, const Pages& of_pages, const Sequence& sequence,

@@ -1,5 +1,7 @@
-// From tensors to panels of shared memory: conversion to the accumulation type, transposition, zeros beyond
-// the edges.
+// Loads panels of shared memory from tensors.
+//
+// Elements are converted to the accumulation type and transposed if necessary. Beyond the edges there are
+// zeros.
 #pragma once
 
 #include "../common/element.cuh"
@@ -8,20 +10,21 @@
 
 namespace selfattn::cuda::simt {
 
-// kVector elements, widened.
+// kVector elements in the accumulation type.
 template <class T>
 struct alignas(16) Vector {
   T element[kVector<T>];
 };
 
-// The same in memory, for tensors whose rows allow to load them at once.
+// kVector elements as a tensor stores them, which are loaded at once if the tensor's rows are aligned.
 template <DType kDType>
 struct alignas(sizeof(typename Element<kDType>::Storage) * kVector<typename Element<kDType>::Accumulation>)
     StorageVector {
   typename Element<kDType>::Storage element[kVector<typename Element<kDType>::Accumulation>];
 };
 
-// Rows of one batch and head, from `first_row` on: neighbouring elements, rows `row_stride` elements apart.
+// Rows of one batch and head, from `first_row` on. The elements of a row are neighbours, and rows are
+// `row_stride` elements apart.
 template <DType kDType>
 struct RowSource {
   using Storage = typename Element<kDType>::Storage;
@@ -38,7 +41,7 @@ struct RowSource {
     aligned = (reinterpret_cast<uint64_t>(data) | row_bytes) % sizeof(StorageVector<kDType>) == 0;
   }
 
-  // Where `row` lies, and another row from there.
+  // The address of `row`, and of the row `more` behind it.
   __device__ __forceinline__ const Storage* find(int64_t row, int64_t column) const {
     return data + row * row_stride + column;
   }
@@ -46,7 +49,7 @@ struct RowSource {
     return from + more * row_stride;
   }
 
-  // The first `count` elements of a vector at `at`, zeros beyond.
+  // The first `count` elements of a vector at `at`, followed by zeros.
   __device__ __forceinline__ Vector<T> vector(const Storage* at, int count) const {
     Vector<T> v;
     if (aligned && count >= kVector<T>) {
@@ -61,7 +64,7 @@ struct RowSource {
   }
 };
 
-// Of a source, the rows first .. end - 1.
+// The rows first .. end - 1 of a source.
 template <class Source>
 struct RowRange {
   const Source& source;
@@ -74,7 +77,8 @@ __device__ __forceinline__ int smaller(int64_t n, int limit) {
   return n < limit ? static_cast<int>(n) : limit;
 }
 
-// x * 0 is NaN where x is infinite or NaN, and NaN survives addition.
+// Returns NaN if an element is infinite or NaN, otherwise 0: x * 0 is NaN for such an x, and NaN survives
+// addition.
 template <class T>
 __device__ __forceinline__ T not_finite_as_nan(const Vector<T>& v) {
   T sum = T(0);
@@ -83,19 +87,20 @@ __device__ __forceinline__ T not_finite_as_nan(const Vector<T>& v) {
   return sum;
 }
 
-// A permutation of rows that moves bits about: groups of kV rows lie 4 * kV apart by twos.
+// A permutation of rows by moving bits: every two successive groups of kV rows lie 4 * kV apart.
 template <int kV>
 __host__ __device__ __forceinline__ constexpr int spread_row(int row) {
   return row % kV + row / kV % 2 * (4 * kV) + row / (2 * kV) % 4 * kV + row / (8 * kV) * (8 * kV);
 }
 
-// panel(k, x) = source(first_row + x, first_column + k) for x < kWidth and k < kDepth; steps from `columns`
-// on are zero up to a whole vector and unwritten beyond. Rows from `rows` on are zero.
+// panel(k, x) = source(first_row + x, first_column + k) for x < kWidth and k < kDepth. Steps from `columns`
+// on are zero up to a whole vector, and are not written beyond that. Rows from `rows` on are zero.
 template <DType kDType, int kWidth, class Source, class T>
 __device__ __forceinline__ void load_transposed(T* panel, const Source source, int64_t first_row,
                                                 int64_t rows, int64_t first_column, int64_t columns) {
-  // A warp takes eight rows of four neighbouring vectors: whole sectors of memory. The rows are two groups
-  // of kVector that lie 4 * kVector apart, so that with the gaps of four vectors every bank is met once.
+  // A warp loads eight rows of four neighbouring vectors, which are whole sectors of memory. The rows are two
+  // groups of kVector that lie 4 * kVector apart, so that with the gaps of four vectors every bank is used
+  // once.
   constexpr int kV = kVector<T>;
   constexpr int kRowsAtOnce = kThreads / (kDepth<T> / kV);
   const int thread = static_cast<int>(threadIdx.x);
@@ -117,8 +122,8 @@ __device__ __forceinline__ void load_transposed(T* panel, const Source source, i
   }
 }
 
-// panel(k, x) = source(first_row + k, first_column + x) for k < kDepth and x < kWidth, zeros beyond `rows`
-// and `columns`. Returns whether this thread loaded anything infinite or NaN.
+// panel(k, x) = source(first_row + k, first_column + x) for k < kDepth and x < kWidth, and zeros beyond
+// `rows` and `columns`. Returns whether this thread loaded anything infinite or NaN.
 template <DType kDType, int kWidth = kColumns, class Source, class T>
 __device__ __forceinline__ bool load_rows(T* panel, const Source source, int64_t first_row, int64_t rows,
                                           int64_t first_column, int64_t columns) {

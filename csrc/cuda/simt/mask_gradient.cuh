@@ -1,5 +1,6 @@
-// The gradient of a float mask: ds summed over whatever the mask is shared by, rounded once. What a block
-// owns, and what falls on it, is in mask/mask_regions.h.
+// The gradient of a float mask: ds summed over the dimensions that share the mask, rounded once.
+//
+// mask/mask_regions.h says what a block owns, and which tiles it adds up.
 #pragma once
 
 #include "../function/launch_with_function.cuh"
@@ -25,7 +26,7 @@ __device__ __forceinline__ GradientPlan<kDType, Side::kMask> plan_of_mask(const 
   return plan;
 }
 
-// One element of a region in the tensor, if it is there.
+// Stores one element of a region, if the tensor has it.
 template <DType kDType>
 __device__ __forceinline__ void store_mask_gradient(const AttentionParams& p, const View& grad_mask,
                                                     const MaskRegions::Tile& at, int row, int column,
@@ -37,8 +38,8 @@ __device__ __forceinline__ void store_mask_gradient(const AttentionParams& p, co
   store_element(grad_mask.data, grad_mask.dtype, index, sum);
 }
 
-// What a block does: adds up the tiles of its split of a region. compute_tile() leaves the plan's in
-// shared.score_grads; false, and nothing is there, where the mask hides all of a tile.
+// The work of a block: adds up the tiles of its split of a region. compute_tile() leaves ds of the plan's
+// tile in shared.score_grads; it returns false, and leaves nothing there, if the mask hides all of the tile.
 template <DType kDType, class ComputeTile>
 __device__ __forceinline__ void add_up_mask(const AttentionParams& p, const BackwardArguments& a,
                                             const MaskRegions& regions, int64_t block,
@@ -56,7 +57,7 @@ __device__ __forceinline__ void add_up_mask(const AttentionParams& p, const Back
 
   Fragment<T> sums;
   clear<T>(sums);
-  int tiles = 0;  // in them
+  int tiles = 0;  // how many are in `sums`
   while (!plan.done()) {
     if (compute_tile()) {
       Fragment<T> grad;
@@ -74,7 +75,7 @@ __device__ __forceinline__ void add_up_mask(const AttentionParams& p, const Back
       clear<T>(sums);
       tiles = 0;
       __syncthreads();
-      totals.add(element_of_sums);  // and before the next tile's weights, threads wait for each other
+      totals.add(element_of_sums);  // threads wait for each other again before the next tile's weights
     }
   }
 
@@ -98,7 +99,7 @@ __device__ __forceinline__ void add_up_mask(const AttentionParams& p, const Back
   }
 }
 
-// Blocks of a multiprocessor: its registers are enough for three, those of float64 would spill.
+// The blocks that share a multiprocessor. Its registers are enough for three; with float64 they would spill.
 template <DType kDType>
 constexpr int kMaskBlocks = kDType == DType::kFloat64 ? 2 : 3;
 
@@ -113,7 +114,7 @@ __global__ void __launch_bounds__(kThreads, kMaskBlocks<kDType>)
                       [&] { return gradient_tile<kDType, Side::kMask>(p, a, rows, shared, true, true); });
 }
 
-// `partial` is where splits leave their sums.
+// `partial` is the memory where splits leave their sums.
 template <DType kDType>
 MaskRegions regions_of_mask(const AttentionParams& p, const BackwardArguments& a, void* partial = nullptr) {
   using Plan = GradientPlan<kDType, Side::kMask>;
@@ -127,7 +128,7 @@ size_t mask_workspace(const AttentionParams& p, const BackwardArguments& a) {
   return mask_partial_bytes(regions_of_mask<kDType>(p, a));
 }
 
-// `where.workspace` begins with the row gradients; then there is room for what splits leave.
+// `where.workspace` begins with the row gradients; the sums of splits follow.
 template <DType kDType>
 void mask_gradient(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
   using T = typename Element<kDType>::Accumulation;

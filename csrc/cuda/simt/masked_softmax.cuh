@@ -1,6 +1,7 @@
-// masked_softmax: scale, mask and softmax of given scores, and its gradient. A warp owns a row: there is
-// nothing to multiply, and so nothing to share. It reads the row twice, for the statistics and for the
-// result.
+// masked_softmax: scale, mask and softmax of given scores, and its gradient.
+//
+// A warp owns a row, because nothing is multiplied, and so nothing is shared. It reads the row twice, for the
+// statistics and for the result.
 #pragma once
 
 #include "../common/element.cuh"
@@ -26,7 +27,7 @@ __device__ __forceinline__ Storage* row_of(const View& view, const HeadTile& at)
   return static_cast<Storage*>(view.data) + view.offset(at.batch, at.head, at.first_row);
 }
 
-// One state from those of the lanes, in all lanes.
+// Merges the states of all lanes. Every lane gets the result.
 template <class T>
 __device__ __forceinline__ RowState<T> merge_lanes(RowState<T> state) {
 #pragma unroll
@@ -40,7 +41,8 @@ __device__ __forceinline__ RowState<T> merge_lanes(RowState<T> state) {
   return state;
 }
 
-// Final scores of the lane's keys `first` + lane, + 32 + lane and so on; -inf beyond the last key.
+// The final scores of the lane's keys: first + lane, first + 32 + lane and so on. They are -inf beyond the
+// last key.
 template <DType kDType, class T>
 __device__ __forceinline__ void scores_of_lane(ScoreTile<T>& tile,
                                                const typename Element<kDType>::Storage* row, int64_t first,
@@ -103,7 +105,7 @@ void masked_softmax(const SoftmaxParams& s, const Launch& where) {
   launch_blocks(&masked_softmax_kernel<kDType>, blocks, kThreads, 0, where, p, s.scores, s.result);
 }
 
-// Calls body(i, key) for the lane's keys; i counts those that it takes at once.
+// Calls body(i, key) for the lane's keys; i counts those of one step.
 template <class Body>
 __device__ __forceinline__ void for_each_key_of_lane(int64_t keys, int lane, const Body& body) {
 #pragma unroll 1
@@ -116,8 +118,8 @@ __device__ __forceinline__ void for_each_key_of_lane(int64_t keys, int lane, con
   }
 }
 
-// dS = scale · P (dP - Σ P dP). A weight of 0 is that of a hidden key, whose gradient must not matter even
-// where it is NaN.
+// dS = scale · P (dP - Σ P dP). A weight of 0 belongs to a hidden key, whose gradient must not matter even if
+// it is NaN.
 template <DType kDType>
 __global__ void __launch_bounds__(kThreads, 4)
     masked_softmax_gradient_kernel(const SoftmaxParams p, const int64_t first_block) {

@@ -1,13 +1,14 @@
-// The one product: fragment(r, c) += Σ_k left(k, row r) · right(k, column c), both panels of shared memory.
+// The product of two panels: fragment(r, c) += Σ_k left(k, row r) · right(k, column c).
 #pragma once
 
 #include "load.cuh"
 
 namespace selfattn::cuda::simt {
 
-// Weights of keys that a query may not see are stored as -0: a weight by itself is never negative, so that
-// the sign is free to tell them from weights that are 0 by their size or by dropout. The difference matters
-// where a value is infinite or NaN: hidden, it must not reach the output; visible, it must.
+// Weights of keys that a query may not see are stored as -0. No weight is negative, so the sign can
+// distinguish them from weights that are 0 because of their size or because of dropout. The difference
+// matters if a value is infinite or NaN: it must not reach the output if its key is hidden, and it must if
+// its key is visible.
 __device__ __forceinline__ bool is_hidden(float weight) { return bits_from_float(weight) == 0x80000000u; }
 __device__ __forceinline__ bool is_hidden(double weight) {
   uint64_t bits;
@@ -24,8 +25,8 @@ __device__ __forceinline__ void clear(Fragment<T>& fragment) {
   }
 }
 
-// `steps` is rounded up to whole vectors. kSkipHidden leaves out the products of hidden weights, which are
-// the left operand.
+// `steps` is rounded up to whole vectors. kSkipHidden leaves out the products of hidden weights in the left
+// operand.
 template <class T, bool kSkipHidden = false>
 __device__ __forceinline__ void multiply(const T* left, const T* right, int steps, Fragment<T>& fragment) {
   constexpr int kV = kVector<T>;
@@ -59,19 +60,19 @@ __device__ __forceinline__ void multiply(const T* left, const T* right, int step
   }
 }
 
-// out += weights · rows: `weights` is a panel of kColumns steps, which are the rows, and their columns from
-// `column` on are the columns. Products of hidden weights are left out where the
-// rows hold NaN or infinities, unless kAllVisible says that there are none. All threads must call it; only
-// warps that have rows of the result multiply.
+// out += weights · rows, for the columns of the rows from `column` on. `weights` is a panel of kColumns
+// steps, one for each row. Products of hidden weights are left out if the rows hold NaN or infinities, unless
+// kAllVisible says that there are no hidden weights. All threads must call it; only warps that have rows of
+// the result multiply.
 template <DType kDType, bool kAllVisible = false, class Source, class T>
 __device__ __forceinline__ void add_weighted(const T* weights, T* columns_panel, const RowRange<Source>& rows,
                                              int64_t column, int64_t columns, bool has_rows,
                                              Fragment<T>& out) {
-  // Each tile is summed up by itself and then added: the errors of a long sum stay small.
+  // Each tile is summed up separately and then added, so that the errors of a long sum stay small.
   Fragment<T> part;
   clear<T>(part);
   for (int step = 0; step < kColumns && rows.first + step < rows.end; step += kDepth<T>) {
-    __syncthreads();  // everyone has finished with the panel
+    __syncthreads();  // all threads have finished with the panel
     const bool odd =
         load_rows<kDType>(columns_panel, rows.source, rows.first + step, rows.end, column, columns);
     const bool skip_hidden = __syncthreads_or(odd);

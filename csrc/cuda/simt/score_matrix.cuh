@@ -1,5 +1,6 @@
-// Every score of every query, written out: as it is (attention_scores) or as the weight that it becomes, from
-// the row statistics of the forward (attention_weights). A block computes one tile.
+// Writes the matrix of scores (attention_scores) or of weights (attention_weights).
+//
+// Weights are computed from the row statistics of the forward. A block computes one tile.
 #pragma once
 
 #include "../../core/visible_range.h"
@@ -15,7 +16,7 @@ template <class T>
 constexpr size_t kScoreMatrixBytes =
     static_cast<size_t>(kColumnPanel<T> + kRowPanel<T> + kWeightPanel<T>) * sizeof(T);
 
-// Final scores become weights, 0 where hidden and in rows that see nothing.
+// Turns final scores into weights, which are 0 for hidden scores and in rows that see nothing.
 template <class T>
 __device__ __forceinline__ void normalise(const T* row_max, const T* row_sum, int rows, Fragment<T>& s) {
 #pragma unroll
@@ -29,7 +30,7 @@ __device__ __forceinline__ void normalise(const T* row_max, const T* row_sum, in
   }
 }
 
-// `statistics.row_max` is null where the scores are wanted as they are. The result lies in `matrix`.
+// `statistics.row_max` is null if the scores are wanted, not the weights. The result lies in `matrix`.
 template <DType kDType>
 __global__ void __launch_bounds__(kThreads, 4)
     score_matrix_kernel(const AttentionParams p, const WeightsOutputs statistics, const View matrix,
@@ -45,7 +46,8 @@ __global__ void __launch_bounds__(kThreads, 4)
   const int64_t first_key = block % key_tiles * kColumns;
   const HeadTile at(block / key_tiles, p.heads, p.queries, kRows<T>);
   const Sequence sequence = sequence_of(p, at.batch);
-  if (at.first_row >= sequence.queries || first_key >= sequence.keys) return;  // longer ones have it
+  // Only longer sequences have this tile.
+  if (at.first_row >= sequence.queries || first_key >= sequence.keys) return;
   const RowSource<kDType> queries(p.query, sequence.query_batch, at.head, sequence.first_query);
   const KeyRows<kDType> keys(p.key, p.pages, sequence, p.kv_head(at.head));
   const int rows = smaller(sequence.queries - at.first_row, kRows<T>);
@@ -73,7 +75,8 @@ __global__ void __launch_bounds__(kThreads, 4)
                  static_cast<const T*>(statistics.row_sum) + row, rows, s);
     if (p.dropout.enabled) {
       put_fragment<T>(score_panel, s);
-      drop(DropoutPattern<T>(p.dropout, at.batch, at.head), PlainRows{at.first_row}, first_key, score_panel);
+      drop(DropoutPattern<T>(p.dropout, at.batch, at.head), UnfoldedRows{at.first_row}, first_key,
+           score_panel);
       get_fragment<T>(score_panel, s);
     }
   }

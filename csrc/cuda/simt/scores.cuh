@@ -1,4 +1,4 @@
-// A tile of final scores, and what softmax and dropout make of it: the steps that forward and weights share.
+// Steps from a tile of products to final scores and dropout, which forward and weights share.
 #pragma once
 
 #include "../common/dropout.cuh"
@@ -7,7 +7,7 @@
 
 namespace selfattn::cuda::simt {
 
-// The sum of the numbers that the threads of a row hold.
+// The sum of the numbers of all threads of a row.
 template <class T>
 __device__ __forceinline__ T sum_of_row(T x) {
 #pragma unroll
@@ -15,7 +15,7 @@ __device__ __forceinline__ T sum_of_row(T x) {
   return x;
 }
 
-// Where the thread's element (r, c) lies in a panel of weights, whose steps are keys.
+// The index of the thread's element (r, c) in a panel of weights, whose steps are keys.
 template <class T>
 __device__ __forceinline__ int weight_index(int r, int c) {
   return panel_index<T, kRows<T>>(fragment_column<T>(c), fragment_row<T>(r));
@@ -48,11 +48,12 @@ __device__ __forceinline__ void get_fragment(const T* panel, Fragment<T>& fragme
   }
 }
 
-// Dot products become final scores, -inf where hidden. Whatever is more than a scale is done in `panel`, a
-// row after the other: unrolled over the registers of a fragment, the code would be long and spill them.
+// Turns dot products into final scores, which are -inf for hidden ones. Options other than a scale are
+// applied in `panel`, one row after the other, because code that is unrolled over the registers of a fragment
+// would be long and spill them.
 template <class Tile, class T>
 __device__ __forceinline__ void finish_scores(const Tile& tile, T* panel, Fragment<T>& s) {
-  if (tile.is_plain() && tile.window_covers(kRows<T>, kColumns)) {
+  if (tile.is_bare() && tile.window_covers(kRows<T>, kColumns)) {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
 #pragma unroll
@@ -87,7 +88,7 @@ __device__ __forceinline__ bool sees_any(const Tile& tile) {
   return any;
 }
 
-// Multiplies the thread's weights by 0 or 1/(1 - probability). Keys of a vector are of the same four.
+// Multiplies the thread's weights by 0 or 1/(1 - probability). All keys of a vector belong to the same four.
 template <class T, class Rows>
 __device__ __forceinline__ void drop(const DropoutPattern<T>& dropout, const Rows& rows, int64_t first_key,
                                      T* panel) {

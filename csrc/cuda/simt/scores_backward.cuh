@@ -1,5 +1,7 @@
-// The gradients of attention_scores: those of queries and keys from that of every score. A block owns rows of
-// one of them and up to kOutputPanels panels of columns; the scores' gradient is the weights of the product.
+// The gradients of queries and keys from those of the scores of attention_scores.
+//
+// A block owns rows of queries or keys and up to kOutputPanels panels of columns. The scores' gradients are
+// the weights of the product.
 #pragma once
 
 #include "gradient_plan.cuh"
@@ -10,7 +12,8 @@ namespace selfattn::cuda::simt {
 template <class T>
 constexpr size_t kScoresBackwardBytes = static_cast<size_t>(kColumnPanel<T> + kWeightPanel<T>) * sizeof(T);
 
-// Rows first_row and on of the result, steps `first` to first + kColumns - 1 of what is summed over.
+// Loads the scores' gradients for the result's rows from first_row on, and for steps `first` to
+// first + kColumns - 1 of the sum.
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ void load_score_grads(const ScoresParams& p, int64_t batch, int64_t head,
                                                  int64_t first_row, int64_t first, T* panel) {
@@ -49,7 +52,7 @@ __global__ void __launch_bounds__(kThreads, 2)
     const int64_t head = kOfKeys ? at.head * group + member : at.head;
     const RowSource<kDType> rows(kOfKeys ? p.query : p.key, at.batch, kOfKeys ? head : head / group);
     for (int64_t first = 0; first < steps; first += kColumns) {
-      __syncthreads();  // everyone has finished with the weights
+      __syncthreads();  // all threads have finished with the weights
       load_score_grads<kDType, kSide>(p, at.batch, head, at.first_row, first, weights);
 #pragma unroll
       for (int n = 0; n < kOutputPanels; ++n) {

@@ -1,4 +1,4 @@
-// The entry in the kernel table, and the way from a dtype to its kernels.
+// The entry of "simt" in the kernel table, which calls the kernels of each dtype.
 #include "simt.h"
 
 #include <stdexcept>
@@ -26,22 +26,16 @@ size_t forward_workspace(const AttentionParams& p) {
 }
 
 void forward_of_dtype(const AttentionParams& p, const ForwardOutputs& outputs, const Launch& where) {
-  call_for_dtype<void, AttentionParams, const ForwardOutputs&, const Launch&>(
-      p, &forward<DType::kFloat64>, &forward<DType::kFloat32>, &forward<DType::kBFloat16>,
-      &forward<DType::kFloat16>, outputs, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { forward<dtype>(p, outputs, where); });
 }
 
 void weights_of_dtype(const AttentionParams& p, const WeightsOutputs& outputs, const Launch& where) {
-  call_for_dtype<void, AttentionParams, const WeightsOutputs&, const Launch&>(
-      p, &weights<DType::kFloat64>, &weights<DType::kFloat32>, &weights<DType::kBFloat16>,
-      &weights<DType::kFloat16>, outputs, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { weights<dtype>(p, outputs, where); });
 }
 
 size_t mask_workspace_of_dtype(const AttentionParams& p, const BackwardArguments& a) {
   if (a.grad_mask.data == nullptr) return 0;
-  return call_for_dtype<size_t, AttentionParams, const BackwardArguments&>(
-      p, &mask_workspace<DType::kFloat64>, &mask_workspace<DType::kFloat32>,
-      &mask_workspace<DType::kBFloat16>, &mask_workspace<DType::kFloat16>, a);
+  return call_for_dtype(p.dtype, [&](auto dtype) { return mask_workspace<dtype>(p, a); });
 }
 
 size_t backward_workspace(const AttentionParams& p, const BackwardArguments& a) {
@@ -50,20 +44,14 @@ size_t backward_workspace(const AttentionParams& p, const BackwardArguments& a) 
 
 void backward_of_dtype(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
   rows::prepare(p, a, where.workspace, where);
-  call_for_dtype<void, AttentionParams, const BackwardArguments&, const Launch&>(
-      p, &backward<DType::kFloat64>, &backward<DType::kFloat32>, &backward<DType::kBFloat16>,
-      &backward<DType::kFloat16>, a, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { backward<dtype>(p, a, where); });
   if (a.grad_mask.data == nullptr) return;
-  call_for_dtype<void, AttentionParams, const BackwardArguments&, const Launch&>(
-      p, &mask_gradient<DType::kFloat64>, &mask_gradient<DType::kFloat32>, &mask_gradient<DType::kBFloat16>,
-      &mask_gradient<DType::kFloat16>, a, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { mask_gradient<dtype>(p, a, where); });
 }
 
 void jvp_of_dtype(const AttentionParams& p, const JvpArguments& a, const Launch& where) {
   forward_of_dtype(p, a.forward, where);
-  call_for_dtype<void, AttentionParams, const JvpArguments&, const Launch&>(
-      p, &jvp<DType::kFloat64>, &jvp<DType::kFloat32>, &jvp<DType::kBFloat16>, &jvp<DType::kFloat16>, a,
-      where);
+  call_for_dtype(p.dtype, [&](auto dtype) { jvp<dtype>(p, a, where); });
 }
 
 size_t backward_backward_workspace(const AttentionParams& p, const BackwardBackwardArguments& a) {
@@ -73,15 +61,11 @@ size_t backward_backward_workspace(const AttentionParams& p, const BackwardBackw
 void backward_backward_of_dtype(const AttentionParams& p, const BackwardBackwardArguments& a,
                                 const Launch& where) {
   BackwardArguments first = a.backward;
-  first.grad_sinks_rows = nullptr;  // the first derivative's, which nobody wants
+  first.grad_sinks_rows = nullptr;  // only the second derivative's is wanted
   rows::prepare(p, first, where.workspace, where);
-  call_for_dtype<void, AttentionParams, const BackwardBackwardArguments&, const Launch&>(
-      p, &backward_backward<DType::kFloat64>, &backward_backward<DType::kFloat32>,
-      &backward_backward<DType::kBFloat16>, &backward_backward<DType::kFloat16>, a, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { backward_backward<dtype>(p, a, where); });
   if (a.backward.grad_mask.data == nullptr) return;
-  call_for_dtype<void, AttentionParams, const BackwardBackwardArguments&, const Launch&>(
-      p, &tangent_mask<DType::kFloat64>, &tangent_mask<DType::kFloat32>, &tangent_mask<DType::kBFloat16>,
-      &tangent_mask<DType::kFloat16>, a, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { tangent_mask<dtype>(p, a, where); });
 }
 
 size_t captured_workspace_of_dtype(const AttentionParams& p, const CapturedGradients& g) {
@@ -91,41 +75,29 @@ size_t captured_workspace_of_dtype(const AttentionParams& p, const CapturedGradi
   if (g.size() >= CapturedSums::kNowhere) {
     throw std::invalid_argument("the captured tensors with a gradient have 2^32 elements or more");
   }
-  return call_for_dtype<size_t, AttentionParams, const CapturedGradients&>(
-      p, &captured_workspace<DType::kFloat64>, &captured_workspace<DType::kFloat32>,
-      &captured_workspace<DType::kBFloat16>, &captured_workspace<DType::kFloat16>, g);
+  return call_for_dtype(p.dtype, [&](auto dtype) { return captured_workspace<dtype>(p, g); });
 }
 
 void captured_gradients_of_dtype(const AttentionParams& p, const BackwardArguments& a,
                                  const CapturedGradients& g, const Launch& where) {
   rows::prepare(p, a, where.workspace, where);
-  call_for_dtype<void, AttentionParams, const BackwardArguments&, const CapturedGradients&, const Launch&>(
-      p, &captured_gradients<DType::kFloat64>, &captured_gradients<DType::kFloat32>,
-      &captured_gradients<DType::kBFloat16>, &captured_gradients<DType::kFloat16>, a, g, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { captured_gradients<dtype>(p, a, g, where); });
 }
 
 void scores_of_dtype(const ScoresParams& p, const Launch& where) {
-  call_for_dtype<void, ScoresParams, const Launch&>(p, &scores<DType::kFloat64>, &scores<DType::kFloat32>,
-                                                    &scores<DType::kBFloat16>, &scores<DType::kFloat16>,
-                                                    where);
+  call_for_dtype(p.dtype, [&](auto dtype) { scores<dtype>(p, where); });
 }
 
 void scores_backward_of_dtype(const ScoresParams& p, const Launch& where) {
-  call_for_dtype<void, ScoresParams, const Launch&>(
-      p, &scores_backward<DType::kFloat64>, &scores_backward<DType::kFloat32>,
-      &scores_backward<DType::kBFloat16>, &scores_backward<DType::kFloat16>, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { scores_backward<dtype>(p, where); });
 }
 
 void masked_softmax_of_dtype(const SoftmaxParams& p, const Launch& where) {
-  call_for_dtype<void, SoftmaxParams, const Launch&>(
-      p, &masked_softmax<DType::kFloat64>, &masked_softmax<DType::kFloat32>,
-      &masked_softmax<DType::kBFloat16>, &masked_softmax<DType::kFloat16>, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { masked_softmax<dtype>(p, where); });
 }
 
 void masked_softmax_backward_of_dtype(const SoftmaxParams& p, const Launch& where) {
-  call_for_dtype<void, SoftmaxParams, const Launch&>(
-      p, &masked_softmax_backward<DType::kFloat64>, &masked_softmax_backward<DType::kFloat32>,
-      &masked_softmax_backward<DType::kBFloat16>, &masked_softmax_backward<DType::kFloat16>, where);
+  call_for_dtype(p.dtype, [&](auto dtype) { masked_softmax_backward<dtype>(p, where); });
 }
 
 constexpr Kernel entry() {

@@ -1,5 +1,6 @@
-// "simt": attention by plain multiply-adds, for every dtype, shape, option and layout, on compute capability
-// 7.5 and newer. What no other kernel takes comes here.
+// "simt": attention by plain multiply-adds, for every dtype, shape, option and layout.
+//
+// It runs on compute capability 7.5 and newer, and takes every call that no other kernel takes.
 #pragma once
 
 #include "../kernel.h"
@@ -11,33 +12,34 @@ extern const Kernel kSimt;
 
 namespace simt {
 
-// One instantiation each in a file of its own.
+// selfattn_ext/build/sources.py lists the instances of these templates.
 template <DType kDType>
 void forward(const AttentionParams& params, const ForwardOutputs& outputs, const Launch& where);
 template <DType kDType>
 void weights(const AttentionParams& params, const WeightsOutputs& outputs, const Launch& where);
 template <DType kDType>
 void backward(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
-// Bytes of partial sums, which follow the row gradients in the workspace.
+// The bytes of partial sums, which follow the row gradients in the workspace.
 template <DType kDType>
 size_t mask_workspace(const AttentionParams& params, const BackwardArguments& arguments);
 template <DType kDType>
 void mask_gradient(const AttentionParams& params, const BackwardArguments& arguments, const Launch& where);
-// Forward mode of a forward that has run.
+// Forward mode, after the forward has run.
 template <DType kDType>
 void jvp(const AttentionParams& params, const JvpArguments& arguments, const Launch& where);
-// All second derivatives but those of a mask, from row gradients in the workspace.
+// All second derivatives except the mask's, from row gradients in the workspace.
 template <DType kDType>
 void backward_backward(const AttentionParams& params, const BackwardBackwardArguments& arguments,
                        const Launch& where);
 template <DType kDType>
 void tangent_mask(const AttentionParams& params, const BackwardBackwardArguments& arguments,
                   const Launch& where);
-// What these have in the workspace, before the partial sums of a mask: the row gradients and a number more.
+// The bytes at the start of their workspace, before the partial sums of a mask: the row gradients, and one
+// more number for each row.
 inline size_t tangent_rows_bytes(const AttentionParams& params) {
   return rows::row_gradients_bytes(params) + rows::row_array_bytes(params);
 }
-// Bytes of the row gradients and of copies of the result.
+// The bytes of the row gradients and of copies of the result.
 template <DType kDType>
 size_t captured_workspace(const AttentionParams& params, const CapturedGradients& gradients);
 template <DType kDType>

@@ -1,4 +1,4 @@
-// From fragments to tensors.
+// Stores fragments in tensors.
 #pragma once
 
 #include "load.cuh"
@@ -12,7 +12,7 @@ struct RowTarget {
   using T = typename Element<kDType>::Accumulation;
 
   Storage* data;
-  Storage* residual;  // nullable; laid out as data: what narrowing takes away, itself narrowed
+  Storage* residual;  // nullable; the errors of narrowing, narrowed, with the layout of `data`
   int64_t row_stride;
   bool aligned;
 
@@ -30,14 +30,14 @@ struct RowTarget {
               0;
   }
 
-  // Elements column .. column + kVector - 1 of a row that has `columns`.
+  // Stores elements column .. column + kVector - 1 of a row that has `columns` elements.
   __device__ __forceinline__ void put(int64_t row, int64_t column, int64_t columns,
                                       const Vector<T>& v) const {
     put_at(row * row_stride + column, columns - column, v);
   }
 
  protected:
-  // The first `count` elements of a vector.
+  // Stores the first `count` elements of a vector.
   __device__ __forceinline__ void put_at(int64_t at, int64_t count, const Vector<T>& v) const {
     StorageVector<kDType> stored;
 #pragma unroll
@@ -65,12 +65,12 @@ struct RowTarget {
   }
 };
 
-// The dtype of sums.
+// The dtype of the accumulation type T.
 template <class T>
 constexpr DType kAccumulation = sizeof(T) == sizeof(double) ? DType::kFloat64 : DType::kFloat32;
 
-// The thread's elements of a tile whose corner is (first_row, first_column), where they lie below rows and
-// columns.
+// Stores the thread's elements of a tile whose corner is (first_row, first_column), as far as they lie below
+// `rows` and `columns`.
 template <class T, class Target>
 __device__ __forceinline__ void store_fragment(const Target& target, int64_t first_row, int64_t rows,
                                                int64_t first_column, int64_t columns,

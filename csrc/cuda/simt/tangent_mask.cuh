@@ -1,4 +1,4 @@
-// The second derivative with respect to a float mask: as its gradient, by tiles of forward mode.
+// The second derivative with respect to a float mask: sums like its gradient, of tangent tiles.
 #pragma once
 
 #include "mask_gradient.cuh"
@@ -19,7 +19,7 @@ __global__ void __launch_bounds__(kThreads, 2)
   });
 }
 
-// `where.workspace` is that of backward_backward(), and then has room for what splits leave.
+// `where.workspace` begins with that of backward_backward(); the sums of splits follow.
 template <DType kDType>
 void tangent_mask(const AttentionParams& p, const BackwardBackwardArguments& a, const Launch& where) {
   char* const workspace = static_cast<char*>(where.workspace);

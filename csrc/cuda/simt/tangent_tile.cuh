@@ -1,6 +1,7 @@
-// A tile of forward mode and of second derivatives: from the products q·k, tq·k + q·tk, dO·v and dO·tv of
-// queries and keys to what a step adds up. The formulas and their names are those of
-// Note [Formulas of tangents] in core/tangents.h.
+// A tile of forward mode and of second derivatives.
+//
+// It turns the products q·k, tq·k + q·tk, dO·v and dO·tv of queries and keys into the terms that a step adds
+// up. The formulas and their names are those of Note [Formulas of tangents] in core/tangents.h.
 #pragma once
 
 #include "../../core/tangents.h"
@@ -10,20 +11,20 @@
 
 namespace selfattn::cuda::simt {
 
-// What blocks that own queries work out, one launch after the other, as each needs what the last has left of
-// all keys. Blocks that own keys or a part of the mask know the kGradient step alone.
+// Blocks that own queries compute these steps in successive launches, because each step needs the last one's
+// results over all keys. Blocks that own keys or a part of the mask have only the kGradient step.
 enum class TangentStep { kMean, kOut, kGradient };
 
-// Numbers of every row, in arrays that are laid out as the forward's row statistics.
+// Numbers of every row, in arrays with the layout of the forward's row statistics.
 template <class T>
 struct TangentRows {
   const T *max, *sum;
-  T* mean;         // m_i, the tangent of lse: from kMean on
+  T* mean;         // m_i, the tangent of lse; kMean computes it
   const T* delta;  // null in forward mode
-  T* correction;   // c_i: from kOut on; null in forward mode
+  T* correction;   // c_i, null in forward mode; kOut computes it
 };
 
-// Those of one row that a step knows.
+// The numbers of one row that are known in a step.
 template <class T>
 struct TangentNumbers {
   RowState<T> state;
@@ -40,7 +41,8 @@ struct TangentNumbers {
   __device__ __forceinline__ T weight(T score) const { return state.weight(score, inverse_sum); }
 };
 
-// A block's shared memory: one panel more. Rows of products lie there, as the others hold products meanwhile.
+// A block's shared memory, with one more panel. Rows of products lie there, because the other panels hold
+// finished products at that time.
 template <DType kDType, Side kSide>
 struct TangentShared : GradientShared<kDType, kSide> {
   using Base = GradientShared<kDType, kSide>;
@@ -56,13 +58,13 @@ struct TangentShared : GradientShared<kDType, kSide> {
     this->product_rows = deviations;
   }
 
-  // The thread's own numbers of dO·v and dO·tv for one query and each of its keys. Registers cannot be
-  // indexed by a loop.
+  // The thread's own numbers of dO·v and dO·tv for one query and each of its keys. They are not in registers,
+  // because a loop cannot index these.
   __device__ __forceinline__ T& slot(int which, int key) const {
     return this->columns[(which * kOwnKeys + key) * kThreads + static_cast<int>(threadIdx.x)];
   }
 
-  // Fills the slots with the first of the fragment's queries. The others move up.
+  // Moves the first of the fragment's queries to the slots. The others move up in the fragment.
   __device__ __forceinline__ void take_query(int which, Fragment<T>& fragment) const {
 #pragma unroll
     for (int r = 0; r < kRowsPerThread<T>; ++r) {
@@ -79,7 +81,7 @@ struct TangentShared : GradientShared<kDType, kSide> {
   }
 };
 
-// What becomes of a visible pair of query and key. All of it is 0 where its weight is.
+// The terms of a visible pair of query and key. All are 0 if its weight is.
 template <class T>
 struct TangentPair {
   T weight = T(0);
@@ -116,7 +118,7 @@ __device__ __forceinline__ TangentPair<T> tangent_pair(const AttentionParams& p,
   return pair;
 }
 
-// The tangent of what is added to capped scores.
+// The tangent of the terms that are added to capped scores: ALiBi and the mask.
 template <class T>
 class AddedTangent {
  public:
@@ -142,9 +144,10 @@ class AddedTangent {
   const int64_t corner_;  // the mask's element for the tile's first query and key
 };
 
-// The panels, where the first two products lie, get what results are sums of, -0 for hidden pairs and never
-// -0 for others: see is_hidden. In kOut weights and deviations times them; in kGradient what queries or keys,
-// and what their tangents, are multiplied by, and of a mask its own gradient. The step's sums of rows grow.
+// Replaces the first two products, in the panels, by the terms of the results' sums, which are -0 for hidden
+// pairs and never -0 for others: see is_hidden. In kOut these are weights, and weights times deviations. In
+// kGradient they are the factors of queries or keys and of their tangents; for a mask, the second panel gets
+// the mask's own gradient. Adds to the step's sums of rows.
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ void weigh_tangents(const AttentionParams& p, const BackwardBackwardArguments& a,
                                                const TangentRows<T>& rows, TangentStep step,
@@ -163,7 +166,7 @@ __device__ __forceinline__ void weigh_tangents(const AttentionParams& p, const B
 #pragma unroll 1
   for (int q = 0; q < kOwnQueries; ++q) {
     const int query = kByKeys ? fragment_column<T>(q) : fragment_row<T>(q);
-    // Numbers of any row will do where there is none: the window shows nothing of it.
+    // A row that does not exist takes the numbers of another: the window shows nothing of it.
     const TangentNumbers<T> numbers(rows, step, first_row + (query < tile.rows() ? query : 0));
     shared.take_query(0, of_values);
     shared.take_query(1, of_tangents);
@@ -206,8 +209,8 @@ __device__ __forceinline__ void weigh_tangents(const AttentionParams& p, const B
   }
 }
 
-// The tile from beginning to end; false, and nothing is there, where the mask hides all of it. Products of a
-// missing tensor are left out, those with dO where nothing that needs them is wanted.
+// Computes a tile. Returns false, and leaves nothing, if the mask hides all of it. Products of a missing
+// tensor are left out, and so are those with dO if no result needs them.
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ bool tangent_tile(const AttentionParams& p, const BackwardBackwardArguments& a,
                                              const TangentRows<T>& rows, TangentStep step,
@@ -245,7 +248,7 @@ __device__ __forceinline__ bool tangent_tile(const AttentionParams& p, const Bac
     }
     if (n == 0 || n == 2 || n == 3) clear<T>(sum);
   }
-  __syncthreads();  // slots and deviations take the place of operands
+  __syncthreads();  // slots and deviations replace operands
   if (has_rows) weigh_tangents<kDType, kSide>(p, a, rows, step, shared, of_values, sum);
   return true;
 }

@@ -1,5 +1,7 @@
-// Forward mode from the statistics of a forward that has run, and second derivatives: Note [Second
-// derivatives] in core/tangents.h. Blocks own rows and panels of results as those of the backward do.
+// Forward mode, from the statistics of a forward that has run, and second derivatives.
+//
+// See Note [Second derivatives] in core/tangents.h. Blocks own rows and panels of results, like those of the
+// backward.
 #pragma once
 
 #include "backward.cuh"
@@ -8,7 +10,7 @@
 
 namespace selfattn::cuda::simt {
 
-// Panels are those of the gradients, except that kOut has panels of the output's tangent, and kMean none.
+// The panels are those of the gradients, except that kOut has panels of the output's tangent, and kMean none.
 template <Side kSide>
 __device__ __forceinline__ GradientPanel<kSide> panel_of_step(const AttentionParams& p, TangentStep step,
                                                               int64_t index) {
@@ -19,14 +21,15 @@ __device__ __forceinline__ GradientPanel<kSide> panel_of_step(const AttentionPar
   return panel;
 }
 
-// Blocks that share the same rows.
+// The number of blocks that share the same rows.
 template <Side kSide>
 __host__ __device__ __forceinline__ int64_t parts_of_step(const AttentionParams& p, TangentStep step) {
   if (step == TangentStep::kGradient) return GradientPanel<kSide>::parts(p);
   return step == TangentStep::kOut && p.value_dim > 0 ? divide_up(p.value_dim, kOutputColumns) : 1;
 }
 
-// Adds what the tile gives to a panel of the result: the products with `of` = 0 inputs, 1 their tangents.
+// Adds the tile's products to a panel of the result: those with inputs if `of` is 0, with their tangents if
+// it is 1.
 template <DType kDType, Side kSide, class T>
 __device__ __forceinline__ void add_to_panel(const AttentionParams& p, const BackwardBackwardArguments& a,
                                              const TangentShared<kDType, kSide>& shared,
@@ -54,7 +57,7 @@ __device__ __forceinline__ void add_to_panel(const AttentionParams& p, const Bac
   }
 }
 
-// What is left of a row once all keys have passed by, and the share of its sink: a score without a value.
+// Finishes a row after all its keys, and adds the share of its sink, a score without a value.
 template <class T>
 __device__ __forceinline__ void finish_row(const AttentionParams& p, const BackwardBackwardArguments& a,
                                            const TangentRows<T>& rows, TangentStep step, int64_t batch,
@@ -79,7 +82,7 @@ __device__ __forceinline__ void finish_row(const AttentionParams& p, const Backw
   }
 }
 
-// The result of a step of queries is at BackwardArguments::grad_query.
+// Steps of queries write their result to BackwardArguments::grad_query.
 template <DType kDType, Side kSide>
 __global__ void __launch_bounds__(kThreads, 2)
     tangent_kernel(const __grid_constant__ AttentionParams p,
@@ -105,13 +108,13 @@ __global__ void __launch_bounds__(kThreads, 2)
   }
   __syncthreads();
 
-  // The block's batch is one: so is the sequence, wherever the walk has got to.
+  // The block has one batch element, and so one sequence, whichever tile the plan is at.
   const Sequence& sequence = plan.sequence;
   const int64_t rows_left =
       kRowsAreKeys<kSide> ? sequence.keys - plan.keys.first : sequence.queries - plan.queries.first;
-  if (rows_left <= 0) return;  // a longer sequence has them
+  if (rows_left <= 0) return;  // only a longer sequence has these rows
   const bool has_rows = warp_has_rows<T>(smaller(rows_left, kRows<T>));
-  // Of queries the first block of a row sums up its share of the correction.
+  // Of the blocks that share queries, the first computes the rows' sums.
   const bool finishes_rows = kSide == Side::kQuery && plan.first_panel == 0;
   const bool needs_score_grads = step == TangentStep::kGradient
                                      ? !GradientPanel<kSide>(p, plan.first_panel).of_values
@@ -158,7 +161,7 @@ void launch_tangents(const AttentionParams& p, const BackwardBackwardArguments& 
                 TangentShared<kDType, kSide>::kBytes, where, p, a, rows, step);
 }
 
-// The tangents of out and lse; of second derivatives also the correction.
+// Computes the tangents of out and lse, and for second derivatives also the correction.
 template <DType kDType, class T>
 void tangents_of_results(const AttentionParams& p, BackwardBackwardArguments a, const TangentRows<T>& rows,
                          const Launch& where) {
@@ -179,7 +182,7 @@ void jvp(const AttentionParams& p, const JvpArguments& given, const Launch& wher
   tangents_of_results<kDType>(p, a, rows, where);
 }
 
-// `where.workspace` has tangent_rows_bytes(): first the row gradients, then the corrections.
+// `where.workspace` has tangent_rows_bytes(): the row gradients, then the corrections.
 template <DType kDType>
 TangentRows<typename Element<kDType>::Accumulation> tangent_rows_of(const AttentionParams& p,
                                                                     const BackwardBackwardArguments& a,

@@ -1,10 +1,10 @@
-// The shape of a block's work, and how its operands lie in shared memory.
+// The shape of a block's work, and the layout of its operands in shared memory.
 //
-// A block computes kRows x kColumns numbers at a time: scores of queries against keys, or outputs. Its
-// threads form a grid of kThreadRows x kThreadColumns, each of which owns kRowsPerThread x kColumnsPerThread
-// of them in registers, so that one step of a product costs two or three 16-byte reads of shared memory for
-// 32 (float) or 16 (double) multiply-adds. The threads that share rows are half a warp: what they do to a row
-// together, softmax, needs shuffles only.
+// A block computes kRows x kColumns numbers at a time: scores of queries and keys, or outputs. Its threads
+// form a grid of kThreadRows x kThreadColumns. Each owns kRowsPerThread x kColumnsPerThread numbers in
+// registers, so that one step of a product costs two or three 16-byte reads of shared memory for 32 (float)
+// or 16 (double) multiply-adds. The threads that share rows are half a warp, so that softmax needs only
+// shuffles.
 #pragma once
 
 #include "../common/device.cuh"
@@ -15,7 +15,7 @@ constexpr int kThreads = 128;
 constexpr int kThreadColumns = 16;
 constexpr int kThreadRows = kThreads / kThreadColumns;
 
-// Elements of T that shared memory moves at once: 16 bytes.
+// The number of elements of T that are moved at once, which are 16 bytes.
 template <class T>
 constexpr int kVector = 16 / static_cast<int>(sizeof(T));
 
@@ -27,12 +27,12 @@ template <class T>
 constexpr int kRows = kThreadRows * kRowsPerThread<T>;
 constexpr int kColumns = kThreadColumns * kColumnsPerThread;
 
-// Steps of a product between two loads of shared memory: dimensions of a head, or keys.
+// The steps of a product between two loads of shared memory: dimensions of a head, or keys.
 template <class T>
 constexpr int kDepth = 128 / static_cast<int>(sizeof(T));
 
-// Outputs of a thread: kOutputPanels times kColumns columns of values, which is as much as registers hold.
-// Wider values are shared out among blocks, each of which computes the scores anew.
+// A block computes kOutputPanels times kColumns columns of the values, as many as registers hold. Wider
+// values are distributed among blocks, each of which computes the scores again.
 constexpr int kOutputPanels = 2;
 constexpr int kOutputColumns = kOutputPanels * kColumns;
 
@@ -44,7 +44,7 @@ __device__ __forceinline__ int thread_row() { return static_cast<int>(threadIdx.
 __device__ __forceinline__ int thread_column() { return static_cast<int>(threadIdx.x) % kThreadColumns; }
 
 // The row and column of the thread's fragment element. Rows are neighbours. Columns are neighbours within a
-// vector; vectors of the kThreadColumns threads alternate, for their reads to be of neighbouring memory.
+// vector; vectors of the kThreadColumns threads alternate, so that the threads read neighbouring memory.
 template <class T>
 __device__ __forceinline__ int fragment_row(int r) {
   return thread_row() * kRowsPerThread<T> + r;
@@ -54,44 +54,43 @@ __device__ __forceinline__ int fragment_column(int c) {
   return (c / kVector<T> * kThreadColumns + thread_column()) * kVector<T> + c % kVector<T>;
 }
 
-// Which query of which head a row of a block stands for; the head is counted from the block's first.
+// The head and the query of a block's row. The head is counted from the block's first.
 struct HeadRow {
   int head;
   int64_t query;
 };
 
 // Rows that are neighbouring queries of one head.
-struct PlainRows {
+struct UnfoldedRows {
   int64_t first_query;
 
   __device__ __forceinline__ HeadRow of(int row) const { return {0, first_query + row}; }
 };
 
-// Rows that are all queries of one head, then those of the next: see folded_rows.cuh.
+// Rows that are all queries of one head, then all of the next: see folded_rows.cuh.
 struct FoldedRows {
   int queries;  // of each head, at least 1
 
   __device__ __forceinline__ HeadRow of(int row) const { return {row / queries, row % queries}; }
 };
 
-// Whether the warp has any row below `rows`; warps without one only help to load. Asked by a vote, for the
-// compiler to know that a warp agrees: shuffles in code that might be divergent cost a call each.
+// Whether the warp has any row below `rows`; warps without one only help to load. The lanes vote, so that the
+// compiler knows that they agree: shuffles in code that might diverge cost a call each.
 template <class T>
 __device__ __forceinline__ bool warp_has_rows(int rows) {
   return __any_sync(kWholeWarp, thread_row() * kRowsPerThread<T> < rows) != 0;
 }
 
 // A panel is an operand of a product in shared memory: element (k, x) for step k and row or column x, of
-// kWidth in all. After as many steps as a vector has elements comes a gap of one vector: without it,
-// transposing loads, which write neighbouring steps, and the weights, which a half-warp writes for 16 keys,
-// would meet in one bank. Indices remain sums, so that unrolled code finds them at constant offsets from one
-// register.
+// kWidth in all. A gap of one vector follows every kVector steps. Without it, transposing loads, which write
+// neighbouring steps, and the weights, which a half-warp writes for 16 keys, would conflict in one bank.
+// Indices are still sums, so that unrolled code finds elements at constant offsets from one register.
 template <class T, int kWidth>
 __host__ __device__ __forceinline__ constexpr int panel_index(int k, int x) {
   return k * kWidth + k / kVector<T> * kVector<T> + x;
 }
 
-// Elements of a panel of so many steps, a multiple of kVector.
+// The elements of a panel with so many steps, a multiple of kVector.
 template <int kWidth>
 __host__ __device__ constexpr int panel_size(int steps) {
   return steps * (kWidth + 1);

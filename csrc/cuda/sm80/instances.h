@@ -1,13 +1,13 @@
-// What the .cu files of this folder compile: one element type and one padded dim each.
+// Forward kernels of sm80, each for one element type and one padded dim.
 #pragma once
 
-#include "plan.h"
+#include "../../core/attention_params.h"
 
 struct CUstream_st;
 
 namespace selfattn::cuda::sm80 {
 
-// Compiled in sm80_<dtype>_<dim>.cu.
+// selfattn_ext/build/sources.py lists the instances, which a build compiles in a file each.
 template <DType kDType, int kDim>
 void run_forward(const AttentionParams& params, const ForwardOutputs& outputs, CUstream_st* stream,
                  void* workspace);

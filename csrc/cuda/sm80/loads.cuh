@@ -1,75 +1,20 @@
-// Tiles from global to shared memory.
-//
-// Eight neighbouring lanes (four where rows have 12 or 4 chunks) share a row, so that a warp reads whole
-// lines and a row's flag has one group of writers. Whatever lies beyond the tensor or its dim becomes zero.
+// Copies of tiles from global to shared memory. What lies beyond the tensor or its dim becomes zero.
 #pragma once
 
-#include "../../core/integers.h"
 #include "../common/element.cuh"
-#include "fragments.cuh"
-#include "pieces.cuh"
-#include "shared_layout.cuh"
-#include "work.cuh"
+#include "../mma/non_finite.cuh"
+#include "../mma/pieces.cuh"
+#include "../mma/tile_share.cuh"
+#include "sm80_shared_memory.cuh"
 
 namespace selfattn::cuda::sm80 {
 
-// How the threads of a block share a tile of kRows rows of kChunks chunks.
-template <class C, int kRowCount, int kChunks>
-struct TileShare {
-  static constexpr int kLanes = kChunks % 8 == 0 ? 8 : 4;  // of a row
-  static constexpr int kStep = C::kThreads / kLanes;       // rows at a time
-  static constexpr int kPasses = static_cast<int>(divide_up(kRowCount, kStep));
-  static constexpr int kPerLane = kChunks / kLanes;
-  // Whether neighbouring rows begin in the same bank, so that they take their chunks in different order.
-  static constexpr bool kAlternates = kChunks % 16 == 0;
-  static_assert(kChunks % kLanes == 0 && kStep % 8 == 0, "the swizzle of a thread's chunks never changes");
+using mma::Plan;
+using mma::RowOf;
+using mma::TileShare;
 
-  int row, lane;
-  __device__ __forceinline__ TileShare() {
-    const unsigned thread = static_cast<unsigned>(this_thread<C>());
-    row = static_cast<int>(thread / kLanes);
-    lane = static_cast<int>(thread % kLanes);
-  }
-
-  // The chunk that a thread of float32 takes as its i-th: those of even and of odd rows are in different
-  // halves of 256 bytes. Two rows are stored at a time, and their pieces are half as long: they fill the
-  // banks.
-  __device__ __forceinline__ int chunk(int i) const {
-    const int odd = kAlternates ? row & 1 : 0;
-    return lane + ((i & ~1) + ((i & 1) ^ odd)) * kLanes;
-  }
-
-  // Whether this pass goes beyond the tile: known when compiling, but for the last.
-  static __device__ __forceinline__ bool beyond(int pass, int row_of_pass) {
-    return kRowCount % kStep != 0 && pass == kPasses - 1 && row_of_pass >= kRowCount;
-  }
-
-  // Whether any lane of this thread's row says yes.
-  __device__ __forceinline__ bool any_of_row(bool mine) const {
-    const uint32_t votes = __ballot_sync(kWholeWarp, mine);
-    const int first = static_cast<int>(threadIdx.x) & 31 & ~(kLanes - 1);
-    return (votes >> first & ((1u << kLanes) - 1u)) != 0;
-  }
-
-  // Calls body(row) for the thread's rows of the tile and flags those to which any of their lanes says yes.
-  // Returns whether one of the thread's rows is flagged. Collective.
-  template <class Body>
-  __device__ __forceinline__ bool flag_rows(unsigned char* flags, const Body& body) const {
-    bool any = false;
-#pragma unroll 1
-    for (int pass = 0; pass < kPasses; ++pass) {
-      const int r = row + pass * kStep;
-      const bool exists = !beyond(pass, r);
-      const bool flag = any_of_row(exists && body(r));
-      if (lane == 0 && exists) flags[r] = flag;
-      any |= flag;
-    }
-    return any;
-  }
-};
-
-// The chunk of 16 bytes that begins at `column` of a row, element by element: for rows that are not aligned
-// or end within a chunk.
+// Copies the chunk of 16 bytes that begins at `column` of a row element by element: for rows that are not
+// aligned or end within a chunk.
 template <class Storage>
 __device__ __forceinline__ void copy_elements(unsigned char* shared, const Storage* row, int column,
                                               int dim) {
@@ -82,14 +27,14 @@ __device__ __forceinline__ void copy_elements(unsigned char* shared, const Stora
 template <class Storage>
 constexpr int kPerChunk = 16 / static_cast<int>(sizeof(Storage));
 
-// Where a chunk of a tile of keys or values arrives: 16-bit elements in the swizzled tile, float32 in the
-// staging area, where every thread finds its own chunks again.
+// The place where a chunk of a tile of keys or values arrives: for 16-bit elements in the swizzled tile, for
+// float32 in the staging area, where every thread finds its own chunks again.
 template <class C>
 __device__ __forceinline__ int arrival(int row, int chunk) {
   return C::kFloat32 ? row * (C::kDim * 4) + chunk * 16 : Swizzle<C::kDim>::offset(row, chunk);
 }
 
-// Starts to bring this thread's chunks of a row, or zeros. The first of them is at `from` and goes to `to`.
+// Starts to copy this thread's chunks of a row, or zeros. The first of them is at `from` and goes to `to`.
 template <class C, class Share, class Storage>
 __device__ __forceinline__ void start_row(unsigned char* to, const Share& share, const Storage* from,
                                           bool exists, int dim) {
@@ -101,7 +46,7 @@ __device__ __forceinline__ void start_row(unsigned char* to, const Share& share,
   }
 }
 
-// Brings them element by element.
+// Copies this thread's chunks of a row element by element.
 template <class C, class Share, class Storage>
 __device__ __forceinline__ void copy_row(unsigned char* shared, const Share& share, int r, const Storage* row,
                                          bool exists, int dim) {
@@ -111,8 +56,8 @@ __device__ __forceinline__ void copy_row(unsigned char* shared, const Share& sha
   }
 }
 
-// Starts to bring this thread's rows of a tile, 16 bytes at a time; its first chunk is at `from`. kFull:
-// all rows of the tile exist, and not `count` of them.
+// Starts to copy this thread's rows of a tile, 16 bytes at a time; its first chunk is at `from`. kFull: all
+// rows of the tile exist, otherwise `count` of them.
 template <class C, bool kFull, class Share, class Storage>
 __device__ __forceinline__ void start_vectors(unsigned char* shared, const Share& share, const Storage* from,
                                               int64_t stride, int count, int dim) {
@@ -126,15 +71,14 @@ __device__ __forceinline__ void start_vectors(unsigned char* shared, const Share
   }
 }
 
-// Starts to bring `count` rows of a matrix from `first` on, and zeros for those of the tile that are not
-// there.
+// Starts to copy `count` rows of a matrix from `first` on, and zeros for the rest of the tile.
 template <class C, int kRowCount, class Storage>
 __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage* matrix, int64_t stride,
                                            int first, int count, int dim, bool vectors) {
   using Share = TileShare<C, kRowCount, C::kDim* static_cast<int>(sizeof(Storage)) / 16>;
   const Share share;
   const Storage* row = matrix + static_cast<uint32_t>(first + share.row) * stride;
-  if (C::kPlain || vectors) {
+  if (C::kBare || vectors) {
     start_vectors<C, false>(shared, share, row + share.lane * kPerChunk<Storage>, stride, count, dim);
   } else {
 #pragma unroll 1
@@ -147,14 +91,14 @@ __device__ __forceinline__ void start_rows(unsigned char* shared, const Storage*
 // Keys or values, from one of them on.
 struct KeyRows {
   const View& view;
-  const void* first;  // key 0: of Work
+  const void* first;  // key 0: first_key or first_value of Work
   int first_key;
   int dim;
-  bool vectors;  // can be read 16 bytes at a time
+  bool vectors;  // rows can be read 16 bytes at a time
 };
 
-// The same of keys or values in pages. Each lane looks up where one row of
-// its warp's lies, and they tell each other: a division and a look at the table for each row. Collective.
+// The same for keys or values in pages. Each lane looks up one row of its warp's and tells the others where
+// it is, so that each row costs one division and one look at the table. Collective.
 template <class C, class Storage>
 __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const AttentionParams& p,
                                                  const Work<C>& work, const KeyRows& rows) {
@@ -162,7 +106,7 @@ __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const At
   const Share share;
   const int count = work.keys - rows.first_key;
   const auto* head = static_cast<const Storage*>(rows.first);
-  if (C::kPlain || rows.vectors) {
+  if (C::kBare || rows.vectors) {
     constexpr int kAtOnce = kWarp / Share::kLanes;  // rows of a warp
     static_assert(Share::kPasses * kAtOnce <= kWarp && C::kKeys % Share::kStep == 0,
                   "a row for each lane, and no pass goes beyond the tile");
@@ -182,13 +126,13 @@ __device__ __forceinline__ void start_paged_rows(unsigned char* shared, const At
 #pragma unroll 1
     for (int r = share.row; r < C::kKeys; r += Share::kStep) {
       const int key = min(rows.first_key + r, work.keys - 1);
-      copy_row<C>(shared, share, r, key_row<Storage>(p, rows.view, rows.first, work, key), r < count,
+      copy_row<C>(shared, share, r, mma::key_row<Storage>(p, rows.view, rows.first, work, key), r < count,
                   rows.dim);
     }
   }
 }
 
-// Starts to bring a tile of keys or values of the block's head.
+// Starts to copy a tile of keys or values of the block's head.
 template <class C, class Storage>
 __device__ __forceinline__ void start_keys(unsigned char* shared, const AttentionParams& p,
                                            const Work<C>& work, const KeyRows& rows) {
@@ -200,9 +144,9 @@ __device__ __forceinline__ void start_keys(unsigned char* shared, const Attentio
   }
 }
 
-// What a thread of the plain path brings of one tile of keys or values after another, last to first. It keeps
-// the address of its first chunk and moves it on, as 64-bit products for every tile would keep the warps from
-// their matrix products; where registers are even scarcer, it works it out.
+// A thread's part of tiles of keys or values that pass by on the bare path, last to first. It keeps the
+// address of its first chunk and moves it on, since 64-bit products for every tile would keep the warps from
+// their matrix products. If registers are even scarcer, it works the address out (kParks).
 template <class C, class Storage>
 class PassingRows {
  public:
@@ -212,7 +156,7 @@ class PassingRows {
             static_cast<uint32_t>(rows.first_key + share.row) * rows.view.stride[2] +
             share.lane * kPerChunk<Storage>;
   }
-  // Starts to bring a tile, the first one or that before the last. kFull: all its rows exist.
+  // Starts to copy the first tile, or the one before the last copied. kFull: all its rows exist.
   template <bool kFull>
   __device__ __forceinline__ void start(unsigned char* shared, const KeyRows& rows, const Work<C>& work) {
     const int64_t stride = rows.view.stride[2];
@@ -226,30 +170,31 @@ class PassingRows {
   const Storage* from_;
 };
 
-// Four numbers to the planes of their pieces. Returns whether one has none; with kLeaveOut that one becomes
-// zero.
+// Stores the pieces of four numbers in their planes. Returns whether a number has none; with kLeaveOut it
+// becomes zero.
 template <class C, bool kLeaveOut>
 __device__ __forceinline__ bool store_pieces(unsigned char* planes, int plane_bytes, int row, int chunk,
                                              float4 x) {
-  const bool special = has_no_pieces(x.x) || has_no_pieces(x.y) || has_no_pieces(x.z) || has_no_pieces(x.w);
+  const bool special = mma::has_no_pieces(x.x) || mma::has_no_pieces(x.y) || mma::has_no_pieces(x.z) ||
+                       mma::has_no_pieces(x.w);
   if (kLeaveOut && special) {
-    if (has_no_pieces(x.x)) x.x = 0.0f;
-    if (has_no_pieces(x.y)) x.y = 0.0f;
-    if (has_no_pieces(x.z)) x.z = 0.0f;
-    if (has_no_pieces(x.w)) x.w = 0.0f;
+    if (mma::has_no_pieces(x.x)) x.x = 0.0f;
+    if (mma::has_no_pieces(x.y)) x.y = 0.0f;
+    if (mma::has_no_pieces(x.z)) x.z = 0.0f;
+    if (mma::has_no_pieces(x.w)) x.w = 0.0f;
   }
   unsigned char* to = planes + Swizzle<C::kDim>::offset(row, chunk / 2) + chunk % 2 * 8;
 #pragma unroll
   for (int piece = 0; piece < C::kPieces; ++piece) {
-    uint2 packed;
-    packed.x = take_piece(x.x, x.y);
-    packed.y = take_piece(x.z, x.w);
-    *reinterpret_cast<uint2*>(to + piece * plane_bytes) = packed;
+    uint2 pairs;
+    pairs.x = mma::take_piece(x.x, x.y);
+    pairs.y = mma::take_piece(x.z, x.w);
+    *reinterpret_cast<uint2*>(to + piece * plane_bytes) = pairs;
   }
   return special;
 }
 
-// Four numbers of a row that has `columns` of them, zeros beyond.
+// Loads four numbers of a row that has `columns` of them, and zeros beyond.
 __device__ __forceinline__ float4 load_four(const float* row, int column, int columns, bool vectors) {
   float4 x = {0.0f, 0.0f, 0.0f, 0.0f};
   if (vectors) {
@@ -263,8 +208,8 @@ __device__ __forceinline__ float4 load_four(const float* row, int column, int co
   return x;
 }
 
-// The tile of queries, once for a block. float32 is split on the way; returns whether this thread met a
-// number without pieces.
+// Starts to copy the tile of queries, once for a block. float32 is split into pieces on the way. Returns
+// whether this thread met a number without pieces.
 template <class C>
 __device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& work,
                                               const SharedMemory<C>& shared) {
@@ -292,7 +237,7 @@ __device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& w
         special |= store_pieces<C, false>(shared.queries(), SharedLayout<C>::kQueryPlane, r, chunk, x);
       } else {
         unsigned char* to = shared.queries() + Swizzle<C::kDim>::offset(r, chunk);
-        if (C::kPlain || plan.query_vectors) {
+        if (C::kBare || plan.query_vectors) {
           ptx::copy_async_16(to, from + column, column < columns);
         } else {
           copy_elements(to, from, column, columns);
@@ -308,8 +253,8 @@ __device__ __forceinline__ bool start_queries(const Plan& plan, const Work<C>& w
   return any;
 }
 
-// Makes pieces of the staged tile: each thread of the chunks that it brought itself, so that no barrier is
-// needed before. Marks rows with numbers that have none. Returns whether this thread met one.
+// Makes pieces of the staged tile. Each thread takes the chunks that it copied itself, so that no barrier is
+// needed before. Marks rows with numbers that have no pieces. Returns whether this thread met one.
 template <class C, bool kLeaveOut>
 __device__ __forceinline__ bool split_staged(const SharedMemory<C>& shared, unsigned char* planes,
                                              unsigned char* flags) {
@@ -325,6 +270,24 @@ __device__ __forceinline__ bool split_staged(const SharedMemory<C>& shared, unsi
     }
     return special;
   });
+}
+
+// Zeroes what is not finite in the part of the tile that this thread copied. It has waited for its copies.
+template <class C>
+__device__ __forceinline__ void clear_non_finite_values(const SharedMemory<C>& shared) {
+  using Share = TileShare<C, C::kKeys, C::kDim / 8>;
+  const Share share;
+#pragma unroll 1
+  for (int r = share.row; r < C::kKeys; r += Share::kStep) {
+#pragma unroll 1
+    for (int chunk = share.lane; chunk < C::kDim / 8; chunk += Share::kLanes) {
+      auto* elements = reinterpret_cast<uint16_t*>(shared.values() + Swizzle<C::kDim>::offset(r, chunk));
+#pragma unroll 1
+      for (int i = 0; i < 8; ++i) {
+        if (mma::is_non_finite<C::kDType>(elements[i])) elements[i] = 0;
+      }
+    }
+  }
 }
 
 }  // namespace selfattn::cuda::sm80

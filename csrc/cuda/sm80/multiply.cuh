@@ -1,16 +1,19 @@
-// The two matrix products of a tile on tensor cores.
+// The two matrix products of a tile on tensor cores, by mma.sync.
 //
-// Operands come from swizzled tiles by ldmatrix, four 8 x 8 matrices at a time. A lane's address is a
-// constant of the thread but for the step along the row: an exclusive or within the bytes that the swizzle
+// ldmatrix reads operands from swizzled tiles, four 8 x 8 matrices at a time. A lane's address is a constant
+// of the thread, except for the step along the row: an exclusive or within the bytes that the swizzle
 // permutes. All the rest is a constant of the instruction.
 #pragma once
 
-#include "loads.cuh"
+#include "../mma/paired_weights.cuh"
+#include "sm80_shared_memory.cuh"
 
 namespace selfattn::cuda::sm80 {
 
+using mma::LeftBlock;
+
 // The lane's part in reading blocks of 16 rows by 16 columns. kRowsFirst: matrices 0 and 1 are the upper and
-// lower rows (queries, values); otherwise the left and right columns (keys).
+// lower rows (queries, values), otherwise the left and right columns (keys).
 template <class C, bool kRowsFirst>
 struct BlockReader {
   using Swizzle = sm80::Swizzle<C::kDim>;
@@ -21,9 +24,9 @@ struct BlockReader {
       : tile(tile_of_rows) {
     const int lower = (kRowsFirst ? lane >> 3 : lane >> 4) & 1,
               right = (kRowsFirst ? lane >> 4 : lane >> 3) & 1;
-    first = of_thread<C>(Swizzle::offset(first_row + (lane & 7) + lower * 8, right));
+    first = mma::of_thread<C>(Swizzle::offset(first_row + (lane & 7) + lower * 8, right));
   }
-  // The address for columns 16 * step .. and rows moved by a multiple of 16.
+  // The address for columns 16 * step .. + 15 and rows moved by a multiple of 16.
   __device__ __forceinline__ const unsigned char* at(int step, int rows) const {
     constexpr int kSteps = Swizzle::kSpan / 32;
     return tile + (first ^ (step % kSteps << 5)) +
@@ -32,7 +35,7 @@ struct BlockReader {
 };
 
 // The products of pieces that are kept, smallest first: tensor cores cut their running sum off instead of
-// rounding it, relative to what it holds by then. Two pieces begin at the fourth, one at the last.
+// rounding it, relative to what it holds by then. Two pieces begin at the fourth product, one at the last.
 constexpr int kProducts = 6;
 __host__ __device__ constexpr int left_piece(int product) {
   return product == 0 ? 2 : product == 1 || product == 3 ? 1 : 0;
@@ -40,8 +43,8 @@ __host__ __device__ constexpr int left_piece(int product) {
 __host__ __device__ constexpr int right_piece(int product) {
   return product == 2 ? 2 : product == 1 || product == 4 ? 1 : 0;
 }
-// Whether numbers have fewer pieces than this. Not asked of 16-bit types, whose loads would all be under a
-// condition: the compiler then keeps one register buffer for them, and every product waits for its own load.
+// Whether numbers have no such piece. 16-bit types do not ask: their loads would all be under a condition,
+// and the compiler would keep one register buffer for them, so that every product waits for its own load.
 template <class C>
 __device__ __forceinline__ bool left_out(int piece, int pieces) {
   return C::kPieces > 1 && piece >= pieces;
@@ -49,16 +52,15 @@ __device__ __forceinline__ bool left_out(int piece, int pieces) {
 __device__ __forceinline__ int first_product(int pieces) { return pieces == 3 ? 0 : pieces == 2 ? 3 : 5; }
 
 template <class C>
-using LeftBlock = uint32_t[C::kPieces][C::kStrips][4];  // 16 rows of every strip by 16
-template <class C>
 using RightBlock = uint32_t[C::kPieces][4];  // 16 by two times 8 columns
 
 // sums[strip][first], [first + 1] += a b. float32 sums the products of pieces of these 16 terms by themselves
-// and adds that in float: otherwise long sums would lose the bits that are cut off all in one direction.
+// and adds the result in float: otherwise long sums would lose the bits that are cut off, all in one
+// direction.
 template <class C, int kTiles>
 __device__ __forceinline__ void multiply_block(const LeftBlock<C>& a, const RightBlock<C>& b, int pieces,
                                                float (&sums)[C::kStrips][kTiles][4], int first) {
-  using A = Arithmetic<C::kDType>;
+  using A = mma::Arithmetic<C::kDType>;
   if constexpr (!C::kFloat32) {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
@@ -96,13 +98,13 @@ struct Operand {
   int first_row;
 };
 
-// sums = left right^T over `dim`: scores, unscaled, from queries and keys.
+// sums = left right^T over `dim`: unscaled scores from queries and keys.
 template <class C, int kTiles>
 __device__ __forceinline__ void multiply_rows(const Operand& left, const Operand& right, int lane, int dim,
                                               int pieces, float (&sums)[C::kStrips][kTiles][4]) {
   const BlockReader<C, true> left_reader(left.tile, left.first_row, lane);
   const BlockReader<C, false> right_reader(right.tile, right.first_row, lane);
-  clear(sums);
+  mma::clear(sums);
 #pragma unroll
   for (int step = 0; step < C::kDim / 16; ++step) {
     if (C::asks_whether_beyond(step) && step * 16 >= dim) break;
@@ -128,30 +130,8 @@ __device__ __forceinline__ void multiply_rows(const Operand& left, const Operand
   }
 }
 
-// Columns 8 * tile .. + 15 of the weights as a left operand: the accumulators of two neighbouring products of
-// scores are one as they stand, once packed, so that weights never leave the registers.
-template <class C, int kTiles>
-__device__ __forceinline__ void pack_weights(const float (&weights)[C::kStrips][kTiles][4], int tile,
-                                             LeftBlock<C>& a) {
-#pragma unroll
-  for (int strip = 0; strip < C::kStrips; ++strip) {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // Registers 0 and 1: both rows of the left eight columns; 2 and 3: of the right.
-      const float* pair = &weights[strip][tile + i / 2][i % 2 * 2];
-      float low = pair[0], high = pair[1];
-      if constexpr (C::kFloat32) {
-#pragma unroll
-        for (int piece = 0; piece < C::kPieces; ++piece) a[piece][strip][i] = take_piece(low, high);
-      } else {
-        a[0][strip][i] = Arithmetic<C::kDType>::pack(low, high);
-      }
-    }
-  }
-}
-
-// output += weights right: of weights and values, the columns of the former being the rows of the latter.
-// block(n) gives columns 16 n .. + 15 of the weights.
+// output += weights right, as for weights and values: columns of the weights are rows of `right`. block(n)
+// gives columns 16 n .. + 15 of the weights.
 template <class C, int kBlocks, class Block>
 __device__ __forceinline__ void accumulate_blocks(const Block& block, const Operand& right, int lane, int dim,
                                                   int pieces, float (&output)[C::kStrips][C::kDimTiles][4]) {
@@ -173,21 +153,21 @@ __device__ __forceinline__ void accumulate_blocks(const Block& block, const Oper
   }
 }
 
-// The same of weights that are still numbers. Packed, those of 16 bits take half the registers; pieces of
-// float32 would take more and are made as they are needed.
+// The same for weights that are still float. In pairs, 16-bit ones take half the registers; pieces of float32
+// would take more and are made as they are needed.
 template <class C, int kTiles>
 __device__ __forceinline__ void accumulate(const float (&weights)[C::kStrips][kTiles][4],
                                            const Operand& right, int lane, int dim, int pieces,
                                            float (&output)[C::kStrips][C::kDimTiles][4]) {
   constexpr int kBlocks = kTiles / 2;
-  LeftBlock<C> packed[C::kFloat32 ? 1 : kBlocks];
+  LeftBlock<C> paired[C::kFloat32 ? 1 : kBlocks];
   if constexpr (!C::kFloat32) {
 #pragma unroll
-    for (int n = 0; n < kBlocks; ++n) pack_weights<C>(weights, 2 * n, packed[n]);
+    for (int n = 0; n < kBlocks; ++n) mma::pair_weights<C>(weights, 2 * n, paired[n]);
   }
   const auto block = [&](int n) -> const LeftBlock<C>& {
-    if constexpr (C::kFloat32) pack_weights<C>(weights, 2 * n, packed[0]);
-    return packed[C::kFloat32 ? 0 : n];
+    if constexpr (C::kFloat32) mma::pair_weights<C>(weights, 2 * n, paired[0]);
+    return paired[C::kFloat32 ? 0 : n];
   };
   accumulate_blocks<C, kBlocks>(block, right, lane, dim, pieces, output);
 }

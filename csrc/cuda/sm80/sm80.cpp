@@ -4,8 +4,9 @@
 #include <cstdint>
 
 #include "../function/function_kernels.h"
+#include "../mma/forward_plan.h"
 #include "../simt/simt.h"
-#include "backward/instances.h"
+#include "backward/sm80_backward.h"
 #include "instances.h"
 
 namespace selfattn::cuda {
@@ -15,15 +16,15 @@ namespace {
 
 constexpr int kLeastCapability = 80;
 
-// Where simt computes the gradients: tiles of wide float32 numbers do not fit into shared memory, twice as
+// Whether simt computes the gradients: two tiles of wide float32 numbers do not fit into shared memory as
 // pieces.
 bool hands_over(const AttentionParams& p) { return !backward::takes(p); }
 
 const char* refuses(const AttentionParams& p, int capability) {
   if (capability < kLeastCapability) return "it needs compute capability 8.0 or later";
   if (p.dtype == DType::kFloat64) return "tensor cores do not multiply float64";
-  if (p.head_dim > kMaxDim || p.value_dim > kMaxDim) return "it takes head dims up to 256";
-  // Differences of two indices, sums with SeenKeys and with a tile's size are exact.
+  if (p.head_dim > mma::kMaxDim || p.value_dim > mma::kMaxDim) return "it takes head dims up to 256";
+  // Below this, differences of two indices and sums with SeenKeys and a tile's size are exact in 32 bits.
   constexpr int64_t kMost = (int64_t{1} << 30) - 1024;
   if (p.batch > kMost || p.heads > kMost || p.keys > kMost || p.queries > kMost) {
     return "it counts batches, heads, queries and keys up to 2^30";
@@ -41,7 +42,7 @@ const char* refuses(const AttentionParams& p, int capability) {
   return nullptr;
 }
 
-// What there is for an element type and a padded dim.
+// The functions compiled for an element type and a padded dim.
 struct Instance {
   void (*forward)(const AttentionParams&, const ForwardOutputs&, CUstream_st*, void* workspace);
   void (*few_queries)(const AttentionParams&, const ForwardOutputs&, CUstream_st*, void* workspace);
@@ -88,7 +89,7 @@ void run_backward(const AttentionParams& p, const BackwardArguments& arguments, 
   backward::run(p, arguments, where);
 }
 
-// Scores and softmax are simt's.
+// Scores and softmax are left to simt.
 constexpr Kernel entry() {
   Kernel kernel;
   kernel.name = "sm80";
@@ -100,7 +101,7 @@ constexpr Kernel entry() {
                 Option::kPages,         Option::kBatchInvariant}
           .with(kFunctionOptions);
   kernel.refuses = &refuses;
-  kernel.forward_workspace = &forward_workspace;
+  kernel.forward_workspace = &mma::forward_workspace;
   kernel.forward = &forward;
   kernel.weights = &weights;
   kernel.backward_workspace = &backward_workspace;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../kernel.h"
+#include "../mma/backward/backward_plan.h"
 
 namespace selfattn::cuda {
 
@@ -9,10 +10,15 @@ extern const Kernel kSm80;
 
 namespace sm80 {
 
-// The forward of the sequences of few queries alone, if the call has any (split_keys.h), for a kernel that
-// leaves them to this one. The workspace is that of kSm80's forward.
+// Computes the forward of the sequences of few queries alone, if the call has any (split_keys.h), for a
+// kernel that leaves them to this one. The workspace is that of kSm80's forward.
 void forward_of_few_queries(const AttentionParams& params, const ForwardOutputs& outputs,
                             const Launch& where);
+
+// Computes the gradient of the mask, if one is wanted, for a kernel that computes the others itself. The
+// workspace is that of kSm80's backward, and holds the statistics.
+void gradient_of_mask(const AttentionParams& params, const BackwardArguments& arguments,
+                      const mma::backward::Statistics& statistics, const Launch& where);
 
 }  // namespace sm80
 

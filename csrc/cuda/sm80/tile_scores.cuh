@@ -1,12 +1,20 @@
-// The scores of a block's rows against one tile of keys after another: what forward and weights share, so
-// that both see the same bits.
+// The scores of a block's rows and one tile of keys after another.
+//
+// Forward and weights share them, so that both see the same bits.
 #pragma once
 
+#include "../mma/score_options.cuh"
+#include "loads.cuh"
 #include "multiply.cuh"
-#include "scores.cuh"
-#include "special.cuh"
+#include "special_numbers.cuh"
 
 namespace selfattn::cuda::sm80 {
+
+using mma::Lane;
+using mma::MaskBitsOf;
+using mma::Place;
+using mma::Plan;
+using mma::Scores;
 
 template <class C>
 class TileScores {
@@ -19,10 +27,10 @@ class TileScores {
     __syncthreads();
   }
 
-  // Made anew wherever it is asked for: registers are scarcer than additions.
+  // The lane is made anew wherever it is used: registers are scarcer than additions.
   static __device__ __forceinline__ Lane<C> lane() { return Lane<C>(); }
 
-  // Once, before the first keys.
+  // To be called once, before the first keys.
   __device__ __forceinline__ void start_queries() {
     special_query_ = sm80::start_queries<C>(plan_, work_, shared_);
   }
@@ -36,7 +44,7 @@ class TileScores {
 
   // When this returns, the tile is there for every warp, and every warp is done with what came before: 16-bit
   // types may then load over the tile of values. float32 needs the barrier twice, as keys and values take
-  // turns in the same planes. Returns whether keys or queries hold numbers that need attention.
+  // turns in the same planes. Returns whether keys or queries hold numbers without pieces.
   __device__ __forceinline__ bool wait_for_keys() {
     ptx::copy_async_wait<0>();
     __syncthreads();
@@ -47,7 +55,7 @@ class TileScores {
     return false;
   }
 
-  // Whether something else than positions may hide a whole tile.
+  // Whether the mask or the function's map may hide a whole tile.
   __device__ __forceinline__ bool has_mask() const {
     return p_.mask.data != nullptr || (FunctionTile<float>::kAny && p_.function.map.blocks != nullptr);
   }
@@ -55,7 +63,7 @@ class TileScores {
   // block.
   __device__ __forceinline__ bool load_mask(int tile) {
     if constexpr (FunctionTile<float>::kAny) {
-      if (hides_all(seen_tile(work_, p_.function, tile * C::kKeys))) return false;
+      if (hides_all(mma::seen_tile(work_, p_.function, tile * C::kKeys))) return false;
       if (p_.mask.data == nullptr) return true;
     }
     const Lane<C> lane_of_mask;
@@ -72,15 +80,15 @@ class TileScores {
     if constexpr (C::kFloat32) {
       if (special) replace_special_scores(Place<C>{{plan_, work_, lane()}, first_key}, shared_, scores_);
     }
-    if constexpr (!C::kPlain) {
+    if constexpr (!C::kBare) {
       const Lane<C> lane_of_scores;
       const Place<C> place{{plan_, work_, lane_of_scores}, first_key};
       const auto ignore = [](int, int, int, int, float) {};
-      apply_options(place, plan_.scale, plan_.mask_pairs, scores_.at, ignore, ignore);
-      if (p_.mask.data != nullptr) hide_by_mask(lane_of_scores, mask_, scores_);
+      mma::apply_options(place, plan_.scale, plan_.mask_pairs, scores_.at, ignore, ignore);
+      if (p_.mask.data != nullptr) mma::hide_by_mask(lane_of_scores, mask_, scores_);
     }
-    if (!kWhole && !sees_whole_tile(work_, first_key)) {
-      hide_by_position(work_, lane(), first_key, scores_);
+    if (!kWhole && !mma::sees_whole_tile(work_, first_key)) {
+      mma::hide_by_position(work_, lane(), first_key, scores_);
     }
   }
 

@@ -1,15 +1,19 @@
-// The weights themselves, from the forward's row statistics: a block for every tile of rows and of keys.
+// The weights themselves, from the forward's row statistics, by a block for each tile of rows and keys.
 #pragma once
 
 #include <algorithm>
 
 #include "../common/grid.cuh"
-#include "epilogue.cuh"
+#include "../mma/epilogue.cuh"
 #include "tile_scores.cuh"
 
 namespace selfattn::cuda::sm80 {
 
-// On their way out the weights take the place of the tiles, which for small dims is not enough.
+using mma::Place;
+using mma::Plan;
+using mma::RowOf;
+
+// When they are written, the weights take the place of the tiles, which is too small for small dims.
 template <class C>
 constexpr int weights_shared_bytes() {
   return std::max(SharedLayout<C>::kTiles + C::kRows * C::kKeys * 4, SharedLayout<C>::kBytes);
@@ -35,16 +39,16 @@ class Weights : TileScores<C> {
       ptx::copy_async_commit();
       this->compute_scores(first_key, this->wait_for_keys());
       weigh();
-      if (p_.dropout.enabled) drop_weights(Place<C>{{plan_, work_, this->lane()}, first_key}, scores_);
+      if (p_.dropout.enabled) mma::drop_weights(Place<C>{{plan_, work_, this->lane()}, first_key}, scores_);
     } else {
-      clear(scores_.at);
+      mma::clear(scores_.at);
     }
     __syncthreads();
     write(first_key);
   }
 
  private:
-  // A hidden key has weight 0 in every row, one that holds NaN included.
+  // A hidden key has weight 0 in every row, even in one that holds NaN.
   __device__ __forceinline__ void weigh() {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
@@ -75,7 +79,7 @@ class Weights : TileScores<C> {
         for (int tile = 0; tile < C::kColumnTiles; ++tile) {
           const float* s = &scores_.at[strip][tile][2 * half];
           *reinterpret_cast<float2*>(
-              rows + exchanged<C::kKeys>(this->lane().row(strip, half), this->lane().column(tile))) =
+              rows + mma::exchanged<C::kKeys>(this->lane().row(strip, half), this->lane().column(tile))) =
               float2{s[0] * plan_.dropout_scale, s[1] * plan_.dropout_scale};
         }
       }
@@ -87,7 +91,7 @@ class Weights : TileScores<C> {
       const RowOf row = work_.row(r);
       const int64_t at = weights.offset(work_.batch, row.head, row.query) + first_key;
       for (int column = this->lane().lane * 2; column < keys; column += 2 * kWarp) {
-        const float2 pair = *reinterpret_cast<const float2*>(rows + exchanged<C::kKeys>(r, column));
+        const float2 pair = *reinterpret_cast<const float2*>(rows + mma::exchanged<C::kKeys>(r, column));
         store_pair<C::kDType>(weights.data, at + column, pair.x, pair.y, column + 1 < keys, plan_.out_pairs);
       }
     }

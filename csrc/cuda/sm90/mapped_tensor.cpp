@@ -3,13 +3,13 @@
 #include <algorithm>
 
 #include "../../core/integers.h"
-#include "../sm80/plan.h"
+#include "../mma/forward_plan.h"
 
 namespace selfattn::cuda::sm90 {
 
 namespace {
 
-constexpr int64_t kMostStride = int64_t{1} << 40;  // in bytes, of tensor maps
+constexpr int64_t kMostStride = int64_t{1} << 40;  // bytes that a tensor map allows
 
 MappedTensor mapped(const View& view, int64_t batch, int64_t heads, int64_t rows, int64_t columns,
                     int64_t box_rows) {
@@ -23,7 +23,7 @@ MappedTensor mapped(const View& view, int64_t batch, int64_t heads, int64_t rows
     const int64_t stride = view.stride[3 - d];
     moves[d] = sizes[d] > 1 && stride > 0;
     tiled.sizes[d] = moves[d] ? sizes[d] : 1;
-    // One that is never taken must be legal all the same.
+    // A stride that is never taken must be legal, too.
     tiled.strides[d] = d == 0 ? 1 : moves[d] ? stride : divide_up(columns, 8) * 8;
   }
   MappedTensor tensor;
@@ -36,7 +36,7 @@ MappedTensor mapped(const View& view, int64_t batch, int64_t heads, int64_t rows
 }  // namespace
 
 bool is_mappable(const View& view, int64_t rows, int64_t columns) {
-  if (!sm80::readable_by_vectors(view, columns) || (rows > 1 && view.stride[2] == 0)) return false;
+  if (!mma::readable_by_vectors(view, columns) || (rows > 1 && view.stride[2] == 0)) return false;
   return std::all_of(view.stride, view.stride + 3, [&](int64_t stride) {
     return stride >= 0 && stride * static_cast<int64_t>(size_of(view.dtype)) < kMostStride;
   });

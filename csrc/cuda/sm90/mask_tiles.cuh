@@ -1,13 +1,14 @@
-// Whether a mask shows any key of a tile to any query of a tile: pairs of tiles of which it shows nothing are
-// never loaded.
+// Whether a mask shows any key of a tile to any query of a tile.
+//
+// Pairs of tiles of which it shows nothing are never loaded.
 #pragma once
 
-#include "../sm80/visibility.cuh"
+#include "../mma/visibility.cuh"
 
 namespace selfattn::cuda::sm90 {
 
-// 16 bytes of a mask that hide everything are this word over and over; of float64, two of four words, the
-// others being 0.
+// Whether 16 bytes of a mask hide everything. They then repeat one word; in float64 two of the four words are
+// 0.
 __device__ __forceinline__ bool hides_all(uint4 words, DType dtype) {
   const uint32_t word = dtype == DType::kBool       ? 0u
                         : dtype == DType::kBFloat16 ? 0xff80ff80u
@@ -18,8 +19,8 @@ __device__ __forceinline__ bool hides_all(uint4 words, DType dtype) {
   return words.x == low && words.y == word && words.z == low && words.w == word;
 }
 
-// `rows` queries, the n-th being row_at(n), and those beyond the last the last one; `keys` keys from
-// `first_key` on. Collective of a warp. Rows are read 16 bytes at a time where they can be.
+// Looks at `rows` queries, of which row_at(n) is the n-th, or the last for n beyond it, and `keys` keys from
+// `first_key` on. Rows are read 16 bytes at a time if possible. Collective of a warp.
 template <class RowAt>
 __device__ __forceinline__ bool mask_shows_any(const View& mask, int batch, int rows, int first_key, int keys,
                                                const RowAt& row_at) {
@@ -32,7 +33,7 @@ __device__ __forceinline__ bool mask_shows_any(const View& mask, int batch, int 
     bool shown = false;
 #pragma unroll
     for (int r = 0; r < kRowsAtOnce; ++r) {
-      const sm80::RowOf row = row_at(first + r);
+      const mma::RowOf row = row_at(first + r);
       const int64_t at = mask.offset(batch, row.head, row.query) + first_key * step;
       const char* const bytes = static_cast<const char*>(mask.data) + at * size;
       const bool vectors = step == 1 && reinterpret_cast<uintptr_t>(bytes) % 16 == 0;
@@ -43,7 +44,7 @@ __device__ __forceinline__ bool mask_shows_any(const View& mask, int batch, int 
       }
 #pragma unroll 1
       for (int key = chunks * per_chunk + lane; key < keys; key += kWarp) {
-        shown |= !sm80::mask_hides(mask, at + key * step);
+        shown |= !mma::mask_hides(mask, at + key * step);
       }
     }
     if (__any_sync(kWholeWarp, shown)) return true;

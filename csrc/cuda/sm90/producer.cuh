@@ -1,11 +1,12 @@
-// The warp that brings what others compute with. It takes items of work from a counter, finds the tiles of
-// keys that a mask shows, and starts the copies.
+// The warp that loads what other warps compute with.
+//
+// It takes items of work from a counter, finds the tiles of keys that a mask shows, and starts the copies.
 #pragma once
 
-#include "../sm80/non_finite.cuh"
+#include "../mma/non_finite.cuh"
 #include "mask_tiles.cuh"
-#include "plan.h"
-#include "shared_memory.cuh"
+#include "sm90_plan.h"
+#include "sm90_shared_memory.cuh"
 
 namespace selfattn::cuda::sm90 {
 
@@ -13,14 +14,14 @@ template <class C>
 class Producer {
  public:
   __device__ __forceinline__ Producer(const Plan& plan, const SharedMemory<C>& shared)
-      : plan_(plan), p_(plan.plan.params), shared_(shared) {}
+      : plan_(plan), p_(plan.params), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
     int item = 0;
     for (; take(item); ++item) bring(item);
-    // Which has waited until all items before are done.
+    // take() has waited until all previous items are done.
     if (lane() == 0) {
-      shared_.work(item).rows = -1;  // there is none
+      shared_.work(item).rows = -1;  // there is no such item
       ptx::barrier_arrive(&control().query_full);
     }
   }
@@ -30,8 +31,9 @@ class Producer {
 
   __device__ __forceinline__ Control<C>& control() const { return shared_.control_again(); }
 
-  // Finds the next item of work. One that held NaN or infinities comes once more, behind the next. Items of
-  // the longest sequence need not be there in others, and few queries are another kernel's.
+  // Finds the next item of work. An item that held NaN or infinities comes once more, after the next one.
+  // Items that the longest sequence has need not exist in others, and sequences of few queries are left to
+  // another kernel.
   __device__ __forceinline__ bool take(int item) {
     for (;;) {
       bool careful = true;
@@ -41,13 +43,13 @@ class Producer {
         if (lane() == 0) number = static_cast<int64_t>(atomicAdd(plan_.next_item, 1ull));
         number = __shfl_sync(kWholeWarp, number, 0);
       }
-      if (number >= plan_.plan.blocks) {
+      if (number >= plan_.blocks) {
         careful = true;
         number = item > 0 ? repeated(item - 1) : -1;
         if (number < 0) return false;
       }
       if (lane() == 0) {
-        Work<C>& work = shared_.work(item) = Work<C>(plan_.plan, number);
+        Work<C>& work = shared_.work(item) = Work<C>(plan_, number);
         work.careful = careful;
         control().number[item % kItems] = number;
       }
@@ -59,7 +61,7 @@ class Producer {
     }
   }
 
-  // Waits for an earlier item. Returns its number if it is to be computed once more, otherwise -1.
+  // Waits for an earlier item. Returns its number if it must be computed once more, otherwise -1.
   __device__ __forceinline__ int64_t repeated(int earlier) {
     wait_for_warp(&control().done[earlier % kItems], earlier / kItems & 1);
     if (control().again[earlier % kItems] == 0) return -1;
@@ -73,7 +75,7 @@ class Producer {
     const Work<C>& work = shared_.work(item);
     wait_for_warp(&control().query_empty, (item & 1) ^ 1);
     start_queries(work);
-    bool waits = plan_.plan.folds;  // for queries, which others have not been told of
+    bool waits = plan_.folds;  // for the queries, whose barrier has not been signalled
     const int last = work.begin < work.end ? (work.end - 1) / C::kKeys : work.first_tile - 1;
 #pragma unroll 1
     for (int tile = shown(work, last); tile >= work.first_tile; tile = shown(work, tile - 1)) {
@@ -83,7 +85,7 @@ class Producer {
       bring_values(work, tile);
     }
     if (waits) finish_queries();
-    if constexpr (!C::kPlain) {
+    if constexpr (!C::kBare) {
       wait_for_warp(&control().key_empty[keys_.stage], keys_.parity ^ 1);
       if (lane() == 0) {
         control().tile_of[keys_.stage] = -1;
@@ -93,9 +95,9 @@ class Producer {
     }
   }
 
-  // Of one head a box. Folded ones are copied row by row, which the first keys do not wait for.
+  // One box per head. Folded queries are copied row by row, and the first keys do not wait for that.
   __device__ __forceinline__ void start_queries(const Work<C>& work) const {
-    if (plan_.plan.folds) {
+    if (plan_.folds) {
       const auto row_at = [&](int r) {
         return static_cast<const uint16_t*>(p_.query.data) + work.offset(p_.query, work.row(r));
       };
@@ -117,12 +119,12 @@ class Producer {
     show(&control().query_full);
   }
 
-  // The next tile, counting down, of which the mask shows anything.
+  // Counts down from `tile` to a tile of which the mask shows anything.
   __device__ __forceinline__ int shown(const Work<C>& work, int tile) const {
-    if constexpr (!C::kPlain) {
+    if constexpr (!C::kBare) {
       if (p_.mask.data == nullptr) return tile;
       const auto row_at = [&](int n) { return work.row(n); };
-      // Of a mask that heads share, the folded rows of one are all there are.
+      // If heads share the mask, one head's folded rows suffice.
       const int rows = p_.mask.stride[1] == 0 ? min(work.rows, work.queries) : work.rows;
       while (tile >= work.first_tile) {
         const int first_key = tile * C::kKeys, keys = min(work.keys - first_key, C::kKeys);
@@ -137,7 +139,7 @@ class Producer {
     wait_for_warp(&control().key_empty[keys_.stage], keys_.parity ^ 1);
     uint64_t* const full = &control().key_full[keys_.stage];
     unsigned char* const to = shared_.keys(keys_.stage);
-    if constexpr (!C::kPlain) {
+    if constexpr (!C::kBare) {
       if (lane() == 0) control().tile_of[keys_.stage] = tile;
     }
     if (plan_.boxes_per_tile > 0) {
@@ -154,8 +156,8 @@ class Producer {
 
   __device__ __forceinline__ void bring_values(const Work<C>& work, int tile) {
     wait_for_warp(&control().value_empty[values_.stage], values_.parity ^ 1);
-    // What follows the last key is another sequence's, or was never written. Its weight is 0, which does not
-    // make a NaN harmless.
+    // Rows after the last key belong to another sequence, or were never written. Their weights are 0, but
+    // that does not make a NaN harmless.
     const int rows = work.keys - tile * C::kKeys;
     const bool changes = work.careful || (rows < C::kKeys && !plan_.zeros_follow);
     uint64_t* const full = &control().value_full[values_.stage];
@@ -178,19 +180,20 @@ class Producer {
     values_.advance();
   }
 
-  // What this warp has written to shared memory itself is there for those who compute.
+  // Shows the warps that compute what this warp has written to shared memory itself.
   __device__ __forceinline__ void show(uint64_t* full) const {
     ptx::fence_async_proxy();
     __syncwarp();
     if (lane() == 0) ptx::barrier_arrive(full);
   }
 
-  // A tile of keys or values in pages that boxes do not fit, a row at a time; zeros behind the last key.
+  // Copies a tile of keys or values in pages that boxes do not fit, a row at a time, with zeros after the
+  // last key.
   __device__ __forceinline__ void copy_rows(const Work<C>& work, const View& view, const void* first, int dim,
                                             int tile, int panels, unsigned char* to) const {
     const int first_key = tile * C::kKeys;
     const auto row_at = [&](int r) {
-      return sm80::key_row<uint16_t>(p_, view, first, work, min(first_key + r, max(work.keys - 1, 0)));
+      return mma::key_row<uint16_t>(p_, view, first, work, min(first_key + r, max(work.keys - 1, 0)));
     };
     start_rows<C::kKeys>(to, work.keys - first_key, dim, panels, row_at);
     ptx::copy_async_wait<0>();
@@ -198,7 +201,7 @@ class Producer {
   }
 
   // Starts to copy the first `count` rows of a tile, 16 bytes at a time, to the places where a box would have
-  // put them, and zeros to those of the others. row_at(r) must exist for these, too.
+  // put them, and zeros to the places of the other rows. row_at(r) must exist for these, too.
   template <int kTileRows, class RowAt>
   __device__ __forceinline__ void start_rows(unsigned char* to, int count, int dim, int panels,
                                              const RowAt& row_at) const {
@@ -226,7 +229,7 @@ class Producer {
       int batch = p_.sequences.key_starts == nullptr ? work.batch : 0;
       int row = static_cast<int>(work.key_start) + key;
       if (p_.pages.table != nullptr) {
-        // Of pages behind the last key the last will do.
+        // Past the last key, reuse the last page.
         const PagedRow at =
             paged_row(p_.pages, work.batch, static_cast<uint32_t>(min(key, max(work.keys - 1, 0))));
         batch = static_cast<int>(at.page);
@@ -240,8 +243,8 @@ class Producer {
     }
   }
 
-  // Zeros in the rows of a tile of values from `rows` on; of the others, where `careful`, in place of NaN and
-  // infinities. By chunks of 16 bytes, whatever place a chunk has in its row.
+  // Zeroes the rows of a tile of values from `rows` on and, if `careful`, NaN and infinities in the others.
+  // It goes by chunks of 16 bytes, so that the places of chunks in their row do not matter.
   __device__ __forceinline__ void clear(unsigned char* tile, int rows, bool careful) const {
     const int first = careful ? 0 : max(rows, 0) & ~3;
 #pragma unroll 1
@@ -251,7 +254,7 @@ class Producer {
         auto* const chunk = reinterpret_cast<uint16_t*>(tile + (panel * C::kKeys + r) * 128) + lane() % 8 * 8;
 #pragma unroll 1
         for (int i = 0; i < 8; ++i) {
-          if (r >= rows || (careful && sm80::is_non_finite<C::kDType>(chunk[i]))) chunk[i] = 0;
+          if (r >= rows || (careful && mma::is_non_finite<C::kDType>(chunk[i]))) chunk[i] = 0;
         }
       }
     }
@@ -260,7 +263,7 @@ class Producer {
   const Plan& plan_;
   const AttentionParams& p_;
   const SharedMemory<C> shared_;
-  Turn<C::kStages> keys_, values_;
+  RingPosition<C::kStages> keys_, values_;
   uint32_t landed_ = 0;
 };
 

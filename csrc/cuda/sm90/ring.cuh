@@ -1,5 +1,7 @@
-// How warps that bring and warps that compute hand over places in shared memory: rings of stages, each with
-// barriers "full", waited for by those who compute, and "empty", waited for by who brings.
+// Rings of stages in shared memory that the producer fills and other warps compute with.
+//
+// Each stage has a barrier "full", which the warps that compute wait for, and one "empty", which the producer
+// waits for.
 #pragma once
 
 #include "../common/device.cuh"
@@ -7,9 +9,9 @@
 
 namespace selfattn::cuda::sm90 {
 
-// Where a thread stands in a ring of stages: the stage, and the parity of the phase that its barriers are in.
+// The position of a thread in a ring: the stage, and the parity of the phase that its barriers are in.
 template <int kStages>
-struct Turn {
+struct RingPosition {
   int stage = 0;
   uint32_t parity = 0;
 
@@ -21,14 +23,14 @@ struct Turn {
   }
 };
 
-// One lane waits for all. If each did, one could be so late that the phase after the next has begun, which
-// looks like the one before.
+// One lane waits for the warp. If each lane did, one could be so late that the phase after the next has
+// begun, which looks like the one before.
 __device__ __forceinline__ void wait_for_warp(uint64_t* barrier, uint32_t parity) {
   if (threadIdx.x % kWarp == 0) ptx::barrier_wait(barrier, parity);
   __syncwarp();
 }
 
-// Each warp says for itself that it has done with something.
+// Each warp signals for itself that it is done with a stage.
 __device__ __forceinline__ void arrive_of_warp(uint64_t* barrier) {
   __syncwarp();
   if (threadIdx.x % kWarp == 0) ptx::barrier_arrive(barrier);

@@ -4,8 +4,9 @@
 
 #include "../function/function_kernels.h"
 #include "../sm80/sm80.h"
-#include "backward/instances.h"
+#include "backward/sm90_backward.h"
 #include "instances.h"
+#include "sm90_plan.h"
 
 namespace selfattn::cuda {
 
@@ -14,7 +15,7 @@ namespace {
 
 constexpr int kCapability = 90;
 
-// What there is for a padded head dim and value dim.
+// The function compiled for a padded head dim and value dim.
 using Instance = void (*)(const AttentionParams&, const ForwardOutputs&, CUstream_st*, void* workspace);
 
 template <DType kDType>
@@ -42,13 +43,14 @@ const char* refuses(const AttentionParams& p, int capability) {
     return "it computes only bfloat16 and float16";
   constexpr int64_t kLeastDim = 32;
   if (std::max(p.head_dim, p.value_dim) <= kLeastDim) return "it takes head dims above 32";
-  if (std::max(p.head_dim, p.value_dim) > kMostDimWithOptions && !sm80::is_plain(p)) {
+  if (std::max(p.head_dim, p.value_dim) > kMostDimWithOptions && !mma::is_bare(p)) {
     return "above head dims of 192 it takes only calls without masks and other changes of scores";
   }
   if (has_few_queries(p)) return "it leaves few queries to \"sm80\"";
   if (const char* reason = kSm80.refuses(p, capability)) return reason;
-  if (p.head_dim == 0 || p.value_dim == 0 || p.keys == 0) return "there is no map of an empty tensor";
-  if (!can_be_mapped(p)) return "rows must begin at multiples of 16 bytes, and none be repeated";
+  if (p.head_dim == 0 || p.value_dim == 0 || p.keys == 0)
+    return "a tensor map cannot describe an empty tensor";
+  if (!can_be_mapped(p)) return "rows must begin at multiples of 16 bytes and must not be repeated";
   return nullptr;
 }
 
@@ -59,10 +61,12 @@ void forward(const AttentionParams& p, const ForwardOutputs& outputs, const Laun
 
 void run_backward(const AttentionParams& p, const BackwardArguments& arguments, const Launch& where) {
   if (!backward::takes(p, arguments)) return kSm80.backward(p, arguments, where);
-  backward::run(p, arguments, where);
+  const mma::backward::Statistics statistics = mma::backward::prepare_statistics(p, arguments, where);
+  backward::run(p, arguments, statistics, where.stream);
+  sm80::gradient_of_mask(p, arguments, statistics, where);
 }
 
-// The weights are sm80's, and so is whatever memory the gradients need.
+// sm80 computes the weights, and says how much memory the gradients need.
 constexpr Kernel entry() {
   Kernel kernel;
   kernel.name = "sm90";

@@ -1,7 +1,8 @@
+#include "sm90_plan.h"
+
 #include <algorithm>
 
 #include "../../core/integers.h"
-#include "plan.h"
 
 namespace selfattn::cuda::sm90 {
 
@@ -10,20 +11,20 @@ namespace {
 constexpr int64_t kCounterBytes = 256;
 
 int64_t counter_offset(const AttentionParams& p) {
-  return divide_up(static_cast<int64_t>(sm80::forward_workspace(p)), kCounterBytes) * kCounterBytes;
+  return divide_up(static_cast<int64_t>(mma::forward_workspace(p)), kCounterBytes) * kCounterBytes;
 }
 
-// Rows of the boxes that make up a tile of keys in pages; 0 if there are none.
+// The rows of the boxes that make up a tile of keys in pages; 0 if boxes do not fit the pages.
 int64_t box_rows_of(const Pages& pages, int64_t tile_keys) {
   const bool fit = pages.size % tile_keys == 0 || tile_keys % pages.size == 0;
   return fit && pages.size % 8 == 0 ? std::min(pages.size, tile_keys) : 0;
 }
 
-// Whether items of work hold the queries of several heads that share keys: where the rows of each would leave
-// room in a tile. A packed call's other sequences may be shorter than the longest, which is all that is
-// known.
+// Whether items of work hold the queries of several heads that share keys: if the rows of one head would
+// leave room in a tile. Packed calls always fold then, since only the longest sequence is known and others
+// may be shorter.
 bool folds(const AttentionParams& p, int64_t tile_rows) {
-  constexpr int64_t kMostRows = int64_t{1} << 30;  // counted in 32 bits
+  constexpr int64_t kMostRows = int64_t{1} << 30;  // they are counted in 32 bits
   const int64_t group = p.kv_heads > 0 ? p.heads / p.kv_heads : 0;
   if (p.queries >= tile_rows || group <= 1 || group > kMostRows / tile_rows) return false;
   return p.sequences.query_starts != nullptr || divide_up(group * p.queries, tile_rows) < group;
@@ -40,16 +41,15 @@ size_t forward_workspace(const AttentionParams& p) {
   return static_cast<size_t>(counter_offset(p) + kCounterBytes);
 }
 
-Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const sm80::TileShape& tile,
+Plan plan_forward(const AttentionParams& p, const ForwardOutputs& outputs, const mma::TileShape& tile,
                   void* workspace) {
-  Plan plan;
-  plan.plan = sm80::plan_forward(p, outputs, tile, nullptr);
+  Plan plan{{}, mma::plan_forward(p, outputs, tile, nullptr)};
   plan.next_item = reinterpret_cast<unsigned long long*>(static_cast<char*>(workspace) + counter_offset(p));
-  if (plan.plan.blocks == 0) return plan;
-  plan.plan.folds = folds(p, tile.rows);
-  if (plan.plan.folds) {
-    plan.plan.row_tiles = divide_up(p.heads / p.kv_heads * p.queries, tile.rows);
-    plan.plan.blocks = p.batch * p.kv_heads * plan.plan.row_tiles;
+  if (plan.blocks == 0) return plan;
+  plan.folds = folds(p, tile.rows);
+  if (plan.folds) {
+    plan.row_tiles = divide_up(p.heads / p.kv_heads * p.queries, tile.rows);
+    plan.blocks = p.batch * p.kv_heads * plan.row_tiles;
   }
 
   const bool paged = p.pages.table != nullptr;

@@ -1,3 +1,4 @@
+// The kernel that joins the splits of few-query sequences.
 #include "merge_splits.h"
 
 #include "../common/grid.cuh"
@@ -11,7 +12,7 @@ namespace {
 
 constexpr int kMergeRows = 4;  // of a block, one for each warp
 constexpr int kMergeThreads = kWarp * kMergeRows;
-constexpr int kMergeColumns = 256;  // of the values, of a warp; wider ones are shared out
+constexpr int kMergeColumns = 256;  // columns of the values for each warp
 
 int64_t column_parts(const AttentionParams& p) {
   return p.value_dim > 0 ? divide_up(p.value_dim, kMergeColumns) : 1;
@@ -34,7 +35,7 @@ __global__ void __launch_bounds__(kMergeThreads, 1)
 
   RowState<T> state;
   for (int split = 0; split < splits; ++split) state.max = larger(state.max, split_launch.max[first + split]);
-  // Two neighbouring columns of every 64.
+  // A lane has two neighbouring columns of every 64.
   constexpr int kPairs = kMergeColumns / (2 * kWarp);
   T sum[kPairs][2] = {};
   T rounding = T(0);

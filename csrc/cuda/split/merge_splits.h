@@ -1,4 +1,4 @@
-// Joins the splits of few-query sequences, in their order: for every kernel the same.
+// Joins the splits of few-query sequences, in their order. All kernels share it.
 #pragma once
 
 #include "../common/row_alignment.h"
@@ -13,7 +13,7 @@ struct MergePlan {
   AttentionParams params;
   ForwardOutputs outputs;
   SplitLaunch<T> split_launch;
-  T dropout_scale = T(1);  // of outputs whose weights were only dropped
+  T dropout_scale = T(1);  // the factor of outputs whose weights were dropped but not scaled
   bool out_pairs = false;  // whether results can be written two elements at a time
 };
 

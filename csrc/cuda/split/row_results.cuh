@@ -1,5 +1,6 @@
-// The end of a row: its statistics, the factor of its output, and elements written two at a time. `Plan` is
-// what a kernel was launched with: params, outputs, dropout_scale, out_pairs.
+// Writes the results of a row: its statistics, and its output two elements at a time.
+//
+// `Plan` is the parameter of a kernel: it has params, outputs, dropout_scale and out_pairs.
 #pragma once
 
 #include "../common/element.cuh"
@@ -7,7 +8,7 @@
 
 namespace selfattn::cuda {
 
-// Two neighbouring elements, of which the second may not exist.
+// Stores two neighbouring elements; the second need not exist.
 template <DType kDType, class T>
 __device__ __forceinline__ void store_pair(void* tensor, int64_t at, T x, T y, bool both, bool vector) {
   using E = Element<kDType>;
@@ -24,7 +25,7 @@ __device__ __forceinline__ void store_pair(void* tensor, int64_t at, T x, T y, b
   }
 }
 
-// Results, and what their rounding took away.
+// Stores two results, and their rounding errors.
 template <DType kDType, class Plan, class T>
 __device__ __forceinline__ void store_results(const Plan& plan, int64_t at, T x, T y, bool both) {
   using E = Element<kDType>;
@@ -34,9 +35,9 @@ __device__ __forceinline__ void store_results(const Plan& plan, int64_t at, T x,
                      both, plan.out_pairs);
 }
 
-// The sink, a score without a value, joins at the end. `rounding` is what the sum of the weights as they were
-// multiplied with the values has more than that of the state. Returns the factor of the row's output, 0 for a
-// row that saw nothing. One of the lanes that share the row writes its statistics.
+// Adds the sink, a score without a value, to the row's state. `rounding` is by how much the sum of the
+// rounded weights, which were multiplied with the values, exceeds state.sum. Returns the factor of the row's
+// output, 0 for a row that saw nothing. Of the lanes that share the row, one writes its statistics.
 template <class Plan, class T>
 __device__ __forceinline__ T finish_row(const Plan& plan, int64_t batch, int64_t head, int64_t row,
                                         RowState<T> state, T rounding, bool writes) {

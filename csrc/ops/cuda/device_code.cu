@@ -1,3 +1,4 @@
+// Asks CUDA for the compute capability of a device, and whether the kernels run there.
 #include "device_code.h"
 
 #include <cuda_runtime.h>
@@ -13,15 +14,15 @@ namespace {
 #define SELFATTN_TEXT_OF(...) #__VA_ARGS__
 #define SELFATTN_TEXT(...) SELFATTN_TEXT_OF(__VA_ARGS__)
 
-// It runs where the kernels run: all are compiled for the same architectures.
+// The probe runs on a device exactly if the kernels do, because all are compiled for the same architectures.
 __global__ void probe() {}
 
 std::string capability_text(int capability) {
   return std::to_string(capability / 10) + "." + std::to_string(capability % 10);
 }
 
-// The architectures as people write them. The build's list is "7.5/8.0"; nvcc's own, "750,800", lacks those
-// for which only machine code is made.
+// The architectures as people write them. The build's list is "7.5/8.0". nvcc's own list, "750,800", lacks
+// those for which only machine code is made.
 std::string architectures() {
 #if defined(SELFATTN_CUDA_ARCHITECTURES)
   std::string text;
@@ -41,7 +42,7 @@ std::string architectures() {
 
 void check(cudaError_t error, const char* action) {
   if (error == cudaSuccess) return;
-  cudaGetLastError();  // or the next launch would report it as its own
+  cudaGetLastError();  // otherwise the next launch would report the error as its own
   throw std::runtime_error(std::string("CUDA cannot ") + action + ": " + cudaGetErrorString(error));
 }
 

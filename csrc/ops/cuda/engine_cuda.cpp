@@ -1,6 +1,7 @@
-// The operators on CUDA tensors: the device of the tensors, its current stream, and the choice of a kernel.
+// The operators on CUDA tensors: the current device and stream, and the choice of a kernel.
+//
 // Nothing here waits for the device or reads its memory, so that CUDA graphs can capture a call.
-#define USE_CUDA  // the shim's header declares its functions for streams only then
+#define USE_CUDA  // only then does the shim's header declare its functions for streams
 #include "../stable.h"
 
 #include <torch/csrc/stable/accelerator.h>
@@ -20,10 +21,10 @@ namespace selfattn::ops {
 
 namespace {
 
-// While it lives, the device is CUDA's current one; then again the one that was.
-class Turn {
+// Makes a device CUDA's current one until the end of a scope, and then the one that was current before.
+class DeviceScope {
  public:
-  explicit Turn(Device device) : guard_(device.index), capability_(usable_capability(device.index)) {
+  explicit DeviceScope(Device device) : guard_(device.index), capability_(usable_capability(device.index)) {
     void* stream = nullptr;
     if (aoti_torch_get_current_cuda_stream(device.index, &stream) != TORCH_SUCCESS) {
       throw std::runtime_error("torch has no current stream for cuda:" + std::to_string(device.index));
@@ -49,8 +50,8 @@ const cuda::Kernel* find_kernel(const char* name) {
   return nullptr;
 }
 
-// For a function that not every kernel has: the kernel asked for or chosen if it has it, else "simt". `like`
-// is the attention that the operator is a part of.
+// Returns a kernel with a function that not every kernel has: the one asked for or chosen if it has the
+// function, else "simt". `like` is the attention that the operator is a part of.
 template <class Function>
 const cuda::Kernel& choose_kernel_with(Function cuda::Kernel::* field, const char* name,
                                        const AttentionParams& like, int capability) {
@@ -62,64 +63,64 @@ const cuda::Kernel& choose_kernel_with(Function cuda::Kernel::* field, const cha
 }
 
 void forward(const char* name, const AttentionParams& p, const ForwardOutputs& outputs, Device device) {
-  Turn turn(device);
-  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
+  DeviceScope scope(device);
+  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
   for_each_launch(p, outputs, [&](const AttentionParams& call, const ForwardOutputs& results) {
     const Scratch workspace("the kernel's working space", kernel.forward_workspace(call), device);
-    turn.launch.workspace = workspace.data();
-    kernel.forward(call, results, turn.launch);
+    scope.launch.workspace = workspace.data();
+    kernel.forward(call, results, scope.launch);
   });
 }
 
 void weights(const char* name, const AttentionParams& p, const WeightsOutputs& outputs, Device device) {
-  const Turn turn(device);
-  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
+  const DeviceScope scope(device);
+  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
   for_each_launch(p, outputs, [&](const AttentionParams& call, const WeightsOutputs& results) {
-    if (call.keys > 0) kernel.weights(call, results, turn.launch);
+    if (call.keys > 0) kernel.weights(call, results, scope.launch);
   });
 }
 
 void backward(const char* name, const AttentionParams& p, const BackwardArguments& arguments, Device device) {
-  Turn turn(device);
-  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, turn.capability());
+  DeviceScope scope(device);
+  const cuda::Kernel& kernel = cuda::choose_kernel(name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
   for_each_launch(p, arguments, [&](const AttentionParams& call, const BackwardArguments& a) {
     const Scratch workspace("the backward's workspace", kernel.backward_workspace(call, a), device);
-    turn.launch.workspace = workspace.data();
-    kernel.backward(call, a, turn.launch);
+    scope.launch.workspace = workspace.data();
+    kernel.backward(call, a, scope.launch);
   });
 }
 
 void captured_gradients(const char* name, const AttentionParams& p, const BackwardArguments& arguments,
                         const CapturedGradients& gradients, Device device) {
-  Turn turn(device);
+  DeviceScope scope(device);
   const cuda::Kernel& kernel =
-      choose_kernel_with(&cuda::Kernel::captured_gradients, name, p, turn.capability());
+      choose_kernel_with(&cuda::Kernel::captured_gradients, name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
   for_each_launch(p, arguments, [&](const AttentionParams& call, const BackwardArguments& a) {
     if (call.keys == 0) return;
     const Scratch workspace("the captured tensors' workspace", kernel.captured_workspace(call, gradients),
                             device);
-    turn.launch.workspace = workspace.data();
-    kernel.captured_gradients(call, a, gradients, turn.launch);
+    scope.launch.workspace = workspace.data();
+    kernel.captured_gradients(call, a, gradients, scope.launch);
   });
 }
 
 void sum_of_rows(const AttentionParams& p, const void* rows, void* sums, bool shared_by_batch,
                  Device device) {
-  const Turn turn(device);
-  cuda::rows::sum_of_rows(p, rows, sums, shared_by_batch, turn.launch);
+  const DeviceScope scope(device);
+  cuda::rows::sum_of_rows(p, rows, sums, shared_by_batch, scope.launch);
 }
 
 // Runs a function of the kernel table that not every kernel has.
 template <class Params>
 void run(void (*cuda::Kernel::*function)(const Params&, const cuda::Launch&), const char* name,
          const Params& p, Device device) {
-  const Turn turn(device);
-  const cuda::Kernel& chosen = choose_kernel_with(function, name, attention_of(p), turn.capability());
-  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) (chosen.*function)(p, turn.launch);
+  const DeviceScope scope(device);
+  const cuda::Kernel& chosen = choose_kernel_with(function, name, attention_of(p), scope.capability());
+  if (p.batch * p.heads * p.queries > 0 && p.keys > 0) (chosen.*function)(p, scope.launch);
 }
 
 void scores(const char* name, const ScoresParams& p, Device device) {
@@ -138,39 +139,39 @@ void masked_softmax_backward(const char* name, const SoftmaxParams& p, Device de
   run(&cuda::Kernel::masked_softmax_backward, name, p, device);
 }
 
-// The kernel asked for or chosen where it has forward mode and second derivatives, else "simt".
+// Returns the kernel asked for or chosen if it has forward mode and second derivatives, else "simt".
 const cuda::Kernel& choose_for_derivatives(const char* name, const AttentionParams& p, int capability) {
   const cuda::Kernel& kernel = cuda::choose_kernel(name, p, capability);
   return kernel.jvp != nullptr ? kernel : cuda::choose_kernel("simt", p, capability);
 }
 
 void jvp(const char* name, const AttentionParams& p, const JvpArguments& arguments, Device device) {
-  Turn turn(device);
-  const cuda::Kernel& kernel = choose_for_derivatives(name, p, turn.capability());
+  DeviceScope scope(device);
+  const cuda::Kernel& kernel = choose_for_derivatives(name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
   for_each_launch(p, arguments, [&](const AttentionParams& call, const JvpArguments& a) {
     const Scratch workspace("the kernel's working space", kernel.forward_workspace(call), device);
-    turn.launch.workspace = workspace.data();
-    kernel.jvp(call, a, turn.launch);
+    scope.launch.workspace = workspace.data();
+    kernel.jvp(call, a, scope.launch);
   });
 }
 
 void backward_backward(const char* name, const AttentionParams& p, const BackwardBackwardArguments& arguments,
                        Device device) {
-  Turn turn(device);
-  const cuda::Kernel& kernel = choose_for_derivatives(name, p, turn.capability());
+  DeviceScope scope(device);
+  const cuda::Kernel& kernel = choose_for_derivatives(name, p, scope.capability());
   if (p.batch * p.heads * p.queries == 0) return;
   for_each_launch(p, arguments, [&](const AttentionParams& call, const BackwardBackwardArguments& a) {
     const Scratch workspace("the workspace of second derivatives",
                             kernel.backward_backward_workspace(call, a), device);
-    turn.launch.workspace = workspace.data();
-    kernel.backward_backward(call, a, turn.launch);
+    scope.launch.workspace = workspace.data();
+    kernel.backward_backward(call, a, scope.launch);
   });
 }
 
 void append(const AppendParams& rows, Device device) {
-  const Turn turn(device);
-  cuda::append_to_cache(rows, turn.launch);
+  const DeviceScope scope(device);
+  cuda::append_to_cache(rows, scope.launch);
 }
 
 // See the schema in library.cpp.
@@ -183,12 +184,12 @@ void attention_refusals(StableIValue* values, uint64_t, uint64_t) {
   const Options options(stack);
 
   const ForwardCall call(query, key, value, scale, options);
-  const Turn turn(call.query.device);
+  const DeviceScope scope(call.query.device);
   int count = 0;
   const cuda::Kernel* const* kernels = cuda::all_kernels(&count);
   std::string lines;
   for (int n = 0; n < count; ++n) {
-    lines += (n > 0 ? "\n" : "") + cuda::refusal_of(*kernels[n], call.params, turn.capability());
+    lines += (n > 0 ? "\n" : "") + cuda::refusal_of(*kernels[n], call.params, scope.capability());
   }
   stack.put_text(lines);
 }

@@ -1,12 +1,17 @@
-// The matrix products of a tile, by the functions of the forward (multiply.cuh).
+// The matrix products of a backward tile, by the functions of multiply.cuh.
 #pragma once
 
 #include "../multiply.cuh"
-#include "shared_layout.cuh"
+#include "sm80_backward_shared_memory.cuh"
 
 namespace selfattn::cuda::sm80::backward {
 
-// products = own passing^T, of tiles in shared memory.
+using mma::Lane;
+using mma::Output;
+using mma::Scores;
+using mma::backward::Plan;
+
+// products = own passing^T, for tiles in shared memory.
 template <class C>
 __device__ __forceinline__ void multiply_tiles(const unsigned char* own, const unsigned char* passing,
                                                int64_t dim, int pieces, Scores<C>& products) {
@@ -19,16 +24,14 @@ __device__ __forceinline__ void multiply_tiles(const unsigned char* own, const u
 
 // s = queries keys^T or its transpose.
 template <class C>
-__device__ __forceinline__ void multiply_first(const Plan& plan, const SharedMemory<C>& shared,
-                                               Scores<C>& s) {
-  multiply_tiles(shared.own_first(), shared.passing_first(), plan.params.head_dim, plan.pieces, s);
+__device__ __forceinline__ void multiply_qk(const Plan& plan, const SharedMemory<C>& shared, Scores<C>& s) {
+  multiply_tiles(shared.own_qk(), shared.passing_qk(), plan.params.head_dim, plan.pieces, s);
 }
 
 // dp = dO values^T or its transpose.
 template <class C>
-__device__ __forceinline__ void multiply_second(const Plan& plan, const SharedMemory<C>& shared,
-                                                Scores<C>& dp) {
-  multiply_tiles(shared.own_second(), shared.passing_second(), plan.params.value_dim, plan.pieces, dp);
+__device__ __forceinline__ void multiply_vo(const Plan& plan, const SharedMemory<C>& shared, Scores<C>& dp) {
+  multiply_tiles(shared.own_vo(), shared.passing_vo(), plan.params.value_dim, plan.pieces, dp);
 }
 
 // output += factors passing.
@@ -42,16 +45,16 @@ __device__ __forceinline__ void accumulate_tile(const Scores<C>& factors, const 
 
 // output += gradients of scores, keys or queries.
 template <class C>
-__device__ __forceinline__ void accumulate_first(const Plan& plan, const SharedMemory<C>& shared,
-                                                 const Scores<C>& ds, Output<C>& output) {
-  accumulate_tile(ds, shared.passing_first(), plan.params.head_dim, plan.pieces, output);
+__device__ __forceinline__ void accumulate_qk(const Plan& plan, const SharedMemory<C>& shared,
+                                              const Scores<C>& ds, Output<C>& output) {
+  accumulate_tile(ds, shared.passing_qk(), plan.params.head_dim, plan.pieces, output);
 }
 
 // output += weights dO.
 template <class C>
-__device__ __forceinline__ void accumulate_second(const Plan& plan, const SharedMemory<C>& shared,
-                                                  const Scores<C>& weights, Output<C>& output) {
-  accumulate_tile(weights, shared.passing_second(), plan.params.value_dim, plan.pieces, output);
+__device__ __forceinline__ void accumulate_vo(const Plan& plan, const SharedMemory<C>& shared,
+                                              const Scores<C>& weights, Output<C>& output) {
+  accumulate_tile(weights, shared.passing_vo(), plan.params.value_dim, plan.pieces, output);
 }
 
 }  // namespace selfattn::cuda::sm80::backward

@@ -1,21 +1,25 @@
-// Gradients of scores too small for pieces. They are proportional to dO, which may be of any magnitude, and
-// below 2^-80 the last pieces of a float32 begin to vanish (../pieces.cuh). So each row of a sum is kept 2^40
-// times too large until a tile has a gradient that is not small. That is exact, and depends on the row alone.
-// By then a gradient is below 2^-40, so that not even the terms of the largest numbers (specials.cuh)
-// overflow.
+// Rows of gradients that are kept scaled up while the gradients are too small for pieces.
+//
+// Gradients of scores are proportional to dO, which may be of any magnitude, and below 2^-80 the last pieces
+// of a float32 begin to vanish (mma/pieces.cuh). So each row of a sum is kept 2^40 times too large until a
+// tile has a gradient that is not small. That is exact, and depends on the row alone. Until then scaled
+// gradients are below 2^-40, so that not even the terms of the largest numbers
+// (mma/backward/special_terms.cuh) overflow.
 #pragma once
 
-#include "../fragments.cuh"
-#include "config.cuh"
+#include "../../mma/fragments.cuh"
 
 namespace selfattn::cuda::sm80::backward {
+
+using mma::Output;
+using mma::Scores;
 
 template <class C>
 class ScaledRows {
  public:
   __device__ __forceinline__ void reset() { up_ = ~0u; }
 
-  // Brings gradients to the scale of their rows, and the sums so far to a new one. Collective of the warp.
+  // Scales gradients as their rows are, and the sums so far where that changes. Collective of the warp.
   __device__ __forceinline__ void scale(Scores<C>& ds, Output<C>& sums) {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
@@ -27,23 +31,23 @@ class ScaledRows {
           const float* pair = &ds.at[strip][tile][2 * half];
           most = larger(most, larger(fabsf(pair[0]), fabsf(pair[1])));
         }
-        most = max_of_row(most);
+        most = mma::max_of_row(most);
         const bool grows = is_up(strip, half) && most >= kSmall;
         if (grows) up_ &= ~bit(strip, half);
         const float factor = is_up(strip, half) ? kUp : 1.0f;
-        if (__any_sync(kWholeWarp, grows)) scale_row(sums.at, strip, half, grows ? kDown : 1.0f);
-        scale_row(ds.at, strip, half, factor);
+        if (__any_sync(kWholeWarp, grows)) mma::scale_row(sums.at, strip, half, grows ? kDown : 1.0f);
+        mma::scale_row(ds.at, strip, half, factor);
       }
     }
   }
 
-  // After the last tile: the sums as they are.
+  // To be called after the last tile: undoes the scale of the sums.
   __device__ __forceinline__ void undo(Output<C>& sums) const {
 #pragma unroll
     for (int strip = 0; strip < C::kStrips; ++strip) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        scale_row(sums.at, strip, half, is_up(strip, half) ? kDown : 1.0f);
+        mma::scale_row(sums.at, strip, half, is_up(strip, half) ? kDown : 1.0f);
       }
     }
   }
@@ -56,7 +60,7 @@ class ScaledRows {
   static __device__ __forceinline__ uint32_t bit(int strip, int half) { return 1u << (strip * 2 + half); }
   __device__ __forceinline__ bool is_up(int strip, int half) const { return up_ & bit(strip, half); }
 
-  uint32_t up_;  // a bit for each row of the lane whose sums are too large as yet
+  uint32_t up_;  // a bit for each row of the lane whose sums are still scaled up
 };
 
 }  // namespace selfattn::cuda::sm80::backward

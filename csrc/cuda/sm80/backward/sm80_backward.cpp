@@ -1,16 +1,34 @@
-// A backward call: numbers of the rows first, then one kernel for each side and one for the mask.
+// A backward call: statistics of the rows first, then a kernel for each side and one for the mask.
+#include "sm80_backward.h"
+
 #include <algorithm>
 
-#include "../../rows/rows.h"
+#include "../../../core/options.h"
+#include "../../function/function_kernels.h"
+#include "../../mma/forward_plan.h"
+#include "../sm80.h"
 #include "instances.h"
 
-namespace selfattn::cuda::sm80::backward {
+namespace selfattn::cuda::sm80 {
+
+namespace backward {
 
 namespace {
 
-// What there is for an element type and a padded dim.
+constexpr int64_t kMaxFloat32Dim = 128;  // more does not fit into shared memory as pieces
+
+// The kernels of this folder apply these: Note [Declared options] in core/options.h. Keys in pages have no
+// gradient.
+constexpr OptionSet kOptions =
+    OptionSet{Option::kMask,          Option::kOwnMasks,   Option::kAlibiSlopes, Option::kSinks,
+              Option::kDropout,       Option::kWindow,     Option::kQueryOffset, Option::kSoftcap,
+              Option::kPackedQueries, Option::kPackedKeys, Option::kKeyLengths,  Option::kQueryOffsets,
+              Option::kBatchInvariant}
+        .with(kFunctionOptions);
+
+// The functions compiled for an element type and a padded dim.
 struct Instance {
-  Sides sides;
+  mma::backward::Sides sides;
   MaskRegions (*regions)(const AttentionParams&, const BackwardArguments&);
   void (*mask)(const AttentionParams&, const BackwardArguments&, const Statistics&, void*, const Launch&);
 };
@@ -38,23 +56,30 @@ Instance instance_for(const AttentionParams& p) {
 
 }  // namespace
 
+bool takes(const AttentionParams& p) {
+  const int64_t most = p.dtype == DType::kFloat32 ? kMaxFloat32Dim : mma::kMaxDim;
+  return p.head_dim <= most && p.value_dim <= most && options_of(p).within(kOptions);
+}
+
 size_t workspace_bytes(const AttentionParams& p, const BackwardArguments& a) {
-  const size_t statistics = statistics_bytes(p);
+  const size_t statistics = mma::backward::statistics_bytes(p);
   if (a.grad_mask.data == nullptr) return statistics;
   return statistics + mask_partial_bytes(instance_for(p).regions(p, a));
 }
 
 void run(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
-  run(p, a, instance_for(p).sides, where);
+  const Statistics statistics = mma::backward::prepare_statistics(p, a, where);
+  instance_for(p).sides(p, a, statistics, where.stream);
+  gradient_of_mask(p, a, statistics, where);
 }
 
-void run(const AttentionParams& p, const BackwardArguments& a, Sides sides, const Launch& where) {
-  rows::prepare(p, a, where.workspace, where);
-  const Statistics statistics = statistics_in(where.workspace, p);
-  pad_statistics(p, statistics, p.dtype != DType::kFloat32 && is_plain(p, a), where);
-  sides(p, a, statistics, where.stream);
+}  // namespace backward
+
+void gradient_of_mask(const AttentionParams& p, const BackwardArguments& a,
+                      const mma::backward::Statistics& statistics, const Launch& where) {
   if (a.grad_mask.data == nullptr) return;
-  instance_for(p).mask(p, a, statistics, static_cast<char*>(where.workspace) + statistics_bytes(p), where);
+  void* const partial = static_cast<char*>(where.workspace) + mma::backward::statistics_bytes(p);
+  backward::instance_for(p).mask(p, a, statistics, partial, where);
 }
 
-}  // namespace selfattn::cuda::sm80::backward
+}  // namespace selfattn::cuda::sm80

@@ -1,15 +1,17 @@
-// A backward call: what sm80 prepares and what it computes of masks, around the two sides.
+#include "sm90_backward.h"
+
 #include <algorithm>
 
-#include "../../sm80/backward/instances.h"
+#include "../sm90_plan.h"
 #include "instances.h"
+#include "sm90_backward_plan.h"
 
 namespace selfattn::cuda::sm90::backward {
 
 namespace {
 
 template <DType kDType>
-sm80::backward::Sides instance_for(int64_t dim, int64_t value_dim) {
+mma::backward::Sides instance_for(int64_t dim, int64_t value_dim) {
   const int64_t larger = std::max(dim, value_dim);
   if (larger <= 64) return &run_sides<kDType, 64, 64>;
   if (larger <= 96) return &run_sides<kDType, 96, 96>;
@@ -21,10 +23,17 @@ sm80::backward::Sides instance_for(int64_t dim, int64_t value_dim) {
 
 }  // namespace
 
-void run(const AttentionParams& p, const BackwardArguments& a, const Launch& where) {
+bool takes(const AttentionParams& p, const BackwardArguments& a) {
+  const bool options_fit = p.head_dim <= kMostDimWithOptions && p.value_dim <= kMostValueDimWithOptions;
+  return (options_fit || mma::backward::is_bare(p, a)) && p.queries > 0 &&
+         is_mappable(a.grad_out, p.queries, p.value_dim);
+}
+
+void run(const AttentionParams& p, const BackwardArguments& a, const mma::backward::Statistics& statistics,
+         CUstream_st* stream) {
   const auto sides = p.dtype == DType::kBFloat16 ? instance_for<DType::kBFloat16>(p.head_dim, p.value_dim)
                                                  : instance_for<DType::kFloat16>(p.head_dim, p.value_dim);
-  sm80::backward::run(p, a, sides, where);
+  sides(p, a, statistics, stream);
 }
 
 }  // namespace selfattn::cuda::sm90::backward

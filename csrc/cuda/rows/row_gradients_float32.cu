@@ -1,8 +1,0 @@
-#include "row_gradients.cuh"
-
-namespace selfattn::cuda::rows {
-
-template void prepare_of_dtype<DType::kFloat32>(const AttentionParams&, const BackwardArguments&, void*,
-                                                const Launch&);
-
-}  // namespace selfattn::cuda::rows

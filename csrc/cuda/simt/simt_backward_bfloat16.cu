@@ -1,7 +1,0 @@
-#include "backward.cuh"
-
-namespace selfattn::cuda::simt {
-
-template void backward<DType::kBFloat16>(const AttentionParams&, const BackwardArguments&, const Launch&);
-
-}  // namespace selfattn::cuda::simt

@@ -1,7 +1,0 @@
-#include "forward.cuh"
-
-namespace selfattn::cuda::simt {
-
-template void forward<DType::kFloat16>(const AttentionParams&, const ForwardOutputs&, const Launch&);
-
-}  // namespace selfattn::cuda::simt

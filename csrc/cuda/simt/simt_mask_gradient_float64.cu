@@ -1,8 +1,0 @@
-#include "mask_gradient.cuh"
-
-namespace selfattn::cuda::simt {
-
-template size_t mask_workspace<DType::kFloat64>(const AttentionParams&, const BackwardArguments&);
-template void mask_gradient<DType::kFloat64>(const AttentionParams&, const BackwardArguments&, const Launch&);
-
-}  // namespace selfattn::cuda::simt

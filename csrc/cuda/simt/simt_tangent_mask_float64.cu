@@ -1,8 +1,0 @@
-#include "tangent_mask.cuh"
-
-namespace selfattn::cuda::simt {
-
-template void tangent_mask<DType::kFloat64>(const AttentionParams&, const BackwardBackwardArguments&,
-                                            const Launch&);
-
-}  // namespace selfattn::cuda::simt

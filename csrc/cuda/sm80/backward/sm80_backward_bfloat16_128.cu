@@ -1,8 +1,0 @@
-#include "launch.cuh"
-
-namespace selfattn::cuda::sm80::backward {
-
-template void run_sides<DType::kBFloat16, 128>(const AttentionParams&, const BackwardArguments&,
-                                               const Statistics&, CUstream_st*);
-
-}  // namespace selfattn::cuda::sm80::backward

@@ -1,9 +1,0 @@
-#include "mask_gradient.cuh"
-
-namespace selfattn::cuda::sm80::backward {
-
-template MaskRegions regions_of_mask<DType::kFloat16, 256>(const AttentionParams&, const BackwardArguments&);
-template void run_mask<DType::kFloat16, 256>(const AttentionParams&, const BackwardArguments&,
-                                             const Statistics&, void*, const Launch&);
-
-}  // namespace selfattn::cuda::sm80::backward

@@ -1,8 +1,0 @@
-#include "launch.cuh"
-
-namespace selfattn::cuda::sm90 {
-
-template void run_forward<DType::kBFloat16, 64, 64>(const AttentionParams&, const ForwardOutputs&,
-                                                    cudaStream_t, void*);
-
-}  // namespace selfattn::cuda::sm90

@@ -1,0 +1,1 @@
+"""Builds and finds the compiled library: its sources and flags, the tools of a build, loading."""

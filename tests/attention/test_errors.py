@@ -1,0 +1,463 @@
+"""Errors for bad input, which name the argument, what was given and what is allowed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import gpu
+import numpy as np
+import pytest
+import torch
+from torch.nn.attention.bias import causal_upper_left
+
+from selfattn_ext import (
+    attention_scores,
+    attention_weights,
+    attention_with_kvcache,
+    backends,
+    masked_softmax,
+    ops,
+    reference,
+    scaled_dot_product_attention,
+    varlen_attention,
+)
+
+QUERY, KEY, VALUE = (torch.randn(2, 4, length, 8) for length in (5, 6, 6))
+INTEGERS = torch.ones(2, 4, 5, 8, dtype=torch.int64)
+SPARSE = torch.eye(8).to_sparse()
+
+
+def on_meta(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to("meta")
+
+
+#: name -> (changed arguments, exception, words in the message).
+BAD: dict[str, tuple[dict[str, Any], type[Exception], list[str]]] = {
+    "head dims": (
+        {"key": KEY[..., :7]},
+        ValueError,
+        ["query", "key", "head dim", "(2, 4, 5, 8)", "(2, 4, 6, 7)"],
+    ),
+    "causal": ({"is_causal": torch.ones(4)}, TypeError, ["is_causal", "bool", "(4,)"]),
+    "lengths": (
+        {"value": VALUE[:, :, :5]},
+        ValueError,
+        ["key", "value", "length", "(2, 4, 6, 8)", "(2, 4, 5, 8)"],
+    ),
+    "batches": ({"key": KEY[:1].expand(3, -1, -1, -1)}, ValueError, ["batch", "(3, 4, 6, 8)"]),
+    "heads": ({"key": KEY[:, :2], "value": VALUE[:, :2]}, ValueError, ["4", "2", "enable_gqa"]),
+    "heads of key and value": ({"key": KEY[:, :2]}, ValueError, ["key has 2", "value 4"]),
+    "heads that do not divide": (
+        {"key": KEY[:, :3], "value": VALUE[:, :3], "enable_gqa": True},
+        ValueError,
+        ["divide", "4", "3"],
+    ),
+    "no kv heads": (
+        {"key": KEY[:, :0], "value": VALUE[:, :0], "enable_gqa": True},
+        ValueError,
+        ["divide", "0"],
+    ),
+    "one dimension": ({"query": QUERY[0, 0, 0]}, ValueError, ["query", "2 dimensions", "(8,)"]),
+    "no dimension": ({"key": torch.tensor(1.0)}, ValueError, ["key", "2 dimensions"]),
+    "integers": ({"query": INTEGERS}, TypeError, ["query", "float32", "int64"]),
+    "complex": ({"query": QUERY.to(torch.complex64)}, TypeError, ["query", "complex64"]),
+    "bool": ({"value": VALUE > 0}, TypeError, ["value", "torch.bool"]),
+    "float8": ({"key": KEY.to(torch.float8_e4m3fn)}, TypeError, ["key", "float8"]),
+    "mixed dtypes": ({"key": KEY.double()}, TypeError, ["key", "float64", "query", "float32"]),
+    "mixed 16-bit": ({"query": QUERY.bfloat16(), "value": VALUE.half()}, TypeError, ["dtype", "bfloat16"]),
+    "list": ({"query": [[1.0]]}, TypeError, ["query", "Tensor", "list"]),
+    "None": ({"key": None}, TypeError, ["key", "Tensor", "NoneType"]),
+    "NumPy": ({"value": VALUE.cpu().numpy()}, TypeError, ["value", "ndarray", "from_numpy"]),
+    "meta": (
+        {"query": on_meta(QUERY), "key": on_meta(KEY), "value": on_meta(VALUE)},
+        ValueError,
+        ["query", "meta"],
+    ),
+    "meta key": ({"key": on_meta(KEY)}, ValueError, ["key", "meta", gpu.DEVICE]),
+    "meta value": ({"value": on_meta(VALUE)}, ValueError, ["value", "meta", gpu.DEVICE]),
+    "sparse query": ({"query": SPARSE}, TypeError, ["query", "dense", "sparse"]),
+    "sparse value": (
+        {"query": QUERY[0, 0], "key": KEY[0, 0], "value": torch.eye(6, 8).to_sparse()},
+        TypeError,
+        ["value", "sparse"],
+    ),
+    "nested": ({"query": torch.nested.nested_tensor([QUERY[0], QUERY[1]])}, TypeError, ["query", "nested"]),
+    "dropout above": ({"dropout_p": 1.5}, ValueError, ["dropout_p", "0 and 1", "1.5"]),
+    "dropout below": ({"dropout_p": -0.1}, ValueError, ["dropout_p", "-0.1"]),
+    "dropout NaN": ({"dropout_p": float("nan")}, ValueError, ["dropout_p", "nan"]),
+    "dropout text": ({"dropout_p": "0.1"}, TypeError, ["dropout_p", "'0.1'"]),
+    "scale NaN": ({"scale": float("nan")}, ValueError, ["scale", "finite", "nan"]),
+    "scale inf": ({"scale": float("inf")}, ValueError, ["scale", "finite", "inf"]),
+    "scale beyond float32": ({"scale": -1e39}, ValueError, ["scale", "finite in float32", "-1e+39"]),
+    "scale text": ({"scale": "1"}, TypeError, ["scale", "real number"]),
+    "scale complex": ({"scale": 1j}, TypeError, ["scale", "real number", "1j"]),
+    "scale tensor": ({"scale": torch.ones(2)}, TypeError, ["scale", "(2,)"]),
+    "learned scale": (
+        {"scale": torch.tensor(1.0, requires_grad=True)},
+        ValueError,
+        ["scale", "requires_grad"],
+    ),
+    "window below": ({"window_size": (-2, 0)}, ValueError, ["window_size", "-1", "-2"]),
+    "window of one": ({"window_size": 4}, TypeError, ["window_size", "pair", "4"]),
+    "window of three": ({"window_size": (1, 2, 3)}, TypeError, ["window_size", "pair"]),
+    "window of floats": ({"window_size": (1.5, 2)}, TypeError, ["window_size[0]", "int", "1.5"]),
+    "window with a text": ({"window_size": (1, "2")}, TypeError, ["window_size[1]", "int", "'2'"]),
+    "window too wide": ({"window_size": [1, 2**70]}, ValueError, ["window_size[1]", str(2**70)]),
+    "offset": ({"query_offset": 1.5}, TypeError, ["query_offset", "int", "1.5"]),
+    "offset far away": ({"query_offset": 2**62}, ValueError, ["query_offset", str(2**62)]),
+    "softcap": ({"softcap": -1.0}, ValueError, ["softcap", "-1.0"]),
+    "softcap NaN": ({"softcap": float("nan")}, ValueError, ["softcap", "nan"]),
+    "softcap text": ({"softcap": "big"}, TypeError, ["softcap", "big"]),
+    "mask shape": (
+        {"attn_mask": torch.ones(5, 7, dtype=torch.bool)},
+        ValueError,
+        ["attn_mask", "(5, 7)", "(2, 4, 5, 6)"],
+    ),
+    "mask of keys": (
+        {"attn_mask": torch.ones(2, 6, dtype=torch.bool)},
+        ValueError,
+        ["attn_mask", "(2, 6)", "(2, 4, 5, 6)", "attn_mask[:, None, None, :]"],
+    ),
+    "mask of keys in three dimensions": (
+        {"attn_mask": torch.ones(2, 1, 6)},
+        ValueError,
+        ["(2, 1, 6)", "attn_mask[:, None, :, :]"],
+    ),
+    "mask without heads": (
+        {"attn_mask": torch.zeros(2, 5, 6)},
+        ValueError,
+        ["attn_mask", "(2, 5, 6)", "(2, 4, 5, 6)", "attn_mask[:, None, :, :]"],
+    ),
+    "mask rank": ({"attn_mask": torch.zeros(3, 2, 4, 5, 6)}, ValueError, ["attn_mask", "(3, 2, 4, 5, 6)"]),
+    "mask heads": ({"attn_mask": torch.zeros(3, 5, 6)}, ValueError, ["attn_mask", "(3, 5, 6)"]),
+    "integer mask": (
+        {"attn_mask": torch.ones(5, 6, dtype=torch.int64)},
+        TypeError,
+        ["attn_mask", "bool", "int64"],
+    ),
+    "byte mask": (
+        {"attn_mask": torch.ones(5, 6, dtype=torch.uint8)},
+        TypeError,
+        ["attn_mask", "bool", "uint8"],
+    ),
+    "complex mask": (
+        {"attn_mask": torch.zeros(5, 6, dtype=torch.complex64)},
+        TypeError,
+        ["attn_mask", "complex64"],
+    ),
+    "mask list": ({"attn_mask": [[True]]}, TypeError, ["attn_mask", "Tensor", "list"]),
+    "mask NumPy": ({"attn_mask": np.ones((5, 6), bool)}, TypeError, ["attn_mask", "ndarray", "from_numpy"]),
+    "mask meta": (
+        {"attn_mask": torch.zeros(5, 6, device="meta")},
+        ValueError,
+        ["attn_mask", "meta", gpu.DEVICE],
+    ),
+    "mask sparse": ({"attn_mask": torch.zeros(5, 6).to_sparse()}, TypeError, ["attn_mask", "sparse"]),
+    "slopes shape": ({"alibi_slopes": torch.ones(3)}, ValueError, ["alibi_slopes", "(3,)", "(2, 4)"]),
+    "slopes dtype": (
+        {"alibi_slopes": torch.ones(4, dtype=torch.int32)},
+        TypeError,
+        ["alibi_slopes", "int32"],
+    ),
+    "slopes list": ({"alibi_slopes": [0.5] * 4}, TypeError, ["alibi_slopes", "Tensor"]),
+    "slopes meta": ({"alibi_slopes": torch.ones(4, device="meta")}, ValueError, ["alibi_slopes", "meta"]),
+    "sinks shape": ({"sinks": torch.ones(3, 4)}, ValueError, ["sinks", "(3, 4)", "(2, 4)"]),
+    "sinks number": ({"sinks": 0.5}, TypeError, ["sinks", "Tensor", "0.5"]),
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+@pytest.mark.parametrize("requires_grad", [False, True])
+def test_bad_argument(name: str, requires_grad: bool) -> None:
+    changed, exception, words = BAD[name]
+    arguments = {"query": QUERY, "key": KEY, "value": VALUE, **changed}
+    if requires_grad and "value" not in changed:
+        arguments["value"] = VALUE.clone().requires_grad_()
+    copies = {
+        key: value.detach().clone()
+        for key, value in arguments.items()
+        if isinstance(value, torch.Tensor) and not value.is_nested and not value.is_meta
+    }
+    with pytest.raises(exception) as caught:
+        scaled_dot_product_attention(**arguments)
+    message = str(caught.value)
+    assert all(word in message for word in words), message
+    assert caught.value.__suppress_context__ or caught.value.__context__ is None
+    with pytest.raises(exception) as explained:
+        backends.explain(**arguments)
+    assert str(explained.value) == message
+    for key, copy in copies.items():
+        if copy.layout == torch.strided and not copy.is_quantized:
+            assert torch.equal(arguments[key], copy)
+    # The next call is not affected.
+    assert scaled_dot_product_attention(QUERY, KEY, VALUE).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exception", "words"),
+    [
+        ({"query": INTEGERS}, TypeError, ["query", "int64"]),
+        ({"key": KEY[..., :3]}, ValueError, ["head dim"]),
+        ({"key": None}, TypeError, ["key", "NoneType"]),
+        ({"key": KEY.double()}, TypeError, ["key", "float64"]),
+        ({"key": KEY[:, :2]}, ValueError, ["enable_gqa"]),
+        ({"key": KEY[0, 0, 0]}, ValueError, ["key", "2 dimensions"]),
+        ({"scale": float("nan")}, ValueError, ["scale", "nan"]),
+        ({"scale": 1e39}, ValueError, ["scale", "finite in float32", "1e+39"]),
+        ({"key": on_meta(KEY)}, ValueError, ["key", "meta"]),
+    ],
+    ids=lambda value: None,
+)
+def test_bad_argument_of_scores_and_weights(arguments: dict, exception: type, words: list[str]) -> None:
+    for function in (attention_scores, attention_weights):
+        with pytest.raises(exception) as caught:
+            function(**{"query": QUERY, "key": KEY, **arguments})
+        assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "exception", "words"),
+    [
+        ({"scores": INTEGERS}, TypeError, ["scores", "int64"]),
+        ({"scores": None}, TypeError, ["scores", "NoneType"]),
+        ({"scores": torch.ones(3)}, ValueError, ["scores", "2 dimensions", "(3,)"]),
+        ({"scores": torch.ones(2, 3).to_sparse()}, TypeError, ["scores", "sparse"]),
+        ({"scores": torch.ones(2, 3, device="meta")}, ValueError, ["scores", "meta"]),
+        ({"mask": torch.ones(3, 7)}, ValueError, ["mask", "(3, 7)", "(2, 4, 5, 8)"]),
+        ({"mask": torch.ones(5, 8, dtype=torch.int32)}, TypeError, ["mask", "bool", "int32"]),
+        ({"mask": "causal"}, TypeError, ["mask", "str"]),
+        ({"scale": float("nan")}, ValueError, ["scale", "nan"]),
+        ({"scale": 1e39}, ValueError, ["scale", "finite in float32", "1e+39"]),
+        ({"query_offset": 0.5}, TypeError, ["query_offset", "0.5"]),
+        ({"mask": causal_upper_left(5, 8)}, TypeError, ["CausalBias", "is_causal"]),
+    ],
+    ids=lambda value: None,
+)
+def test_bad_argument_of_softmax(arguments: dict, exception: type, words: list[str]) -> None:
+    with pytest.raises(exception) as caught:
+        masked_softmax(**{"scores": torch.randn(2, 4, 5, 8), **arguments})
+    assert all(word in str(caught.value) for word in words), str(caught.value)
+
+
+def test_causal_bias_of_another_size() -> None:
+    bias = causal_upper_left(6, 6)
+    with pytest.raises(
+        ValueError, match="attn_mask is a CausalBias for 6 queries and 6 keys, but there are 5"
+    ):
+        scaled_dot_product_attention(QUERY, KEY, VALUE, bias)
+
+
+def test_unknown_kernel() -> None:
+    with pytest.raises(ValueError, match="fast"), backends.use("fast"):
+        pass
+    with pytest.raises(ValueError, match="sse9"), backends.use_cpu_isa("sse9"):
+        pass
+    assert scaled_dot_product_attention(QUERY, KEY, VALUE).isfinite().all()
+
+
+@pytest.mark.parametrize(
+    ("variable", "value"),
+    [("SELFATTN_CPU_ISA", "sse9"), ("SELFATTN_KERNEL", "fast")],
+    ids=lambda value: value,
+)
+def test_unknown_name_in_the_environment(variable: str, value: str, run_python: Callable[..., str]) -> None:
+    script = (
+        "import torch, selfattn_ext\n"
+        "x = torch.ones(1, 1, 2, 2)\n"
+        "try:\n"
+        "    selfattn_ext.scaled_dot_product_attention(x, x, x)\n"
+        "except ValueError as error:\n"
+        "    print(error)\n"
+    )
+    printed = run_python(script, **{variable: value})
+    assert value in printed
+    assert "fused" in printed or "scalar" in printed
+
+
+def test_sizes_whose_product_overflows() -> None:
+    row = torch.zeros(1, 1, 1, 8)
+    many = row.expand(2**30, 2**28, 1, 8)
+    with pytest.raises(ValueError, match="than memory can address"):
+        scaled_dot_product_attention(many, many, many)
+    long = row.expand(1, 1, 2**41, 8)
+    with pytest.raises(ValueError, match="than memory can address"):
+        scaled_dot_product_attention(long, long, long)
+    with pytest.raises(ValueError, match="than memory can address"):
+        attention_scores(long, long)
+
+
+def test_allocation_failure() -> None:
+    # On CUDA the error and its words are those of torch's allocator.
+    error, words = (MemoryError, "not enough memory for ")
+    if gpu.DEVICE != "cpu":
+        error, words = torch.OutOfMemoryError, "out of memory|"
+    row = torch.ones(1, 1, 1, 8)
+    long = row.expand(1, 1, 2**39, 8)
+    with pytest.raises(error, match=words + r"out of shape \(1, 1, 549755813888, 8\)"):
+        scaled_dot_product_attention(long, row, row)
+    with pytest.raises(error, match=words + "scores"):
+        attention_scores(long, row.expand(1, 1, 64, 8))
+    assert scaled_dot_product_attention(QUERY, KEY, VALUE).isfinite().all()
+
+
+LONG = torch.zeros(1, 1, 1, 1).expand(1, 1, 2**23, 1)
+ROWS, ENDS = LONG[0, 0].unsqueeze(1), torch.tensor([0, 2**23])
+#: Calls whose weights take 2**48 bytes, which no process has, and whose forward would take hours.
+NO_MEMORY: dict[str, Callable[..., Any]] = {
+    "attention": lambda: scaled_dot_product_attention(LONG, LONG, LONG, return_weights=True),
+    "bfloat16": lambda: scaled_dot_product_attention(
+        *[LONG.bfloat16().expand(4, -1, -1, -1)] * 3, return_weights=True
+    ),
+    "training": lambda: scaled_dot_product_attention(
+        LONG.detach().requires_grad_(), LONG, LONG, return_weights=True
+    ),
+    "torch.func": lambda: torch.func.vjp(attention_weights, LONG, LONG),
+    "forward mode": lambda: torch.func.jvp(attention_weights, (LONG, LONG), (LONG, LONG)),
+    "weights": lambda: attention_weights(LONG, LONG, is_causal=True),
+    "rule": lambda: attention_weights(LONG[0], LONG[0], window_size=(3, 3), dropout_p=0.5),
+    "scores": lambda: attention_scores(LONG, LONG),
+    "softmax": lambda: masked_softmax(LONG.expand(-1, -1, -1, 2**23)),
+    "varlen": lambda: varlen_attention(ROWS, ROWS, ROWS, ENDS, ENDS, 2**23, 2**23, return_weights=True),
+    "varlen on caches": lambda: varlen_attention(
+        ROWS, ROWS, ROWS, ENDS, ENDS, 2**23, 2**23, seqused_k=ENDS[1:], return_weights=True
+    ),
+    "cache": lambda: attention_with_kvcache(LONG, LONG, LONG, return_weights=True),
+    "formula": lambda: reference.attention(LONG, LONG, LONG),
+    "graph": lambda: torch.compile(attention_weights, backend="eager", fullgraph=True)(LONG, LONG),
+}
+
+
+@pytest.mark.parametrize("name", NO_MEMORY)
+def test_weights_without_memory_are_refused_before_anything_is_computed(name: str) -> None:
+    error: Any = torch.OutOfMemoryError if gpu.DEVICE != "cpu" else MemoryError
+    # In a graph the operator itself reports the lack of memory, on any device.
+    also = {"formula": RuntimeError, "graph": MemoryError}.get(name, error)
+    with pytest.raises((error, also), match="memory"):
+        NO_MEMORY[name]()
+
+
+def test_a_step_without_memory_for_its_weights_leaves_the_cache_alone() -> None:
+    caches = torch.zeros(2, 1, 1, 2**23, 1)
+    query, token = LONG[:, :, : 2**22], torch.ones(1, 1, 1, 1)
+    with pytest.raises((MemoryError, torch.OutOfMemoryError), match="memory"):
+        attention_with_kvcache(
+            query.expand(-1, 8, -1, -1), *caches, token, token, cache_seqlens=0, layout="bhld",
+            return_weights=True,
+        )  # fmt: skip
+    assert not caches.any()
+
+
+def test_sizes_of_weights_whose_product_overflows() -> None:
+    row = torch.zeros(1, 1, 1, 1)
+    long = row.expand(1, 1, 2**31, 1)
+    for call in (
+        lambda: scaled_dot_product_attention(long, long, long, return_weights=True),
+        lambda: torch.func.jvp(attention_weights, (long, long), (long, long)),
+        lambda: masked_softmax(row.expand(1, 1, 2**31, 2**31)),
+        lambda: attention_scores(long, long),
+        # These broadcast to too many batch elements and heads.
+        lambda: scaled_dot_product_attention(row.expand(2**40, 1, 1, 1), *[row.expand(1, 2**40, 1, 1)] * 2),
+        lambda: attention_scores(row.expand(2**40, 1, 1, 1), row.expand(1, 2**40, 1, 1)),
+    ):
+        with pytest.raises(ValueError, match="than memory can address"):
+            call()
+
+
+def test_allocation_failure_of_a_copy() -> None:
+    """Gradients that torch has expanded are made dense; the error names the copy that lacks memory."""
+    row, one = torch.ones(1, 1, 1, 8), torch.ones(1)
+    long = row.expand(1, 1, 2**39, 8)
+    rows = one.expand(1, 1, 2**39)
+    with pytest.raises(MemoryError, match=r"a contiguous copy of grad_out \(17592186044416 bytes\)"):
+        ops.attention_backward(one.expand(1, 1, 2**39, 8), long, row, row, long, rows, rows, 1.0)
+    with pytest.raises(MemoryError, match=r"a contiguous copy of row_max \(2199023255552 bytes\)"):
+        ops.attention_backward(long, long, row, row, long, rows, rows, 1.0)
+
+
+# The operators refuse by themselves what the Python functions never pass to them.
+F = {"query": QUERY, "key": KEY, "value": VALUE, "scale": 1.0}
+OUT, ROW_MAX, ROW_SUM, _ = ops.attention_forward(**F)
+B = {"grad_out": OUT, "out": OUT, "row_max": ROW_MAX, "row_sum": ROW_SUM, **F}
+P = {**F, "scale": None, "is_causal": False, "enable_gqa": False}
+STATISTICS = torch.stack([ROW_MAX, ROW_SUM])
+PB = {
+    **F, "grad_out": OUT, "out": OUT, "statistics": STATISTICS, "out_residual": None, "is_causal": False,
+}  # fmt: skip
+OPERATOR_CALLS = {
+    "rank": (ops.attention_forward, {**F, "query": QUERY[0]}, "query"),
+    "dtype": (ops.attention_forward, {**F, "query": INTEGERS}, "query"),
+    "mixed dtypes": (ops.attention_forward, {**F, "key": KEY.double()}, "key"),
+    "batches": (ops.attention_forward, {**F, "key": KEY[:1]}, "key"),
+    "head dims": (ops.attention_forward, {**F, "key": KEY[..., :4]}, "key"),
+    "heads": (ops.attention_forward, {**F, "key": KEY[:, :3], "value": VALUE[:, :3]}, "heads"),
+    "lengths": (ops.attention_forward, {**F, "value": VALUE[:, :, :2]}, "value"),
+    "stride": (ops.attention_forward, {**F, "query": QUERY.mT.contiguous().mT}, "query"),
+    "NaN scale": (ops.attention_forward, {**F, "scale": float("nan")}, "scale"),
+    "mask shape": (ops.attention_forward, {**F, "attn_mask": torch.ones(2, 4, 5, 7)}, "attn_mask"),
+    "mask rank": (ops.attention_forward, {**F, "attn_mask": torch.ones(5, 6)}, "attn_mask"),
+    "mask dtype": (
+        ops.attention_forward,
+        {**F, "attn_mask": torch.ones(1, 1, 5, 6, dtype=torch.int8)},
+        "attn_mask",
+    ),
+    "slopes": (ops.attention_forward, {**F, "alibi_slopes": torch.ones(1, 3)}, "alibi_slopes"),
+    "slopes dtype": (ops.attention_forward, {**F, "alibi_slopes": torch.ones(1, 4).double()}, "alibi_slopes"),
+    "sinks": (ops.attention_forward, {**F, "sinks": torch.ones(4)}, "sinks"),
+    "dropout": (ops.attention_forward, {**F, "dropout_p": 2.0}, "dropout_p"),
+    "no seed": (ops.attention_forward, {**F, "dropout_p": 0.5}, "dropout_seed"),
+    "seed": (ops.attention_forward, {**F, "dropout_p": 0.5, "dropout_seed": torch.ones(1)}, "dropout_seed"),
+    "window": (ops.attention_forward, {**F, "window_left": -2}, "window_left"),
+    "offset": (ops.attention_forward, {**F, "query_offset": 2**60}, "query_offset"),
+    "softcap": (ops.attention_forward, {**F, "softcap": -1.0}, "softcap"),
+    "kernel": (ops.attention_forward, {**F, "kernel_name": "fast"}, "fast"),
+    "precision": (ops.attention_forward, {**F, "float32_precision": "low"}, 'float32_precision .* "low"'),
+    "grad shape": (ops.attention_backward, {**B, "grad_out": OUT[:, :, :4]}, "grad_out"),
+    "grad dtype": (ops.attention_backward, {**B, "grad_out": OUT.double()}, "grad_out"),
+    "out shape": (ops.attention_backward, {**B, "out": OUT[..., :4]}, "out"),
+    "statistics": (ops.attention_backward, {**B, "row_max": ROW_MAX[:1]}, "row_max"),
+    "grad_row": (ops.attention_backward, {**B, "grad_row": ROW_MAX[..., :1]}, "grad_row"),
+    "grad_weights": (ops.attention_backward, {**B, "grad_weights": OUT}, "grad_weights"),
+    "gradient of no mask": (ops.attention_backward, {**B, "need_mask_grad": True}, "attn_mask"),
+    "gradient of a bool mask": (
+        ops.attention_backward,
+        {**B, "need_mask_grad": True, "attn_mask": torch.ones(1, 1, 5, 6, dtype=torch.bool)},
+        "attn_mask",
+    ),
+    "basic heads": (ops.basic_attention, {**P, "key": KEY[:, :2], "value": VALUE[:, :2]}, "enable_gqa"),
+    "basic heads that do not divide": (
+        ops.basic_attention,
+        {**P, "key": KEY[:, :3], "value": VALUE[:, :3], "enable_gqa": True},
+        "heads",
+    ),
+    "basic rank": (ops.basic_attention_forward, {**P, "query": QUERY[0]}, "query"),
+    "basic number": (ops.basic_attention, {**P, "query": torch.tensor(1.0)}, "query"),
+    "basic dtype": (ops.basic_attention_forward, {**P, "value": VALUE.double()}, "value"),
+    "basic NaN scale": (ops.basic_attention_forward, {**P, "scale": float("nan")}, "scale"),
+    "basic grad shape": (ops.basic_attention_backward, {**PB, "grad_out": OUT[:, :, :4]}, "grad_out"),
+    "basic statistics": (ops.basic_attention_backward, {**PB, "statistics": ROW_MAX}, "statistics"),
+    "basic statistics of another dtype": (
+        ops.basic_attention_backward,
+        {**PB, "statistics": STATISTICS.double()},
+        "statistics",
+    ),
+    "scores": (ops.attention_scores, {"query": QUERY, "key": KEY[:, :3], "scale": 1.0}, "heads"),
+    "softmax rank": (ops.masked_softmax, {"scores": torch.ones(3, 4), "scale": 1.0}, "scores"),
+    "softmax mask": (
+        ops.masked_softmax,
+        {"scores": QUERY, "scale": 1.0, "mask": torch.ones(1, 1, 1, 3)},
+        "mask",
+    ),
+    "softmax grad": (
+        ops.masked_softmax_backward,
+        {"grad_weights": QUERY[:1], "weights": QUERY, "scale": 1.0},
+        "grad_weights",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", OPERATOR_CALLS)
+def test_operator_refuses(name: str) -> None:
+    operator, arguments, word = OPERATOR_CALLS[name]
+    with pytest.raises(ValueError, match=word):
+        operator(**arguments)

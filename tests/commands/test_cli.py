@@ -1,0 +1,347 @@
+"""The command line: exit codes, messages, and the small subcommands info, check and heatmap."""
+
+from __future__ import annotations
+
+import io
+import math
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from selfattn_ext import backends, info
+from selfattn_ext.arguments import forced_kernel
+from selfattn_ext.build import library, sources
+from selfattn_ext.commands import check, heatmap
+from selfattn_ext.commands.cli import main
+from selfattn_ext.terminal import CommandError, Progress, check_output, table
+
+PNG_SIGNATURE = b"\x89PNG\r\n\x1a\n"
+
+
+def is_png(path: Path) -> bool:
+    return path.read_bytes().startswith(PNG_SIGNATURE)
+
+
+@pytest.fixture
+def no_matplotlib(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib.pyplot", None)
+
+
+@pytest.mark.parametrize("command", ["", "demo", "info", "check", "bench", "heatmap"])
+def test_help_is_printed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main([*command.split(), "--help"])
+    assert exit_info.value.code == 0
+    assert f"python -m selfattn_ext {command}".strip() in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ([], "COMMAND"),
+        (["train"], "invalid choice"),
+        (["demo", "--steps", "0"], "at least 1, got '0'"),
+        (["demo", "--steps", "many"], "at least 1, got 'many'"),
+        (["demo", "--max-seconds", "nan"], "above 0, got 'nan'"),
+        (["demo", "--seed", "-1"], "--seed"),
+        (["bench", "--threads", "1,x"], "at least 1, got 'x'"),
+        (["check", "--seed", "9" * 30], "2**63 - 1"),
+    ],
+)
+def test_wrong_arguments_exit_with_2(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as exit_info:
+        main(arguments)
+    assert exit_info.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["demo", "--text", "missing.txt"], "cannot read the text file missing.txt: No such file"),
+        (["demo", "--out", "picture.txt"], "--out picture.txt: the name must end in .png or .pdf or .svg"),
+        (["demo", "--device", "abacus"], "device 'abacus' cannot be used"),
+        (["demo", "--device", "meta"], "device 'meta' cannot be used"),
+        (["bench", "--threads", "100000"], "this machine has"),
+        (["bench", "--json", "/dev/null/x.json"], "cannot make its folder"),
+        (["heatmap", "missing.pt"], "no such file: missing.pt"),
+    ],
+)
+def test_impossible_requests_exit_with_2_before_any_work(
+    arguments: list[str],
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(arguments) == 2
+    printed = capsys.readouterr()
+    assert message in printed.err
+    assert f"python -m selfattn_ext {arguments[0]}: error:" in printed.err
+    assert printed.out == ""
+
+
+def test_a_library_that_does_not_load_is_one_message(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise ImportError("there is no compiled library: pip install .")
+
+    monkeypatch.setattr(library, "extension", fail)
+    assert main(["info"]) == 1
+    assert "error: there is no compiled library: pip install ." in capsys.readouterr().err
+
+
+def test_ctrl_c_exits_with_130(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupt() -> int:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(info, "run", interrupt)
+    assert main(["info"]) == 130
+    assert "interrupted" in capsys.readouterr().err
+
+
+def test_info_names_versions_features_and_the_chosen_kernel(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["info"]) == 0
+    printed = capsys.readouterr().out
+    for expected in (sources.version(), torch.__version__, str(library.extension().__file__), "CUDA"):
+        assert expected in printed
+    chosen = backends.available()[0]
+    assert f"takes {chosen.name}/{chosen.isa}" in printed
+    assert all(f"{kernel.name}/{kernel.isa}" in printed for kernel in backends.kernels())
+
+
+def test_info_in_a_process_of_its_own_reports_a_wrong_instruction_set(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setenv("SELFATTN_CPU_ISA", "sse9")
+    # The process imports the same package as this test.
+    monkeypatch.setenv("PYTHONPATH", str(Path(info.__file__).parents[1]))
+    command = [sys.executable, "-m", "selfattn_ext", "info"]
+    finished = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, check=False)
+    assert finished.returncode == 1, finished.stderr
+    assert "no kernel can be chosen" in finished.stdout
+    assert "sse9" in finished.stdout
+
+
+def test_check_passes_for_every_kernel_and_dtype(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.endswith(" ok")]
+    kernels = [*backends.available(), *backends.available("cuda")]
+    assert len(lines) == sum(len(kernel.dtypes) for kernel in kernels) >= 4 * len(backends.available())
+    assert all(" yes " in line for line in lines)
+
+
+def test_check_fails_where_a_result_is_off(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = check.cases(0)[0]
+
+    def slightly_wrong(**tensors: torch.Tensor) -> torch.Tensor:
+        factor = 1 + 1e-4 if forced_kernel.current() == "loops" else 1.0
+        return case.ours(**tensors) * factor
+
+    wrong = check.Case("tampered", slightly_wrong, case.formula, case.inputs)
+    monkeypatch.setattr(check, "cases", lambda seed: [wrong])
+    assert main(["check"]) == 1
+    printed = capsys.readouterr().out
+    assert "float32: tampered: forward error" in printed
+    assert "float32: tampered: backward error" in printed
+    assert "fused" not in printed.partition("failed:")[2]
+
+
+@pytest.mark.parametrize(
+    "name", ["packed sequences", "cache in pages, one token", "cache in pages, a prompt"]
+)
+def test_check_sees_a_row_in_the_wrong_place(
+    name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (case,) = (case for case in check.cases(0) if case.name == name)
+
+    def shifted(**tensors: torch.Tensor) -> torch.Tensor:
+        return case.ours(**tensors).roll(1, 0)
+
+    monkeypatch.setattr(check, "cases", lambda seed: [replace(case, ours=shifted)])
+    assert main(["check"]) == 1
+    printed = capsys.readouterr().out
+    assert f"float32: {name}: forward error" in printed
+    assert (f"float32: {name}: backward error" in printed) == case.backward
+
+
+def test_check_fails_where_threads_change_the_result(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = check.cases(0)[0]
+
+    def wavering(**tensors: torch.Tensor) -> torch.Tensor:
+        return case.ours(**tensors) * (1 + 2 * torch.finfo(torch.float64).eps * torch.get_num_threads())
+
+    wrong = check.Case("wavering", wavering, case.formula, case.inputs)
+    monkeypatch.setattr(check, "cases", lambda seed: [wrong])
+    assert main(["check"]) == 1
+    assert "float64: wavering: one thread and" in capsys.readouterr().out
+
+
+def test_check_reports_exceptions_as_failures(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    case = check.cases(0)[0]
+
+    def broken(**tensors: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("out of order")
+
+    monkeypatch.setattr(
+        check, "cases", lambda seed: [check.Case("broken", broken, case.formula, case.inputs)]
+    )
+    assert main(["check"]) == 1
+    assert "broken: RuntimeError: out of order" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("result", "truth", "error"),
+    [
+        ([1.0, 2.0], [1.0, 2.0], 0.0),
+        ([1.0, 2.5], [1.0, 2.0], 0.25),
+        ([1.0, -math.inf], [1.0, -math.inf], 0.0),
+        ([1.0, math.inf], [1.0, -math.inf], math.inf),
+        ([1.0, math.nan], [1.0, 2.0], math.inf),
+        ([1.0, 2.0], [1.0, math.nan], math.inf),
+    ],
+)
+def test_relative_error_compares_infinities_and_nans_by_place(
+    result: list[float], truth: list[float], error: float
+) -> None:
+    assert check.relative_error(torch.tensor(result), torch.tensor(truth)) == error
+
+
+def test_heatmap_draws_the_example(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "new folder" / "example.png"
+    assert main(["heatmap", "--out", str(target)]) == 0
+    assert is_png(target)
+    assert str(target) in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("shape", [(3, 3), (2, 3, 3), (2, 2, 3, 3)])
+@pytest.mark.parametrize("kind", ["pt", "npy"])
+def test_heatmap_draws_saved_weights(tmp_path: Path, shape: tuple[int, ...], kind: str) -> None:
+    weights = torch.rand(shape).softmax(-1)
+    source, target = tmp_path / f"weights.{kind}", tmp_path / "drawn.png"
+    if kind == "pt":
+        torch.save(weights, source)
+    else:
+        np.save(source, weights.numpy())
+    assert main(["heatmap", str(source), "--tokens", "to be or", "--out", str(target)]) == 0
+    assert is_png(target)
+
+
+def test_heatmap_draws_a_list_of_layers_and_one_head_of_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn = []
+    monkeypatch.setattr(
+        heatmap.viz, "plot_attention", lambda weights, tokens, title: drawn.append(weights.clone())
+    )
+    monkeypatch.setattr(heatmap.viz, "save", lambda drawing, path: path)
+    layers = [torch.rand(2, 4, 4), torch.rand(3, 4, 4)]
+    torch.save(layers, tmp_path / "layers.pt")
+    options = ["--layer", "1", "--head", "2", "--out", str(tmp_path / "drawn.png")]
+    assert main(["heatmap", str(tmp_path / "layers.pt"), *options]) == 0
+    assert torch.equal(drawn[0], layers[1][2])
+
+
+@pytest.mark.parametrize(
+    ("saved", "options", "message"),
+    [
+        (
+            torch.rand(3, 3),
+            ["--tokens", "one two"],
+            "tokens must have one label for each of 3 positions, got 2",
+        ),
+        (torch.rand(3), [], "weights must be (L, S)"),
+        (torch.rand(3, 3), ["--head", "0"], "the weights have no heads"),
+        (torch.rand(2, 3, 3), ["--head", "2"], "--head must lie in 0..1, got 2"),
+        (torch.rand(2, 3, 3), ["--layer", "0"], "the weights have no layers"),
+        (torch.rand(2, 2, 3, 3), ["--head", "0"], "--head 0 needs --layer too"),
+        ({"weights": torch.rand(3, 3)}, [], "holds a dict"),
+    ],
+)
+def test_heatmap_refuses_what_it_cannot_draw(
+    saved: object, options: list[str], message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source, target = tmp_path / "saved.pt", tmp_path / "drawn.png"
+    torch.save(saved, source)
+    assert main(["heatmap", str(source), *options, "--out", str(target)]) == 2
+    assert message in capsys.readouterr().err
+    assert not target.exists()
+
+
+def test_heatmap_refuses_files_of_other_kinds(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "text.csv").write_text("1,2")
+    (tmp_path / "text.pt").write_text("not a tensor")
+    target = str(tmp_path / "drawn.png")
+    assert main(["heatmap", str(tmp_path / "text.csv"), "--out", target]) == 2
+    assert "expected a file of torch.save" in capsys.readouterr().err
+    assert main(["heatmap", str(tmp_path / "text.pt"), "--out", target]) == 2
+    assert "text.pt cannot be read" in capsys.readouterr().err
+
+
+@pytest.mark.usefixtures("no_matplotlib")
+def test_heatmap_without_matplotlib_says_what_to_install(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["heatmap", "--out", str(tmp_path / "drawn.png")]) == 1
+    assert "pip install 'selfattn_ext[viz]'" in capsys.readouterr().err
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_progress_redraws_one_line_on_a_terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "60")
+    stream = Terminal()
+    with Progress("working", 4, stream) as progress:
+        for done in range(1, 5):
+            progress.update(done, "a note that is much longer than the terminal is wide, or nearly so")
+    text = stream.getvalue()
+    assert text.count("\n") == 1
+    assert text.endswith("\n")
+    assert "4/4" in text
+    assert all(len(line.rstrip()) < 60 for line in text.split("\r"))
+
+
+def test_progress_writes_few_lines_into_a_log() -> None:
+    stream = io.StringIO()
+    with Progress("working", 1000, stream) as progress:
+        for done in range(1, 1001):
+            progress.update(done)
+    assert stream.getvalue().splitlines() == [f"working {done}/1000" for done in (200, 400, 600, 800, 1000)]
+
+
+def test_table_aligns_words_left_and_numbers_right() -> None:
+    text = table(["name", "ms"], [["a", "1.5"], ["long name", "12.25"]])
+    assert text.splitlines() == [
+        "name          ms",
+        "---------  -----",
+        "a            1.5",
+        "long name  12.25",
+    ]
+
+
+def test_output_paths_are_checked_without_writing(tmp_path: Path) -> None:
+    check_output("--out", tmp_path / "a" / "b.png", (".png",))
+    assert (tmp_path / "a").is_dir()
+    assert not (tmp_path / "a" / "b.png").exists()
+    with pytest.raises(CommandError, match=r"must end in \.png"):
+        check_output("--out", tmp_path / "b.txt", (".png",))
+    with pytest.raises(CommandError, match="cannot be written"):
+        check_output("--out", tmp_path)

@@ -1,0 +1,271 @@
+"""The kernels for AMX on a processor without it, by emulation.
+
+The emulator of simulators/amx is preloaded into processes that force the instruction set "amx". If
+AVX-512 is missing, too, they and the kernels for AVX-512 run in the library of simulators/avx512.
+"""
+
+from __future__ import annotations
+
+import ast
+import os
+import platform
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import modules
+import pytest
+import turns
+from avx512 import build
+
+import selfattn_ext
+from selfattn_ext import backends
+from selfattn_ext.build import library, toolchain
+
+TESTS = modules.TESTS
+EMULATOR = TESTS.parent / "simulators" / "amx"
+#: The other instructions that kernels with AMX use.
+NEEDED = ("avx512f", "avx512bw", "avx512dq", "avx512vl", "avx512_bf16")
+FEATURES = library.extension().cpu_features()
+#: Whether the vectors have to be emulated, too.
+EMULATES_VECTORS = not all(FEATURES[name] for name in NEEDED)
+#: Modules of the suite, and which of their tests run here.
+CHOSEN = {
+    "test_amx_choice.py": "",
+    "test_bfloat16_derivatives.py": "amx",
+    "test_declared_options.py": "amx",
+    "test_determinism.py": "amx",
+    "test_flex_blocks.py": "every_kind and amx",
+    "test_flex_options.py": "statistics",
+    "test_rising_scores.py": "fused-amx and not any_number",
+    "test_gradients.py": "fused-amx and (rounding_of_the_output or mask_gradient_has)",
+    "test_gradient_blocks.py": "amx and not with_and_without",
+    "test_options_pairwise.py": "fused-amx",
+    "test_paged.py": "every_option and amx",
+    "test_pieces.py": "amx",
+    "test_ragged_blocks.py": "fused-amx",
+    "test_sequences.py": "amx",
+    "test_varlen_cache.py": "company and amx",
+}
+
+#: Those of them that take over four seconds each in the emulator.
+LONG = (
+    "test_amx_choice.py",
+    "test_bfloat16_derivatives.py",
+    "test_determinism.py",
+    "test_gradient_blocks.py",
+    "test_pieces.py",
+    "test_ragged_blocks.py",
+    "test_rising_scores.py",
+    "test_sequences.py",
+    "test_varlen_cache.py",
+)
+
+#: Tests of AVX-512 without tiles.
+VECTORS = {
+    "test_bfloat16_derivatives.py": "avx512",
+    "test_declared_options.py": "avx512",
+    "test_determinism.py": "avx512",
+    "test_rising_scores.py": "fused and not any_number",
+    "test_options_pairwise.py": "fused",
+    "test_pieces.py": "avx512",
+    "test_sequences.py": "avx512",
+}
+
+
+def _why_not() -> str | None:
+    """Returns why nothing can be emulated here, or None."""
+    if sys.platform != "linux" or platform.machine() != "x86_64":
+        return "AMX is emulated on Linux and x86-64 only"
+    if FEATURES["amx_bf16"]:
+        return "this processor has AMX: all tests run on it without an emulator"
+    missing = [name for name in ("avx2", "fma", "f16c") if not FEATURES[name]]
+    return f"the emulated vectors need {', '.join(missing)}" if missing else None
+
+
+def emulated(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks a test that runs in the emulator, or only on request if compiling the emulator takes minutes."""
+    test = pytest.mark.skipif(_why_not() is not None, reason=str(_why_not()))(test)
+    return pytest.mark.emulated_vectors(test) if EMULATES_VECTORS else test
+
+
+#: Executes bytes of machine code, and asks the emulator what it has executed.
+PRELUDE = """
+import ctypes, faulthandler, mmap
+import torch
+from selfattn_ext import backends, scaled_dot_product_attention
+
+count = ctypes.CDLL(None).selfattn_amx_emulator_count
+count.argtypes, count.restype = [ctypes.c_char_p], ctypes.c_uint64
+
+def run(code):
+    memory = mmap.mmap(-1, 4096, prot=mmap.PROT_READ | mmap.PROT_WRITE | mmap.PROT_EXEC)
+    memory.write(bytes.fromhex(code) + b"\\xc3")
+    ctypes.CFUNCTYPE(None)(ctypes.addressof(ctypes.c_char.from_buffer(memory)))()
+"""
+TILERELEASE = "c4 e2 78 49 c0"
+
+
+@pytest.fixture(scope="session")
+def emulator(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Returns the environment of a process in the emulator."""
+    if EMULATES_VECTORS:
+        return build.environment()
+    target = tmp_path_factory.mktemp("amx") / "libselfattn_amx_emulator.so"
+    compiler = toolchain.compiler()
+    assert compiler is not None, toolchain.compiler_problem()
+    files = sorted(str(path) for path in EMULATOR.glob("*.cpp"))
+    subprocess.run(
+        [*compiler, "-std=c++17", "-O3", "-shared", "-fPIC", *files, "-ldl", "-o", str(target)], check=True
+    )
+    return {"LD_PRELOAD": str(target)}
+
+
+@emulated
+def test_tools_that_watch_for_faults_leave_it_alone(
+    emulator: dict[str, str], run_python: Callable[..., str], tmp_path: Path
+) -> None:
+    """faulthandler, which pytest switches on, would take over SIGILL."""
+    script = (
+        "faulthandler.enable()\n"
+        f"run('{TILERELEASE}')\n"
+        "print(count(b'tilerelease'), count(b''), faulthandler.is_enabled(), flush=True)\n"
+    )
+    assert run_python(PRELUDE + script, **emulator).split() == ["1", "1", "True"]
+    with pytest.raises(subprocess.CalledProcessError) as error:
+        run_python(PRELUDE + script + "run('0f 0b')", **emulator)
+    assert error.value.stdout.split() == ["1", "1", "True"]
+    assert "Fatal Python error: Illegal instruction" in error.value.stderr
+
+
+#: The instructions that forward and backward of one head execute with 64 queries, 64 keys and head dim 64. A
+#: product of two 64 x 64 matrices is 4 x 4 tiles of the result, 2 deep: 32. The forward has two; the backward
+#: has five, and delta, the diagonal of one (4 tiles, 2 deep), which 16-bit inputs take twice (for the output
+#: and for its rounding error). "high" takes three products of pieces, "highest" six, float16 three, but four
+#: for scores, dP and delta.
+EXECUTED = {
+    ("bfloat16", "highest"): (2 * 32, 5 * 32 + 2 * 8),
+    ("float16", "highest"): (7 * 32, 4 * (2 * 32 + 2 * 8) + 3 * 3 * 32),
+    ("float32", "medium"): (2 * 32, 5 * 32 + 8),
+    ("float32", "high"): (3 * 2 * 32, 3 * (5 * 32 + 8)),
+    ("float32", "highest"): (6 * 2 * 32, 6 * (5 * 32 + 8)),
+    ("float64", "highest"): (0, 0),
+}
+
+
+@emulated
+def test_every_arithmetic_executes_its_products(
+    emulator: dict[str, str], run_python: Callable[..., str]
+) -> None:
+    script = """
+def executed(dtype, precision, queries=64, head_dim=64, **options):
+    torch.set_float32_matmul_precision(precision)
+    shapes = [(1, 1, length, head_dim) for length in (queries, 64, 64)]
+    q, k, v = (torch.randn(shape, dtype=getattr(torch, dtype), requires_grad=True) for shape in shapes)
+    start = count(b"tdpbf16ps")
+    out = scaled_dot_product_attention(q, k, v, **options)
+    middle = count(b"tdpbf16ps")
+    out.sum().backward()
+    return backends.explain(q, k, v, **options).isa, middle - start, count(b"tdpbf16ps") - middle
+"""
+    calls = [f"executed{name}" for name in EXECUTED]
+    few = [f"executed({dtype!r}, {precision!r}, 4)" for dtype, precision in EXECUTED]
+    elsewhere = ["executed('bfloat16', 'highest', head_dim=15)", "executed('float16', 'highest', scale=-1.0)"]
+    script += f"print([{', '.join(calls + few + elsewhere)}])"
+    printed = run_python(PRELUDE + script, **emulator, SELFATTN_CPU_ISA="amx")
+    expected = [
+        ("amx" if forward else "avx512", forward, backward) for forward, backward in EXECUTED.values()
+    ]
+    # The scores of up to 16 queries and 64 keys are 4 x 1 tiles, 2 deep; the values take as many.
+    expected += [("amx", 16 if name[0] == "bfloat16" else 0, 0) for name in EXECUTED]
+    assert ast.literal_eval(printed) == expected + [("avx512", 0, 0)] * len(elsewhere)
+
+
+@emulated
+def test_derivatives_execute_their_products(emulator: dict[str, str], run_python: Callable[..., str]) -> None:
+    """Forward mode has three products of inputs and three with weights, which are three pieces; second
+    derivatives have five, with delta as above, and seven.
+    """
+    script = """
+from torch.func import jvp
+
+def executed(dtype):
+    points, tangents = (tuple(torch.randn(1, 1, 64, 64).to(dtype) for _ in range(3)) for _ in range(2))
+    start = count(b"tdpbf16ps")
+    jvp(scaled_dot_product_attention, points, tangents)
+    forward = count(b"tdpbf16ps") - start
+    for point in points:
+        point.requires_grad_()
+    grads = torch.autograd.grad(scaled_dot_product_attention(*points).sum(), points, create_graph=True)
+    start = count(b"tdpbf16ps")
+    torch.autograd.grad(grads, points, tangents)
+    return forward, count(b"tdpbf16ps") - start
+
+print([executed(dtype) for dtype in (torch.bfloat16, torch.float16, torch.float32)])
+"""
+    printed = run_python(PRELUDE + script, **emulator, SELFATTN_CPU_ISA="amx")
+    of_pairs = ((3 + 3 * 3) * 32, 5 * 32 + 2 * 8 + 7 * 3 * 32)
+    assert ast.literal_eval(printed) == [of_pairs, (0, 0), (0, 0)]
+
+
+@pytest.mark.skipif("amx" not in backends.cpu_isas(), reason="this processor lacks AMX")
+def test_a_processor_with_amx_leaves_it_nothing_to_do(
+    emulator: dict[str, str], run_python: Callable[..., str]
+) -> None:
+    script = """
+q = torch.randn(1, 1, 64, 64, dtype=torch.bfloat16)
+out = scaled_dot_product_attention(q, q, q)
+print(backends.explain(q, q, q).isa, count(b""), bool(out.isfinite().all()))
+"""
+    printed = run_python(PRELUDE + script, **emulator, SELFATTN_CPU_ISA="amx")
+    assert printed.split() == ["amx", "0", "True"]
+
+
+def run_tests(module: str, chosen: str, isa: str, emulator: dict[str, str]) -> str:
+    """Runs the chosen tests of a module in the emulator, asserts success, returns the emulator's report."""
+    package = str(Path(selfattn_ext.__file__).parent.parent)
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(modules.paths()[module])]
+    run = subprocess.run(
+        [*command, "-k", chosen],
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join(filter(None, [package, os.environ.get("PYTHONPATH", "")])),
+            "SELFATTN_CPU_ISA": isa,
+            "SELFATTN_AMX_EMULATOR_REPORT": "1",
+            **emulator,
+        },
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert re.search(r"\d+ passed", run.stdout)
+    return run.stderr
+
+
+def marks(module: str) -> list[pytest.MarkDecorator]:
+    """Marks a module's test; compiling the vectors' emulator takes minutes, and no other test needs it."""
+    if module not in LONG:
+        return []
+    return [pytest.mark.thorough, *([turns.only_in(2, 3)] if EMULATES_VECTORS else [])]
+
+
+@emulated
+@pytest.mark.parametrize("module", [pytest.param(name, marks=marks(name)) for name in CHOSEN])
+def test_tests_pass_in_the_emulator(module: str, emulator: dict[str, str]) -> None:
+    report = run_tests(module, CHOSEN[module], "amx", emulator)
+    executed = re.search(r"amx_emulator:.* tdpbf16ps (\d+)", report)
+    assert executed is not None
+    assert int(executed[1]) > 0
+
+
+@emulated
+@pytest.mark.skipif(not EMULATES_VECTORS, reason="this processor has AVX-512: all tests run on it")
+@pytest.mark.parametrize("isa", ["avx512", "avx512_bf16"])
+@pytest.mark.parametrize("module", VECTORS)
+def test_tests_pass_with_emulated_vectors(module: str, isa: str, emulator: dict[str, str]) -> None:
+    # "avx512" alone would also match "avx512_bf16".
+    of_isa = f"avx512 and {'not ' if isa == 'avx512' else ''}bf16"
+    run_tests(module, f"({VECTORS[module]}) and {of_isa}", isa, emulator)

@@ -1,0 +1,62 @@
+"""scripts/list_files.py: docs/files.md shows every source, and one without a comment is found."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import pytest
+from pages import ROOT, text_of
+
+sys.path.insert(0, str(ROOT / "scripts"))
+
+import list_files
+
+
+def test_the_page_is_what_the_command_writes() -> None:
+    text, silent = list_files.page(ROOT)
+    assert silent == [], "a file needs a first comment, or a docstring, that says what it holds"
+    assert text == text_of(list_files.PAGE), "python scripts/list_files.py --write"
+
+
+@pytest.mark.parametrize(
+    ("name", "source", "sentence"),
+    [
+        ("a.h", "// Rows of keys.\n// Read once.\n#pragma once\n", "Rows of keys"),
+        ("a.cuh", "#pragma once\n\n// Rows of 2.5 keys, e.g. three:\n// one by one. And more.\n",
+         "Rows of 2.5 keys, e.g. three: one by one"),
+        ("a.cpp", "#include <x>\n\n// A function.\nint f();\n", ""),
+        ("a.cu", "namespace a {}\n", ""),
+        ("a.py", '"""Draws\nmasks."""\n', "Draws masks"),
+        ("a.py", "# Draws masks.\n", ""),
+        ("a.sh", "#!/bin/sh\n# Runs all\n#\n# of it.\n", "Runs all"),
+        ("run", "#!/usr/bin/env bash\nset -e\n", ""),
+    ],
+)  # fmt: skip
+def test_first_sentence(name: str, source: str, sentence: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(source, encoding="utf-8")
+    assert list_files.first_sentence(tmp_path / name) == sentence
+
+
+def test_a_source_shares_its_headers_line_and_silent_files_are_found(tmp_path: Path) -> None:
+    folder = tmp_path / "csrc" / "core"
+    folder.mkdir(parents=True)
+    files = {
+        "rows.cpp": "int rows;\n",
+        "rows.h": "// Rows | *columns* of ``keys*``, by :mod:`.rows`.\n",
+        "silent.cpp": "int silent;\n",
+        "own.h": "// A header.\n",
+        "own.cpp": "// A source.\n",
+        "table.txt": "no source\n",
+    }
+    for name, source in files.items():
+        (folder / name).write_text(source, encoding="utf-8")
+    text, silent = list_files.page(tmp_path)
+    assert silent == ["csrc/core/silent.cpp"]
+    assert text.splitlines()[-4:] == [
+        "| [own.cpp](../csrc/core/own.cpp) | A source |",
+        "| [own.h](../csrc/core/own.h) | A header |",
+        "| [rows.h](../csrc/core/rows.h), [rows.cpp](../csrc/core/rows.cpp) "
+        "| Rows \\| \\*columns\\* of ``keys*``, by `rows` |",
+        "| [silent.cpp](../csrc/core/silent.cpp) |  |",
+    ]

@@ -1,0 +1,151 @@
+"""The gradient of a float mask: every broadcast, any number of threads."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+import turns
+from cases import remembered
+from tolerances import assert_accurate
+from torch import Tensor
+
+from selfattn_ext import reference, scaled_dot_product_attention
+
+BATCH, HEADS, QUERIES, KEYS, DIM = 2, 4, 70, 1030, 8  # strips of queries and chunks of keys with a rest
+
+#: Shapes of the mask: each of batch, heads, queries and keys has its size or 1.
+SHAPES: list[tuple[int, ...]] = list(itertools.product((BATCH, 1), (HEADS, 1), (QUERIES, 1), (KEYS, 1)))
+
+#: (dtype, dtype of the mask, kv heads); the last two masks differ in dtype from the sums.
+KINDS = [
+    (torch.float32, torch.float32, 4),
+    (torch.float32, torch.float32, 1),
+    (torch.float64, torch.float64, 2),
+    (torch.bfloat16, torch.float32, 2),
+    (torch.bfloat16, torch.bfloat16, 2),
+    (torch.float32, torch.float64, 1),
+]
+
+#: Positions that hide whole strips, whole chunks, or nothing.
+POSITIONS: list[dict[str, Any]] = [
+    {},
+    {"is_causal": True, "query_offset": 490},
+    {"window_size": (40, 20), "query_offset": 530, "softcap": 3.0},
+    {"window_size": (5, 5), "query_offset": -60},
+]
+
+
+def hidden_mask(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Draws a mask that hides whole blocks or, if it is the same for all keys, whole rows."""
+    mask = torch.randn(shape, dtype=torch.float64)
+    if shape[3] > 1:
+        mask[..., 128:256] = -torch.inf
+        mask[:, :, : shape[2] // 2, 500:700] = -torch.inf
+    elif shape[2] > 1:
+        mask[:, :, 3:50] = -torch.inf
+    return mask.to(dtype).requires_grad_()
+
+
+def run(tensors: dict[str, Tensor], cotangent: Tensor, attend: Any, **options: Any) -> list[Tensor]:
+    out = attend(**tensors, **options)
+    if isinstance(out, reference.AttentionResult):
+        out = out.out
+    return list(torch.autograd.grad(out, list(tensors.values()), cotangent.to(out.dtype)))
+
+
+@remembered
+def judges(
+    tensors: dict[str, Tensor], cotangent: Tensor, shape: tuple[int, ...], options: dict[str, Any]
+) -> tuple[list[Tensor], list[Tensor], float]:
+    """Returns the gradients in float64, those in the tensors' dtype, and the size of the terms that a
+    gradient of the mask is a sum of.
+    """
+    exact_tensors = {name: x.detach().double() for name, x in tensors.items()}
+    exact_tensors["attn_mask"] = exact_tensors["attn_mask"].expand(BATCH, HEADS, QUERIES, KEYS)
+    exact = run(
+        {n: x.requires_grad_() for n, x in exact_tensors.items()}, cotangent, reference.attention, **options
+    )
+    peer = run(tensors, cotangent, reference.attention, **options)
+    # A sum over many elements of both signs is smaller than the sum of their magnitudes.
+    terms = float(exact[3].abs().sum_to_size(shape).max())
+    exact[3] = exact[3].sum_to_size(shape)
+    return exact, peer, terms
+
+
+def check(
+    shape: tuple[int, ...], kind: tuple[torch.dtype, torch.dtype, int], options: dict[str, Any]
+) -> None:
+    dtype, mask_dtype, kv_heads = kind
+    tensors = {
+        name: torch.randn(BATCH, heads, length, DIM, dtype=torch.float64).to(dtype).requires_grad_()
+        for name, heads, length in (
+            ("query", HEADS, QUERIES),
+            ("key", kv_heads, KEYS),
+            ("value", kv_heads, KEYS),
+        )
+    }
+    tensors["attn_mask"] = hidden_mask(shape, mask_dtype)
+    cotangent = torch.randn(BATCH, HEADS, QUERIES, DIM, dtype=torch.float64).to(dtype)
+    results = {}
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        results[threads] = run(
+            tensors, cotangent, scaled_dot_product_attention, enable_gqa=kv_heads != HEADS, **options
+        )
+    torch.set_num_threads(1)
+    for threads in (2, 5):
+        for name, result, alone in zip(tensors, results[threads], results[1], strict=True):
+            assert torch.equal(result, alone), f"{name}, {threads} threads, {options}"
+
+    exact, peer, terms = judges(tensors, cotangent, shape, options)
+    for i, name in enumerate(tensors):
+        size = max(terms, 4.0) if name == "attn_mask" else 4.0
+        assert_accurate(f"{name}, {options}", results[1][i], exact[i], peer[i], size, dtype)
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "x".join(map(str, shape)))
+def test_every_broadcast(shape: tuple[int, ...], isa: str, one_thread: None) -> None:
+    for options in POSITIONS:
+        check(shape, (torch.float32, torch.float32, 2), options)
+
+
+def check_kind(shape: tuple[int, ...], number: int) -> None:
+    check(shape, KINDS[number], POSITIONS[(SHAPES.index(shape) + number) % len(POSITIONS)])
+
+
+def of_kind(number: int) -> str:
+    return "-".join(map(str, KINDS[number])).replace("torch.", "")
+
+
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=of_kind)
+@pytest.mark.parametrize("shape", SHAPES[::3], ids=lambda shape: "x".join(map(str, shape)))
+def test_dtypes_and_groups(shape: tuple[int, ...], number: int, isa: str, one_thread: None) -> None:
+    """Every third of the shapes is checked; among them are all pairs of sizes of two dimensions."""
+    check_kind(shape, number)
+
+
+@pytest.mark.thorough
+@pytest.mark.parametrize("number", range(len(KINDS)), ids=of_kind)
+@pytest.mark.parametrize(
+    "shape",
+    [shape for index, shape in enumerate(SHAPES) if index % 3 in turns.chosen((1, 2))],
+    ids=lambda shape: "x".join(map(str, shape)),
+)
+def test_dtypes_and_groups_of_the_other_shapes(
+    shape: tuple[int, ...], number: int, isa: str, one_thread: None
+) -> None:
+    check_kind(shape, number)
+
+
+@pytest.mark.parametrize(
+    "shape", [(70, 100), (70, 1), (1, 100), (1, 1)], ids=lambda shape: "x".join(map(str, shape))
+)
+def test_masks_of_any_magnitude(shape: tuple[int, ...], kernel: str) -> None:
+    """A kernel's vectors reach beyond the last query, where no maximum is subtracted from such a score."""
+    query, key, value = (torch.randn(1, 2, length, DIM) for length in (70, 100, 100))
+    mask = (1000 + torch.randn(shape)).requires_grad_()
+    (grad,) = torch.autograd.grad(scaled_dot_product_attention(query, key, value, mask).sin().sum(), mask)
+    assert grad.isfinite().all()
