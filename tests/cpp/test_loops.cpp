@@ -106,7 +106,7 @@ std::vector<double> per_head(const Buffer& rows, const AttentionCase& c, bool ov
 
 }  // namespace
 
-TEST(plain_attention_is_the_formula) {
+TEST(the_forward_is_the_formula) {
   AttentionCase c(DType::kFloat64, {2, 4, 2, 5, 6, 3, 4}, {});
   const AttentionResults r(cpu::kLoops, c, kOneThread);
   for (int64_t b = 0; b < 2; ++b) {
