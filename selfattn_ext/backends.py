@@ -34,7 +34,6 @@ from .arguments import (
     AttentionCall,
     AttentionOptions,
     Prepared,
-    batch_invariance,
     call_checks,
     keywords_of,
     precision,
@@ -42,7 +41,6 @@ from .arguments import (
 )
 from .arguments import forced_kernel as _forced
 from .build import library
-from .reference import default_scale
 
 __all__ = ["Explanation", "Kernel", "available", "cpu_isas", "explain", "kernels", "use", "use_cpu_isa"]
 
@@ -266,50 +264,44 @@ def explain(
     )  # fmt: skip
     call = AttentionCall(query, key, value, options)
     call_checks.attention(call)
-    forced = forced_kernel()
-    if query.device.type == "cuda":
-        return _explain_on_cuda(prepare(call), forced)
-    taken = chosen = _choose(forced)
-    dtype = str(query.dtype).removeprefix("torch.")
-    other = library.extension().hands_on_to(
-        forced,
-        dtype,
-        precision.current(),
-        query.shape[-2],
-        query.shape[-1],
-        default_scale(query.shape[-1]) if scale is None else scale,
-        alibi_slopes is not None,
-        batch_invariance.asked,
-    )
-    if other is not None:
-        taken = next(kernel for kernel in kernels() if (kernel.name, kernel.isa) == (chosen.name, other))
-    refused = {
-        f"{kernel.name}/{kernel.isa}": f"passes such calls on to {taken.isa}"
-        if kernel == chosen
-        else _refusal(kernel, taken, forced)
-        for kernel in kernels()
-        if kernel != taken
-    }
-    return Explanation(
-        kernel=taken.name,
-        isa=taken.isa,
-        device=str(query.device),
-        dtype=dtype,
-        float32_precision=precision.current() if query.dtype is torch.float32 else None,
-        threads=torch.get_num_threads(),
-        refused=refused,
-    )
+    prepared = prepare(call)
+    explained = _explain_on_cuda if query.device.type == "cuda" else _explain_on_cpu
+    return explained(prepared, _reasons(prepared), forced_kernel())
 
 
-def _explain_on_cuda(call: Prepared, forced: str) -> Explanation:
+def _reasons(call: Prepared) -> list[str]:
+    """Asks each kernel of the device, best first, why it does not take exactly this call; "" if it does."""
     tensors, scale, options, _ = call
     query, key, value = tensors[:3]
     if "dropout_p" in options:
         tensors = tensors._replace(seed=torch.zeros(1, dtype=torch.int64, device=query.device))
-    keywords = keywords_of(tensors, options)
-    keywords.pop("kernel_name", None)
-    # This operator asks the kernels about exactly this call.
-    lines = ops.attention_refusals(query, key, value, scale, **keywords).split("\n")
+    return ops.attention_refusals(query, key, value, scale, **keywords_of(tensors, options)).split("\n")
+
+
+def _explain_on_cpu(call: Prepared, reasons: Sequence[str], forced: str) -> Explanation:
+    query = call[0].query
+    taken = chosen = _choose(forced)
+    reason = dict(zip(kernels(), reasons, strict=True))[chosen]
+    if reason:  # it names the instruction set that computes the call instead
+        isa = reason.split()[-1]
+        taken = next(kernel for kernel in kernels() if (kernel.name, kernel.isa) == (chosen.name, isa))
+    return Explanation(
+        kernel=taken.name,
+        isa=taken.isa,
+        device=str(query.device),
+        dtype=str(query.dtype).removeprefix("torch."),
+        float32_precision=precision.current() if query.dtype is torch.float32 else None,
+        threads=torch.get_num_threads(),
+        refused={
+            f"{kernel.name}/{kernel.isa}": reason if kernel == chosen else _refusal(kernel, taken, forced)
+            for kernel in kernels()
+            if kernel != taken
+        },
+    )
+
+
+def _explain_on_cuda(call: Prepared, lines: Sequence[str], forced: str) -> Explanation:
+    query, options = call[0].query, call[2]
     reasons = dict(zip((kernel.name for kernel in kernels(query.device)), lines, strict=True))
     takers = [name for name, reason in reasons.items() if not reason]
     if forced and forced not in takers:

@@ -12,6 +12,7 @@ void attention_backward(StableIValue* values, uint64_t, uint64_t);
 void attention_jvp(StableIValue* values, uint64_t, uint64_t);
 void attention_backward_backward(StableIValue* values, uint64_t, uint64_t);
 void attention_captured_gradients(StableIValue* values, uint64_t, uint64_t);
+void attention_refusals(StableIValue* values, uint64_t, uint64_t);
 void attention_weights(StableIValue* values, uint64_t, uint64_t);
 void append_to_cache(StableIValue* values, uint64_t, uint64_t);
 void attention_with_cache(StableIValue* values, uint64_t, uint64_t);
