@@ -50,12 +50,12 @@ class BackwardTask {
     return chunks == 1 && !MaskSum<P>::takes(a) ? Items::kIndependent : Items::kInOrder;
   }
 
-  struct Scratch : BackwardScratch<P> {
-    static int64_t bytes(const BackwardTask& t) {
-      return BackwardScratch<P>::bytes(t.p, t.chunk_rows(), t.mask_sum);
+  struct Parts : BackwardScratch<P> {
+    void allocate(const BackwardTask& t, Arena& arena) {
+      BackwardScratch<P>::allocate(t.p, t.chunk_rows(), t.mask_sum, arena);
     }
-    explicit Scratch(const BackwardTask& t) : BackwardScratch<P>(t.p, t.chunk_rows(), t.mask_sum) {}
   };
+  using Scratch = WorkerScratch<Parts, Session<P>>;
 
   void operator()(int64_t item, Scratch& s) const {
     const Item at(*this, item);

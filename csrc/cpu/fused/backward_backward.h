@@ -49,13 +49,6 @@ class BackwardBackwardTask {
     bool shown;  // whether the tile of this block shows anything
 
     static int64_t columns_size(int64_t columns) { return round_up_to_vector<T>(columns) * kLanes<T>; }
-    static int64_t bytes(const AttentionParams& p) {
-      return SecondStrip<P>::bytes(p) + 2 * VectorOperand<P>::bytes(p, kLanes<T>, p.head_dim) +
-             VectorOperand<P>::bytes(p, kLanes<T>, p.value_dim) +
-             Arena::bytes_for<T>(columns_size(p.head_dim)) + Arena::bytes_for<T>(columns_size(p.value_dim)) +
-             Arena::bytes_for<T>(kLanes<T>) + Arena::bytes_for<T>(SecondTile<T>::kSize) +
-             SecondTile<T>::bytes(p);
-    }
     void allocate(const AttentionParams& p, Arena& arena) {
       SecondStrip<P>::allocate(p, arena);
       query_rows.allocate(p, kLanes<T>, p.head_dim, arena);
@@ -69,35 +62,28 @@ class BackwardBackwardTask {
     }
   };
 
-  struct Scratch {
+  struct Parts {
     int64_t kept_blocks;  // blocks of a panel whose tiles are kept
-    Arena arena;
-    Session<P> session;
     TangentKeys<P> keys;
-    SecondScratch<P> tiles;
+    BlockScratch<P> tiles;     // what tiles share
     WeightOperand<P> weights;  // a tile's array as a product takes it
     Strip strips[kSecondStrips<T>];
     T* kept;
-    std::unique_ptr<bool[]> shown;  // whether kept tiles show anything
+    bool* shown;  // whether kept tiles show anything
 
-    static int64_t blocks_to_keep(const BackwardBackwardTask& t) {
-      const int64_t of_block = kSecondStrips<T> * SecondTile<T>::bytes(t.p);
-      return smaller(t.blocks_, kKeptTileBytes / of_block);
-    }
-    static int64_t bytes(const BackwardBackwardTask& t) {
-      return TangentKeys<P>::bytes(t.p) + SecondScratch<P>::bytes(t.p) + WeightOperand<P>::bytes(t.p) +
-             kSecondStrips<T> * (Strip::bytes(t.p) + blocks_to_keep(t) * SecondTile<T>::bytes(t.p));
-    }
-    explicit Scratch(const BackwardBackwardTask& t)
-        : kept_blocks(blocks_to_keep(t)), arena(bytes(t)), tiles(t.p, arena) {
+    void allocate(const BackwardBackwardTask& t, Arena& arena) {
+      const int64_t size = SecondTile<T>::arrays(t.p) * SecondTile<T>::kSize;
+      const int64_t of_block = kSecondStrips<T> * Arena::bytes_for<T>(size);
+      kept_blocks = smaller(t.blocks_, kKeptTileBytes / of_block);
+      tiles.allocate(t.p, true, arena);
       keys.allocate(t.p, arena);
       weights.allocate(t.p, arena);
       for (Strip& strip : strips) strip.allocate(t.p, arena);
-      const int64_t count = kept_blocks * kSecondStrips<T>;
-      kept = arena.take<T>(count * SecondTile<T>::arrays(t.p) * SecondTile<T>::kSize);
-      shown.reset(new bool[static_cast<size_t>(count)]);
+      kept = arena.take<T>(kept_blocks * kSecondStrips<T> * size);
+      shown = arena.take<bool>(kept_blocks * kSecondStrips<T>);
     }
   };
+  using Scratch = WorkerScratch<Parts, Session<P>>;
 
   void operator()(int64_t item, Scratch& s) const {
     // All heads' first panels come first: with enough heads no item waits at all.
@@ -323,14 +309,11 @@ struct SecondScoreGradient {
 
   SecondStrip<P> strip;
   TangentKeys<P> keys;
-  SecondScratch<P> tiles;
+  BlockScratch<P> tiles;
   SecondTile<T> tile;
 
-  static int64_t bytes(const AttentionParams& p) {
-    return SecondStrip<P>::bytes(p) + TangentKeys<P>::bytes(p) + SecondScratch<P>::bytes(p) +
-           SecondTile<T>::bytes(p);
-  }
-  SecondScoreGradient(const AttentionParams& p, Arena& arena) : tiles(p, arena) {
+  void allocate(const AttentionParams& p, Arena& arena) {
+    tiles.allocate(p, true, arena);
     strip.allocate(p, arena);
     keys.allocate(p, arena);
     tile = SecondTile<T>(p, arena.take<T>(SecondTile<T>::arrays(p) * SecondTile<T>::kSize));

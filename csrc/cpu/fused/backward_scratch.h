@@ -32,8 +32,6 @@ struct BackwardScratch {
   // The lanes of a panel, in whole tiles, as products may need them.
   static constexpr int64_t kPanelLanes = kPanelStrips<P> * kLanes<P>;
 
-  Arena arena;
-  Session<P> session;
   GradientScratch<P> block;
   GradientStrip<P> strips[kPanelStrips<P>];
   int64_t head_stride, value_stride;           // padded row lengths
@@ -46,29 +44,14 @@ struct BackwardScratch {
   QuerySums<P> query_sums;
   typename MaskSum<P>::Scratch mask;
 
-  static int64_t grad_query_size(const AttentionParams& p) {
-    return round_up_to_vector<T>(p.head_dim) * kLanes<P>;
-  }
   // `rows` is the most keys of a chunk.
-  static int64_t bytes(const AttentionParams& p, int64_t rows, const MaskSum<P>& mask_sum) {
-    const int64_t e = round_up_to_vector<T>(p.head_dim), ev = round_up_to_vector<T>(p.value_dim);
-    return GradientScratch<P>::bytes(p) +
-           kPanelStrips<P> * (GradientStrip<P>::bytes(p) + Arena::bytes_for<T>(grad_query_size(p)) +
-                              Arena::bytes_for<T>(kLanes<P>)) +
-           VectorOperand<P>::bytes(p, kPanelLanes, p.head_dim) +
-           VectorOperand<P>::bytes(p, kPanelLanes, p.value_dim) + RowOperand<P>::bytes(p, rows, p.head_dim) +
-           RowOperand<P>::bytes(p, rows, p.value_dim) + ColumnOperand<P>::shared_bytes(p, rows, p.head_dim) +
-           Arena::bytes_for<T>(rows * e) + Arena::bytes_for<T>(rows * ev) + QuerySums<P>::bytes(p) +
-           MaskSum<P>::Scratch::bytes(mask_sum, rows);
-  }
-  BackwardScratch(const AttentionParams& p, int64_t rows, const MaskSum<P>& mask_sum)
-      : arena(bytes(p, rows, mask_sum)),
-        block(p, arena),
-        head_stride(round_up_to_vector<T>(p.head_dim)),
-        value_stride(round_up_to_vector<T>(p.value_dim)) {
+  void allocate(const AttentionParams& p, int64_t rows, const MaskSum<P>& mask_sum, Arena& arena) {
+    head_stride = round_up_to_vector<T>(p.head_dim);
+    value_stride = round_up_to_vector<T>(p.value_dim);
+    block.allocate(p, arena);
     for (int64_t i = 0; i < kPanelStrips<P>; ++i) {
       strips[i].allocate(p, arena);
-      grad_query_t[i] = arena.take<T>(grad_query_size(p));
+      grad_query_t[i] = arena.take<T>(head_stride * kLanes<P>);
       slope_rows[i] = arena.take<T>(kLanes<P>);
     }
     query_rows.allocate(p, kPanelLanes, p.head_dim, arena);

@@ -27,27 +27,23 @@ class CapturedGradientTask {
 
   int64_t items() const { return parts.items(); }
 
-  struct Scratch {
+  struct Parts {
     static constexpr int64_t kStrips = 4;  // strips that meet a block of keys one after the other
 
-    Arena arena;
-    Session<P> session;
     GradientScratch<P> block;
     GradientStrip<P> strips[kStrips];
     RowOperand<P> keys, values;
-    std::vector<double*> sums;  // sums of each captured tensor
+    double** sums;  // sums of each captured tensor
 
-    static int64_t bytes(const AttentionParams& p) {
-      return GradientScratch<P>::bytes(p) + kStrips * GradientStrip<P>::bytes(p) +
-             RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + RowOperand<P>::bytes(p, kKeyBlock, p.value_dim);
-    }
-    explicit Scratch(const CapturedGradientTask& task)
-        : arena(bytes(task.p)), block(task.p, arena), sums(static_cast<size_t>(task.g.count)) {
+    void allocate(const CapturedGradientTask& task, Arena& arena) {
+      block.allocate(task.p, arena);
       for (GradientStrip<P>& strip : strips) strip.allocate(task.p, arena);
       keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
       values.allocate(task.p, kKeyBlock, task.p.value_dim, arena);
+      sums = arena.take<double*>(task.g.count);
     }
   };
+  using Scratch = WorkerScratch<Parts, Session<P>>;
 
   void operator()(int64_t item, Scratch& s) const {
     const CapturedParts::Item part = parts.item(item);
@@ -98,7 +94,7 @@ class CapturedGradientTask {
   void place_sums(Scratch& s, int64_t copy) const {
     double* sums = copy == 0 ? g.sums : copies.data() + (copy - 1) * size_of_gradients();
     for (int64_t i = 0; i < g.count; ++i) {
-      s.sums[static_cast<size_t>(i)] = g.sizes[i] > 0 ? sums : nullptr;
+      s.sums[i] = g.sizes[i] > 0 ? sums : nullptr;
       sums += g.sizes[i];
     }
   }
@@ -125,7 +121,7 @@ class CapturedGradientTask {
         const GradientBlock<P> block{key, keys, 0, &s.keys, &s.values};
         if (!grad_score_block<P>(p, a, strip, block, s.block, false)) continue;
         add_captured_gradients<P>(p.function, strip, key, keys, s.block.block.given, s.block.grad.block,
-                                  s.sums.data());
+                                  s.sums);
       }
     }
   }

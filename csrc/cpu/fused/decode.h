@@ -76,27 +76,14 @@ struct DecodeTask {
   int64_t sums_rows() const { return item_heads * sums_per_kv_head(); }
   int64_t pages() const { return PageList::most_pages(p, item_chunks * kDecodeChunk); }
 
-  struct Scratch {
-    Arena arena;
-    typename Products::Session session;
+  struct Parts {
     typename Products::Query* query;          // [kv heads][queries_size]
     T *out, *sums;                            // [rows][out_stride], [sums_rows][sums_stride]
     T *row_max, *row_sum, *rescale, *factor;  // [rows]
     T *scores, *bias, *visible;               // [score_rows][kDecodeBlock]
     const char **key_pages, **value_pages;    // [pages]
 
-    static int64_t bytes(const DecodeTask& task) {
-      return Arena::bytes_for<typename Products::Query>(task.item_heads * task.queries_size) +
-             Arena::bytes_for<T>(task.rows() * task.out_stride) +
-             Arena::bytes_for<T>(task.sums_rows() * task.sums_stride) + 4 * Arena::bytes_for<T>(task.rows()) +
-             3 * Arena::bytes_for<T>(task.score_rows() * kDecodeBlock) +
-             2 * Arena::bytes_for<const char*>(task.pages());
-    }
-    explicit Scratch(const DecodeTask& task) : arena(bytes(task)) {}
-
-    // Lays the memory out for each item anew, as another task may have fewer rows and more pages.
-    void lay_out(const DecodeTask& task) {
-      arena.reset();
+    void allocate(const DecodeTask& task, Arena& arena) {
       query = arena.take<typename Products::Query>(task.item_heads * task.queries_size);
       out = arena.take<T>(task.rows() * task.out_stride);
       sums = arena.take<T>(task.sums_rows() * task.sums_stride);
@@ -106,9 +93,12 @@ struct DecodeTask {
       value_pages = arena.take<const char*>(task.pages());
     }
   };
+  using Scratch = WorkerScratch<Parts, typename Products::Session>;
 
   void operator()(int64_t item, Scratch& s) const {
-    s.lay_out(*this);
+    // The memory is laid out for each item anew, as another task may have fewer rows and more pages.
+    s.arena.reset();
+    s.allocate(*this, s.arena);
     // Items follow the order of memory: (batch, heads, keys, dim), or (batch, keys, heads, dim), whose heads
     // share pages.
     const int64_t parts = p.kv_heads / item_heads;
@@ -275,16 +265,14 @@ struct DecodeMerge {
 
   int64_t items() const { return chunks.p.batch * chunks.p.heads; }
 
-  struct Scratch {
-    Arena arena;
+  struct Parts {
     T* factor;  // [chunks] padded, of one query
 
-    static int64_t bytes(const DecodeMerge& merge) {
-      return Arena::bytes_for<T>(round_up_to_vector<T>(merge.chunks.chunks));
+    void allocate(const DecodeMerge& merge, Arena& arena) {
+      factor = arena.take<T>(round_up_to_vector<T>(merge.chunks.chunks));
     }
-    explicit Scratch(const DecodeMerge& merge)
-        : arena(bytes(merge)), factor(arena.take<T>(round_up_to_vector<T>(merge.chunks.chunks))) {}
   };
+  using Scratch = WorkerScratch<Parts, Session<T>>;
 
   void operator()(int64_t head_index, Scratch& scratch) const {
     using S = Simd<T>;

@@ -11,7 +11,6 @@ template <class P>
 struct Delta {
   LaneOperand<P> out, residual;
 
-  static int64_t bytes(const AttentionParams& p) { return 2 * LaneOperand<P>::bytes(p, p.value_dim); }
   void allocate(const AttentionParams& p, Arena& arena) {
     out.allocate(p, p.value_dim, arena);
     residual.allocate(p, p.value_dim, arena);

@@ -45,24 +45,22 @@ struct ForwardTask {
   // and their conversion if the tensors do not hold T. There are as many as leave the threads enough items
   // and fit the level-2 cache; results do not depend on which strips share an item.
   int64_t strips_for(int64_t strips, int threads) const {
-    const int64_t cached = smaller(kStripCache<P> / ForwardStrip<P>::bytes(p), kMostStrips<P>);
+    const int64_t cached = smaller(kStripCache<P> / bytes_of<ForwardStrip<P>>(p), kMostStrips<P>);
     return larger(smaller(cached, strips / (4 * threads)), 2);
   }
 
   int64_t items() const { return p.batch * p.heads * items_per_head; }
 
-  struct Scratch {
-    Arena arena;
+  struct Parts {
     ForwardScratch<P> block;
     ForwardStrip<P> strips[kMostStrips<P>];
 
-    static int64_t bytes(const ForwardTask& task) {
-      return ForwardScratch<P>::bytes(task.p) + task.strips_per_item * ForwardStrip<P>::bytes(task.p);
-    }
-    explicit Scratch(const ForwardTask& task) : arena(bytes(task)), block(task.p, arena) {
+    void allocate(const ForwardTask& task, Arena& arena) {
+      block.allocate(task.p, arena);
       for (int64_t i = 0; i < task.strips_per_item; ++i) strips[i].allocate(task.p, arena);
     }
   };
+  using Scratch = WorkerScratch<Parts, Session<P>>;
 
   void operator()(int64_t item, Scratch& scratch) const {
     // Later queries see more keys under a causal mask, so the longest items go first. Heads go in the order

@@ -21,9 +21,6 @@ struct ForwardStrip : QueryStrip<P> {
   T* rescale;  // [kLanes] exp(old maximum - new maximum) of the current block
 
   static int64_t out_size(const AttentionParams& p) { return round_up_to_vector<T>(p.value_dim) * kLanes<P>; }
-  static int64_t bytes(const AttentionParams& p) {
-    return QueryStrip<P>::bytes(p) + Arena::bytes_for<T>(out_size(p)) + 4 * Arena::bytes_for<T>(kLanes<P>);
-  }
   void allocate(const AttentionParams& p, Arena& arena) {
     QueryStrip<P>::allocate(p, arena);
     out_t = arena.take<T>(out_size(p));
@@ -249,7 +246,6 @@ template <class P>
 struct ForwardScratch {
   using T = Scalar<P>;
 
-  Session<P> session;
   BlockScratch<P> block;
   RowOperand<P> keys;
   ColumnOperand<P> values;
@@ -258,13 +254,8 @@ struct ForwardScratch {
   char *paged_keys, *paged_values;  // see key_source; operands may use them where they lie
   bool large_values;                // whether an operand has seen any; see overflow.h
 
-  static int64_t bytes(const AttentionParams& p) {
-    return BlockScratch<P>::bytes(p, false) + RowOperand<P>::bytes(p, loaded_keys<P>(p), p.head_dim) +
-           ColumnOperand<P>::bytes(p, loaded_keys<P>(p), p.value_dim) + WeightOperand<P>::bytes(p) +
-           Arena::bytes_for<T>(kKeyBlock * kLanes<P>) + Arena::bytes_for<T>(kLanes<P>) +
-           block_bytes(p, loaded_keys<P>(p), p.head_dim) + block_bytes(p, loaded_keys<P>(p), p.value_dim);
-  }
-  ForwardScratch(const AttentionParams& p, Arena& arena) : block(p, arena, false) {
+  void allocate(const AttentionParams& p, Arena& arena) {
+    block.allocate(p, false, arena);
     keys.allocate(p, loaded_keys<P>(p), p.head_dim, arena);
     values.allocate(p, loaded_keys<P>(p), p.value_dim, arena);
     weights.allocate(p, arena);

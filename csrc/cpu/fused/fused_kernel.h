@@ -12,47 +12,10 @@
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
-inline void fused_forward(const AttentionParams& p, const ForwardOutputs& o, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? forward_pass<double>(p, o, pool) : forward_pass<float>(p, o, pool);
-}
-inline void fused_weights(const AttentionParams& p, const WeightsOutputs& o, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? weights_pass<double>(p, o, pool) : weights_pass<float>(p, o, pool);
-}
-inline size_t fused_backward_workspace(const AttentionParams& p) {
-  return p.dtype == DType::kFloat64 ? backward_workspace<double>(p) : backward_workspace<float>(p);
-}
-inline void fused_backward(const AttentionParams& p, const BackwardArguments& a, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? backward_pass<double>(p, a, pool) : backward_pass<float>(p, a, pool);
-}
-inline void fused_jvp(const AttentionParams& p, const JvpArguments& a, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? jvp_pass<double>(p, a, pool) : jvp_pass<float>(p, a, pool);
-}
-inline size_t fused_backward_backward_workspace(const AttentionParams& p) {
-  return p.dtype == DType::kFloat64 ? backward_backward_workspace<double>(p)
-                                    : backward_backward_workspace<float>(p);
-}
-inline void fused_backward_backward(const AttentionParams& p, const BackwardBackwardArguments& a,
-                                    const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? backward_backward_pass<double>(p, a, pool)
-                             : backward_backward_pass<float>(p, a, pool);
-}
-inline void fused_captured_gradients(const AttentionParams& p, const BackwardArguments& a,
-                                     const CapturedGradients& g, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? captured_gradients<double>(p, a, g, pool)
-                             : captured_gradients<float>(p, a, g, pool);
-}
-inline void fused_scores(const ScoresParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? scores_pass<double>(p, pool) : scores_pass<float>(p, pool);
-}
-inline void fused_scores_backward(const ScoresParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? scores_backward_pass<double>(p, pool) : scores_backward_pass<float>(p, pool);
-}
-inline void fused_masked_softmax(const SoftmaxParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? masked_softmax_pass<double>(p, pool) : masked_softmax_pass<float>(p, pool);
-}
-inline void fused_masked_softmax_backward(const SoftmaxParams& p, const ThreadPool& pool) {
-  p.dtype == DType::kFloat64 ? masked_softmax_backward_pass<double>(p, pool)
-                             : masked_softmax_backward_pass<float>(p, pool);
+// The entry point of two instances of a pass: the call's accumulation type chooses one.
+template <auto kDouble, auto kFloat, class Params, class... Arguments>
+auto by_type(const Params& p, Arguments... arguments) {
+  return p.dtype == DType::kFloat64 ? kDouble(p, arguments...) : kFloat(p, arguments...);
 }
 
 constexpr Kernel fused_kernel(const char* isa, const char* description) {
@@ -61,18 +24,20 @@ constexpr Kernel fused_kernel(const char* isa, const char* description) {
   kernel.isa = isa;
   kernel.description = description;
   kernel.automatic = true;
-  kernel.forward = fused_forward;
-  kernel.weights = fused_weights;
-  kernel.backward_workspace = fused_backward_workspace;
-  kernel.backward = fused_backward;
-  kernel.captured_gradients = fused_captured_gradients;
-  kernel.jvp = fused_jvp;
-  kernel.backward_backward_workspace = fused_backward_backward_workspace;
-  kernel.backward_backward = fused_backward_backward;
-  kernel.scores = fused_scores;
-  kernel.scores_backward = fused_scores_backward;
-  kernel.masked_softmax = fused_masked_softmax;
-  kernel.masked_softmax_backward = fused_masked_softmax_backward;
+  kernel.forward = by_type<forward_pass<double>, forward_pass<float>>;
+  kernel.weights = by_type<weights_pass<double>, weights_pass<float>>;
+  kernel.backward_workspace = by_type<backward_workspace<double>, backward_workspace<float>>;
+  kernel.backward = by_type<backward_pass<double>, backward_pass<float>>;
+  kernel.captured_gradients = by_type<captured_gradients<double>, captured_gradients<float>>;
+  kernel.jvp = by_type<jvp_pass<double>, jvp_pass<float>>;
+  kernel.backward_backward_workspace =
+      by_type<backward_backward_workspace<double>, backward_backward_workspace<float>>;
+  kernel.backward_backward = by_type<backward_backward_pass<double>, backward_backward_pass<float>>;
+  kernel.scores = by_type<scores_pass<double>, scores_pass<float>>;
+  kernel.scores_backward = by_type<scores_backward_pass<double>, scores_backward_pass<float>>;
+  kernel.masked_softmax = by_type<masked_softmax_pass<double>, masked_softmax_pass<float>>;
+  kernel.masked_softmax_backward =
+      by_type<masked_softmax_backward_pass<double>, masked_softmax_backward_pass<float>>;
   kernel.options = kFusedOptions;
   return kernel;
 }

@@ -30,14 +30,9 @@ struct QuerySums {
   T* scale;       // [kLanes]
   T* transposed;  // [kLanes][padded head_dim]
 
-  static int64_t bytes(const AttentionParams& p) {
-    return Arena::bytes_for<T>(kLanes<P>) +
-           Arena::bytes_for<T>(kLanes<P> * round_up_to_vector<T>(p.head_dim));
-  }
   void allocate(const AttentionParams& p, Arena& arena) {
-    scale = arena.take<T>(kLanes<P>);
+    scale = arena.take_filled<T>(kLanes<P>, static_cast<T>(p.scale));
     transposed = arena.take<T>(kLanes<P> * round_up_to_vector<T>(p.head_dim));
-    for (int64_t lane = 0; lane < kLanes<P>; ++lane) scale[lane] = static_cast<T>(p.scale);
   }
 
   // Adds a chunk's contribution, [head_dim][kLanes], for queries first .. first + count - 1.

@@ -19,10 +19,6 @@ struct GradientStrip : QueryStrip<P> {
   T* inverse_sum;  // [kLanes] 0 where the row sees nothing
   bool ordinary;   // whether inverse_sum holds no NaN
 
-  static int64_t bytes(const AttentionParams& p) {
-    return QueryStrip<P>::bytes(p) + LaneOperand<P>::bytes(p, p.value_dim) + Delta<P>::bytes(p) +
-           3 * Arena::bytes_for<T>(kLanes<P>);
-  }
   void allocate(const AttentionParams& p, Arena& arena) {
     QueryStrip<P>::allocate(p, arena);
     grad_out.allocate(p, p.value_dim, arena);
@@ -72,11 +68,8 @@ struct GradientScratch {
   WeightOperand<P> grad;     // dS^T with respect to the final scores, before the softcap's factor
   T* visible;                // [kKeyBlock][kLanes] see multiply_visible
 
-  static int64_t bytes(const AttentionParams& p) {
-    return BlockScratch<P>::bytes(p, true) + 2 * WeightOperand<P>::bytes(p) +
-           Arena::bytes_for<T>(kKeyBlock * kLanes<P>);
-  }
-  GradientScratch(const AttentionParams& p, Arena& arena) : block(p, arena, true) {
+  void allocate(const AttentionParams& p, Arena& arena) {
+    block.allocate(p, true, arena);
     weights.allocate(p, arena);
     grad.allocate(p, arena);
     visible = arena.take<T>(kKeyBlock * kLanes<P>);

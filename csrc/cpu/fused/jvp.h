@@ -21,10 +21,6 @@ struct JvpStrip : ForwardStrip<P> {
   T* tangent_sum;  // [kLanes] sum of e (T - origin)
   T* origin;       // [kLanes] see tangent_origin
 
-  static int64_t bytes(const AttentionParams& p) {
-    return ForwardStrip<P>::bytes(p) + TangentLanes<P>::bytes(p) +
-           Arena::bytes_for<T>(ForwardStrip<P>::out_size(p)) + 2 * Arena::bytes_for<T>(kLanes<T>);
-  }
   void allocate(const AttentionParams& p, Arena& arena) {
     ForwardStrip<P>::allocate(p, arena);
     lanes.allocate(p, arena);
@@ -65,22 +61,15 @@ struct JvpTask {
   }
   int64_t items() const { return p.batch * p.heads * items_per_head; }
 
-  struct Scratch {
-    Arena arena;
-    Session<P> session;
+  struct Parts {
     TangentKeys<P> keys;
     BlockScratch<P> block;
     WeightOperand<P> weights, tangents;
     T *visible, *scale;
     JvpStrip<P> strips[kMostJvpStrips];
 
-    static int64_t bytes(const AttentionParams& p) {
-      return TangentKeys<P>::bytes(p) + BlockScratch<P>::bytes(p, true) + 2 * WeightOperand<P>::bytes(p) +
-             Arena::bytes_for<T>(kKeyBlock * kLanes<T>) + Arena::bytes_for<T>(kLanes<T>) +
-             kMostJvpStrips * JvpStrip<P>::bytes(p);
-    }
-    static int64_t bytes(const JvpTask& task) { return bytes(task.p); }
-    explicit Scratch(const JvpTask& task) : arena(bytes(task)), block(task.p, arena, true) {
+    void allocate(const JvpTask& task, Arena& arena) {
+      block.allocate(task.p, true, arena);
       keys.allocate(task.p, arena);
       weights.allocate(task.p, arena);
       tangents.allocate(task.p, arena);
@@ -89,6 +78,7 @@ struct JvpTask {
       for (JvpStrip<P>& strip : strips) strip.allocate(task.p, arena);
     }
   };
+  using Scratch = WorkerScratch<Parts, Session<P>>;
 
   void operator()(int64_t item, Scratch& s) const {
     // Later queries see more keys under a causal mask, so the longest items go first.

@@ -19,16 +19,13 @@ struct BlockScratch {
   T* capped;  // [kKeyBlock][kLanes] tanh of the softcap
   T* given;   // [kKeyBlock][kLanes] what the call's function is given; nullptr if its gradient needs none
 
-  static int64_t bytes(const AttentionParams& p, bool backward) {
-    const int64_t blocks = !backward ? 1 : p.function.keeps_scores() ? 3 : 2;
-    return Arena::bytes_for<T>(kKeyBlock * kLanes<P>) * blocks + 2 * Arena::bytes_for<T>(kLanes<P>);
+  void allocate(const AttentionParams& p, bool backward, Arena& arena) {
+    mask = arena.take<T>(kKeyBlock * kLanes<P>);
+    first_key = arena.take<T>(kLanes<P>);
+    end_key = arena.take<T>(kLanes<P>);
+    capped = backward ? arena.take<T>(kKeyBlock * kLanes<P>) : nullptr;
+    given = backward && p.function.keeps_scores() ? arena.take<T>(kKeyBlock * kLanes<P>) : nullptr;
   }
-  BlockScratch(const AttentionParams& p, Arena& arena, bool backward)
-      : mask(arena.take<T>(kKeyBlock * kLanes<P>)),
-        first_key(arena.take<T>(kLanes<P>)),
-        end_key(arena.take<T>(kLanes<P>)),
-        capped(backward ? arena.take<T>(kKeyBlock * kLanes<P>) : nullptr),
-        given(backward && p.function.keeps_scores() ? arena.take<T>(kKeyBlock * kLanes<P>) : nullptr) {}
 };
 
 template <class P>

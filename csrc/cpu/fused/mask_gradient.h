@@ -20,11 +20,8 @@ struct ScoreGradient {
   GradientScratch<P> block;
   RowOperand<P> keys, values;
 
-  static int64_t bytes(const AttentionParams& p) {
-    return GradientScratch<P>::bytes(p) + GradientStrip<P>::bytes(p) +
-           RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + RowOperand<P>::bytes(p, kKeyBlock, p.value_dim);
-  }
-  ScoreGradient(const AttentionParams& p, Arena& arena) : block(p, arena) {
+  void allocate(const AttentionParams& p, Arena& arena) {
+    block.allocate(p, arena);
     strip.allocate(p, arena);
     keys.allocate(p, kKeyBlock, p.head_dim, arena);
     values.allocate(p, kKeyBlock, p.value_dim, arena);
@@ -66,23 +63,17 @@ struct MaskGradientTask {
   bool kept(int dimension) const { return Source::grad_mask(a).stride[dimension] != 0; }
   int64_t items() const { return batches * heads * strips * ranges; }
 
-  struct Scratch {
-    Arena arena;
-    Session<P> session;
+  struct Parts {
     Source source;
     T *sum, *ones;  // sum: [kMaskGradientKeys][kLanes], or its first row
 
-    static int64_t bytes(const AttentionParams& p) {
-      return Source::bytes(p) + Arena::bytes_for<T>(kMaskGradientKeys * kLanes<P>) +
-             Arena::bytes_for<T>(kLanes<P>);
-    }
-    static int64_t bytes(const MaskGradientTask& task) { return bytes(task.p); }
-    explicit Scratch(const MaskGradientTask& task) : arena(bytes(task)), source(task.p, arena) {
+    void allocate(const MaskGradientTask& task, Arena& arena) {
+      source.allocate(task.p, arena);
       sum = arena.take<T>(kMaskGradientKeys * kLanes<P>);
-      ones = arena.take<T>(kLanes<P>);
-      for (int64_t lane = 0; lane < kLanes<P>; ++lane) ones[lane] = T(1);
+      ones = arena.take_filled<T>(kLanes<P>, T(1));
     }
   };
+  using Scratch = WorkerScratch<Parts, Session<P>>;
 
   // Indices first .. end - 1 of a dimension, which fall on one part of the result.
   struct Span {

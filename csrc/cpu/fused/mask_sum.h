@@ -78,16 +78,9 @@ class MaskSum {
     double* totals;
 
     // There is room for every kind of sums, as sequences of a batch differ in theirs.
-    static int64_t most_sums(const MaskSum& m, int64_t chunk_rows) {
-      return m.active ? std::max<int64_t>(kLanes<P>, m.group * chunk_rows) : 0;
-    }
-    static int64_t most_totals(const MaskSum& m) { return m.active ? m.group : 0; }
-    static int64_t bytes(const MaskSum& m, int64_t chunk_rows) {
-      return Arena::bytes_for<T>(most_sums(m, chunk_rows)) + Arena::bytes_for<double>(most_totals(m));
-    }
     void allocate(const MaskSum& m, int64_t chunk_rows, Arena& arena) {
-      sums = arena.take<T>(most_sums(m, chunk_rows));
-      totals = arena.take<double>(most_totals(m));
+      sums = arena.take<T>(m.active ? std::max<int64_t>(kLanes<P>, m.group * chunk_rows) : 0);
+      totals = arena.take<double>(m.active ? m.group : 0);
     }
   };
 

@@ -2,8 +2,7 @@
 // lanes here: there is nothing to multiply, and so nothing to transpose.
 #pragma once
 
-#include "../products/elementary.h"
-#include "../products/tensor_rows.h"
+#include "../products/operands.h"
 
 namespace selfattn::cpu::SELFATTN_ISA {
 
@@ -19,13 +18,13 @@ struct SoftmaxTask {
       : p(params), backward(is_backward), rows(params.batch * params.heads * params.queries) {}
   int64_t items() const { return divide_up(rows, kRowsPerItem); }
 
-  struct Scratch {
-    Arena arena;
+  struct Parts {
     T* row;
-    explicit Scratch(const SoftmaxTask& task)
-        : arena(Arena::bytes_for<T>(round_up_to_vector<T>(task.p.keys))),
-          row(arena.take<T>(round_up_to_vector<T>(task.p.keys))) {}
+    void allocate(const SoftmaxTask& task, Arena& arena) {
+      row = arena.take<T>(round_up_to_vector<T>(task.p.keys));
+    }
   };
+  using Scratch = WorkerScratch<Parts, Session<T>>;
 
   void operator()(int64_t item, Scratch& s) const {
     const int64_t end = smaller((item + 1) * kRowsPerItem, rows);

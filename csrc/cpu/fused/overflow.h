@@ -45,9 +45,10 @@ void sum_normalised(const AttentionParams& p, const ForwardOutputs& outputs, For
 template <class T>
 void mend_overflow(const AttentionParams& p, const ForwardOutputs& outputs, int64_t batch, int64_t head,
                    int64_t first, int64_t count) {
-  Arena arena(ForwardScratch<T>::bytes(p) + ForwardStrip<T>::bytes(p));
-  ForwardScratch<T> scratch(p, arena);
+  Arena arena(bytes_of<ForwardScratch<T>>(p) + bytes_of<ForwardStrip<T>>(p));
+  ForwardScratch<T> scratch;
   ForwardStrip<T> strip;
+  scratch.allocate(p, arena);
   strip.allocate(p, arena);
   strip.begin(p, batch, head, first, count);
   sum_normalised<T>(p, outputs, strip, scratch);

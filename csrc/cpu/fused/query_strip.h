@@ -34,7 +34,6 @@ struct QueryStrip {
   LaneOperand<P> query;  // scale * Q; for few queries [count][padded head_dim]
   T rest_of_scale;       // the part of the scale that is not in query
 
-  static int64_t bytes(const AttentionParams& p) { return LaneOperand<P>::bytes(p, p.head_dim); }
   void allocate(const AttentionParams& p, Arena& arena) { query.allocate(p, p.head_dim, arena); }
 
   void begin(const AttentionParams& p, int64_t batch_index, int64_t head_index, int64_t first_query,

@@ -15,22 +15,19 @@ struct ScoresTask {
       : p(attention_of(s)), scores(s.scores), strips_per_head(divide_up(s.queries, kLanes<T>)) {}
   int64_t items() const { return p.batch * p.heads * strips_per_head; }
 
-  struct Scratch {
-    Arena arena;
+  struct Parts {
     QueryStrip<T> strip;
     RowOperand<T> keys;
     T *scores, *ones;
 
-    explicit Scratch(const ScoresTask& task)
-        : arena(QueryStrip<T>::bytes(task.p) + RowOperand<T>::bytes(task.p, kKeyBlock, task.p.head_dim) +
-                Arena::bytes_for<T>(kKeyBlock * kLanes<T>) + Arena::bytes_for<T>(kLanes<T>)) {
+    void allocate(const ScoresTask& task, Arena& arena) {
       strip.allocate(task.p, arena);
       keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
       scores = arena.take<T>(kKeyBlock * kLanes<T>);
-      ones = arena.take<T>(kLanes<T>);
-      for (int64_t lane = 0; lane < kLanes<T>; ++lane) ones[lane] = T(1);
+      ones = arena.take_filled<T>(kLanes<T>, T(1));
     }
   };
+  using Scratch = WorkerScratch<Parts, Session<T>>;
 
   void operator()(int64_t item, Scratch& s) const {
     const int64_t head_index = item / strips_per_head;
@@ -65,19 +62,18 @@ struct ScoresGradientTask {
         blocks_per_head(divide_up(rows, kKeyBlock)) {}
   int64_t items() const { return p.batch * heads * blocks_per_head; }
 
-  struct Scratch {
-    Arena arena;
+  struct Parts {
     int64_t stride;
     T *gradient, *other, *result;
 
-    explicit Scratch(const ScoresGradientTask& task)
-        : arena(Arena::bytes_for<T>(kKeyBlock * kKeyBlock) +
-                2 * Arena::bytes_for<T>(kKeyBlock * round_up_to_vector<T>(task.p.head_dim))),
-          stride(round_up_to_vector<T>(task.p.head_dim)),
-          gradient(arena.take<T>(kKeyBlock * kKeyBlock)),
-          other(arena.take<T>(kKeyBlock * stride)),
-          result(arena.take<T>(kKeyBlock * stride)) {}
+    void allocate(const ScoresGradientTask& task, Arena& arena) {
+      stride = round_up_to_vector<T>(task.p.head_dim);
+      gradient = arena.take<T>(kKeyBlock * kKeyBlock);
+      other = arena.take<T>(kKeyBlock * stride);
+      result = arena.take<T>(kKeyBlock * stride);
+    }
   };
+  using Scratch = WorkerScratch<Parts, Session<T>>;
 
   void operator()(int64_t item, Scratch& s) const {
     using S = Simd<T>;

@@ -30,7 +30,6 @@ struct SecondTile {
 
   static constexpr int64_t kSize = kKeyBlock * kLanes<T>;
   static int64_t arrays(const AttentionParams& p) { return p.softcap > 0.0 ? 6 : 4; }
-  static int64_t bytes(const AttentionParams& p) { return arrays(p) * Arena::bytes_for<T>(kSize); }
 
   SecondTile() = default;
   SecondTile(const AttentionParams& p, T* memory)
@@ -53,9 +52,6 @@ struct SecondStrip : GradientStrip<P> {
   T* mean;                                // [kLanes] m - origin
   T* correction;                          // [kLanes] c
 
-  static int64_t bytes(const AttentionParams& p) {
-    return GradientStrip<P>::bytes(p) + TangentLanes<P>::bytes(p) + 7 * Arena::bytes_for<T>(kLanes<T>);
-  }
   void allocate(const AttentionParams& p, Arena& arena) {
     GradientStrip<P>::allocate(p, arena);
     lanes.allocate(p, arena);
@@ -74,24 +70,15 @@ struct SecondStrip : GradientStrip<P> {
   }
 };
 
-// Scratch that tiles share.
-template <class P>
-struct SecondScratch {
-  BlockScratch<P> block;
-
-  static int64_t bytes(const AttentionParams& p) { return BlockScratch<P>::bytes(p, true); }
-  SecondScratch(const AttentionParams& p, Arena& arena) : block(p, arena, true) {}
-};
-
 // Makes a tile of the first `keys` keys of a block: P, T, dP and U, after dropout. Returns false if all of it
 // is hidden. `visible` is nullable, see multiply_visible.
 template <class P>
 bool fill_tile(const TangentCall& call, SecondStrip<P>& strip, const TangentKeys<P>& block, int64_t keys,
-               SecondScratch<P>& scratch, const SecondTile<Scalar<P>>& tile, Scalar<P>* visible) {
+               const BlockScratch<P>& scratch, const SecondTile<Scalar<P>>& tile, Scalar<P>* visible) {
   using T = Scalar<P>;
   using S = Simd<T>;
   const AttentionParams& p = call.p;
-  BlockScratch<P> own = scratch.block;
+  BlockScratch<P> own = scratch;
   if (tile.capped != nullptr) own.capped = tile.capped;
   T factor;
   if (!score_block<P>(p, strip, block.first, keys, block.keys.with_lanes, 0, own, tile.weights, &factor))

@@ -37,10 +37,6 @@ struct TangentRows {
   ColumnOperand<P> with_weights;
   char* pages;  // see key_source
 
-  static int64_t bytes(const AttentionParams& p, int64_t columns) {
-    const int64_t once_more = kDirect<P> ? 0 : ColumnOperand<P>::bytes(p, kKeyBlock, columns);
-    return RowOperand<P>::bytes(p, kKeyBlock, columns) + once_more + block_bytes(p, kKeyBlock, columns);
-  }
   void allocate(const AttentionParams& p, int64_t columns, Arena& arena) {
     with_lanes.allocate(p, kKeyBlock, columns, arena);
     if (!kDirect<P>) with_weights.allocate(p, kKeyBlock, columns, arena);
@@ -63,9 +59,6 @@ struct TangentKeys {
   TangentRows<P> keys, values, key_tangents, value_tangents;
   int64_t first, count;
 
-  static int64_t bytes(const AttentionParams& p) {
-    return 2 * (TangentRows<P>::bytes(p, p.head_dim) + TangentRows<P>::bytes(p, p.value_dim));
-  }
   void allocate(const AttentionParams& p, Arena& arena) {
     for (TangentRows<P>* rows : {&keys, &key_tangents}) rows->allocate(p, p.head_dim, arena);
     for (TangentRows<P>* rows : {&values, &value_tangents}) rows->allocate(p, p.value_dim, arena);
@@ -104,7 +97,6 @@ struct TangentLanes {
   LaneOperand<P> tangent;  // scale * tangent of Q; the scale as far as it is in the strip's query
   LaneOperand<P> query;    // scale * Q for few queries, whose strips have it in another form
 
-  static int64_t bytes(const AttentionParams& p) { return 2 * LaneOperand<P>::bytes(p, p.head_dim); }
   void allocate(const AttentionParams& p, Arena& arena) {
     tangent.allocate(p, p.head_dim, arena);
     query.allocate(p, p.head_dim, arena);

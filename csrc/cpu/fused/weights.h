@@ -19,32 +19,25 @@ struct WeightsTask {
       : p(params), outputs(out), strips_per_head(divide_up(params.queries, kLanes<P>)) {}
   int64_t items() const { return p.batch * p.heads * strips_per_head; }
 
-  struct Scratch {
-    Arena arena;
-    Session<P> session;
+  struct Parts {
     BlockScratch<P> block;
     QueryStrip<P> strip;
     RowOperand<P> keys;
     T *scores, *row_max, *inverse_sum, *ones;
     char* paged_keys;
 
-    static int64_t bytes(const AttentionParams& p) {
-      return BlockScratch<P>::bytes(p, false) + QueryStrip<P>::bytes(p) +
-             RowOperand<P>::bytes(p, kKeyBlock, p.head_dim) + Arena::bytes_for<T>(kKeyBlock * kLanes<P>) +
-             3 * Arena::bytes_for<T>(kLanes<P>) + block_bytes(p, kKeyBlock, p.head_dim);
-    }
-    static int64_t bytes(const WeightsTask& task) { return bytes(task.p); }
-    explicit Scratch(const WeightsTask& task) : arena(bytes(task)), block(task.p, arena, false) {
+    void allocate(const WeightsTask& task, Arena& arena) {
+      block.allocate(task.p, false, arena);
       strip.allocate(task.p, arena);
       keys.allocate(task.p, kKeyBlock, task.p.head_dim, arena);
       scores = arena.take<T>(kKeyBlock * kLanes<P>);
       row_max = arena.take<T>(kLanes<P>);
       inverse_sum = arena.take<T>(kLanes<P>);
-      ones = arena.take<T>(kLanes<P>);
+      ones = arena.take_filled<T>(kLanes<P>, T(1));
       paged_keys = arena.take<char>(block_bytes(task.p, kKeyBlock, task.p.head_dim));
-      for (int64_t lane = 0; lane < kLanes<P>; ++lane) ones[lane] = T(1);
     }
   };
+  using Scratch = WorkerScratch<Parts, Session<P>>;
 
   void operator()(int64_t item, Scratch& s) const {
     const int64_t head_index = item / strips_per_head;

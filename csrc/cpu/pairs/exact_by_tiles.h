@@ -22,10 +22,6 @@ struct WeightOperand<ExactPairs> : WeightOperand<float> {
   uint32_t* lanes;  // [pair of keys][piece][kLanes]
   uint32_t* rows;   // [piece][key][pair of queries]
 
-  static int64_t bytes(const AttentionParams& p) {
-    return WeightOperand<float>::bytes(p) + Arena::bytes_for<uint32_t>(kLaneWords) +
-           Arena::bytes_for<uint32_t>(kMaxPieces * kRowPiece);
-  }
   void allocate(const AttentionParams& p, Arena& arena) {
     WeightOperand<float>::allocate(p, arena);
     lanes = arena.take<uint32_t>(kLaneWords);

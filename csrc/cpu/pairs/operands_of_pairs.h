@@ -89,14 +89,9 @@ struct LaneOperand<Pairs> {
   bool floats_are_loaded;
   RowSource source;
 
-  static int64_t size(int64_t columns) { return padded_pairs(columns) * kLanes<Pairs>; }
-  static int64_t bytes(const AttentionParams& p, int64_t columns) {
-    return Arena::bytes_for<uint32_t>(Pairs::pieces(p) * size(columns)) +
-           Arena::bytes_for<float>(kLanes<Pairs>) + LaneOperand<float>::bytes(p, columns);
-  }
   void allocate(const AttentionParams& p, int64_t columns, Arena& arena) {
     pieces = Pairs::pieces(p);
-    piece_stride = size(columns);
+    piece_stride = padded_pairs(columns) * kLanes<Pairs>;
     data = arena.take<uint32_t>(pieces * piece_stride);
     is_special = arena.take<float>(kLanes<Pairs>);
     floats.allocate(p, columns, arena);
@@ -139,17 +134,10 @@ struct RowOperand<Pairs> {
   float* block;         // [kKeyBlock][kLanes]
   RowSource source;
 
-  static int64_t size(int64_t count, int64_t columns) { return padded_rows(count) * padded_pairs(columns); }
-  static int64_t bytes(const AttentionParams& p, int64_t count, int64_t columns) {
-    return Arena::bytes_for<uint32_t>(Pairs::pieces(p) * size(count, columns)) +
-           Arena::bytes_for<bool>(count) +
-           Arena::bytes_for<float>(kKeyBlock * round_up_to_vector<float>(columns)) +
-           Arena::bytes_for<float>(kKeyBlock * kLanes<Pairs>);
-  }
   void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
     pieces = Pairs::pieces(p);
     order = Pairs::order_of_scores(p);
-    piece_stride = size(count, columns);
+    piece_stride = padded_rows(count) * padded_pairs(columns);
     buffer = arena.take<uint32_t>(pieces * piece_stride);
     is_special = arena.take<bool>(count);
     float_buffer = arena.take<float>(kKeyBlock * round_up_to_vector<float>(columns));
@@ -194,11 +182,6 @@ struct SpecialRows {
   bool any;
   RowSource source;
 
-  static int64_t bytes(int64_t count, int64_t columns) {
-    return Arena::bytes_for<bool>(count) +
-           Arena::bytes_for<float>(kKeyBlock * round_up_to_vector<float>(columns)) +
-           2 * Arena::bytes_for<float>(kKeyBlock * kLanes<Pairs>);
-  }
   void allocate(int64_t count, int64_t columns, Arena& arena) {
     marks = arena.take<bool>(count);
     values = arena.take<float>(kKeyBlock * round_up_to_vector<float>(columns));
@@ -237,19 +220,13 @@ struct ColumnOperand<Pairs> {
   SpecialRows specials;
   bool any_large;
 
-  static int64_t size(int64_t columns) { return kKeyBlock / 2 * padded_rows(columns); }
-  static int64_t blocks(int64_t count) { return divide_up(count, kKeyBlock); }
-  static int64_t bytes(const AttentionParams& p, int64_t count, int64_t columns) {
-    return Arena::bytes_for<uint32_t>(blocks(count) * Pairs::pieces(p) * size(columns)) +
-           SpecialRows::bytes(count, columns);
-  }
   void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
     pieces = Pairs::pieces(p);
-    piece_stride = size(columns);
+    piece_stride = kKeyBlock / 2 * padded_rows(columns);
     block_stride = pieces * piece_stride;
     row_stride = PairEngine::kTiles ? kKeyBlock / 2 : 1;
     pair_stride = PairEngine::kTiles ? 1 : padded_rows(columns);
-    data = arena.take<uint32_t>(blocks(count) * block_stride);
+    data = arena.take<uint32_t>(divide_up(count, kKeyBlock) * block_stride);
     specials.allocate(count, columns, arena);
   }
   void load(const RowSource& s) {
@@ -274,9 +251,6 @@ struct ColumnOperand<Pairs> {
     }
     return seen;
   }
-  static int64_t shared_bytes(const AttentionParams& p, int64_t count, int64_t columns) {
-    return bytes(p, count, columns);
-  }
   void allocate_shared(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
     allocate(p, count, columns, arena);
   }
@@ -293,14 +267,9 @@ struct VectorOperand<Pairs> {
   int pieces;
   SpecialRows specials;
 
-  static int64_t size(int64_t count, int64_t columns) { return padded_pairs(count) * padded_rows(columns); }
-  static int64_t bytes(const AttentionParams& p, int64_t count, int64_t columns) {
-    return Arena::bytes_for<uint32_t>(Pairs::pieces(p) * size(count, columns)) +
-           SpecialRows::bytes(count, columns);
-  }
   void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
     pieces = Pairs::pieces(p);
-    piece_stride = size(count, columns);
+    piece_stride = padded_pairs(count) * padded_rows(columns);
     pair_stride = padded_rows(columns);
     data = arena.take<uint32_t>(pieces * piece_stride);
     specials.allocate(count, columns, arena);

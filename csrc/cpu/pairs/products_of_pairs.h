@@ -166,10 +166,6 @@ struct Delta<Pairs> {
   float* is_special;  // [kLanes] 1 where the row of the output or of its gradient is special, else 0
   bool any_special;
 
-  static int64_t bytes(const AttentionParams& p) {
-    return 2 * RowOperand<Pairs>::bytes(p, kLanes<Pairs>, p.value_dim) +
-           Arena::bytes_for<float>(16 * kLanes<Pairs>) + Arena::bytes_for<float>(kLanes<Pairs>);
-  }
   void allocate(const AttentionParams& p, Arena& arena) {
     out.allocate(p, kLanes<Pairs>, p.value_dim, arena);
     residual.allocate(p, kLanes<Pairs>, p.value_dim, arena);

@@ -31,12 +31,6 @@ struct WeightOperand<Pairs> {
     return 4 * Pairs::pieces(p) * kLanePieces + (Pairs::pieces(p) > 1 ? output : 0);
   }
   static constexpr int64_t kMasks = PairEngine::kTiles ? 4 * kKeyBlock * kLanes<Pairs> : 0;
-  static int64_t bytes(const AttentionParams& p) {
-    return Arena::bytes_for<float>(kKeyBlock * kLanes<Pairs>) + Arena::bytes_for<float>(kMasks) +
-           Arena::bytes_for<uint32_t>(Pairs::pieces(p) * kLanePieces) +
-           Arena::bytes_for<uint32_t>(Pairs::pieces(p) * kRowPieces) +
-           Arena::bytes_for<uint32_t>(pipeline_size(p));
-  }
   void allocate(const AttentionParams& p, Arena& arena) {
     pieces = Pairs::pieces(p);
     block = arena.take<float>(kKeyBlock * kLanes<Pairs>);

@@ -75,9 +75,6 @@ struct LaneOperand {
   P* data;  // [columns][kLanes]
 
   bool rounds() const { return false; }
-  static int64_t bytes(const AttentionParams&, int64_t columns) {
-    return Arena::bytes_for<P>(round_up_to_vector<P>(columns) * kLanes<P>);
-  }
   void allocate(const AttentionParams&, int64_t columns, Arena& arena) {
     data = arena.take<P>(round_up_to_vector<P>(columns) * kLanes<P>);
   }
@@ -92,9 +89,6 @@ struct RowOperand {
   Rows<P> rows;
   P* buffer;
 
-  static int64_t bytes(const AttentionParams& p, int64_t count, int64_t columns) {
-    return p.dtype == dtype_of<P>() ? 0 : Arena::bytes_for<P>(count * round_up_to_vector<P>(columns));
-  }
   void allocate(const AttentionParams& p, int64_t count, int64_t columns, Arena& arena) {
     buffer = p.dtype == dtype_of<P>() ? nullptr : arena.take<P>(count * round_up_to_vector<P>(columns));
   }
@@ -107,7 +101,6 @@ struct RowOperand {
 template <class P>
 struct ColumnOperand : RowOperand<P> {
   // The same rows in another role, which needs no memory of its own.
-  static int64_t shared_bytes(const AttentionParams&, int64_t, int64_t) { return 0; }
   void allocate_shared(const AttentionParams&, int64_t, int64_t, Arena&) {}
   void load_shared(const RowSource&, const RowOperand<P>& same) { this->rows = same.rows; }
   // Whether products need `visible` although the caller found nothing wrong with the data.
@@ -122,9 +115,6 @@ struct VectorOperand {
   Rows<P> rows;
   P* buffer;
 
-  static int64_t bytes(const AttentionParams&, int64_t count, int64_t columns) {
-    return Arena::bytes_for<P>(count * round_up_to_vector<P>(columns));
-  }
   void allocate(const AttentionParams&, int64_t count, int64_t columns, Arena& arena) {
     buffer = arena.take<P>(count * round_up_to_vector<P>(columns));
   }
@@ -139,7 +129,6 @@ template <class P>
 struct WeightOperand {
   P* block;  // [kKeyBlock][kLanes]
 
-  static int64_t bytes(const AttentionParams&) { return Arena::bytes_for<P>(kKeyBlock * kLanes<P>); }
   void allocate(const AttentionParams&, Arena& arena) { block = arena.take<P>(kKeyBlock * kLanes<P>); }
   // Stores four rows of vectors. kPaired is for operands that need no block, `used` for those that round.
   template <Weigh kWeigh, bool kPaired>
